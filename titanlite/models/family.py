@@ -1,4 +1,4 @@
-"""What a model family must supply."""
+"""What a model family must supply, and how the [model] section chooses one."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from titanlite.models.init import Init
 from titanlite.runtime.errors import Problem
 
 
@@ -19,3 +20,37 @@ class ModelConfig:
     """Named set of hyper-parameters of the family."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Hyper-parameters given beside the flavor, by name, e.g. {"vocab_size": 4096}; they stand in [model] itself."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How parallelism reaches a model from outside: names of submodules, nothing else.
+
+    data_units: groups of submodules whose parameters are gathered, freed and reduced together by data parallelism,
+    in the order of the forward pass. Parameters outside all units belong to the root.
+    """
+
+    data_units: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family. The hyper-parameters' type is the family's own frozen dataclass (`config_type`).
+
+    check(config, seq_len): problems of the hyper-parameters, keys under "model.".
+    build(config): the module; parameters on the default device (meta, in training), not initialised. The module's
+        forward is `forward(tokens, positions=None, document_ids=None)`: int64 (batch, seq_len) in, logits
+        (batch, seq_len, vocab_size) out; its `init_buffers(device)` computes all non-persistent buffers.
+    plan(config): the Plan.
+    init(config, name): the distribution of the parameter of that name.
+    flops_per_token(config, seq_len): floating-point operations per trained token, forward and backward.
+    """
+
+    name: str
+    config_type: type
+    flavors: Mapping[str, Any]
+    check: Callable[[Any, int], list[Problem]]
+    build: Callable[[Any], nn.Module]
+    plan: Callable[[Any], Plan]
+    init: Callable[[Any, str], Init]
+    flops_per_token: Callable[[Any, int], int]

@@ -34,3 +34,8 @@ class ConfigError(UserError):
         count = len(self.problems)
         head = f"the configuration has {count} problem{'s' if count > 1 else ''}"
         super().__init__("\n\n".join([head + ":", *(f"  {problem}" for problem in self.problems)]))
+
+
+def require(ok: bool, key: str, value: Any, rule: str, remedy: str) -> list[Problem]:
+    """[] where `ok`, else the one Problem: checks read as a list of rules."""
+    return [] if ok else [Problem(key, value, rule, remedy)]
