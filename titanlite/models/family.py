@@ -28,9 +28,11 @@ class Plan:
 
     data_units: groups of submodules whose parameters are gathered, freed and reduced together by data parallelism,
     in the order of the forward pass. Parameters outside all units belong to the root.
+    may_skip_parameters: whether a microbatch may leave a parameter without gradient on some rank.
     """
 
     data_units: tuple[tuple[str, ...], ...]
+    may_skip_parameters: bool = False
 
 
 @dataclass(frozen=True)

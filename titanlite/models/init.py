@@ -1,12 +1,121 @@
-"""Initial weights that are the same on every mesh."""
+"""Initial weights that are the same on every mesh.
 
+A parameter is drawn in blocks of 2^20 elements of its flattened global tensor, each with a generator of its own, on the CPU
+and in float32. So a rank draws only the blocks that its shard touches, and every mesh, device and dtype has the same values.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+INIT_VERSION = 1
+"""Version of the scheme. A change of any value that it gives is a new version."""
+
+BLOCK_NUMEL = 2**20
+"""Elements that one generator draws; the last block of a parameter is shorter."""
+
+CUT_STD = 3.0
+"""Where normal values are clamped, in standard deviations."""
+
+_WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 @dataclass(frozen=True)
 class Init:
-    """Distribution of one parameter: "normal" (mean 0, `std`, cut at 3 standard deviations) or "ones"."""
+    """Distribution of one parameter: "normal" (mean 0, `std`, clamped at 3 standard deviations) or "ones"."""
 
     kind: Literal["normal", "ones"]
     std: float = 0.0
+
+
+@torch.no_grad()
+def init_parameters_(module: nn.Module, seed: int, init: Callable[[str], Init]) -> None:
+    """Give each parameter of `module` its initial values, in place.
+
+    Parameters may be plain tensors or DTensors of any placement, on any device; nothing is communicated. `init` is given
+    each parameter's name as in the whole, unwrapped model; a shared parameter has the first of its names. A pipeline
+    stage's parameters must have the names that they have in the whole model.
+    """
+    for name, parameter in module.named_parameters():
+        for prefix in _WRAPPER_PREFIXES:
+            name = name.replace(prefix, "")
+        local, shape, offset = local_region(parameter)
+        fill_region_(local, seed, name, init(name), shape, offset)
+
+
+def local_region(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
+    """(this rank's part of `tensor`, shape of the whole, offset of the part in the whole).
+
+    The part shares the tensor's memory. It is one box of the whole, also where two mesh axes cut the same dimension.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor, tuple(tensor.shape), (0,) * tensor.dim()
+    local = tensor.to_local()
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    assert tuple(shape) == tuple(local.shape), f"local part {tuple(local.shape)} is not the box {tuple(shape)}"
+    return local, tuple(tensor.shape), tuple(offset)
+
+
+def fill_region_(
+    local: Tensor, seed: int, name: str, init: Init, shape: Sequence[int], offset: Sequence[int]
+) -> None:
+    """Fill `local`, the box at `offset` of the parameter `name` of that `shape`, in place.
+
+    Takes one block of host memory besides `local`, and as much as `local` where that is not contiguous or not on the CPU.
+    """
+    assert not local.is_meta, f"{name} has no memory yet"
+    if init.kind == "ones":
+        local.fill_(1.0)
+        return
+    if local.numel() == 0:
+        return
+    direct = local.device.type == "cpu" and local.is_contiguous()
+    staged = local if direct else torch.empty(local.shape, dtype=local.dtype, device="cpu")
+    blocks = _Blocks(seed, name, init.std, prod(shape))
+    _copy_box(blocks, staged, shape, offset, 0)
+    if staged is not local:
+        local.copy_(staged)
+
+
+class _Blocks:
+    """The flattened global tensor, drawn block by block; the latest block is kept."""
+
+    def __init__(self, seed: int, name: str, std: float, numel: int) -> None:
+        self._seed, self._name, self._std, self._numel = seed, name, std, numel
+        self._index = -1
+        self._values = torch.empty(min(BLOCK_NUMEL, numel), dtype=torch.float32, device="cpu")
+
+    def copy(self, out: Tensor, start: int) -> None:
+        """Copy elements [start, start + out.numel()) into `out`, which is one-dimensional."""
+        done = 0
+        while done < out.numel():
+            index, first = divmod(start + done, BLOCK_NUMEL)
+            values = self._block(index)[first : first + out.numel() - done]
+            out[done : done + values.numel()].copy_(values)
+            done += values.numel()
+
+    def _block(self, index: int) -> Tensor:
+        values = self._values[: self._numel - index * BLOCK_NUMEL]
+        if index != self._index:
+            digest = hashlib.sha256(f"{self._seed}:{self._name}:{index}".encode()).digest()
+            generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little"))
+            values.normal_(generator=generator).clamp_(-CUT_STD, CUT_STD).mul_(self._std)
+            self._index = index
+        return values
+
+
+def _copy_box(blocks: _Blocks, out: Tensor, shape: Sequence[int], offset: Sequence[int], start: int) -> None:
+    """Copy the box at `offset` of a tensor of `shape`, whose first element is element `start` of the flattened whole."""
+    inner = tuple(shape[1:])
+    if tuple(out.shape[1:]) == inner:
+        blocks.copy(out.view(-1), start + (offset[0] * prod(inner) if shape else 0))
+        return
+    for index, part in enumerate(out):
+        _copy_box(blocks, part, inner, offset[1:], start + (offset[0] + index) * prod(inner))

@@ -1,0 +1,151 @@
+"""Layers that model families share: plain torch, no biases, no knowledge of parallelism.
+
+Every island of higher precision is promote_types(dtype, float32), so a float64 model computes in float64 throughout.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretch of rotary wavelengths to contexts longer than those of pretraining.
+
+    Source: Grattafiori et al., "The Llama 3 Herd of Models" (2024), and the code published with its weights.
+    factor: by how much long wavelengths are stretched; 1 leaves all as they are.
+    low_freq_factor, high_freq_factor: wavelengths above original_seq_len / low_freq_factor are stretched by `factor`,
+    those below original_seq_len / high_freq_factor are kept, those between are interpolated.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_seq_len: int
+
+    def apply(self, inv_freq: Tensor) -> Tensor:
+        """Scaled inverse frequencies, in radians per position; same shape and dtype."""
+        turns = inv_freq * (self.original_seq_len / (2 * math.pi))  # full turns within the original context
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = kept.clamp(0.0, 1.0)
+        return inv_freq * (kept + (1.0 - kept) / self.factor)
+
+
+@dataclass(frozen=True, eq=False)
+class RotaryTables:
+    """Cosines and sines of one forward pass: (seq_len or more, head_dim / 2), or (batch, seq_len, head_dim / 2).
+
+    An object rather than a pair of tensors because fully_shard and replicate cast every floating-point tensor among a
+    block's arguments to the compute dtype, also inside tuples and dicts: in bfloat16, position 4,097 would become 4,096.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotate each head of `x` (batch, seq_len, heads, head_dim) by its position; same shape and dtype.
+
+        Element i of a head is paired with element i + head_dim / 2, as in the weights that are published in Hugging Face
+        format: those fit without permuting wq and wk. (Meta's own files pair neighbours, 2i with 2i + 1.)
+        Computed in promote_types(x.dtype, float32), by type promotion with the tables.
+        """
+        seq_len = x.shape[1]
+        cos = self.cos[..., :seq_len, :].unsqueeze(-2)
+        sin = self.sin[..., :seq_len, :].unsqueeze(-2)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+class RotaryEmbedding(nn.Module):
+    """Tables of rotary position embeddings (Su et al., "RoFormer", 2021) for positions 0 … max_seq_len - 1.
+
+    The buffers `cos` and `sin` (max_seq_len, head_dim / 2) are garbage until `init_buffers`.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_dim: int, max_seq_len: int, theta: float, scaling: RopeScaling) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.max_seq_len = max_seq_len
+        self.theta = theta
+        self.scaling = scaling
+        self.register_buffer("cos", torch.empty(max_seq_len, head_dim // 2), persistent=False)
+        self.register_buffer("sin", torch.empty(max_seq_len, head_dim // 2), persistent=False)
+
+    def init_buffers(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Compute the tables in float64 on the CPU (alike on every device), keep them as `dtype` on `device`."""
+        exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu") / self.head_dim
+        inv_freq = self.scaling.apply(self.theta**-exponent)
+        positions = torch.arange(self.max_seq_len, dtype=torch.float64, device="cpu")
+        angles = torch.outer(positions, inv_freq)
+        self.cos = angles.cos().to(device=device, dtype=dtype)
+        self.sin = angles.sin().to(device=device, dtype=dtype)
+
+    def forward(self, positions: Tensor | None) -> RotaryTables:
+        """Tables for `positions`, int64 (batch, seq_len), each below max_seq_len; None: 0, 1, 2, … in every row."""
+        if positions is None:
+            return RotaryTables(self.cos, self.sin)
+        return RotaryTables(self.cos[positions], self.sin[positions])
+
+
+def document_mask(document_ids: Tensor) -> Tensor:
+    """Which keys a query may see: those of its own document that are not after it.
+
+    document_ids: int64 (batch, seq_len), equal where two positions belong to one document.
+    Returns bool (batch, 1, seq_len, seq_len), true where query (third dim) may see key (fourth dim).
+    """
+    same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
+    return same.tril().unsqueeze(1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention in which n_heads / n_kv_heads query heads share one key/value head (GQA).
+
+    Heads are counted off the projections' outputs, not off the configuration: where the projections are cut by heads,
+    each rank attends with its own ones.
+    """
+
+    def __init__(self, dim: int, n_heads: int, n_kv_heads: int) -> None:
+        super().__init__()
+        self.head_dim = dim // n_heads
+        self.wq = nn.Linear(dim, n_heads * self.head_dim, bias=False)
+        self.wk = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
+        self.wo = nn.Linear(n_heads * self.head_dim, dim, bias=False)
+
+    def forward(self, x: Tensor, rope: RotaryTables, mask: Tensor | None) -> Tensor:
+        """x: (batch, seq_len, dim); mask: from document_mask, None: causal. Returns (batch, seq_len, dim)."""
+        batch, seq_len, _ = x.shape
+        queries = rope.rotate(self.wq(x).view(batch, seq_len, -1, self.head_dim))
+        keys = rope.rotate(self.wk(x).view(batch, seq_len, -1, self.head_dim))
+        values = self.wv(x).view(batch, seq_len, -1, self.head_dim)
+        attended = F.scaled_dot_product_attention(
+            queries.transpose(1, 2),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=queries.shape[2] != keys.shape[2],
+        )
+        out: Tensor = self.wo(attended.transpose(1, 2).flatten(2))
+        return out
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer, "GLU Variants Improve Transformer", 2020): w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, seq_len, dim) to the same shape."""
+        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return out
