@@ -1,0 +1,192 @@
+"""From the tensors of a step to the numbers of a log line: one collective and one host transfer per log interval."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from titanlite.runtime.memory import peak_memory_bytes
+
+# num_valid travels as two numbers below this, so that it stays exact in float32 as well (up to 2^48).
+_LIMB = 2**24
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What one optimizer step leaves behind: scalar tensors on the device, not yet read by the host.
+
+    mean_loss: this rank's share of the step's mean loss; the sum over all ranks is the mean. A rank without a share of
+        its own (it repeats another's, or computes no loss) has 0.
+    grad_norm: global norm before clipping, the same on all ranks.
+    num_valid: valid tokens of the global batch, the same on all ranks, int64.
+    skipped: 1 where the update was withheld, else 0 (integer or bool); the same on all ranks.
+    """
+
+    mean_loss: torch.Tensor
+    grad_norm: torch.Tensor
+    num_valid: torch.Tensor
+    skipped: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row of metrics.jsonl, over the whole mesh. Field names are the keys there and the tags in TensorBoard."""
+
+    step: int
+    """Optimizer step, from 1. loss, grad_norm, lr and num_valid are this step's own, not means over the interval."""
+    loss: float
+    """Mean cross-entropy per valid token."""
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    lr: float
+    """Learning rate of this step's update."""
+    num_valid: int
+    """Tokens of this step's global batch that count in the loss."""
+    tokens_seen: int
+    """Input positions of all steps so far, whether valid or not."""
+    tokens_per_second: float
+    """Input positions per second of the whole mesh, over the interval since the last row."""
+    step_time_s: float
+    """Mean seconds per step over the interval."""
+    data_time_s: float
+    """Mean seconds per step that the trainer waited for data over the interval, on the rank that waited most."""
+    memory_gib: float
+    """The most memory that any rank has held so far: reserved on the device (CUDA), resident (CPU)."""
+    skipped_steps: int
+    """Steps so far whose update was withheld (no valid token, or a gradient norm that is not finite)."""
+    bad_rows: int
+    """Rows so far that were skipped as bad, over all data ranks."""
+    mfu: float | None = None
+    """Model FLOP/s as a fraction of the devices' peak; None where the peak is not known."""
+
+    def row(self) -> dict[str, int | float]:
+        """Key -> value in the order of the fields, without those that are not known."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+def is_log_step(step: int, *, log_freq: int, total_steps: int) -> bool:
+    """Whether `step` (from 1) is logged: the first, the last, and every log_freq-th. The same on all ranks."""
+    return step == 1 or step == total_steps or step % log_freq == 0
+
+
+class Meter:
+    """Gathers what the steps since the last log line did; all ranks of `group` must flush at the same steps."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        tokens_per_step: int,
+        flops_per_token: float,
+        peak_flops: float | None,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        """
+        group: all ranks of the mesh, one device each. device: this rank's, where the StepStats live.
+        tokens_per_step: input positions of one optimizer step (global batch size x sequence length).
+        flops_per_token: of forward and backward. peak_flops: of one device; None where unknown: no MFU then.
+        The first interval begins now, or with `start`.
+        """
+        self._group = group
+        self._device = device
+        self._tokens_per_step = tokens_per_step
+        self._flops_per_token = flops_per_token
+        self._mesh_peak_flops = None if peak_flops is None else peak_flops * group.size()
+        self._clock = clock
+        self._dtype = _widest_float(device)
+        self._skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self._last: tuple[int, StepStats, float] | None = None
+        self._num_steps = 0
+        self._data_wait_s = self._data_wait_s_logged = 0.0
+        self._bad_rows = 0
+        self._interval_start = clock()
+
+    def start(self) -> None:
+        """Begin the first interval now: for the moment before the first batch, after all that is not training."""
+        self._interval_start = self._clock()
+
+    def update(self, step: int, stats: StepStats, *, lr: float, data_wait_s: float, bad_rows: int) -> None:
+        """Take note of a finished step. Launches one small kernel at most; never waits for the device.
+
+        data_wait_s, bad_rows: this rank's running totals, as the loader keeps them. Ranks that read the same rows as
+        another data rank has counted give bad_rows = 0, for these are summed.
+        """
+        self._last = (step, stats, lr)
+        self._num_steps += 1
+        self._skipped_steps += stats.skipped
+        self._data_wait_s = data_wait_s
+        self._bad_rows = bad_rows
+
+    def flush(self) -> Record:
+        """End the interval with the record of the step last noted; the same numbers on all ranks, but for the clock's.
+
+        A collective over the group, and the one place where the host waits for the device: so the time until its end
+        is the time that the steps took.
+        """
+        assert self._last is not None and self._num_steps > 0, "flush without a step since the last one"
+        step, stats, lr = self._last
+        ranks = self._gather(stats)
+        now = self._clock()
+
+        mean_loss, grad_norm, num_valid_high, num_valid_low, skipped_steps, data_time_s, memory, bad_rows = zip(
+            *ranks, strict=True
+        )
+        step_time_s = (now - self._interval_start) / self._num_steps
+        tokens_per_second = self._tokens_per_step / step_time_s
+        flops = tokens_per_second * self._flops_per_token
+        record = Record(
+            step=step,
+            loss=sum(mean_loss),
+            grad_norm=grad_norm[0],
+            lr=lr,
+            num_valid=int(num_valid_high[0]) * _LIMB + int(num_valid_low[0]),
+            tokens_seen=step * self._tokens_per_step,
+            tokens_per_second=tokens_per_second,
+            step_time_s=step_time_s,
+            data_time_s=max(data_time_s),
+            memory_gib=max(memory) / 2**30,
+            skipped_steps=int(skipped_steps[0]),
+            bad_rows=int(sum(bad_rows)),
+            mfu=None if self._mesh_peak_flops is None else flops / self._mesh_peak_flops,
+        )
+        self._interval_start = now
+        self._num_steps = 0
+        self._data_wait_s_logged = self._data_wait_s
+        return record
+
+    def _gather(self, stats: StepStats) -> list[list[float]]:
+        """One row per rank: what the device knows, then what its host knows."""
+        on_device = (
+            stats.mean_loss,
+            stats.grad_norm,
+            torch.div(stats.num_valid, _LIMB, rounding_mode="floor"),
+            torch.remainder(stats.num_valid, _LIMB),
+            self._skipped_steps,
+        )
+        on_host = (
+            (self._data_wait_s - self._data_wait_s_logged) / self._num_steps,
+            float(peak_memory_bytes(self._device)),
+            float(self._bad_rows),
+        )
+        mine = torch.cat(
+            [
+                torch.stack([value.detach().to(self._dtype) for value in on_device]),
+                torch.tensor(on_host, dtype=self._dtype, device=self._device),
+            ]
+        )
+        everyone = mine.new_empty(self._group.size() * mine.numel())
+        dist.all_gather_into_tensor(everyone, mine, group=self._group)
+        rows: list[list[float]] = everyone.view(self._group.size(), -1).tolist()
+        return rows
+
+
+def _widest_float(device: torch.device) -> torch.dtype:
+    """float64, or float32 on a device that has no float64."""
+    try:
+        torch.zeros((), dtype=torch.float64, device=device)
+    except (RuntimeError, TypeError):
+        return torch.float32
+    return torch.float64

@@ -1,0 +1,36 @@
+"""The logger "titanlite": what a person reads while a run goes on."""
+
+import logging
+import sys
+
+log = logging.getLogger("titanlite")
+
+
+class _PlainFormatter(logging.Formatter):
+    """Local time and the message; a level is named only where it says something (warnings and above)."""
+
+    def __init__(self, origin: str) -> None:
+        super().__init__(datefmt="%H:%M:%S")
+        self._origin = origin
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        line = f"{self.formatTime(record, self.datefmt)} {self._origin}{level}{record.getMessage()}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def setup_logging(rank: int) -> None:
+    """Direct the logger "titanlite": rank 0 to stdout, from INFO; other ranks to stderr, from WARNING, with their rank.
+
+    Each message is flushed when it is logged. A second call replaces what the first one set up, so no line is
+    ever printed twice; nothing reaches the root logger, whose handlers belong to whoever imports titanlite.
+    """
+    handler: logging.Handler
+    if rank == 0:
+        handler, level, origin = logging.StreamHandler(sys.stdout), logging.INFO, ""
+    else:
+        handler, level, origin = logging.StreamHandler(sys.stderr), logging.WARNING, f"[rank {rank}] "
+    handler.setFormatter(_PlainFormatter(origin))
+    log.handlers[:] = [handler]
+    log.setLevel(level)
+    log.propagate = False
