@@ -1,0 +1,91 @@
+"""All checks of a configuration: each part checks its own section, here they only get the facts of the others."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from titanlite.config.schema import JobConfig, JobSection
+from titanlite.data.loader import check_data
+from titanlite.data.tokenizer import check_tokenizer
+from titanlite.metrics.sinks import check_metrics
+from titanlite.models import check_model, resolve_model
+from titanlite.optim.optimizer import check_optimizer
+from titanlite.optim.schedule import check_schedule
+from titanlite.parallel.mesh import check_parallelism, data_degree
+from titanlite.runtime.determinism import check_debug
+from titanlite.runtime.distributed import check_comm
+from titanlite.runtime.errors import Problem, require
+from titanlite.trainer import check_training
+
+
+def check_config(config: JobConfig, *, world_size: int, device_type: str) -> list[Problem]:
+    """All that is wrong with a configuration whose names and types are valid, for this many processes."""
+    degree = data_degree(config.parallelism, world_size) or 1  # where there is none, that is a problem of its own
+    resolved = resolve_config(config, world_size=world_size, device_type=device_type)
+    seq_len = config.training.seq_len
+    _, model = resolve_model(config.model)
+    return [
+        *check_job(config.job),
+        *check_model(config.model, seq_len),
+        *check_tokenizer(
+            config.tokenizer, sources=config.data.sources, vocab_size=model.vocab_size, add_bos=config.data.add_bos
+        ),
+        *check_data(
+            config.data,
+            seq_len=seq_len,
+            global_batch_size=resolved.training.global_batch_size,
+            data_degree=degree,
+            vocab_size=model.vocab_size,
+        ),
+        *check_training(config.training, data_degree(config.parallelism, world_size)),
+        *check_parallelism(config.parallelism, world_size),
+        *check_optimizer(config.optimizer),
+        *check_schedule(config.lr_schedule, config.training.steps),
+        *check_metrics(config.metrics),
+        *check_debug(config.debug),
+        *check_comm(config.comm),
+    ]
+
+
+def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> JobConfig:
+    """The configuration with every -1 and "auto" that decides numbers replaced by its value.
+
+    Layout keys stay as they are: they may differ from start to start.
+    """
+    training, data = config.training, config.data
+    degree = data_degree(config.parallelism, world_size) or 1
+    on_cuda = device_type == "cuda"
+    if training.global_batch_size == -1:
+        training = replace(training, global_batch_size=training.local_batch_size * degree)
+    if training.mixed_precision_param == "auto":
+        training = replace(training, mixed_precision_param="bfloat16" if on_cuda else training.dtype)
+    if training.mixed_precision_reduce == "auto":
+        training = replace(training, mixed_precision_reduce="float32" if on_cuda else training.dtype)
+    if data.num_streams == -1:
+        data = replace(data, num_streams=training.global_batch_size)
+    if data.max_piece_bytes == -1:
+        data = replace(data, max_piece_bytes=64 * training.seq_len)
+    return replace(config, training=training, data=data)
+
+
+def check_job(section: JobSection) -> list[Problem]:
+    """The outputs have a place: job.dump_folder, or the nearest of its parents that exists, is a writable folder."""
+    key, folder = "job.dump_folder", section.dump_folder
+    if not folder.strip():
+        return require(False, key, folder, "the path of a folder", 'write for example "outputs"')
+    if folder.startswith("~"):
+        expanded = os.path.expanduser(folder)
+        return require(False, key, folder, 'a path as it is; "~" has no meaning here', f'write "{expanded}"')
+    existing = Path(folder).absolute()
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    return [
+        *require(existing.is_dir(), key, folder, f"a folder, and {existing} is none", "choose another place"),
+        *require(
+            not existing.is_dir() or os.access(existing, os.W_OK | os.X_OK),
+            key,
+            folder,
+            f"a place where one may write, and {existing} is none",
+            "choose another place or change its permissions",
+        ),
+    ]

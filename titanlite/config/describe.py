@@ -1,0 +1,123 @@
+"""What every key is, from the sections' own source: for --help and for the documentation."""
+
+import ast
+import contextlib
+import dataclasses
+import inspect
+import io
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from titanlite.config.names import SECTIONS, kinds_of, row_type, section_kinds
+from titanlite.config.schema import JobConfig
+from titanlite.config.tables import fields_of
+from titanlite.config.values import literal
+from titanlite.models import resolve_model
+from titanlite.models.family import ModelConfig
+
+PROGRAM = "python -m titanlite.train"
+
+HELP = """\
+Trains a language model. Keys come from a TOML file (--job.config_file X.toml) and from the command line, which wins:
+--section.key VALUE or --section.key=VALUE, VALUE as in TOML (strings without quotes). The values shown as defaults are
+those that hold without further arguments: with a TOML file, what it says.
+"""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key. name: without its section. kind: its values, in a word. value: as TOML. text: its meaning."""
+
+    name: str
+    kind: str
+    value: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section, or one table of an array ("data.sources.0"), with its keys in the order of the dataclass."""
+
+    name: str
+    text: str
+    keys: tuple[Key, ...]
+
+
+def describe_config(config: JobConfig) -> list[Section]:
+    """All sections, with the values of `config`. [model] has the hyper-parameters of its family and flavor."""
+    sections = []
+    for name, section_type in SECTIONS.items():
+        values, texts = fields_of(getattr(config, name)), field_texts(section_type)
+        if section_type is ModelConfig:
+            family, hyper_parameters = resolve_model(config.model)
+            values |= fields_of(hyper_parameters)
+            texts |= field_texts(family.config_type)
+        kinds = section_kinds(name, config.model.family)
+        arrays = [key for key, kind in kinds.items() if row_type(kind)]
+        plain = {key: kind for key, kind in kinds.items() if key not in arrays}
+        sections.append(Section(name, _text(section_type), _keys(values, plain, texts)))
+        for key in arrays:
+            for index, row in enumerate(values[key]):
+                keys = _keys(fields_of(row), kinds_of(type(row)), field_texts(type(row)))
+                sections.append(Section(f"{name}.{key}.{index}", _text(type(row)), keys))
+    return sections
+
+
+def field_texts(section_type: type) -> dict[str, str]:
+    """Field -> the string below it in the source, as one line."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(section_type))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    texts = {}
+    for field, below in zip(tree.body, tree.body[1:], strict=False):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            continue
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+            texts[field.target.id] = " ".join(below.value.value.split())
+    return texts
+
+
+def kind_in_a_word(kind: Any) -> str:
+    """The values of a type: "INT", "{true,false}", "{AdamW,SGD}"."""
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(choice or '""' for choice in get_args(kind)) + "}"
+    if get_origin(kind) is tuple:
+        return "[STR, ...]"
+    return {bool: "{true,false}", int: "INT", float: "FLOAT", str: "STR"}[kind]
+
+
+def help_text(config: JobConfig) -> str:
+    """All keys for the terminal, laid out by tyro: every key is a text to it, whose form our own labels say."""
+    import tyro
+
+    sections: list[tuple[str, Any, Any]] = []
+    for section in describe_config(config):
+        fields: list[tuple[str, Any, Any]] = [
+            (key.name, Annotated[str, _argument(key)], key.value) for key in section.keys
+        ]
+        shown: Any = dataclasses.make_dataclass(section.name.title().replace(".", ""), fields, frozen=True)
+        shown.__doc__ = section.text
+        named = Annotated[shown, tyro.conf.arg(name=section.name)]
+        sections.append((section.name.replace(".", "_"), named, shown()))
+    root = dataclasses.make_dataclass("JobConfig", sections, frozen=True)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
+        tyro.cli(root, prog=PROGRAM, description=HELP, args=["--help"], use_underscores=True)
+    return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
+
+
+def _argument(key: Key) -> Any:
+    import tyro
+
+    return tyro.conf.arg(help=key.text, metavar=key.kind, help_behavior_hint=f"(default: {key.value})")
+
+
+def _keys(values: Mapping[str, Any], kinds: Mapping[str, Any], texts: Mapping[str, str]) -> tuple[Key, ...]:
+    return tuple(
+        Key(name, kind_in_a_word(kind), literal(values[name]), texts.get(name, "")) for name, kind in kinds.items()
+    )
+
+
+def _text(section_type: type) -> str:
+    return " ".join((section_type.__doc__ or "").split())

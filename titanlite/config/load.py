@@ -1,0 +1,125 @@
+"""From a TOML file and a command line to one checked, frozen JobConfig; and back to TOML."""
+
+import os
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.arguments import split_arguments
+from titanlite.config.check import check_config, resolve_config
+from titanlite.config.describe import help_text
+from titanlite.config.names import SECTIONS, kinds_of, row_type
+from titanlite.config.schema import JobConfig
+from titanlite.config.tables import build_section, fields_of, put_argument, sections_of
+from titanlite.config.values import literal
+from titanlite.models import FAMILIES
+from titanlite.models.family import ModelConfig
+from titanlite.runtime.errors import ConfigError, Problem
+
+CONFIG_FILE = "job.config_file"
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """config: keys with a problem have their default. file_is_read: whether the TOML file, if any, could be read."""
+
+    config: JobConfig
+    problems: list[Problem]
+    file_is_read: bool
+
+
+def load_config(argv: Sequence[str], *, world_size: int, device_type: str) -> JobConfig:
+    """The configuration of a run: read, checked and resolved, the same on every rank.
+
+    Prints the help (on the first rank) and exits with 0 where it is asked for. Raises ConfigError with all problems.
+    """
+    parsed = _parse(argv)
+    if split_arguments(argv).wants_help:
+        if os.environ.get("RANK", "0") == "0":
+            print(help_text(parsed.config))
+        raise SystemExit(0)
+    problems = list(parsed.problems)
+    if parsed.file_is_read:
+        found = check_config(parsed.config, world_size=world_size, device_type=device_type)
+        problems += [problem for problem in found if not _stands_on(problem, parsed.problems)]
+    if problems:
+        raise ConfigError(problems)
+    return resolve_config(parsed.config, world_size=world_size, device_type=device_type)
+
+
+def parse_config(argv: Sequence[str]) -> tuple[JobConfig, list[Problem]]:
+    """The configuration as given, and the problems with names and types; keys with a problem have their default."""
+    parsed = _parse(argv)
+    return parsed.config, parsed.problems
+
+
+def dump_config(config: JobConfig) -> str:
+    """TOML that gives `config` again when it is read; job.config_file, which says where from, is left out."""
+    lines: list[str] = []
+    for section in SECTIONS:
+        values = getattr(config, section)
+        table = fields_of(values)
+        if isinstance(values, ModelConfig):
+            table |= table.pop("overrides")
+        if section == "job":
+            del table["config_file"]
+        lines += ["", f"[{section}]"]
+        rows = {key: value for key, value in table.items() if value and row_type(kinds_of(type(values)).get(key))}
+        lines += [f"{key} = {literal(value)}" for key, value in table.items() if key not in rows]
+        for key, tables in rows.items():
+            for row in tables:
+                lines += ["", f"[[{section}.{key}]]"]
+                lines += [f"{name} = {literal(value)}" for name, value in fields_of(row).items() if value != ""]
+    return "\n".join(lines[1:]) + "\n"
+
+
+def _stands_on(problem: Problem, earlier: list[Problem]) -> bool:
+    """Whether a part's problem is with a key that could not be read, or speaks of one and so of its default."""
+    section = problem.key.partition(".")[0]
+    said = set(re.findall(r"\w+(?:\.\w+)*", f"{problem.rule} {problem.remedy}"))
+    for bad in (other.key for other in earlier):
+        bare = {bad.rpartition(".")[2]} if bad.partition(".")[0] == section and "." in bad else set()
+        if problem.key == bad or problem.key.startswith(f"{bad}.") or said & {bad, *bare}:
+            return True
+    return False
+
+
+def _parse(argv: Sequence[str]) -> Parsed:
+    arguments = split_arguments(argv)
+    problems = list(arguments.problems)
+    path = arguments.texts.get(CONFIG_FILE) or ""
+    content = _read_file(path, problems) if path else {}
+    tables = sections_of(content or {}, problems)
+    family = arguments.texts.get("model.family") or tables.get("model", {}).get("family", ModelConfig.family)
+    family = family if isinstance(family, str) and family in FAMILIES else None
+    found = [put_argument(tables, key, text, family) for key, text in arguments.texts.items()]
+    problems += [problem for problem in found if problem]
+    sections = {name: build_section(name, tables.get(name, {}), family, problems) for name in SECTIONS}
+    return Parsed(JobConfig(**sections), problems, content is not None)
+
+
+def _read_file(path: str, problems: list[Problem]) -> dict[str, Any] | None:
+    """What the file says; None where it cannot be read, and why goes to `problems`."""
+    try:
+        content = tomllib.loads(Path(path).read_bytes().decode("utf-8-sig"))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        folder = Path(path).parent
+        close = get_close_matches(path, [str(file) for file in folder.glob("*.toml")], 1) if folder.is_dir() else []
+        remedy = f"did you mean {close[0]}?" if close else "give the path of a TOML file"
+        problems.append(Problem(CONFIG_FILE, path, f"a TOML file that can be read ({reason})", remedy))
+        return None
+    except UnicodeDecodeError as error:
+        problems.append(Problem(CONFIG_FILE, path, "a file in UTF-8", f"save it as UTF-8: byte {error.start} is not"))
+        return None
+    except (ValueError, RecursionError) as error:
+        problems.append(Problem(CONFIG_FILE, path, "valid TOML", f"mend the file: {error}"))
+        return None
+    if isinstance(content.get("job"), dict) and "config_file" in content["job"]:
+        value = content["job"].pop("config_file")
+        problems.append(Problem(CONFIG_FILE, value, "on the command line only", f"remove it from {path}"))
+    return content

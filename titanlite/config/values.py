@@ -1,0 +1,127 @@
+"""Values: one strict reading for TOML and command line, and their TOML form."""
+
+import json
+import math
+import tomllib
+from difflib import get_close_matches
+from typing import Any, Literal, get_args, get_origin
+
+from titanlite.runtime.errors import Problem
+
+INT64 = range(-(2**63), 2**63)
+
+
+def literal(value: Any) -> str:
+    """`value` as TOML; reading it back gives an equal value of the same type."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(literal(item) for item in value) + "]"
+    raise TypeError(f"{type(value).__name__} has no place in a configuration: {value!r}")
+
+
+def is_text(kind: Any) -> bool:
+    """Whether values of this type are strings, which the command line gives without quotes."""
+    return kind is str or get_origin(kind) is Literal
+
+
+def value_from_text(text: str, kind: Any) -> Any:
+    """A value from the command line: a string as it stands, anything else read as TOML.
+
+    Text that is no TOML value comes back as the string that it is, for `read_value` to refuse.
+    """
+    if is_text(kind):
+        return text
+    try:
+        table = tomllib.loads(f"table = {{value = {text}}}")  # inline, so that a comment or a second line is an error
+    except (ValueError, RecursionError):
+        return text
+    return table["table"]["value"] if list(table) == ["table"] and list(table["table"]) == ["value"] else text
+
+
+def read_value(key: str, value: Any, kind: Any, default: Any) -> Any | Problem:
+    """`value` as a field of type `kind` holds it, or the Problem with it. `default` serves as an example."""
+    if get_origin(kind) is Literal:
+        return _read_choice(key, value, get_args(kind))
+    if get_origin(kind) is tuple:
+        return _read_array(key, value, get_args(kind)[0], default)
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind is str and isinstance(value, str):
+        return value if _is_clean(value) else _unclean(key, value)
+    if kind in (int, float) and isinstance(value, int) and not isinstance(value, bool):
+        return kind(value) if value in INT64 else Problem(key, value, "an integer of 64 bits", "write a smaller number")
+    if kind is float and isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return Problem(key, value, "a finite number", f"write a finite number, for example {literal(default)}")
+    if kind not in (bool, int, float, str):
+        raise TypeError(f"{key}: the configuration has no values of type {kind}")
+    return Problem(key, value, describe_kind(kind), _mended(value, kind) or f"for example {literal(default)}")
+
+
+def describe_kind(kind: Any) -> str:
+    """What values of a type are, in words."""
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(literal(choice) for choice in get_args(kind))
+    if get_origin(kind) is tuple:
+        return {str: "an array of strings"}.get(get_args(kind)[0], "an array of tables")
+    names = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+    return names[kind]
+
+
+def _read_choice(key: str, value: Any, choices: tuple[str, ...]) -> Any | Problem:
+    if isinstance(value, str) and value in choices:
+        return value
+    folded = {choice.lower(): choice for choice in choices if choice}
+    close = get_close_matches(str(value).lower(), folded, 1)
+    remedy = f"did you mean {literal(folded[close[0]])}?" if close else "write one of them"
+    return Problem(key, value, describe_kind(Literal[choices]), remedy)
+
+
+def _read_array(key: str, value: Any, kind: Any, default: Any) -> Any | Problem:
+    if not isinstance(value, list):
+        mended = literal([value]) if isinstance(value, str) else literal(default)
+        return Problem(key, value, f"an array, each item {describe_kind(kind)}", f"write {mended}")
+    items = [read_value(key, item, kind, "text") for item in value]
+    bad = [item for item in items if isinstance(item, Problem)]
+    return bad[0] if bad else tuple(items)
+
+
+def _is_clean(text: str) -> bool:
+    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _unclean(key: str, value: str) -> Problem:
+    return Problem(key, value, "valid Unicode text without NUL characters", "remove the characters that are not text")
+
+
+def _mended(value: Any, kind: type) -> str:
+    """The remedy where it can be guessed what was meant, else ""."""
+    if kind is str:
+        return f"write {literal(str(value))}" if isinstance(value, int | float) else ""
+    meant: Any = value.strip() if isinstance(value, str) else value
+    if kind is bool:
+        words = {
+            "true": True,
+            "yes": True,
+            "on": True,
+            "1": True,
+            "false": False,
+            "no": False,
+            "off": False,
+            "0": False,
+        }
+        return f"write {literal(words[str(meant).lower()])}" if str(meant).lower() in words else ""
+    if isinstance(meant, str | float):
+        try:
+            number = float(meant)
+        except ValueError:
+            return ""
+        if math.isfinite(number) and (kind is float or number.is_integer()):
+            return f"write {literal(kind(number))}" + (" without quotes" if isinstance(value, str) else "")
+    return ""
