@@ -1,8 +1,8 @@
 """The training loss: a sum over valid tokens. Its one division happens where the whole global batch is known."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 IGNORE_INDEX = -100
 """Label of a position that takes no part in the loss."""
@@ -17,4 +17,4 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """
     # The cast is no copy for float32 and float64; for smaller dtypes the copy dies as soon as log_softmax has read it.
     scores = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(scores, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    return functional.cross_entropy(scores, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")

@@ -1,15 +1,20 @@
 """Initial weights that are the same on every mesh.
 
-A parameter is drawn in blocks of 2^20 elements of its flattened global tensor, each with a generator of its own, on the CPU
-and in float32. So a rank draws only the blocks that its shard touches, and every mesh, device and dtype has the same values.
+A parameter is drawn in blocks of 2^20 elements of its flattened global tensor, each with a CPU generator of its own, so
+a rank draws only the blocks that its shard touches. Values are drawn in float64 and rounded to float32 before they are
+cast to the parameter's dtype. So every dtype starts from the same weights, and so does every CPU: torch's normal_ differs
+between vector instruction sets in float32, and not in float64, where its differences between platforms are lost in the
+rounding.
 """
 
 import hashlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -24,6 +29,7 @@ BLOCK_NUMEL = 2**20
 CUT_STD = 3.0
 """Where normal values are clamped, in standard deviations."""
 
+_Part = tuple[str, Init, Tensor, tuple[int, ...], tuple[int, ...]]
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
@@ -35,19 +41,26 @@ class Init:
     std: float = 0.0
 
 
-@torch.no_grad()
 def init_parameters_(module: nn.Module, seed: int, init: Callable[[str], Init]) -> None:
-    """Give each parameter of `module` its initial values, in place.
+    """Give each parameter of `module` its initial values, in place; nothing is communicated.
 
-    Parameters may be plain tensors or DTensors of any placement, on any device; nothing is communicated. `init` is given
-    each parameter's name as in the whole, unwrapped model; a shared parameter has the first of its names. A pipeline
-    stage's parameters must have the names that they have in the whole model.
+    Parameters may be plain tensors or DTensors of any placement, on any device. `init` is given each parameter's name
+    in the whole, unwrapped model; a shared parameter has the first of its names. Parameters are filled by
+    torch.get_num_threads() threads, 16 at most, each of which takes up to 12 MiB of host memory; the values do not
+    depend on their number.
     """
+    parts: list[_Part] = []
     for name, parameter in module.named_parameters():
         for prefix in _WRAPPER_PREFIXES:
             name = name.replace(prefix, "")
-        local, shape, offset = local_region(parameter)
-        fill_region_(local, seed, name, init(name), shape, offset)
+        parts.append((name, init(name), *local_region(parameter.detach())))
+
+    def fill(part: _Part) -> None:
+        name, distribution, local, shape, offset = part
+        fill_region_(local, seed, name, distribution, shape, offset)
+
+    with ThreadPoolExecutor(min(torch.get_num_threads(), 16)) as pool:
+        list(pool.map(fill, parts))  # list() raises what a thread raised
 
 
 def local_region(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
@@ -63,25 +76,13 @@ def local_region(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ..
     return local, tuple(tensor.shape), tuple(offset)
 
 
-def fill_region_(
-    local: Tensor, seed: int, name: str, init: Init, shape: Sequence[int], offset: Sequence[int]
-) -> None:
-    """Fill `local`, the box at `offset` of the parameter `name` of that `shape`, in place.
-
-    Takes one block of host memory besides `local`, and as much as `local` where that is not contiguous or not on the CPU.
-    """
+def fill_region_(local: Tensor, seed: int, name: str, init: Init, shape: Sequence[int], offset: Sequence[int]) -> None:
+    """Fill `local`, the box at `offset` of the parameter `name` of that `shape`, in place."""
     assert not local.is_meta, f"{name} has no memory yet"
     if init.kind == "ones":
         local.fill_(1.0)
-        return
-    if local.numel() == 0:
-        return
-    direct = local.device.type == "cpu" and local.is_contiguous()
-    staged = local if direct else torch.empty(local.shape, dtype=local.dtype, device="cpu")
-    blocks = _Blocks(seed, name, init.std, prod(shape))
-    _copy_box(blocks, staged, shape, offset, 0)
-    if staged is not local:
-        local.copy_(staged)
+    elif local.numel():
+        _copy_box(_Blocks(seed, name, init.std, prod(shape)), local, shape, offset, 0)
 
 
 class _Blocks:
@@ -90,7 +91,8 @@ class _Blocks:
     def __init__(self, seed: int, name: str, std: float, numel: int) -> None:
         self._seed, self._name, self._std, self._numel = seed, name, std, numel
         self._index = -1
-        self._values = torch.empty(min(BLOCK_NUMEL, numel), dtype=torch.float32, device="cpu")
+        self._drawn = torch.empty(min(BLOCK_NUMEL, numel), dtype=torch.float64, device="cpu")
+        self._rounded = torch.empty_like(self._drawn, dtype=torch.float32)
 
     def copy(self, out: Tensor, start: int) -> None:
         """Copy elements [start, start + out.numel()) into `out`, which is one-dimensional."""
@@ -102,20 +104,27 @@ class _Blocks:
             done += values.numel()
 
     def _block(self, index: int) -> Tensor:
-        values = self._values[: self._numel - index * BLOCK_NUMEL]
+        numel = min(BLOCK_NUMEL, self._numel - index * BLOCK_NUMEL)
+        drawn, rounded = self._drawn[:numel], self._rounded[:numel]
         if index != self._index:
             digest = hashlib.sha256(f"{self._seed}:{self._name}:{index}".encode()).digest()
-            generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little"))
-            values.normal_(generator=generator).clamp_(-CUT_STD, CUT_STD).mul_(self._std)
+            drawn.normal_(generator=torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little")))
+            # NumPy works on the calling thread only: torch would start a team of threads for each of ours.
+            values = drawn.numpy()
+            np.clip(values, -CUT_STD, CUT_STD, out=values)
+            np.multiply(values, self._std, out=values)
+            np.copyto(rounded.numpy(), values, casting="same_kind")
             self._index = index
-        return values
+        return rounded
 
 
 def _copy_box(blocks: _Blocks, out: Tensor, shape: Sequence[int], offset: Sequence[int], start: int) -> None:
-    """Copy the box at `offset` of a tensor of `shape`, whose first element is element `start` of the flattened whole."""
+    """Copy the box at `offset` of a tensor of `shape`, which begins at element `start` of the flattened whole."""
     inner = tuple(shape[1:])
-    if tuple(out.shape[1:]) == inner:
+    if tuple(out.shape[1:]) == inner and out.is_contiguous():
         blocks.copy(out.view(-1), start + (offset[0] * prod(inner) if shape else 0))
-        return
-    for index, part in enumerate(out):
-        _copy_box(blocks, part, inner, offset[1:], start + (offset[0] + index) * prod(inner))
+    elif out.dim() == 1:
+        blocks.copy(out, start + offset[0])
+    else:
+        for index, part in enumerate(out):
+            _copy_box(blocks, part, inner, offset[1:], start + (offset[0] + index) * prod(inner))

@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -34,22 +34,22 @@ class RopeScaling:
         return inv_freq * (kept + (1.0 - kept) / self.factor)
 
 
-@dataclass(frozen=True, eq=False)
 class RotaryTables:
     """Cosines and sines of one forward pass: (seq_len or more, head_dim / 2), or (batch, seq_len, head_dim / 2).
 
-    An object rather than a pair of tensors because fully_shard and replicate cast every floating-point tensor among a
-    block's arguments to the compute dtype, also inside tuples and dicts: in bfloat16, position 4,097 would become 4,096.
+    Neither a tuple nor a dataclass: fully_shard and replicate cast the floating-point tensors among a block's arguments
+    to the compute dtype, and look into both; tables in bfloat16 would cost the angles' precision.
     """
 
-    cos: Tensor
-    sin: Tensor
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self.cos = cos
+        self.sin = sin
 
     def rotate(self, x: Tensor) -> Tensor:
         """Rotate each head of `x` (batch, seq_len, heads, head_dim) by its position; same shape and dtype.
 
-        Element i of a head is paired with element i + head_dim / 2, as in the weights that are published in Hugging Face
-        format: those fit without permuting wq and wk. (Meta's own files pair neighbours, 2i with 2i + 1.)
+        Element i of a head is paired with element i + head_dim / 2, as in weights published in Hugging Face format:
+        they fit without permuting wq and wk. (Meta's own files pair neighbours, 2i with 2i + 1.)
         Computed in promote_types(x.dtype, float32), by type promotion with the tables.
         """
         seq_len = x.shape[1]
@@ -124,7 +124,7 @@ class Attention(nn.Module):
         queries = rope.rotate(self.wq(x).view(batch, seq_len, -1, self.head_dim))
         keys = rope.rotate(self.wk(x).view(batch, seq_len, -1, self.head_dim))
         values = self.wv(x).view(batch, seq_len, -1, self.head_dim)
-        attended = F.scaled_dot_product_attention(
+        attended = functional.scaled_dot_product_attention(
             queries.transpose(1, 2),
             keys.transpose(1, 2),
             values.transpose(1, 2),
@@ -147,5 +147,5 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, seq_len, dim) to the same shape."""
-        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        out: Tensor = self.w2(functional.silu(self.w1(x)) * self.w3(x))
         return out

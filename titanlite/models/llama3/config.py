@@ -107,14 +107,14 @@ def flops_per_token(config: Llama3Config, seq_len: int) -> int:
     return 6 * num_matmul_parameters(config) + 12 * config.n_layers * seq_len * config.dim
 
 
-_POSITIVE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "rope_original_seq_len", "max_seq_len")
+_SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "rope_original_seq_len", "max_seq_len")
 _POSITIVE_AND_FINITE = ("norm_eps", "rope_low_freq_factor", "rope_high_freq_factor")
 
 
 def check(config: Llama3Config, seq_len: int) -> list[Problem]:
     """What is wrong with these hyper-parameters, for training on sequences of `seq_len` tokens."""
     problems: list[Problem] = []
-    for name in _POSITIVE:
+    for name in _SIZES:
         value = getattr(config, name)
         problems += require(value >= 1, f"model.{name}", value, "at least 1", "a positive number")
     for name in _POSITIVE_AND_FINITE:
@@ -140,12 +140,13 @@ def _check_heads(config: Llama3Config) -> list[Problem]:
         f"one of {', '.join(map(str, _divisors(config.n_heads)))}",
     )
     if config.dim % config.n_heads:
+        pairs = 2 * config.n_heads
         return problems + require(
             False,
             "model.dim",
             config.dim,
             f"a multiple of model.n_heads = {config.n_heads}",
-            f"{math.ceil(config.dim / (2 * config.n_heads)) * 2 * config.n_heads} is the next one with an even head width",
+            f"{math.ceil(config.dim / pairs) * pairs} is the next one with an even head width",
         )
     return problems + require(
         config.head_dim % 2 == 0,

@@ -76,7 +76,7 @@ class Llama3(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
         """Logits (batch, seq_len, vocab_size) of the token that follows each of `tokens`, int64 (batch, seq_len).
 
-        positions: int64 (batch, seq_len) in [0, max_seq_len), what rotary embeddings count; None: 0, 1, 2, … in each row.
+        positions: int64 (batch, seq_len) in [0, max_seq_len), for the rotary embeddings; None: 0, 1, 2, … in each row.
         document_ids: int64 (batch, seq_len); a position sees only positions of the same id, and none after itself;
         None: each row is one document.
         """
@@ -92,8 +92,8 @@ class Llama3(nn.Module):
 def init(config: Llama3Config, name: str) -> Init:
     """Distribution of the parameter `name`: norms 1, matrices normal with std 0.02.
 
-    Matrices that write into the residual stream (wo, w2) are smaller by sqrt(2 * n_layers), the number of such additions,
-    so that the stream's variance does not grow with depth (Radford et al., "GPT-2", 2019, section 2.3).
+    Matrices that write into the residual stream (wo, w2) are smaller by sqrt(2 * n_layers), the square root of how many
+    write into it, so that its variance does not grow with depth (Radford et al., "GPT-2", 2019, section 2.3).
     """
     module = name.removesuffix(".weight").rpartition(".")[2]
     if module in ("norm", "attention_norm", "ffn_norm"):
