@@ -2,9 +2,9 @@
 
 A parameter is drawn in blocks of 2^20 elements of its flattened global tensor, each with a CPU generator of its own, so
 a rank draws only the blocks that its shard touches. Values are drawn in float64 and rounded to float32 before they are
-cast to the parameter's dtype. So every dtype starts from the same weights, and so does every CPU: torch's normal_ differs
-between vector instruction sets in float32, and not in float64, where its differences between platforms are lost in the
-rounding.
+cast to the parameter's dtype. So every dtype starts from the same weights, and so does every CPU: in float32, torch's
+normal_ differs between vector instruction sets; in float64 it does not, and what may remain between platforms is lost in
+the rounding.
 """
 
 import hashlib
@@ -29,7 +29,6 @@ BLOCK_NUMEL = 2**20
 CUT_STD = 3.0
 """Where normal values are clamped, in standard deviations."""
 
-_Part = tuple[str, Init, Tensor, tuple[int, ...], tuple[int, ...]]
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
@@ -49,18 +48,15 @@ def init_parameters_(module: nn.Module, seed: int, init: Callable[[str], Init]) 
     torch.get_num_threads() threads, 16 at most, each of which takes up to 12 MiB of host memory; the values do not
     depend on their number.
     """
-    parts: list[_Part] = []
-    for name, parameter in module.named_parameters():
-        for prefix in _WRAPPER_PREFIXES:
-            name = name.replace(prefix, "")
-        parts.append((name, init(name), *local_region(parameter.detach())))
-
-    def fill(part: _Part) -> None:
-        name, distribution, local, shape, offset = part
-        fill_region_(local, seed, name, distribution, shape, offset)
-
     with ThreadPoolExecutor(min(torch.get_num_threads(), 16)) as pool:
-        list(pool.map(fill, parts))  # list() raises what a thread raised
+        running = []
+        for name, parameter in module.named_parameters():
+            for prefix in _WRAPPER_PREFIXES:
+                name = name.replace(prefix, "")
+            local, shape, offset = local_region(parameter.detach())
+            running.append(pool.submit(fill_region_, local, seed, name, init(name), shape, offset))
+    for filled in running:
+        filled.result()  # raises what the thread raised
 
 
 def local_region(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
