@@ -1,0 +1,134 @@
+"""What the shell scripts ask about a Python environment. It is run by the Python in question:
+
+check_environment.py missing [EXTRA …]    what titanlite lacks there, one thing per line; nothing where it is complete
+check_environment.py torch-folder         the folder with a torch in the supported range; nothing where there is none
+check_environment.py gpus [cpu|cuda]      how many GPUs torch can use; why not, and exit code 1, where it ought to
+
+Only `gpus` imports torch, and only where there is a sign of a GPU: the answers come within tenths of a second. Python
+puts the folder of this file on sys.path, not the current folder: a checkout that is merely the current folder does not
+count as installed.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import sys
+import tomllib
+import warnings
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(?P<clauses>(?:[<>]=?[\d.]+,?)*)")
+
+
+def requirements(extras: list[str]) -> list[str]:
+    """The dependencies that pyproject.toml lists, with those of the extras."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
+    return sum((project["optional-dependencies"][extra] for extra in extras), project["dependencies"])
+
+
+def fits(version: str, clauses: str) -> bool:
+    """Whether a version is a release (no nightly or pre-release) within ">=2.11,<2.14" or the like."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)*)(?:\.post\d+)?(?:\+.*)?", version)
+    if not match:
+        return not clauses
+    numbers = as_numbers(match[1])
+    compare = {">=": numbers.__ge__, "<": numbers.__lt__, ">": numbers.__gt__, "<=": numbers.__le__}
+    return all(compare[sign](as_numbers(bound)) for sign, bound in re.findall(r"([<>]=?)([\d.]+)", clauses))
+
+
+def as_numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in version.split("."))
+
+
+def lacking(requirement: str) -> str | None:
+    """None where the requirement is met here, else what is lacking."""
+    match = REQUIREMENT.fullmatch(requirement.replace(" ", ""))
+    if not match:
+        raise ValueError(f"pyproject.toml: {requirement!r} is more than a name with >=, <=, > or < and numbers")
+    name, clauses = match["name"], match["clauses"]
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return name
+    return None if fits(version, clauses) else f"{name} {clauses} (it has {version})"
+
+
+def missing(extras: list[str]) -> list[str]:
+    """What titanlite lacks here: itself, imported from this checkout, or any of its dependencies."""
+    spec = importlib.util.find_spec("titanlite")
+    ours = REPOSITORY / "titanlite" / "__init__.py"
+    found_here = spec is not None and spec.origin is not None and Path(spec.origin).resolve() == ours
+    lacks = [lacking(requirement) for requirement in requirements(extras)]
+    return ([] if found_here else ["titanlite"]) + [lack for lack in lacks if lack]
+
+
+def torch_folder() -> str:
+    """The folder to put on another environment's path for the torch of this one; "" where none fits."""
+    spec = importlib.util.find_spec("torch")
+    (torch,) = [requirement for requirement in requirements([]) if requirement.startswith("torch>")]
+    return "" if spec is None or spec.origin is None or lacking(torch) else str(Path(spec.origin).parent.parent)
+
+
+def gpus(device: str = "", root: Path = Path("/")) -> int | str:
+    """Number of GPUs that torch can use; why it can use none, where it ought to.
+
+    It ought to where `device` is "cuda", or where it is "" and an NVIDIA device is there that CUDA_VISIBLE_DEVICES does
+    not hide. root: where dev/ and proc/ are.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    nvidia = any(root.glob("dev/nvidia[0-9]*")) or any(root.glob("proc/driver/nvidia/gpus/*"))
+    wanted = device == "cuda" or (nvidia and not hidden)
+    if device == "cpu" or not (wanted or any(root.glob("dev/dxg"))):
+        return 0
+    import torch
+
+    warnings.simplefilter("ignore")  # what torch warns of is in the reason
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted and count == 0:
+        return why_no_gpu("an NVIDIA GPU is there" if nvidia else "DEVICE=cuda was given", hidden)
+    return count
+
+
+def why_no_gpu(reason: str, hidden: bool) -> str:
+    """One line on why torch can use no GPU, and the remedy."""
+    import torch
+
+    build = f"torch {torch.__version__}"
+    select = "https://pytorch.org/get-started/locally"
+    if hidden:
+        return f"{reason}, but CUDA_VISIBLE_DEVICES hides all GPUs: unset it, or set DEVICE=cpu to train on the CPU"
+    if torch.version.cuda is None:
+        return (
+            f"{reason}, but {build} is a build without CUDA: install one with CUDA ({select}) with "
+            f"'{sys.executable}' -m pip install --force-reinstall, or set DEVICE=cpu to train on the CPU"
+        )
+    try:
+        torch.cuda.init()
+        error = "it sees no device"
+    except (RuntimeError, AssertionError) as failure:
+        error = str(failure).strip().split("\n")[0]
+    return (
+        f"{reason}, but {build}, built for CUDA {torch.version.cuda}, cannot use it: {error} "
+        f"Update the driver, or install a torch built for an older CUDA ({select}), or give the container access "
+        f"to the GPU (docker run --gpus all), or set DEVICE=cpu to train on the CPU"
+    )
+
+
+def main(question: str, *arguments: str) -> None:
+    match question:
+        case "missing":
+            print("\n".join(missing(list(arguments))))
+        case "torch-folder":
+            print(torch_folder())
+        case "gpus":
+            answer = gpus(*arguments)
+            print(answer)
+            sys.exit(isinstance(answer, str))
+        case _:
+            raise SystemExit(f"unknown question: {question}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

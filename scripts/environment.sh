@@ -1,0 +1,118 @@
+# shellcheck shell=bash
+# Finds or makes the Python environment. Sourced by run_train.sh, scripts/test.sh and .ci/run, under `set -euo pipefail`.
+# Sets `repo`, this checkout; `use_environment [EXTRA …]` then sets `python`. The current folder stays what it is.
+
+repo=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
+venv=$repo/.venv
+incomplete=$repo/.venv.incomplete # there while a .venv of ours is half-made
+
+say() { printf '%s: %s\n' "${0##*/}" "$*" >&2; }
+die() {
+    say "$@"
+    exit 1
+}
+
+# check INTERPRETER QUESTION [ARGUMENT …]: what scripts/check_environment.py answers about that Python
+check() {
+    local interpreter=$1
+    shift
+    "$interpreter" "$repo/scripts/check_environment.py" "$@"
+}
+
+# Sets `active` to the path of the active Python: $PYTHON, else python3, else python.
+find_active_python() {
+    local names=(python3 python) name about major minor path old=""
+    [[ -z ${PYTHON:-} ]] || names=("$PYTHON")
+    for name in "${names[@]}"; do
+        about=$("$name" -c 'import sys; print("%d %d %s" % (sys.version_info[0], sys.version_info[1], sys.executable))' \
+            2>/dev/null) || continue
+        read -r major minor path <<<"$about"
+        if ((major == 3 && minor >= 11)); then
+            active=$path
+            return
+        fi
+        old="$name is Python $major.$minor"
+    done
+    die "Python 3.11 or newer is needed, but ${old:-there is no ${names[*]} that runs}:" \
+        "install one, or name one: PYTHON=/path/to/python3 $0"
+}
+
+# Sets `python` to one that has everything: the active one, else that of .venv, which is made or completed where need be.
+use_environment() {
+    local missing
+    find_active_python
+    python=$active
+    missing=$(check "$python" missing "$@")
+    if [[ -n $missing ]]; then
+        python=$venv/bin/python
+        if ! venv_is_complete "$@"; then
+            one_at_a_time
+            venv_is_complete "$@" || set_up_venv "$missing" "$@"
+            exec 9<&-
+        elif [[ -n ${PYTHON:-} ]]; then
+            say "PYTHON=$PYTHON lacks ${missing//$'\n'/, }: using .venv"
+        fi
+    fi
+    # The active Python's own PATH is left as it is
+    [[ $python == "$active" && -z ${PYTHON:-} ]] || PATH=$(dirname "$python"):$PATH
+    export PATH
+}
+
+venv_is_complete() {
+    [[ ! -e $incomplete && -x $venv/bin/python ]] && [[ -z $(check "$venv/bin/python" missing "$@" 2>&1 || echo all) ]]
+}
+
+# Locks the checkout's folder, where the system can: of two starts at once the second waits and finds all done.
+one_at_a_time() {
+    exec 9<"$repo"
+    if command -v flock >/dev/null && ! flock -n 9; then
+        say "another set-up of .venv is under way: waiting for it"
+        flock 9 || true
+    fi
+}
+
+# set_up_venv MISSING [EXTRA …]
+set_up_venv() {
+    local missing=${1//$'\n'/, } extras
+    shift
+    extras=$(IFS=, && printf '%s' "$*")
+    local own="to use your own environment instead, activate it and run: pip install -e '$repo${extras:+[$extras]}'"
+    if [[ -e $incomplete || ! -e $venv ]]; then
+        say "$active lacks $missing: creating .venv for them ($own)"
+        create_venv
+    elif [[ -x $python ]]; then
+        say "$active lacks $missing: completing .venv ($own)"
+    else
+        die "$venv has no Python that runs: delete it, and start again"
+    fi
+    "$python" -P -m pip --version >/dev/null 2>&1 || "$python" -P -m ensurepip >&2 || die "$venv has no pip: install it there"
+    (cd "$repo" && "$python" -P -m pip install --disable-pip-version-check --editable ".${extras:+[$extras]}") >&2 ||
+        die "pip could not install titanlite into .venv, for the reason above: mend it, and start again"
+    make_torchrun
+    missing=$(check "$python" missing "$@")
+    [[ -z $missing ]] || die "$venv still lacks ${missing//$'\n'/, }: delete it, and start again"
+    rm -f "$incomplete"
+}
+
+create_venv() {
+    local package torch_folder
+    package=$("$active" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')
+    "$active" -P -c 'import venv, ensurepip' 2>/dev/null ||
+        die "$active has no venv module: install it (Debian, Ubuntu: apt install $package), and start again"
+    : >"$incomplete"
+    "$active" -P -m venv --clear "$venv" >&2 || die "$active could not create $venv, for the reason above"
+    # A torch that the active Python has is put on the path of the new one, where pip finds it as installed
+    torch_folder=$(check "$active" torch-folder)
+    if [[ -n $torch_folder ]]; then
+        say "keeping the torch in $torch_folder"
+        printf '%s\n' "$torch_folder" >"$("$python" -P -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch_folder.pth"
+    fi
+}
+
+# pip writes no torchrun for a torch in another folder, and that of a .venv that was moved calls the Python of the old place
+make_torchrun() {
+    grep -qsF "$venv/bin/" "$venv/bin/torchrun" && return
+    # shellcheck disable=SC2016 # for the shell that runs torchrun
+    printf '#!/bin/sh\nexec "${0%%/*}/python" -m torch.distributed.run "$@"\n' >"$venv/bin/torchrun"
+    chmod +x "$venv/bin/torchrun"
+}
