@@ -126,7 +126,8 @@ class Meter:
         A collective over the group, and the one place where the host waits for the device: so the time until its end
         is the time that the steps took.
         """
-        assert self._last is not None and self._num_steps > 0, "flush without a step since the last one"
+        assert self._last is not None, "flush without a step"
+        assert self._num_steps > 0, "flush without a step since the last one"
         step, stats, lr = self._last
         ranks = self._gather(stats)
         now = self._clock()
@@ -177,9 +178,10 @@ class Meter:
                 torch.tensor(on_host, dtype=self._dtype, device=self._device),
             ]
         )
-        everyone = mine.new_empty(self._group.size() * mine.numel())
-        dist.all_gather_into_tensor(everyone, mine, group=self._group)
-        rows: list[list[float]] = everyone.view(self._group.size(), -1).tolist()
+        # The form with a list is the one that all supported torch versions have; its outputs are rows of one tensor.
+        everyone = mine.new_empty(self._group.size(), mine.numel())
+        dist.all_gather(list(everyone.unbind()), mine, group=self._group)
+        rows: list[list[float]] = everyone.tolist()
         return rows
 
 

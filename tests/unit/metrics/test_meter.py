@@ -1,0 +1,232 @@
+"""The meter: what a record says, and what it costs to get it."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titanlite.metrics import meter as meter_module
+from titanlite.metrics.meter import Meter, Record, StepStats, is_log_step
+from titanlite.runtime.launch import run_ranks
+
+CPU = torch.device("cpu")
+KEYS = [
+    *("step", "loss", "grad_norm", "lr", "num_valid", "tokens_seen", "tokens_per_second", "step_time_s"),
+    *("data_time_s", "memory_gib", "skipped_steps", "bad_rows", "mfu"),
+]
+HOST_READS = {"tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "__len__"}
+
+
+class Clock:
+    """A clock that goes when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class HostReads(TorchFunctionMode):
+    """Counts the calls by which a host gets at a tensor's values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Callable[..., Any], _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in HOST_READS:
+            self.calls[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations that reach a device, collectives among them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+    def collectives(self) -> int:
+        return sum(count for name, count in self.calls.items() if name.startswith(("c10d", "_c10d")))
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def stats_of(loss: float, grad_norm: float = 1.0, num_valid: int = 10, skipped: bool = False) -> StepStats:
+    return StepStats(
+        torch.tensor(loss, dtype=torch.float64), torch.tensor(grad_norm), torch.tensor(num_valid), torch.tensor(skipped)
+    )
+
+
+def meter_of(group: dist.ProcessGroup, clock: Clock, peak_flops: float | None = None) -> Meter:
+    return Meter(group, CPU, tokens_per_step=512, flops_per_token=1e6, peak_flops=peak_flops, clock=clock)
+
+
+def test_a_record_is_the_last_step_over_the_interval(group: dist.ProcessGroup) -> None:
+    clock = Clock()
+    meter = meter_of(group, clock)
+    clock.now += 1000  # set-up, not training
+    meter.start()
+    clock.now += 7.0
+    meter.update(1, stats_of(9.0), lr=0.1, data_wait_s=4.0, bad_rows=0)
+    meter.flush()
+    for step, loss in ((2, 5.0), (3, 1 / 3)):
+        clock.now += 0.25
+        meter.update(step, stats_of(loss, 0.5, 77), lr=0.3 / step, data_wait_s=4.0 + 0.01 * step, bad_rows=step)
+    record = meter.flush()
+    assert (record.step, record.loss, record.grad_norm, record.num_valid) == (3, 1 / 3, 0.5, 77)
+    assert record.lr == 0.3 / 3
+    assert record.tokens_seen == 3 * 512
+    assert record.step_time_s == 0.25
+    assert record.tokens_per_second == 512 / 0.25
+    assert record.data_time_s == pytest.approx(0.015)
+    assert record.bad_rows == 3
+    assert 0.01 < record.memory_gib < 1000
+    assert record.mfu is None
+    assert "mfu" not in record.row()
+
+
+def test_the_keys_of_a_row(group: dist.ProcessGroup) -> None:
+    clock = Clock()
+    meter = meter_of(group, clock, peak_flops=1e12)
+    clock.now += 1.0
+    meter.update(1, stats_of(1.0), lr=0.1, data_wait_s=0.0, bad_rows=0)
+    row = meter.flush().row()
+    assert list(row) == [field.name for field in fields(Record)] == KEYS
+    assert row["mfu"] == pytest.approx(512 * 1e6 / 1e12)
+
+
+def test_skipped_steps_are_counted_also_between_log_lines(group: dist.ProcessGroup) -> None:
+    clock = Clock()
+    meter = meter_of(group, clock)
+    counts = []
+    for step in range(1, 9):
+        clock.now += 1.0
+        meter.update(step, stats_of(math.nan, skipped=step in (2, 3, 6)), lr=0.1, data_wait_s=0.0, bad_rows=0)
+        if step % 4 == 0:
+            counts.append(meter.flush().skipped_steps)
+    assert counts == [2, 3]
+
+
+@pytest.mark.parametrize("num_valid", [0, 1, 2**24 + 1, 2**31 + 7, 2**48 - 1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_count_of_valid_tokens_stays_exact(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, num_valid: int, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(meter_module, "_widest_float", lambda _: dtype)
+    clock = Clock()
+    meter = meter_of(group, clock)
+    clock.now += 1.0
+    meter.update(1, stats_of(1.0, num_valid=num_valid), lr=0.1, data_wait_s=0.0, bad_rows=0)
+    assert meter.flush().num_valid == num_valid
+
+
+def test_num_valid_is_exact_up_to_2_to_the_53(group: dist.ProcessGroup) -> None:
+    clock = Clock()
+    meter = meter_of(group, clock)
+    clock.now += 1.0
+    meter.update(1, stats_of(1.0, num_valid=2**53 - 1), lr=0.1, data_wait_s=0.0, bad_rows=0)
+    assert meter.flush().num_valid == 2**53 - 1
+
+
+@pytest.mark.parametrize("loss", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_stays_so(group: dist.ProcessGroup, loss: float) -> None:
+    clock = Clock()
+    meter = meter_of(group, clock)
+    clock.now += 1.0
+    meter.update(1, stats_of(loss, grad_norm=loss, num_valid=0), lr=0.1, data_wait_s=0.0, bad_rows=0)
+    record = meter.flush()
+    assert str(record.loss) == str(record.grad_norm) == str(loss)
+
+
+def test_a_device_without_float64_uses_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    def zeros(*_: Any, dtype: torch.dtype, **__: Any) -> None:
+        raise TypeError(f"no {dtype} here")
+
+    assert meter_module._widest_float(CPU) == torch.float64
+    monkeypatch.setattr(torch, "zeros", zeros)
+    assert meter_module._widest_float(CPU) == torch.float32
+
+
+def test_update_reads_nothing_and_flush_costs_one_collective_and_one_transfer(group: dist.ProcessGroup) -> None:
+    clock = Clock()
+    meter = meter_of(group, clock)
+    all_stats = [stats_of(float(step)) for step in range(50)]
+    with HostReads() as reads, Operations() as operations:
+        for step, stats in enumerate(all_stats, start=1):
+            meter.update(step, stats, lr=0.1, data_wait_s=0.0, bad_rows=0)
+    assert not reads.calls
+    assert operations.calls == {"aten.add_.Tensor": 50}
+
+    clock.now += 1.0
+    with HostReads() as reads, Operations() as operations:
+        meter.flush()
+    assert reads.calls == {"tolist": 1}
+    assert operations.calls["aten._local_scalar_dense.default"] == 0
+    assert operations.collectives() == 1
+
+
+def test_a_flush_without_a_step_is_a_bug_of_the_caller(group: dist.ProcessGroup) -> None:
+    clock = Clock()
+    meter = meter_of(group, clock)
+    clock.now += 1.0
+    meter.update(1, stats_of(1.0), lr=0.1, data_wait_s=0.0, bad_rows=0)
+    meter.flush()
+    with pytest.raises(AssertionError, match="without a step"):
+        meter.flush()
+
+
+def _flush_on_a_rank() -> dict[str, Any]:
+    rank = dist.get_rank()
+    clock = Clock()
+    group = dist.group.WORLD
+    assert group is not None
+    meter = meter_of(group, clock, peak_flops=1e9)
+    records: list[Record] = []
+    memory = mock.patch.object(meter_module, "peak_memory_bytes", return_value=(1 + rank) * 2**29)
+    with memory, Operations() as operations:
+        for step in (1, 2):
+            clock.now += 0.5
+            share = stats_of([0.1, 2.0][rank] * step, grad_norm=3.25, num_valid=1000 + step)
+            meter.update(step, share, lr=0.01, data_wait_s=0.3 * step * (1 - rank), bad_rows=step * (rank + 1))
+            records.append(meter.flush())
+    return {"rows": [record.row() for record in records], "collectives": operations.collectives()}
+
+
+def test_two_ranks_agree_on_the_whole_mesh() -> None:
+    first, second = run_ranks(_flush_on_a_rank, 2)
+    assert first == second
+    assert first["collectives"] == 2
+    row = first["rows"][1]
+    assert row["loss"] == 0.1 * 2 + 2.0 * 2
+    assert row["grad_norm"] == 3.25
+    assert row["num_valid"] == 1002
+    assert row["tokens_per_second"] == 512 / 0.5
+    assert row["data_time_s"] == pytest.approx(0.3)
+    assert row["memory_gib"] == 1.0
+    assert row["bad_rows"] == 2 + 4
+    assert row["mfu"] == pytest.approx(512 / 0.5 * 1e6 / (2 * 1e9))
+
+
+def test_log_steps_are_the_first_the_last_and_each_nth() -> None:
+    assert [step for step in range(1, 26) if is_log_step(step, log_freq=10, total_steps=25)] == [1, 10, 20, 25]

@@ -1,0 +1,228 @@
+"""The sinks: a line for a person, a strict row for a program, TensorBoard, and the checks of their section."""
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from titanlite.metrics.meter import Record
+from titanlite.metrics.sinks import (
+    METRICS_FILE,
+    ConsoleSink,
+    JsonlSink,
+    MetricsConfig,
+    build_sinks,
+    check_metrics,
+    console_line,
+    json_line,
+)
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.logging import log, setup_logging
+
+RECORD = Record(
+    step=30,
+    loss=7.123456789012345,
+    grad_norm=1.2345678,
+    lr=3e-4,
+    num_valid=2**40 + 1,
+    tokens_seen=61440,
+    tokens_per_second=12345.6,
+    step_time_s=0.16,
+    data_time_s=0.004,
+    memory_gib=1.234,
+    skipped_steps=0,
+    bad_rows=0,
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_log() -> Iterator[None]:
+    """Put the logger back as it was."""
+    before = (log.handlers[:], log.level, log.propagate)
+    yield
+    log.handlers[:], log.level, log.propagate = before[0], before[1], before[2]
+
+
+def refuse_constant(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def test_console_line() -> None:
+    assert console_line(RECORD, 1000) == (
+        "step   30/1000 | loss 7.1235 | grad norm 1.235 | lr 3.000e-04 | 12,346 tokens/s | "
+        "0.160 s/step, 2.5% waiting for data | 1.23 GiB | ETA 2m 35s"
+    )
+
+
+def test_console_line_with_everything() -> None:
+    record = replace(RECORD, mfu=0.4126, skipped_steps=2, bad_rows=3, loss=math.nan)
+    assert console_line(record, 30) == (
+        "step 30/30 | loss nan | grad norm 1.235 | lr 3.000e-04 | 12,346 tokens/s | "
+        "0.160 s/step, 2.5% waiting for data | 1.23 GiB | MFU 41.3% | skipped steps 2 | bad rows 3 | ETA 0s"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0s"), (59.4, "59s"), (59.6, "1m 00s"), (3599.7, "1h 00m"), (86399.9, "1d 00h"), (100 * 86400, "100d 00h")],
+)
+def test_eta(seconds: float, text: str) -> None:
+    assert console_line(replace(RECORD, step=1, step_time_s=seconds), 2).endswith(f"ETA {text}")
+
+
+def test_console_sink_logs_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging(0)
+    ConsoleSink(1000).write(RECORD)
+    assert capsys.readouterr().out.rstrip("\n").endswith(console_line(RECORD, 1000))
+
+
+def test_rows_are_read_back_exactly(tmp_path: Path) -> None:
+    record = replace(RECORD, loss=0.1 + 0.2, grad_norm=5e-324, lr=1 / 3, mfu=2 / 3)
+    sink = JsonlSink(tmp_path / METRICS_FILE)
+    sink.write(RECORD)
+    sink.write(record)
+    sink.close()
+    lines = (tmp_path / METRICS_FILE).read_text().splitlines()
+    rows = [json.loads(line, parse_constant=refuse_constant) for line in lines]
+    assert rows == [RECORD.row(), record.row()]
+    assert rows[0]["num_valid"] == 2**40 + 1
+
+
+def test_what_is_not_finite_is_strict_json_and_comes_back() -> None:
+    record = replace(RECORD, loss=math.nan, grad_norm=math.inf, lr=-math.inf)
+    row = json.loads(json_line(record), parse_constant=refuse_constant)
+    assert math.isnan(float(row["loss"]))
+    assert (float(row["grad_norm"]), float(row["lr"])) == (math.inf, -math.inf)
+
+
+def test_each_row_is_one_write_and_on_disk_at_once(tmp_path: Path) -> None:
+    path = tmp_path / METRICS_FILE
+    sink = JsonlSink(path)
+    writes = []
+
+    class CountingFile:
+        def __init__(self, file: object) -> None:
+            self._write = file.write  # type: ignore[attr-defined]
+            self.close = file.close  # type: ignore[attr-defined]
+
+        def write(self, data: bytes) -> int:
+            writes.append(data)
+            return int(self._write(data))
+
+    sink._file = CountingFile(sink._file)  # type: ignore[assignment]
+    for count in (1, 2, 3):
+        sink.write(RECORD)
+        assert len(writes) == count
+        assert path.read_bytes() == (json_line(RECORD) + "\n").encode() * count
+    sink.close()
+
+
+def test_a_write_that_the_disk_cuts_short_is_finished(tmp_path: Path) -> None:
+    path = tmp_path / METRICS_FILE
+    sink = JsonlSink(path)
+    file = sink._file
+
+    class ShortFile:
+        def write(self, data: bytes) -> int:
+            return file.write(data[:7])
+
+    sink._file = ShortFile()  # type: ignore[assignment]
+    sink.write(RECORD)
+    file.close()
+    assert path.read_text() == json_line(RECORD) + "\n"
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 2, "lo', b'{"step": 2}'])
+def test_an_unfinished_line_is_cut_before_the_next_row(
+    tmp_path: Path, torn: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "propagate", True)
+    path = tmp_path / METRICS_FILE
+    path.write_bytes(b'{"step": 1}\n' + torn)
+    with caplog.at_level(logging.WARNING, logger="titanlite"):
+        sink = JsonlSink(path)
+    sink.write(RECORD)
+    sink.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 30]
+    assert f"its {len(torn)} bytes were cut off" in caplog.text
+
+
+@pytest.mark.parametrize("content", [b"", b'{"step": 1}\n'])
+def test_whole_files_are_appended_to(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / METRICS_FILE
+    path.write_bytes(content)
+    sink = JsonlSink(path)
+    sink.write(RECORD)
+    sink.close()
+    assert path.read_bytes() == content + (json_line(RECORD) + "\n").encode()
+    assert not caplog.records
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_a_clear_error(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / METRICS_FILE)
+    sink.close()
+    sink._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
+    with pytest.raises(UserError, match=r"metrics\.jsonl: No space left on device; the record of step 30 is lost"):
+        sink.write(RECORD)
+    sink.close()
+
+
+def test_a_folder_in_the_way_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / METRICS_FILE).mkdir()
+    with pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: Is a directory"):
+        JsonlSink(tmp_path / METRICS_FILE)
+
+
+def test_only_rank_0_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging(1)
+    sinks = build_sinks(MetricsConfig(enable_tensorboard=True), tmp_path, rank=1, total_steps=10)
+    sinks.write(RECORD)
+    sinks.close()
+    assert list(tmp_path.iterdir()) == []
+    setup_logging(0)
+    sinks = build_sinks(MetricsConfig(), tmp_path, rank=0, total_steps=10)
+    sinks.write(RECORD)
+    sinks.close()
+    assert [path.name for path in tmp_path.iterdir()] == [METRICS_FILE]
+    assert "step 30/10" in capsys.readouterr().out
+
+
+def test_tensorboard_has_the_same_names(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+    sinks = build_sinks(MetricsConfig(enable_tensorboard=True, folder="a/b"), tmp_path, rank=0, total_steps=100)
+    sinks.write(RECORD)
+    sinks.write(replace(RECORD, step=40, loss=math.nan))
+    # read before closing: what is written is there at once
+    events = EventAccumulator(str(tmp_path / "a" / "b")).Reload()
+    sinks.close()
+    assert sorted(events.Tags()["scalars"]) == sorted(set(RECORD.row()) - {"step"})
+    assert [event.step for event in events.Scalars("loss")] == [30, 40]
+    assert events.Scalars("lr")[0].value == pytest.approx(3e-4)
+
+
+def test_the_defaults_have_no_problem() -> None:
+    assert check_metrics(MetricsConfig()) == []
+    assert check_metrics(MetricsConfig(log_freq=1, folder="logs/tb")) == []
+
+
+@pytest.mark.parametrize(
+    "folder", ["", ".", "/tmp/tb", "..", "../tb", "a/../../b", "metrics.jsonl", "config.toml", "checkpoint/tb"]
+)
+def test_folders_that_are_refused(folder: str) -> None:
+    (problem,) = check_metrics(MetricsConfig(folder=folder))
+    assert (problem.key, problem.value) == ("metrics.folder", folder)
+
+
+def test_all_problems_at_once() -> None:
+    assert [problem.key for problem in check_metrics(MetricsConfig(log_freq=0, folder=""))] == [
+        "metrics.log_freq",
+        "metrics.folder",
+    ]

@@ -1,0 +1,57 @@
+"""The report of environment variables: what matters, what the run changed, and no secrets."""
+
+import pytest
+
+from titanlite.runtime.environment import environment_lines
+
+
+def test_set_overridden_and_removed_are_told_apart() -> None:
+    before = {"OMP_NUM_THREADS": "2", "NCCL_DEBUG": "INFO", "TORCH_LOGS": "dynamo", "HOME": "/root"}
+    now = {"OMP_NUM_THREADS": "2", "NCCL_DEBUG": "WARN", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "HOME": "/root"}
+    assert environment_lines(before, now) == [
+        "CUBLAS_WORKSPACE_CONFIG=:4096:8 (set by titanlite)",
+        "NCCL_DEBUG=WARN (overridden by titanlite; was INFO)",
+        "OMP_NUM_THREADS=2",
+        "TORCH_LOGS removed (was dynamo)",
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["PATH", "HF_HOME", "AWS_REGION", "MY_NCCL_DEBUG", "OMP_NUM_THREADS_2", "TORCHELASTIC_RUN_ID"]
+)
+def test_other_variables_are_not_looked_at(name: str) -> None:
+    assert environment_lines({name: "x"}, {name: "y"}) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["NCCL_API_KEY", "TITANLITE_TOKEN", "TORCH_secret", "CUDA_PASSWORD", "TITANLITE_CREDENTIALS", "NCCL_AUTHORITY"],
+)
+def test_names_that_smell_of_a_secret_are_left_out(name: str) -> None:
+    assert environment_lines({}, {name: "hunter2"}) == []
+    assert environment_lines({name: "hunter2"}, {}) == []
+
+
+@pytest.mark.parametrize(
+    "value", ["https://user:hunter2@host/x", "s3://b/x?access_token=hunter2", "a;Signature=hunter2"]
+)
+def test_values_that_smell_of_a_secret_are_hidden(value: str) -> None:
+    for lines in (
+        environment_lines({}, {"TITANLITE_CACHE": value}),
+        environment_lines({"TITANLITE_CACHE": value}, {"TITANLITE_CACHE": "/tmp"}),
+        environment_lines({"TITANLITE_CACHE": value}, {}),
+    ):
+        assert len(lines) == 1
+        assert "hunter2" not in lines[0]
+        assert "hidden" in lines[0]
+
+
+def test_a_tokenizer_is_not_a_token() -> None:
+    assert environment_lines({"TOKENIZERS_PARALLELISM": "1"}, {"TOKENIZERS_PARALLELISM": "1"}) == [
+        "TOKENIZERS_PARALLELISM=1"
+    ]
+
+
+def test_a_value_stays_on_its_line() -> None:
+    (line,) = environment_lines({}, {"NCCL_DEBUG": "a\nb\x1b[31m"})
+    assert line.isprintable()

@@ -1,0 +1,35 @@
+"""Memory figures are this process's own."""
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from titanlite.runtime.memory import peak_memory_bytes
+
+CPU = torch.device("cpu")
+
+
+def test_the_peak_holds_what_was_held_once() -> None:
+    before = peak_memory_bytes(CPU)
+    size = before + 2**27  # more than any earlier peak left free
+    block = torch.ones(size, dtype=torch.uint8)
+    del block
+    assert size <= peak_memory_bytes(CPU) < 3 * size
+
+
+def test_without_proc_the_kernels_other_count_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr(Path, "exists", lambda _: False)
+    assert peak_memory_bytes(CPU) == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_counts_what_is_reserved() -> None:
+    device = torch.device("cuda", 0)
+    block = torch.ones(2**26, dtype=torch.uint8, device=device)
+    del block
+    assert peak_memory_bytes(device) >= 2**26
