@@ -1,9 +1,29 @@
-"""The training loop: it receives finished parts and reads as the maths of one step."""
+"""The training loop: it receives finished parts, and its step reads as the maths of one update."""
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titanlite.data.loader import Batch, Loader
+from titanlite.loss import IGNORE_INDEX, cross_entropy_sum
+from titanlite.metrics.meter import Meter, Record, StepStats, is_log_step
+from titanlite.metrics.sinks import Sinks
+from titanlite.optim.optimizer import GatedOptimizer
+from titanlite.parallel.clip import clip_grad_norm_
+from titanlite.parallel.data import GradientSync, gradient_sync
+from titanlite.runtime.errors import Problem, UserError, require
+from titanlite.runtime.garbage import PacedGarbageCollection
+
 DtypeName = Literal["float32", "float64", "bfloat16"]
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+}
 
 
 @dataclass(frozen=True)
@@ -29,3 +49,154 @@ class TrainingConfig:
     """Dtype of gradient reductions; auto: float32 on CUDA, training.dtype on CPU."""
     gc_freq: int = 50
     """Python's garbage is collected every so many steps, at the same step on all ranks."""
+
+
+def check_training(section: TrainingConfig, data_degree: int) -> list[Problem]:
+    """data_degree: number of data-parallel ranks, 0 where it is not known because of another problem."""
+    key = "training"
+    problems = [
+        problem
+        for name in ("steps", "seq_len", "local_batch_size", "gc_freq")
+        for problem in require(
+            getattr(section, name) >= 1, f"{key}.{name}", getattr(section, name), "at least 1", "give a positive number"
+        )
+    ]
+    batch, micro = section.global_batch_size, section.local_batch_size
+    problems += require(
+        batch == -1 or batch >= 1,
+        f"{key}.global_batch_size",
+        batch,
+        "at least 1, or -1",
+        "-1 takes local_batch_size x data degree",
+    )
+    if not problems and batch != -1 and data_degree > 0 and batch % (micro * data_degree):
+        unit = micro * data_degree
+        fitting = [size for size in range(1, micro + 1) if batch % (size * data_degree) == 0]
+        smaller = f"{key}.local_batch_size = {fitting[-1]}, or " if fitting else ""
+        problems += require(
+            False,
+            f"{key}.global_batch_size",
+            batch,
+            f"a multiple of local_batch_size {micro} x data degree {data_degree} = {unit}",
+            f"{smaller}{key}.global_batch_size = {-(-batch // unit) * unit}",
+        )
+    return problems
+
+
+class Trainer:
+    """Trains a model that is already on its mesh.
+
+    model_parts: the parts of the model on this rank, each wrapped by data parallelism. data_group: the process group
+    of the data axes. schedule: the learning rate by step. Steps count from 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_parts: Sequence[nn.Module],
+        optimizer: GatedOptimizer,
+        schedule: Callable[[int], float],
+        sync: GradientSync,
+        data_group: dist.ProcessGroup,
+        device: torch.device,
+        max_norm: float,
+    ) -> None:
+        self.model_parts = model_parts
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.sync = sync
+        self.data_group = data_group
+        self.device = device
+        self.max_norm = max_norm
+        self.step = 0
+        parameter_dtype = next(model_parts[0].parameters()).dtype
+        self.accum_dtype = torch.promote_types(parameter_dtype, torch.float32)
+
+    def train_step(self, batches: Sequence[Batch]) -> StepStats:
+        """One update in which every valid token of the global batch has equal weight.
+
+        batches: this rank's microbatches of the step, on the device.
+        """
+        self.step += 1
+        self.optimizer.zero_grad()
+        num_valid = self.count_valid_tokens(batches)
+        mean_loss = torch.zeros((), dtype=self.accum_dtype, device=self.device)
+        for batch, is_last in mark_last(batches):
+            with gradient_sync(self.model_parts, self.sync, is_last=is_last):
+                mean_loss += self.forward_backward(batch, num_valid)
+        grad_norm = clip_grad_norm_(self.model_parts, self.max_norm)
+        self.optimizer.set_lr(self.schedule(self.step))
+        ok = (num_valid > 0) & grad_norm.isfinite()
+        self.optimizer.step_if(ok)
+        return StepStats(mean_loss, grad_norm, num_valid, skipped=~ok)
+
+    def count_valid_tokens(self, batches: Sequence[Batch]) -> Tensor:
+        """Valid labels of the whole global batch: int64 scalar on the device, one all-reduce over the data axes."""
+        num_valid = torch.stack([(batch.labels != IGNORE_INDEX).sum() for batch in batches]).sum()
+        dist.all_reduce(num_valid, group=self.data_group)
+        return num_valid
+
+    def forward_backward(self, batch: Batch, num_valid: Tensor) -> Tensor:
+        """Adds this microbatch's share of the mean loss's gradient to the parameters; returns the share itself.
+
+        The one division of the step: by the valid tokens of the whole global batch, before backward. The shares of
+        all microbatches and data ranks add up to the mean loss.
+        """
+        logits = self.model_parts[0](batch.tokens)
+        loss: Tensor = cross_entropy_sum(logits, batch.labels) / num_valid.clamp(min=1)
+        loss.backward()
+        return loss.detach()
+
+    def fit(
+        self,
+        loader: Loader,
+        meter: Meter,
+        sinks: Sinks,
+        *,
+        steps: int,
+        log_freq: int,
+        gc_freq: int,
+        max_bad_rows: int,
+        after_first_step: Callable[[], None],
+    ) -> Record:
+        """Trains until `steps` optimizer steps are done; returns the last step's record.
+
+        Between two log steps the host only launches work: the device is asked nothing. Raises UserError where more
+        than `max_bad_rows` rows turned out bad, at the next log step, on all ranks alike.
+        """
+        with PacedGarbageCollection(gc_freq) as garbage:
+            meter.start()
+            while True:
+                batches = [on_device(batch, self.device) for batch in loader.next_step()]
+                stats = self.train_step(batches)
+                meter.update(
+                    self.step,
+                    stats,
+                    lr=self.schedule(self.step),
+                    data_wait_s=loader.wait_s,
+                    bad_rows=loader.bad_rows,
+                )
+                if is_log_step(self.step, log_freq=log_freq, total_steps=steps):
+                    record = meter.flush()
+                    sinks.write(record)
+                    if record.bad_rows > max_bad_rows:
+                        raise UserError(
+                            f"data.max_bad_rows = {max_bad_rows}: {record.bad_rows} rows were skipped as bad by step "
+                            f"{self.step}; mend the data, or raise data.max_bad_rows"
+                        )
+                    if self.step == steps:
+                        return record
+                if self.step == 1:
+                    after_first_step()
+                garbage.after_step(self.step)
+
+
+def mark_last(batches: Sequence[Batch]) -> Iterator[tuple[Batch, bool]]:
+    """Each microbatch, and whether it is the last one of the step."""
+    for index, batch in enumerate(batches):
+        yield batch, index == len(batches) - 1
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch on the device; from pinned memory the copy runs beside the host."""
+    return Batch(*(tensor.to(device, non_blocking=True) for tensor in batch))

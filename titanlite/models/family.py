@@ -1,10 +1,12 @@
 """What a model family must supply, and how the [model] section chooses one."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from titanlite.models.init import Init
 from titanlite.runtime.errors import Problem
@@ -35,14 +37,32 @@ class Plan:
     may_skip_parameters: bool = False
 
 
+class LanguageModel(nn.Module, ABC):
+    """A decoder in plain torch: int64 tokens in, logits out; it knows nothing of parallelism."""
+
+    @abstractmethod
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
+        """tokens: int64 (batch, seq_len). Returns logits (batch, seq_len, vocab_size).
+
+        positions: int64 (batch, seq_len); None: 0, 1, 2, ... in each row. document_ids: int64 (batch, seq_len), attention
+        stays among equal ones; None: each row is one document.
+        """
+
+    @abstractmethod
+    def tie_weights(self) -> None:
+        """Let tied parameters be one again, where there are any: whatever replaces parameters breaks the tie."""
+
+    @abstractmethod
+    def init_buffers(self, device: torch.device) -> None:
+        """Compute all non-persistent buffers on `device`."""
+
+
 @dataclass(frozen=True)
 class Family:
     """A model family. The hyper-parameters' type is the family's own frozen dataclass (`config_type`).
 
     check(config, seq_len): problems of the hyper-parameters, keys under "model.".
-    build(config): the module; parameters on the default device (meta, in training), not initialised. The module's
-        forward is `forward(tokens, positions=None, document_ids=None)`: int64 (batch, seq_len) in, logits
-        (batch, seq_len, vocab_size) out; its `init_buffers(device)` computes all non-persistent buffers.
+    build(config): the model; parameters on the default device (meta, in training), not initialised.
     plan(config): the Plan.
     init(config, name): the distribution of the parameter of that name.
     flops_per_token(config, seq_len): floating-point operations per trained token, forward and backward.
@@ -52,7 +72,7 @@ class Family:
     config_type: type
     flavors: Mapping[str, Any]
     check: Callable[[Any, int], list[Problem]]
-    build: Callable[[Any], nn.Module]
+    build: Callable[[Any], LanguageModel]
     plan: Callable[[Any], Plan]
     init: Callable[[Any, str], Init]
     flops_per_token: Callable[[Any, int], int]

@@ -2,9 +2,9 @@
 
 A parameter is drawn in blocks of 2^20 elements of its flattened global tensor, each with a CPU generator of its own, so
 a rank draws only the blocks that its shard touches. Values are drawn in float64 and rounded to float32 before they are
-cast to the parameter's dtype. So every dtype starts from the same weights, and so does every CPU: in float32, torch's
-normal_ differs between vector instruction sets; in float64 it does not, and what may remain between platforms is lost in
-the rounding.
+cast to the parameter's dtype. So every dtype starts from the same weights, and so does every CPU: normal_ differs
+between vector instruction sets in float32 but not in float64, and what may remain between platforms is lost in the
+rounding.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ def init_parameters_(module: nn.Module, seed: int, init: Callable[[str], Init]) 
         for name, parameter in module.named_parameters():
             for prefix in _WRAPPER_PREFIXES:
                 name = name.replace(prefix, "")
-            local, shape, offset = local_region(parameter.detach())
+            local, shape, offset = local_region(parameter)
             running.append(pool.submit(fill_region_, local, seed, name, init(name), shape, offset))
     for filled in running:
         filled.result()  # raises what the thread raised
@@ -62,11 +62,11 @@ def init_parameters_(module: nn.Module, seed: int, init: Callable[[str], Init]) 
 def local_region(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
     """(this rank's part of `tensor`, shape of the whole, offset of the part in the whole).
 
-    The part shares the tensor's memory. It is one box of the whole, also where two mesh axes cut the same dimension.
+    The part shares the tensor's memory, without its graph. It is one box of the whole, also where two mesh axes cut the same dimension.
     """
     if not isinstance(tensor, DTensor):
-        return tensor, tuple(tensor.shape), (0,) * tensor.dim()
-    local = tensor.to_local()
+        return tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim()
+    local = tensor.to_local().detach()
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     assert tuple(shape) == tuple(local.shape), f"local part {tuple(local.shape)} is not the box {tuple(shape)}"
     return local, tuple(tensor.shape), tuple(offset)

@@ -1,7 +1,15 @@
 """The optimizer: groups by parameter name, and updates that are gated on the device."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titanlite.runtime.errors import Problem, require
 
 
 @dataclass(frozen=True)
@@ -19,8 +27,113 @@ class OptimizerConfig:
     eps: float = 1e-8
     """AdamW: added to the denominator."""
     weight_decay: float = 0.1
-    """Decoupled weight decay (AdamW), added to the gradient (SGD)."""
+    """Decoupled weight decay (AdamW), or added to the gradient (SGD)."""
     weight_decay_skip: tuple[str, ...] = ("*norm*", "*bias*")
     """Parameters without weight decay: shell patterns, matched against the full parameter name."""
     implementation: Literal["auto", "fused", "foreach", "for-loop"] = "auto"
     """auto: fused AdamW, foreach SGD. Fused SGD is refused: torch has none for sharded parameters."""
+
+
+def check_optimizer(section: OptimizerConfig) -> list[Problem]:
+    """Ranges, and what torch cannot do."""
+    key = "optimizer"
+    in_unit = "at least 0 and below 1"
+    return [
+        *require(section.lr > 0, f"{key}.lr", section.lr, "above 0", "3e-4 is a usual start"),
+        *require(0 <= section.beta1 < 1, f"{key}.beta1", section.beta1, in_unit, "0.9 is the usual value"),
+        *require(0 <= section.beta2 < 1, f"{key}.beta2", section.beta2, in_unit, "0.95 is the usual value"),
+        *require(section.eps > 0, f"{key}.eps", section.eps, "above 0", "1e-8 is the usual value"),
+        *require(
+            section.weight_decay >= 0,
+            f"{key}.weight_decay",
+            section.weight_decay,
+            "0 or more",
+            "0 switches weight decay off",
+        ),
+        *require(
+            not (section.name == "SGD" and section.implementation == "fused"),
+            f"{key}.implementation",
+            section.implementation,
+            "SGD has no fused form for sharded parameters in torch",
+            'use "auto" or "foreach", or optimizer.name = "AdamW"',
+        ),
+    ]
+
+
+class GatedOptimizer:
+    """A torch optimizer whose update happens, or not, by a decision that never leaves the device.
+
+    optimizer: the torch optimizer, its groups carrying parameter names. `step_if(ok)` with a false `ok` leaves
+    weights, moments and step counts unchanged, bit for bit.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, gated_by_kernel: bool) -> None:
+        self.optimizer = optimizer
+        self._gated_by_kernel = gated_by_kernel
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def step_if(self, ok: Tensor) -> None:
+        """One update where `ok` (bool scalar on the device, the same on all ranks) holds, nothing otherwise."""
+        if self._gated_by_kernel:
+            # Fused AdamW reads this attribute: the kernel itself skips the update where it is not 0.
+            self.optimizer.found_inf = (~ok).to(torch.float32)  # type: ignore[attr-defined]
+            self.optimizer.step()
+            return
+        # The other implementations know no gate: update, then take back. Costs a copy of weights and moments.
+        before = {key: tensor.clone() for key, tensor in self._tensors()}
+        self.optimizer.step()
+        for key, tensor in self._tensors():
+            # State that this very step created started from zero.
+            tensor.copy_(torch.where(ok, tensor, before.get(key, torch.zeros((), dtype=tensor.dtype))))
+
+    def _tensors(self) -> Iterable[tuple[tuple[int, str], Tensor]]:
+        """This rank's part of all that a step changes: parameters with gradients, and their state."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    yield (id(parameter), "parameter"), _local(parameter)
+                    for name, value in self.optimizer.state[parameter].items():
+                        if isinstance(value, Tensor):
+                            yield (id(parameter), name), _local(value)
+
+
+def build_optimizer(
+    section: OptimizerConfig, model_parts: Iterable[nn.Module], device: torch.device
+) -> GatedOptimizer:
+    """The optimizer of all parameters of `model_parts`, in two groups: with and without weight decay."""
+    named = {name: parameter for part in model_parts for name, parameter in part.named_parameters()}
+    skipped = {
+        name for name in named if any(fnmatchcase(name, pattern) for pattern in section.weight_decay_skip)
+    }
+    groups = [
+        {"params": [(n, p) for n, p in named.items() if n not in skipped], "weight_decay": section.weight_decay},
+        {"params": [(n, p) for n, p in named.items() if n in skipped], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    auto = "fused" if section.name == "AdamW" else "foreach"
+    implementation = auto if section.implementation == "auto" else section.implementation
+    options: dict[str, Any] = {"lr": section.lr, "foreach": implementation == "foreach"}
+    if section.name == "SGD":
+        return GatedOptimizer(torch.optim.SGD(groups, **options), gated_by_kernel=False)
+    fused = implementation == "fused"
+    adamw = torch.optim.AdamW(
+        groups,
+        betas=(section.beta1, section.beta2),
+        eps=section.eps,
+        fused=fused,
+        # Step counts live on the device, where the gate is; torch allows (and needs) that on accelerators only.
+        capturable=not fused and device.type != "cpu",
+        **options,
+    )
+    return GatedOptimizer(adamw, gated_by_kernel=fused)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The plain tensor that this rank holds; shares memory."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

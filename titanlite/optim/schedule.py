@@ -1,7 +1,11 @@
 """The learning rate as a pure function of the step: nothing to checkpoint, nothing to resume."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
+
+from titanlite.runtime.errors import Problem, require
 
 
 @dataclass(frozen=True)
@@ -11,10 +15,85 @@ class ScheduleConfig:
     warmup_steps: int = 100
     """Steps of linear warm-up; may be as large as training.steps or larger."""
     decay: Literal["none", "linear", "cosine", "sqrt"] = "linear"
-    """Shape of the decay from optimizer.lr to min_lr_factor * optimizer.lr; "none" keeps optimizer.lr."""
+    """Shape of the decay from optimizer.lr to min_lr_factor x optimizer.lr; none keeps optimizer.lr."""
     decay_steps: int = -1
-    """Steps of decay at the end of the run; -1: decay_ratio says it. Give one of the two."""
+    """The decay takes so many steps right after the warm-up, whatever training.steps is; -1: see decay_ratio."""
     decay_ratio: float = -1.0
-    """Decay as a share of training.steps; -1: all steps after the warm-up (where decay_steps is -1 too)."""
+    """The decay takes this share of training.steps, at the end of the run; -1: all steps after the warm-up."""
     min_lr_factor: float = 0.1
-    """Learning rate at the last step, as a factor of optimizer.lr."""
+    """Learning rate at the end of the decay and after it, as a factor of optimizer.lr."""
+
+
+# Fraction of the way from the peak (0) to the minimum (1), by the fraction of the decay that is over. "sqrt" is the
+# 1-sqrt decay of Hägele et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations", 2024.
+DECAY_SHAPES: dict[str, Callable[[float], float]] = {
+    "none": lambda progress: 0.0,  # noqa: ARG005
+    "linear": lambda progress: progress,
+    "cosine": lambda progress: 0.5 * (1.0 - math.cos(math.pi * progress)),
+    "sqrt": math.sqrt,
+}
+
+
+def check_schedule(section: ScheduleConfig, steps: int) -> list[Problem]:
+    """`steps` (training.steps) is not a bound: a run that is cut short keeps its warm-up."""
+    del steps
+    key = "lr_schedule"
+    problems = [
+        *require(
+            section.warmup_steps >= 0,
+            f"{key}.warmup_steps",
+            section.warmup_steps,
+            "0 or more",
+            "0 starts at the full learning rate",
+        ),
+        *require(
+            section.decay_steps == -1 or section.decay_steps >= 1,
+            f"{key}.decay_steps",
+            section.decay_steps,
+            "-1 or at least 1",
+            "leave it out to decay over all steps after the warm-up",
+        ),
+        *require(
+            section.decay_ratio == -1.0 or 0.0 < section.decay_ratio <= 1.0,
+            f"{key}.decay_ratio",
+            section.decay_ratio,
+            "-1, or above 0 and at most 1",
+            "0.2 decays over the last fifth of the run",
+        ),
+        *require(
+            0.0 <= section.min_lr_factor <= 1.0,
+            f"{key}.min_lr_factor",
+            section.min_lr_factor,
+            "from 0 to 1",
+            "0.1 ends at a tenth of optimizer.lr",
+        ),
+    ]
+    if section.decay_steps != -1 and section.decay_ratio != -1.0:
+        problems += require(
+            False,
+            f"{key}.decay_ratio",
+            section.decay_ratio,
+            "decay_steps and decay_ratio say the same thing: one of the two",
+            f"leave out {key}.decay_ratio or {key}.decay_steps",
+        )
+    return problems
+
+
+def build_schedule(section: ScheduleConfig, peak_lr: float, steps: int) -> Callable[[int], float]:
+    """The learning rate of step 1, 2, ...: the smaller of warm-up and decay, times `peak_lr`."""
+    shape = DECAY_SHAPES[section.decay]
+    if section.decay_steps != -1:
+        start, length = section.warmup_steps, section.decay_steps
+    elif section.decay_ratio != -1.0:
+        length = max(1, round(section.decay_ratio * steps))
+        start = steps - length
+    else:
+        start, length = section.warmup_steps, max(1, steps - section.warmup_steps)
+
+    def lr(step: int) -> float:
+        warmup = min(1.0, step / section.warmup_steps) if section.warmup_steps else 1.0
+        progress = min(max(step - start, 0) / length, 1.0)
+        decay = 1.0 - (1.0 - section.min_lr_factor) * shape(progress)
+        return peak_lr * min(warmup, decay)
+
+    return lr

@@ -3,6 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from titanlite.runtime.errors import Problem, require
+
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+
 
 @dataclass(frozen=True)
 class ParallelismConfig:
@@ -20,4 +26,66 @@ class ParallelismConfig:
     """When accumulated gradients are reduced: every microbatch (least memory), the last one only (least
     communication), or hybrid: reduce-scatter at every microbatch, all-reduce over replicas at the last."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Whether sharded parameters are freed between forward and backward; default: all blocks but the last unit."""
+    """Whether sharded parameters are freed between forward and backward; default: all units but the last."""
+
+
+def resolve_axes(section: ParallelismConfig, world_size: int) -> tuple[int, int, int, int]:
+    """Sizes of AXES; dp_shard = -1 becomes what is left of the world (0 where nothing fits)."""
+    fixed = section.pp * section.dp_replicate * section.tp
+    dp_shard = section.dp_shard
+    if dp_shard == -1:
+        dp_shard = world_size // fixed if fixed > 0 and world_size % fixed == 0 else 0
+    return section.pp, section.dp_replicate, dp_shard, section.tp
+
+
+def data_degree(section: ParallelismConfig, world_size: int) -> int:
+    """Number of data-parallel ranks, dp_replicate x dp_shard; 0 where the section does not fit the world."""
+    _, dp_replicate, dp_shard, _ = resolve_axes(section, world_size)
+    return max(dp_replicate * dp_shard, 0)
+
+
+def data_rank(section: ParallelismConfig, rank: int, world_size: int) -> int:
+    """Where a rank of the world stands on the data axis; what `mesh["dp"]` says once there is a mesh."""
+    return rank // section.tp % data_degree(section, world_size)
+
+
+def check_parallelism(section: ParallelismConfig, world_size: int) -> list[Problem]:
+    """Degrees are positive and their product is the number of processes."""
+    key = "parallelism"
+    problems: list[Problem] = []
+    for axis in AXES:
+        degree = getattr(section, axis)
+        lowest, rule = (-1, "at least 1, or -1") if axis == "dp_shard" else (1, "at least 1")
+        valid = degree >= 1 or degree == lowest
+        problems += require(valid, f"{key}.{axis}", degree, rule, "1 switches this axis off")
+    for axis in ("tp", "pp"):
+        degree = getattr(section, axis)
+        problems += require(
+            degree <= 1, f"{key}.{axis}", degree, "only 1 is supported so far", "use dp_shard or dp_replicate"
+        )
+    if problems:
+        return problems
+    sizes = dict(zip(AXES, resolve_axes(section, world_size), strict=True))
+    product = sizes["pp"] * sizes["dp_replicate"] * sizes["dp_shard"] * sizes["tp"]
+    if product != world_size:
+        degrees = " x ".join(f"{axis} {getattr(section, axis)}" for axis in AXES)
+        processes = f"{world_size} process{'es' if world_size != 1 else ''}"
+        largest = max((axis for axis in AXES if axis != "dp_shard"), key=lambda axis: sizes[axis])
+        at_fault = "dp_shard" if section.dp_shard != -1 else largest
+        problems += require(
+            False,
+            f"{key}.{at_fault}",
+            getattr(section, at_fault),
+            f"{degrees} must multiply to the world size, and there {'is' if world_size == 1 else 'are'} {processes}",
+            f"start a matching number of processes (NGPU=..., torchrun --nproc-per-node ...), change {key}.{at_fault}"
+            + ("" if section.dp_shard == -1 else f", or leave {key}.dp_shard at -1"),
+        )
+    return problems
+
+
+def build_mesh(section: ParallelismConfig, device_type: str, world_size: int) -> DeviceMesh:
+    """The mesh with the axes AXES, pp outermost and tp innermost, and the derived data axis "dp"
+    (= dp_replicate x dp_shard, in that order) for token counts, loss and data loading."""
+    mesh = init_device_mesh(device_type, resolve_axes(section, world_size), mesh_dim_names=AXES)
+    mesh["dp_replicate", "dp_shard"]._flatten("dp")
+    return mesh

@@ -1,6 +1,15 @@
-"""The process's place in the world: device, backend, process group, and a clean end for all ranks."""
+"""The process's place in the world: device, backend, process group, and one clean end for all ranks."""
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from titanlite.runtime.errors import Problem, UserError, require
+
 
 
 @dataclass(frozen=True)
@@ -8,6 +17,85 @@ class CommConfig:
     """How long ranks wait for each other."""
 
     init_timeout_s: int = 300
-    """Seconds for start-up collectives, until the first step is done."""
+    """Seconds for start-up and the first step."""
     train_timeout_s: int = 100
     """Seconds for a collective after the first step."""
+
+
+def check_comm(section: CommConfig) -> list[Problem]:
+    rule = "at least 1 second"
+    return [
+        *require(section.init_timeout_s >= 1, "comm.init_timeout_s", section.init_timeout_s, rule, "300 is usual"),
+        *require(section.train_timeout_s >= 1, "comm.train_timeout_s", section.train_timeout_s, rule, "100 is usual"),
+    ]
+
+
+@dataclass(frozen=True)
+class World:
+    """Which process this is, as the launcher says. rank and local_rank count from 0; device_type: "cpu" or "cuda"."""
+
+    rank: int
+    local_rank: int
+    size: int
+    device_type: str
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.device_type, self.local_rank) if self.device_type != "cpu" else torch.device("cpu")
+
+    @property
+    def backend(self) -> str:
+        """CPU tensors always have a backend: control messages and checkpoints travel there."""
+        return "cpu:gloo,cuda:nccl" if self.device_type == "cuda" else "gloo"
+
+
+def world_from_environment() -> World:
+    """Reads what torchrun sets; without it, a world of one process."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    missing = [name for name in names if name not in os.environ]
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if len(missing) == len(names):
+        return World(0, 0, 1, device_type)
+    if missing:
+        present = ", ".join(name for name in names if name not in missing)
+        raise UserError(
+            f"the environment sets {present} but not {', '.join(missing)}: start with torchrun, which sets all three, "
+            "or unset them for a run in one process"
+        )
+    rank, local_rank, size = (int(os.environ[name]) for name in names)
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    if device_type == "cuda" and processes > torch.cuda.device_count():
+        raise UserError(
+            f"{processes} processes were started on a node with {torch.cuda.device_count()} GPUs: start one process per "
+            'GPU, or set CUDA_VISIBLE_DEVICES="" to train on the CPU'
+        )
+    return World(rank, local_rank, size, device_type)
+
+
+def connect(world: World, section: CommConfig) -> dist.Store:
+    """The store through which the ranks find each other. Before it, nothing is allocated and nobody waits."""
+    if world.size == 1 and "MASTER_ADDR" not in os.environ:
+        return dist.HashStore()
+    found: tuple[dist.Store, int, int] = next(
+        dist.rendezvous("env://", timeout=timedelta(seconds=section.init_timeout_s))
+    )
+    return found[0]
+
+
+def init_process_group(world: World, store: dist.Store, section: CommConfig) -> None:
+    """The default process group, with the start-up timeout."""
+    if world.device_type == "cuda":
+        torch.cuda.set_device(world.device)
+    dist.init_process_group(
+        world.backend,
+        store=dist.PrefixStore("default", store),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=section.init_timeout_s),
+    )
+
+
+def set_timeout(groups: Iterable[dist.ProcessGroup], seconds: int) -> None:
+    """Collectives of these groups fail after so many seconds from now on."""
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

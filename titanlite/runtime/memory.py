@@ -1,5 +1,6 @@
 """How much memory this process takes where its model lives."""
 
+import os
 import re
 import resource
 import sys
@@ -25,3 +26,10 @@ def peak_memory_bytes(device: torch.device) -> int:
         return int(found[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss counts bytes on macOS, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def device_memory_bytes(device: torch.device) -> int:
+    """All the memory that the device has (CUDA), or the machine (CPU)."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

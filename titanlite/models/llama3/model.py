@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from titanlite.models.family import LanguageModel
 from titanlite.models.init import Init
 from titanlite.models.layers import (
     Attention,
@@ -34,7 +35,7 @@ class Block(nn.Module):
         return out
 
 
-class Llama3(nn.Module):
+class Llama3(LanguageModel):
     """A decoder. Weights are not initialised, and buffers are garbage until `init_buffers`.
 
     `layers` is keyed "0" … "n_layers - 1", so that names stay the same where only some of the layers are kept.

@@ -1,0 +1,173 @@
+"""From a JobConfig to finished parts, top to bottom in the order of construction: the only code that sees both."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanlite.config.load import dump_config
+from titanlite.config.schema import JobConfig
+from titanlite.data.loader import Loader, build_loader
+from titanlite.data.tokenizer import prepare_tokenizer
+from titanlite.metrics.meter import Meter
+from titanlite.metrics.sinks import METRICS_FILE, Sinks, build_sinks
+from titanlite.models import resolve_model
+from titanlite.models.family import LanguageModel
+from titanlite.models.init import init_parameters_
+from titanlite.optim.optimizer import build_optimizer
+from titanlite.optim.schedule import build_schedule
+from titanlite.parallel.data import resolve_gradient_sync, running_dtypes
+from titanlite.parallel.mesh import AXES, build_mesh, data_degree, data_rank
+from titanlite.parallel.parallelize import parallelize
+from titanlite.runtime.determinism import apply_determinism
+from titanlite.runtime.distributed import World, init_process_group
+from titanlite.runtime.dump_folder import prepare_dump_folder
+from titanlite.runtime.environment import environment_lines
+from titanlite.runtime.logging import log, setup_logging
+from titanlite.runtime.memory import device_memory_bytes
+from titanlite.runtime.peak_flops import peak_flops
+from titanlite.trainer import DTYPES, Trainer
+
+CONFIG_COPY = "config.toml"
+
+
+@dataclass(frozen=True)
+class Run:
+    """The finished parts of one run."""
+
+    trainer: Trainer
+    loader: Loader
+    meter: Meter
+    sinks: Sinks
+    mesh: DeviceMesh
+
+
+def build_run(config: JobConfig, world: World, store: dist.Store, environment: Mapping[str, str]) -> Run:
+    """Builds everything, a line in the log for each part.
+
+    config: checked and resolved. store: where the ranks meet. environment: as the program found it.
+    """
+    setup_logging(world.rank)
+    apply_determinism(config.debug)
+    log.info("Job: %s, outputs in %s", config.job.description or "no description", config.job.dump_folder)
+    log.info("Device: %s, %.1f GiB", device_name(world.device), device_memory_bytes(world.device) / 2**30)
+    # Data comes before the ranks are tied together, so that a long index build by one of them runs into no timeout.
+    loader = build_data(config, world)
+    init_process_group(world, store, config.comm)
+    mesh = build_mesh(config.parallelism, world.device_type, world.size)
+    log.info("Building %d-D device mesh with %s, %s", mesh.ndim, list(AXES), list(mesh.shape))
+    model = build_model(config, mesh, world.device)
+    trainer = build_trainer(config, model, mesh, world.device)
+    describe_batch(config, data_degree(config.parallelism, world.size))
+    for line in environment_lines(environment, os.environ):
+        log.info("Environment: %s", line)
+    prepare_outputs(config, world)
+    meter = build_meter(config, world)
+    sinks = build_sinks(config.metrics, config.job.dump_folder, world.rank, config.training.steps)
+    return Run(trainer, loader, meter, sinks, mesh)
+
+
+def build_data(config: JobConfig, world: World) -> Loader:
+    """The tokenizer and this data rank's loader; on first use also the tokenizer's training and the index."""
+    _, hyper_parameters = resolve_model(config.model)
+    tokenizer = prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=hyper_parameters.vocab_size)
+    log.info("Tokenizer: %s", tokenizer.description if tokenizer else "none, the sources hold tokens")
+    loader = build_loader(
+        config.data,
+        tokenizer,
+        seq_len=config.training.seq_len,
+        vocab_size=hyper_parameters.vocab_size,
+        global_batch_size=config.training.global_batch_size,
+        local_batch_size=config.training.local_batch_size,
+        data_rank=data_rank(config.parallelism, world.rank, world.size),
+        data_degree=data_degree(config.parallelism, world.size),
+        pin_memory=world.device_type == "cuda",
+    )
+    log.info("Data: %s", loader.description)
+    return loader
+
+
+def build_model(config: JobConfig, mesh: DeviceMesh, device: torch.device) -> LanguageModel:
+    """The model on its mesh with initial weights: meta, then parallelized, then each rank's own share drawn."""
+    training = config.training
+    family, hyper_parameters = resolve_model(config.model)
+    with torch.device("meta"):
+        model = family.build(hyper_parameters).to(DTYPES[training.dtype])
+    count = sum(parameter.numel() for parameter in model.parameters())
+    log.info("Model: %s %s, %s parameters", family.name, config.model.flavor, f"{count:,}")
+    applied = parallelize(
+        model,
+        family.plan(hyper_parameters),
+        mesh,
+        param_dtype=DTYPES[training.mixed_precision_param],
+        reduce_dtype=DTYPES[training.mixed_precision_reduce],
+        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+    )
+    for what in applied:
+        log.info("Applied %s to the model", what)
+    model.to_empty(device=device)
+    model.tie_weights()
+    model.init_buffers(device)
+    init_parameters_(model, config.debug.seed, lambda name: family.init(hyper_parameters, name))
+    parameters, compute, reduce = running_dtypes(model)
+    log.info("Dtypes: parameters %s, compute %s, gradient reduction %s", parameters, compute, reduce)
+    return model
+
+
+def build_trainer(config: JobConfig, model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> Trainer:
+    """The trainer of one model part."""
+    return Trainer(
+        model_parts=[model],
+        optimizer=build_optimizer(config.optimizer, [model], device),
+        schedule=build_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps),
+        sync=resolve_gradient_sync(config.parallelism.gradient_sync, mesh),
+        data_group=mesh["dp"].get_group(),
+        device=device,
+        max_norm=config.training.max_norm,
+    )
+
+
+def build_meter(config: JobConfig, world: World) -> Meter:
+    """Counts over all ranks; the peak of the device only where it is known."""
+    family, hyper_parameters = resolve_model(config.model)
+    compute_dtype = DTYPES[config.training.mixed_precision_param]
+    return Meter(
+        dist.group.WORLD,
+        world.device,
+        tokens_per_step=config.training.global_batch_size * config.training.seq_len,
+        flops_per_token=family.flops_per_token(hyper_parameters, config.training.seq_len),
+        peak_flops=peak_flops(device_name(world.device), compute_dtype) if world.device_type == "cuda" else None,
+    )
+
+
+def prepare_outputs(config: JobConfig, world: World) -> None:
+    """The dump folder, free of an earlier run's files, with the resolved configuration in it."""
+    prepare_dump_folder(config.job.dump_folder, [CONFIG_COPY, METRICS_FILE, config.metrics.folder], world.rank)
+    if world.rank == 0:
+        Path(config.job.dump_folder, CONFIG_COPY).write_text(dump_config(config), encoding="utf-8")
+    dist.barrier()
+
+
+def describe_batch(config: JobConfig, degree: int) -> None:
+    """What one step consumes, and how many there are."""
+    training = config.training
+    log.info(
+        "Batch: local %d, global %d, accumulation %d, sequence length %d, steps %d, warm-up %d",
+        training.local_batch_size,
+        training.global_batch_size,
+        training.global_batch_size // (training.local_batch_size * degree),
+        training.seq_len,
+        training.steps,
+        config.lr_schedule.warmup_steps,
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """As torch names it; a CPU by its threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu, {torch.get_num_threads()} threads"

@@ -1,0 +1,100 @@
+"""Ranks for tests and commands: N processes on this machine, forked from one that has imported torch already.
+
+Importing torch is what costs when ranks start; forking them from a server that did it once saves it for all.
+"""
+
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_PRELOAD = ("torch", "torch.distributed.tensor", "torch.distributed.fsdp")
+
+
+class RankError(RuntimeError):
+    """A rank failed; the text is its traceback."""
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 300.0) -> list[Any]:
+    """Calls `function(*args)` on `world_size` ranks with a gloo process group; returns what each returned, by rank.
+
+    `function` is a module-level function and returns JSON values; `args` travel to it by multiprocessing. RANK,
+    LOCAL_RANK and WORLD_SIZE are set. One rank's error ends all others and is raised here as RankError, as is
+    running longer than `timeout_s` seconds.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOAD))
+    with tempfile.TemporaryDirectory() as folder:
+        ranks: list[tuple[ForkServerProcess, Connection]] = []
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            store_path = os.path.join(folder, "store")
+            process = context.Process(
+                target=_run_rank, args=(function, args, rank, world_size, store_path, sender, timeout_s), daemon=True
+            )
+            process.start()
+            sender.close()
+            ranks.append((process, receiver))
+        try:
+            return _collect(ranks, time.monotonic() + timeout_s)
+        finally:
+            for process, _ in ranks:
+                process.kill()
+                process.join()
+
+
+def _collect(ranks: Sequence[tuple[ForkServerProcess, Connection]], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    pending = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
+    while pending:
+        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankError(f"ranks {sorted(pending.values())} are still running after the time limit")
+        for receiver in ready:
+            assert isinstance(receiver, Connection)
+            rank = pending.pop(receiver)
+            try:
+                answer = json.loads(receiver.recv_bytes())
+            except EOFError:
+                ranks[rank][0].join()
+                raise RankError(f"rank {rank} ended with exit code {ranks[rank][0].exitcode}") from None
+            if "error" in answer:
+                raise RankError(f"rank {rank} failed:\n{answer['error']}")
+            results[rank] = answer["result"]
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _run_rank(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    store_path: str,
+    sender: Connection,
+    timeout_s: float,
+) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    torch.set_num_threads(1)
+    try:
+        store = dist.FileStore(store_path, world_size)
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        answer = {"result": function(*args)}
+    except BaseException:
+        # The first rank to fail answers first: the others only notice once its process, and so its sockets, are gone.
+        answer = {"error": traceback.format_exc()}
+    sender.send_bytes(json.dumps(answer).encode())
+    sender.close()
+    # Ranks end together: one that leaves early would break a collective that another is still in.
+    if "result" in answer:
+        dist.destroy_process_group()
