@@ -1,0 +1,175 @@
+"""Initial weights: the same values in every box, on every number of threads, in every dtype."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from titanlite.models.init import BLOCK_NUMEL, CUT_STD, INIT_VERSION, Init, fill_region_, init_parameters_
+
+NORMAL = Init("normal", 0.02)
+
+
+def _whole(name: str, *shape: int, seed: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    out = torch.empty(shape, dtype=dtype)
+    fill_region_(out, seed, name, NORMAL, shape, (0,) * len(shape))
+    return out
+
+
+def _digest(values: torch.Tensor) -> str:
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
+
+
+def test_golden_values_of_this_version() -> None:
+    """These may change only together with INIT_VERSION: they are every run's first weights."""
+    assert INIT_VERSION == 1
+    assert _digest(_whole("layers.0.attention.wq.weight", 16, 8)) == "e5697101a2b20f25"
+    assert _digest(_whole("tok_embeddings.weight", 1031, 1024)) == "a6ff7373086a5bc1"
+
+
+def test_first_block_is_one_generator_of_seed_name_and_index() -> None:
+    digest = hashlib.sha256(b"3:w:1").digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    expected = torch.empty(24, dtype=torch.float64).normal_(generator=generator).clamp(-CUT_STD, CUT_STD) * NORMAL.std
+    assert torch.equal(_whole("w", BLOCK_NUMEL + 24)[BLOCK_NUMEL:], expected.float())
+
+
+BOXES = [
+    ((40,), (0,), (40,)),
+    ((40,), (13,), (27,)),
+    ((40,), (40,), (0,)),
+    ((12, 10), (3, 0), (5, 10)),
+    ((12, 10), (0, 4), (12, 3)),
+    ((12, 10), (7, 9), (5, 1)),
+    ((12, 10), (12, 0), (0, 10)),
+    ((12, 10), (0, 10), (12, 0)),
+    ((4, 6, 5), (1, 2, 0), (2, 3, 5)),
+    ((4, 6, 5), (0, 0, 3), (4, 6, 2)),
+    ((1500, 1021), (0, 0), (1500, 1021)),
+    ((1500, 1021), (1026, 0), (2, 1021)),  # row 1026 … holds the border of blocks 0 and 1
+    ((1500, 1021), (700, 0), (800, 1021)),
+    ((1500, 1021), (0, 1000), (1500, 21)),
+    ((1500, 1021), (1000, 500), (400, 521)),
+    ((3 * BLOCK_NUMEL + 5,), (BLOCK_NUMEL - 1,), (BLOCK_NUMEL + 2,)),
+    ((3 * BLOCK_NUMEL + 5,), (3 * BLOCK_NUMEL + 1,), (4,)),
+]
+
+
+@pytest.mark.parametrize(("shape", "offset", "part"), BOXES)
+def test_a_box_has_the_values_of_the_whole(
+    shape: tuple[int, ...], offset: tuple[int, ...], part: tuple[int, ...]
+) -> None:
+    expected = _whole("w", *shape)[tuple(slice(o, o + n) for o, n in zip(offset, part, strict=True))]
+    local = torch.full(part, float("nan"))
+    fill_region_(local, 3, "w", NORMAL, shape, offset)
+    assert torch.equal(local, expected)
+    transposed = torch.full(part[::-1], float("nan")).permute(*reversed(range(len(part))))
+    fill_region_(transposed, 3, "w", NORMAL, shape, offset)
+    assert torch.equal(transposed, expected)
+
+
+def test_scalar() -> None:
+    assert torch.equal(_whole("w"), _whole("w", 1)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_dtypes_have_the_same_weights_up_to_the_cast(dtype: torch.dtype) -> None:
+    assert torch.equal(_whole("w", 100, 7, dtype=dtype), _whole("w", 100, 7).to(dtype))
+
+
+def test_only_the_touched_blocks_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    manual_seed = torch.Generator.manual_seed
+
+    class Counted(torch.Generator):
+        def manual_seed(self, seed: int) -> torch.Generator:
+            seeds.append(seed)
+            return manual_seed(self, seed)
+
+    monkeypatch.setattr(torch, "Generator", Counted)
+    local = torch.empty(BLOCK_NUMEL)
+    fill_region_(local, 3, "w", NORMAL, (64 * BLOCK_NUMEL,), (7 * BLOCK_NUMEL - 1,))
+    assert len(seeds) == 2
+    fill_region_(torch.empty(1024, 8), 3, "w", NORMAL, (1024, 4096), (0, 16))
+    assert len(seeds) == 2 + 4  # each of the four blocks once, though every row is a run of its own
+
+
+def test_distribution() -> None:
+    values = _whole("w", 1000, 1000) / NORMAL.std
+    assert abs(values.mean().item()) < 0.005
+    assert abs(values.std().item() - 0.9936) < 0.005  # a standard normal clamped at 3
+    assert values.abs().max().item() == pytest.approx(CUT_STD, rel=1e-6)
+    assert 0.001 < (values.abs() >= CUT_STD * (1 - 1e-6)).double().mean().item() < 0.005  # 0.27 % expected
+
+
+def test_seeds_names_and_blocks_differ() -> None:
+    first = _whole("w", 2 * BLOCK_NUMEL)
+    others = [first[BLOCK_NUMEL:], _whole("v", 64), _whole("w", 64, seed=4)]
+    for other in others:
+        assert not (first[:64] == other[:64]).any()
+
+
+class _Wrapped(nn.Module):
+    def __init__(self, name: str, module: nn.Module) -> None:
+        super().__init__()
+        self.add_module(name, module)
+
+
+def test_names_are_those_of_the_unwrapped_model() -> None:
+    plain = _Wrapped("layer", nn.Linear(4, 4))
+    wrapped = _Wrapped("layer", _Wrapped("_orig_mod", _Wrapped("_checkpoint_wrapped_module", nn.Linear(4, 4))))
+    asked: list[str] = []
+
+    def init(name: str) -> Init:
+        asked.append(name)
+        return Init("ones") if name.endswith("bias") else NORMAL
+
+    for module in (plain, wrapped):
+        init_parameters_(module, 3, init)
+    assert asked == ["layer.weight", "layer.bias"] * 2
+    for left, right in zip(plain.parameters(), wrapped.parameters(), strict=True):
+        assert torch.equal(left, right)
+    assert torch.equal(plain.layer.bias, torch.ones(4))
+    assert torch.equal(plain.layer.weight, _whole("layer.weight", 4, 4))
+
+
+def test_a_parameter_without_memory_is_refused() -> None:
+    with torch.device("meta"):
+        module = nn.Linear(2, 2)
+    with pytest.raises(AssertionError, match=r"weight has no memory"):
+        init_parameters_(module, 0, lambda _: NORMAL)
+
+
+@pytest.fixture
+def restored_threads() -> Iterator[None]:
+    count = torch.get_num_threads()
+    yield
+    torch.set_num_threads(count)
+
+
+@pytest.mark.usefixtures("restored_threads")
+def test_values_do_not_depend_on_the_number_of_threads() -> None:
+    weights = []
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        module = nn.Sequential(*(nn.Linear(1021, 300, bias=False) for _ in range(6)))
+        init_parameters_(module, 3, lambda _: NORMAL)
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in module.parameters()]))
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="the CPU has one instruction set only")
+def test_values_do_not_depend_on_the_instruction_set() -> None:
+    code = f"from {Path(__file__).stem} import _digest, _whole; print(_digest(_whole('w', 1000, 100)))"
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": os.pathsep.join(sys.path)}
+    plain = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True
+    )
+    assert plain.stdout.strip() == _digest(_whole("w", 1000, 100)), plain.stderr
