@@ -20,8 +20,8 @@ from titanlite.trainer import check_training
 
 def check_config(config: JobConfig, *, world_size: int, device_type: str) -> list[Problem]:
     """All that is wrong with a configuration whose names and types are valid, for this many processes."""
-    degree = data_degree(config.parallelism, world_size) or 1  # where there is none, that is a problem of its own
-    resolved = resolve_config(config, world_size=world_size, device_type=device_type)
+    degree = data_degree(config.parallelism, world_size)  # 0: not known, which is a problem of its own
+    facts = resolve_config(config, world_size=world_size, device_type=device_type) if degree else config
     seq_len = config.training.seq_len
     _, model = resolve_model(config.model)
     return [
@@ -33,11 +33,11 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str) -> lis
         *check_data(
             config.data,
             seq_len=seq_len,
-            global_batch_size=resolved.training.global_batch_size,
+            global_batch_size=facts.training.global_batch_size,
             data_degree=degree,
             vocab_size=model.vocab_size,
         ),
-        *check_training(config.training, data_degree(config.parallelism, world_size)),
+        *check_training(config.training, degree),
         *check_parallelism(config.parallelism, world_size),
         *check_optimizer(config.optimizer),
         *check_schedule(config.lr_schedule, config.training.steps),
@@ -50,10 +50,10 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str) -> lis
 def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> JobConfig:
     """The configuration with every -1 and "auto" that decides numbers replaced by its value.
 
-    Layout keys stay as they are: they may differ from start to start.
+    The layout must be one that fits `world_size`. Layout keys stay as they are: they may differ from start to start.
     """
     training, data = config.training, config.data
-    degree = data_degree(config.parallelism, world_size) or 1
+    degree = data_degree(config.parallelism, world_size)
     on_cuda = device_type == "cuda"
     if training.global_batch_size == -1:
         training = replace(training, global_batch_size=training.local_batch_size * degree)

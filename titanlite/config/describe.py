@@ -20,9 +20,10 @@ from titanlite.models.family import ModelConfig
 PROGRAM = "python -m titanlite.train"
 
 HELP = """\
-Trains a language model. Keys come from a TOML file (--job.config_file X.toml) and from the command line, which wins:
---section.key VALUE or --section.key=VALUE, VALUE as in TOML (strings without quotes). The values shown as defaults are
-those that hold without further arguments: with a TOML file, what it says.
+Trains a language model. Keys come from a TOML file (--job.config_file X.toml)
+and from the command line, which wins: --section.key VALUE, VALUE as in TOML
+but strings without quotes. The defaults below are the values in force: given
+together with a TOML file, --help shows what that file says.
 """
 
 

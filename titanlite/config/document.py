@@ -69,8 +69,6 @@ def document() -> str:
             lines += [
                 f"### [[{section.name.rpartition('.')[0]}]]",
                 "",
-                section.text,
-                "",
                 SOURCES,
                 *_table(section.keys),
                 "",
@@ -85,7 +83,7 @@ def _family(family: Family) -> list[str]:
     names = list(kinds_of(family.config_type))
     texts = field_texts(family.config_type)
     meanings = [
-        (f"`{name}`", _cell(kind_in_a_word(kind)), _cell(texts.get(name, "")))
+        (f"`{name}`", _choices(kind_in_a_word(kind)), _cell(texts.get(name, "")))
         for name, kind in kinds_of(family.config_type).items()
     ]
     values = [
@@ -104,7 +102,7 @@ def _family(family: Family) -> list[str]:
 
 
 def _table(keys: Iterable[Key]) -> list[str]:
-    cells = [(f"`{key.name}`", _cell(key.kind), f"`{key.value}`", _cell(key.text)) for key in keys]
+    cells = [(f"`{key.name}`", _choices(key.kind), f"`{key.value}`", _cell(key.text)) for key in keys]
     return _rows(("key", "values", "default", "meaning"), cells)
 
 
@@ -112,8 +110,12 @@ def _rows(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
 
 
+def _choices(kind: str) -> str:
+    return kind.strip("{}").replace(",", ", ") if kind.startswith("{") else kind
+
+
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("{", "").replace("}", "")
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
 
 
 if __name__ == "__main__":

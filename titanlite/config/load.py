@@ -82,8 +82,8 @@ def _stands_on(problem: Problem, earlier: list[Problem]) -> bool:
     section = problem.key.partition(".")[0]
     said = set(re.findall(r"\w+(?:\.\w+)*", f"{problem.rule} {problem.remedy}"))
     for bad in (other.key for other in earlier):
-        bare = {bad.rpartition(".")[2]} if bad.partition(".")[0] == section and "." in bad else set()
-        if problem.key == bad or problem.key.startswith(f"{bad}.") or said & {bad, *bare}:
+        names = {bad, bad.rpartition(".")[2]} if bad.startswith(f"{section}.") else {bad}
+        if problem.key == bad or problem.key.startswith(f"{bad}.") or ("." in bad and said & names):
             return True
     return False
 

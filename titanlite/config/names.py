@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from titanlite.config.schema import JobConfig
 from titanlite.models import FAMILIES
@@ -20,6 +20,7 @@ MOVED = {
     "parallelism.data_parallel_shard_degree": "parallelism.dp_shard",
     "parallelism.tensor_parallel_degree": "parallelism.tp",
     "parallelism.pipeline_parallel_degree": "parallelism.pp",
+    "optimizer.learning_rate": "optimizer.lr",
     "model.name": "model.family",
     "model.tokenizer_path": "tokenizer.path",
 }
@@ -39,7 +40,10 @@ def section_kinds(section: str, family: str | None) -> dict[str, Any]:
     kinds = kinds_of(SECTIONS[section])
     if SECTIONS[section] is ModelConfig:
         del kinds["overrides"]
-        kinds |= kinds_of(FAMILIES[family].config_type) if family else {}
+        kinds["family"] = Literal[tuple(FAMILIES)]
+        if family is not None:
+            kinds["flavor"] = Literal[tuple(FAMILIES[family].flavors)]
+            kinds |= kinds_of(FAMILIES[family].config_type)
     return kinds
 
 
@@ -80,9 +84,9 @@ def suggest(key: str, known: Collection[str]) -> list[str]:
     if folded in known:
         return [folded]
     elsewhere = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
-    siblings = [candidate for candidate in known if candidate.rpartition(".")[0] == prefix]
+    siblings = [candidate.rpartition(".")[2] for candidate in known if candidate.rpartition(".")[0] == prefix]
     if siblings:
-        return elsewhere or get_close_matches(folded, siblings, 1, 0.75) or get_close_matches(folded, known, 1, 0.75)
+        return elsewhere or [f"{prefix}.{close}" for close in close_names(name, siblings)]
     return get_close_matches(folded, known, 1, 0.75) or elsewhere
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from titanlite.config.arguments import missing_value
 from titanlite.config.names import SECTIONS, close_names, kinds_of, row_type, section_kinds, unknown_key
-from titanlite.config.values import literal, read_value, value_from_text
+from titanlite.config.values import read_value, value_from_text
 from titanlite.models import FAMILIES
 from titanlite.models.family import ModelConfig
 from titanlite.runtime.errors import Problem
@@ -65,6 +65,8 @@ def put_argument(tables: Tables, key: str, text: str | None, family: str | None)
 def build_section(section: str, table: Mapping[str, Any], family: str | None, problems: list[Problem]) -> Any:
     """The section's dataclass; a key with a problem keeps its default."""
     kinds = section_kinds(section, family)
+    if section == "model":
+        table = {"flavor": ModelConfig.flavor, **table}  # not every family need have a flavor of that name
     values: dict[str, Any] = {}
     for name, value in table.items():
         key = f"{section}.{name}"
@@ -82,26 +84,14 @@ def build_section(section: str, table: Mapping[str, Any], family: str | None, pr
             problems.append(found)
         else:
             values[name] = found
-    return _build_model(values, family, problems) if section == "model" else SECTIONS[section](**values)
+    return _build_model(values, family) if section == "model" else SECTIONS[section](**values)
 
 
-def _build_model(values: dict[str, Any], family: str | None, problems: list[Problem]) -> ModelConfig:
-    name = values.pop("family", ModelConfig.family)
-    flavor = values.pop("flavor", ModelConfig.flavor)
+def _build_model(values: dict[str, Any], family: str | None) -> ModelConfig:
     if family is None:
-        problems += [_unknown_choice("model.family", name, FAMILIES)] if name not in FAMILIES else []
         return ModelConfig()
-    flavors = FAMILIES[family].flavors
-    if flavor not in flavors:
-        problems.append(_unknown_choice("model.flavor", flavor, flavors))
-        flavor = ModelConfig.flavor if ModelConfig.flavor in flavors else next(iter(flavors))
-    return ModelConfig(family, flavor, values)
-
-
-def _unknown_choice(key: str, value: str, choices: Mapping[str, Any]) -> Problem:
-    close = close_names(value, choices)
-    remedy = f"did you mean {literal(close[0])}?" if close else "write one of them"
-    return Problem(key, value, "one of " + ", ".join(literal(choice) for choice in choices), remedy)
+    flavor = values.pop("flavor", next(iter(FAMILIES[family].flavors)))
+    return ModelConfig(values.pop("family", family), flavor, values)
 
 
 def _put_in_row(tables: Tables, key: str, text: str | None, row: type) -> Problem | None:
@@ -117,7 +107,7 @@ def _put_in_row(tables: Tables, key: str, text: str | None, row: type) -> Proble
     if not (index.isdecimal() and index.isascii() and str(int(index)) == index and int(index) <= len(rows)):
         last = f"{section}.{name}.{len(rows)}.{columns[0]}"
         return Problem(
-            key, text, f"a table counted from 0; there are {len(rows)} so far", f"--{last} adds the next table"
+            key, text, f"tables count from 0 without gaps, and there are {len(rows)} so far", f"--{last} adds one"
         )
     if int(index) == len(rows):
         rows.append({})

@@ -1,0 +1,298 @@
+"""Bad configurations, one kind each: which key is named, which rule, which remedy; and that all come at once."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from titanlite.config.load import load_config, parse_config
+from titanlite.runtime.errors import ConfigError, Problem
+
+
+def problems_of(argv: list[str], world_size: int = 1, device_type: str = "cpu") -> list[Problem]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(argv, world_size=world_size, device_type=device_type)
+    return list(caught.value.problems)
+
+
+@dataclass(frozen=True)
+class Bad:
+    """One bad setting, given as `argv` or in a file of the text `toml`, and parts of rule and remedy to expect."""
+
+    key: str
+    rule: str
+    remedy: str
+    argv: str = ""
+    toml: str = ""
+    world_size: int = 1
+
+    def __str__(self) -> str:
+        return (self.argv or self.toml).replace("\n", " ")[:60]
+
+
+BAD = [
+    # The command line as such.
+    Bad("command line", "every word", "put its key before it", argv="50"),
+    Bad("command line", "every word", "--job.config_file a.toml", argv="a.toml"),
+    Bad("command line", "every word", "write --training.steps", argv="-training.steps"),
+    Bad("command line", "every word", "write --training.steps=5", argv="training.steps=5"),
+    Bad("command line", "every word", '["a", "b"]', argv='--optimizer.weight_decay_skip ["x"] y'),
+    Bad("training.steps", "a value after its key", "--training.steps 1000", argv="--training.steps"),
+    Bad("data.shuffle", "a value after its key", "--data.shuffle true", argv="--data.shuffle --training.steps 5"),
+    Bad("data.sources.0.path", "a value after its key", "--data.sources.0.path TEXT", argv="--data.sources.0.path"),
+    Bad("training.steps", "given once", "--training.steps=5 or --training.steps=6",
+        argv="--training.steps 5 --training.steps 6"),
+    Bad("data.sources", "one key at a time", "--data.sources.0.KEY", argv="--data.sources []"),
+    # Names.
+    Bad("steps", "a key of a section", "training.steps", argv="--steps 5"),
+    Bad("steps", "a key of a section", "training.steps", toml="steps = 5"),
+    Bad("training.stesp", "a key of [training]", "training.steps?", argv="--training.stesp 5"),
+    Bad("training.stesp", "a key of [training]", "training.steps?", toml="training.stesp = 5"),
+    Bad("training.Seq-Len", "a key of [training]", "training.seq_len?", argv="--training.Seq-Len 5"),
+    Bad("training.lr", "a key of [training]", "optimizer.lr?", argv="--training.lr 1"),
+    Bad("training.lr", "a key of [training]", "optimizer.lr?", toml="training.lr = 1"),
+    Bad("training.decay_steps", "a key of [training]", "lr_schedule.decay_steps?", toml="training.decay_steps = 1"),
+    Bad("training.xyz", "a key of [training]", "its keys: steps, seq_len", argv="--training.xyz 1"),
+    Bad("training.steps.x", "a key of [training]", "training.steps", argv="--training.steps.x 1"),
+    Bad("training.batch_size", "a key of [training]", "training.local_batch_size?", toml="training.batch_size = 8"),
+    Bad("parallelism.data_parallel_shard_degree", "a key of [parallelism]", "parallelism.dp_shard?",
+        argv="--parallelism.data_parallel_shard_degree 1"),
+    Bad("parallelism.tensor_parallel_degree", "a key of [parallelism]", "parallelism.tp?",
+        toml="parallelism.tensor_parallel_degree = 1"),
+    Bad("optimiser", "a section", "[optimizer]?", toml="[optimiser]\nlr = 1\neps = 1"),
+    Bad("checkpoint", "a section", "the sections: job, model", toml="[checkpoint]\nx = 1"),
+    Bad("optimiser.lr", "a key of a section", "optimizer.lr?", argv="--optimiser.lr 1"),
+    Bad("xyz.abc", "a key of a section", "the sections: job, model", argv="--xyz.abc 1"),
+    Bad("model.dims", "a key of [model]", "model.dim?", argv="--model.dims 64"),
+    Bad("model.dims", "a key of [model]", "model.dim?", toml="model.dims = 64"),
+    Bad("model.overrides", "a key of [model]", "its keys: family", toml="model.overrides = {dim = 64}"),
+    Bad("data.sources.0.pth", "[[data.sources]] table", "data.sources.0.path?", argv="--data.sources.0.pth x"),
+    Bad("data.sources.0.pth", "[[data.sources]] table", "data.sources.0.path?", toml='[[data.sources]]\npth = "x"'),
+    Bad("data.sources.2.path", "there are 1 so far", "--data.sources.1.path", argv="--data.sources.2.path x"),
+    Bad("data.sources.x.path", "count from 0", "--data.sources.1.path", argv="--data.sources.x.path x"),
+    Bad("data.sources.-1.path", "count from 0", "--data.sources.1.path", argv="--data.sources.-1.path x"),
+    Bad("data.sources.00.path", "count from 0", "--data.sources.1.path", argv="--data.sources.00.path x"),
+    Bad("data.path", "a key of [data]", "tokenizer.path or data.sources.0.path?", toml='data.path = "x"'),
+    # Shapes of tables.
+    Bad("training", "a section, which is a table", "write [training]", toml="training = 5"),
+    Bad("training", "a section, which is a table", "write [training]", toml="[[training]]\nsteps = 5"),
+    Bad("data.sources", "an array of tables", "[[data.sources]]", toml='[data.sources]\nkind = "text"'),
+    Bad("data.sources", "an array of tables", "[[data.sources]]", toml='data.sources = ["text"]'),
+    # Types.
+    Bad("training.steps", "an integer", "write 5 without quotes", toml='training.steps = "5"'),
+    Bad("training.steps", "an integer", "for example 1000", toml="training.steps = true"),
+    Bad("training.steps", "an integer", "write 5", toml="training.steps = 5.0"),
+    Bad("training.steps", "an integer", "for example 1000", argv="--training.steps 5.5"),
+    Bad("training.steps", "an integer", "for example 1000", argv="--training.steps many"),
+    Bad("training.steps", "an integer", "for example 1000", argv="--training.steps="),
+    Bad("training.steps", "an integer", "for example 1000", toml="training.steps = [5]"),
+    Bad("training.steps", "an integer", "for example 1000", toml="training.steps = {value = 5}"),
+    Bad("training.steps", "an integer", "for example 1000", toml="training.steps = 2026-01-01"),
+    Bad("training.steps", "64 bits", "a smaller number", toml="training.steps = 9223372036854775808"),
+    Bad("data.shuffle", "true or false", "write false", toml='data.shuffle = "false"'),
+    Bad("data.shuffle", "true or false", "write true", argv="--data.shuffle True"),
+    Bad("data.shuffle", "true or false", "write false", toml="data.shuffle = 0"),
+    Bad("data.shuffle", "true or false", "for example true", argv="--data.shuffle maybe"),
+    Bad("optimizer.lr", "a number", "write 0.001 without quotes", toml='optimizer.lr = "1e-3"'),
+    Bad("optimizer.lr", "a number", "write 0.001", argv="--optimizer.lr .001"),
+    Bad("optimizer.lr", "a number", "for example 0.0003", toml="optimizer.lr = false"),
+    Bad("optimizer.lr", "a finite number", "for example 0.0003", toml="optimizer.lr = nan"),
+    Bad("optimizer.lr", "a finite number", "for example 0.0003", argv="--optimizer.lr nan"),
+    Bad("training.max_norm", "a finite number", "for example 1.0", argv="--training.max_norm inf"),
+    Bad("optimizer.lr", "a finite number", "for example 0.0003", argv="--optimizer.lr 1e999"),
+    Bad("optimizer.lr", "a number", "for example 0.0003", argv="--optimizer.lr 1#2"),
+    Bad("optimizer.name", 'one of "AdamW", "SGD"', 'did you mean "AdamW"?', toml='optimizer.name = "adamw"'),
+    Bad("optimizer.name", 'one of "AdamW", "SGD"', "write one of them", argv="--optimizer.name Muon"),
+    Bad("training.dtype", 'one of "float32"', 'did you mean "bfloat16"?', argv="--training.dtype bf16"),
+    Bad("training.dtype", 'one of "float32"', "write one of them", toml="training.dtype = 32"),
+    Bad("data.sources.0.kind", 'one of "text"', 'did you mean "jsonl"?', argv="--data.sources.0.kind json"),
+    Bad("data.sources.0.path", "a string", 'write "5"', toml='[[data.sources]]\nkind = "tokens"\npath = 5'),
+    Bad("job.description", "a string", 'write "5"', toml="job.description = 5"),
+    Bad("job.description", "a string", 'for example ""', toml="job.description = []"),
+    Bad("job.description", "without NUL", "remove", toml='job.description = "a\\u0000b"'),
+    Bad("job.description", "valid Unicode", "remove", argv="--job.description \udcff"),
+    Bad("optimizer.weight_decay_skip", "an array", 'write ["*norm*"]', argv="--optimizer.weight_decay_skip *norm*"),
+    Bad("optimizer.weight_decay_skip", "a string", 'write "1"', toml='optimizer.weight_decay_skip = ["a", 1]'),
+    Bad("model.family", 'one of "llama3"', 'did you mean "llama3"?', toml='model.family = "llama"\nmodel.dim = 64'),
+    Bad("model.family", 'one of "llama3"', "write one of them", argv="--model.family gpt2 --model.n_embd 64"),
+    Bad("model.family", 'one of "llama3"', "write one of them", toml="model.family = 3"),
+    Bad("model.flavor", 'one of "debug", "1B"', 'did you mean "8B"?', argv="--model.flavor 8b"),
+    Bad("model.dim", "an integer", "write 64", toml="model.dim = 64.0"),
+    Bad("model.tie_embeddings", "true or false", "write true", argv="--model.tie_embeddings 1"),
+    # Ranges and rules across keys, which the parts own.
+    Bad("training.steps", "at least 1", "positive", argv="--training.steps 0"),
+    Bad("training.seq_len", "at least 1", "positive", toml="training.seq_len = -1"),
+    Bad("training.local_batch_size", "at least 1", "positive", argv="--training.local_batch_size 0"),
+    Bad("training.gc_freq", "at least 1", "positive", argv="--training.gc_freq 0"),
+    Bad("training.global_batch_size", "at least 1, or -1", "-1", argv="--training.global_batch_size 0"),
+    Bad("training.global_batch_size", "a multiple of local_batch_size 8 x data degree 2", "global_batch_size = 32",
+        argv="--training.global_batch_size 24", world_size=2),
+    Bad("optimizer.lr", "above 0", "3e-4", argv="--optimizer.lr -1"),
+    Bad("optimizer.lr", "above 0", "3e-4", toml="optimizer.lr = 0"),
+    Bad("optimizer.beta1", "below 1", "0.9", argv="--optimizer.beta1 1"),
+    Bad("optimizer.beta2", "below 1", "0.95", argv="--optimizer.beta2 -0.5"),
+    Bad("optimizer.eps", "above 0", "1e-8", argv="--optimizer.eps 0"),
+    Bad("optimizer.weight_decay", "0 or more", "0", argv="--optimizer.weight_decay -0.1"),
+    Bad("optimizer.implementation", "fused", '"foreach"', argv="--optimizer.name SGD --optimizer.implementation fused"),
+    Bad("lr_schedule.warmup_steps", "0 or more", "0", argv="--lr_schedule.warmup_steps -1"),
+    Bad("lr_schedule.decay_steps", "-1 or at least 1", "leave it out", argv="--lr_schedule.decay_steps 0"),
+    Bad("lr_schedule.decay_ratio", "at most 1", "0.2", argv="--lr_schedule.decay_ratio 1.5"),
+    Bad("lr_schedule.decay_ratio", "one of the two", "leave out",
+        argv="--lr_schedule.decay_ratio 0.5 --lr_schedule.decay_steps 5"),
+    Bad("lr_schedule.min_lr_factor", "from 0 to 1", "0.1", argv="--lr_schedule.min_lr_factor 2"),
+    Bad("parallelism.dp_replicate", "at least 1", "1", argv="--parallelism.dp_replicate 0"),
+    Bad("parallelism.dp_shard", "at least 1, or -1", "1", argv="--parallelism.dp_shard 0"),
+    Bad("parallelism.tp", "at least 1", "1", argv="--parallelism.tp 0"),
+    Bad("parallelism.pp", "at least 1", "1", argv="--parallelism.pp -2"),
+    Bad("parallelism.dp_shard", "world size", "dp_shard", argv="--parallelism.dp_shard 4", world_size=2),
+    Bad("parallelism.dp_replicate", "world size", "NGPU", argv="--parallelism.dp_replicate 3", world_size=2),
+    Bad("debug.seed", "from 0", "any such number", argv="--debug.seed -1"),
+    Bad("comm.init_timeout_s", "at least 1", "300", argv="--comm.init_timeout_s 0"),
+    Bad("comm.train_timeout_s", "at least 1", "100", argv="--comm.train_timeout_s -5"),
+    Bad("metrics.log_freq", "at least 1", "1 logs every step", argv="--metrics.log_freq 0"),
+    Bad("metrics.folder", "inside job.dump_folder", "plain name", argv="--metrics.folder ../x"),
+    Bad("model.dim", "a multiple of", "one", argv="--model.dim 250"),
+    Bad("model.n_kv_heads", "divides model.n_heads", "one of", argv="--model.n_kv_heads 3"),
+    Bad("model.vocab_size", "at least 1", "", argv="--model.vocab_size 0"),
+    Bad("training.seq_len", "max_seq_len", "shorten", argv="--model.max_seq_len 128 --training.seq_len 256"),
+    # Outputs.
+    Bad("job.dump_folder", "the path of a folder", '"outputs"', toml='job.dump_folder = ""'),
+    Bad("job.dump_folder", "the path of a folder", '"outputs"', toml='job.dump_folder = "  "'),
+    Bad("job.dump_folder", '"~" has no meaning', "write", argv="--job.dump_folder ~/runs"),
+    Bad("job.dump_folder", "a folder, and", "another place", argv="--job.dump_folder /dev/null"),
+    Bad("job.dump_folder", "a folder, and", "another place", argv="--job.dump_folder /dev/null/runs/a"),
+    # The file.
+    Bad("job.config_file", "on the command line only", "remove it", toml='job.config_file = "x.toml"'),
+    Bad("job.config_file", "valid TOML", "line 2", toml="[training]\nsteps = \n"),
+    Bad("job.config_file", "valid TOML", "mend", toml="training.steps = 1\ntraining.steps = 2"),
+    Bad("job.config_file", "valid TOML", "mend", toml="training.steps = " + "9" * 5000),
+    Bad("job.config_file", "valid TOML", "mend", toml="training.steps = " + "[" * 100_000),
+    Bad("job.config_file", "can be read", "path of a TOML file", argv="--job.config_file /none/x.toml"),
+    Bad("job.config_file", "can be read (is a directory)", "path of a TOML file", argv="--job.config_file /"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", BAD, ids=str)
+def test_bad_setting_is_one_problem_with_key_rule_and_remedy(bad: Bad, tmp_path: Path) -> None:
+    argv = bad.argv.split(" ") if bad.argv else []
+    if bad.toml:
+        file = tmp_path / "bad.toml"
+        file.write_text(bad.toml)
+        argv = ["--job.config_file", str(file)]
+    found = problems_of(argv, bad.world_size)
+    assert [problem.key for problem in found] == [bad.key], found
+    assert bad.rule in found[0].rule
+    assert bad.remedy in found[0].remedy
+
+
+def test_table_covers_at_least_seventy_kinds() -> None:
+    assert len({str(bad) for bad in BAD}) >= 70
+
+
+def test_file_that_is_not_utf8(tmp_path: Path) -> None:
+    file = tmp_path / "latin.toml"
+    file.write_bytes('job.description = "caf\u00e9"'.encode("latin-1"))
+    (problem,) = problems_of(["--job.config_file", str(file)])
+    assert problem.key == "job.config_file"
+    assert "UTF-8" in problem.rule
+    assert "byte 22" in problem.remedy
+
+
+def test_misspelt_file_name_gets_the_name_of_the_file_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "quickstart.toml").write_text("")
+    (problem,) = problems_of(["--job.config_file", str(tmp_path / "quikstart.toml")])
+    assert str(tmp_path / "quickstart.toml") in problem.remedy
+
+
+def test_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "bom.toml"
+    file.write_text("training.steps = 5", encoding="utf-8-sig")
+    assert load_config(["--job.config_file", str(file)], world_size=1, device_type="cpu").training.steps == 5
+
+
+def test_dump_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    real_access = os.access  # as root every folder is writable
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != locked and real_access(path, mode))
+    (problem,) = problems_of(["--job.dump_folder", str(locked / "runs" / "a")])
+    assert problem.key == "job.dump_folder"
+    assert str(locked) in problem.rule
+
+
+def test_dump_folder_behind_a_broken_link(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    (problem,) = problems_of(["--job.dump_folder", str(tmp_path / "link")])
+    assert "a folder, and" in problem.rule
+
+
+def test_all_problems_come_at_once_and_once_each(tmp_path: Path) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text(
+        """
+        steps = 5
+        [optimiser]
+        lr = 1
+        [optimizer]
+        lr = -1
+        beta1 = "0.9"
+        beta2 = 2
+        [training]
+        stesp = 5
+        steps = 0
+        [data]
+        shuffle = "false"
+        [[data.sources]]
+        kind = "txt"
+        pth = "x"
+        [model]
+        flavor = "8b"
+        [job]
+        dump_folder = ""
+        """
+    )
+    argv = ["--job.config_file", str(file), "stray", "--metrics.log_freq", "--debug.seed", "1", "--debug.seed", "2"]
+    found = problems_of([*argv, "--comm.init_timeout_s", "0", "--parallelism.tp", "0"])
+    assert sorted(problem.key for problem in found) == sorted(
+        [
+            "command line",
+            "debug.seed",
+            "steps",
+            "optimiser",
+            "metrics.log_freq",
+            "job.dump_folder",
+            "model.flavor",
+            "data.shuffle",
+            "data.sources.0.kind",
+            "data.sources.0.pth",
+            "training.stesp",
+            "training.steps",
+            "parallelism.tp",
+            "optimizer.lr",
+            "optimizer.beta1",
+            "optimizer.beta2",
+            "comm.init_timeout_s",
+        ]
+    )
+    report = str(ConfigError(found))
+    assert report.startswith("the configuration has 17 problems:")
+    assert all(problem.key in report and problem.remedy in report for problem in found)
+
+
+def test_rules_that_speak_of_an_unreadable_value_wait_for_it() -> None:
+    """global_batch_size = 6 fits local_batch_size = 2, which was meant, and not the default, which stands in for it."""
+    argv = ["--training.global_batch_size", "6", "--training.local_batch_size", "two", "--training.steps", "0"]
+    assert [problem.key for problem in problems_of(argv)] == ["training.local_batch_size", "training.steps"]
+
+
+def test_unreadable_file_is_the_only_problem_besides_those_of_the_command_line() -> None:
+    found = problems_of(["--job.config_file", "/none.toml", "--training.stesp", "5", "--optimizer.lr", "-1"])
+    assert [problem.key for problem in found] == ["job.config_file", "training.stesp"]
+
+
+def test_keys_with_a_problem_have_their_default() -> None:
+    config, problems = parse_config(["--training.steps", "x", "--model.dim", "64.0", "--model.n_layers", "2"])
+    assert [problem.key for problem in problems] == ["model.dim", "training.steps"]
+    assert config.training.steps == 1000
+    assert config.model.overrides == {"n_layers": 2}

@@ -1,0 +1,69 @@
+"""The help and docs/config.md: complete, current, and about what really holds."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titanlite.config.describe import describe_config, help_text
+from titanlite.config.document import document
+from titanlite.config.load import load_config, parse_config
+from titanlite.config.names import full_keys
+from titanlite.config.schema import JobConfig
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_every_key_is_documented() -> None:
+    described = {
+        f"{section.name}.{key.name}": key.text for section in describe_config(JobConfig()) for key in section.keys
+    }
+    assert sorted(described) == sorted(full_keys("llama3"))
+    assert [key for key, text in described.items() if not text] == []
+
+
+def test_the_documentation_is_current() -> None:
+    current = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    assert current == document(), "run: python -m titanlite.config.document > docs/config.md"
+
+
+def test_the_documentation_is_made_by_a_command() -> None:
+    command = [sys.executable, "-m", "titanlite.config.document"]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True)
+    assert made.stdout == document()
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_is_printed_and_ends_the_program_well(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load_config(["--training.stesp", "5", flag], world_size=3, device_type="cpu")
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert "usage: python -m titanlite.train" in shown
+    assert "Optimizer steps of the whole run. (default: 1000)" in shown
+
+
+def test_help_comes_from_the_first_rank_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as caught:
+        load_config(["--help"], world_size=2, device_type="cpu")
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_help_shows_every_key_with_underscores() -> None:
+    words = set(help_text(JobConfig()).split())
+    assert [key for key in full_keys("llama3") if f"--{key}" not in words] == []
+
+
+def test_help_shows_the_values_in_force() -> None:
+    argv = ["--model.flavor", "8B", "--model.dim", "64", "--data.shuffle", "false", "--data.sources.1.kind", "jsonl"]
+    shown = " ".join(help_text(parse_config(argv)[0]).split())
+    assert "--model.dim INT Width of the residual stream. (default: 64)" in shown
+    assert "--model.n_layers INT Number of transformer blocks. (default: 32)" in shown
+    assert "--data.shuffle {true,false}" in shown
+    assert "anew in each epoch. (default: false)" in shown
+    assert "--data.sources.1.kind {text,jsonl,parquet,tokens,python-stdlib}" in shown

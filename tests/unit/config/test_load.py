@@ -1,0 +1,227 @@
+"""Precedence, the one reading of TOML and command line, resolution, and the way back to TOML."""
+
+import dataclasses
+import random
+import string
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+from titanlite.config.load import dump_config, load_config, parse_config
+from titanlite.config.names import SECTIONS, kinds_of, row_type, section_kinds
+from titanlite.config.schema import JobConfig
+from titanlite.config.values import literal
+from titanlite.models import FAMILIES
+from titanlite.models.family import ModelConfig
+
+
+def config_of(tmp_path: Path, toml: str, *argv: str) -> JobConfig:
+    """The configuration of a file and a command line, both without a problem of name or type."""
+    file = tmp_path / "config.toml"
+    file.write_text(toml, encoding="utf-8")
+    config, problems = parse_config(["--job.config_file", str(file), *argv])
+    assert problems == []
+    return dataclasses.replace(config, job=dataclasses.replace(config.job, config_file=""))
+
+
+def test_nothing_given_is_the_default() -> None:
+    assert parse_config([]) == (JobConfig(), [])
+
+
+def test_command_line_over_toml_over_default(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "[training]\nsteps = 5\nseq_len = 6", "--training.steps", "7")
+    assert (config.training.steps, config.training.seq_len) == (7, 6)
+    assert config.training.local_batch_size == JobConfig().training.local_batch_size
+
+
+def test_value_that_the_command_line_replaces_is_not_looked_at(tmp_path: Path) -> None:
+    assert config_of(tmp_path, 'training.steps = "five"', "--training.steps", "7").training.steps == 7
+
+
+def test_file_is_named_in_the_config(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("")
+    assert parse_config([f"--job.config_file={file}"])[0].job.config_file == str(file)
+
+
+def test_hyper_parameters_follow_family_and_flavor(tmp_path: Path) -> None:
+    toml = '[model]\nflavor = "8B"\ndim = 64\nnorm_eps = 1'
+    config = config_of(tmp_path, toml, "--model.dim", "32", "--model.tie_embeddings", "true")
+    assert config.model == ModelConfig("llama3", "8B", {"dim": 32, "norm_eps": 1.0, "tie_embeddings": True})
+    assert type(config.model.overrides["norm_eps"]) is float
+
+
+TWO_SOURCES = """
+[[data.sources]]
+kind = "text"
+path = "a"
+[[data.sources]]
+kind = "jsonl"
+path = "b"
+"""
+
+
+def test_source_keys_on_the_command_line_change_one_table(tmp_path: Path) -> None:
+    config = config_of(tmp_path, TWO_SOURCES, "--data.sources.1.path", "c", "--data.sources.1.field", "body")
+    assert [(source.kind, source.path, source.field) for source in config.data.sources] == [
+        ("text", "a", ""),
+        ("jsonl", "c", "body"),
+    ]
+
+
+def test_source_key_of_the_next_number_adds_a_table(tmp_path: Path) -> None:
+    argv = ("--data.sources.2.kind", "parquet", "--data.sources.2.path", "c")
+    config = config_of(tmp_path, TWO_SOURCES, *argv)
+    assert [source.path for source in config.data.sources] == ["a", "b", "c"]
+
+
+def test_source_key_without_a_file_changes_the_default_table() -> None:
+    config, problems = parse_config(["--data.sources.0.split", "validation"])
+    assert problems == []
+    assert [(source.kind, source.split) for source in config.data.sources] == [("python-stdlib", "validation")]
+
+
+VALUES = [
+    "5",
+    "-1",
+    "5.0",
+    "1e-3",
+    "true",
+    "false",
+    "nan",
+    "-inf",
+    "0x10",
+    "1_000",
+    "[]",
+    '["a"]',
+    "[1]",
+    "{}",
+    "07:30:00",
+]
+KEYS = ["training.steps", "optimizer.lr", "data.shuffle", "optimizer.weight_decay_skip", "model.dim", "model.norm_eps"]
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("value", VALUES)
+def test_toml_and_command_line_read_alike(key: str, value: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(f"{key} = {value}")
+    from_file, file_problems = parse_config(["--job.config_file", str(file)])
+    from_words, word_problems = parse_config([f"--{key}", value])
+    assert [str(problem) for problem in word_problems] == [str(problem) for problem in file_problems]
+    assert dump_config(from_words) == dump_config(from_file)
+
+
+@pytest.mark.parametrize("text", ["5", "true", "", " x ", '"quoted"', "a#b", "[1]", "caf\u00e9 \U0001f642", "-", "a=b"])
+def test_string_key_takes_the_text_as_it_stands(text: str, tmp_path: Path) -> None:
+    assert parse_config([f"--job.description={text}"])[0].job.description == text
+    assert config_of(tmp_path, f"job.description = {literal(text)}").job.description == text
+
+
+@pytest.mark.parametrize(
+    "text", ["1, other = 2", "1}\nother = {value = 2", "1 # five", "1\n", "1}\n[training]\nx = {a = 1"]
+)
+def test_text_with_more_than_a_value_is_refused(text: str) -> None:
+    config, problems = parse_config([f"--training.steps={text}", "--training.seq_len", "64"])
+    assert [(problem.key, problem.value) for problem in problems] == [("training.steps", text)]
+    assert config.training.seq_len == 64
+
+
+def test_resolved_values_for_the_cpu() -> None:
+    argv = ["--training.local_batch_size", "3", "--training.dtype", "float64", "--training.seq_len", "100"]
+    config = load_config(argv, world_size=4, device_type="cpu")
+    assert config.training.global_batch_size == 12
+    assert config.data.num_streams == 12
+    assert config.data.max_piece_bytes == 6400
+    assert config.training.mixed_precision_param == config.training.mixed_precision_reduce == "float64"
+    assert config.parallelism.dp_shard == -1
+
+
+def test_resolved_values_for_cuda() -> None:
+    config = load_config([], world_size=1, device_type="cuda")
+    assert config.training.mixed_precision_param == "bfloat16"
+    assert config.training.mixed_precision_reduce == "float32"
+
+
+def test_given_values_are_not_resolved_away() -> None:
+    argv = ["--training.global_batch_size", "16", "--data.num_streams", "32", "--data.max_piece_bytes", "1000"]
+    precision = ["--training.mixed_precision_param", "float32", "--training.mixed_precision_reduce", "float32"]
+    config = load_config([*argv, *precision], world_size=2, device_type="cuda")
+    assert (config.training.global_batch_size, config.data.num_streams, config.data.max_piece_bytes) == (16, 32, 1000)
+    assert config.training.mixed_precision_param == config.training.mixed_precision_reduce == "float32"
+
+
+def test_resolved_config_fed_back_in_is_the_same(tmp_path: Path) -> None:
+    first = load_config(["--training.local_batch_size", "4"], world_size=2, device_type="cpu")
+    file = tmp_path / "config.toml"
+    file.write_text(dump_config(first))
+    again = load_config(["--job.config_file", str(file)], world_size=2, device_type="cpu")
+    assert dataclasses.replace(again, job=first.job) == first
+
+
+STRINGS = [
+    "",
+    "plain",
+    'quo"te',
+    "back\\slash",
+    "new\nline\r\n\ttab",
+    "\x01\x1f\x7f\x80",
+    "\u2028",
+    "\U0001f642",
+    "#'",
+    "\\u0041",
+]
+FLOATS = [0.0, -0.0, 1.0, 1e-300, 5e-324, 1.7976931348623157e308, 1e16, 1e22, 0.1, 1 / 3, -2.5e-7]
+INTS = [0, -1, 2**63 - 1, -(2**63), 1000]
+
+
+def any_value(kind: Any, choose: random.Random) -> Any:
+    """A value of a type of the schema; rows of tables are made of such values too."""
+    if row := row_type(kind):
+        return tuple(row(**any_values(kinds_of(row), choose)) for _ in range(choose.randrange(4)))
+    if get_origin(kind) is Literal:
+        return choose.choice(get_args(kind))
+    if get_origin(kind) is tuple:
+        return tuple(any_value(str, choose) for _ in range(choose.randrange(4)))
+    noise = "".join(choose.choices(string.printable + "\u00e4\u4e2d", k=5))
+    return choose.choice({bool: [True, False], int: INTS, float: FLOATS, str: [*STRINGS, noise]}[kind])
+
+
+def any_values(kinds: dict[str, Any], choose: random.Random) -> dict[str, Any]:
+    return {name: any_value(kind, choose) for name, kind in kinds.items()}
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_dumped_config_reads_back_equal(seed: int, tmp_path: Path) -> None:
+    choose = random.Random(seed)
+    sections = {}
+    for name, section_type in SECTIONS.items():
+        if section_type is ModelConfig:
+            family = choose.choice(list(FAMILIES))
+            values = any_values(section_kinds(name, family) | {"family": Literal[family]}, choose)
+            names = ("family", "flavor")
+            overrides = {key: value for key, value in values.items() if key not in names and choose.random() < 0.5}
+            sections[name] = ModelConfig(values["family"], values["flavor"], overrides)
+        else:
+            sections[name] = section_type(**any_values(kinds_of(section_type), choose))
+    config = JobConfig(**sections)
+    expected = dataclasses.replace(config, job=dataclasses.replace(config.job, config_file=""))
+    again = config_of(tmp_path, dump_config(config))
+    assert repr(again) == repr(expected)  # repr tells 0.0 from -0.0 and 1 from 1.0
+
+
+def test_empty_keys_of_sources_are_left_out_of_the_dump() -> None:
+    assert '[[data.sources]]\nkind = "python-stdlib"\n\n[training]' in dump_config(JobConfig())
+    assert "config_file" not in dump_config(JobConfig())
+
+
+def test_every_key_has_a_type_that_can_be_read() -> None:
+    """Each default, written as TOML, is read as itself: no field of a type that the configuration does not know."""
+    for family in FAMILIES:
+        for flavor in FAMILIES[family].flavors:
+            values = dataclasses.asdict(FAMILIES[family].flavors[flavor])
+            argv = [f"--model.{name}={literal(value)}" for name, value in values.items()]
+            config, problems = parse_config([f"--model.family={family}", f"--model.flavor={flavor}", *argv])
+            assert problems == []
+            assert config.model == ModelConfig(family, flavor, values)
