@@ -1,6 +1,18 @@
 """Tokenizers: a `tokenizer.json` from anywhere, or one trained on the corpus at hand."""
 
+import json
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+
+from titanlite.data.bpe import MIN_VOCAB_SIZE, train_on_python_stdlib
+from titanlite.data.sources import SourceConfig
+from titanlite.runtime.errors import Problem, UserError, require
+
+QUICKSTART_VOCAB_SIZE = 4096
 
 
 @dataclass(frozen=True)
@@ -13,3 +25,157 @@ class TokenizerConfig:
     """Text of the token that starts a document; default: from a tokenizer_config.json beside it, else none."""
     eos: str = ""
     """Text of the token that ends a document; default: from a tokenizer_config.json beside it, else none."""
+
+
+class Tokenizer:
+    """A tokenizer of the `tokenizers` library, for documents: no special tokens are added, nothing is truncated.
+
+    Text that reads like a special token is text: no document contains a BOS or EOS. vocab_size: the largest id + 1.
+    bos_id, eos_id: None where there is none. description: what was chosen and from where, in one line.
+    """
+
+    def __init__(self, file: Path, *, bos: str = "", eos: str = "") -> None:
+        """Raises UserError where the file is no tokenizer or its vocabulary lacks `bos` or `eos`."""
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exceptions
+            raise UserError(f"{file} is not a tokenizer.json that can be read: {error}") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        beside = _named_beside(file)
+        self.bos_id, bos_text = self._separator("bos", bos, beside)
+        self.eos_id, eos_text = self._separator("eos", eos, beside)
+        self.description = f"{file}: {self.vocab_size:,} tokens, BOS {bos_text}, EOS {eos_text}"
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of one text."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text; the work is done outside Python's lock, on several cores."""
+        return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the ids, special tokens included."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def _separator(self, name: str, chosen: str, beside: dict[str, str]) -> tuple[int | None, str]:
+        """Id of the token, and what to say about it."""
+        text = chosen or beside.get(name, "")
+        if not text:
+            return None, "none"
+        token_id = self._tokenizer.token_to_id(text)
+        if token_id is None and chosen:
+            raise UserError(f"the vocabulary has no token {chosen!r}")
+        origin = f"tokenizer.{name}" if chosen else "tokenizer_config.json"
+        if token_id is None:
+            return None, f"none ({origin} names {text!r}, which the vocabulary lacks)"
+        return token_id, f"{text!r} = {token_id} ({origin})"
+
+
+def _named_beside(file: Path) -> dict[str, str]:
+    """{"bos": text, "eos": text} as far as a tokenizer_config.json beside `file` names them. Raises UserError."""
+    config_file = file.with_name("tokenizer_config.json")
+    if not config_file.is_file():
+        return {}
+    try:
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{config_file} is not JSON: {error}") from None
+    found = {}
+    for name in ("bos", "eos"):
+        token = config.get(f"{name}_token") if isinstance(config, dict) else None
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str) and text:
+            found[name] = text
+    return found
+
+
+def tokenizer_file(path: str) -> Path:
+    """The tokenizer.json that tokenizer.path means: itself, or the one in the folder."""
+    full = Path(os.path.expanduser(path))
+    return full / "tokenizer.json" if full.is_dir() else full
+
+
+def check_tokenizer(
+    section: TokenizerConfig, *, sources: Sequence[SourceConfig], vocab_size: int, add_bos: bool
+) -> list[Problem]:
+    """Problems of the [tokenizer] section, found by loading it. vocab_size: the model's; 0 or less: not known."""
+    if not section.path:
+        return _check_without_path(section, sources, vocab_size, add_bos)
+    file = tokenizer_file(section.path)
+    if not file.is_file():
+        rule, remedy = "a tokenizer.json, or a folder that holds one", f"there is no file {file.absolute()}"
+        return [Problem("tokenizer.path", section.path, rule, remedy)]
+    try:
+        tokenizer = Tokenizer(file)
+    except UserError as error:
+        remedy = f"{error}; python -m titanlite.data.train_tokenizer makes one from your own data"
+        return [Problem("tokenizer.path", section.path, "a tokenizer of the tokenizers library", remedy)]
+    problems: list[Problem] = []
+    for name, text in (("bos", section.bos), ("eos", section.eos)):
+        try:
+            tokenizer = Tokenizer(file, **{name: text})
+        except UserError as error:
+            problems.append(Problem(f"tokenizer.{name}", text, "a token of the vocabulary", f"{error} of {file}"))
+        else:
+            if name == "bos" and add_bos and tokenizer.bos_id is None:
+                rule = "needs a tokenizer whose BOS token is known"
+                problems.append(Problem("data.add_bos", True, rule, "write tokenizer.bos, or data.add_bos = false"))
+    if 0 < vocab_size < tokenizer.vocab_size:
+        rule = f"at least the tokenizer's {tokenizer.vocab_size} ({file})"
+        remedy = f"write vocab_size = {tokenizer.vocab_size} in [model], or use another tokenizer.path"
+        problems.append(Problem("model.vocab_size", vocab_size, rule, remedy))
+    return problems
+
+
+def _check_without_path(
+    section: TokenizerConfig, sources: Sequence[SourceConfig], vocab_size: int, add_bos: bool
+) -> list[Problem]:
+    kinds = {source.kind for source in sources}
+    needing = sorted(kinds & {"text", "jsonl", "parquet"})
+    if needing:
+        rule = f"required for {' and '.join(needing)} sources"
+        remedy = (
+            "write the path of a tokenizer.json, or make one: python -m titanlite.data.train_tokenizer CONFIG --out DIR"
+        )
+        return [Problem("tokenizer.path", section.path, rule, remedy)]
+    problems: list[Problem] = []
+    for name, text in (("bos", section.bos), ("eos", section.eos)):
+        problems += require(
+            not text,
+            f"tokenizer.{name}",
+            text,
+            "only with a tokenizer.path",
+            f"leave {name} out, or write tokenizer.path",
+        )
+    if "python-stdlib" in kinds:
+        problems += require(
+            not add_bos, "data.add_bos", add_bos, "the tokenizer that is trained here has only an EOS", "write false"
+        )
+        if 0 < vocab_size < MIN_VOCAB_SIZE:
+            rule = f"at least {MIN_VOCAB_SIZE}: one token for each byte, and EOS"
+            problems.append(
+                Problem("model.vocab_size", vocab_size, rule, f"write vocab_size = {QUICKSTART_VOCAB_SIZE}")
+            )
+    return problems
+
+
+def prepare_tokenizer(
+    section: TokenizerConfig, sources: Sequence[SourceConfig], *, vocab_size: int, log: Callable[[str], None]
+) -> Tokenizer | None:
+    """The tokenizer of a run, described to `log` in one line; None where the data is tokens and no path is given.
+
+    Without a path it is trained on the standard library's training split, min(4096, vocab_size) tokens, by the first
+    process that needs it, and kept in the cache folder. Raises UserError.
+    """
+    if section.path:
+        tokenizer = Tokenizer(tokenizer_file(section.path), bos=section.bos, eos=section.eos)
+    elif any(source.kind == "python-stdlib" for source in sources):
+        tokenizer = Tokenizer(train_on_python_stdlib(min(QUICKSTART_VOCAB_SIZE, vocab_size)))
+    else:
+        return None
+    log(f"tokenizer: {tokenizer.description}")
+    return tokenizer

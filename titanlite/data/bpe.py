@@ -1,0 +1,55 @@
+"""Training of byte-level BPE tokenizers, with the `tokenizers` library."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from titanlite.data.cache import built_once, cache_folder, content_key, file_facts
+from titanlite.data.index import usable_files
+from titanlite.data.sources import SourceConfig, find_files, in_split
+
+FORMAT_VERSION = 1
+EOS = "<|endoftext|>"
+MIN_VOCAB_SIZE = 257
+"""256 bytes and EOS."""
+
+
+def train_bpe(texts: Iterator[str], vocab_size: int, folder: Path) -> int:
+    """Write tokenizer.json and tokenizer_config.json into `folder`; the number of tokens, at most vocab_size.
+
+    Every text can be encoded, and decoding gives it back byte by byte. The same texts give the same files.
+    """
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=sys.stderr.isatty(),
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}, indent=2) + "\n")
+    return int(tokenizer.get_vocab_size())
+
+
+def train_on_python_stdlib(vocab_size: int) -> Path:
+    """The tokenizer.json of a BPE trained on the standard library's training split; from the cache if it is there.
+
+    Raises UserError where the cache folder cannot be written.
+    """
+    source = SourceConfig(kind="python-stdlib", split="train")
+    files = find_files(source)
+    key = content_key(["bpe", FORMAT_VERSION, tokenizers.__version__, vocab_size, file_facts(files)])
+
+    def build(folder: Path) -> None:
+        texts = (file.read_text(encoding="utf-8") for file in in_split(source, usable_files(files)))
+        train_bpe(texts, vocab_size, folder)
+
+    folder = built_once(cache_folder() / "tokenizer" / key, "a tokenizer for the Python standard library", build)
+    return folder / "tokenizer.json"

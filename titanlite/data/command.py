@@ -1,0 +1,114 @@
+"""What the commands of this package share: arguments, reading all text, outputs that appear complete or not at all."""
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from tqdm import tqdm
+
+from titanlite.config.load import parse_config
+from titanlite.config.schema import JobConfig
+from titanlite.data.corpus import Texts
+from titanlite.data.loader import PIECE_BYTES_PER_POSITION, DataConfig, bad_row_policy, check_data
+from titanlite.data.pieces import BadRowError
+from titanlite.runtime.errors import ConfigError, Problem, UserError
+
+T = TypeVar("T")
+
+
+def run_command(main: Callable[[Sequence[str]], None]) -> None:
+    """Run it and end the process: 0; 2 after a problem of the configuration, 1 after another error of the user's."""
+    code = 0
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 130
+    sys.exit(code)
+
+
+def parse_arguments(
+    parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> tuple[argparse.Namespace, JobConfig, list[Problem]]:
+    """The command's own arguments, the configuration (CONFIG, --section.key value), and problems found up to here."""
+    parser.add_argument("config", metavar="CONFIG", help="TOML file, as for training")
+    parser.epilog = "--section.key value overrides a key of CONFIG, as for training."
+    own, rest = parser.parse_known_args(argv)
+    config, problems = parse_config(["--job.config_file", own.config, *rest])
+    if not problems:
+        problems = [*problems, *_check_text(config.data)]
+    return own, config, problems
+
+
+def _check_text(section: DataConfig) -> list[Problem]:
+    """Problems of the [data] section for a command that reads text."""
+    problems = check_data(section, seq_len=0, global_batch_size=0, data_degree=0, vocab_size=0)
+    rule, remedy = "a source of text: this command reads no tokens", "give it the configuration of the text"
+    keys = [f"data.sources.{n}.kind" for n, source in enumerate(section.sources) if source.kind == "tokens"]
+    return problems or [Problem(key, "tokens", rule, remedy) for key in keys]
+
+
+def open_texts(config: JobConfig) -> Texts:
+    """The sources' text, cut into the pieces of training."""
+    size = config.data.max_piece_bytes
+    return Texts(config.data.sources, PIECE_BYTES_PER_POSITION * config.training.seq_len if size == -1 else size)
+
+
+def pieces_with_progress(texts: Texts, what: str) -> Iterator[int]:
+    """All pieces in source order, with a progress bar called `what` where stderr is a terminal."""
+    pieces = range(sum(texts.counts))
+    total = sum(texts.num_bytes(piece) for piece in pieces) if sys.stderr.isatty() else None
+    with tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=not sys.stderr.isatty()) as bar:
+        for piece in pieces:
+            yield piece
+            bar.update(texts.num_bytes(piece))
+
+
+class UsableRows:
+    """Lets results pass that can be used; bad rows are raised or counted as data.on_bad_row says. Raises UserError."""
+
+    def __init__(self, section: DataConfig) -> None:
+        self._policy = bad_row_policy(section)
+        self.bad_rows = 0
+
+    def of(self, results: Iterable[T | Exception]) -> Iterator[T]:
+        for result in results:
+            if isinstance(result, BadRowError):
+                self.bad_rows += 1
+                self._policy.check(result, self.bad_rows)
+            elif isinstance(result, Exception):
+                raise result
+            else:
+                yield result
+
+
+def require_new(out: Path) -> None:
+    """Raise UserError where `out` exists: nothing is overwritten."""
+    if out.exists():
+        raise UserError(f"{out} exists already and is not overwritten: remove it, or write another --out")
+
+
+@contextmanager
+def appears_complete(out: Path) -> Iterator[Path]:
+    """A path beside `out` for a file or folder; renamed to `out` in the end, removed after an error."""
+    temporary = out.with_name(f"{out.name}.incomplete-{os.getpid()}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        require_new(out)
+        os.rename(temporary, out)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error}") from error
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
+        else:
+            temporary.unlink(missing_ok=True)

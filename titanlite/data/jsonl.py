@@ -1,0 +1,82 @@
+"""JSON lines: a document is the text in one field of one line's object."""
+
+import json
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from titanlite.data.pieces import BAD_FILE, BadRowError, Piece, cut, flags_of, lines, read_range, utf8_text
+
+
+@dataclass(frozen=True)
+class JsonlReader:
+    """Pieces are a line (offset, size) and a part of its decoded text (begin, length)."""
+
+    field: str
+    row_name: ClassVar[str] = "line"
+
+    def scan(self, path: Path, file: int, max_piece_bytes: int) -> Iterator[Piece]:
+        if path.stat().st_size == 0:
+            yield Piece(file, 1, 0, 0, flags=BAD_FILE)
+            return
+        with open(path, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            found = False
+            for number, begin, end in lines(data):
+                found = True
+                # Text is never longer than its JSON form, so that a short line need not be parsed to be one piece.
+                if end - begin <= max_piece_bytes:
+                    yield Piece(file, number, begin, end - begin)
+                else:
+                    yield from self._parts(Piece(file, number, begin, end - begin), data[begin:end], max_piece_bytes)
+            if not found:
+                yield Piece(file, 1, 0, len(data), flags=BAD_FILE)
+
+    def _parts(self, row: Piece, line: bytes, max_piece_bytes: int) -> Iterator[Piece]:
+        try:
+            text = self._text(line)
+        except BadRowError:
+            yield row  # found again, and said, by whoever reads it
+            return
+        for begin, end in cut(text, 0, len(text), max_piece_bytes):
+            yield row._replace(begin=begin, length=end - begin, flags=flags_of(begin, end, 0, len(text)))
+
+    def read(self, path: Path, piece: Piece) -> str:
+        if piece.flags & BAD_FILE:
+            raise BadRowError("the file is empty" if piece.size == 0 else "the file has only blank lines")
+        text = self._text(read_range(path, piece.offset, piece.size))
+        return utf8_text(text if piece.length < 0 else text[piece.begin : piece.begin + piece.length])
+
+    def _text(self, line: bytes) -> bytes:
+        """The field's text in UTF-8. Raises BadRowError."""
+        row = _parse(line)
+        if not isinstance(row, dict):
+            raise BadRowError(f"not a JSON object but {_json_type(row)}")
+        if self.field not in row:
+            present = ", ".join(repr(name) for name in list(row)[:8]) or "nothing"
+            raise BadRowError(f"field {self.field!r} is missing; there is {present}")
+        text = row[self.field]
+        if not isinstance(text, str):
+            raise BadRowError(f"field {self.field!r} is not text but {_json_type(text)}")
+        try:
+            return text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise BadRowError(
+                f"field {self.field!r} has half a surrogate pair, \\u{ord(text[error.start]):04x}, at character "
+                f"{error.start}"
+            ) from None
+
+
+def _parse(line: bytes) -> Any:
+    try:
+        return json.loads(utf8_text(line))
+    except json.JSONDecodeError as error:
+        raise BadRowError(f"invalid JSON at character {error.pos}: {error.msg}") from None
+    except (RecursionError, ValueError) as error:  # nested too deeply; a number with too many digits
+        raise BadRowError(f"invalid JSON: {error}") from None
+
+
+def _json_type(value: Any) -> str:
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

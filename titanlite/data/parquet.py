@@ -1,0 +1,108 @@
+"""Parquet files: a document is one row of one text column."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+from titanlite.data.pieces import BAD_FILE, BadRowError, Piece, cut, flags_of, utf8_text
+
+CACHE_BYTES = 512 * 2**20
+"""Row groups kept in memory: about the text of one block of the permutation, within which rows are read at random."""
+
+
+class ParquetReader:
+    """Pieces are a row (offset: the row group, size: the row within it) and a part of its text (begin, length)."""
+
+    row_name: ClassVar[str] = "row"
+
+    def __init__(self, field: str) -> None:
+        self.field = field
+        self._row_groups: OrderedDict[tuple[Path, int], Any] = OrderedDict()
+
+    def scan(self, path: Path, file: int, max_piece_bytes: int) -> Iterator[Piece]:
+        try:
+            row_counts = _row_counts(path)
+        except BadRowError:
+            row_counts = []
+        if not sum(row_counts):
+            yield Piece(file, 1, 0, 0, flags=BAD_FILE)
+            return
+        row = 0
+        for group, row_count in enumerate(row_counts):
+            try:
+                texts = _load(path, group, self.field)
+            except BadRowError:
+                texts = [None] * row_count
+            for place in range(row_count):
+                row += 1
+                text = None if texts[place] is None else texts[place].as_py()
+                whole = Piece(file, row, group, place, 0, len(text or b""))
+                if text is None or len(text) <= max_piece_bytes or not _is_utf8(text):
+                    yield whole
+                    continue
+                for begin, end in cut(text, 0, len(text), max_piece_bytes):
+                    yield whole._replace(begin=begin, length=end - begin, flags=flags_of(begin, end, 0, len(text)))
+
+    def read(self, path: Path, piece: Piece) -> str:
+        if piece.flags & BAD_FILE:
+            _row_counts(path)
+            raise BadRowError("the file has no rows")
+        text = self._row_group(path, piece.offset)[piece.size].as_py()
+        if text is None:
+            raise BadRowError(f"field {self.field!r} is null")
+        return utf8_text(text[piece.begin : piece.begin + piece.length])
+
+    def _row_group(self, path: Path, group: int) -> Any:
+        """The column of one row group, kept while it is among the last CACHE_BYTES that were used."""
+        key = (path, group)
+        if key not in self._row_groups:
+            self._row_groups[key] = _load(path, group, self.field)
+        self._row_groups.move_to_end(key)
+        while len(self._row_groups) > 1 and sum(column.nbytes for column in self._row_groups.values()) > CACHE_BYTES:
+            self._row_groups.popitem(last=False)
+        return self._row_groups[key]
+
+
+def _row_counts(path: Path) -> list[int]:
+    """Rows of each row group. Raises BadRowError where the file is not parquet."""
+    import pyarrow
+    import pyarrow.parquet
+
+    if path.stat().st_size == 0:
+        raise BadRowError("the file is empty")
+    with open(path, "rb") as file:
+        try:
+            metadata = pyarrow.parquet.ParquetFile(file).metadata
+        except (pyarrow.ArrowException, OSError) as error:
+            raise BadRowError(f"not a parquet file that can be read: {error}") from None
+    return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+
+
+def _load(path: Path, group: int, field: str) -> Any:
+    """One row group's column as an array of bytes. Raises BadRowError where it is missing, unreadable or not text."""
+    import pyarrow
+    import pyarrow.parquet
+
+    with open(path, "rb") as file:
+        try:
+            opened = pyarrow.parquet.ParquetFile(file)
+            schema = opened.schema_arrow
+            if field not in schema.names:
+                raise BadRowError(f"field {field!r} is missing; there is {', '.join(map(repr, schema.names[:8]))}")
+            kind = schema.field(field).type
+            value_kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+            if not (pyarrow.types.is_string(value_kind) or pyarrow.types.is_large_string(value_kind)):
+                raise BadRowError(f"field {field!r} is not text but {kind}")
+            column = opened.read_row_group(group, columns=[field]).column(field)
+            return column.cast(value_kind).cast(pyarrow.large_binary()).combine_chunks()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise BadRowError(f"row group {group} cannot be read: {error}") from None
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,59 @@
+"""Plain text files: a document is a file, a paragraph or a line."""
+
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from titanlite.data.pieces import BAD_FILE, BadRowError, Bytes, Piece, cut, flags_of, lines, read_range, utf8_text
+
+
+@dataclass(frozen=True)
+class TextReader:
+    """Pieces are byte ranges of the file (offset, size), so a piece costs its own bytes, however long the file is."""
+
+    document: Literal["file", "paragraph", "line"]
+    row_name: ClassVar[str] = "line"
+
+    def scan(self, path: Path, file: int, max_piece_bytes: int) -> Iterator[Piece]:
+        if path.stat().st_size == 0:
+            yield Piece(file, 1, 0, 0, flags=BAD_FILE)
+            return
+        with open(path, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            found = False
+            for row, first, last in self._documents(data):
+                found = True
+                for begin, end in cut(data, first, last, max_piece_bytes):
+                    yield Piece(file, row, begin, end - begin, flags=flags_of(begin, end, first, last))
+                    if end < last:
+                        row += data[begin:end].count(b"\n")
+            if not found:
+                yield Piece(file, 1, 0, len(data), flags=BAD_FILE)
+
+    def _documents(self, data: mmap.mmap) -> Iterator[tuple[int, int, int]]:
+        """(line number, begin, end) of each document."""
+        if self.document == "file":
+            yield 1, 0, len(data)
+        elif self.document == "line":
+            yield from lines(data)
+        else:
+            yield from _paragraphs(data)
+
+    def read(self, path: Path, piece: Piece) -> str:
+        if piece.flags & BAD_FILE:
+            raise BadRowError("the file is empty" if piece.size == 0 else "the file has only blank lines")
+        return utf8_text(read_range(path, piece.offset, piece.size))
+
+
+def _paragraphs(data: Bytes) -> Iterator[tuple[int, int, int]]:
+    """(line number, begin, end) of each run of lines that are not blank."""
+    first, begin, end, previous = 0, 0, 0, -1
+    for number, line_begin, line_end in lines(data):
+        if number != previous + 1:
+            if end > begin:
+                yield first, begin, end
+            first, begin = number, line_begin
+        end, previous = line_end, number
+    if end > begin:
+        yield first, begin, end

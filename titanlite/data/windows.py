@@ -1,0 +1,105 @@
+"""Flat arrays of token ids on disk: a piece is a window of seq_len + 1 tokens, and is one sequence."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from titanlite.data.corpus import Tokens
+from titanlite.data.sources import SourceConfig, find_files, source_name
+from titanlite.runtime.errors import Problem, UserError
+
+CHECKED_TOKENS = 2**16
+"""Tokens at the start of each file that are looked at before a run starts."""
+
+
+def open_tokens(path: Path, dtype: str) -> npt.NDArray[np.integer]:
+    """The tokens of a .npy file, or of a raw little-endian .bin file of `dtype`; memory-mapped, 1-D.
+
+    Raises UserError where the file is no such array.
+    """
+    try:
+        if path.suffix == ".npy":
+            array: npt.NDArray[np.integer] = np.load(path, mmap_mode="r", allow_pickle=False)
+        else:
+            array = np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r")
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path} is not an array of tokens: {error}") from None
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise UserError(f"{path} has to be a 1-D array of integers, and is {array.ndim}-D {array.dtype}")
+    return array
+
+
+def find_invalid(tokens: npt.NDArray[np.integer], vocab_size: int) -> int | None:
+    """The position of the first token id that the model does not have."""
+    ids = tokens.astype(np.int64)
+    wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    return int(wrong[0]) if len(wrong) else None
+
+
+def check_tokens(source: SourceConfig, key: str, vocab_size: int) -> list[Problem]:
+    """Problems of the token files themselves, as far as their beginnings show them."""
+    rule = f"token ids from 0 to {vocab_size - 1} (model.vocab_size = {vocab_size})"
+    for file in find_files(source):
+        try:
+            tokens = open_tokens(file, source.dtype)
+        except UserError as error:
+            return [Problem(f"{key}.path", source.path, "1-D arrays of integers", str(error))]
+        position = find_invalid(tokens[:CHECKED_TOKENS], vocab_size)
+        if position is not None:
+            found = f"{file} has {tokens[position]} at position {position}"
+            remedy = f"{found}: use the tokenizer and vocab_size of the model, and the dtype it was written as"
+            return [Problem(f"{key}.path", source.path, rule, remedy)]
+    return []
+
+
+class WindowCorpus:
+    """Window n of a file is its tokens [n * seq_len, n * seq_len + seq_len + 1); windows do not cross files.
+
+    keep_tail: the tokens after a file's last full window are one more window, shorter than the others; without it
+    they are not used, and the description says how many these are.
+    """
+
+    packed = False
+
+    def __init__(self, sources: Sequence[SourceConfig], *, seq_len: int, vocab_size: int, keep_tail: bool) -> None:
+        self._seq_len = seq_len
+        self._vocab_size = vocab_size
+        files = [(source, file) for source in sources for file in find_files(source)]
+        self._files = [(file, open_tokens(file, source.dtype)) for source, file in files]
+        targets = [max(0, len(tokens) - 1) for _, tokens in self._files]
+        windows = [-(-count // seq_len) if keep_tail else count // seq_len for count in targets]
+        self._ends = list(accumulate(windows))
+        self.counts = tuple(
+            sum(count for (owner, _), count in zip(files, windows, strict=True) if owner is source)
+            for source in sources
+        )
+        unused = 0 if keep_tail else sum(count % seq_len for count in targets)
+        self.description = (
+            f"{', '.join(source_name(source) for source in sources)}: {len(files):,} files, "
+            f"{sum(len(tokens) for _, tokens in self._files):,} tokens, {sum(windows):,} windows of {seq_len} tokens"
+            + (f" ({unused:,} tokens at the ends of files fill no window and are not used)" if unused else "")
+        )
+
+    def ahead(self, pieces: Sequence[int], num_tokens: int) -> int:  # noqa: ARG002
+        return 1
+
+    def fetch(self, pieces: Sequence[int]) -> list[Tokens | Exception]:
+        return [self._window(piece) for piece in pieces]
+
+    def _window(self, piece: int) -> Tokens | Exception:
+        number = bisect_right(self._ends, piece)
+        file, tokens = self._files[number]
+        first = self._ends[number - 1] if number else 0
+        begin = (piece - first) * self._seq_len
+        window = tokens[begin : begin + self._seq_len + 1].astype(np.int64)
+        wrong = find_invalid(window, self._vocab_size)
+        if wrong is not None:
+            return UserError(
+                f"{file}: token {window[wrong]} at position {begin + wrong} is not in the model's vocabulary of "
+                f"{self._vocab_size}; use the tokenizer and model.vocab_size that belong to this file"
+            )
+        return window
