@@ -44,8 +44,8 @@ class LanguageModel(nn.Module, ABC):
     def forward(self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
         """tokens: int64 (batch, seq_len). Returns logits (batch, seq_len, vocab_size).
 
-        positions: int64 (batch, seq_len); None: 0, 1, 2, ... in each row. document_ids: int64 (batch, seq_len), attention
-        stays among equal ones; None: each row is one document.
+        positions: int64 (batch, seq_len); None: 0, 1, 2, ... in each row. document_ids: int64 (batch, seq_len),
+        attention stays among equal ones; None: each row is one document.
         """
 
     @abstractmethod

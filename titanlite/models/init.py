@@ -62,7 +62,8 @@ def init_parameters_(module: nn.Module, seed: int, init: Callable[[str], Init]) 
 def local_region(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
     """(this rank's part of `tensor`, shape of the whole, offset of the part in the whole).
 
-    The part shares the tensor's memory, without its graph. It is one box of the whole, also where two mesh axes cut the same dimension.
+    The part shares the tensor's memory, without its graph. It is one box of the whole, also where two mesh axes cut the
+    same dimension, as tensor parallelism and fully_shard do.
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim()

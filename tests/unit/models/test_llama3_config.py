@@ -1,0 +1,156 @@
+"""Published sizes, arithmetic, and the rules for hyper-parameters."""
+
+import ast
+import inspect
+from dataclasses import fields, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from titanlite.models import FAMILIES, check_model, resolve_model
+from titanlite.models.family import ModelConfig
+from titanlite.models.llama3 import LLAMA3
+from titanlite.models.llama3.config import FLAVORS, Llama3Config, flops_per_token, num_parameters
+
+PUBLISHED = {  # flavor: parameters, dim, layers, heads, key/value heads, feed-forward, rotary factor, tied
+    "debug": (6_139_136, 256, 6, 16, 16, 768, 1.0, False),
+    "1B": (1_235_814_400, 2048, 16, 32, 8, 8192, 32.0, True),
+    "3B": (3_212_749_824, 3072, 28, 24, 8, 8192, 32.0, True),
+    "8B": (8_030_261_248, 4096, 32, 32, 8, 14_336, 8.0, False),
+    "70B": (70_553_706_496, 8192, 80, 64, 8, 28_672, 8.0, False),
+    "405B": (405_853_388_800, 16_384, 126, 128, 8, 53_248, 8.0, False),
+}
+
+
+def test_every_flavor_is_published_here() -> None:
+    assert FLAVORS.keys() == PUBLISHED.keys()
+
+
+@pytest.mark.parametrize("flavor", PUBLISHED)
+def test_published_sizes(flavor: str) -> None:
+    expected, *hyper = PUBLISHED[flavor]
+    config = FLAVORS[flavor]
+    names = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "rope_scaling_factor", "tie_embeddings")
+    assert [getattr(config, name) for name in names] == hyper
+    assert config.vocab_size == (2000 if flavor == "debug" else 128_256)
+    assert (config.norm_eps, config.rope_theta) == (1e-5, 500_000.0)
+    assert (config.rope_low_freq_factor, config.rope_high_freq_factor) == (1.0, 4.0)
+    assert (config.rope_original_seq_len, config.max_seq_len) == (8192, 131_072)
+    with torch.device("meta"):
+        model = LLAMA3.build(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == expected
+    assert num_parameters(config) == expected
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert LLAMA3.check(config, 8192) == []
+
+
+def test_resolve_puts_overrides_over_the_flavor() -> None:
+    family, config = resolve_model(ModelConfig(flavor="8B", overrides={"vocab_size": 4096, "norm_eps": 1e-6}))
+    assert family is FAMILIES["llama3"]
+    assert config == replace(FLAVORS["8B"], vocab_size=4096, norm_eps=1e-6)
+    assert resolve_model(ModelConfig()) == (family, FLAVORS["debug"])
+
+
+def test_every_hyper_parameter_is_documented() -> None:
+    """A string after a field is its documentation: one for each."""
+    body = ast.parse(inspect.getsource(Llama3Config)).body[0].body  # type: ignore[attr-defined]
+    documented = [
+        node.target.id
+        for node, after in pairwise(body)
+        if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+    ]
+    assert documented == [field.name for field in fields(Llama3Config)]
+
+
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+def test_flops_are_those_of_all_matrix_products(tie_embeddings: bool) -> None:
+    """torch's counter agrees to the last operation, for attention by plain matrix products."""
+    config = Llama3Config(48, 3, 6, 6, 80, 100, max_seq_len=16, tie_embeddings=tie_embeddings)
+    model = LLAMA3.build(config)
+    model.init_buffers(torch.device("cpu"))
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(tokens).sum().backward()
+    assert counter.get_total_flops() == flops_per_token(config, 16) * tokens.numel()
+
+
+def test_flops_of_8b() -> None:
+    weights = 8_030_261_248 - 128_256 * 4096 - 65 * 4096  # but the embedding and the norms
+    assert flops_per_token(FLAVORS["8B"], 8192) == 6 * weights + 12 * 32 * 8192 * 4096
+
+
+INVALID: list[tuple[dict[str, Any], str]] = [
+    *(({name: value}, f"model.{name}") for name in ("dim", "n_layers", "n_heads", "n_kv_heads") for value in (0, -8)),
+    *(({name: 0}, f"model.{name}") for name in ("ffn_dim", "vocab_size", "rope_original_seq_len")),
+    *(({"norm_eps": value}, "model.norm_eps") for value in (0.0, -1e-5, float("nan"), float("inf"))),
+    *(({"rope_theta": value}, "model.rope_theta") for value in (0.0, 1.0, float("nan"))),
+    *(({"rope_scaling_factor": value}, "model.rope_scaling_factor") for value in (0.5, float("nan"), float("inf"))),
+    ({"rope_low_freq_factor": 4.0}, "model.rope_low_freq_factor"),
+    ({"rope_high_freq_factor": 1.0}, "model.rope_low_freq_factor"),
+    ({"rope_low_freq_factor": float("nan")}, "model.rope_low_freq_factor"),
+    ({"n_kv_heads": 3}, "model.n_kv_heads"),
+    ({"n_kv_heads": 32}, "model.n_kv_heads"),
+    ({"dim": 250}, "model.dim"),
+    ({"dim": 48}, "model.dim"),  # heads of 3
+    ({"max_seq_len": 64}, "training.seq_len"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "key"), INVALID, ids=str)
+def test_invalid_hyper_parameters_are_named(overrides: dict[str, Any], key: str) -> None:
+    problems = check_model(ModelConfig(overrides=overrides), 128)
+    assert {problem.key for problem in problems} == {key}
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    overrides = {"dim": -1, "ffn_dim": 0, "norm_eps": 0.0, "rope_scaling_factor": 0.0, "max_seq_len": 4}
+    problems = check_model(ModelConfig(overrides=overrides), 128)
+    assert {problem.key for problem in problems} == {
+        "model.dim",
+        "model.ffn_dim",
+        "model.norm_eps",
+        "model.rope_scaling_factor",
+        "training.seq_len",
+    }
+
+
+@pytest.mark.parametrize(("dim", "remedy"), [(250, 256), (48, 64), (258, 288)])
+def test_the_remedy_for_a_width_is_valid(dim: int, remedy: int) -> None:
+    (problem,) = check_model(ModelConfig(overrides={"dim": dim}), 128)
+    assert problem.remedy.startswith(str(remedy))
+    assert check_model(ModelConfig(overrides={"dim": remedy}), 128) == []
+
+
+def test_initial_distributions_by_role() -> None:
+    config = FLAVORS["debug"]
+    with torch.device("meta"):
+        model = LLAMA3.build(config)
+    inits = {name: LLAMA3.init(config, name) for name, _ in model.named_parameters()}
+    residual = 0.02 / 12**0.5
+    for name, init in inits.items():
+        if "norm" in name:
+            assert init.kind == "ones"
+        else:
+            std = residual if name.endswith(("wo.weight", "w2.weight")) else 0.02
+            assert (init.kind, init.std) == ("normal", pytest.approx(std))
+    with pytest.raises(AssertionError, match="no initial distribution"):
+        LLAMA3.init(config, "layers.0.attention.wx.weight")
+
+
+@pytest.mark.parametrize("flavor", PUBLISHED)
+def test_the_plan_covers_each_parameter_once(flavor: str) -> None:
+    config = replace(FLAVORS[flavor], n_layers=3)
+    with torch.device("meta"):
+        model = LLAMA3.build(config)
+    units = LLAMA3.plan(config).data_units
+    owners: dict[int, set[int]] = {}
+    for index, unit in enumerate(units):
+        for name in unit:
+            for parameter in model.get_submodule(name).parameters():
+                owners.setdefault(id(parameter), set()).add(index)
+    assert owners.keys() == {id(parameter) for parameter in model.parameters()}
+    assert all(len(units_of_parameter) == 1 for units_of_parameter in owners.values())
