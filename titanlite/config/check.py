@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from titanlite.config.schema import JobConfig, JobSection
-from titanlite.data.loader import check_data
+from titanlite.data.loader import PIECE_BYTES_PER_POSITION, check_data
 from titanlite.data.tokenizer import check_tokenizer
 from titanlite.metrics.sinks import check_metrics
 from titanlite.models import check_model, resolve_model
@@ -64,7 +64,7 @@ def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> J
     if data.num_streams == -1:
         data = replace(data, num_streams=training.global_batch_size)
     if data.max_piece_bytes == -1:
-        data = replace(data, max_piece_bytes=64 * training.seq_len)
+        data = replace(data, max_piece_bytes=PIECE_BYTES_PER_POSITION * training.seq_len)
     return replace(config, training=training, data=data)
 
 

@@ -1,12 +1,14 @@
 """Bad configurations, one kind each: which key is named, which rule, which remedy; and that all come at once."""
 
 import os
+import random
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from titanlite.config.load import load_config, parse_config
+from titanlite.config.names import full_keys
 from titanlite.runtime.errors import ConfigError, Problem
 
 
@@ -14,6 +16,15 @@ def problems_of(argv: list[str], world_size: int = 1, device_type: str = "cpu") 
     with pytest.raises(ConfigError) as caught:
         load_config(argv, world_size=world_size, device_type=device_type)
     return list(caught.value.problems)
+
+
+def report_of(argv: list[str], world_size: int) -> list[str]:
+    """The problems' texts; [] where there are none."""
+    try:
+        load_config(argv, world_size=world_size, device_type="cpu")
+    except ConfigError as error:
+        return [str(problem) for problem in error.problems]
+    return []
 
 
 @dataclass(frozen=True)
@@ -156,6 +167,22 @@ BAD = [
     Bad("model.n_kv_heads", "divides model.n_heads", "one of", argv="--model.n_kv_heads 3"),
     Bad("model.vocab_size", "at least 1", "", argv="--model.vocab_size 0"),
     Bad("training.seq_len", "max_seq_len", "shorten", argv="--model.max_seq_len 128 --training.seq_len 256"),
+    Bad("data.num_streams", "at least 1", "leave it out", argv="--data.num_streams 0"),
+    Bad("data.num_streams", "divisible", "write 4", argv="--data.num_streams 3", world_size=2),
+    Bad("data.max_piece_bytes", "at least", "leave it out", argv="--data.max_piece_bytes 0"),
+    Bad("data.max_bad_rows", "at least 0", "0 or more", argv="--data.max_bad_rows -1"),
+    Bad("data.seed", "from 0", "number from 0", argv="--data.seed -1"),
+    Bad("data.on_bad_row", 'one of "error", "skip"', "write one of them", argv="--data.on_bad_row ignore"),
+    Bad("data.sources", "at least one source", "[[data.sources]]", toml="data.sources = []"),
+    Bad("data.sources.0.path", "only for kind", "leave path out", argv="--data.sources.0.path x"),
+    Bad("data.sources.0.path", "matches files", "/none/x.npy",
+        argv="--data.sources.0.kind tokens --data.sources.0.path /none/x.npy"),
+    Bad("data.sources.0.path", "required for kind", "write where", argv="--data.sources.0.kind tokens"),
+    Bad("data.sources.0.document", 'one of "", "file"', 'did you mean "line"?', argv="--data.sources.0.document lines"),
+    Bad("data.add_bos", "EOS", "false", argv="--data.add_bos true"),
+    Bad("tokenizer.path", "tokenizer.json", "/none/t.json", argv="--tokenizer.path /none/t.json"),
+    Bad("tokenizer.bos", "tokenizer.path", "leave bos out", argv="--tokenizer.bos <s>"),
+    Bad("model.vocab_size", "at least 257", "vocab_size = 4096", argv="--model.vocab_size 100"),
     # Outputs.
     Bad("job.dump_folder", "the path of a folder", '"outputs"', toml='job.dump_folder = ""'),
     Bad("job.dump_folder", "the path of a folder", '"outputs"', toml='job.dump_folder = "  "'),
@@ -278,6 +305,38 @@ def test_all_problems_come_at_once_and_once_each(tmp_path: Path) -> None:
     report = str(ConfigError(found))
     assert report.startswith("the configuration has 17 problems:")
     assert all(problem.key in report and problem.remedy in report for problem in found)
+
+
+GARBAGE = [
+    "",
+    "0",
+    "-1",
+    "7",
+    "1000000",
+    "1e308",
+    "-0.5",
+    "nan",
+    "true",
+    "x",
+    "[]",
+    '["a", 1]',
+    "{}",
+    "\n",
+    "1 2",
+    "/",
+    "none",
+]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_garbage_ends_in_anything_but_problems(seed: int) -> None:
+    """Several bad values at once, in any combination: each part's check stands what the others' keys may be."""
+    choose = random.Random(seed)
+    keys = [key for key in full_keys("llama3") if key != "job.config_file"]
+    for _ in range(40):
+        argv = [f"--{key}={choose.choice(GARBAGE)}" for key in choose.sample(keys, 6)]
+        report = report_of(argv, choose.choice([1, 2, 6]))
+        assert len(set(report)) == len(report), argv
 
 
 def test_rules_that_speak_of_an_unreadable_value_wait_for_it() -> None:

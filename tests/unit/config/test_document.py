@@ -1,7 +1,5 @@
 """The help and docs/config.md: complete, current, and about what really holds."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,12 +24,6 @@ def test_every_key_is_documented() -> None:
 def test_the_documentation_is_current() -> None:
     current = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
     assert current == document(), "run: python -m titanlite.config.document > docs/config.md"
-
-
-def test_the_documentation_is_made_by_a_command() -> None:
-    command = [sys.executable, "-m", "titanlite.config.document"]
-    made = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True)
-    assert made.stdout == document()
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
