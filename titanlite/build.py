@@ -37,13 +37,13 @@ CONFIG_COPY = "config.toml"
 
 @dataclass(frozen=True)
 class Run:
-    """The finished parts of one run."""
+    """The finished parts of one run. groups: all process groups that training uses."""
 
     trainer: Trainer
     loader: Loader
     meter: Meter
     sinks: Sinks
-    mesh: DeviceMesh
+    groups: tuple[dist.ProcessGroup, ...]
 
 
 def build_run(config: JobConfig, world: World, store: dist.Store, environment: Mapping[str, str]) -> Run:
@@ -57,18 +57,19 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     log.info("Device: %s, %.1f GiB", device_name(world.device), device_memory_bytes(world.device) / 2**30)
     # Data comes before the ranks are tied together, so that a long index build by one of them runs into no timeout.
     loader = build_data(config, world)
-    init_process_group(world, store, config.comm)
-    mesh = build_mesh(config.parallelism, world.device_type, world.size)
+    group = init_process_group(world, store, config.comm)
+    mesh, data_mesh = build_mesh(config.parallelism, world.device_type, world.size)
     log.info("Building %d-D device mesh with %s, %s", mesh.ndim, list(AXES), list(mesh.shape))
     model = build_model(config, mesh, world.device)
-    trainer = build_trainer(config, model, mesh, world.device)
+    trainer = build_trainer(config, model, mesh, data_mesh, world.device)
     describe_batch(config, data_degree(config.parallelism, world.size))
     for line in environment_lines(environment, os.environ):
         log.info("Environment: %s", line)
     prepare_outputs(config, world)
-    meter = build_meter(config, world)
+    meter = build_meter(config, world, group)
     sinks = build_sinks(config.metrics, config.job.dump_folder, world.rank, config.training.steps)
-    return Run(trainer, loader, meter, sinks, mesh)
+    groups = (group, *(mesh.get_group(axis) for axis in AXES), data_mesh.get_group())
+    return Run(trainer, loader, meter, sinks, groups)
 
 
 def build_data(config: JobConfig, world: World) -> Loader:
@@ -118,25 +119,27 @@ def build_model(config: JobConfig, mesh: DeviceMesh, device: torch.device) -> La
     return model
 
 
-def build_trainer(config: JobConfig, model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> Trainer:
+def build_trainer(
+    config: JobConfig, model: LanguageModel, mesh: DeviceMesh, data_mesh: DeviceMesh, device: torch.device
+) -> Trainer:
     """The trainer of one model part."""
     return Trainer(
         model_parts=[model],
         optimizer=build_optimizer(config.optimizer, [model], device),
         schedule=build_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps),
         sync=resolve_gradient_sync(config.parallelism.gradient_sync, mesh),
-        data_group=mesh["dp"].get_group(),
+        data_group=data_mesh.get_group(),
         device=device,
         max_norm=config.training.max_norm,
     )
 
 
-def build_meter(config: JobConfig, world: World) -> Meter:
+def build_meter(config: JobConfig, world: World, group: dist.ProcessGroup) -> Meter:
     """Counts over all ranks; the peak of the device only where it is known."""
     family, hyper_parameters = resolve_model(config.model)
     compute_dtype = DTYPES[config.training.mixed_precision_param]
     return Meter(
-        dist.group.WORLD,
+        group,
         world.device,
         tokens_per_step=config.training.global_batch_size * config.training.seq_len,
         flops_per_token=family.flops_per_token(hyper_parameters, config.training.seq_len),

@@ -2,10 +2,12 @@
 
 import os
 import sys
+from pathlib import Path
+from time import perf_counter
 
 import torch.distributed as dist
 
-from titanlite.build import Run, build_run
+from titanlite.build import CONFIG_COPY, Run, build_run
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
 from titanlite.metrics.meter import Record
@@ -23,16 +25,16 @@ def main() -> None:
         config = load_config(sys.argv[1:], world_size=world.size, device_type=world.device_type)
         failure.store = connect(world, config.comm)
         run = build_run(config, world, failure.store, environment)
+        start = perf_counter()
         record = fit(config, run)
+        summarize(config, record, perf_counter() - start)
         run.loader.close()
         run.sinks.close()
-        summarize(config, record)
         dist.destroy_process_group()
 
 
 def fit(config: JobConfig, run: Run) -> Record:
     """Trains to the end; returns the last step's record."""
-    groups = [run.mesh.get_group(axis) for axis in run.mesh.mesh_dim_names or ()]
     return run.trainer.fit(
         run.loader,
         run.meter,
@@ -41,5 +43,25 @@ def fit(config: JobConfig, run: Run) -> Record:
         log_freq=config.metrics.log_freq,
         gc_freq=config.training.gc_freq,
         max_bad_rows=config.data.max_bad_rows,
-        after_first_step=lambda: set_timeout([dist.group.WORLD, *groups], config.comm.train_timeout_s),
+        after_first_step=lambda: set_timeout(run.groups, config.comm.train_timeout_s),
     )
+
+
+def summarize(config: JobConfig, record: Record, train_s: float) -> None:
+    """What was done, where it is, and what one would do next."""
+    folder = Path(config.job.dump_folder)
+    log.info(
+        "Done: %d steps, %s tokens, final loss %.4f, %s tokens/s",
+        record.step,
+        f"{record.tokens_seen:,}",
+        record.loss,
+        f"{record.tokens_seen / train_s:,.0f}",
+    )
+    log.info("Outputs: %s (one row per logged step), %s (the resolved configuration)", folder / METRICS_FILE, folder / CONFIG_COPY)
+    log.info("Next: train longer       ./run_train.sh --training.steps %d", 4 * record.step)
+    log.info("      on more processes  NGPU=2 ./run_train.sh")
+    log.info("      on your own text   docs/data.md")
+
+
+if __name__ == "__main__":
+    main()

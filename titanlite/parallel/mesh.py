@@ -45,7 +45,7 @@ def data_degree(section: ParallelismConfig, world_size: int) -> int:
 
 
 def data_rank(section: ParallelismConfig, rank: int, world_size: int) -> int:
-    """Where a rank of the world stands on the data axis; what `mesh["dp"]` says once there is a mesh."""
+    """Where a rank of the world stands on the data axis; what the data mesh says once there is one."""
     return rank // section.tp % data_degree(section, world_size)
 
 
@@ -83,9 +83,10 @@ def check_parallelism(section: ParallelismConfig, world_size: int) -> list[Probl
     return problems
 
 
-def build_mesh(section: ParallelismConfig, device_type: str, world_size: int) -> DeviceMesh:
-    """The mesh with the axes AXES, pp outermost and tp innermost, and the derived data axis "dp"
-    (= dp_replicate x dp_shard, in that order) for token counts, loss and data loading."""
+def build_mesh(section: ParallelismConfig, device_type: str, world_size: int) -> tuple[DeviceMesh, DeviceMesh]:
+    """(the mesh with the axes AXES, pp outermost and tp innermost; the derived data mesh of one axis "dp").
+
+    The data axis is dp_replicate x dp_shard, in that order: token counts, loss and data loading go by it.
+    """
     mesh = init_device_mesh(device_type, resolve_axes(section, world_size), mesh_dim_names=AXES)
-    mesh["dp_replicate", "dp_shard"]._flatten("dp")
-    return mesh
+    return mesh, mesh["dp_replicate", "dp_shard"]._flatten("dp")

@@ -82,8 +82,8 @@ def connect(world: World, section: CommConfig) -> dist.Store:
     return found[0]
 
 
-def init_process_group(world: World, store: dist.Store, section: CommConfig) -> None:
-    """The default process group, with the start-up timeout."""
+def init_process_group(world: World, store: dist.Store, section: CommConfig) -> dist.ProcessGroup:
+    """The group of all ranks, as torch's default group, with the start-up timeout."""
     if world.device_type == "cuda":
         torch.cuda.set_device(world.device)
     dist.init_process_group(
@@ -93,6 +93,8 @@ def init_process_group(world: World, store: dist.Store, section: CommConfig) -> 
         world_size=world.size,
         timeout=timedelta(seconds=section.init_timeout_s),
     )
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def set_timeout(groups: Iterable[dist.ProcessGroup], seconds: int) -> None:

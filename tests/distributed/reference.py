@@ -1,0 +1,98 @@
+"""What every layout is compared with: one process, plain torch, no code of the trainer."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanlite.config.load import load_config
+from titanlite.config.schema import JobConfig
+from titanlite.data.loader import Batch
+from titanlite.models import resolve_model
+from titanlite.models.init import init_parameters_
+
+TOKENS = Path(__file__).parents[1] / "golden" / "tokens.npy"
+SEQ_LEN = 16
+GLOBAL_BATCH = 16
+VOCAB_SIZE = 131  # odd: no shard of the vocabulary is even
+MODEL = ("dim=32", "n_layers=2", "n_heads=4", "n_kv_heads=2", "ffn_dim=48", f"vocab_size={VOCAB_SIZE}")
+
+
+def small_config(world_size: int, *overrides: str) -> JobConfig:
+    """A tiny llama3 in float64 with plain SGD and no clipping; overrides are `section.key=value`."""
+    settings = [
+        *(f"model.{value}" for value in MODEL),
+        "data.sources.0.kind=tokens",
+        f"data.sources.0.path={TOKENS}",
+        f"training.seq_len={SEQ_LEN}",
+        f"training.global_batch_size={GLOBAL_BATCH}",
+        "training.local_batch_size=1",
+        "training.dtype=float64",
+        "training.max_norm=0.0",
+        "optimizer.name=SGD",
+        "lr_schedule.warmup_steps=0",
+        "lr_schedule.decay=none",
+    ]
+    given = {item.split("=", 1)[0]: item.split("=", 1)[1] for item in (*settings, *overrides)}
+    return load_config([f"--{key}={value}" for key, value in given.items()], world_size=world_size, device_type="cpu")
+
+
+def global_batch(masks: str, seed: int = 0) -> Batch:
+    """All rows of one step. masks says which labels are IGNORE_INDEX:
+
+    uneven: each row has its own share of valid labels, from 0 to 100 %, row 0 none at all; silent_ranks: as uneven,
+    and no valid label in any odd row, so that with 2 or 4 data ranks half of the ranks have none; none: no label at all.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCAB_SIZE, (GLOBAL_BATCH, SEQ_LEN + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    share = torch.rand(GLOBAL_BATCH, 1, generator=generator)
+    share[0], share[2] = 0.0, 1.0
+    masked = torch.rand(GLOBAL_BATCH, SEQ_LEN, generator=generator) >= share
+    if masks == "silent_ranks":
+        masked[1::2] = True
+    if masks == "none":
+        masked[:] = True
+    labels[masked] = -100
+    return Batch(tokens[:, :-1].contiguous(), labels)
+
+
+def rank_batches(batch: Batch, rank: int, degree: int, accumulation: int) -> list[Batch]:
+    """The microbatches of one data rank: rows n with n mod degree == rank, in order."""
+    local = [tensor[rank::degree] for tensor in batch]
+    return [Batch(*parts) for parts in zip(*(tensor.chunk(accumulation) for tensor in local), strict=True)]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Of one step before its update."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def plain_model(config: JobConfig) -> nn.Module:
+    """The model of the configuration, in one piece, with its initial weights."""
+    family, hyper_parameters = resolve_model(config.model)
+    model = family.build(hyper_parameters).to(getattr(torch, config.training.dtype))
+    model.tie_weights()
+    model.init_buffers(torch.device("cpu"))
+    init_parameters_(model, config.debug.seed, lambda name: family.init(hyper_parameters, name))
+    return model
+
+
+def reference_step(config: JobConfig, batch: Batch) -> Reference:
+    """Loss, gradient norm and gradients of the whole global batch at once."""
+    model = plain_model(config)
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    logits = model(batch.tokens)
+    total = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100, reduction="sum")
+    loss = total / max(1, int((batch.labels != -100).sum()))
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
+    return Reference(loss.detach(), norm, gradients, weights)

@@ -1,0 +1,45 @@
+"""Every data-parallel layout has the gradients of one process, whatever is masked and however it accumulates."""
+
+import pytest
+
+from tests.distributed.gradients import step_errors
+from titanlite.runtime.launch import run_ranks
+
+BOUNDS = {"float64": 1e-12, "float32": 1e-5}
+LAYOUTS = {
+    1: [(1, 1)],
+    2: [(1, 2), (2, 1)],
+    4: [(1, 4), (4, 1), (2, 2)],
+}
+"""World size: (dp_replicate, dp_shard)."""
+
+
+def all_cases(layouts: list[tuple[int, int]], dtype: str) -> dict[str, tuple[float, str, bool]]:
+    """On each rank: what was run, and its worst relative error."""
+    errors = {}
+    for replicate, shard in layouts:
+        for sync in ("every", "last", "hybrid"):
+            for accumulation in (1, 2, 4):
+                local_batch_size = 16 // (replicate * shard * accumulation)
+                settings = [
+                    f"training.dtype={dtype}",
+                    f"parallelism.dp_replicate={replicate}",
+                    f"parallelism.dp_shard={shard}",
+                    f"parallelism.gradient_sync={sync}",
+                    f"training.local_batch_size={local_batch_size}",
+                ]
+                for masks in ("uneven", "silent_ranks"):
+                    found = step_errors(settings, masks, accumulation)
+                    case = f"replicate {replicate} x shard {shard}, {sync}, accumulation {accumulation}, {masks}"
+                    errors[case] = (found.worst, found.parameter, found.same_initial_weights)
+    return errors
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("world_size", sorted(LAYOUTS))
+def test_gradients_are_those_of_one_process(world_size: int, dtype: str) -> None:
+    for rank, errors in enumerate(run_ranks(all_cases, world_size, LAYOUTS[world_size], dtype)):
+        assert len(errors) == 18 * len(LAYOUTS[world_size])
+        for case, (worst, parameter, same_initial_weights) in errors.items():
+            assert same_initial_weights, f"rank {rank}: {case}: initial weights differ"
+            assert worst <= BOUNDS[dtype], f"rank {rank}: {case}: {parameter} is off by {worst:.1e}"
