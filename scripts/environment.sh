@@ -21,20 +21,19 @@ check() {
 
 # Sets `active` to the path of the active Python: $PYTHON, else python3, else python.
 find_active_python() {
-    local names=(python3 python) name about major minor path old=""
+    local names=(python3 python) name version found=""
     [[ -z ${PYTHON:-} ]] || names=("$PYTHON")
     for name in "${names[@]}"; do
-        about=$("$name" -c 'import sys; print("%d %d %s" % (sys.version_info[0], sys.version_info[1], sys.executable))' \
-            2>/dev/null) || continue
-        read -r major minor path <<<"$about"
-        if ((major == 3 && minor >= 11)); then
-            active=$path
+        version=$("$name" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue
+        if [[ $version =~ ^3\.(1[1-9]|[2-9][0-9])$ ]]; then
+            active=$(command -v "$name")
+            [[ $active == /* ]] || active=$PWD/$active
             return
         fi
-        old="$name is Python $major.$minor"
+        found=${found:-$name is Python $version}
     done
-    die "Python 3.11 or newer is needed, but ${old:-there is no ${names[*]} that runs}:" \
-        "install one, or name one: PYTHON=/path/to/python3 $0"
+    die "Python 3.11 or newer is needed, but ${found:-nothing runs as ${PYTHON:-python3 or python}}:" \
+        "install one, or say where it is: PYTHON=/path/to/python3 $0"
 }
 
 # Sets `python` to one that has everything: the active one, else that of .venv, which is made or completed where need be.
