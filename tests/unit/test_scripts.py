@@ -1,0 +1,383 @@
+"""The shell scripts: against stubs of python, pip and torchrun, in a checkout whose path has a space."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TOOLS = ["bash", "cat", "chmod", "cp", "dirname", "env", "flock", "getconf", "grep", "mkdir", "nproc", "readlink", "rm"]
+
+# A Python that writes down its calls. Files beside it say how it is: version, missing, gpus, torch-folder, no-venv
+PYTHON = """#!/usr/bin/env bash
+here=$(dirname "$0")
+echo "$here/python $*" >>"$STUB_LOG"
+case "$*" in
+*-venv*version_info*) echo python3.11-venv ;;
+*version_info*) cat "$here/version" 2>/dev/null || echo 3.11 ;;
+*"check_environment.py missing"*) cat "$here/missing" 2>/dev/null || true ;;
+*"check_environment.py torch-folder"*) cat "$here/torch-folder" 2>/dev/null || true ;;
+*"check_environment.py gpus"*)
+    [[ -e $here/gpus ]] || { echo 0 && exit; }
+    cat "$here/gpus"
+    ! grep -q [a-z] "$here/gpus" ;;
+*"import venv, ensurepip"*) [[ ! -e $here/no-venv ]] ;;
+*"-m venv --clear"*)
+    rm -rf "$5" && mkdir -p "$5/bin" || exit
+    cp "$0" "$5/bin/python"
+    echo everything >"$5/bin/missing" ;;
+*sysconfig*) echo "$here" ;;
+*"-m pip install"*)
+    pwd >>"$STUB_LOG"
+    [[ ! -e $STUB_LOG.no-pip ]] && rm -f "$here/missing" ;;
+*"-m pytest"*) echo "pytest in $PWD, OMP_NUM_THREADS=$OMP_NUM_THREADS" ;;
+*"-m torch.distributed.run"*) shift 2 && exec "$STUB_TORCHRUN" "$@" ;;
+esac
+"""
+
+TORCHRUN = """#!/usr/bin/env bash
+printf '%s\\n' "$@"
+echo "in $PWD"
+for name in PYTHON_EXEC OMP_NUM_THREADS CUDA_VISIBLE_DEVICES; do echo "$name=${!name-unset}"; done
+"""
+
+
+def executable(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+class Checkout:
+    """A checkout with the real scripts, and a PATH with nothing but stubs and a few system tools."""
+
+    def __init__(self, folder: Path) -> None:
+        self.repo = folder / "a checkout"
+        self.bin = folder / "bin"
+        self.cwd = folder / "elsewhere"
+        self.log = folder / "log"
+        self.venv = self.repo / ".venv"
+        self.cwd.mkdir()
+        shutil.copytree(REPOSITORY / "scripts", self.repo / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("run_train.sh", ".ci/run"):
+            (self.repo / name).parent.mkdir(exist_ok=True)
+            shutil.copy(REPOSITORY / name, self.repo / name)
+        for name in TOOLS:
+            if (found := shutil.which(name)) is not None:
+                (folder / "tools").mkdir(exist_ok=True)
+                (folder / "tools" / name).symlink_to(found)
+        executable(self.bin / "python3", PYTHON)
+        executable(self.bin / "torchrun", TORCHRUN)
+        self.environment = {"PATH": f"{self.bin}:{folder / 'tools'}", "STUB_LOG": str(self.log)}
+        self.environment["STUB_TORCHRUN"] = str(self.bin / "torchrun")
+
+    def python_is(self, **facts: str) -> None:
+        for name, text in facts.items():
+            (self.bin / name.replace("_", "-")).write_text(text)
+
+    def run(self, *arguments: str, script: str = "run_train.sh", **variables: str) -> subprocess.CompletedProcess[str]:
+        command = [self.repo / script, *arguments]
+        environment = self.environment | variables
+        return subprocess.run(command, cwd=self.cwd, env=environment, capture_output=True, text=True, timeout=60)
+
+    def launched(self, *arguments: str, **variables: str) -> list[str]:
+        """What torchrun was given: its arguments, the folder, then the variables."""
+        done = self.run(*arguments, **variables)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    def refused(self, *arguments: str, script: str = "run_train.sh", **variables: str) -> str:
+        """The one line with which the script ends before it starts anything."""
+        done = self.run(*arguments, script=script, **variables)
+        assert done.returncode == 1
+        assert done.stdout == ""
+        lines = done.stderr.splitlines()
+        assert lines[-1].startswith(f"{Path(script).name}: ")
+        return lines[-1]
+
+    def calls(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+def test_complete_active_python_runs_torchrun_at_once(checkout: Checkout) -> None:
+    lines = checkout.launched("--training.steps", "50", "--job.description", "two words")
+    config = str(checkout.repo / "configs" / "quickstart.toml")
+    assert lines[:9] == [
+        *["--standalone", "--nproc-per-node=1", "-m", "titanlite.train", "--job.config_file", config],
+        *["--training.steps", "50", "--job.description"],
+    ]
+    assert lines[9:] == [
+        "two words",
+        f"in {checkout.cwd}",
+        f"PYTHON_EXEC={checkout.bin / 'python3'}",
+        "OMP_NUM_THREADS=unset",
+        "CUDA_VISIBLE_DEVICES=unset",
+    ]
+    assert not checkout.venv.exists()
+
+
+def test_called_through_a_symlink(checkout: Checkout) -> None:
+    link = checkout.cwd / "go"
+    link.symlink_to(checkout.repo / "run_train.sh")
+    done = subprocess.run([link], env=checkout.environment, capture_output=True, text=True, timeout=60)
+    assert str(checkout.repo / "configs" / "quickstart.toml") in done.stdout
+
+
+@pytest.mark.parametrize("own", [["--job.config_file", "own.toml"], ["--job.config_file=own.toml"]])
+def test_config_file_by_variable_and_by_command_line(checkout: Checkout, own: list[str]) -> None:
+    assert checkout.launched(CONFIG_FILE="my run.toml")[4:6] == ["--job.config_file", "my run.toml"]
+    lines = checkout.launched(*own, CONFIG_FILE="other.toml")
+    assert lines[4 : 4 + len(own)] == own
+    assert "other.toml" not in lines
+
+
+def test_processes_and_threads(checkout: Checkout) -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    done = checkout.run(NGPU="2")
+    assert "--nproc-per-node=2" in done.stdout
+    assert f"OMP_NUM_THREADS={max(1, cores // 2)}\n" in done.stdout
+    assert "run_train.sh: OMP_NUM_THREADS=" in done.stderr
+    assert "OMP_NUM_THREADS=7" in checkout.launched(NGPU="2", OMP_NUM_THREADS="7")
+    checkout.python_is(gpus="4")
+    assert "--nproc-per-node=4" in checkout.launched()
+    assert "--nproc-per-node=1" in checkout.launched(NGPU="1")
+
+
+def test_nodes(checkout: Checkout) -> None:
+    lines = checkout.launched(NNODES="2", NODE_RANK="1", RDZV_ENDPOINT="node0:29500", NGPU="1")
+    rendezvous = ["--rdzv-backend=static", "--rdzv-endpoint=node0:29500"]
+    assert lines[:5] == ["--nnodes=2", "--node-rank=1", *rendezvous, "--nproc-per-node=1"]
+    assert "--standalone" in checkout.launched(NNODES="1", NODE_RANK="0")
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"NGPU": "two"}, "NGPU=two"),
+        ({"NGPU": "0"}, "NGPU=0"),
+        ({"NNODES": "1:4"}, "NNODES=1:4"),
+        ({"NNODES": "2"}, "NODE_RANK (this node's number, 0 to 1) and RDZV_ENDPOINT"),
+        ({"NNODES": "2", "NODE_RANK": "2", "RDZV_ENDPOINT": "a:1"}, "NODE_RANK=2"),
+        ({"NNODES": "2", "NODE_RANK": "0", "RDZV_ENDPOINT": "a"}, "RDZV_ENDPOINT=a: it is host:port"),
+        ({"DEVICE": "tpu"}, "DEVICE=tpu: it is cpu, cuda, or not set"),
+    ],
+)
+def test_bad_variables_are_refused_before_any_set_up(checkout: Checkout, variables: dict[str, str], words: str) -> None:
+    assert words in checkout.refused(**variables)
+    assert checkout.calls() == ""
+
+
+def test_device(checkout: Checkout) -> None:
+    assert "CUDA_VISIBLE_DEVICES=" in checkout.launched(DEVICE="cpu")
+    assert "check_environment.py gpus cpu" in checkout.calls()
+    checkout.python_is(gpus="an NVIDIA GPU is there, but")
+    assert checkout.refused() == "run_train.sh: an NVIDIA GPU is there, but"
+
+
+def test_python_is_too_old_or_not_there(checkout: Checkout) -> None:
+    for version in ("2.7", "3.10"):
+        checkout.python_is(version=version)
+        assert f"Python 3.11 or newer is needed, but python3 is Python {version}" in checkout.refused()
+    (checkout.bin / "python3").unlink()
+    assert "nothing runs as python3 or python:" in checkout.refused()
+    assert "nothing runs as /no/python:" in checkout.refused(PYTHON="/no/python")
+    assert not checkout.venv.exists()
+
+
+def test_minimum_python_is_that_of_pyproject() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    text = (REPOSITORY / "scripts" / "environment.sh").read_text()
+    assert f"Python {project['requires-python'].removeprefix('>=')} or newer is needed" in text
+
+
+def test_set_up_in_one_line_and_only_once(checkout: Checkout) -> None:
+    checkout.python_is(missing="titanlite\ntorch")
+    done = checkout.run("--training.steps", "1")
+    assert done.returncode == 0
+    assert done.stderr.count("\n") == 1
+    assert "lacks titanlite, torch: creating .venv" in done.stderr
+    assert f"pip install -e '{checkout.repo}'" in done.stderr
+    assert f"PYTHON_EXEC={checkout.venv / 'bin' / 'python'}" in done.stdout
+    assert "-m torch.distributed.run --standalone" in checkout.calls()  # pip made no torchrun, so the script did
+    calls = checkout.calls()
+    assert (
+        f"{checkout.venv}/bin/python -P -m pip install --disable-pip-version-check --editable .\n{checkout.repo}\n"
+        in calls
+    )
+    assert not (checkout.repo / ".venv.incomplete").exists()
+    again = checkout.run()
+    assert again.stderr == ""
+    assert "pip install" not in checkout.calls().removeprefix(calls)
+
+
+def test_interrupted_set_up_is_done_anew(checkout: Checkout) -> None:
+    checkout.python_is(missing="torch")
+    (checkout.log.parent / "log.no-pip").touch()
+    assert "pip could not install titanlite" in checkout.refused()
+    assert (checkout.repo / ".venv.incomplete").exists()
+    (checkout.log.parent / "log.no-pip").unlink()
+    (checkout.venv / "half").touch()
+    assert checkout.run().returncode == 0
+    assert not (checkout.venv / "half").exists()
+    assert not (checkout.repo / ".venv.incomplete").exists()
+
+
+def test_users_own_venv_is_completed_and_never_cleared(checkout: Checkout) -> None:
+    checkout.python_is(missing="torch")
+    executable(checkout.venv / "bin" / "python", PYTHON)
+    (checkout.venv / "bin" / "missing").write_text("tyro")
+    done = checkout.run()
+    assert "completing .venv" in done.stderr
+    assert "-m venv" not in checkout.calls()
+    assert "-m pip install" in checkout.calls()
+    (checkout.venv / "bin" / "python").unlink()
+    assert "has no Python that runs: delete it" in checkout.refused()
+
+
+def test_installed_torch_is_kept(checkout: Checkout) -> None:
+    checkout.python_is(missing="tyro", torch_folder="/site with torch")
+    assert "keeping the torch in /site with torch" in checkout.run().stderr
+    assert (checkout.venv / "bin" / "torch_folder.pth").read_text() == "/site with torch\n"
+
+
+def test_missing_venv_module_names_the_package(checkout: Checkout) -> None:
+    checkout.python_is(missing="torch", no_venv="")
+    assert "apt install python3.11-venv" in checkout.refused()
+    assert not (checkout.repo / ".venv.incomplete").exists()
+
+
+def test_named_python_comes_first(checkout: Checkout) -> None:
+    other = executable(checkout.cwd / "other" / "python3", PYTHON)
+    executable(other.parent / "torchrun", TORCHRUN + "echo other\n")
+    lines = checkout.launched(PYTHON="other/python3")
+    assert lines[-1] == "other"
+    assert f"PYTHON_EXEC={other}" in lines
+
+
+def test_test_script(checkout: Checkout) -> None:
+    done = checkout.run("-m", "not slow", script="scripts/test.sh")
+    assert done.stdout == f"pytest in {checkout.repo}, OMP_NUM_THREADS=1\n"
+    assert "-m pytest -m not slow" in checkout.calls()
+    assert "check_environment.py missing test\n" in checkout.calls()
+
+
+def test_ci_lints_checks_types_then_calls_the_test_script(checkout: Checkout) -> None:
+    done = checkout.run(script=".ci/run")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("pytest in ")
+    calls = [call.split("python ", 1)[1] for call in checkout.calls().splitlines() if " -m " in call]
+    assert calls == ["-m ruff check .", "-m ruff format --check .", "-m mypy", "-m pytest"]
+
+
+# What check_environment.py answers
+
+
+def load_check_environment() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_environment", REPOSITORY / "scripts" / "check_environment.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+check_environment = load_check_environment()
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"),
+    [
+        *[(version, True) for version in ("2.11", "2.11.0", "2.13.1+cu130", "2.12.0.post1")],
+        *[
+            (version, False)
+            for version in ("2.10.9", "2.14", "2.14.0+cpu", "3.0", "2.13.0.dev20260101", "2.12.0a0+git")
+        ],
+    ],
+)
+def test_version_range_and_no_nightly(version: str, fits: bool) -> None:
+    assert check_environment.fits(version, ">=2.11,<2.14") is fits
+
+
+def test_every_requirement_can_be_checked() -> None:
+    extras = list(tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    for requirement in check_environment.requirements(extras):
+        check_environment.lacking(requirement)
+    assert check_environment.lacking("no-such-distribution>=1") == "no-such-distribution"
+    assert check_environment.lacking("pytest<1").startswith("pytest <1 (it has ")
+    with pytest.raises(ValueError, match="more than a name"):
+        check_environment.lacking("a; python_version < '3.12'")
+
+
+def test_current_folder_does_not_count_as_installed(tmp_path: Path) -> None:
+    venv.create(tmp_path, symlinks=True)
+    command = [tmp_path / "bin" / "python", REPOSITORY / "scripts" / "check_environment.py", "missing"]
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+
+    def lacks(**variables: str) -> list[str]:
+        return subprocess.check_output(command, cwd=REPOSITORY, env=clean | variables, text=True).split("\n")
+
+    assert lacks()[:2] == ["titanlite", "torch"]
+    assert lacks(PYTHONPATH=str(REPOSITORY))[:1] == ["torch"]
+
+
+class FakeTorch(ModuleType):
+    """A torch without a device; `error` is what initialising CUDA says."""
+
+    def __init__(self, build: str | None, count: int = 0, error: str = "No CUDA GPUs are available") -> None:
+        super().__init__("torch")
+        self.__version__ = "2.13.0"
+        self.version = SimpleNamespace(cuda=build)
+        self.error = error
+        self.cuda = SimpleNamespace(is_available=lambda: count > 0, device_count=lambda: count, init=self.init)
+
+    def init(self) -> None:
+        raise RuntimeError(f"{self.error}\nmore")
+
+
+def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)  # importing it would be an ImportError
+    assert check_environment.gpus("", tmp_path) == 0
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidia0").touch()
+    assert check_environment.gpus("cpu", tmp_path) == 0
+    monkeypatch.setitem(sys.modules, "torch", FakeTorch("13.0", count=3))
+    assert check_environment.gpus("", tmp_path) == 3
+    monkeypatch.setitem(sys.modules, "torch", FakeTorch(None))
+    assert "torch 2.13.0 is a build without CUDA" in check_environment.gpus("", tmp_path)
+    monkeypatch.setitem(sys.modules, "torch", FakeTorch("13.0", error="The driver is too old"))
+    answer = check_environment.gpus("", tmp_path)
+    assert "built for CUDA 13.0, cannot use it: The driver is too old" in answer
+    assert answer.endswith("DEVICE=cpu to train on the CPU")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert check_environment.gpus("", tmp_path) == 0
+    assert "CUDA_VISIBLE_DEVICES hides all GPUs" in check_environment.gpus("cuda", tmp_path)
+
+
+@pytest.mark.soak
+def test_fresh_clone_sets_itself_up(tmp_path: Path) -> None:
+    """With the network and a Python that has nothing: the commands of the README, in a new clone."""
+    repo = tmp_path / "a clone"
+    subprocess.run(["git", "clone", "-q", REPOSITORY, repo], check=True)
+    path = f"{Path(sys.base_prefix) / 'bin'}:/usr/bin:/bin"
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    for expected in ("creating .venv", ""):
+        done = subprocess.run(
+            [repo / "run_train.sh", "--help"], cwd=tmp_path, env=clean | {"PATH": path}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert expected in done.stderr if expected else done.stderr == ""
+        assert "--training.steps" in done.stdout
