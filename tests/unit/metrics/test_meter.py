@@ -208,7 +208,7 @@ def _flush_on_a_rank() -> dict[str, Any]:
         for step in (1, 2):
             clock.now += 0.5
             share = stats_of([0.1, 2.0][rank] * step, grad_norm=3.25, num_valid=1000 + step)
-            meter.update(step, share, lr=0.01, data_wait_s=0.3 * step * (1 - rank), bad_rows=step * (rank + 1))
+            meter.update(step, share, lr=0.01, data_wait_s=0.3 * step * rank, bad_rows=step * (rank + 1))
             records.append(meter.flush())
     return {"rows": [record.row() for record in records], "collectives": operations.collectives()}
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -16,6 +17,7 @@ from titanlite.metrics.sinks import (
     ConsoleSink,
     JsonlSink,
     MetricsConfig,
+    TensorBoardSink,
     build_sinks,
     check_metrics,
     console_line,
@@ -199,13 +201,25 @@ def test_tensorboard_has_the_same_names(tmp_path: Path) -> None:
 
     sinks = build_sinks(MetricsConfig(enable_tensorboard=True, folder="a/b"), tmp_path, rank=0, total_steps=100)
     sinks.write(RECORD)
-    sinks.write(replace(RECORD, step=40, loss=math.nan))
     # read before closing: what is written is there at once
     events = EventAccumulator(str(tmp_path / "a" / "b")).Reload()
+    assert [event.step for event in events.Scalars("bad_rows")] == [30]
+    sinks.write(replace(RECORD, step=40, loss=math.nan))
+    events.Reload()
     sinks.close()
     assert sorted(events.Tags()["scalars"]) == sorted(set(RECORD.row()) - {"step"})
     assert [event.step for event in events.Scalars("loss")] == [30, 40]
     assert events.Scalars("lr")[0].value == pytest.approx(3e-4)
+
+
+def test_tensorboard_is_flushed_with_each_record(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    sink = TensorBoardSink(tmp_path)
+    with mock.patch.object(sink._writer, "flush", wraps=sink._writer.flush) as flush:
+        for count in (1, 2):
+            sink.write(RECORD)
+            assert flush.call_count == count
+    sink.close()
 
 
 def test_the_defaults_have_no_problem() -> None:
