@@ -1,5 +1,6 @@
 """The shell scripts: against stubs of python, pip and torchrun, in a checkout whose path has a space."""
 
+import fcntl
 import importlib.util
 import os
 import shutil
@@ -8,6 +9,7 @@ import sys
 import tomllib
 import venv
 from pathlib import Path
+from subprocess import PIPE
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -145,14 +147,15 @@ def test_config_file_by_variable_and_by_command_line(checkout: Checkout, own: li
 
 
 def test_processes_and_threads(checkout: Checkout) -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    done = checkout.run(NGPU="2")
-    assert "--nproc-per-node=2" in done.stdout
-    assert f"OMP_NUM_THREADS={max(1, cores // 2)}\n" in done.stdout
-    assert "run_train.sh: OMP_NUM_THREADS=" in done.stderr
+    executable(checkout.bin / "nproc", "#!/usr/bin/env bash\necho 16\n")
+    done = checkout.run(NGPU="4")
+    assert "--nproc-per-node=4" in done.stdout
+    assert "OMP_NUM_THREADS=4\n" in done.stdout
+    assert done.stderr == "run_train.sh: OMP_NUM_THREADS=4 (16 cores, 4 processes)\n"
+    assert "OMP_NUM_THREADS=1" in checkout.launched(NGPU="32")
     assert "OMP_NUM_THREADS=7" in checkout.launched(NGPU="2", OMP_NUM_THREADS="7")
-    checkout.python_is(gpus="4")
-    assert "--nproc-per-node=4" in checkout.launched()
+    checkout.python_is(gpus="3")
+    assert "--nproc-per-node=3" in checkout.launched()
     assert "--nproc-per-node=1" in checkout.launched(NGPU="1")
 
 
@@ -230,9 +233,30 @@ def test_interrupted_set_up_is_done_anew(checkout: Checkout) -> None:
     assert (checkout.repo / ".venv.incomplete").exists()
     (checkout.log.parent / "log.no-pip").unlink()
     (checkout.venv / "half").touch()
+    (checkout.venv / "bin" / "missing").unlink()  # what pip wrote last time may look complete
     assert checkout.run().returncode == 0
     assert not (checkout.venv / "half").exists()
     assert not (checkout.repo / ".venv.incomplete").exists()
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="the system has no flock")
+def test_second_of_two_starts_waits_and_finds_all_done(checkout: Checkout) -> None:
+    checkout.python_is(missing="torch")
+    lock = os.open(checkout.repo, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        second = subprocess.Popen(
+            [checkout.repo / "run_train.sh"], env=checkout.environment, stdout=PIPE, stderr=PIPE, text=True
+        )
+        assert second.stderr is not None
+        assert "another set-up of .venv is under way" in second.stderr.readline()
+        executable(checkout.venv / "bin" / "python", PYTHON)
+    finally:
+        os.close(lock)
+    output, errors = second.communicate(timeout=60)
+    assert "titanlite.train" in output
+    assert errors == ""
+    assert "pip install" not in checkout.calls()
 
 
 def test_users_own_venv_is_completed_and_never_cleared(checkout: Checkout) -> None:
@@ -331,6 +355,8 @@ def test_current_folder_does_not_count_as_installed(tmp_path: Path) -> None:
 
     assert lacks()[:2] == ["titanlite", "torch"]
     assert lacks(PYTHONPATH=str(REPOSITORY))[:1] == ["torch"]
+    executable(tmp_path / "another" / "titanlite" / "__init__.py", "")
+    assert lacks(PYTHONPATH=str(tmp_path / "another"))[:2] == ["titanlite", "torch"]
 
 
 class FakeTorch(ModuleType):
