@@ -23,8 +23,6 @@ _BF16_DENSE_TFLOPS: tuple[tuple[str, float], ...] = (
     (r"H200", 989.5),
     # the same datasheet, NVL: 1,671 with sparsity
     (r"H200 NVL", 835.5),
-    # NVIDIA GH200 Grace Hopper Superchip datasheet: 990 (1,979 with sparsity)
-    (r"GH200 (480|144G HBM3e|120)(GB)?", 989.5),
     # NVIDIA HGX B200 specifications, per GPU: 4.5 PFLOP/s with sparsity
     (r"B200", 2250.0),
     # NVIDIA GB200 NVL72 specifications, per GPU: 5 PFLOP/s with sparsity
@@ -42,7 +40,7 @@ _BF16_DENSE_TFLOPS: tuple[tuple[str, float], ...] = (
     # NVIDIA RTX Blackwell GPU architecture whitepaper, RTX 5090: bf16 with fp32 accumulate 209.5 (419 with sparsity)
     (r"GeForce RTX 5090", 209.5),
     # AMD Instinct MI300X and MI325X data sheets: peak bfloat16 1,307.4 (2,614.9 with sparsity)
-    (r"Instinct (MI300X|MI325X)( OAM)?", 1307.4),
+    (r"Instinct (MI300X|MI325X)", 1307.4),
 )
 
 
