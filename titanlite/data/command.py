@@ -16,6 +16,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.corpus import Texts
 from titanlite.data.loader import PIECE_BYTES_PER_POSITION, DataConfig, bad_row_policy, check_data
 from titanlite.data.pieces import BadRowError
+from titanlite.data.tokenizer import check_tokenizer
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 
 T = TypeVar("T")
@@ -36,16 +37,21 @@ def run_command(main: Callable[[Sequence[str]], None]) -> None:
 
 
 def parse_arguments(
-    parser: argparse.ArgumentParser, argv: Sequence[str]
-) -> tuple[argparse.Namespace, JobConfig, list[Problem]]:
-    """The command's own arguments, the configuration (CONFIG, --section.key value), and problems found up to here."""
+    parser: argparse.ArgumentParser, argv: Sequence[str], *, needs_tokenizer: bool
+) -> tuple[argparse.Namespace, JobConfig]:
+    """The command's own arguments, and the configuration: CONFIG, then --section.key value. Raises ConfigError."""
     parser.add_argument("config", metavar="CONFIG", help="TOML file, as for training")
     parser.epilog = "--section.key value overrides a key of CONFIG, as for training."
     own, rest = parser.parse_known_args(argv)
     config, problems = parse_config(["--job.config_file", own.config, *rest])
-    if not problems:
-        problems = [*problems, *_check_text(config.data)]
-    return own, config, problems
+    if not problems:  # with defaults in place of wrong values, what follows might complain about those
+        data = config.data
+        problems = _check_text(data)
+        if needs_tokenizer:
+            problems += check_tokenizer(config.tokenizer, sources=data.sources, vocab_size=0, add_bos=data.add_bos)
+    if problems:
+        raise ConfigError(problems)
+    return own, config
 
 
 def _check_text(section: DataConfig) -> list[Problem]:

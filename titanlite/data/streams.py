@@ -133,8 +133,8 @@ class Stream:
         joined = np.concatenate(taken) if taken else np.empty(0, np.int64)
         tokens = np.full(self._seq_len, PAD_TOKEN, np.int64)
         labels = np.full(self._seq_len, IGNORE_INDEX, np.int64)
-        tokens[: len(joined)] = joined[: self._seq_len]
-        if len(joined) > 1:
+        if len(joined) > 1:  # a token alone has nothing to predict
+            tokens[: len(joined)] = joined[: self._seq_len]
             labels[: len(joined) - 1] = joined[1:]
         return tokens, labels
 

@@ -22,8 +22,7 @@ from titanlite.data.command import (
     run_command,
 )
 from titanlite.data.corpus import TextCorpus, Tokens
-from titanlite.data.tokenizer import QUICKSTART_VOCAB_SIZE, check_tokenizer, prepare_tokenizer
-from titanlite.runtime.errors import ConfigError
+from titanlite.data.tokenizer import QUICKSTART_VOCAB_SIZE, prepare_tokenizer
 
 BATCH_PIECES = 256
 HEADER_BYTES = 128
@@ -34,14 +33,12 @@ def main(argv: Sequence[str]) -> None:
 
     The tokens are those of all documents in source order, BOS and EOS as in training: what one unshuffled stream reads.
     """
-    parser = argparse.ArgumentParser("titanlite.data.tokenize", description="Tokenize sources into a .npy file.")
+    parser = argparse.ArgumentParser(
+        "titanlite.data.tokenize", description="Tokenize sources into a .npy file.", allow_abbrev=False
+    )
     parser.add_argument("--out", required=True, type=Path, help="a new .npy file, or a folder for tokens.npy")
-    own, config, problems = parse_arguments(parser, argv)
+    own, config = parse_arguments(parser, argv, needs_tokenizer=True)
     data = config.data
-    if not problems:
-        problems = check_tokenizer(config.tokenizer, sources=data.sources, vocab_size=0, add_bos=data.add_bos)
-    if problems:
-        raise ConfigError(problems)
     out = own.out if own.out.suffix == ".npy" else own.out / "tokens.npy"
     require_new(out)
     tokenizer = prepare_tokenizer(config.tokenizer, data.sources, vocab_size=QUICKSTART_VOCAB_SIZE, log=print)

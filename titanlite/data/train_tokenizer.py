@@ -18,19 +18,19 @@ from titanlite.data.command import (
     run_command,
 )
 from titanlite.data.tokenizer import QUICKSTART_VOCAB_SIZE, Tokenizer
-from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.errors import UserError
 
 
 def main(argv: Sequence[str]) -> None:
     """Write tokenizer.json and tokenizer_config.json into a new folder. Raises UserError."""
-    parser = argparse.ArgumentParser("titanlite.data.train_tokenizer", description="Train a byte-level BPE tokenizer.")
+    parser = argparse.ArgumentParser(
+        "titanlite.data.train_tokenizer", description="Train a byte-level BPE tokenizer.", allow_abbrev=False
+    )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="new folder for tokenizer.json")
     parser.add_argument(
         "--vocab_size", type=int, default=QUICKSTART_VOCAB_SIZE, metavar="N", help="default: %(default)s"
     )
-    own, config, problems = parse_arguments(parser, argv)
-    if problems:
-        raise ConfigError(problems)
+    own, config = parse_arguments(parser, argv, needs_tokenizer=False)
     if own.vocab_size < MIN_VOCAB_SIZE:
         raise UserError(f"--vocab_size {own.vocab_size}: at least {MIN_VOCAB_SIZE}, one for each byte, and EOS")
     require_new(own.out)

@@ -1,0 +1,147 @@
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from titanlite.data import tokenize, train_tokenizer
+from titanlite.data.command import run_command
+from titanlite.data.loader import DataConfig, build_loader
+from titanlite.data.sources import SourceConfig
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.runtime.errors import ConfigError, UserError
+
+
+@pytest.fixture
+def config(tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_folder: Path) -> Path:
+    rows = write_jsonl([f"the model reads {n} words\n" * (1 + n % 5) for n in range(40)])
+    file = tmp_path / "config.toml"
+    file.write_text(
+        f'[tokenizer]\npath = "{tokenizer_folder}"\n[data]\nmax_piece_bytes = 60\n'
+        f'[[data.sources]]\nkind = "jsonl"\npath = "{rows}"\n'
+    )
+    return file
+
+
+def toml_of(printed: str) -> dict[str, object]:
+    return tomllib.loads(printed[printed.index("[model]") :])
+
+
+def test_tokenize_writes_what_one_unshuffled_stream_reads(
+    config: Path, tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenize.main([str(config), "--out", str(tmp_path / "new" / "out")])
+    file = tmp_path / "new" / "out" / "tokens.npy"
+    tokens = np.load(file, mmap_mode="r")
+    assert tokens.dtype == np.uint16
+    assert int((tokens == tokenizer.eos_id).sum()) == 40
+    rows = SourceConfig(kind="jsonl", path=str(tmp_path / "rows.jsonl"))
+    section = DataConfig(num_streams=1, shuffle=False, max_piece_bytes=60, sources=(rows,))
+    facts = {"seq_len": 7, "vocab_size": 300, "global_batch_size": 1, "local_batch_size": 1, "data_rank": 0}
+    loader = build_loader(section, tokenizer, **facts, data_degree=1, pin_memory=False, epochs=1)
+    packed = [tokens[0]]
+    while not loader.ended:
+        labels = loader.next_step()[0].labels
+        packed += labels[labels >= 0].tolist()
+    loader.close()
+    assert tokens.tolist() == packed
+    printed = capsys.readouterr().out
+    assert f"{len(tokens):,} tokens, uint16" in printed
+    assert toml_of(printed) == {
+        "model": {"vocab_size": 300},
+        "data": {"sources": [{"kind": "tokens", "path": str(file)}]},
+    }
+
+
+def test_tokenize_to_a_file(config: Path, tmp_path: Path) -> None:
+    tokenize.main([str(config), "--out", str(tmp_path / "mine.npy"), "--data.add_eos", "false"])
+    assert 0 < len(np.load(tmp_path / "mine.npy")) < 2**16
+
+
+def test_a_large_vocabulary_needs_32_bits(tmp_path: Path) -> None:
+    parts = [np.array([1, 2]), np.array([], np.int64), np.array([70_000])]
+    assert tokenize.write_tokens(tmp_path / "x.npy", parts, np.dtype("<u4")) == 3
+    assert np.load(tmp_path / "x.npy").tolist() == [1, 2, 70_000]
+
+
+def test_nothing_is_overwritten_and_nothing_left_behind(config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "mine.npy"
+    out.write_text("precious")
+    with pytest.raises(UserError, match="is not overwritten"):
+        tokenize.main([str(config), "--out", str(out)])
+    with pytest.raises(UserError, match="is not overwritten"):
+        train_tokenizer.main([str(config), "--out", str(out)])
+    assert out.read_text() == "precious"
+    assert not list(tmp_path.glob("*.incomplete*"))
+
+
+@pytest.mark.parametrize("command", [tokenize.main, train_tokenizer.main])
+def test_bad_rows(
+    command: Callable[[list[str]], None],
+    config: Path,
+    tmp_path: Path,
+    write_jsonl: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_jsonl(["good text here", b"{", "and here", b"[]"])
+    arguments = [str(config), "--out", str(tmp_path / "out")]
+    with pytest.raises(UserError, match=r"rows\.jsonl, line 2: invalid JSON"):
+        command(arguments)
+    assert not list((tmp_path / "out").rglob("*"))
+    with pytest.raises(UserError, match=r"more than data\.max_bad_rows = 1 rows are bad"):
+        command([*arguments, "--data.on_bad_row", "skip", "--data.max_bad_rows", "1"])
+    command([*arguments, "--data.on_bad_row", "skip"])
+    assert "2 bad rows" in capsys.readouterr().out
+
+
+def test_train_tokenizer(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train_tokenizer.main([str(config), "--out", str(tmp_path / "trained"), "--vocab_size", "280"])
+    tokenizer = Tokenizer(tmp_path / "trained" / "tokenizer.json")
+    assert tokenizer.vocab_size == 280
+    assert tokenizer.eos_id is not None
+    assert len(tokenizer.encode(" model reads")) < 12
+    expected = {"model": {"vocab_size": 280}, "tokenizer": {"path": str(tmp_path / "trained")}}
+    assert toml_of(capsys.readouterr().out) == expected
+    with pytest.raises(UserError, match="at least 257"):
+        train_tokenizer.main([str(config), "--out", str(tmp_path / "other"), "--vocab_size", "256"])
+
+
+def test_all_problems_at_once(config: Path, tmp_path: Path) -> None:
+    wrong = ["--data.seed", "-1", "--tokenizer.path", "nowhere", "--data.sources.0.path", "nothing"]
+    with pytest.raises(ConfigError) as caught:
+        tokenize.main([str(config), "--out", str(tmp_path / "out"), *wrong])
+    assert [problem.key for problem in caught.value.problems] == ["data.seed", "data.sources.0.path", "tokenizer.path"]
+
+
+def test_sources_of_tokens_are_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "t.npy", np.arange(10))
+    (tmp_path / "c.toml").write_text(f'[[data.sources]]\nkind = "tokens"\npath = "{tmp_path}/t.npy"\n')
+    with pytest.raises(ConfigError, match=r"data.sources.0.kind"):
+        tokenize.main([str(tmp_path / "c.toml"), "--out", str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize(("extra", "code"), [([], 0), (["--data.seed", "-1"], 2), (["--vocab_size", "3"], 1)])
+def test_exit_codes(
+    extra: list[str],
+    code: int,
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_tokenizer", str(config), "--out", str(tmp_path / "out"), *extra])
+    with pytest.raises(SystemExit) as caught:
+        run_command(train_tokenizer.main)
+    assert caught.value.code == code
+    assert ("error: " in capsys.readouterr().err) == (code > 0)
+    assert (tmp_path / "out").exists() == (code == 0)
+
+
+@pytest.mark.parametrize("name", ["tokenize", "train_tokenizer"])
+def test_they_are_commands(name: str) -> None:
+    command = [sys.executable, "-m", f"titanlite.data.{name}", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert "--out" in done.stdout

@@ -1,0 +1,148 @@
+"""The cache: built once, whoever comes first, and again after any change of what it was made from."""
+
+import logging
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from titanlite.data import index as index_module
+from titanlite.data.cache import built_once, cache_folder, content_key
+from titanlite.data.index import open_index
+from titanlite.data.sources import SourceConfig
+from titanlite.runtime.errors import UserError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+
+
+def count_builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    built: list[str] = []
+    build = index_module._build
+
+    def counting(*args: object) -> None:
+        built.append(str(args[0]))
+        build(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(index_module, "_build", counting)
+    return built
+
+
+def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "own"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_folder() == tmp_path / "own"
+    monkeypatch.delenv("TITANLITE_CACHE")
+    assert cache_folder() == tmp_path / "xdg" / "titanlite"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == tmp_path / "home" / ".cache" / "titanlite"
+
+
+def test_an_index_is_built_once(write_jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    built = count_builds(monkeypatch)
+    source = SourceConfig(kind="jsonl", path=str(write_jsonl(["one", "two"])))
+    first, second = open_index(source, 1000), open_index(source, 1000)
+    assert len(built) == 1
+    assert np.array_equal(first.records, second.records)
+    assert isinstance(second.records, np.memmap)
+    assert second.records.dtype == np.int64
+
+
+def test_an_index_is_built_anew_after_a_change(
+    write_jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = count_builds(monkeypatch)
+    file = write_jsonl(["one", "two"])
+    source = SourceConfig(kind="jsonl", path=str(file))
+    open_index(source, 1000)
+    open_index(source, 999)
+    open_index(SourceConfig(kind="jsonl", path=str(file), field="body"), 1000)
+    open_index(SourceConfig(kind="text", path=str(file)), 1000)
+    open_index(SourceConfig(kind="text", path=str(file), document="line"), 1000)
+    os.utime(file, ns=(1, 1))
+    open_index(source, 1000)
+    write_jsonl(["three", "four", "five"])
+    os.utime(file, ns=(1, 1))
+    assert len(open_index(source, 1000)) == 3
+    assert len(built) == 7
+
+
+def test_a_large_index_is_written_in_blocks(write_jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "FLUSH_PIECES", 4)
+    index = open_index(SourceConfig(kind="jsonl", path=str(write_jsonl([str(n) for n in range(11)]))), 1000)
+    assert [index[n].row for n in range(len(index))] == list(range(1, 12))
+
+
+def slow_build(folder: Path) -> None:
+    with open(folder.parent / "builds", "a") as file:
+        file.write("x")
+    (folder / "half").touch()
+    time.sleep(0.3)
+    (folder / "whole").touch()
+
+
+def build_in_child(folder: Path) -> None:
+    assert (built_once(folder, "a thing", slow_build) / "whole").exists()
+
+
+def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    children = [context.Process(target=build_in_child, args=(tmp_path / "new" / "thing",)) for _ in range(4)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0] * 4
+    assert (tmp_path / "new" / "builds").read_text() == "x"
+
+
+def test_a_killed_builder_leaves_nothing_harmful(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "thing"
+    child = multiprocessing.get_context("fork").Process(target=build_in_child, args=(folder,))
+    child.start()
+    while not (tmp_path / "thing.incomplete" / "half").exists():
+        time.sleep(0.01)
+    assert child.pid is not None
+    os.kill(child.pid, signal.SIGKILL)
+    child.join()
+    with caplog.at_level(logging.INFO, "titanlite"):
+        build_in_child(folder)
+    assert not (tmp_path / "thing.incomplete").exists()
+    assert (tmp_path / "builds").read_text() == "xx"
+
+
+def test_waiting_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    child = multiprocessing.get_context("fork").Process(target=build_in_child, args=(tmp_path / "thing",))
+    child.start()
+    while not (tmp_path / "thing.incomplete" / "half").exists():
+        time.sleep(0.01)
+    with caplog.at_level(logging.INFO, "titanlite"):
+        build_in_child(tmp_path / "thing")
+    child.join()
+    assert [record.message for record in caplog.records] == ["waiting for another process that builds a thing"]
+
+
+def test_a_builder_that_fails_publishes_nothing(tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        (folder / "half").touch()
+        raise UserError("no")
+
+    with pytest.raises(UserError, match="no"):
+        built_once(tmp_path / "thing", "a thing", fail)
+    assert not (tmp_path / "thing").exists()
+
+
+def test_a_cache_that_cannot_be_written_names_the_variable(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="TITANLITE_CACHE"):
+        built_once(tmp_path / "file" / "thing", "a thing", slow_build)
+
+
+def test_keys_change_with_the_facts() -> None:
+    facts = [["pieces", 1], ["pieces", 2], ["pieces", "1"], ["pieces", 1, None]]
+    assert len({content_key(fact) for fact in facts}) == len(facts)

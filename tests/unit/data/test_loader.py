@@ -1,0 +1,307 @@
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.data.fake_corpus import FakeCorpus, expected_sequences
+from titanlite.data.loader import Batch, DataConfig, Loader, build_loader, check_data
+from titanlite.data.permutation import Permutation
+from titanlite.data.sources import SourceConfig
+from titanlite.data.streams import BadRowPolicy
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.loss import IGNORE_INDEX
+from titanlite.runtime.errors import UserError
+
+STREAMS, SEQ_LEN = 8, 6
+WORDS = ["the", "model", "reads", "a", "few", "words"]
+
+
+@pytest.fixture
+def corpus() -> FakeCorpus:
+    rng = random.Random(0)
+    lengths = [rng.choice([None, 0, 1, rng.randrange(20), rng.randrange(60)]) for _ in range(150)]
+    return FakeCorpus([*lengths, *[3] * STREAMS])
+
+
+@pytest.fixture
+def make(corpus: FakeCorpus) -> Any:
+    """make(rank, degree, ...): loaders that are closed when the test is over."""
+    made: list[Loader] = []
+
+    def one(rank: int = 0, degree: int = 1, **changes: Any) -> Loader:
+        facts: dict[str, Any] = {"num_streams": STREAMS, "seq_len": SEQ_LEN, "global_batch_size": 8}
+        facts |= {"local_batch_size": 2, "epochs": None, "policy": BadRowPolicy(True, 10**6), "pin_memory": False}
+        permutation = Permutation(corpus.counts, seed=3, shuffle=True, block_pieces=8)
+        made.append(Loader(corpus, permutation, data_rank=rank, data_degree=degree, **facts | changes))
+        return made[-1]
+
+    yield one
+    for loader in made:
+        loader.close()
+
+
+def steps_of(loaders: list[Loader], count: int) -> list[list[tuple[list[int], list[int]]]]:
+    """The (tokens, labels) of each global step, put together from all ranks in the run's order."""
+    steps = []
+    for _ in range(count):
+        rows = [[row for batch in loader.next_step() for row in zip(*batch, strict=True)] for loader in loaders]
+        interleaved = [row for same_place in zip(*rows, strict=True) for row in same_place]
+        steps.append([(tokens.tolist(), labels.tolist()) for tokens, labels in interleaved])
+    return steps
+
+
+def global_state(loaders: list[Loader]) -> torch.Tensor:
+    state = torch.full((STREAMS, 5), -1, dtype=torch.int64)
+    for loader in loaders:
+        state[list(loader.stream_ids)] = loader.state()
+    return state
+
+
+@pytest.mark.parametrize("global_batch_size", [8, 16, 4])
+@pytest.mark.parametrize("epochs", [None, 2])
+def test_sequence_n_is_the_next_of_stream_n_mod_s(
+    make: Any, corpus: FakeCorpus, global_batch_size: int, epochs: int | None
+) -> None:
+    steps = steps_of([make(global_batch_size=global_batch_size, epochs=epochs)], 160 // global_batch_size)
+    facts = {"num_streams": STREAMS, "seq_len": SEQ_LEN, "epochs": epochs or 1000, "sequences": 160 // STREAMS}
+    streams = [expected_sequences(corpus, stream=s, **facts) for s in range(STREAMS)]
+    assert [row for step in steps for row in step] == [streams[n % STREAMS][n // STREAMS] for n in range(160)]
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("local_batch_size", [1, 2, 4])
+@pytest.mark.parametrize("global_batch_size", [16, 32])
+def test_a_step_has_the_same_content_for_every_mesh(
+    make: Any, degree: int, local_batch_size: int, global_batch_size: int
+) -> None:
+    facts = {"local_batch_size": local_batch_size, "global_batch_size": global_batch_size}
+    loaders = [make(rank, degree, **facts) for rank in range(degree)]
+    reference = make(local_batch_size=1, global_batch_size=global_batch_size)
+    assert steps_of(loaders, 12) == steps_of([reference], 12)
+    assert sum(loader.bad_rows for loader in loaders) == reference.bad_rows > 0
+    assert torch.equal(global_state(loaders), reference.state())
+
+
+def test_batches_have_the_promised_shapes(make: Any) -> None:
+    batches = make(1, 2, global_batch_size=16, local_batch_size=4).next_step()
+    assert len(batches) == 2
+    for batch in batches:
+        assert isinstance(batch, Batch)
+        assert batch.tokens.shape == batch.labels.shape == (4, SEQ_LEN)
+        assert batch.tokens.dtype == batch.labels.dtype == torch.int64
+
+
+@pytest.mark.parametrize("epochs", [None, 1])
+@pytest.mark.parametrize("stop", [0, 1, 2, 5, 11])
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 4), (4, 1), (2, 4), (4, 2)])
+def test_a_run_goes_on_exactly_on_another_mesh(
+    make: Any, epochs: int | None, stop: int, before: int, after: int
+) -> None:
+    reference = steps_of([make(epochs=epochs)], 20)
+    first = [make(rank, before, epochs=epochs) for rank in range(before)]
+    assert steps_of(first, stop) == reference[:stop]
+    time.sleep(0.01)  # let the threads run ahead of what was handed out
+    second = [make(rank, after, local_batch_size=1, epochs=epochs) for rank in range(after)]
+    for loader in second:
+        loader.load_state(global_state(first))
+    assert torch.equal(global_state(second), global_state(first))
+    assert steps_of(second, 20 - stop) == reference[stop:]
+
+
+def test_a_running_loader_can_be_set_back(make: Any) -> None:
+    loader = make()
+    steps_of([loader], 3)
+    state = loader.state()
+    expected = steps_of([loader], 4)
+    loader.load_state(state)
+    assert steps_of([loader], 4) == expected
+
+
+def test_the_batch_size_may_change_on_resume(make: Any) -> None:
+    before, after, reference = make(), make(global_batch_size=4), make(global_batch_size=4)
+    steps_of([before], 3)
+    after.load_state(before.state())
+    assert steps_of([after], 4) == steps_of([reference], 10)[6:]
+
+
+def test_states_that_do_not_fit_are_refused(make: Any) -> None:
+    loader = make(0, 2)
+    state = torch.zeros(STREAMS, 5, dtype=torch.int64)
+    with pytest.raises(UserError, match=r"num_streams = 8 needs \(8, 5\)"):
+        loader.load_state(state[:4])
+    with pytest.raises(UserError, match="int64"):
+        loader.load_state(state.int())
+    state[0, 3] = 2
+    with pytest.raises(UserError, match="2 sequences, is not the state after a step"):
+        loader.load_state(state)
+    state[:, 3] = torch.tensor([1, 0, 0, 0, 0, 0, 0, 0])
+    with pytest.raises(UserError, match="2 data ranks"):
+        loader.load_state(state)
+
+
+def test_a_finite_run_ends_on_all_ranks_and_counts_each_target_once(make: Any, corpus: FakeCorpus) -> None:
+    loaders = [make(rank, 2, epochs=1) for rank in range(2)]
+    labels: list[int] = []
+    while not all(loader.ended for loader in loaders):
+        labels += [label for row in steps_of(loaders, 1)[0] for label in row[1] if label != IGNORE_INDEX]
+    assert len(labels) == len(set(labels)) == sum(len(ids or []) for ids in corpus.tokens) - STREAMS
+    assert all(label == IGNORE_INDEX for row in steps_of(loaders, 1)[0] for label in row[1])
+
+
+def test_errors_come_with_the_step_that_consumes_the_row(make: Any) -> None:
+    counts = [0]
+    counting = make()
+    while counts[-1] == 0 or len(counts) < 3:
+        counting.next_step()
+        counts.append(counting.bad_rows)
+    good_steps = next(n for n, count in enumerate(counts) if count) - 1
+    for degree in (1, 2, 4):
+        failed = []
+        for rank in range(degree):
+            loader = make(rank, degree, policy=BadRowPolicy(False, 0))
+            try:
+                for _ in range(good_steps + 1):
+                    loader.next_step()
+            except UserError:
+                failed.append(loader)
+        assert failed
+        with pytest.raises(UserError, match="is bad"):
+            failed[0].next_step()
+
+
+class CountingCorpus(FakeCorpus):
+    """Notes which threads fetch, and can be held up."""
+
+    def __init__(self) -> None:
+        super().__init__([SEQ_LEN + 1] * 400)
+        self.threads: set[str] = set()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def fetch(self, pieces: Any) -> Any:
+        self.gate.wait(5)
+        self.threads.add(threading.current_thread().name)
+        return super().fetch(pieces)
+
+
+def test_steps_are_prepared_ahead_in_a_thread_but_only_two(make: Any, corpus: FakeCorpus) -> None:
+    counting = CountingCorpus()
+    corpus.__dict__, corpus.__class__ = counting.__dict__, CountingCorpus  # type: ignore[assignment]
+    loader = make()
+    loader.next_step()
+    prepared = 0
+    while prepared != (prepared := len(counting.fetched)) or prepared < 3 * STREAMS:
+        time.sleep(0.05)
+    assert loader._preparation.next_sequence == 3 * 8
+    assert counting.threads == {"titanlite-data"}
+    assert loader.state()[:, 3].tolist() == [1] * STREAMS
+
+
+def test_waiting_is_measured(make: Any, corpus: FakeCorpus) -> None:
+    counting = CountingCorpus()
+    corpus.__dict__, corpus.__class__ = counting.__dict__, CountingCorpus  # type: ignore[assignment]
+    counting.gate.clear()
+    threading.Timer(0.2, counting.gate.set).start()
+    loader = make()
+    loader.next_step()
+    assert 0.1 < loader.wait_s < 3
+
+
+def write_words(write_jsonl: Callable[..., Path], rows: int) -> SourceConfig:
+    texts = [" ".join(WORDS[n % 6 :] + WORDS[: n % 6]) + f" {n}" for n in range(rows)]
+    return SourceConfig(kind="jsonl", path=str(write_jsonl(texts)))
+
+
+def build(section: DataConfig, tokenizer: Tokenizer | None, **changes: Any) -> Loader:
+    facts = {"seq_len": 16, "vocab_size": 300, "global_batch_size": 4, "local_batch_size": 2, "data_rank": 0}
+    return build_loader(section, tokenizer, **facts | {"data_degree": 1, "pin_memory": False} | changes)
+
+
+def test_documents_end_with_eos_and_labels_cross_it(write_jsonl: Callable[..., Path], tokenizer: Tokenizer) -> None:
+    source = write_words(write_jsonl, 12)
+    section = DataConfig(num_streams=1, max_piece_bytes=1000, shuffle=False, sources=(source,))
+    loader = build(section, tokenizer, global_batch_size=1, local_batch_size=1)
+    rows = [loader.next_step()[0] for _ in range(4)]
+    loader.close()
+    tokens = torch.cat([row.tokens[0] for row in rows]).tolist()
+    expected = []
+    for n in range(12):
+        expected += [*tokenizer.encode(" ".join(WORDS[n % 6 :] + WORDS[: n % 6]) + f" {n}"), tokenizer.eos_id]
+    assert tokens == expected[:64]
+    assert torch.cat([row.labels[0] for row in rows]).tolist() == expected[1:65]
+
+
+def test_the_parts_of_a_long_document_have_no_separators(
+    write_jsonl: Callable[..., Path], tokenizer: Tokenizer
+) -> None:
+    text = "the model reads\n" * 20
+    source = SourceConfig(kind="jsonl", path=str(write_jsonl([text])))
+    section = DataConfig(num_streams=1, max_piece_bytes=50, shuffle=False, sources=(source,))
+    loader = build(section, tokenizer, global_batch_size=1, local_batch_size=1, epochs=1)
+    tokens: list[int] = []
+    while not loader.ended:
+        ((inputs, labels),) = loader.next_step()
+        tokens += [*inputs[0][:1].tolist()] * (not tokens) + labels[labels != IGNORE_INDEX].tolist()
+    loader.close()
+    assert tokens.count(tokenizer.eos_id) == 1
+    assert tokens[-1] == tokenizer.eos_id
+    assert tokenizer.decode(tokens[:-1]) == text
+
+
+@pytest.mark.parametrize(("degree", "remedy"), [(1, "data.num_streams = 4"), (2, "data.num_streams = 4")])
+def test_fewer_pieces_than_streams(
+    degree: int, remedy: str, write_jsonl: Callable[..., Path], tokenizer: Tokenizer
+) -> None:
+    section = DataConfig(num_streams=8, max_piece_bytes=1000, sources=(write_words(write_jsonl, 5),))
+    with pytest.raises(UserError, match=remedy):
+        build(section, tokenizer, global_batch_size=8, data_degree=degree)
+    finite = build(section, tokenizer, global_batch_size=8, data_degree=degree, epochs=1)
+    assert len(finite.next_step()) == 4 // degree
+    finite.close()
+
+
+def test_fewer_pieces_than_ranks(write_jsonl: Callable[..., Path], tokenizer: Tokenizer) -> None:
+    section = DataConfig(num_streams=8, max_piece_bytes=1000, sources=(write_words(write_jsonl, 3),))
+    with pytest.raises(UserError, match="use at most 3 data ranks"):
+        build(section, tokenizer, global_batch_size=8, data_degree=4)
+
+
+def test_a_corpus_of_bad_files_alone_is_an_error(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    for n in range(4):
+        (tmp_path / f"{n}.txt").touch()
+    section = DataConfig(num_streams=4, max_piece_bytes=99, sources=(SourceConfig(kind="text", path=str(tmp_path)),))
+    for on_bad_row, message in (("error", "0.txt, line 1: the file is empty"), ("skip", "has a token")):
+        loader = build(replace(section, on_bad_row=on_bad_row, shuffle=False), tokenizer)
+        with pytest.raises(UserError, match=message):
+            loader.next_step()
+        loader.close()
+
+
+def problem_keys(section: DataConfig, **facts: int) -> list[str]:
+    known = {"seq_len": 128, "global_batch_size": 8, "data_degree": 2, "vocab_size": 300}
+    return [problem.key for problem in check_data(section, **known | facts)]
+
+
+def test_check_data(stdlib: Path, write_jsonl: Callable[..., Path]) -> None:
+    assert stdlib.is_dir()
+    good = DataConfig()
+    assert problem_keys(good) == []
+    assert problem_keys(replace(good, num_streams=4)) == []
+    assert problem_keys(replace(good, num_streams=3)) == ["data.num_streams"]
+    assert problem_keys(replace(good, num_streams=3), data_degree=0) == []
+    assert problem_keys(replace(good, num_streams=0)) == ["data.num_streams"]
+    assert problem_keys(replace(good, max_piece_bytes=8)) == ["data.max_piece_bytes"]
+    assert problem_keys(replace(good, max_bad_rows=-1)) == ["data.max_bad_rows"]
+    assert problem_keys(replace(good, seed=-1)) == ["data.seed"]
+    assert problem_keys(replace(good, sources=())) == ["data.sources"]
+    assert problem_keys(replace(good, num_streams=-2, seed=-1)) == ["data.num_streams", "data.seed"]
+    missing = SourceConfig(kind="text", path="nowhere")
+    assert problem_keys(replace(good, sources=(SourceConfig(), missing))) == ["data.sources.1.path"]
+    tokens = SourceConfig(kind="tokens", path=str(write_jsonl(["1"], "tokens.bin")), dtype="uint16")
+    assert "data.sources" in problem_keys(replace(good, sources=(SourceConfig(), tokens)), vocab_size=0)

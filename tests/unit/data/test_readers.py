@@ -1,0 +1,167 @@
+"""Text, JSON lines and parquet: what a piece is, what it reads as, and what is bad about bad rows."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from titanlite.data.jsonl import JsonlReader
+from titanlite.data.parquet import ParquetReader
+from titanlite.data.pieces import ENDS_DOCUMENT, STARTS_DOCUMENT, BadRowError, Reader
+from titanlite.data.text import TextReader
+
+WHOLE = STARTS_DOCUMENT | ENDS_DOCUMENT
+
+
+def read_all(reader: Reader, path: Path, max_piece_bytes: int = 1000) -> list[tuple[int, str, int]]:
+    """(row, text or reason, flags) of each piece."""
+    result = []
+    for piece in reader.scan(path, 0, max_piece_bytes):
+        try:
+            text = reader.read(path, piece)
+        except BadRowError as bad:
+            text = f"BAD {bad}"
+        result.append((piece.row, text, piece.flags))
+    return result
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_bytes(b"\none\ntwo\r\n \n\nthree\n\nfour")
+    return file
+
+
+def test_text_by_file(text_file: Path) -> None:
+    assert read_all(TextReader("file"), text_file) == [(1, text_file.read_bytes().decode(), WHOLE)]
+
+
+def test_text_by_paragraph(text_file: Path) -> None:
+    expected = [(2, "one\ntwo", WHOLE), (6, "three", WHOLE), (8, "four", WHOLE)]
+    assert read_all(TextReader("paragraph"), text_file) == expected
+
+
+def test_text_by_line(text_file: Path) -> None:
+    expected = [(2, "one", WHOLE), (3, "two", WHOLE), (6, "three", WHOLE), (8, "four", WHOLE)]
+    assert read_all(TextReader("line"), text_file) == expected
+
+
+def test_long_text_is_cut_at_line_ends(tmp_path: Path) -> None:
+    file = tmp_path / "long.txt"
+    file.write_text("first line\nsecond line\nthird line\n")
+    expected = [(1, "first line\n", STARTS_DOCUMENT), (2, "second line\n", 0), (3, "third line\n", ENDS_DOCUMENT)]
+    assert read_all(TextReader("file"), file, 16) == expected
+
+
+def test_only_the_part_of_a_text_that_is_not_utf8_is_bad(tmp_path: Path) -> None:
+    file = tmp_path / "broken.txt"
+    file.write_bytes(b"first line here\nbroken \xff line\nlast line here\n")
+    rows = read_all(TextReader("file"), file, 16)
+    assert [text for _, text, _ in rows] == [
+        "first line here\n",
+        "BAD invalid UTF-8 at byte 7: invalid start byte",
+        "last line here\n",
+    ]
+
+
+@pytest.mark.parametrize("reader", [TextReader("file"), TextReader("line"), JsonlReader("text"), ParquetReader("text")])
+def test_an_empty_file_is_one_bad_row(reader: Reader, tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    assert [(row, text) for row, text, _ in read_all(reader, tmp_path / "empty")] == [(1, "BAD the file is empty")]
+
+
+@pytest.mark.parametrize("reader", [TextReader("paragraph"), TextReader("line"), JsonlReader("text")])
+def test_a_file_of_blank_lines_is_one_bad_row(reader: Reader, tmp_path: Path) -> None:
+    (tmp_path / "blank").write_text("\n \n\n")
+    assert [text for _, text, _ in read_all(reader, tmp_path / "blank")] == ["BAD the file has only blank lines"]
+
+
+def test_jsonl_rows(write_jsonl: Callable[..., Path]) -> None:
+    file = write_jsonl(["one", b"", "zwei\n€", b'{"text": "3", "more": [1]}\r'])
+    assert read_all(JsonlReader("text"), file) == [(1, "one", WHOLE), (3, "zwei\n€", WHOLE), (4, "3", WHOLE)]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (b'{"text": "open', "invalid JSON at character 9: Unterminated string"),
+        (b'{"text": "\xff"}', "invalid UTF-8 at byte 10"),
+        (b'["text"]', "not a JSON object but an array"),
+        (b"null", "not a JSON object but null"),
+        (b'{"body": "x"}', "field 'text' is missing; there is 'body'"),
+        (b"{}", "field 'text' is missing; there is nothing"),
+        (b'{"text": 1.5}', "field 'text' is not text but a number"),
+        (b'{"text": null}', "field 'text' is not text but null"),
+        (b'{"text": true}', "field 'text' is not text but a boolean"),
+        (b'{"text": ["x"]}', "field 'text' is not text but an array"),
+        (b'{"text": ""}', "the text is empty"),
+        (b'{"text": "ab\\ud800"}', "half a surrogate pair, \\ud800, at character 2"),
+        (b'{"text": ' + b"[" * 200_000, "invalid JSON"),
+        (b'{"text": ' + b"1" * 10_000 + b"}", "invalid JSON"),
+    ],
+)
+@pytest.mark.parametrize("max_piece_bytes", [16, 10**6])
+def test_bad_jsonl_rows(row: bytes, reason: str, max_piece_bytes: int, write_jsonl: Callable[..., Path]) -> None:
+    file = write_jsonl(["good", row, "good"])
+    rows = read_all(JsonlReader("text"), file, max_piece_bytes)
+    assert [number for number, _, _ in rows] == [1, 2, 3]
+    assert rows[1][1].startswith("BAD ")
+    assert reason in rows[1][1]
+    assert (rows[0][1], rows[2][1]) == ("good", "good")
+
+
+def test_long_jsonl_text_is_cut_after_decoding(write_jsonl: Callable[..., Path]) -> None:
+    text = "ääääääääää\nöööööööööö\nend"
+    file = write_jsonl([text, "short"])
+    rows = read_all(JsonlReader("text"), file, 22)
+    expected = [(1, "ääääääääää\n", STARTS_DOCUMENT), (1, "öööööööööö\n", 0), (1, "end", ENDS_DOCUMENT)]
+    assert rows == [*expected, (2, "short", WHOLE)]
+
+
+def test_another_field(tmp_path: Path) -> None:
+    (tmp_path / "rows").write_text(json.dumps({"body": "x", "text": "y"}))
+    assert read_all(JsonlReader("body"), tmp_path / "rows") == [(1, "x", WHOLE)]
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_parquet_rows(kind: pa.DataType, tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    texts = ["one", None, "", "long line one\nlong line two\n", "fünf"]
+    pq.write_table(pa.table({"text": pa.array(texts).cast(kind), "n": range(5)}), file, row_group_size=2)
+    assert read_all(ParquetReader("text"), file, 20) == [
+        (1, "one", WHOLE),
+        (2, "BAD field 'text' is null", WHOLE),
+        (3, "BAD the text is empty", WHOLE),
+        (4, "long line one\n", STARTS_DOCUMENT),
+        (4, "long line two\n", ENDS_DOCUMENT),
+        (5, "fünf", WHOLE),
+    ]
+
+
+def test_parquet_text_that_is_not_utf8(tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    broken = pa.Array.from_buffers(pa.string(), 1, pa.array([b"a" * 30 + b"\xff"], pa.binary()).buffers())
+    pq.write_table(pa.table({"text": broken}), file)
+    assert [text for _, text, _ in read_all(ParquetReader("text"), file, 16)] == [
+        "BAD invalid UTF-8 at byte 30: invalid start byte"
+    ]
+
+
+def test_parquet_without_the_field_or_with_another_type(tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"n": [1, 2]}), file)
+    missing = "BAD field 'text' is missing; there is 'n'"
+    assert read_all(ParquetReader("text"), file) == [(1, missing, WHOLE), (2, missing, WHOLE)]
+    assert read_all(ParquetReader("n"), file)[0] == (1, "BAD field 'n' is not text but int64", WHOLE)
+
+
+def test_parquet_that_is_none_or_has_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "broken").write_bytes(b"PAR1 but not really")
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "no_rows")
+    (broken,) = read_all(ParquetReader("text"), tmp_path / "broken")
+    (no_rows,) = read_all(ParquetReader("text"), tmp_path / "no_rows")
+    assert broken[1].startswith("BAD not a parquet file that can be read: ")
+    assert no_rows[1] == "BAD the file has no rows"

@@ -1,0 +1,101 @@
+import sysconfig
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from titanlite.data.index import open_index
+from titanlite.data.sources import SourceConfig, check_source, find_files
+
+
+def keys(source: SourceConfig) -> list[str]:
+    return [problem.key for problem in check_source(source, "data.sources.0")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "corpus"
+    for name in ("b.txt", "a.txt", "sub/deep/c.TXT", "sub/d.md", "sub/e.jsonl", ".hidden.txt", "[x].txt"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("text")
+    return root
+
+
+def found(path: str, kind: str = "text") -> list[str]:
+    return [file.name for file in find_files(SourceConfig(kind=kind, path=path))]  # type: ignore[arg-type]
+
+
+def test_a_folder_means_all_files_of_the_kind_below_it(folder: Path) -> None:
+    assert found(str(folder)) == ["[x].txt", "a.txt", "b.txt", "d.md", "c.TXT"]
+    assert found(str(folder), "jsonl") == ["e.jsonl"]
+
+
+def test_globs_and_files(folder: Path) -> None:
+    assert found(f"{folder}/**/*.jsonl") == ["e.jsonl"]
+    assert found(f"{folder}/?.txt") == ["a.txt", "b.txt"]
+    assert found(f"{folder}/[x].txt") == ["[x].txt"]
+    assert found(f"{folder}/nothing*") == []
+
+
+def test_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    assert found("~/a.txt") == ["a.txt"]
+
+
+def test_sources_that_are_right(folder: Path, stdlib: Path) -> None:
+    assert stdlib.is_dir()
+    assert keys(SourceConfig()) == []
+    assert keys(SourceConfig(split="validation")) == []
+    assert keys(SourceConfig(kind="text", path=str(folder), document="line", name="mine")) == []
+    assert keys(SourceConfig(kind="jsonl", path=str(folder), field="body")) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "key"),
+    [
+        (SourceConfig(kind="text", path="F", field="text"), "field"),
+        (SourceConfig(kind="text", path="F", dtype="uint16"), "dtype"),
+        (SourceConfig(kind="text", path="F", split="train"), "split"),
+        (SourceConfig(kind="jsonl", path="F", document="line"), "document"),
+        (SourceConfig(kind="python-stdlib", path="F"), "path"),
+        (SourceConfig(kind="text"), "path"),
+        (SourceConfig(kind="text", path="F/nothing"), "path"),
+        (SourceConfig(kind="parquet", path="F"), "path"),
+        (SourceConfig(kind="tokens", path="F/a.txt"), "path"),
+        (SourceConfig(kind="tokens", path="F/tokens.bin"), "dtype"),
+        (SourceConfig(kind="tokens", path="F/tokens.npy", dtype="uint16"), "dtype"),
+    ],
+)
+def test_sources_that_are_wrong(source: SourceConfig, key: str, folder: Path) -> None:
+    for name in ("tokens.bin", "tokens.npy"):
+        (folder / name).write_bytes(b"12")
+    source = replace(source, path=source.path.replace("F", str(folder)))
+    assert keys(source) == [f"data.sources.0.{key}"]
+
+
+def test_a_missing_file_names_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (problem,) = check_source(SourceConfig(kind="text", path="data/*.txt"), "data.sources.3")
+    assert (problem.key, problem.value) == ("data.sources.3.path", "data/*.txt")
+    assert str(tmp_path / "data" / "*.txt") in problem.remedy
+
+
+def test_an_interpreter_without_library_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "python.zip")})
+    assert keys(SourceConfig()) == ["data.sources.0.kind"]
+
+
+def test_the_standard_library_is_split(stdlib: Path) -> None:
+    train = open_index(SourceConfig(), 1000).files
+    held_out = open_index(SourceConfig(split="validation"), 1000).files
+    everything = sorted([*train, *held_out], key=lambda file: file.relative_to(stdlib).as_posix())
+    assert everything == sorted(stdlib.glob("package*/module*.py"), key=lambda file: file.as_posix())
+    assert [everything.index(file) for file in held_out] == [19, 39]
+
+
+def test_the_index_of_files(write_jsonl: Callable[..., Path]) -> None:
+    write_jsonl(["one", "two"], "a.jsonl")
+    folder = write_jsonl(["three"], "b.jsonl").parent
+    index = open_index(SourceConfig(kind="jsonl", path=str(folder)), 1000)
+    assert [(piece.file, piece.row) for piece in map(index.__getitem__, range(len(index)))] == [(0, 1), (0, 2), (1, 1)]

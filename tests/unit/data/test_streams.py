@@ -1,0 +1,162 @@
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from tests.unit.data.fake_corpus import FakeCorpus, expected_sequences, make_stream
+from titanlite.data.streams import BadRowPolicy, Stream, StreamState
+from titanlite.loss import IGNORE_INDEX
+from titanlite.runtime.errors import UserError
+
+
+def random_corpus(rng: random.Random, *, bad: bool = False) -> FakeCorpus:
+    longest = rng.choice([1, 4, 30])
+    lengths: list[int | None] = [rng.choice([0, rng.randrange(longest + 1)]) for _ in range(rng.randrange(4, 40))]
+    if bad:
+        lengths = [None if rng.random() < 0.2 else length for length in lengths]
+    return FakeCorpus([*lengths, 5, 5, 5, 5])
+
+
+def take(stream: Stream, sequences: int) -> list[tuple[list[int], list[int]]]:
+    pairs = [stream.next_sequence() for _ in range(sequences)]
+    return [(tokens.tolist(), labels.tolist()) for tokens, labels in pairs]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_finite_stream_is_its_tokens_in_a_row(seed: int) -> None:
+    rng = random.Random(seed)
+    corpus, seq_len, epochs = random_corpus(rng, bad=True), rng.randrange(1, 9), rng.randrange(1, 4)
+    for s in range(3):
+        facts = {"stream": s, "num_streams": 3, "seq_len": seq_len, "epochs": epochs}
+        stream = make_stream(corpus, **facts)
+        assert take(stream, 200) == expected_sequences(corpus, **facts, sequences=200)
+        assert stream.ended
+        assert stream.state().sequences == 200
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_repeating_stream_begins_like_a_long_finite_one(seed: int) -> None:
+    rng = random.Random(seed)
+    corpus = FakeCorpus([rng.randrange(5) for _ in range(20)] + [1, 1])
+    facts = {"stream": 1, "num_streams": 2, "seq_len": 7}
+    stream = make_stream(corpus, **facts, epochs=None)
+    assert take(stream, 60) == expected_sequences(corpus, **facts, epochs=1000, sequences=60)
+    assert not stream.ended
+
+
+def test_each_token_but_the_first_of_a_stream_is_a_target_once() -> None:
+    corpus = FakeCorpus([3, 0, 11, 1, 2, 6, 8, 1, 9, 4])
+    targets: Counter[int] = Counter()
+    firsts = []
+    for s in range(4):
+        pairs = take(make_stream(corpus, stream=s, num_streams=4, seq_len=4, epochs=1), 20)
+        firsts.append(pairs[0][0][0])
+        targets.update(label for _, labels in pairs for label in labels if label != IGNORE_INDEX)
+    everything = {token for ids in corpus.tokens for token in ids or []}
+    assert set(targets) == everything - set(firsts)
+    assert set(targets.values()) == {1}
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("epochs", [None, 1, 2])
+def test_restored_at_any_sequence_it_goes_on_exactly(seed: int, epochs: int | None) -> None:
+    rng = random.Random(seed)
+    corpus = random_corpus(rng, bad=True)
+    facts = {"stream": 0, "num_streams": 2, "seq_len": rng.randrange(1, 9), "epochs": epochs}
+    whole, states = [], []
+    stream = make_stream(corpus, **facts)
+    for _ in range(40):
+        states.append(stream.state())
+        whole += take(stream, 1)
+    end = stream.state()
+    for n, state in enumerate(states):
+        restored = make_stream(corpus, **facts)
+        take(restored, rng.randrange(3))
+        restored.load_state(StreamState(*state))
+        assert take(restored, 40 - n) == whole[n:]
+        assert restored.state() == end
+
+
+def test_a_restored_stream_reads_only_the_piece_at_which_it_stands() -> None:
+    corpus = FakeCorpus([10] * 40)
+    stream = make_stream(corpus, stream=0, num_streams=2, seq_len=8, epochs=None)
+    take(stream, 12)
+    state = stream.state()
+    corpus.fetched.clear()
+    restored = make_stream(corpus, stream=0, num_streams=2, seq_len=8, epochs=None)
+    restored.load_state(state)
+    take(restored, 1)
+    assert len(corpus.fetched) <= 3
+
+
+def test_a_finite_stream_ends_with_its_last_target() -> None:
+    stream = make_stream(FakeCorpus([5]), stream=0, num_streams=1, seq_len=2, epochs=1)
+    assert take(stream, 1) == [([1, 2], [2, 3])]
+    assert not stream.ended
+    assert take(stream, 1) == [([3, 4], [4, 5])]
+    assert stream.ended
+    assert take(stream, 1) == [([0, 0], [IGNORE_INDEX, IGNORE_INDEX])]
+
+
+def test_an_empty_stream_is_a_finite_stream_of_length_0() -> None:
+    stream = make_stream(FakeCorpus([5]), stream=1, num_streams=2, seq_len=2, epochs=1)
+    assert stream.ended
+    assert take(stream, 1) == [([0, 0], [IGNORE_INDEX, IGNORE_INDEX])]
+
+
+def test_bad_rows_are_counted_with_the_sequence_that_consumes_them_and_once() -> None:
+    corpus = FakeCorpus([None, 4, None, None, 4, 4])
+    stream = make_stream(corpus, stream=0, num_streams=1, seq_len=4, epochs=None)
+    order = [stream._permutation.piece(0, position) for position in range(6)]
+    lengths = [0 if corpus.tokens[piece] is None else 4 for piece in order]
+    counts = []
+    for n in range(1, 8):
+        take(stream, 1)
+        needed = next((p for p in range(6) if sum(lengths[: p + 1]) >= 4 * n + 1), 6)
+        counts.append((stream.state().bad_rows, sum(length == 0 for length in lengths[:needed])))
+    assert [count for count, _ in counts] == [expected for _, expected in counts]
+    assert counts[-1][0] == 3
+
+
+def test_a_bad_row_is_raised_when_it_is_consumed() -> None:
+    corpus = FakeCorpus([9, 9, None])
+    stream = make_stream(corpus, stream=0, num_streams=1, seq_len=4, epochs=None)
+    bad_at = [stream._permutation.piece(0, position) for position in range(3)].index(2)
+    stream._policy = BadRowPolicy(skip=False, limit=0)
+    good = (9 * bad_at - 1) // 4 if bad_at else 0
+    take(stream, good)
+    with pytest.raises(UserError, match=r'row 2 is bad.*data.on_bad_row = "skip"'):
+        take(stream, 1)
+
+
+def test_more_bad_rows_than_the_limit_end_the_run() -> None:
+    stream = make_stream(FakeCorpus([None] * 50 + [3]), stream=0, num_streams=1, seq_len=4, epochs=None, limit=20)
+    with pytest.raises(UserError, match=r"more than data.max_bad_rows = 20 rows are bad; the last one: row"):
+        take(stream, 1)
+
+
+@pytest.mark.parametrize("length", [0, None])
+def test_a_stream_without_any_token_is_an_error_not_an_endless_loop(length: int | None) -> None:
+    stream = make_stream(FakeCorpus([length] * 6), stream=1, num_streams=2, seq_len=4, epochs=None)
+    with pytest.raises(UserError, match="none of the 3 pieces of data stream 1 has a token"):
+        take(stream, 1)
+
+
+def test_one_token_is_enough_to_repeat() -> None:
+    stream = make_stream(FakeCorpus([1, 0]), stream=0, num_streams=1, seq_len=3, epochs=None)
+    assert take(stream, 2) == [([1, 1, 1], [1, 1, 1])] * 2
+
+
+def test_states_of_other_data_are_refused() -> None:
+    stream = make_stream(FakeCorpus([4] * 6), stream=0, num_streams=2, seq_len=4, epochs=None)
+    with pytest.raises(UserError, match="3 pieces"):
+        stream.load_state(StreamState(position=3))
+    stream.load_state(StreamState(position=1, offset=4, sequences=2))
+    with pytest.raises(UserError, match="is not the one of the earlier run"):
+        take(stream, 1)
+
+
+def test_sequences_are_int64() -> None:
+    tokens, labels = make_stream(FakeCorpus([9]), stream=0, num_streams=1, seq_len=4, epochs=1).next_sequence()
+    assert tokens.dtype == labels.dtype == np.int64

@@ -1,0 +1,171 @@
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from titanlite.data import bpe
+from titanlite.data.bpe import EOS, train_bpe
+from titanlite.data.sources import SourceConfig
+from titanlite.data.tokenizer import Tokenizer, TokenizerConfig, check_tokenizer, prepare_tokenizer
+from titanlite.runtime.errors import UserError
+
+STDLIB = (SourceConfig(),)
+
+
+@pytest.fixture
+def folder(tokenizer_folder: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    return Path(shutil.copytree(tokenizer_folder, tmp_path / "tokenizer"))
+
+
+def test_training_twice_gives_the_same_files(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    texts = [" ".join("".join(rng.choices("abcdef", k=4)) for _ in range(200)) for _ in range(50)]
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        assert train_bpe(iter(texts), 500, tmp_path / name) == 500
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+@pytest.mark.parametrize("text", ["the model", "  \n\t two\r\n", "é€😀\x00\u200b", f"x{EOS}y", " ", "日本語 text"])
+def test_every_text_comes_back(text: str, tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode_batch([text, "", text]) == [tokenizer.encode(text), [], tokenizer.encode(text)]
+
+
+def test_text_cannot_hold_special_tokens(tokenizer: Tokenizer) -> None:
+    assert tokenizer.eos_id not in tokenizer.encode(f"before {EOS} after")
+
+
+def test_nothing_is_truncated_padded_or_added(folder: Path) -> None:
+    raw = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    raw.enable_truncation(4)
+    raw.enable_padding(length=50)
+    raw.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{EOS} $A {EOS}", special_tokens=[(EOS, raw.token_to_id(EOS))]
+    )
+    raw.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer(folder / "tokenizer.json")
+    text = "the model reads a few words and more"
+    ids = tokenizer.encode(text)
+    assert len(ids) > 4
+    assert tokenizer.decode(ids) == text
+
+
+def write_config(folder: Path, **tokens: object) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
+
+
+def test_separators_come_from_the_section_else_from_beside(folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    the, eos = (tokenizers.Tokenizer.from_file(str(file)).token_to_id(text) for text in ("the", EOS))
+    assert (Tokenizer(file).bos_id, Tokenizer(file).eos_id) == (None, eos)
+    write_config(folder, bos_token={"content": EOS}, eos_token=None)
+    assert (Tokenizer(file).bos_id, Tokenizer(file).eos_id) == (eos, None)
+    assert Tokenizer(file, bos="the").bos_id == the
+    assert "BOS 'the' = " in Tokenizer(file, bos="the").description
+    assert "(tokenizer.bos), EOS none" in Tokenizer(file, bos="the").description
+    write_config(folder, bos_token="<nothing>")
+    assert "none (tokenizer_config.json names '<nothing>', which the vocabulary lacks)" in Tokenizer(file).description
+    (folder / "tokenizer_config.json").unlink()
+    assert (Tokenizer(file).bos_id, Tokenizer(file).eos_id) == (None, None)
+
+
+def test_vocab_size_is_the_largest_id_and_one(folder: Path) -> None:
+    raw = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    size = raw.get_vocab_size()
+    raw.add_special_tokens(["<more>"])
+    raw.save(str(folder / "tokenizer.json"))
+    assert Tokenizer(folder / "tokenizer.json").vocab_size == size + 1
+
+
+def keys(
+    section: TokenizerConfig, sources: tuple[SourceConfig, ...], vocab_size: int = 300, bos: bool = False
+) -> list[str]:
+    found = check_tokenizer(section, sources=sources, vocab_size=vocab_size, add_bos=bos)
+    return [problem.key for problem in found]
+
+
+def test_check_tokenizer_with_a_path(folder: Path) -> None:
+    text = (SourceConfig(kind="text", path="x"),)
+    assert keys(TokenizerConfig(str(folder)), text) == []
+    assert keys(TokenizerConfig(str(folder / "tokenizer.json")), text) == []
+    assert keys(TokenizerConfig(str(folder), bos="the"), text, bos=True) == []
+    assert keys(TokenizerConfig(str(folder / "nothing")), text) == ["tokenizer.path"]
+    assert keys(TokenizerConfig(str(folder.parent)), text) == ["tokenizer.path"]
+    assert keys(TokenizerConfig(str(folder), bos="<no>", eos="<no>"), text) == ["tokenizer.bos", "tokenizer.eos"]
+    assert keys(TokenizerConfig(str(folder)), text, bos=True) == ["data.add_bos"]
+    assert keys(TokenizerConfig(str(folder)), text, vocab_size=299) == ["model.vocab_size"]
+    assert keys(TokenizerConfig(str(folder)), text, vocab_size=0) == []
+    assert keys(TokenizerConfig(str(folder), eos="<no>"), text, 200, bos=True) == [
+        "data.add_bos",
+        "tokenizer.eos",
+        "model.vocab_size",
+    ]
+    for broken in ("not JSON", "{}", "[]"):
+        (folder / "tokenizer.json").write_text(broken)
+        assert keys(TokenizerConfig(str(folder)), text) == ["tokenizer.path"]
+
+
+def test_check_tokenizer_without_a_path() -> None:
+    empty = TokenizerConfig()
+    assert keys(empty, STDLIB) == []
+    assert keys(empty, (SourceConfig(kind="tokens", path="x"),)) == []
+    assert keys(empty, (SourceConfig(kind="tokens", path="x"),), vocab_size=10) == []
+    assert keys(empty, (*STDLIB, SourceConfig(kind="text", path="x"))) == ["tokenizer.path"]
+    assert keys(empty, (SourceConfig(kind="jsonl", path="x"),)) == ["tokenizer.path"]
+    assert keys(empty, STDLIB, vocab_size=256) == ["model.vocab_size"]
+    assert keys(empty, STDLIB, bos=True) == ["data.add_bos"]
+    assert keys(TokenizerConfig(eos="x"), STDLIB) == ["tokenizer.eos"]
+
+
+def test_a_broken_config_beside_is_a_problem(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text("{")
+    assert keys(TokenizerConfig(str(folder)), STDLIB) == ["tokenizer.path"]
+
+
+def test_prepare_loads_what_the_path_names(folder: Path) -> None:
+    said: list[str] = []
+    tokenizer = prepare_tokenizer(TokenizerConfig(str(folder), eos="the"), STDLIB, vocab_size=300, log=said.append)
+    assert tokenizer is not None
+    assert tokenizer.decode([tokenizer.eos_id or 0]) == "the"
+    (line,) = said
+    assert str(folder) in line
+    assert "EOS 'the'" in line
+
+
+def test_prepare_without_a_path(stdlib: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[list[str]] = []
+    train = train_bpe
+
+    def noting(texts: object, vocab_size: int, folder: Path) -> int:
+        trained.append(list(texts))  # type: ignore[call-overload]
+        return train(iter(trained[-1]), vocab_size, folder)
+
+    monkeypatch.setattr(bpe, "train_bpe", noting)
+    prepare: Callable[[int], Tokenizer | None] = lambda size: prepare_tokenizer(  # noqa: E731
+        TokenizerConfig(), STDLIB, vocab_size=size, log=lambda _: None
+    )
+    first, again = prepare(270), prepare(270)
+    assert first is not None
+    assert again is not None
+    assert first.description == again.description
+    assert str(cache) in first.description
+    assert (first.vocab_size, first.bos_id, first.decode([first.eos_id or 0])) == (270, None, EOS)
+    assert len(trained) == 1
+    assert len(trained[0]) == 43
+    assert not any("module 19:" in text or "module 39:" in text for text in trained[0]) or stdlib.is_dir()
+    assert prepare(280) is not None
+    assert len(trained) == 2
+    tokens = (SourceConfig(kind="tokens", path="x"),)
+    assert prepare_tokenizer(TokenizerConfig(), tokens, vocab_size=270, log=print) is None
+
+
+def test_a_tokenizer_that_lacks_a_token_is_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match="no token '<no>'"):
+        Tokenizer(folder / "tokenizer.json", eos="<no>")

@@ -1,0 +1,156 @@
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from titanlite.data.loader import DataConfig, Loader, build_loader
+from titanlite.data.sources import SourceConfig
+from titanlite.data.windows import check_tokens, find_invalid, open_tokens
+from titanlite.loss import IGNORE_INDEX
+from titanlite.runtime.errors import UserError
+
+SEQ_LEN = 10
+
+
+def source(path: Path, dtype: str = "") -> SourceConfig:
+    return SourceConfig(kind="tokens", path=str(path), dtype=dtype)  # type: ignore[arg-type]
+
+
+def build(*sources: SourceConfig, num_streams: int = 2, shuffle: bool = False, **changes: Any) -> Loader:
+    section = DataConfig(num_streams=num_streams, max_piece_bytes=100, shuffle=shuffle, sources=sources)
+    facts = {"seq_len": SEQ_LEN, "vocab_size": 5000, "global_batch_size": 2, "local_batch_size": 1, "data_rank": 0}
+    return build_loader(section, None, **facts | {"data_degree": 1, "pin_memory": False} | changes)
+
+
+def rows(loader: Loader, steps: int) -> list[tuple[list[int], list[int]]]:
+    batches = [batch for _ in range(steps) for batch in loader.next_step()]
+    loader.close()
+    return [(tokens.tolist(), labels.tolist()) for batch in batches for tokens, labels in zip(*batch, strict=True)]
+
+
+def window(tokens: np.ndarray, n: int) -> tuple[list[int], list[int]]:
+    part = tokens[n * SEQ_LEN : n * SEQ_LEN + SEQ_LEN + 1].tolist()
+    return part[:-1], part[1:]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int32", "int64", ">u2"])
+def test_sequence_n_is_window_n(dtype: str, tmp_path: Path) -> None:
+    tokens = np.arange(SEQ_LEN * 20 + 5)
+    np.save(tmp_path / "tokens.npy", tokens.astype(dtype))
+    expected = [window(tokens, n % 20) for n in range(50)]
+    assert rows(build(source(tmp_path / "tokens.npy")), 25) == expected
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_raw_files_are_little_endian(dtype: str, tmp_path: Path) -> None:
+    tokens = np.arange(1, 202) * 11
+    (tmp_path / "tokens.bin").write_bytes(tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
+    assert rows(build(source(tmp_path / "tokens.bin", dtype)), 4) == [window(tokens, n) for n in range(8)]
+
+
+@pytest.mark.parametrize("num_streams", [1, 2, 4])
+@pytest.mark.parametrize("degree", [1, 2])
+def test_sequence_n_is_window_n_for_any_streams_and_ranks(num_streams: int, degree: int, tmp_path: Path) -> None:
+    if num_streams % degree:
+        pytest.skip("a rank needs a stream")
+    tokens = np.arange(SEQ_LEN * 8 + 1)
+    np.save(tmp_path / "tokens.npy", tokens)
+    facts = {"num_streams": num_streams, "global_batch_size": 4, "data_degree": degree}
+    by_rank = [rows(build(source(tmp_path / "tokens.npy"), data_rank=r, **facts), 4) for r in range(degree)]
+    assert [row for same in zip(*by_rank, strict=True) for row in same] == [window(tokens, n % 8) for n in range(16)]
+
+
+def test_windows_do_not_cross_files(tmp_path: Path) -> None:
+    first, second = np.arange(25), np.arange(100, 141)
+    np.save(tmp_path / "a.npy", first)
+    np.save(tmp_path / "b.npy", second)
+    loader = build(source(tmp_path))
+    assert "6 windows" in loader.description
+    assert "4 tokens at the ends of files" in loader.description
+    expected = [window(first, 0), window(first, 1), *[window(second, n) for n in range(4)]]
+    assert rows(loader, 3) == expected
+
+
+def test_a_finite_run_counts_the_tail_as_well(tmp_path: Path) -> None:
+    np.save(tmp_path / "tokens.npy", np.arange(1, 26))
+    loader = build(source(tmp_path / "tokens.npy"), epochs=1)
+    (*_, last, empty) = rows(loader, 2)
+    assert last == ([21, 22, 23, 24, 25, 0, 0, 0, 0, 0], [22, 23, 24, 25, *[IGNORE_INDEX] * 6])
+    assert empty == ([0] * 10, [IGNORE_INDEX] * 10)
+    assert loader.ended
+
+
+def test_shuffled_windows_are_each_there_once_per_epoch(tmp_path: Path) -> None:
+    tokens = np.arange(SEQ_LEN * 20 + 1)
+    np.save(tmp_path / "tokens.npy", tokens)
+    found = rows(build(source(tmp_path / "tokens.npy"), shuffle=True), 20)
+    expected = [window(tokens, n) for n in range(20)]
+    assert found[:20] != expected
+    assert sorted(found[:20]) == sorted(found[20:]) == expected
+    assert found[:20] != found[20:]
+
+
+def test_resume(tmp_path: Path) -> None:
+    np.save(tmp_path / "tokens.npy", np.arange(SEQ_LEN * 7 + 1))
+    whole = rows(build(source(tmp_path / "tokens.npy"), shuffle=True), 9)
+    first = build(source(tmp_path / "tokens.npy"), shuffle=True)
+    for _ in range(4):
+        first.next_step()
+    second = build(source(tmp_path / "tokens.npy"), shuffle=True)
+    second.load_state(first.state())
+    first.close()
+    assert torch.equal(second.state(), first.state())
+    assert rows(second, 5) == whole[8:]
+
+
+@pytest.mark.parametrize(("wrong", "shown"), [(5000, "5000"), (-1, "-1"), (2**40, str(2**40))])
+def test_a_token_outside_the_vocabulary_is_raised_at_its_step(wrong: int, shown: str, tmp_path: Path) -> None:
+    tokens = np.arange(SEQ_LEN * 10 + 1)
+    tokens[57] = wrong
+    np.save(tmp_path / "tokens.npy", tokens)
+    loader = build(source(tmp_path / "tokens.npy"))
+    loader.next_step()
+    loader.next_step()
+    with pytest.raises(UserError, match=f"tokens.npy: token {shown} at position 57 is not in the model's vocabulary"):
+        loader.next_step()
+    loader.close()
+
+
+def test_find_invalid_knows_unsigned_types() -> None:
+    assert find_invalid(np.array([1, 2, 3], np.uint16), 4) is None
+    assert find_invalid(np.array([1, 2, 3], np.uint16), 3) == 2
+    assert find_invalid(np.array([1, -2, 9], np.int8), 5) == 1
+    assert find_invalid(np.array([1, 2**64 - 1], np.uint64), 5) == 1
+
+
+def test_too_few_tokens(tmp_path: Path) -> None:
+    np.save(tmp_path / "tokens.npy", np.arange(SEQ_LEN))
+    with pytest.raises(UserError, match=r"there is nothing to train on: .*10 tokens, 0 windows"):
+        build(source(tmp_path / "tokens.npy"))
+    np.save(tmp_path / "tokens.npy", np.arange(SEQ_LEN + 1))
+    with pytest.raises(UserError, match=r"data.num_streams = 1"):
+        build(source(tmp_path / "tokens.npy"))
+
+
+@pytest.mark.parametrize(
+    ("array", "text"),
+    [(np.zeros((2, 3), int), "2-D"), (np.zeros(5), "float64"), (np.array([{}], object), "not an array of tokens")],
+)
+def test_other_arrays_are_refused(array: np.ndarray, text: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "tokens.npy", array, allow_pickle=True)
+    with pytest.raises(UserError, match=text):
+        open_tokens(tmp_path / "tokens.npy", "")
+    assert [problem.key for problem in check_tokens(source(tmp_path), "data.sources.0", 10)] == ["data.sources.0.path"]
+
+
+def test_the_beginning_of_the_files_is_checked_before_the_run(tmp_path: Path) -> None:
+    np.save(tmp_path / "tokens.npy", np.arange(20))
+    assert check_tokens(source(tmp_path), "data.sources.0", 20) == []
+    (problem,) = check_tokens(source(tmp_path), "data.sources.0", 19)
+    assert "19 at position 19" in problem.remedy
+    (tmp_path / "tokens.npy").unlink()
+    (tmp_path / "broken.bin").write_bytes(b"123")
+    (problem,) = check_tokens(source(tmp_path, "uint16"), "data.sources.0", 10**6)
+    assert "broken.bin is not an array of tokens" in problem.remedy
