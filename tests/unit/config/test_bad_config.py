@@ -341,8 +341,9 @@ def test_no_garbage_ends_in_anything_but_problems(seed: int) -> None:
 
 def test_rules_that_speak_of_an_unreadable_value_wait_for_it() -> None:
     """global_batch_size = 6 fits local_batch_size = 2, which was meant, and not the default, which stands in for it."""
-    argv = ["--training.global_batch_size", "6", "--training.local_batch_size", "two", "--training.steps", "0"]
-    assert [problem.key for problem in problems_of(argv)] == ["training.local_batch_size", "training.steps"]
+    argv = ["--training.global_batch_size", "6", "--training.local_batch_size"]
+    assert [problem.key for problem in problems_of([*argv, "8"])] == ["training.global_batch_size"]
+    assert [problem.key for problem in problems_of([*argv, "two"])] == ["training.local_batch_size"]
 
 
 def test_unreadable_file_is_the_only_problem_besides_those_of_the_command_line() -> None:

@@ -52,6 +52,15 @@ def test_hyper_parameters_follow_family_and_flavor(tmp_path: Path) -> None:
     assert type(config.model.overrides["norm_eps"]) is float
 
 
+def test_family_without_the_default_flavor_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama = FAMILIES["llama3"]
+    flavors = {"small": llama.flavors["debug"]}
+    monkeypatch.setitem(FAMILIES, "tiny", dataclasses.replace(llama, name="tiny", flavors=flavors))
+    problems = parse_config(["--model.family", "tiny"])[1]
+    assert [(problem.key, problem.rule) for problem in problems] == [("model.flavor", 'one of "small"')]
+    assert parse_config(["--model.family", "tiny", "--model.flavor", "small"])[1] == []
+
+
 TWO_SOURCES = """
 [[data.sources]]
 kind = "text"
@@ -71,9 +80,8 @@ def test_source_keys_on_the_command_line_change_one_table(tmp_path: Path) -> Non
 
 
 def test_source_key_of_the_next_number_adds_a_table(tmp_path: Path) -> None:
-    argv = ("--data.sources.2.kind", "parquet", "--data.sources.2.path", "c")
-    config = config_of(tmp_path, TWO_SOURCES, *argv)
-    assert [source.path for source in config.data.sources] == ["a", "b", "c"]
+    config = config_of(tmp_path, TWO_SOURCES, "--data.sources.2.path", "c", "--data.sources.3.kind", "text")
+    assert [(source.kind, source.path) for source in config.data.sources[2:]] == [("python-stdlib", "c"), ("text", "")]
 
 
 def test_source_key_without_a_file_changes_the_default_table() -> None:
@@ -145,10 +153,10 @@ def test_resolved_values_for_cuda() -> None:
 
 
 def test_given_values_are_not_resolved_away() -> None:
-    argv = ["--training.global_batch_size", "16", "--data.num_streams", "32", "--data.max_piece_bytes", "1000"]
+    argv = ["--training.global_batch_size", "64", "--data.num_streams", "32", "--data.max_piece_bytes", "1000"]
     precision = ["--training.mixed_precision_param", "float32", "--training.mixed_precision_reduce", "float32"]
     config = load_config([*argv, *precision], world_size=2, device_type="cuda")
-    assert (config.training.global_batch_size, config.data.num_streams, config.data.max_piece_bytes) == (16, 32, 1000)
+    assert (config.training.global_batch_size, config.data.num_streams, config.data.max_piece_bytes) == (64, 32, 1000)
     assert config.training.mixed_precision_param == config.training.mixed_precision_reduce == "float32"
 
 
