@@ -57,7 +57,7 @@ def summarize(config: JobConfig, record: Record, train_s: float) -> None:
         record.loss,
         f"{record.tokens_seen / train_s:,.0f}",
     )
-    log.info("Outputs: %s (one row per logged step), %s (the resolved configuration)", folder / METRICS_FILE, folder / CONFIG_COPY)
+    log.info("Outputs: %s (a row per logged step), %s (the configuration)", folder / METRICS_FILE, folder / CONFIG_COPY)
     log.info("Next: train longer       ./run_train.sh --training.steps %d", 4 * record.step)
     log.info("      on more processes  NGPU=2 ./run_train.sh")
     log.info("      on your own text   docs/data.md")

@@ -1,5 +1,6 @@
 """The training loop: it receives finished parts, and its step reads as the maths of one update."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -44,9 +45,9 @@ class TrainingConfig:
     dtype: DtypeName = "float32"
     """Dtype of the parameters, and so of gradients and optimizer state."""
     mixed_precision_param: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
-    """Dtype of the computation; auto: bfloat16 on CUDA, training.dtype on CPU."""
+    """Dtype of the computation; auto: bfloat16 on CUDA, training.dtype on CPU and where that is float64."""
     mixed_precision_reduce: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
-    """Dtype of gradient reductions; auto: float32 on CUDA, training.dtype on CPU."""
+    """Dtype of gradient reductions; auto: float32 on CUDA, training.dtype on CPU and where that is float64."""
     gc_freq: int = 50
     """Python's garbage is collected every so many steps, at the same step on all ranks."""
 
@@ -71,8 +72,8 @@ def check_training(section: TrainingConfig, data_degree: int) -> list[Problem]:
     )
     if not problems and batch != -1 and data_degree > 0 and batch % (micro * data_degree):
         unit = micro * data_degree
-        fitting = [size for size in range(1, micro + 1) if batch % (size * data_degree) == 0]
-        smaller = f"{key}.local_batch_size = {fitting[-1]}, or " if fitting else ""
+        fitting = math.gcd(batch // data_degree, micro)
+        smaller = f"{key}.local_batch_size = {fitting}, or " if batch % data_degree == 0 else ""
         problems += require(
             False,
             f"{key}.global_batch_size",

@@ -43,7 +43,8 @@ def global_batch(masks: str, seed: int = 0) -> Batch:
     """All rows of one step. masks says which labels are IGNORE_INDEX:
 
     uneven: each row has its own share of valid labels, from 0 to 100 %, row 0 none at all; silent_ranks: as uneven,
-    and no valid label in any odd row, so that with 2 or 4 data ranks half of the ranks have none; none: no label at all.
+    and no valid label in any odd row, so that with 2 or 4 data ranks half of the ranks have none; none: no label at
+    all.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCAB_SIZE, (GLOBAL_BATCH, SEQ_LEN + 1), generator=generator)

@@ -24,7 +24,7 @@ def mean_per_rank(trainer: Trainer) -> None:
         local = torch.stack([(batch.labels != IGNORE_INDEX).sum() for batch in batches]).sum()
         return local * dist.get_world_size()
 
-    trainer.count_valid_tokens = count  # type: ignore[method-assign]
+    trainer.count_valid_tokens = count
 
 
 def averaging_reduction(trainer: Trainer) -> None:
@@ -42,10 +42,10 @@ def accumulated_sums_reduced_again(trainer: Trainer) -> None:
         loss = forward_backward(batch, num_valid)
         for parameter, was_there in zip(trainer.model_parts[0].parameters(), before, strict=True):
             if was_there and parameter.grad is not None:
-                dist.all_reduce(parameter.grad.to_local())  # type: ignore[attr-defined]
+                dist.all_reduce(parameter.grad.to_local())
         return loss
 
-    trainer.forward_backward = reduce_again  # type: ignore[method-assign]
+    trainer.forward_backward = reduce_again
 
 
 def bypassed_wrapper(trainer: Trainer) -> None:
@@ -61,7 +61,8 @@ def without_last_sync() -> Iterator[None]:
 
     @contextmanager
     def forgetful(parts: Sequence[nn.Module], policy: str, *, is_last: bool) -> Iterator[None]:
-        with gradient_sync(parts, policy, is_last=False):  # type: ignore[arg-type]
+        del is_last
+        with gradient_sync(parts, policy, is_last=False):
             yield
 
     with replaced(trainer_module, "gradient_sync", forgetful):

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.gradients import build_on_mesh, whole
 from tests.distributed.reference import global_batch, plain_model, rank_batches, small_config
-from titanlite.data.loader import Batch
 from titanlite.runtime.launch import run_ranks
 from titanlite.trainer import Trainer
 
@@ -99,7 +98,7 @@ def poison(trainer: Trainer, rank: int) -> Any:
         del module, args
         return out * float("nan") if rank == dist.get_world_size() - 1 else out
 
-    return trainer.model_parts[0].layers["0"].feed_forward.w1.register_forward_hook(hook)  # type: ignore[index,union-attr,operator]
+    return trainer.model_parts[0].layers["0"].feed_forward.w1.register_forward_hook(hook)
 
 
 def withheld_update(settings: list[str], fault: str, first_step: bool) -> list[str]:
@@ -174,7 +173,7 @@ def shapes_of_the_parameters(settings: list[str]) -> list[str]:
     state = model.state_dict()
     assert set(state) == {name for name, _ in plain_model(small_config(dist.get_world_size())).named_parameters()}
     tensors = [*model.parameters(), *state.values()]
-    return sorted({f"{tensor.device_mesh.mesh_dim_names} {tensor.placements}" for tensor in tensors})  # type: ignore[union-attr]
+    return sorted({f"{tensor.device_mesh.mesh_dim_names} {tensor.placements}" for tensor in tensors})
 
 
 def test_replicated_parameters_live_on_a_mesh_of_one_axis() -> None:
@@ -193,7 +192,7 @@ def mixed_precision(settings: list[str]) -> list[str]:
     )
     seen = set()
     model = trainer.model_parts[0]
-    model.layers["0"].feed_forward.register_forward_hook(lambda m, a, out: seen.add(f"activation {out.dtype}"))  # type: ignore[index,union-attr,operator]
+    model.layers["0"].feed_forward.register_forward_hook(lambda *seen_by: seen.add(f"activation {seen_by[2].dtype}"))
     trainer.train_step(rank_batches(global_batch("uneven"), rank, degree, 16 // degree))
     seen |= {f"parameter {parameter.dtype}" for parameter in model.parameters()}
     seen |= {f"gradient {parameter.grad.dtype}" for parameter in model.parameters() if parameter.grad is not None}
@@ -204,5 +203,3 @@ def test_mixed_precision_is_in_force_on_every_mesh() -> None:
     expected = ["activation torch.bfloat16", "gradient torch.float32", "parameter torch.float32"]
     for world_size, settings in ((1, []), (2, []), (2, ["parallelism.dp_replicate=2", "parallelism.dp_shard=1"])):
         assert run_ranks(mixed_precision, world_size, settings) == [expected] * world_size
-
-

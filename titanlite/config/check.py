@@ -54,13 +54,14 @@ def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> J
     """
     training, data = config.training, config.data
     degree = data_degree(config.parallelism, world_size)
-    on_cuda = device_type == "cuda"
+    # Nothing below the parameters' own precision is chosen for the user: a float64 run stays one on every device.
+    mixed = device_type == "cuda" and training.dtype != "float64"
     if training.global_batch_size == -1:
         training = replace(training, global_batch_size=training.local_batch_size * degree)
     if training.mixed_precision_param == "auto":
-        training = replace(training, mixed_precision_param="bfloat16" if on_cuda else training.dtype)
+        training = replace(training, mixed_precision_param="bfloat16" if mixed else training.dtype)
     if training.mixed_precision_reduce == "auto":
-        training = replace(training, mixed_precision_reduce="float32" if on_cuda else training.dtype)
+        training = replace(training, mixed_precision_reduce="float32" if mixed else training.dtype)
     if data.num_streams == -1:
         data = replace(data, num_streams=training.global_batch_size)
     if data.max_piece_bytes == -1:

@@ -103,14 +103,10 @@ class GatedOptimizer:
                             yield (id(parameter), name), _local(value)
 
 
-def build_optimizer(
-    section: OptimizerConfig, model_parts: Iterable[nn.Module], device: torch.device
-) -> GatedOptimizer:
+def build_optimizer(section: OptimizerConfig, model_parts: Iterable[nn.Module], device: torch.device) -> GatedOptimizer:
     """The optimizer of all parameters of `model_parts`, in two groups: with and without weight decay."""
     named = {name: parameter for part in model_parts for name, parameter in part.named_parameters()}
-    skipped = {
-        name for name in named if any(fnmatchcase(name, pattern) for pattern in section.weight_decay_skip)
-    }
+    skipped = {name for name in named if any(fnmatchcase(name, pattern) for pattern in section.weight_decay_skip)}
     groups = [
         {"params": [(n, p) for n, p in named.items() if n not in skipped], "weight_decay": section.weight_decay},
         {"params": [(n, p) for n, p in named.items() if n in skipped], "weight_decay": 0.0},

@@ -19,7 +19,8 @@ def parallelize(
 ) -> list[str]:
     """Applies to the model, in place and on the meta device, what the mesh asks for, by the names in the family's plan.
 
-    Computes in `param_dtype`, reduces gradients in `reduce_dtype`. Returns what was applied, in order, for the start log.
+    Computes in `param_dtype`, reduces gradients in `reduce_dtype`. Returns what was applied, in order,
+    for the start log.
     """
     return [
         apply_data_parallel(

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from titanlite.runtime.errors import Problem, UserError, require
 
 
-
 @dataclass(frozen=True)
 class CommConfig:
     """How long ranks wait for each other."""
@@ -23,10 +22,11 @@ class CommConfig:
 
 
 def check_comm(section: CommConfig) -> list[Problem]:
-    rule = "at least 1 second"
+    rule = "from 1 second to a week (604800)"
     return [
-        *require(section.init_timeout_s >= 1, "comm.init_timeout_s", section.init_timeout_s, rule, "300 is usual"),
-        *require(section.train_timeout_s >= 1, "comm.train_timeout_s", section.train_timeout_s, rule, "100 is usual"),
+        problem
+        for key, value in (("init_timeout_s", section.init_timeout_s), ("train_timeout_s", section.train_timeout_s))
+        for problem in require(1 <= value <= 604_800, f"comm.{key}", value, rule, "leave it out for the default")
     ]
 
 
@@ -66,8 +66,8 @@ def world_from_environment() -> World:
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
     if device_type == "cuda" and processes > torch.cuda.device_count():
         raise UserError(
-            f"{processes} processes were started on a node with {torch.cuda.device_count()} GPUs: start one process per "
-            'GPU, or set CUDA_VISIBLE_DEVICES="" to train on the CPU'
+            f"{processes} processes were started on a node with {torch.cuda.device_count()} GPUs: start one process "
+            'per GPU, or set CUDA_VISIBLE_DEVICES="" to train on the CPU'
         )
     return World(rank, local_rank, size, device_type)
 

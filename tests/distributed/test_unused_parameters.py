@@ -1,0 +1,103 @@
+"""A parameter that gets no gradient on one rank still takes part in every reduction."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from tests.distributed.gradients import difference, whole
+from titanlite.models.family import Plan
+from titanlite.parallel.data import apply_data_parallel, gradient_sync
+from titanlite.parallel.mesh import ParallelismConfig, build_mesh
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.launch import run_ranks
+
+PLAN = Plan(data_units=(("first",), ("second",)), may_skip_parameters=True)
+CAN_REDUCE_MISSING = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+
+
+class Branch(nn.Module):
+    """Two layers, of which the second one is used only where it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(5, 5, bias=False)
+        self.sometimes = nn.Linear(5, 5, bias=False)
+
+    def forward(self, x: Tensor, everything: bool) -> Tensor:
+        out: Tensor = self.always(x)
+        return out + self.sometimes(x) if everything else out
+
+
+class TwoBranches(nn.Module):
+    """`first`, then `second`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = Branch(), Branch()
+        self.double()
+
+    def forward(self, x: Tensor, everything: bool) -> Tensor:
+        out: Tensor = self.second(self.first(x, everything), everything)
+        return out
+
+
+def inputs(rank: int) -> Tensor:
+    return torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+
+
+def error_with_unused_parameters(replicate: int, shard: int, sync: str, accumulation: int) -> float:
+    """Rank 0 alone uses every parameter, in its first microbatch only."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    reference, model = TwoBranches(), TwoBranches()
+    mesh, _ = build_mesh(ParallelismConfig(dp_replicate=replicate, dp_shard=shard), "cpu", size)
+    dtypes = {"param_dtype": torch.float64, "reduce_dtype": torch.float64}
+    apply_data_parallel(model, PLAN, mesh, reshard_after_forward="default", **dtypes)
+    for microbatch in range(accumulation):
+        for one in range(size):
+            reference(inputs(one + 10 * microbatch), one == 0 and microbatch == 0).square().sum().backward()
+        with gradient_sync([model], sync, is_last=microbatch == accumulation - 1):
+            model(inputs(rank + 10 * microbatch), rank == 0 and microbatch == 0).square().sum().backward()
+    expected = dict(reference.named_parameters())
+    errors = []
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert expected[name].grad is not None, name
+        errors.append(difference(whole(parameter.grad), expected[name].grad))
+    return max(errors)
+
+
+def all_errors(layouts: list[tuple[int, int]]) -> dict[str, float]:
+    return {
+        f"replicate {replicate} x shard {shard}, {sync}, accumulation {accumulation}": error_with_unused_parameters(
+            replicate, shard, sync, accumulation
+        )
+        for replicate, shard in layouts
+        for sync in ("every", "last", "hybrid")
+        for accumulation in (1, 2)
+    }
+
+
+@pytest.mark.skipif(not CAN_REDUCE_MISSING, reason="this torch cannot reduce gradients that are missing on some ranks")
+@pytest.mark.parametrize(("world_size", "layouts"), [(2, [(2, 1), (1, 2)]), (4, [(2, 2)])])
+def test_missing_gradients_count_as_zero(world_size: int, layouts: list[tuple[int, int]]) -> None:
+    for errors in run_ranks(all_errors, world_size, layouts):
+        assert {case: error for case, error in errors.items() if error > 1e-12} == {}
+
+
+def refusal() -> str:
+    mesh, _ = build_mesh(ParallelismConfig(), "cpu", 1)
+    del FSDPModule.set_reduce_scatter_unused_params
+    dtypes = {"param_dtype": torch.float64, "reduce_dtype": torch.float64}
+    try:
+        apply_data_parallel(TwoBranches(), PLAN, mesh, reshard_after_forward="default", **dtypes)
+    except UserError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.skipif(not CAN_REDUCE_MISSING, reason="nothing to take away")
+def test_a_torch_that_cannot_is_refused() -> None:
+    assert "use torch 2.13 or newer" in run_ranks(refusal, 1)[0]

@@ -1,0 +1,91 @@
+"""Groups by name, implementations, and updates that are withheld on the device."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from titanlite.optim.optimizer import GatedOptimizer, OptimizerConfig, build_optimizer, check_optimizer
+
+CPU = torch.device("cpu")
+IMPLEMENTATIONS = [
+    ("AdamW", "auto"),
+    ("AdamW", "foreach"),
+    ("AdamW", "for-loop"),
+    ("SGD", "auto"),
+    ("SGD", "for-loop"),
+]
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.ModuleDict({"wq": nn.Linear(4, 4), "norm": nn.RMSNorm(4)}).to(torch.float64)
+
+
+def build(name: str = "AdamW", implementation: str = "auto") -> tuple[nn.Module, GatedOptimizer]:
+    model = small_model()
+    section = OptimizerConfig(name=name, implementation=implementation, lr=0.1)
+    return model, build_optimizer(section, [model], CPU)
+
+
+def set_gradients(model: nn.Module, value: float) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+
+
+def snapshot(model: nn.Module, optimizer: GatedOptimizer) -> list[Tensor]:
+    state = [value for entry in optimizer.optimizer.state.values() for value in entry.values()]
+    return [tensor.detach().clone() for tensor in (*model.parameters(), *state)]
+
+
+def test_norms_and_biases_are_not_decayed() -> None:
+    _, optimizer = build()
+    groups = {tuple(group["param_names"]): group["weight_decay"] for group in optimizer.optimizer.param_groups}
+    assert groups == {("wq.weight",): 0.1, ("wq.bias", "norm.weight"): 0.0}
+
+
+@pytest.mark.parametrize(("name", "implementation"), IMPLEMENTATIONS)
+def test_a_withheld_update_changes_nothing_and_the_next_one_is_the_first(name: str, implementation: str) -> None:
+    model, optimizer = build(name, implementation)
+    control, control_optimizer = build(name, implementation)
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    set_gradients(model, float("nan"))
+    optimizer.step_if(torch.tensor(False))
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+    for one, its_optimizer in ((model, optimizer), (control, control_optimizer)):
+        set_gradients(one, 0.5)
+        its_optimizer.step_if(torch.tensor(True))
+    for left, right in zip(snapshot(model, optimizer), snapshot(control, control_optimizer), strict=True):
+        assert torch.equal(left, right)
+    before = snapshot(model, optimizer)
+    set_gradients(model, float("inf"))
+    optimizer.step_if(torch.tensor(False))
+    for left, right in zip(before, snapshot(model, optimizer), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_all_implementations_agree() -> None:
+    results = {}
+    for name, implementation in IMPLEMENTATIONS:
+        model, optimizer = build(name, implementation)
+        optimizer.set_lr(0.01)
+        for step in range(3):
+            set_gradients(model, 0.3 + step)
+            optimizer.step_if(torch.tensor(True))
+        results[name, implementation] = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    for (name, _), result in results.items():
+        torch.testing.assert_close(result, results[name, "auto"], rtol=1e-13, atol=0)
+
+
+def test_auto_is_fused_adamw_and_foreach_sgd() -> None:
+    assert build()[1].optimizer.defaults["fused"] is True
+    assert build("SGD")[1].optimizer.defaults["foreach"] is True
+
+
+def test_ranges() -> None:
+    bad = OptimizerConfig(lr=0.0, beta1=1.0, beta2=-0.1, eps=0.0, weight_decay=-1.0)
+    assert len(check_optimizer(bad)) == 5
+    fused_sgd = check_optimizer(replace(OptimizerConfig(), name="SGD", implementation="fused"))
+    assert [problem.key for problem in fused_sgd] == ["optimizer.implementation"]
+    assert check_optimizer(OptimizerConfig()) == []
