@@ -53,6 +53,7 @@ def built_once(folder: Path, what: str, build: Callable[[Path], None]) -> Path:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir()
                 build(temporary)
+                _sync(temporary)
                 os.rename(temporary, folder)
     except OSError as error:
         raise UserError(
@@ -60,6 +61,13 @@ def built_once(folder: Path, what: str, build: Callable[[Path], None]) -> Path:
             "folder that can be written and locked"
         ) from error
     return folder
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the folder's files are on the disk, so that what the rename publishes survives a power cut."""
+    for path in folder.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
 
 
 @contextmanager

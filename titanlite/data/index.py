@@ -5,6 +5,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from titanlite.data.parquet import ParquetReader
 from titanlite.data.pieces import BadRowError, Piece, Reader, read_range, utf8_text
 from titanlite.data.sources import SourceConfig, find_files, in_split, source_name
 from titanlite.data.text import TextReader
+from titanlite.runtime.errors import UserError
 
 FORMAT_VERSION = 1
 FLUSH_PIECES = 2**16
@@ -64,7 +66,7 @@ def source_key(source: SourceConfig, files: list[Path], max_piece_bytes: int) ->
 def open_index(source: SourceConfig, max_piece_bytes: int) -> PieceIndex:
     """The index of a source of text, from the cache or built now; other processes wait for the one that builds.
 
-    Raises UserError where the cache folder cannot be written, OSError where a file cannot be read.
+    Raises UserError where the cache folder cannot be written or a file cannot be read.
     """
     files = find_files(source)
     folder = cache_folder() / "index" / source_key(source, files, max_piece_bytes)
@@ -99,8 +101,9 @@ def _scan(source: SourceConfig, files: list[Path], max_piece_bytes: int, what: s
     total = sum(file.stat().st_size for file in files)
     with tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=not sys.stderr.isatty(), leave=False) as bar:
         for number, file in enumerate(files):
-            yield from reader.scan(file, number, max_piece_bytes)
-            bar.update(file.stat().st_size)
+            with _naming(file):
+                yield from reader.scan(file, number, max_piece_bytes)
+                bar.update(file.stat().st_size)
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
@@ -121,7 +124,17 @@ def usable_files(files: list[Path]) -> list[Path]:
 
 def _is_usable(file: Path) -> bool:
     try:
-        utf8_text(read_range(file, 0, file.stat().st_size))
+        with _naming(file):
+            utf8_text(read_range(file, 0, file.stat().st_size))
     except BadRowError:
         return False
     return True
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Turn the system's errors into a UserError about this file."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error}") from error

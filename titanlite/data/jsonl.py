@@ -3,19 +3,24 @@
 import json
 import mmap
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from titanlite.data.pieces import BAD_FILE, BadRowError, Piece, cut, flags_of, lines, read_range, utf8_text
+from titanlite.data.recent import Recent
+
+CACHE_BYTES = 64 * 2**20
+"""Texts of cut rows that stay in memory, so that a long row is not parsed for each of its pieces."""
 
 
-@dataclass(frozen=True)
 class JsonlReader:
     """Pieces are a line (offset, size) and a part of its decoded text (begin, length)."""
 
-    field: str
     row_name: ClassVar[str] = "line"
+
+    def __init__(self, field: str) -> None:
+        self.field = field
+        self._cut_texts: Recent[tuple[Path, int], bytes] = Recent(CACHE_BYTES, len)
 
     def scan(self, path: Path, file: int, max_piece_bytes: int) -> Iterator[Piece]:
         if path.stat().st_size == 0:
@@ -45,8 +50,13 @@ class JsonlReader:
     def read(self, path: Path, piece: Piece) -> str:
         if piece.flags & BAD_FILE:
             raise BadRowError("the file is empty" if piece.size == 0 else "the file has only blank lines")
-        text = self._text(read_range(path, piece.offset, piece.size))
-        return utf8_text(text if piece.length < 0 else text[piece.begin : piece.begin + piece.length])
+        if piece.length < 0:
+            return utf8_text(self._read_text(path, piece))
+        text = self._cut_texts.get((path, piece.offset), lambda: self._read_text(path, piece))
+        return utf8_text(text[piece.begin : piece.begin + piece.length])
+
+    def _read_text(self, path: Path, piece: Piece) -> bytes:
+        return self._text(read_range(path, piece.offset, piece.size))
 
     def _text(self, line: bytes) -> bytes:
         """The field's text in UTF-8. Raises BadRowError."""

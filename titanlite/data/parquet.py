@@ -1,11 +1,11 @@
 """Parquet files: a document is one row of one text column."""
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 from titanlite.data.pieces import BAD_FILE, BadRowError, Piece, cut, flags_of, utf8_text
+from titanlite.data.recent import Recent
 
 CACHE_BYTES = 512 * 2**20
 """Row groups kept in memory: about the text of one block of the permutation, within which rows are read at random."""
@@ -18,7 +18,7 @@ class ParquetReader:
 
     def __init__(self, field: str) -> None:
         self.field = field
-        self._row_groups: OrderedDict[tuple[Path, int], Any] = OrderedDict()
+        self._row_groups: Recent[tuple[Path, int], Any] = Recent(CACHE_BYTES, lambda column: int(column.nbytes))
 
     def scan(self, path: Path, file: int, max_piece_bytes: int) -> Iterator[Piece]:
         try:
@@ -48,20 +48,12 @@ class ParquetReader:
         if piece.flags & BAD_FILE:
             _row_counts(path)
             raise BadRowError("the file has no rows")
-        text = self._row_group(path, piece.offset)[piece.size].as_py()
+        group = piece.offset
+        texts = self._row_groups.get((path, group), lambda: _load(path, group, self.field))
+        text = texts[piece.size].as_py()
         if text is None:
             raise BadRowError(f"field {self.field!r} is null")
         return utf8_text(text[piece.begin : piece.begin + piece.length])
-
-    def _row_group(self, path: Path, group: int) -> Any:
-        """The column of one row group, kept while it is among the last CACHE_BYTES that were used."""
-        key = (path, group)
-        if key not in self._row_groups:
-            self._row_groups[key] = _load(path, group, self.field)
-        self._row_groups.move_to_end(key)
-        while len(self._row_groups) > 1 and sum(column.nbytes for column in self._row_groups.values()) > CACHE_BYTES:
-            self._row_groups.popitem(last=False)
-        return self._row_groups[key]
 
 
 def _row_counts(path: Path) -> list[int]:

@@ -5,12 +5,12 @@ constants from Vigna's public-domain splitmix64.c), sorted. It does not depend o
 streams may change between versions.
 """
 
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+
+from titanlite.data.recent import Recent
 
 STREAM_VERSION = 1
 """Version of the order of pieces and of their packing. A change of either changes every run and has to change this."""
@@ -18,9 +18,9 @@ STREAM_VERSION = 1
 BLOCK_PIECES = 2**16
 """About as many pieces are permuted among each other: enough to mix well, few enough to be read in long stretches."""
 
-KEPT_BLOCKS = 16
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
+KEPT = 16
+"""Orders of so many blocks and epochs stay in memory: streams are not all at the same place."""
+
 _WORD = 2**64
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -57,37 +57,27 @@ class Permutation:
         first_piece = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64)
         self._bounds = shares + first_piece
         self._sizes = (shares[1:] - shares[:-1]).sum(axis=1)
-        self._epochs: OrderedDict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = OrderedDict()
-        self._blocks: OrderedDict[tuple[int, int], npt.NDArray[np.int64]] = OrderedDict()
+        self._orders: Recent[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = Recent(KEPT, lambda _: 1)
+        self._blocks: Recent[tuple[int, int], npt.NDArray[np.int64]] = Recent(KEPT, lambda _: 1)
 
     def piece(self, epoch: int, position: int) -> int:
         """The piece at `position` < total of an epoch."""
         if not self._shuffle:
             return position
-        order, starts = self._block_order(epoch)
+        order, starts = self._orders.get(epoch, lambda: self._block_order(epoch))
         place = int(np.searchsorted(starts, position, side="right")) - 1
-        return int(self._block(epoch, int(order[place]))[position - starts[place]])
+        block = int(order[place])
+        pieces = self._blocks.get((epoch, block), lambda: self._block(epoch, block))
+        return int(pieces[position - starts[place]])
 
     def _block_order(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The blocks in their order, and the position at which each starts."""
-        if epoch not in self._epochs:
-            order = shuffled(len(self._sizes), self._seed, epoch)
-            starts = np.concatenate([[0], np.cumsum(self._sizes[order])[:-1]]).astype(np.int64)
-            self._epochs[epoch] = (order, starts)
-        return _recent(self._epochs, epoch)
+        order = shuffled(len(self._sizes), self._seed, epoch)
+        starts = np.concatenate([[0], np.cumsum(self._sizes[order])[:-1]]).astype(np.int64)
+        return order, starts
 
     def _block(self, epoch: int, block: int) -> npt.NDArray[np.int64]:
         """The pieces of one block in their order."""
-        key = (epoch, block)
-        if key not in self._blocks:
-            begins, ends = self._bounds[block], self._bounds[block + 1]
-            pieces = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
-            self._blocks[key] = pieces[shuffled(len(pieces), self._seed, epoch, block)]
-        return _recent(self._blocks, key)
-
-
-def _recent(kept: OrderedDict[K, V], key: K) -> V:
-    kept.move_to_end(key)
-    while len(kept) > KEPT_BLOCKS:
-        kept.popitem(last=False)
-    return kept[key]
+        begins, ends = self._bounds[block], self._bounds[block + 1]
+        pieces = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
+        return pieces[shuffled(len(pieces), self._seed, epoch, block)]

@@ -61,6 +61,10 @@ class Tokenizer:
         """The text of the ids, special tokens included."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
+    def knows(self, text: str) -> bool:
+        """Whether `text` is one token of the vocabulary."""
+        return self._tokenizer.token_to_id(text) is not None
+
     def _separator(self, name: str, chosen: str, beside: dict[str, str]) -> tuple[int | None, str]:
         """Id of the token, and what to say about it."""
         text = chosen or beside.get(name, "")
@@ -116,14 +120,11 @@ def check_tokenizer(
         return [Problem("tokenizer.path", section.path, "a tokenizer of the tokenizers library", remedy)]
     problems: list[Problem] = []
     for name, text in (("bos", section.bos), ("eos", section.eos)):
-        try:
-            tokenizer = Tokenizer(file, **{name: text})
-        except UserError as error:
-            problems.append(Problem(f"tokenizer.{name}", text, "a token of the vocabulary", f"{error} of {file}"))
-        else:
-            if name == "bos" and add_bos and tokenizer.bos_id is None:
-                rule = "needs a tokenizer whose BOS token is known"
-                problems.append(Problem("data.add_bos", True, rule, "write tokenizer.bos, or data.add_bos = false"))
+        rule, remedy = "a token of the vocabulary", f"write a token that {file} has, or leave {name} out"
+        problems += require(not text or tokenizer.knows(text), f"tokenizer.{name}", text, rule, remedy)
+    if add_bos and not section.bos and tokenizer.bos_id is None:
+        rule = "needs a tokenizer whose BOS token is known"
+        problems.append(Problem("data.add_bos", True, rule, "write tokenizer.bos, or data.add_bos = false"))
     if 0 < vocab_size < tokenizer.vocab_size:
         rule = f"at least the tokenizer's {tokenizer.vocab_size} ({file})"
         remedy = f"write vocab_size = {tokenizer.vocab_size} in [model], or use another tokenizer.path"

@@ -143,6 +143,17 @@ def test_a_cache_that_cannot_be_written_names_the_variable(tmp_path: Path) -> No
         built_once(tmp_path / "file" / "thing", "a thing", slow_build)
 
 
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "secret.txt").write_text("x")
+
+    def refuse(*_: object) -> None:
+        raise PermissionError("no permission")
+
+    monkeypatch.setattr(index_module.TextReader, "scan", refuse)
+    with pytest.raises(UserError, match=r"secret\.txt cannot be read: no permission$"):
+        open_index(SourceConfig(kind="text", path=str(tmp_path / "secret.txt")), 1000)
+
+
 def test_keys_change_with_the_facts() -> None:
     facts = [["pieces", 1], ["pieces", 2], ["pieces", "1"], ["pieces", 1, None]]
     assert len({content_key(fact) for fact in facts}) == len(facts)

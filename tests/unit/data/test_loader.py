@@ -288,8 +288,8 @@ def problem_keys(section: DataConfig, **facts: int) -> list[str]:
     return [problem.key for problem in check_data(section, **known | facts)]
 
 
-def test_check_data(stdlib: Path, write_jsonl: Callable[..., Path]) -> None:
-    assert stdlib.is_dir()
+@pytest.mark.usefixtures("stdlib")
+def test_check_data(write_jsonl: Callable[..., Path]) -> None:
     good = DataConfig()
     assert problem_keys(good) == []
     assert problem_keys(replace(good, num_streams=4)) == []

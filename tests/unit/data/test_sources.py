@@ -43,8 +43,8 @@ def test_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found("~/a.txt") == ["a.txt"]
 
 
-def test_sources_that_are_right(folder: Path, stdlib: Path) -> None:
-    assert stdlib.is_dir()
+@pytest.mark.usefixtures("stdlib")
+def test_sources_that_are_right(folder: Path) -> None:
     assert keys(SourceConfig()) == []
     assert keys(SourceConfig(split="validation")) == []
     assert keys(SourceConfig(kind="text", path=str(folder), document="line", name="mine")) == []

@@ -50,11 +50,8 @@ def test_raw_files_are_little_endian(dtype: str, tmp_path: Path) -> None:
     assert rows(build(source(tmp_path / "tokens.bin", dtype)), 4) == [window(tokens, n) for n in range(8)]
 
 
-@pytest.mark.parametrize("num_streams", [1, 2, 4])
-@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize(("num_streams", "degree"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)])
 def test_sequence_n_is_window_n_for_any_streams_and_ranks(num_streams: int, degree: int, tmp_path: Path) -> None:
-    if num_streams % degree:
-        pytest.skip("a rank needs a stream")
     tokens = np.arange(SEQ_LEN * 8 + 1)
     np.save(tmp_path / "tokens.npy", tokens)
     facts = {"num_streams": num_streams, "global_batch_size": 4, "data_degree": degree}
