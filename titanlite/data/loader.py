@@ -238,7 +238,7 @@ class Loader:
                 f"continued on {prep.data_degree} data ranks"
             )
         if self._prefetcher is not None:
-            self._prefetcher.close()
+            self._prefetcher.close(timeout_s=None)  # it works on the streams that are set now
             self._prefetcher = None
         for stream_id, stream in prep.streams.items():
             stream.load_state(rows[stream_id])

@@ -39,12 +39,16 @@ class _Shared(Generic[T]):
                 self.changed.notify_all()
 
 
-def _stop(shared: _Shared[T], thread: threading.Thread) -> None:
+EXIT_TIMEOUT_S = 5.0
+"""So long the process waits for a result that does not come (a file system that hangs) before it ends without it."""
+
+
+def _stop(shared: _Shared[T], thread: threading.Thread, timeout_s: float | None) -> None:
     with shared.changed:
         shared.stopping = True
         shared.changed.notify_all()
     if thread is not threading.current_thread():
-        thread.join()
+        thread.join(timeout_s)
 
 
 class Prefetcher(Generic[T]):
@@ -59,7 +63,8 @@ class Prefetcher(Generic[T]):
         self._shared = _Shared(produce, depth)
         thread = threading.Thread(target=self._shared.run, name="titanlite-data", daemon=True)
         thread.start()
-        self._finalizer = weakref.finalize(self, _stop, self._shared, thread)
+        self._thread = thread
+        self._finalizer = weakref.finalize(self, _stop, self._shared, thread, EXIT_TIMEOUT_S)
 
     def get(self) -> T:
         """The next result; waits for it. Raises what `produce` raised."""
@@ -74,6 +79,7 @@ class Prefetcher(Generic[T]):
                 raise shared.error
         raise RuntimeError("the prefetcher is closed")
 
-    def close(self) -> None:
-        """End the thread, at the latest when the result that it is at is done. May be called twice."""
-        self._finalizer()
+    def close(self, timeout_s: float | None = EXIT_TIMEOUT_S) -> None:
+        """End the thread once the result that it is at is done; None: however long that takes. May be called twice."""
+        self._finalizer.detach()
+        _stop(self._shared, self._thread, timeout_s)

@@ -63,6 +63,16 @@ def test_the_thread_ends_with_the_last_reference() -> None:
     assert data_threads() == []
 
 
+def test_close_does_not_wait_for_ever() -> None:
+    gate = threading.Event()
+    prefetcher = Prefetcher(gate.wait, 2)
+    prefetcher.close(timeout_s=0.05)
+    assert len(data_threads()) == 1
+    gate.set()
+    prefetcher.close(timeout_s=None)
+    assert data_threads() == []
+
+
 @pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "raise KeyboardInterrupt"])
 def test_the_interpreter_ends_while_the_thread_works(end: str) -> None:
     program = (
