@@ -1,6 +1,7 @@
 """Training of byte-level BPE tokenizers, with the `tokenizers` library."""
 
 import json
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from titanlite.data.cache import built_once, cache_folder, content_key, file_facts
 from titanlite.data.index import usable_files
 from titanlite.data.sources import SourceConfig, find_files, in_split
+
+logger = logging.getLogger("titanlite")
 
 FORMAT_VERSION = 1
 EOS = "<|endoftext|>"
@@ -48,6 +51,7 @@ def train_on_python_stdlib(vocab_size: int) -> Path:
     key = content_key(["bpe", FORMAT_VERSION, tokenizers.__version__, vocab_size, file_facts(files)])
 
     def build(folder: Path) -> None:
+        logger.info("training a tokenizer of %s tokens on the Python standard library", f"{vocab_size:,}")
         texts = (file.read_text(encoding="utf-8") for file in in_split(source, usable_files(files)))
         train_bpe(texts, vocab_size, folder)
 

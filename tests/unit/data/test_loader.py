@@ -123,6 +123,17 @@ def test_a_running_loader_can_be_set_back(make: Any) -> None:
     assert steps_of([loader], 4) == expected
 
 
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_a_step_that_ends_amid_the_streams_is_continued(make: Any, stop: int) -> None:
+    reference = steps_of([make(global_batch_size=4)], 8)
+    first = [make(rank, 2, global_batch_size=4) for rank in range(2)]
+    steps_of(first, stop)
+    second = [make(rank, 4, global_batch_size=4, local_batch_size=1) for rank in range(4)]
+    for loader in second:
+        loader.load_state(global_state(first))
+    assert steps_of(second, 8 - stop) == reference[stop:]
+
+
 def test_the_batch_size_may_change_on_resume(make: Any) -> None:
     before, after, reference = make(), make(global_batch_size=4), make(global_batch_size=4)
     steps_of([before], 3)
