@@ -1,0 +1,216 @@
+"""What the trainer costs over a bare PyTorch loop: the same model on the same batches, alternating in one run.
+
+    python benchmarks/overhead.py [--processes 1] [--rounds 8] [--steps 4]
+
+With one process the bare loop is plain torch; with two it is FSDP2 (against dp_shard = 2) and DDP (against
+dp_replicate = 2). A round is `--steps` optimizer steps of either side, and the order changes from round to round; the
+table has tokens/s (median over rounds) and the ratio trainer / bare of neighbouring rounds. Another line says how long
+the trainer waits for real data, tokenized and packed while it trains.
+"""
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from titanlite.build import build_model, build_trainer
+from titanlite.config.load import load_config
+from titanlite.config.schema import JobConfig
+from titanlite.data.loader import Batch, build_loader
+from titanlite.data.tokenizer import prepare_tokenizer
+from titanlite.loss import IGNORE_INDEX
+from titanlite.metrics.meter import Meter
+from titanlite.metrics.sinks import Sinks
+from titanlite.models import resolve_model
+from titanlite.models.init import init_parameters_
+from titanlite.parallel.mesh import build_mesh
+from titanlite.runtime.launch import run_ranks
+
+CPU = torch.device("cpu")
+
+
+class PreparedBatches:
+    """Stands where the loader does, with batches that are there already."""
+
+    wait_s = 0.0
+    bad_rows = 0
+
+    def __init__(self, steps: Sequence[list[Batch]]) -> None:
+        self._steps = steps
+        self._next = 0
+
+    def next_step(self) -> list[Batch]:
+        self._next += 1
+        return self._steps[(self._next - 1) % len(self._steps)]
+
+
+def configuration(layout: Sequence[str], accumulation: int) -> JobConfig:
+    """The quick start's model, 8 sequences of 256 tokens a step."""
+    size = dist.get_world_size()
+    keys = [
+        "--model.vocab_size=4096",
+        "--training.seq_len=256",
+        "--training.global_batch_size=8",
+        f"--training.local_batch_size={8 // (size * accumulation)}",
+        *layout,
+    ]
+    return load_config(keys, world_size=size, device_type="cpu")
+
+
+def bare_model(config: JobConfig) -> nn.Module:
+    family, hyper_parameters = resolve_model(config.model)
+    model = family.build(hyper_parameters)
+    model.init_buffers(CPU)
+    init_parameters_(model, 0, lambda name: family.init(hyper_parameters, name))
+    return model
+
+
+def bare_loop(model: nn.Module, data: PreparedBatches) -> Callable[[int], None]:
+    """Steps of a loop as one writes it by hand: accumulate, clip, update."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+    def synchronize(is_last: bool) -> None:
+        if isinstance(model, DistributedDataParallel):
+            model.require_backward_grad_sync = is_last
+        elif hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(is_last)
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            batches = data.next_step()
+            optimizer.zero_grad()
+            for index, (tokens, labels) in enumerate(batches):
+                synchronize(index == len(batches) - 1)
+                logits = model(tokens)
+                loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
+                (loss / len(batches)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        loss.item()
+
+    return run
+
+
+def trainer_loop(config: JobConfig, data: PreparedBatches) -> Callable[[int], None]:
+    """Steps of titanlite's Trainer.fit."""
+    mesh, data_mesh = build_mesh(config.parallelism, "cpu", dist.get_world_size())
+    trainer = build_trainer(config, build_model(config, mesh, CPU), mesh, data_mesh, CPU)
+    assert dist.group.WORLD is not None
+    meter = Meter(dist.group.WORLD, CPU, tokens_per_step=2048, flops_per_token=0.0, peak_flops=None)
+
+    def run(steps: int) -> None:
+        trainer.fit(
+            data,  # type: ignore[arg-type]
+            meter,
+            Sinks(()),
+            steps=trainer.step + steps,
+            log_freq=10**9,
+            gc_freq=50,
+            max_bad_rows=0,
+            after_first_step=lambda: None,
+        )
+
+    return run
+
+
+def compare(layout: Sequence[str], wrap: str, accumulation: int, rounds: int, steps: int, threads: int) -> list[float]:
+    """Seconds of each round: trainer, bare, trainer, bare, ..."""
+    torch.set_num_threads(threads)
+    config = configuration(layout, accumulation)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    rows = config.training.local_batch_size
+    batches = [
+        [Batch(*torch.randint(4096, (2, rows, 256), generator=generator)) for _ in range(accumulation)]
+        for _ in range(4)
+    ]
+    model = bare_model(config)
+    if wrap == "DDP":
+        model = DistributedDataParallel(model)
+    elif wrap == "FSDP2":
+        for block in model.layers.values():  # type: ignore[union-attr, operator]
+            fully_shard(block)
+        fully_shard(model)
+    sides = [trainer_loop(config, PreparedBatches(batches)), bare_loop(model, PreparedBatches(batches))]
+    for side in sides:
+        side(2)
+    seconds = []
+    for round_ in range(rounds):
+        times = {}
+        for side in (0, 1) if round_ % 2 == 0 else (1, 0):
+            dist.barrier()
+            start = perf_counter()
+            sides[side](steps)
+            dist.barrier()
+            times[side] = perf_counter() - start
+        seconds += [times[0], times[1]]
+    return seconds
+
+
+def waiting(steps: int, threads: int) -> list[float]:
+    """(seconds per step, seconds of them spent waiting) on the standard library's text."""
+    torch.set_num_threads(threads)
+    config = configuration([], 1)
+    tokenizer = prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=4096, log=print)
+    loader = build_loader(
+        config.data,
+        tokenizer,
+        seq_len=256,
+        vocab_size=4096,
+        global_batch_size=8,
+        local_batch_size=8,
+        data_rank=0,
+        data_degree=1,
+        pin_memory=False,
+    )
+    run = trainer_loop(config, loader)  # type: ignore[arg-type]
+    run(2)
+    before, start = loader.wait_s, perf_counter()
+    run(steps)
+    elapsed, waited = perf_counter() - start, loader.wait_s - before
+    loader.close()
+    return [elapsed / steps, waited / steps]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=4)
+    given = parser.parse_args()
+    threads = max(1, (os.cpu_count() or 1) // given.processes)
+    cases = {
+        1: [("1 process", "plain torch", [])],
+        2: [
+            ("dp_shard 2", "FSDP2", ["--parallelism.dp_shard=2"]),
+            ("dp_replicate 2", "DDP", ["--parallelism.dp_replicate=2", "--parallelism.dp_shard=1"]),
+        ],
+    }[given.processes]
+    print(f"{'trainer':<16}{'bare loop':<14}{'accumulation':>13}{'ms/step':>9}{'tokens/s':>10}{'bare':>8}   ratio")
+    for layout_name, bare_name, layout in cases:
+        for accumulation in (1, 4):
+            arguments = (layout, bare_name, accumulation, given.rounds, given.steps, threads)
+            seconds = run_ranks(compare, given.processes, *arguments, timeout_s=3600)[0]
+            tokens = 2048 * given.steps
+            trainer, bare = seconds[0::2], seconds[1::2]
+            ratios = sorted(b / t for t, b in zip(trainer, bare, strict=True))
+            print(
+                f"{layout_name:<16}{bare_name:<14}{accumulation:>13}"
+                f"{1000 * statistics.median(trainer) / given.steps:>9.0f}"
+                f"{tokens / statistics.median(trainer):>10.0f}{tokens / statistics.median(bare):>8.0f}"
+                f"   {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+            )
+    if given.processes == 1:
+        step_s, wait_s = run_ranks(waiting, 1, 4 * given.steps, threads, timeout_s=3600)[0]
+        print(f"waiting for real data: {wait_s / step_s:.2%} of a step of {1000 * step_s:.0f} ms")
+
+
+if __name__ == "__main__":
+    main()
