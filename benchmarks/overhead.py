@@ -168,7 +168,6 @@ def waiting(steps: int, threads: int) -> list[float]:
         local_batch_size=8,
         data_rank=0,
         data_degree=1,
-        pin_memory=False,
     )
     run = trainer_loop(config, loader)  # type: ignore[arg-type]
     run(2)

@@ -87,7 +87,6 @@ def build_data(config: JobConfig, world: World) -> Loader:
         local_batch_size=config.training.local_batch_size,
         data_rank=data_rank(config.parallelism, world.rank, world.size),
         data_degree=data_degree(config.parallelism, world.size),
-        pin_memory=world.device_type == "cuda",
     )
     log.info("Data: %s", loader.description)
     return loader

@@ -199,5 +199,10 @@ def mark_last(batches: Sequence[Batch]) -> Iterator[tuple[Batch, bool]]:
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch on the device; from pinned memory the copy runs beside the host."""
-    return Batch(*(tensor.to(device, non_blocking=True) for tensor in batch))
+    """The batch on the device, without waiting for the copy: from pinned memory it runs beside the host.
+
+    Pinned here, not in the loader's thread, whose current device would be the first GPU on every rank.
+    """
+    if device.type == "cpu":
+        return batch
+    return Batch(*(tensor.pin_memory().to(device, non_blocking=True) for tensor in batch))

@@ -130,7 +130,6 @@ class _Preparation:
     local_batch_size: int
     data_rank: int
     data_degree: int
-    pin_memory: bool
     next_sequence: int = 0
 
     def step(self) -> _Step:
@@ -146,7 +145,7 @@ class _Preparation:
 
     def _batch(self, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Batch:
         tokens, labels = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
-        return Batch(tokens.pin_memory(), labels.pin_memory()) if self.pin_memory else Batch(tokens, labels)
+        return Batch(tokens, labels)
 
 
 class Loader:
@@ -173,7 +172,6 @@ class Loader:
         data_degree: int,
         epochs: int | None,
         policy: BadRowPolicy,
-        pin_memory: bool,
     ) -> None:
         assert num_streams % data_degree == 0
         assert global_batch_size % (local_batch_size * data_degree) == 0
@@ -186,7 +184,7 @@ class Loader:
         facts = {"num_streams": num_streams, "seq_len": seq_len, "epochs": epochs, "policy": policy}
         streams = {s: Stream(corpus, permutation, stream=s, **facts) for s in self.stream_ids}  # type: ignore[arg-type]
         self._preparation = _Preparation(
-            streams, num_streams, global_batch_size, local_batch_size, data_rank, data_degree, pin_memory
+            streams, num_streams, global_batch_size, local_batch_size, data_rank, data_degree
         )
         self._prefetcher: Prefetcher[_Step] | None = None
         self._closed = False
@@ -262,7 +260,6 @@ def build_loader(
     local_batch_size: int,
     data_rank: int,
     data_degree: int,
-    pin_memory: bool,
     epochs: int | None = None,
 ) -> Loader:
     """The loader of one rank; `section` is resolved (no -1). Indexes the corpus where that was not done before.
@@ -289,7 +286,6 @@ def build_loader(
         data_degree=data_degree,
         epochs=epochs,
         policy=bad_row_policy(section),
-        pin_memory=pin_memory,
     )
 
 

@@ -41,7 +41,7 @@ def test_tokenize_writes_what_one_unshuffled_stream_reads(
     rows = SourceConfig(kind="jsonl", path=str(tmp_path / "rows.jsonl"))
     section = DataConfig(num_streams=1, shuffle=False, max_piece_bytes=60, sources=(rows,))
     facts = {"seq_len": 7, "vocab_size": 300, "global_batch_size": 1, "local_batch_size": 1, "data_rank": 0}
-    loader = build_loader(section, tokenizer, **facts, data_degree=1, pin_memory=False, epochs=1)
+    loader = build_loader(section, tokenizer, **facts, data_degree=1, epochs=1)
     packed = [tokens[0]]
     while not loader.ended:
         labels = loader.next_step()[0].labels

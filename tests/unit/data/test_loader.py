@@ -36,7 +36,7 @@ def make(corpus: FakeCorpus) -> Any:
 
     def one(rank: int = 0, degree: int = 1, **changes: Any) -> Loader:
         facts: dict[str, Any] = {"num_streams": STREAMS, "seq_len": SEQ_LEN, "global_batch_size": 8}
-        facts |= {"local_batch_size": 2, "epochs": None, "policy": BadRowPolicy(True, 10**6), "pin_memory": False}
+        facts |= {"local_batch_size": 2, "epochs": None, "policy": BadRowPolicy(True, 10**6)}
         permutation = Permutation(corpus.counts, seed=3, shuffle=True, block_pieces=8)
         made.append(Loader(corpus, permutation, data_rank=rank, data_degree=degree, **facts | changes))
         return made[-1]
@@ -231,7 +231,7 @@ def write_words(write_jsonl: Callable[..., Path], rows: int) -> SourceConfig:
 
 def build(section: DataConfig, tokenizer: Tokenizer | None, **changes: Any) -> Loader:
     facts = {"seq_len": 16, "vocab_size": 300, "global_batch_size": 4, "local_batch_size": 2, "data_rank": 0}
-    return build_loader(section, tokenizer, **facts | {"data_degree": 1, "pin_memory": False} | changes)
+    return build_loader(section, tokenizer, **facts | {"data_degree": 1} | changes)
 
 
 def test_documents_end_with_eos_and_labels_cross_it(write_jsonl: Callable[..., Path], tokenizer: Tokenizer) -> None:

@@ -21,7 +21,7 @@ def source(path: Path, dtype: str = "") -> SourceConfig:
 def build(*sources: SourceConfig, num_streams: int = 2, shuffle: bool = False, **changes: Any) -> Loader:
     section = DataConfig(num_streams=num_streams, max_piece_bytes=100, shuffle=shuffle, sources=sources)
     facts = {"seq_len": SEQ_LEN, "vocab_size": 5000, "global_batch_size": 2, "local_batch_size": 1, "data_rank": 0}
-    return build_loader(section, None, **facts | {"data_degree": 1, "pin_memory": False} | changes)
+    return build_loader(section, None, **facts | {"data_degree": 1} | changes)
 
 
 def rows(loader: Loader, steps: int) -> list[tuple[list[int], list[int]]]:
