@@ -54,6 +54,10 @@ if ((NGPU > 1)) && [[ -z ${OMP_NUM_THREADS:-} ]]; then # torchrun would set 1, w
     say "OMP_NUM_THREADS=$OMP_NUM_THREADS ($cores cores, $NGPU processes)"
 fi
 
+if ((gpus == 0)); then # threads that spin while they wait cost a busy machine several times the step (docs/LOG.md)
+    export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
+fi
+
 config=(--job.config_file "${CONFIG_FILE:-$repo/configs/quickstart.toml}")
 for argument in "$@"; do
     case $argument in # the command line's own wins
