@@ -158,7 +158,7 @@ def waiting(steps: int, threads: int) -> list[float]:
     """(seconds per step, seconds of them spent waiting) on the standard library's text."""
     torch.set_num_threads(threads)
     config = configuration([], 1)
-    tokenizer = prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=4096, log=print)
+    tokenizer = prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=4096)
     loader = build_loader(
         config.data,
         tokenizer,

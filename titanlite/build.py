@@ -75,9 +75,8 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
 def build_data(config: JobConfig, world: World) -> Loader:
     """The tokenizer and this data rank's loader; on first use also the tokenizer's training and the index."""
     _, hyper_parameters = resolve_model(config.model)
-    tokenizer = prepare_tokenizer(
-        config.tokenizer, config.data.sources, vocab_size=hyper_parameters.vocab_size, log=log.info
-    )
+    tokenizer = prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=hyper_parameters.vocab_size)
+    log.info("Tokenizer: %s", tokenizer.description if tokenizer else "none, the sources hold tokens")
     loader = build_loader(
         config.data,
         tokenizer,

@@ -41,8 +41,9 @@ def main(argv: Sequence[str]) -> None:
     data = config.data
     out = own.out if own.out.suffix == ".npy" else own.out / "tokens.npy"
     require_new(out)
-    tokenizer = prepare_tokenizer(config.tokenizer, data.sources, vocab_size=QUICKSTART_VOCAB_SIZE, log=print)
+    tokenizer = prepare_tokenizer(config.tokenizer, data.sources, vocab_size=QUICKSTART_VOCAB_SIZE)
     assert tokenizer is not None
+    print(f"tokenizer: {tokenizer.description}")
     texts, rows = open_texts(config), UsableRows(data)
     corpus = TextCorpus(texts, tokenizer, add_bos=data.add_bos, add_eos=data.add_eos)
     batches = _batches(pieces_with_progress(texts, "tokenizing"))

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,18 +165,15 @@ def _check_without_path(
 
 
 def prepare_tokenizer(
-    section: TokenizerConfig, sources: Sequence[SourceConfig], *, vocab_size: int, log: Callable[[str], None]
+    section: TokenizerConfig, sources: Sequence[SourceConfig], *, vocab_size: int
 ) -> Tokenizer | None:
-    """The tokenizer of a run, described to `log` in one line; None where the data is tokens and no path is given.
+    """The tokenizer of a run; None where the data is tokens and no path is given.
 
     Without a path it is trained on the standard library's training split, min(4096, vocab_size) tokens, by the first
     process that needs it, and kept in the cache folder. Raises UserError.
     """
     if section.path:
-        tokenizer = Tokenizer(tokenizer_file(section.path), bos=section.bos, eos=section.eos)
-    elif any(source.kind == "python-stdlib" for source in sources):
-        tokenizer = Tokenizer(train_on_python_stdlib(min(QUICKSTART_VOCAB_SIZE, vocab_size)))
-    else:
-        return None
-    log(f"tokenizer: {tokenizer.description}")
-    return tokenizer
+        return Tokenizer(tokenizer_file(section.path), bos=section.bos, eos=section.eos)
+    if any(source.kind == "python-stdlib" for source in sources):
+        return Tokenizer(train_on_python_stdlib(min(QUICKSTART_VOCAB_SIZE, vocab_size)))
+    return None

@@ -130,13 +130,11 @@ def test_a_broken_config_beside_is_a_problem(folder: Path) -> None:
 
 
 def test_prepare_loads_what_the_path_names(folder: Path) -> None:
-    said: list[str] = []
-    tokenizer = prepare_tokenizer(TokenizerConfig(str(folder), eos="the"), STDLIB, vocab_size=300, log=said.append)
+    tokenizer = prepare_tokenizer(TokenizerConfig(str(folder), eos="the"), STDLIB, vocab_size=300)
     assert tokenizer is not None
     assert tokenizer.decode([tokenizer.eos_id or 0]) == "the"
-    (line,) = said
-    assert str(folder) in line
-    assert "EOS 'the'" in line
+    assert str(folder) in tokenizer.description
+    assert "EOS 'the'" in tokenizer.description
 
 
 @pytest.mark.usefixtures("stdlib")
@@ -150,7 +148,7 @@ def test_prepare_without_a_path(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(bpe, "train_bpe", noting)
     prepare: Callable[[int], Tokenizer | None] = lambda size: prepare_tokenizer(  # noqa: E731
-        TokenizerConfig(), STDLIB, vocab_size=size, log=lambda _: None
+        TokenizerConfig(), STDLIB, vocab_size=size
     )
     first, again = prepare(270), prepare(270)
     assert first is not None
@@ -164,7 +162,7 @@ def test_prepare_without_a_path(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert prepare(280) is not None
     assert len(trained) == 2
     tokens = (SourceConfig(kind="tokens", path="x"),)
-    assert prepare_tokenizer(TokenizerConfig(), tokens, vocab_size=270, log=print) is None
+    assert prepare_tokenizer(TokenizerConfig(), tokens, vocab_size=270) is None
 
 
 def test_a_tokenizer_that_lacks_a_token_is_refused(folder: Path) -> None:
