@@ -1,5 +1,10 @@
 """Training: `python -m titanlite.train --job.config_file X.toml [--section.key value ...]`, or the same by torchrun."""
 
+from titanlite.runtime.failure import FailureReport, end_on_interrupt
+
+if __name__ == "__main__":
+    end_on_interrupt()  # before the imports that take seconds
+
 import os
 import sys
 from pathlib import Path
@@ -13,7 +18,6 @@ from titanlite.config.schema import JobConfig
 from titanlite.metrics.meter import Record
 from titanlite.metrics.sinks import METRICS_FILE
 from titanlite.runtime.distributed import connect, set_timeout, world_from_environment
-from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.logging import log
 
 
