@@ -34,32 +34,37 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOAD))
+    ranks: list[tuple[ForkServerProcess, Connection]] = []
     with tempfile.TemporaryDirectory() as folder:
-        ranks: list[tuple[ForkServerProcess, Connection]] = []
-        for rank in range(world_size):
-            receiver, sender = context.Pipe(duplex=False)
-            store_path = os.path.join(folder, "store")
-            process = context.Process(
-                target=_run_rank, args=(function, args, rank, world_size, store_path, sender, timeout_s), daemon=True
-            )
-            process.start()
-            sender.close()
-            ranks.append((process, receiver))
         try:
+            for rank in range(world_size):
+                receiver, sender = context.Pipe(duplex=False)
+                store_path = os.path.join(folder, "store")
+                process = context.Process(
+                    target=_run_rank,
+                    args=(function, args, rank, world_size, store_path, sender, timeout_s),
+                    daemon=True,
+                )
+                process.start()
+                sender.close()
+                ranks.append((process, receiver))
             return _collect(ranks, time.monotonic() + timeout_s)
         finally:
-            for process, _ in ranks:
+            for process, receiver in ranks:
                 process.kill()
                 process.join()
+                receiver.close()
 
 
 def _collect(ranks: Sequence[tuple[ForkServerProcess, Connection]], deadline: float) -> list[Any]:
+    """What each rank returned. Raises RankError with all failures known at once, the first to happen in front."""
     results: dict[int, Any] = {}
     pending = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
     while pending:
         ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             raise RankError(f"ranks {sorted(pending.values())} are still running after the time limit")
+        failures: list[tuple[float, str]] = []
         for receiver in ready:
             assert isinstance(receiver, Connection)
             rank = pending.pop(receiver)
@@ -67,10 +72,14 @@ def _collect(ranks: Sequence[tuple[ForkServerProcess, Connection]], deadline: fl
                 answer = json.loads(receiver.recv_bytes())
             except EOFError:
                 ranks[rank][0].join()
-                raise RankError(f"rank {rank} ended with exit code {ranks[rank][0].exitcode}") from None
+                failures.append((0.0, f"rank {rank} ended with exit code {ranks[rank][0].exitcode}"))
+                continue
             if "error" in answer:
-                raise RankError(f"rank {rank} failed:\n{answer['error']}")
-            results[rank] = answer["result"]
+                failures.append((answer["time"], f"rank {rank} failed:\n{answer['error']}"))
+            else:
+                results[rank] = answer["result"]
+        if failures:
+            raise RankError("\n".join(text for _, text in sorted(failures)))
     return [results[rank] for rank in range(len(ranks))]
 
 
@@ -89,12 +98,14 @@ def _run_rank(
         store = dist.FileStore(store_path, world_size)
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-        answer = {"result": function(*args)}
+        answer = json.dumps({"result": function(*args)})
+        failed = False
     except BaseException:
         # The first rank to fail answers first: the others only notice once its process, and so its sockets, are gone.
-        answer = {"error": traceback.format_exc()}
-    sender.send_bytes(json.dumps(answer).encode())
+        answer = json.dumps({"error": traceback.format_exc(), "time": time.monotonic()})
+        failed = True
+    sender.send_bytes(answer.encode())
     sender.close()
     # Ranks end together: one that leaves early would break a collective that another is still in.
-    if "result" in answer:
+    if not failed:
         dist.destroy_process_group()

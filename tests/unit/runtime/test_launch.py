@@ -1,0 +1,144 @@
+"""Ranks for tests: results in order, the right error in front, nothing left behind."""
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titanlite.runtime import launch
+from titanlite.runtime.launch import RankError, run_ranks
+
+
+def note_pid(folder: str) -> None:
+    Path(folder, f"rank{dist.get_rank()}").write_text(str(os.getpid()))
+
+
+def is_gone(pid: int, within_s: float = 3.0) -> bool:
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def assert_nothing_left(folder: Path, ranks: int = 2) -> None:
+    assert multiprocessing.active_children() == []
+    pids = [int(file.read_text()) for file in folder.iterdir()]
+    assert len(pids) == ranks
+    assert all(is_gone(pid) for pid in pids)
+
+
+def facts(folder: str, text: str) -> list[Any]:
+    """Rank 0 is the last to answer."""
+    note_pid(folder)
+    total = torch.tensor(dist.get_rank() + 1)
+    dist.all_reduce(total)
+    time.sleep(0.3 * (dist.get_rank() == 0))
+    environment = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
+    return [text, dist.get_rank(), int(total), dist.get_backend(), environment]
+
+
+def test_results_come_by_rank(tmp_path: Path) -> None:
+    assert run_ranks(facts, 3, str(tmp_path), "said") == [
+        ["said", rank, 6, "gloo", [str(rank), str(rank), "3"]] for rank in range(3)
+    ]
+    assert_nothing_left(tmp_path, ranks=3)
+
+
+def fails_on_rank_1(folder: str, how: str) -> int:
+    """The other rank is in a collective, and fails in turn when its peer is gone."""
+    note_pid(folder)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        if how == "raise":
+            raise ValueError("the cause")
+        if how == "exit":
+            os._exit(3)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    return 0
+
+
+CAUSES = {
+    "raise": "rank 1 failed:\nTraceback",
+    "exit": "rank 1 ended with exit code 3",
+    "kill": "rank 1 ended with exit code -9",
+}
+
+
+@pytest.mark.parametrize("how", sorted(CAUSES))
+def test_a_failure_of_one_rank_is_told(how: str, tmp_path: Path) -> None:
+    with pytest.raises(RankError) as raised:
+        run_ranks(fails_on_rank_1, 2, str(tmp_path), how)
+    assert str(raised.value).startswith(CAUSES[how])
+    assert ("ValueError: the cause" in str(raised.value)) == (how == "raise")
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("how", sorted(CAUSES))
+def test_the_first_failure_is_in_front_where_both_are_found_at_once(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = launch.wait
+
+    def wait_for_all(receivers: list[Any], timeout: float) -> list[Any]:
+        end = time.monotonic() + timeout
+        while len(wait(receivers, 0.0)) < len(receivers) and time.monotonic() < end:
+            time.sleep(0.01)
+        return wait(receivers, 0.0)
+
+    monkeypatch.setattr(launch, "wait", wait_for_all)
+    with pytest.raises(RankError, match="rank 0 failed") as raised:
+        run_ranks(fails_on_rank_1, 2, str(tmp_path), how)
+    assert str(raised.value).startswith(CAUSES[how])
+
+
+def returns_no_json() -> Any:
+    return torch.zeros(1)
+
+
+def test_a_result_has_to_be_json() -> None:
+    with pytest.raises(RankError, match="Tensor is not JSON serializable"):
+        run_ranks(returns_no_json, 1)
+
+
+def never_ends_on_rank_1(folder: str) -> None:
+    note_pid(folder)
+    if dist.get_rank() == 1:
+        time.sleep(100)
+
+
+def test_the_time_is_limited(tmp_path: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"ranks \[1\] are still running"):
+        run_ranks(never_ends_on_rank_1, 2, str(tmp_path), timeout_s=2.0)
+    assert time.monotonic() - start < 10
+    assert_nothing_left(tmp_path)
+
+
+class TravelsOnce:
+    """Can be sent to one rank only."""
+
+    sent = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if TravelsOnce.sent:
+            raise OSError("no more ranks can be started")
+        TravelsOnce.sent = True
+        return (TravelsOnce, ())
+
+
+def test_a_rank_that_cannot_be_started_ends_those_before_it() -> None:
+    with pytest.raises(OSError, match="no more ranks"):
+        run_ranks(never_ends_on_rank_1, 2, TravelsOnce())
+    assert multiprocessing.active_children() == []
