@@ -91,8 +91,8 @@ def _stands_on(problem: Problem, earlier: list[Problem]) -> bool:
 def _parse(argv: Sequence[str]) -> Parsed:
     arguments = split_arguments(argv)
     problems = list(arguments.problems)
-    path = arguments.texts.get(CONFIG_FILE) or ""
-    content = _read_file(path, problems) if path else {}
+    path = arguments.texts.get(CONFIG_FILE)
+    content = {} if path is None else _read_file(path, problems)
     tables = sections_of(content or {}, problems)
     family = arguments.texts.get("model.family") or tables.get("model", {}).get("family", ModelConfig.family)
     family = family if isinstance(family, str) and family in FAMILIES else None

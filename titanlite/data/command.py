@@ -17,6 +17,7 @@ from titanlite.data.corpus import Texts
 from titanlite.data.loader import PIECE_BYTES_PER_POSITION, DataConfig, bad_row_policy, check_data
 from titanlite.data.pieces import BadRowError
 from titanlite.data.tokenizer import check_tokenizer
+from titanlite.models import resolve_model
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 
 T = TypeVar("T")
@@ -48,7 +49,11 @@ def parse_arguments(
         data = config.data
         problems = _check_text(data)
         if needs_tokenizer:
-            problems += check_tokenizer(config.tokenizer, sources=data.sources, vocab_size=0, add_bos=data.add_bos)
+            # A tokenizer that is there needs no room in this model; one that is trained is made to fit it.
+            vocab_size = 0 if config.tokenizer.path else resolve_model(config.model)[1].vocab_size
+            problems += check_tokenizer(
+                config.tokenizer, sources=data.sources, vocab_size=vocab_size, add_bos=data.add_bos
+            )
     if problems:
         raise ConfigError(problems)
     return own, config
@@ -116,5 +121,5 @@ def appears_complete(out: Path) -> Iterator[Path]:
     finally:
         if temporary.is_dir():
             shutil.rmtree(temporary)
-        else:
-            temporary.unlink(missing_ok=True)
+        elif temporary.exists():
+            temporary.unlink()

@@ -300,7 +300,8 @@ def _require_pieces(
     """Raise UserError where a stream would have nothing to repeat."""
     pieces = sum(corpus.counts)
     if pieces == 0:
-        raise UserError(f"there is nothing to train on: {corpus.description}")
+        remedy = "add data" if corpus.packed else "add data, or set a smaller training.seq_len"
+        raise UserError(f"there is nothing to train on: {corpus.description}: {remedy}")
     if not repeats or pieces >= num_streams:
         return
     usable = [s for s in range(data_degree, pieces + 1, data_degree) if global_batch_size % s == 0]

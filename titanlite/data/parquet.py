@@ -80,8 +80,9 @@ def _load(path: Path, group: int, field: str) -> Any:
         try:
             opened = pyarrow.parquet.ParquetFile(file)
             schema = opened.schema_arrow
-            if field not in schema.names:
-                raise BadRowError(f"field {field!r} is missing; there is {', '.join(map(repr, schema.names[:8]))}")
+            if schema.names.count(field) != 1:
+                fault = "there more than once" if field in schema.names else "missing"
+                raise BadRowError(f"field {field!r} is {fault}; there is {', '.join(map(repr, schema.names[:8]))}")
             kind = schema.field(field).type
             value_kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
             if not (pyarrow.types.is_string(value_kind) or pyarrow.types.is_large_string(value_kind)):

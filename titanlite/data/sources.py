@@ -135,8 +135,8 @@ def _no_files(source: SourceConfig, key: str) -> tuple[str, str, str, str]:
 
 
 def _check_tokens(source: SourceConfig, key: str, files: list[Path]) -> list[Problem]:
-    raw = [file for file in files if file.suffix == ".bin"]
-    other = [file for file in files if file.suffix not in SUFFIXES["tokens"]]
+    raw = [file for file in files if file.suffix.lower() == ".bin"]
+    other = [file for file in files if file.suffix.lower() not in SUFFIXES["tokens"]]
     if other:
         rule = ".npy or raw .bin files"
         return [Problem(f"{key}.path", source.path, rule, f"{other[0]} is neither: make it by titanlite.data.tokenize")]

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from titanlite.config.values import literal
 from titanlite.data.command import (
     UsableRows,
     appears_complete,
@@ -22,7 +23,8 @@ from titanlite.data.command import (
     run_command,
 )
 from titanlite.data.corpus import TextCorpus, Tokens
-from titanlite.data.tokenizer import QUICKSTART_VOCAB_SIZE, prepare_tokenizer
+from titanlite.data.tokenizer import prepare_tokenizer
+from titanlite.models import resolve_model
 
 BATCH_PIECES = 256
 HEADER_BYTES = 128
@@ -41,7 +43,8 @@ def main(argv: Sequence[str]) -> None:
     data = config.data
     out = own.out if own.out.suffix == ".npy" else own.out / "tokens.npy"
     require_new(out)
-    tokenizer = prepare_tokenizer(config.tokenizer, data.sources, vocab_size=QUICKSTART_VOCAB_SIZE)
+    _, model = resolve_model(config.model)
+    tokenizer = prepare_tokenizer(config.tokenizer, data.sources, vocab_size=model.vocab_size)
     assert tokenizer is not None
     print(f"tokenizer: {tokenizer.description}")
     texts, rows = open_texts(config), UsableRows(data)
@@ -51,7 +54,9 @@ def main(argv: Sequence[str]) -> None:
     with appears_complete(out) as file:
         count = write_tokens(file, (tokens for batch in batches for tokens in rows.of(corpus.fetch(batch))), dtype)
     print(f"{out}: {count:,} tokens, {dtype.name}, from {texts.description}; {rows.bad_rows:,} bad rows\nto use it:\n")
-    print(f'[model]\nvocab_size = {tokenizer.vocab_size}\n\n[[data.sources]]\nkind = "tokens"\npath = "{out}"')
+    print(
+        f'[model]\nvocab_size = {tokenizer.vocab_size}\n\n[[data.sources]]\nkind = "tokens"\npath = {literal(str(out))}'
+    )
 
 
 def _batches(pieces: Iterator[int]) -> Iterator[list[int]]:

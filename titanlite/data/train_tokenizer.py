@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from titanlite.config.values import literal
 from titanlite.data.bpe import MIN_VOCAB_SIZE, train_bpe
 from titanlite.data.command import (
     UsableRows,
@@ -41,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
         train_bpe(rows.of(read), own.vocab_size, folder)
     tokenizer = Tokenizer(own.out / "tokenizer.json")
     print(f"{tokenizer.description}\ntrained on {texts.description}; {rows.bad_rows:,} bad rows\nto use it:\n")
-    print(f'[model]\nvocab_size = {tokenizer.vocab_size}\n\n[tokenizer]\npath = "{own.out}"')
+    print(f"[model]\nvocab_size = {tokenizer.vocab_size}\n\n[tokenizer]\npath = {literal(str(own.out))}")
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ def open_tokens(path: Path, dtype: str) -> npt.NDArray[np.integer]:
     Raises UserError where the file is no such array.
     """
     try:
-        if path.suffix == ".npy":
-            array: npt.NDArray[np.integer] = np.load(path, mmap_mode="r", allow_pickle=False)
+        if path.suffix.lower() == ".npy":
+            array: npt.NDArray[np.integer] = np.lib.format.open_memmap(path, mode="r")
         else:
             array = np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r")
     except (ValueError, OSError) as error:
@@ -47,7 +47,8 @@ def check_tokens(source: SourceConfig, key: str, vocab_size: int) -> list[Proble
         try:
             tokens = open_tokens(file, source.dtype)
         except UserError as error:
-            return [Problem(f"{key}.path", source.path, "1-D arrays of integers", str(error))]
+            remedy = f"{error}: python -m titanlite.data.tokenize makes files that are"
+            return [Problem(f"{key}.path", source.path, "1-D arrays of integers", remedy)]
         position = find_invalid(tokens[:CHECKED_TOKENS], vocab_size)
         if position is not None:
             found = f"{file} has {tokens[position]} at position {position}"

@@ -196,6 +196,7 @@ BAD = [
     Bad("job.config_file", "valid TOML", "mend", toml="training.steps = " + "9" * 5000),
     Bad("job.config_file", "valid TOML", "mend", toml="training.steps = " + "[" * 100_000),
     Bad("job.config_file", "can be read", "path of a TOML file", argv="--job.config_file /none/x.toml"),
+    Bad("job.config_file", "can be read", "path of a TOML file", argv="--job.config_file="),
     Bad("job.config_file", "can be read (is a directory)", "path of a TOML file", argv="--job.config_file /"),
 ]  # fmt: skip
 

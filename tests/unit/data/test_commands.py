@@ -79,6 +79,33 @@ def test_nothing_is_overwritten_and_nothing_left_behind(config: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("command", [tokenize.main, train_tokenizer.main])
+def test_a_place_that_cannot_be_written(command: Callable[[list[str]], None], config: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(UserError, match=r"out.npy cannot be written"):
+        command([str(config), "--out", str(tmp_path / "file" / "out.npy")])
+
+
+@pytest.mark.parametrize("command", [tokenize.main, train_tokenizer.main])
+def test_the_printed_path_is_toml(
+    command: Callable[[list[str]], None], config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command([str(config), "--out", str(tmp_path / 'a "b" \\n.npy')])
+    assert str(tmp_path / 'a "b" \\n.npy') in str(toml_of(capsys.readouterr().out)).replace("\\\\", "\\")
+
+
+@pytest.mark.usefixtures("stdlib")
+def test_the_standard_library_is_tokenized_as_training_would(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.toml").write_text("[model]\nvocab_size = 290\n")
+    tokenize.main([str(tmp_path / "c.toml"), "--out", str(tmp_path / "out.npy")])
+    printed = capsys.readouterr().out
+    assert toml_of(printed)["model"] == {"vocab_size": 290}
+    with pytest.raises(ConfigError, match=r"model\.vocab_size = 200"):
+        tokenize.main([str(tmp_path / "c.toml"), "--out", str(tmp_path / "no.npy"), "--model.vocab_size", "200"])
+
+
+@pytest.mark.parametrize("command", [tokenize.main, train_tokenizer.main])
 def test_bad_rows(
     command: Callable[[list[str]], None],
     config: Path,

@@ -156,6 +156,9 @@ def test_parquet_without_the_field_or_with_another_type(tmp_path: Path) -> None:
     missing = "BAD field 'text' is missing; there is 'n'"
     assert read_all(ParquetReader("text"), file) == [(1, missing, WHOLE), (2, missing, WHOLE)]
     assert read_all(ParquetReader("n"), file)[0] == (1, "BAD field 'n' is not text but int64", WHOLE)
+    pq.write_table(pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), file)
+    twice = "BAD field 'text' is there more than once; there is 'text', 'text'"
+    assert read_all(ParquetReader("text"), file) == [(1, twice, WHOLE)]
 
 
 def test_parquet_that_is_none_or_has_no_rows(tmp_path: Path) -> None:

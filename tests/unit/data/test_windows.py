@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from titanlite.data.loader import DataConfig, Loader, build_loader
-from titanlite.data.sources import SourceConfig
+from titanlite.data.sources import SourceConfig, check_source
 from titanlite.data.windows import check_tokens, find_invalid, open_tokens
 from titanlite.loss import IGNORE_INDEX
 from titanlite.runtime.errors import UserError
@@ -124,7 +124,9 @@ def test_find_invalid_knows_unsigned_types() -> None:
 
 def test_too_few_tokens(tmp_path: Path) -> None:
     np.save(tmp_path / "tokens.npy", np.arange(SEQ_LEN))
-    with pytest.raises(UserError, match=r"there is nothing to train on: .*10 tokens, 0 windows"):
+    with pytest.raises(
+        UserError, match=r"there is nothing to train on: .*10 tokens, 0 windows.*smaller training.seq_len"
+    ):
         build(source(tmp_path / "tokens.npy"))
     np.save(tmp_path / "tokens.npy", np.arange(SEQ_LEN + 1))
     with pytest.raises(UserError, match=r"data.num_streams = 1"):
@@ -140,6 +142,26 @@ def test_other_arrays_are_refused(array: np.ndarray, text: str, tmp_path: Path) 
     with pytest.raises(UserError, match=text):
         open_tokens(tmp_path / "tokens.npy", "")
     assert [problem.key for problem in check_tokens(source(tmp_path), "data.sources.0", 10)] == ["data.sources.0.path"]
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 an archive", b"\x80\x04]\x94."])
+def test_a_file_that_is_no_npy_is_refused_in_numpys_own_words_about_the_format(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "tokens.npy").write_bytes(content)
+    with pytest.raises(UserError, match="tokens.npy is not an array of tokens: .*magic string"):
+        open_tokens(tmp_path / "tokens.npy", "")
+    (problem,) = check_tokens(source(tmp_path), "data.sources.0", 10)
+    assert "titanlite.data.tokenize makes" in problem.remedy
+    assert "pickle" not in problem.remedy
+
+
+def test_suffixes_in_capitals_are_the_same_suffixes(tmp_path: Path) -> None:
+    tokens = np.arange(SEQ_LEN * 4 + 1)
+    np.save(tmp_path / "tokens.npy", tokens)
+    (tmp_path / "tokens.npy").rename(tmp_path / "TOKENS.NPY")
+    assert check_source(source(tmp_path), "data.sources.0") == []
+    assert rows(build(source(tmp_path)), 2) == [window(tokens, n) for n in range(4)]
+    (tmp_path / "TOKENS.NPY").rename(tmp_path / "TOKENS.BIN")
+    assert [problem.key for problem in check_source(source(tmp_path), "data.sources.0")] == ["data.sources.0.dtype"]
 
 
 def test_the_beginning_of_the_files_is_checked_before_the_run(tmp_path: Path) -> None:
