@@ -97,6 +97,11 @@ def _build_model(values: dict[str, Any], family: str | None) -> ModelConfig:
 def _put_in_row(tables: Tables, key: str, text: str | None, row: type) -> Problem | None:
     """Put one value into an array of tables: key is SECTION.NAME.INDEX.COLUMN; INDEX = length appends a table."""
     section, name, index, *columns = key.split(".")
+    if not columns:  # the number is missing, or the column
+        column = index if index in kinds_of(row) else "KEY"
+        number = index if index.isdecimal() else "0"
+        remedy = f"write --{section}.{name}.{number}.{column} VALUE"
+        return Problem(key, text or "", f"one key of one [[{section}.{name}]] table", remedy)
     if len(columns) != 1 or columns[0] not in kinds_of(row):
         return _unknown_column(key, text or "", row)
     if text is None:

@@ -55,6 +55,9 @@ BAD = [
     Bad("training.steps", "given once", "--training.steps=5 or --training.steps=6",
         argv="--training.steps 5 --training.steps 6"),
     Bad("data.sources", "one key at a time", "--data.sources.0.KEY", argv="--data.sources []"),
+    Bad("data.sources.path", "one key of one [[data.sources]]", "--data.sources.0.path VALUE",
+        argv="--data.sources.path x"),
+    Bad("data.sources.2", "one key of one [[data.sources]]", "--data.sources.2.KEY VALUE", argv="--data.sources.2 x"),
     # Names.
     Bad("steps", "a key of a section", "training.steps", argv="--steps 5"),
     Bad("steps", "a key of a section", "training.steps", toml="steps = 5"),

@@ -147,7 +147,7 @@ def test_other_arrays_are_refused(array: np.ndarray, text: str, tmp_path: Path) 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 an archive", b"\x80\x04]\x94."])
 def test_a_file_that_is_no_npy_is_refused_in_numpys_own_words_about_the_format(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "tokens.npy").write_bytes(content)
-    with pytest.raises(UserError, match="tokens.npy is not an array of tokens: .*magic string"):
+    with pytest.raises(UserError, match=r"tokens.npy is not an array of tokens: .*magic string"):
         open_tokens(tmp_path / "tokens.npy", "")
     (problem,) = check_tokens(source(tmp_path), "data.sources.0", 10)
     assert "titanlite.data.tokenize makes" in problem.remedy
