@@ -24,12 +24,12 @@ from titanlite.parallel.data import resolve_gradient_sync, running_dtypes
 from titanlite.parallel.mesh import AXES, build_mesh, data_degree, data_rank
 from titanlite.parallel.parallelize import parallelize
 from titanlite.runtime.determinism import apply_determinism
-from titanlite.runtime.distributed import World, init_process_group
+from titanlite.runtime.distributed import World, init_process_group, set_timeout
 from titanlite.runtime.dump_folder import prepare_dump_folder
 from titanlite.runtime.environment import environment_lines
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.runtime.memory import device_memory_bytes
-from titanlite.runtime.peak_flops import peak_flops
+from titanlite.runtime.peak_flops import device_peak_flops
 from titanlite.trainer import DTYPES, Trainer
 
 CONFIG_COPY = "config.toml"
@@ -37,7 +37,7 @@ CONFIG_COPY = "config.toml"
 
 @dataclass(frozen=True)
 class Run:
-    """The finished parts of one run. groups: all process groups that training uses."""
+    """The finished parts of one run. groups: all process groups that training uses, with the start-up timeout."""
 
     trainer: Trainer
     loader: Loader
@@ -59,6 +59,8 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     loader = build_data(config, world)
     group = init_process_group(world, store, config.comm)
     mesh, data_mesh = build_mesh(config.parallelism, world.device_type, world.size)
+    groups = (group, *(mesh.get_group(axis) for axis in AXES), data_mesh.get_group())
+    set_timeout(groups, config.comm.init_timeout_s)  # torch makes a mesh's groups with its own default, 30 minutes
     log.info("Building %d-D device mesh with %s, %s", mesh.ndim, list(AXES), list(mesh.shape))
     model = build_model(config, mesh, world.device)
     trainer = build_trainer(config, model, mesh, data_mesh, world.device)
@@ -68,7 +70,6 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     prepare_outputs(config, world)
     meter = build_meter(config, world, group)
     sinks = build_sinks(config.metrics, config.job.dump_folder, world.rank, config.training.steps)
-    groups = (group, *(mesh.get_group(axis) for axis in AXES), data_mesh.get_group())
     return Run(trainer, loader, meter, sinks, groups)
 
 
@@ -136,13 +137,12 @@ def build_trainer(
 def build_meter(config: JobConfig, world: World, group: dist.ProcessGroup) -> Meter:
     """Counts over all ranks; the peak of the device only where it is known."""
     family, hyper_parameters = resolve_model(config.model)
-    compute_dtype = DTYPES[config.training.mixed_precision_param]
     return Meter(
         group,
         world.device,
         tokens_per_step=config.training.global_batch_size * config.training.seq_len,
         flops_per_token=family.flops_per_token(hyper_parameters, config.training.seq_len),
-        peak_flops=peak_flops(device_name(world.device), compute_dtype) if world.device_type == "cuda" else None,
+        peak_flops=device_peak_flops(world.device, DTYPES[config.training.mixed_precision_param]),
     )
 
 

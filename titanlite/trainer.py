@@ -15,7 +15,8 @@ from titanlite.metrics.meter import Meter, Record, StepStats, is_log_step
 from titanlite.metrics.sinks import Sinks
 from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.parallel.clip import clip_grad_norm_
-from titanlite.parallel.data import GradientSync, gradient_sync
+from titanlite.parallel.data import gradient_sync
+from titanlite.parallel.mesh import GradientSync
 from titanlite.runtime.errors import Problem, UserError, require
 from titanlite.runtime.garbage import PacedGarbageCollection
 
@@ -165,6 +166,7 @@ class Trainer:
         Between two log steps the host only launches work: the device is asked nothing. Raises UserError where more
         than `max_bad_rows` rows turned out bad, at the next log step, on all ranks alike.
         """
+        assert self.step < steps, "nothing is left to train"
         with PacedGarbageCollection(gc_freq) as garbage:
             meter.start()
             while True:

@@ -23,12 +23,16 @@ class OperationCount(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.collectives: Counter[str] = Counter()
+        self.reduced_dtypes: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
         assert "_local_scalar_dense" not in name, "the host reads a tensor"
         if name.startswith("c10d."):
             self.collectives[name.removeprefix("c10d.").split(".")[0].strip("_")] += 1
+            if "reduce" in name:
+                tensors = args[0] if isinstance(args[0], list) else [args[0]]
+                self.reduced_dtypes |= {tensor.dtype for tensor in tensors}
         return func(*args, **(kwargs or {}))
 
 
@@ -112,6 +116,7 @@ def withheld_update(settings: list[str], fault: str, first_step: bool) -> list[s
     before = state_of(trainer)
     if fault == "no valid token":
         stats = trainer.train_step(rank_batches(global_batch("none"), rank, degree, 1))
+        assert stats.mean_loss == stats.grad_norm == 0.0  # not 0 / 0
     else:
         handle = poison(trainer, rank)
         stats = trainer.train_step(good)
@@ -193,13 +198,21 @@ def mixed_precision(settings: list[str]) -> list[str]:
     seen = set()
     model = trainer.model_parts[0]
     model.layers["0"].feed_forward.register_forward_hook(lambda *seen_by: seen.add(f"activation {seen_by[2].dtype}"))
-    trainer.train_step(rank_batches(global_batch("uneven"), rank, degree, 16 // degree))
+    with OperationCount() as count:
+        trainer.train_step(rank_batches(global_batch("uneven"), rank, degree, 16 // degree))
+    seen |= {f"reduced {dtype}" for dtype in count.reduced_dtypes}
     seen |= {f"parameter {parameter.dtype}" for parameter in model.parameters()}
     seen |= {f"gradient {parameter.grad.dtype}" for parameter in model.parameters() if parameter.grad is not None}
     return sorted(seen)
 
 
 def test_mixed_precision_is_in_force_on_every_mesh() -> None:
-    expected = ["activation torch.bfloat16", "gradient torch.float32", "parameter torch.float32"]
+    expected = [
+        "activation torch.bfloat16",
+        "gradient torch.float32",
+        "parameter torch.float32",
+        "reduced torch.float32",
+        "reduced torch.int64",  # the number of valid tokens
+    ]
     for world_size, settings in ((1, []), (2, []), (2, ["parallelism.dp_replicate=2", "parallelism.dp_shard=1"])):
         assert run_ranks(mixed_precision, world_size, settings) == [expected] * world_size

@@ -29,7 +29,7 @@ class Plan:
     """How parallelism reaches a model from outside: names of submodules, nothing else.
 
     data_units: groups of submodules whose parameters are gathered, freed and reduced together by data parallelism,
-    in the order of the forward pass. Parameters outside all units belong to the root.
+    in the order in which the forward pass is done with them. Parameters outside all units belong to the root.
     may_skip_parameters: whether a microbatch may leave a parameter without gradient on some rank.
     """
 

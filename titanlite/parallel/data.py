@@ -6,7 +6,6 @@ backward, so no reduction may divide again.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 from torch import nn
@@ -15,10 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from titanlite.models.family import Plan
+from titanlite.parallel.mesh import GradientSync, ReshardAfterForward
 from titanlite.runtime.errors import UserError
-
-GradientSync = Literal["every", "last", "hybrid"]
-ReshardAfterForward = Literal["default", "always", "never"]
 
 
 def apply_data_parallel(

@@ -9,6 +9,9 @@ from titanlite.runtime.errors import Problem, require
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 
+GradientSync = Literal["every", "last", "hybrid"]
+ReshardAfterForward = Literal["default", "always", "never"]
+
 
 @dataclass(frozen=True)
 class ParallelismConfig:
@@ -22,10 +25,10 @@ class ParallelismConfig:
     """Tensor-parallel ranks."""
     pp: int = 1
     """Pipeline stages."""
-    gradient_sync: Literal["every", "last", "hybrid"] = "hybrid"
+    gradient_sync: GradientSync = "hybrid"
     """When accumulated gradients are reduced: every microbatch (least memory), the last one only (least
     communication), or hybrid: reduce-scatter at every microbatch, all-reduce over replicas at the last."""
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    fsdp_reshard_after_forward: ReshardAfterForward = "default"
     """Whether sharded parameters are freed between forward and backward; default: all units but the last."""
 
 

@@ -5,7 +5,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.models.family import Plan
-from titanlite.parallel.data import ReshardAfterForward, apply_data_parallel
+from titanlite.parallel.data import apply_data_parallel
+from titanlite.parallel.mesh import ReshardAfterForward
 
 
 def parallelize(

@@ -154,3 +154,9 @@ def test_the_plan_covers_each_parameter_once(flavor: str) -> None:
                 owners.setdefault(id(parameter), set()).add(index)
     assert owners.keys() == {id(parameter) for parameter in model.parameters()}
     assert all(len(units_of_parameter) == 1 for units_of_parameter in owners.values())
+
+
+def test_what_backward_needs_first_is_the_last_unit() -> None:
+    """Tied or not: the reshard policy `default` keeps the last unit, and backward begins with the output."""
+    for tied in (False, True):
+        assert "output" in LLAMA3.plan(replace(FLAVORS["debug"], tie_embeddings=tied)).data_units[-1]

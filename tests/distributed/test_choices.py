@@ -1,0 +1,96 @@
+"""Choices beside the layout that may not change numbers: freeing parameters, tied weights, the seed, clipping."""
+
+import torch.distributed as dist
+
+from tests.distributed.gradients import build_on_mesh, difference, step_errors, whole
+from tests.distributed.reference import global_batch, rank_batches, reference_step, small_config
+from tests.distributed.test_step import OperationCount
+from titanlite.runtime.launch import run_ranks
+
+RESHARDS = ("default", "always", "never")
+
+
+def worst_errors(layouts: list[tuple[int, int]]) -> dict[str, float]:
+    """Relative errors of a step; infinite where initial weights differ."""
+    errors = {}
+    for replicate, shard in layouts:
+        for reshard in RESHARDS:
+            for tied in ("true", "false"):
+                settings = [
+                    f"parallelism.dp_replicate={replicate}",
+                    f"parallelism.dp_shard={shard}",
+                    f"parallelism.fsdp_reshard_after_forward={reshard}",
+                    f"model.tie_embeddings={tied}",
+                    "debug.seed=11",
+                    f"training.local_batch_size={8 // (replicate * shard)}",
+                ]
+                found = step_errors(settings, "silent_ranks", 2)
+                case = f"replicate {replicate} x shard {shard}, reshard {reshard}, tied {tied}"
+                errors[case] = found.worst if found.same_initial_weights else float("inf")
+    return errors
+
+
+def test_reshard_policies_tied_weights_and_another_seed_change_no_gradient() -> None:
+    for world_size, layouts in ((1, [(1, 1)]), (2, [(1, 2), (2, 1)]), (4, [(2, 2)])):
+        for errors in run_ranks(worst_errors, world_size, layouts):
+            assert len(errors) == 6 * len(layouts)
+            assert {case: error for case, error in errors.items() if error > 1e-12} == {}
+
+
+def gathers_of_a_step(tied: str) -> dict[str, int]:
+    """How often units are gathered in a step of one microbatch, by policy."""
+    found = {}
+    for reshard in RESHARDS:
+        settings = [f"parallelism.fsdp_reshard_after_forward={reshard}", f"model.tie_embeddings={tied}"]
+        trainer, data = build_on_mesh(small_config(2, *settings, "training.local_batch_size=8"))
+        batches = rank_batches(global_batch("uneven"), data.get_local_rank(), 2, 1)
+        trainer.train_step(batches)
+        with OperationCount() as count:
+            trainer.train_step(batches)
+        found[reshard] = count.collectives["allgather_base"]
+    return found
+
+
+def gathers() -> dict[str, dict[str, int]]:
+    return {"separate": gathers_of_a_step("false"), "tied": gathers_of_a_step("true")}
+
+
+def test_units_are_gathered_as_often_as_the_policy_says() -> None:
+    """Forward gathers each unit; backward those that were freed. Units: embedding, two blocks, head (tied: one)."""
+    assert (
+        run_ranks(gathers, 2)
+        == [
+            {
+                "separate": {"default": 4 + 3, "always": 4 + 4, "never": 4},
+                "tied": {"default": 3 + 2, "always": 3 + 3, "never": 3},
+            }
+        ]
+        * 2
+    )
+
+
+def weights_after_a_clipped_step(replicate: int) -> float:
+    """Relative error of a parameter's change in one SGD step whose gradients are clipped."""
+    size = dist.get_world_size()
+    settings = ("training.max_norm=0.01", "optimizer.lr=0.5", "optimizer.weight_decay=0.0")
+    config = small_config(size, f"parallelism.dp_replicate={replicate}", "training.local_batch_size=2", *settings)
+    batch = global_batch("uneven")
+    reference = reference_step(config, batch)
+    assert reference.grad_norm > 0.1  # clipping is active
+    trainer, data = build_on_mesh(config)
+    trainer.train_step(rank_batches(batch, data.get_local_rank(), data.size(), 8 // size))
+    scale = 0.5 * 0.01 / (reference.grad_norm + 1e-6)
+    return max(
+        difference(whole(parameter.detach()) - reference.weights[name], -scale * reference.gradients[name])
+        for name, parameter in trainer.model_parts[0].named_parameters()
+    )
+
+
+def clipped_steps(replicas: list[int]) -> list[float]:
+    return [weights_after_a_clipped_step(replicate) for replicate in replicas]
+
+
+def test_a_clipped_update_is_that_of_one_process() -> None:
+    for world_size, replicas in ((1, [1]), (2, [1, 2]), (4, [2])):
+        for errors in run_ranks(clipped_steps, world_size, replicas):
+            assert max(errors) <= 1e-9
