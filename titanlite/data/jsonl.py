@@ -12,6 +12,9 @@ from titanlite.data.recent import Recent
 CACHE_BYTES = 64 * 2**20
 """Texts of cut rows that stay in memory, so that a long row is not parsed for each of its pieces."""
 
+BYTE_ORDER_MARK = "\ufeff"
+"""What some programs put before the first line; it is no part of the JSON."""
+
 
 class JsonlReader:
     """Pieces are a line (offset, size) and a part of its decoded text (begin, length)."""
@@ -80,7 +83,7 @@ class JsonlReader:
 
 def _parse(line: bytes) -> Any:
     try:
-        return json.loads(utf8_text(line))
+        return json.loads(utf8_text(line).removeprefix(BYTE_ORDER_MARK))
     except json.JSONDecodeError as error:
         raise BadRowError(f"invalid JSON at character {error.pos}: {error.msg}") from None
     except (RecursionError, ValueError) as error:  # nested too deeply; a number with too many digits

@@ -10,6 +10,9 @@ from titanlite.data.recent import Recent
 CACHE_BYTES = 512 * 2**20
 """Row groups kept in memory: about the text of one block of the permutation, within which rows are read at random."""
 
+TEXT_TYPES = ("string", "large_string", "string_view")
+"""Arrow's names of the types of a text column, which may be dictionary-encoded, too."""
+
 
 class ParquetReader:
     """Pieces are a row (offset: the row group, size: the row within it) and a part of its text (begin, length)."""
@@ -85,7 +88,7 @@ def _load(path: Path, group: int, field: str) -> Any:
                 raise BadRowError(f"field {field!r} is {fault}; there is {', '.join(map(repr, schema.names[:8]))}")
             kind = schema.field(field).type
             value_kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-            if not (pyarrow.types.is_string(value_kind) or pyarrow.types.is_large_string(value_kind)):
+            if str(value_kind) not in TEXT_TYPES:
                 raise BadRowError(f"field {field!r} is not text but {kind}")
             column = opened.read_row_group(group, columns=[field]).column(field)
             return column.cast(value_kind).cast(pyarrow.large_binary()).combine_chunks()

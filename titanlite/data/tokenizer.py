@@ -13,6 +13,7 @@ from titanlite.data.sources import SourceConfig
 from titanlite.runtime.errors import Problem, UserError, require
 
 QUICKSTART_VOCAB_SIZE = 4096
+MAKE_ONE = "python -m titanlite.data.train_tokenizer CONFIG --out DIR"
 
 
 @dataclass(frozen=True)
@@ -111,12 +112,13 @@ def check_tokenizer(
         return _check_without_path(section, sources, vocab_size, add_bos)
     file = tokenizer_file(section.path)
     if not file.is_file():
-        rule, remedy = "a tokenizer.json, or a folder that holds one", f"there is no file {file.absolute()}"
+        rule = "a tokenizer.json, or a folder that holds one"
+        remedy = f"there is no file {file.absolute()}; {MAKE_ONE} makes one from your own data"
         return [Problem("tokenizer.path", section.path, rule, remedy)]
     try:
         tokenizer = Tokenizer(file)
     except UserError as error:
-        remedy = f"{error}; python -m titanlite.data.train_tokenizer makes one from your own data"
+        remedy = f"{error}; {MAKE_ONE} makes one from your own data"
         return [Problem("tokenizer.path", section.path, "a tokenizer of the tokenizers library", remedy)]
     problems: list[Problem] = []
     for name, text in (("bos", section.bos), ("eos", section.eos)):
@@ -139,9 +141,7 @@ def _check_without_path(
     needing = sorted(kinds & {"text", "jsonl", "parquet"})
     if needing:
         rule = f"required for {' and '.join(needing)} sources"
-        remedy = (
-            "write the path of a tokenizer.json, or make one: python -m titanlite.data.train_tokenizer CONFIG --out DIR"
-        )
+        remedy = f"write the path of a tokenizer.json, or make one: {MAKE_ONE}"
         return [Problem("tokenizer.path", section.path, rule, remedy)]
     problems: list[Problem] = []
     for name, text in (("bos", section.bos), ("eos", section.eos)):

@@ -113,6 +113,11 @@ def test_bad_jsonl_rows(row: bytes, reason: str, max_piece_bytes: int, write_jso
     assert (rows[0][1], rows[2][1]) == ("good", "good")
 
 
+def test_a_byte_order_mark_is_no_part_of_the_json(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n{"text": "two"}\r\n')
+    assert read_all(JsonlReader("text"), tmp_path / "rows.jsonl") == [(1, "one", WHOLE), (2, "two", WHOLE)]
+
+
 def test_long_jsonl_text_is_cut_after_decoding(write_jsonl: Callable[..., Path]) -> None:
     text = "ääääääääää\nöööööööööö\nend"
     file = write_jsonl([text, "short"])
@@ -126,7 +131,9 @@ def test_another_field(tmp_path: Path) -> None:
     assert read_all(JsonlReader("body"), tmp_path / "rows") == [(1, "x", WHOLE)]
 
 
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+@pytest.mark.parametrize(
+    "kind", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]
+)
 def test_parquet_rows(kind: pa.DataType, tmp_path: Path) -> None:
     file = tmp_path / "rows.parquet"
     texts = ["one", None, "", "long line one\nlong line two\n", "fünf"]
