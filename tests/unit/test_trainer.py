@@ -1,8 +1,14 @@
-"""The batch arithmetic of [training]."""
+"""The batch arithmetic of [training], and when a run with bad rows ends."""
+
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
-from titanlite.trainer import TrainingConfig, check_training, mark_last
+from titanlite.runtime.errors import UserError
+from titanlite.trainer import Trainer, TrainingConfig, check_training, mark_last
 
 
 def test_defaults_are_valid_on_any_degree() -> None:
@@ -41,3 +47,34 @@ def test_problems(section: TrainingConfig, degree: int, key: str, remedy: str) -
 
 def test_only_the_last_microbatch_is_the_last() -> None:
     assert list(mark_last(["a", "b", "c"])) == [("a", False), ("b", False), ("c", True)]
+
+
+class NoModel(Trainer):
+    """Counts steps, and trains nothing."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.device = torch.device("cpu")
+        self.schedule = float
+
+    def train_step(self, batches: Any) -> Any:
+        assert batches == []
+        self.step += 1
+
+
+@pytest.mark.parametrize(
+    ("max_bad_rows", "log_freq", "logged"),
+    [(10, 5, [1, 5, 10]), (9, 5, [1, 5, 10]), (4, 5, [1, 5]), (0, 5, [1]), (3, 1, [1, 2, 3, 4])],
+)
+def test_more_bad_rows_than_allowed_end_the_run_at_the_next_log_step(
+    max_bad_rows: int, log_freq: int, logged: list[int]
+) -> None:
+    """Ten steps over data with a bad row in each."""
+    trainer, loader, meter, sinks = NoModel(), Mock(wait_s=0.0), Mock(), Mock()
+    loader.next_step.return_value = []
+    meter.flush.side_effect = lambda: Mock(bad_rows=trainer.step)
+    facts = {"steps": 10, "log_freq": log_freq, "gc_freq": 50, "max_bad_rows": max_bad_rows}
+    too_many = pytest.raises(UserError, match=rf"max_bad_rows = {max_bad_rows}: {logged[-1]} rows were skipped")
+    with nullcontext() if max_bad_rows == 10 else too_many:
+        trainer.fit(loader, meter, sinks, **facts, after_first_step=Mock())
+    assert [call.args[0].bad_rows for call in sinks.write.call_args_list] == logged
