@@ -1,0 +1,140 @@
+"""The loop around the step, on two ranks: what it logs, when it asks the device, what it calls, when it stops."""
+
+import gc
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.distributed.gradients import build_on_mesh
+from tests.distributed.reference import global_batch, rank_batches, reference_step, small_config
+from tests.distributed.test_step import OperationCount
+from titanlite.config.schema import JobConfig
+from titanlite.data.loader import Batch
+from titanlite.metrics.meter import Meter, Record
+from titanlite.metrics.sinks import Sinks
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.launch import run_ranks
+
+
+class StubLoader:
+    """Batches of the tests' own; each rank waits and meets bad rows in its own measure."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._step = 0
+        self.wait_s = 0.0
+        self.bad_rows = 0
+
+    def next_step(self) -> list[Batch]:
+        self._step += 1
+        self.wait_s += 0.5 + self._rank
+        self.bad_rows += 1 + self._rank
+        return rank_batches(global_batch("uneven", self._step), self._rank, 2, 2)
+
+
+class Keep:
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def write(self, record: Record) -> None:
+        self.records.append(record)
+
+    def close(self) -> None:
+        pass
+
+
+def config_of_two(*settings: str) -> JobConfig:
+    return small_config(2, "training.local_batch_size=4", "optimizer.name=AdamW", *settings)
+
+
+def fit(**limits: int) -> tuple[list[Record], list[str]]:
+    """Records, and the calls that came back, in order, of a run of 6 steps with a log line every 4."""
+    trainer, data = build_on_mesh(config_of_two())
+    meter = Meter(data.get_group(), torch.device("cpu"), tokens_per_step=256, flops_per_token=0.0, peak_flops=None)
+    keep, calls = Keep(), []
+    train_step, collect = trainer.train_step, gc.collect
+
+    def step(batches: Any) -> Any:
+        calls.append(f"step {trainer.step + 1}")
+        return train_step(batches)
+
+    def collected(generation: int = 2) -> int:
+        calls.append("gc")
+        return collect(generation)
+
+    trainer.train_step = step
+    gc.collect = collected
+    try:
+        trainer.fit(
+            StubLoader(dist.get_rank()),
+            meter,
+            Sinks([keep]),
+            **{"steps": 6, "log_freq": 4, "gc_freq": 3, "max_bad_rows": 1000, **limits},
+            after_first_step=lambda: calls.append("after the first step"),
+        )
+    except UserError as error:
+        calls.append(str(error))
+    finally:
+        gc.collect = collect
+    return keep.records, calls
+
+
+def logged_and_called() -> tuple[list[list[float]], list[str]]:
+    records, calls = fit()
+    return [
+        [r.step, r.loss, r.grad_norm, r.num_valid, r.tokens_seen, r.data_time_s, r.bad_rows] for r in records
+    ], calls
+
+
+def test_rows_are_those_of_their_steps_over_the_whole_mesh() -> None:
+    first = global_batch("uneven", 1)
+    reference = reference_step(config_of_two(), first)
+    for rows, calls in run_ranks(logged_and_called, 2):
+        assert [row[0] for row in rows] == [1, 4, 6]
+        _, loss, grad_norm, num_valid, *_ = rows[0]
+        assert math.isclose(loss, reference.loss.item(), rel_tol=1e-12)
+        assert math.isclose(grad_norm, reference.grad_norm.item(), rel_tol=1e-12)
+        assert [row[3] for row in rows] == [int((global_batch("uneven", n).labels != -100).sum()) for n in (1, 4, 6)]
+        assert num_valid == int((first.labels != -100).sum())
+        assert [row[4:] for row in rows] == [[256 * n, 1.5, 3 * n] for n in (1, 4, 6)]  # the slowest rank; both ranks
+        assert [call for call in calls if call != "gc"] == [
+            "step 1",
+            "after the first step",
+            *(f"step {n}" for n in range(2, 7)),
+        ]
+        assert calls[calls.index("step 3") : calls.index("step 4")] == ["step 3", "gc"]
+        assert calls.count("gc") == 2  # at the start and after step 3: the last step returns at once
+
+
+def collectives_of_a_run(steps: int) -> dict[str, int]:
+    """Collectives that are not a step's own, in a run with log lines at its first and last step only."""
+    trainer, data = build_on_mesh(config_of_two())
+    meter = Meter(data.get_group(), torch.device("cpu"), tokens_per_step=256, flops_per_token=0.0, peak_flops=None)
+    with OperationCount() as count:  # refuses reads of single values by the host
+        trainer.fit(
+            StubLoader(dist.get_rank()),
+            meter,
+            Sinks([]),
+            steps=steps,
+            log_freq=1000,
+            gc_freq=3,
+            max_bad_rows=1000,
+            after_first_step=lambda: None,
+        )
+    return {"allgather": count.collectives["allgather"], "norms and counts": count.collectives["allreduce"]}
+
+
+def test_between_log_lines_nothing_is_read_or_gathered() -> None:
+    for steps in (2, 7):
+        assert run_ranks(collectives_of_a_run, 2, steps) == [{"allgather": 2, "norms and counts": 2 * steps}] * 2
+
+
+def stopped() -> str:
+    return fit(max_bad_rows=11)[1][-1]
+
+
+def test_too_many_bad_rows_stop_all_ranks_at_the_next_log_line() -> None:
+    for message in run_ranks(stopped, 2):
+        assert message.startswith("data.max_bad_rows = 11: 12 rows were skipped as bad by step 4;")
