@@ -1,0 +1,305 @@
+"""The end of a program that failed: who tells, what, and with which exit code. Each case is a process of its own."""
+
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from titanlite.runtime import failure
+from titanlite.runtime.errors import ConfigError, Problem, UserError
+from titanlite.runtime.failure import FailureReport
+
+WAITS = {"SILENT_WAIT_S": 0.5}
+PATIENCE_S = 200.0  # of this test on a busy machine, where it is not about time
+
+ERRORS: dict[str, BaseException] = {
+    "user": UserError("no such corpus"),
+    "config": ConfigError([Problem("training.steps", 0, "at least 1", "give a positive number")]),
+    "bug": ValueError("planted"),
+    "lost": RuntimeError("Connection closed by peer"),
+    "exit": SystemExit(3),
+}
+
+C10D_WARNING = re.compile(r"(?m)^(\[rank\d+\]:)?\[W.*\[c10d\].*\n(^(Exception raised|frame #|<omitting).*\n)*\n?")
+
+
+@dataclass
+class Program:
+    """A process that runs a function of this file, with its output in a file."""
+
+    process: ForkServerProcess
+    output: Path
+
+    def wait_for(self, text: str) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while text not in self.text:
+            assert time.monotonic() < end
+            assert self.process.is_alive(), self.text
+            time.sleep(0.01)
+
+    @property
+    def text(self) -> str:
+        """What it wrote, without what torch's C++ parts warn of."""
+        return C10D_WARNING.sub("", self.output.read_text()) if self.output.exists() else ""
+
+    @property
+    def exit_code(self) -> int | None:
+        self.process.join(PATIENCE_S)
+        return self.process.exitcode
+
+
+Start = Callable[..., Program]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """start(function, *args, rank=0, local_rank=rank, **constants of the module) -> Program"""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
+    programs: list[Program] = []
+
+    def start_program(
+        function: Callable[..., None], *args: Any, rank: int = 0, local_rank: int | None = None, **constants: float
+    ) -> Program:
+        output = tmp_path / f"output{len(programs)}"
+        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank if local_rank is None else local_rank)}
+        process = context.Process(target=run, args=(output, environment, WAITS | constants, function, args))
+        process.start()
+        programs.append(Program(process, output))
+        return programs[-1]
+
+    yield start_program
+    for program in programs:
+        program.process.kill()
+        program.process.join()
+
+
+def run(
+    output: Path,
+    environment: dict[str, str],
+    constants: dict[str, float],
+    function: Callable[..., None],
+    args: Sequence[Any],
+) -> None:
+    os.environ.update(environment)
+    for name, value in constants.items():
+        assert hasattr(failure, name)
+        setattr(failure, name, value)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    print("running", flush=True)
+    function(*args)
+
+
+def connect(port: int) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
+
+
+def fails(error: str, port: int = 0, key: str = "") -> None:
+    """Ends with ERRORS[error]; before the ranks are connected, or with the store at `port` (one per `key`)."""
+    with FailureReport() as report:
+        if port:
+            report.store = dist.PrefixStore(key, connect(port))
+        raise ERRORS[error]
+
+
+def told(program: Program) -> str:
+    """What it told, and that it is one message: with one traceback at most, and its own line once."""
+    program.process.join(PATIENCE_S)
+    text = program.text.removeprefix("running\n")
+    assert text.count("titanlite: ") == (text != "")
+    assert text.count("Traceback") <= 1
+    return text
+
+
+def test_exit_code_and_words_of_each_kind_of_error(start: Start) -> None:
+    programs = {error: start(fails, error) for error in ERRORS}
+    codes = {error: program.exit_code for error, program in programs.items()}
+    assert codes == {"user": 1, "config": 2, "bug": 1, "lost": 1, "exit": 3}
+    texts = {error: told(program) for error, program in programs.items()}
+    assert texts["user"] == "titanlite: no such corpus\n"
+    assert re.fullmatch(
+        r"titanlite: the configuration has 1 problem:\n\n  training.steps = 0\n.*\n.*\n", texts["config"]
+    )
+    assert texts["exit"] == ""
+    for error in ("bug", "lost"):
+        text = f"{type(ERRORS[error]).__name__}: {ERRORS[error]}\n"
+        assert texts[error].startswith("Traceback (most recent call last):\n")
+        assert texts[error].endswith(f"\n{text}\ntitanlite: rank 0 failed: {text}")
+
+
+def succeeds() -> None:
+    with FailureReport():
+        print("done", flush=True)
+
+
+def test_without_an_error_nothing_happens(start: Start) -> None:
+    program = start(succeeds)
+    assert (program.exit_code, program.text) == (0, "running\ndone\n")
+
+
+def test_once_connected_the_first_to_fail_tells_and_nobody_else(start: Start) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    for error in ("bug", "user", "config"):
+        first = start(fails, error, server.port, error, rank=1)
+        assert first.exit_code == (2 if error == "config" else 1)
+        assert str(ERRORS[error]) in told(first)
+        # On other ranks the same, a consequence, or by chance something else.
+        others = [start(fails, other, server.port, error, rank=rank) for rank, other in ((0, error), (2, "lost"))]
+        assert [told(other) for other in others] == ["", ""]
+        assert [other.exit_code for other in others] == [first.exit_code, 1]
+
+
+def test_silent_ranks_end_after_the_one_that_tells(start: Start) -> None:
+    """The launcher ends all ranks at the first end of one: a silent rank must not end before the message is out."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    programs = [start(fails, "user", server.port, "same", rank=rank, SILENT_WAIT_S=30.0) for rank in range(3)]
+    end = time.monotonic() + PATIENCE_S
+    while all(program.process.is_alive() for program in programs) and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    ended = [program for program in programs if not program.process.is_alive()]
+    assert [told(program) for program in ended] == ["titanlite: no such corpus\n"]
+    for program in programs:
+        program.process.terminate()  # as the launcher does
+    assert sorted(told(program) for program in programs) == ["", "", "titanlite: no such corpus\n"]
+
+
+def fails_without_its_store(error: str) -> None:
+    with FailureReport() as report:
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True)
+        report.store = connect(server.port)
+        report.store.set("key", "the connection works")
+        del server
+        raise ERRORS[error]
+
+
+def test_where_the_store_is_gone_a_lost_connection_is_named_and_no_more(start: Start) -> None:
+    programs = {error: start(fails_without_its_store, error, rank=1) for error in ("lost", "bug", "user")}
+    texts = {error: told(program) for error, program in programs.items()}
+    assert texts["lost"] == "titanlite: rank 1 lost the other ranks: Connection closed by peer\n"
+    assert texts["user"] == "titanlite: no such corpus\n"
+    assert texts["bug"].startswith("Traceback")
+    assert texts["bug"].endswith("titanlite: rank 1 failed: ValueError: planted\n")
+
+
+FOR_EVER = 300.0
+# Rank, rank on its node, and the two waits: for rank 0, then for the first rank of the node.
+TELLS_AFTER_ITS_WAITS = [(0, 0, FOR_EVER, FOR_EVER), (8, 0, 0.0, FOR_EVER), (1, 1, 0.0, 0.0)]
+STILL_WAITS = [(8, 0, FOR_EVER, 0.0), (1, 1, FOR_EVER, 0.0), (1, 1, 0.0, FOR_EVER)]
+
+
+def start_unconnected(start: Start, rank: int, local_rank: int, unconnected_s: float, node_order_s: float) -> Program:
+    waits = {"UNCONNECTED_WAIT_S": unconnected_s, "NODE_ORDER_WAIT_S": node_order_s}
+    return start(fails, "config", rank=rank, local_rank=local_rank, **waits)
+
+
+def test_before_ranks_are_connected_rank_0_tells_at_once_and_each_other_one_in_the_end(start: Start) -> None:
+    programs = [start_unconnected(start, *place) for place in TELLS_AFTER_ITS_WAITS]
+    assert [told(program) for program in programs] == [f"titanlite: {ERRORS['config']}\n"] * 3
+    assert [program.exit_code for program in programs] == [2, 2, 2]
+
+
+def test_a_rank_that_the_launcher_ends_while_it_waits_says_nothing(start: Start) -> None:
+    programs = [start_unconnected(start, *place) for place in STILL_WAITS]
+    for program in programs:
+        program.wait_for("running")
+    time.sleep(0.5)
+    for program in programs:
+        program.process.terminate()
+    assert [(program.exit_code, told(program)) for program in programs] == [(-signal.SIGTERM, "")] * 3
+
+
+class DeafStore:
+    """Of a host that does not answer any more."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        del key, expected, desired
+        time.sleep(100)
+        return b""
+
+
+def fails_with_a_deaf_store() -> None:
+    with FailureReport() as report:
+        report.store = DeafStore()  # type: ignore[assignment]
+        raise ERRORS["bug"]
+
+
+def test_nothing_that_blocks_keeps_a_failed_process_alive(start: Start) -> None:
+    program = start(fails_with_a_deaf_store, LAST_RESORT_S=1)
+    begin = time.monotonic()
+    assert program.exit_code == -signal.SIGALRM
+    assert time.monotonic() - begin < 30
+
+
+def fails_without_anyone_to_tell(what: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    sys.stdout = os.fdopen(writer, "w")
+    if what == "closed":
+        sys.stderr.close()
+    with FailureReport():
+        print("unread", end="")
+        raise ERRORS["user"]
+
+
+@pytest.mark.parametrize("what", ["piped", "closed"])
+def test_streams_that_nobody_reads_do_not_change_the_end(what: str, start: Start) -> None:
+    program = start(fails_without_anyone_to_tell, what)
+    assert program.exit_code == 1
+    assert told(program) == ("" if what == "closed" else "titanlite: no such corpus\n")
+
+
+def waits_in_a_library(port: int, timeout_s: float) -> None:
+    """As ranks do for each other; then it has lost them."""
+    with FailureReport() as report:
+        report.store = connect(port)
+        print("waiting", flush=True)
+        report.store.wait(["what nobody sets"], timedelta(seconds=timeout_s))
+
+
+def computes(port: int, timeout_s: float) -> None:
+    del port, timeout_s
+    with FailureReport():
+        print("waiting", flush=True)
+        while True:
+            sum(range(1000))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("function", [waits_in_a_library, computes])
+def test_ctrl_c_ends_at_once_whatever_the_main_thread_does(
+    function: Callable[..., None], rank: int, start: Start
+) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    program = start(function, server.port, 100.0, rank=rank)
+    program.wait_for("waiting")
+    time.sleep(0.2)
+    begin = time.monotonic()
+    os.kill(program.process.pid or 0, signal.SIGINT)
+    assert program.exit_code == 130
+    assert time.monotonic() - begin < 20
+    said = "\ntitanlite: interrupted\n" if rank == 0 else ""
+    assert program.text == f"running\nwaiting\n{said}"
+
+
+def test_an_interrupted_rank_tells_of_no_lost_connection(start: Start) -> None:
+    """Interrupted ranks end one after the other, and the last ones lose the first ones."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    program = start(waits_in_a_library, server.port, 2.0, rank=1, INTERRUPTED_WAIT_S=4.0)
+    program.wait_for("waiting")
+    os.kill(program.process.pid or 0, signal.SIGINT)
+    assert program.exit_code == 130
+    assert program.text == "running\nwaiting\n"
