@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from typing import TextIO
 
 log = logging.getLogger("titanlite")
 
@@ -19,17 +20,24 @@ class _PlainFormatter(logging.Formatter):
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
+class _Handler(logging.StreamHandler[TextIO]):
+    """A stream without a reader (`| head`, a closed terminal) costs those lines, never the run or a traceback."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+
 def setup_logging(rank: int) -> None:
     """Direct the logger "titanlite": rank 0 to stdout, from INFO; other ranks to stderr, from WARNING, with their rank.
 
     Each message is flushed when it is logged. A second call replaces what the first one set up, so no line is
     ever printed twice; nothing reaches the root logger, whose handlers belong to whoever imports titanlite.
     """
-    handler: logging.Handler
     if rank == 0:
-        handler, level, origin = logging.StreamHandler(sys.stdout), logging.INFO, ""
+        handler, level, origin = _Handler(sys.stdout), logging.INFO, ""
     else:
-        handler, level, origin = logging.StreamHandler(sys.stderr), logging.WARNING, f"[rank {rank}] "
+        handler, level, origin = _Handler(sys.stderr), logging.WARNING, f"[rank {rank}] "
     handler.setFormatter(_PlainFormatter(origin))
     log.handlers[:] = [handler]
     log.setLevel(level)

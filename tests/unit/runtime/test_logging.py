@@ -1,6 +1,8 @@
 """The log: which rank says what, where, and how often."""
 
+import io
 import logging
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -71,3 +73,21 @@ def test_a_traceback_that_was_asked_for_is_shown(capsys: pytest.CaptureFixture[s
     out = capsys.readouterr().out
     assert "error: failed\n" in out
     assert out.endswith("ValueError: deep\n")
+
+
+class Unread(io.StringIO):
+    """A stream whose reader is gone."""
+
+    def write(self, text: str) -> int:  # noqa: ARG002
+        raise BrokenPipeError
+
+
+def test_a_reader_that_is_gone_costs_nothing_but_the_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", Unread())
+    setup_logging(0)
+    log.info("into the void")
+    assert capsys.readouterr().err == ""
+    log.info("%d arguments are missing", "two")
+    assert "Logging error" in capsys.readouterr().err
