@@ -6,6 +6,7 @@ if __name__ == "__main__":
     end_on_interrupt()  # before the imports that take seconds
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from time import perf_counter
@@ -54,6 +55,7 @@ def fit(config: JobConfig, run: Run) -> Record:
 def summarize(config: JobConfig, record: Record, train_s: float) -> None:
     """What was done, where it is, and what one would do next."""
     folder = Path(config.job.dump_folder)
+    again = f"CONFIG_FILE={shlex.quote(str(folder / CONFIG_COPY))}"  # all that was given, also on the command line
     log.info(
         "Done: %d steps, %s tokens, final loss %.4f, %s tokens/s",
         record.step,
@@ -62,9 +64,9 @@ def summarize(config: JobConfig, record: Record, train_s: float) -> None:
         f"{record.tokens_seen / train_s:,.0f}",
     )
     log.info("Outputs: %s (a row per logged step), %s (the configuration)", folder / METRICS_FILE, folder / CONFIG_COPY)
-    log.info("Next: train longer       ./run_train.sh --training.steps %d", 4 * record.step)
-    log.info("      on more processes  NGPU=2 ./run_train.sh")
-    log.info("      on your own text   docs/data.md")
+    log.info("Next: train longer      %s ./run_train.sh --training.steps %d", again, 4 * record.step)
+    log.info("      on two processes  NGPU=2 %s ./run_train.sh", again)
+    log.info("      on your own text  see docs/data.md")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ their tokens and cuts sequences of seq_len + 1 tokens at stride seq_len: neighbo
 but the stream's first is a target exactly once.
 """
 
+import logging
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from titanlite.data.permutation import Permutation
 from titanlite.data.pieces import BadRowError
 from titanlite.loss import IGNORE_INDEX
 from titanlite.runtime.errors import UserError
+
+logger = logging.getLogger("titanlite")
 
 PAD_TOKEN = 0
 """Stands where there is no token; its label is IGNORE_INDEX and causal attention hides it from the tokens before."""
@@ -179,6 +182,8 @@ class Stream:
         if isinstance(fetched, BadRowError):
             self._bad_rows += self._epoch == 0
             self._policy.check(fetched, self._bad_rows)
+            if self._epoch == 0:
+                logger.warning("skipped a bad row: %s", fetched)
             return np.empty(0, np.int64)
         if isinstance(fetched, Exception):
             raise fetched
