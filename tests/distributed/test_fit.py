@@ -54,7 +54,11 @@ def fit(**limits: int) -> tuple[list[Record], list[str]]:
     trainer, data = build_on_mesh(config_of_two())
     meter = Meter(data.get_group(), torch.device("cpu"), tokens_per_step=256, flops_per_token=0.0, peak_flops=None)
     keep, calls = Keep(), []
-    train_step, collect = trainer.train_step, gc.collect
+    train_step, collect, start = trainer.train_step, gc.collect, meter.start
+
+    def started() -> None:
+        calls.append("the clock starts")
+        start()
 
     def step(batches: Any) -> Any:
         calls.append(f"step {trainer.step + 1}")
@@ -65,6 +69,7 @@ def fit(**limits: int) -> tuple[list[Record], list[str]]:
         return collect(generation)
 
     trainer.train_step = step
+    meter.start = started
     gc.collect = collected
     try:
         trainer.fit(
@@ -100,6 +105,7 @@ def test_rows_are_those_of_their_steps_over_the_whole_mesh() -> None:
         assert num_valid == int((first.labels != -100).sum())
         assert [row[4:] for row in rows] == [[256 * n, 1.5, 3 * n] for n in (1, 4, 6)]  # the slowest rank; both ranks
         assert [call for call in calls if call != "gc"] == [
+            "the clock starts",
             "step 1",
             "after the first step",
             *(f"step {n}" for n in range(2, 7)),
