@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from titanlite.build import build_model, build_trainer
@@ -81,7 +81,7 @@ def bare_loop(model: nn.Module, data: PreparedBatches) -> Callable[[int], None]:
     def synchronize(is_last: bool) -> None:
         if isinstance(model, DistributedDataParallel):
             model.require_backward_grad_sync = is_last
-        elif hasattr(model, "set_requires_gradient_sync"):
+        elif isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(is_last)
 
     def run(steps: int) -> None:
@@ -136,12 +136,12 @@ def compare(layout: Sequence[str], wrap: str, accumulation: int, rounds: int, st
     if wrap == "DDP":
         model = DistributedDataParallel(model)
     elif wrap == "FSDP2":
-        for block in model.layers.values():  # type: ignore[union-attr, operator]
+        for block in model.get_submodule("layers").children():
             fully_shard(block)
         fully_shard(model)
     sides = [trainer_loop(config, PreparedBatches(batches)), bare_loop(model, PreparedBatches(batches))]
-    for side in sides:
-        side(2)
+    for warm_up in sides:
+        warm_up(2)
     seconds = []
     for round_ in range(rounds):
         times = {}
@@ -189,14 +189,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     given = parser.parse_args()
     threads = max(1, (os.cpu_count() or 1) // given.processes)
-    cases = {
-        1: [("1 process", "plain torch", [])],
-        2: [
-            # The bare loop reduces at the last microbatch, and so does the trainer here: the same communication.
+    cases: list[tuple[str, str, list[str]]] = [("1 process", "plain torch", [])]
+    if given.processes == 2:
+        # The bare loop reduces at the last microbatch, and so does the trainer here: the same communication.
+        cases = [
             ("dp_shard 2", "FSDP2", ["--parallelism.dp_shard=2", "--parallelism.gradient_sync=last"]),
             ("dp_replicate 2", "DDP", ["--parallelism.dp_replicate=2", "--parallelism.dp_shard=1"]),
-        ],
-    }[given.processes]
+        ]
     print(f"{'trainer':<16}{'bare loop':<14}{'accumulation':>13}{'ms/step':>9}{'tokens/s':>10}{'bare':>8}   ratio")
     for layout_name, bare_name, layout in cases:
         for accumulation in (1, 4):

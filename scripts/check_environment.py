@@ -25,7 +25,7 @@ REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(?P<clauses>(?:[<>]=?[\d.]+,?)*)")
 def requirements(extras: list[str]) -> list[str]:
     """The dependencies that pyproject.toml lists, with those of the extras."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
-    return sum((project["optional-dependencies"][extra] for extra in extras), project["dependencies"])
+    return [*project["dependencies"], *(one for extra in extras for one in project["optional-dependencies"][extra])]
 
 
 def fits(version: str, clauses: str) -> bool:
@@ -123,7 +123,7 @@ def main(question: str, *arguments: str) -> None:
         case "torch-folder":
             print(torch_folder())
         case "gpus":
-            answer = gpus(*arguments)
+            answer = gpus(arguments[0])
             print(answer)
             sys.exit(isinstance(answer, str))
         case _:
