@@ -1,0 +1,39 @@
+"""The training program with a fault on one rank: FAULT is "step" or "data", FAULTY_RANK says where.
+
+step: a programming error in the third step. data: the data are never ready, as in the long build of an index, while the
+other ranks wait in the library for this one.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from titanlite import build, train
+from titanlite.data.loader import Batch, Loader
+from titanlite.metrics.meter import StepStats
+from titanlite.trainer import Trainer
+
+train_step = Trainer.train_step
+
+
+def faulty_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
+    if self.step == 2:
+        raise ValueError("planted")
+    return train_step(self, batches)
+
+
+def endless_build(*args: Any) -> Loader:
+    del args
+    print("building data", flush=True)
+    time.sleep(1000)
+    raise AssertionError
+
+
+if __name__ == "__main__":
+    if os.environ["RANK"] == os.environ["FAULTY_RANK"]:
+        if os.environ["FAULT"] == "step":
+            Trainer.train_step = faulty_train_step  # type: ignore[method-assign]
+        else:
+            build.build_data = endless_build
+    train.main()

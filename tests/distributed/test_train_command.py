@@ -1,0 +1,140 @@
+"""The training command as a user starts it: the same numbers on every mesh, and what is said about a wrong start."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.program import CONFIG, PATIENCE_S, Program, Starter, own_tracebacks, rows, start_program
+from tests.distributed.reference import GLOBAL_BATCH, SEQ_LEN
+
+STEPS = 6
+KEYS = [
+    *["step", "loss", "grad_norm", "lr", "num_valid", "tokens_seen", "tokens_per_second", "step_time_s", "data_time_s"],
+    *["memory_gib", "skipped_steps", "bad_rows"],
+]
+OF_THE_CLOCK = {"tokens_per_second", "step_time_s", "data_time_s", "memory_gib"}
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    """A finished run in one process."""
+    program = start_program(tmp_path_factory.mktemp("single"))
+    assert program.wait() == 0, program.output
+    return program
+
+
+def numbers(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without what the clock and the machine say."""
+    return {key: value for key, value in row.items() if key not in OF_THE_CLOCK}
+
+
+def test_one_process_logs_every_step(single: Program) -> None:
+    found = rows(single.workplace / "out")
+    assert [row["step"] for row in found] == list(range(1, STEPS + 1))
+    for row in found:
+        assert list(row) == KEYS
+        assert row["num_valid"] == GLOBAL_BATCH * SEQ_LEN
+        assert row["tokens_seen"] == row["step"] * GLOBAL_BATCH * SEQ_LEN
+        assert (row["skipped_steps"], row["bad_rows"]) == (0, 0)
+        assert 0 < row["data_time_s"] < row["step_time_s"]
+    assert [row["lr"] for row in found[:2]] == pytest.approx([0.005, 0.01])
+    assert found[-1]["loss"] < found[0]["loss"] - 0.1
+    assert f"Done: {STEPS} steps" in single.output
+    assert sorted(path.name for path in (single.workplace / "out").iterdir()) == ["config.toml", "metrics.jsonl"]
+
+
+LAYOUTS = [
+    pytest.param({"dp_shard": 2}, id="sharded"),
+    pytest.param({"dp_replicate": 2}, id="replicated", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_give_the_numbers_of_one_process(
+    layout: dict[str, int], single: Program, tmp_path: Path, start: Starter
+) -> None:
+    arguments = [text for key, value in layout.items() for text in (f"--parallelism.{key}", str(value))]
+    program = start(tmp_path, *arguments, "--training.local_batch_size", "4", ranks=2)
+    assert program.wait() == 0, program.output
+    found, expected = rows(tmp_path / "out"), rows(single.workplace / "out")
+    assert [list(row) for row in found] == [KEYS] * STEPS
+    assert found[0]["loss"] == pytest.approx(expected[0]["loss"], rel=1e-14, abs=0)
+    for row, expected_row in zip(found, expected, strict=True):
+        assert numbers(row) == pytest.approx(numbers(expected_row), rel=1e-10, abs=0)
+    assert program.output.count(f"Done: {STEPS} steps") == 1
+    assert program.output.count("step 1/") == 1
+
+
+@pytest.mark.slow
+def test_the_written_configuration_repeats_the_run_and_keeps_the_first_ones_files(
+    tmp_path: Path, start: Starter
+) -> None:
+    first = start(tmp_path, "--training.global_batch_size", "-1", name="first")
+    assert first.wait() == 0, first.output
+    folder = tmp_path / "out"
+    earlier = {name: (folder / name).read_bytes() for name in ("config.toml", "metrics.jsonl")}
+
+    second = start(tmp_path, "--job.config_file", str(folder / "config.toml"), name="second")
+    assert second.wait() == 0, second.output
+    assert {name: (folder / f"{name}.1").read_bytes() for name in earlier} == earlier
+    assert [numbers(row) for row in rows(folder)] == [numbers(row) for row in rows(folder, "metrics.jsonl.1")]
+    assert (folder / "config.toml").read_bytes() == earlier["config.toml"]
+    kept = "holds an earlier run; its files are kept as config.toml.1, metrics.jsonl.1"
+    assert [program.output.count(kept) for program in (first, second)] == [0, 1]
+
+
+WRONG = [
+    *["--training.steps", "0"],
+    *["--training.seq_length", "32"],
+    *["--optimizer.lr", "fast"],
+    *["--parallelism.dp_shard", "3"],
+    *["--data.sources.0.path", "nowhere/*.npy"],
+]
+SAID_ABOUT_IT = [
+    "the configuration has 5 problems:",
+    "training.steps = 0",
+    "training.seq_length",
+    "training.seq_len",
+    "optimizer.lr = 'fast'",
+    "parallelism.dp_shard = 3",
+    "data.sources.0.path = 'nowhere/*.npy'",
+]
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_all_problems_of_a_configuration_come_in_one_report(ranks: int, tmp_path: Path, start: Starter) -> None:
+    program = start(tmp_path, *WRONG, ranks=ranks)
+    if ranks:
+        program.wait_for("the configuration has")
+    reported = time.monotonic()
+    # torchrun has an exit code of its own.
+    assert program.wait() == (1 if ranks else 2)
+    assert time.monotonic() - reported < (10 if ranks else PATIENCE_S)
+    for text in SAID_ABOUT_IT:
+        assert text in program.output, text
+    assert program.output.count("the configuration has") == 1
+    assert program.output.count("training.steps = 0") == 1
+    assert own_tracebacks(program.output) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.toml", "output"]
+    assert (tmp_path / "config.toml").read_text() == CONFIG
+
+
+PARTIAL = [
+    ({"RANK": "0"}, "the environment sets RANK but not LOCAL_RANK, WORLD_SIZE"),
+    ({"WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "the environment sets LOCAL_RANK, WORLD_SIZE but not RANK"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("environment", "said"), PARTIAL)
+def test_half_of_a_launchers_environment_is_named(
+    environment: dict[str, str], said: str, tmp_path: Path, start: Starter
+) -> None:
+    program = start(tmp_path, environment=environment)
+    assert program.wait() == 1
+    assert said in program.output
+    assert "torchrun" in program.output
+    assert "Traceback" not in program.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.toml", "output"]

@@ -1,0 +1,239 @@
+"""How training ends when it cannot go on: once told, soon, on all ranks, with nothing left behind."""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.program import (
+    FAULTY,
+    PATIENCE_S,
+    Program,
+    Starter,
+    free_port,
+    own_tracebacks,
+    rows,
+    start_program,
+)
+from titanlite.data.bpe import train_bpe
+
+SENTENCE = "the model reads a few words and learns which of them follow the others in a text"
+SOON_S = 15.0
+"""Far below torchrun's 30 s, after which it kills what does not end."""
+
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def seconds_to_end(program: Program) -> float:
+    begin = time.monotonic()
+    program.wait()
+    return time.monotonic() - begin
+
+
+def assert_all_gone(program: Program) -> None:
+    end = time.monotonic() + SOON_S
+    while program.processes():
+        assert time.monotonic() < end, program.processes()
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_bpe(iter([SENTENCE] * 4), 280, folder)
+    return folder
+
+
+def text_arguments(tokenizer: Path, file: Path) -> list[str]:
+    """Trains on the rows of `file` in their order: row n belongs to stream n mod 16, so odd ones to rank 1 of two."""
+    settings = {
+        "tokenizer.path": str(tokenizer),
+        "model.vocab_size": "280",
+        "data.shuffle": "false",
+        "data.sources.0.kind": "jsonl",
+        "data.sources.0.path": str(file),
+        "training.steps": "40",
+    }
+    return [text for key, value in settings.items() for text in (f"--{key}", value)]
+
+
+def write_rows(file: Path, bad: dict[int, str]) -> None:
+    lines = [json.dumps({"text": f"{number}: {SENTENCE} {SENTENCE[:number]}"}) for number in range(96)]
+    for number, line in bad.items():
+        lines[number] = line
+    file.write_text("\n".join(lines) + "\n")
+
+
+BAD_ROW = 35  # of stream 3, where two good rows come before it
+
+
+@pytest.fixture(scope="module")
+def single_with_a_bad_row(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Program:
+    workplace = tmp_path_factory.mktemp("bad_row")
+    write_rows(workplace / "rows.jsonl", {BAD_ROW: '{"text": "cut short'})
+    program = start_program(workplace, *text_arguments(tokenizer, workplace / "rows.jsonl"))
+    assert program.wait() == 1, program.output
+    return program
+
+
+def assert_bad_row_is_told(program: Program, file: Path) -> None:
+    message = re.findall(r"^titanlite: bad row: (.*)$", program.output, re.MULTILINE)
+    assert len(message) == 1, program.output
+    assert str(file) in message[0]
+    assert f"line {BAD_ROW + 1}" in message[0]
+    assert "invalid JSON at character 9: Unterminated string" in message[0]
+    assert program.output.count("bad row") == 1
+    assert own_tracebacks(program.output) == 0
+
+
+def test_a_users_error_on_one_rank_is_told_once_at_the_same_step(
+    single_with_a_bad_row: Program, tokenizer: Path, tmp_path: Path, start: Starter
+) -> None:
+    file = single_with_a_bad_row.workplace / "rows.jsonl"
+    assert_bad_row_is_told(single_with_a_bad_row, file)
+    assert "Traceback" not in single_with_a_bad_row.output
+    expected = rows(single_with_a_bad_row.workplace / "out")
+    assert 1 < len(expected) < 39
+
+    program = start(tmp_path, *text_arguments(tokenizer, file), "--training.local_batch_size", "4", ranks=2)
+    program.wait_for("^titanlite: bad row")
+    assert seconds_to_end(program) < SOON_S
+    assert program.wait() == 1
+    assert_bad_row_is_told(program, file)
+    found = rows(tmp_path / "out")
+    assert [row["step"] for row in found] == [row["step"] for row in expected]
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in found] == pytest.approx([row[key] for row in expected], rel=1e-10, abs=0)
+
+
+@pytest.mark.slow
+def test_an_error_that_all_ranks_find_at_once_is_told_once(tokenizer: Path, tmp_path: Path, start: Starter) -> None:
+    """One bad row more than allowed, by the sum over two ranks with one each."""
+    write_rows(tmp_path / "rows.jsonl", {18: "[]", 35: "{}"})
+    skip = ["--data.on_bad_row", "skip", "--data.max_bad_rows", "1"]
+    program = start(tmp_path, *text_arguments(tokenizer, tmp_path / "rows.jsonl"), *skip, ranks=2)
+    program.wait_for("^titanlite: ")
+    assert seconds_to_end(program) < SOON_S
+    assert program.output.count("titanlite: ") == 1
+    assert program.output.count("data.max_bad_rows = 1: 2 rows were skipped as bad") == 1
+    assert own_tracebacks(program.output) == 0
+    assert [row["bad_rows"] for row in rows(tmp_path / "out")][-1] == 2
+
+
+def test_a_programming_error_on_one_rank_is_told_by_that_rank_alone(tmp_path: Path, start: Starter) -> None:
+    faults = {"FAULT": "step", "FAULTY_RANK": "1"}
+    program = start(tmp_path, ranks=2, program=FAULTY, environment=faults)
+    program.wait_for("^titanlite: ")
+    assert seconds_to_end(program) < SOON_S
+    assert re.findall("^titanlite: .*$", program.output, re.MULTILINE) == [
+        "titanlite: rank 1 failed: ValueError: planted"
+    ]
+    assert own_tracebacks(program.output) == 1
+    assert program.output.count("ValueError: planted") == 2
+    # torchrun names the rank whose process ended first.
+    assert re.search(r"Root Cause(.*\n)+?  rank      : 1 ", program.output)
+    assert len(rows(tmp_path / "out")) == 2
+
+
+@pytest.mark.slow
+@needs_proc
+def test_ranks_without_a_launcher_end_too(tmp_path: Path, start: Starter) -> None:
+    """Rank 0 holds the store, and nobody ends the others: they name the lost connection in a line."""
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "FAULT": "step"}
+    programs = [
+        start(
+            tmp_path,
+            program=FAULTY,
+            name=f"output{rank}",
+            environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "FAULTY_RANK": "0"},
+        )
+        for rank in range(2)
+    ]
+    programs[0].wait_for("^titanlite: rank 0 failed: ValueError: planted")
+    assert seconds_to_end(programs[1]) < SOON_S
+    assert [program.wait() for program in programs] == [1, 1]
+    assert [own_tracebacks(program.output) for program in programs] == [1, 0]
+    assert len(re.findall("^titanlite: rank 1 lost the other ranks: ", programs[1].output, re.MULTILINE)) == 1
+    assert_all_gone(programs[0])
+
+
+LONG = ["--training.steps", "1000000"]
+
+
+def interrupt(program: Program) -> None:
+    """Ctrl-C where torchrun runs in front: the launcher gets it, its workers have sessions of their own."""
+    program.process.send_signal(signal.SIGINT)
+    assert seconds_to_end(program) < SOON_S
+    assert program.output.count("titanlite: interrupted") == 1, program.output
+    assert len(re.findall("^titanlite: ", program.output, re.MULTILINE)) == 1, program.output
+    assert own_tracebacks(program.output) == 0, program.output
+
+
+def wait_until(program: Program, ranks: int, library: str) -> None:
+    """Until all ranks have loaded the library."""
+    end = time.monotonic() + PATIENCE_S
+    while len(program.workers(library)) < ranks:
+        assert program.process.poll() is None, program.output
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@needs_proc
+def test_ctrl_c_ends_one_process(tmp_path: Path, start: Starter) -> None:
+    program = start(tmp_path, *LONG)
+    program.wait_for("step +3/")
+    interrupt(program)
+    assert program.wait() == 130
+    assert "Traceback" not in program.output
+    assert program.processes() == []
+    assert [row["step"] for row in rows(tmp_path / "out")][:3] == [1, 2, 3]
+
+
+@needs_proc
+@pytest.mark.slow
+def test_ctrl_c_ends_all_ranks(tmp_path: Path, start: Starter) -> None:
+    program = start(tmp_path, *LONG, ranks=2)
+    program.wait_for("step +3/")
+    assert len(program.workers("libtorch")) == 2
+    interrupt(program)
+    assert program.wait() != 0
+    assert_all_gone(program)
+
+
+@needs_proc
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_ctrl_c_ends_a_program_that_is_only_loading_its_libraries(ranks: int, tmp_path: Path, start: Starter) -> None:
+    program = start(tmp_path, *LONG, ranks=ranks)
+    wait_until(program, max(1, ranks), "libtorch_cpu")
+    interrupt(program)
+    assert "Job:" not in program.output, "too late to show it"
+    assert_all_gone(program)
+    assert not (tmp_path / "out").exists()
+
+
+@needs_proc
+@pytest.mark.slow
+def test_ctrl_c_ends_a_rank_that_waits_for_the_others(tmp_path: Path, start: Starter) -> None:
+    faults = {"FAULT": "data", "FAULTY_RANK": "0"}
+    program = start(tmp_path, *LONG, ranks=2, program=FAULTY, environment=faults)
+    program.wait_for("building data")
+    time.sleep(3)  # rank 1 has built its data by then, and waits in torch
+    interrupt(program)
+    assert_all_gone(program)
+
+
+@needs_proc
+@pytest.mark.slow
+def test_a_launcher_that_is_terminated_takes_its_ranks_along(tmp_path: Path, start: Starter) -> None:
+    program = start(tmp_path, *LONG, ranks=2)
+    program.wait_for("step +3/")
+    os.kill(program.process.pid, signal.SIGTERM)
+    assert seconds_to_end(program) < SOON_S
+    assert_all_gone(program)
+    assert own_tracebacks(program.output) == 0
