@@ -1,6 +1,6 @@
 """Training: `python -m titanlite.train --job.config_file X.toml [--section.key value ...]`, or the same by torchrun."""
 
-from titanlite.runtime.failure import FailureReport, end_on_interrupt
+from titanlite.runtime.failure import FailureReport, end_on_interrupt, end_process
 
 if __name__ == "__main__":
     end_on_interrupt()  # before the imports that take seconds
@@ -71,3 +71,4 @@ def summarize(config: JobConfig, record: Record, train_s: float) -> None:
 
 if __name__ == "__main__":
     main()
+    end_process(0)

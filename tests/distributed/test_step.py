@@ -68,6 +68,7 @@ def test_a_step_reads_nothing_on_the_host_and_reduces_as_often_as_its_policy_say
             assert found_on_rank["allreduce"] == 2, sync
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_reduces_over_replicas_once() -> None:
     for sync, scatters, reductions in (("last", 1, 1), ("hybrid", 4, 1), ("every", 4, 4)):
         settings = ["parallelism.dp_replicate=2", f"parallelism.gradient_sync={sync}"]
@@ -164,6 +165,7 @@ def digest_after_steps(settings: list[str]) -> tuple[str, str]:
     return digests[0], digests[1]
 
 
+@pytest.mark.slow
 def test_replicas_stay_alike_and_repeats_are_bit_identical() -> None:
     for settings in (["parallelism.dp_replicate=4", "parallelism.dp_shard=1"], ["parallelism.dp_replicate=2"]):
         ranks = [tuple(digests) for digests in run_ranks(digest_after_steps, 4, settings)]

@@ -56,13 +56,20 @@ def world_from_environment() -> World:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if len(missing) == len(names):
         return World(0, 0, 1, device_type)
+    remedy = "start with torchrun, which sets them all, or unset them for a run in one process"
     if missing:
         present = ", ".join(name for name in names if name not in missing)
-        raise UserError(
-            f"the environment sets {present} but not {', '.join(missing)}: start with torchrun, which sets all three, "
-            "or unset them for a run in one process"
-        )
-    rank, local_rank, size = (int(os.environ[name]) for name in names)
+        raise UserError(f"the environment sets {present} but not {', '.join(missing)}: {remedy}")
+    texts = [os.environ[name] for name in names]
+    given = ", ".join(f"{name}={text}" for name, text in zip(names, texts, strict=True))
+    if not all(text.isdecimal() for text in texts):
+        raise UserError(f"the environment sets {given}, and these have to be numbers from 0: {remedy}")
+    rank, local_rank, size = map(int, texts)
+    if rank >= size:
+        raise UserError(f"the environment sets {given}, and RANK has to be below WORLD_SIZE: {remedy}")
+    absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if size > 1 and absent:
+        raise UserError(f"the environment sets {given} but not {', '.join(absent)}, where rank 0 is found: {remedy}")
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
     if device_type == "cuda" and processes > torch.cuda.device_count():
         raise UserError(
@@ -74,12 +81,14 @@ def world_from_environment() -> World:
 
 def connect(world: World, section: CommConfig) -> dist.Store:
     """The store through which the ranks find each other. Before it, nothing is allocated and nobody waits."""
-    if world.size == 1 and "MASTER_ADDR" not in os.environ:
+    if world.size == 1:
         return dist.HashStore()
     found: tuple[dist.Store, int, int] = next(
         dist.rendezvous("env://", timeout=timedelta(seconds=section.init_timeout_s))
     )
-    return found[0]
+    # torchrun's own store outlives the ranks: after a restart it still holds what the ranks before have written.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"titanlite/{attempt}", found[0])
 
 
 def init_process_group(world: World, store: dist.Store, section: CommConfig) -> dist.ProcessGroup:
