@@ -122,7 +122,7 @@ def _tell(message: str) -> None:
 
 def end_process(code: int) -> NoReturn:
     """Ends at once. An orderly shutdown of the interpreter could wait for ranks and threads that never answer; after a
-    good end, about one in 50 was aborted by a thread of torch's (SIGABRT, on a busy machine)."""
+    good end, about one in 60 was aborted (SIGABRT on a busy machine, docs/LOG.md)."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
