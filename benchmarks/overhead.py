@@ -2,8 +2,8 @@
 
     python benchmarks/overhead.py [--processes 1] [--rounds 8] [--steps 4]
 
-With one process the bare loop is plain torch; with two it is FSDP2 (against dp_shard = 2) and DDP (against
-dp_replicate = 2). A round is `--steps` optimizer steps of either side, and the order changes from round to round; the
+With one process the bare loop is plain torch; with two it is FSDP2 (against dp_shard = 2), and torch's FSDP-based
+replicate and DDP (against dp_replicate = 2). A round is `--steps` optimizer steps of either side, and the order changes from round to round; the
 table has tokens/s (median over rounds) and the ratio trainer / bare of neighbouring rounds. Another line says how long
 the trainer waits for real data, tokenized and packed while it trains.
 """
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -83,6 +84,8 @@ def bare_loop(model: nn.Module, data: PreparedBatches) -> Callable[[int], None]:
             model.require_backward_grad_sync = is_last
         elif isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(is_last)
+            model.set_reshard_after_backward(is_last)
+            model.set_is_last_backward(is_last)
 
     def run(steps: int) -> None:
         for _ in range(steps):
@@ -136,9 +139,17 @@ def compare(layout: Sequence[str], wrap: str, accumulation: int, rounds: int, st
     if wrap == "DDP":
         model = DistributedDataParallel(model)
     elif wrap == "FSDP2":
+        fully_shard(model.get_submodule("tok_embeddings"))
         for block in model.get_submodule("layers").children():
             fully_shard(block)
+        fully_shard([model.get_submodule("norm"), model.get_submodule("output")], reshard_after_forward=False)
         fully_shard(model)
+    elif wrap == "replicate":
+        replicate(model.get_submodule("tok_embeddings"))
+        for block in model.get_submodule("layers").children():
+            replicate(block)
+        replicate([model.get_submodule("norm"), model.get_submodule("output")])
+        replicate(model)
     sides = [trainer_loop(config, PreparedBatches(batches)), bare_loop(model, PreparedBatches(batches))]
     for warm_up in sides:
         warm_up(2)
@@ -194,6 +205,7 @@ def main() -> None:
         # The bare loop reduces at the last microbatch, and so does the trainer here: the same communication.
         cases = [
             ("dp_shard 2", "FSDP2", ["--parallelism.dp_shard=2", "--parallelism.gradient_sync=last"]),
+            ("dp_replicate 2", "replicate", ["--parallelism.dp_replicate=2", "--parallelism.dp_shard=1"]),
             ("dp_replicate 2", "DDP", ["--parallelism.dp_replicate=2", "--parallelism.dp_shard=1"]),
         ]
     print(f"{'trainer':<16}{'bare loop':<14}{'accumulation':>13}{'ms/step':>9}{'tokens/s':>10}{'bare':>8}   ratio")

@@ -216,5 +216,8 @@ def test_mixed_precision_is_in_force_on_every_mesh() -> None:
         "reduced torch.float32",
         "reduced torch.int64",  # the number of valid tokens
     ]
-    for world_size, settings in ((1, []), (2, []), (2, ["parallelism.dp_replicate=2", "parallelism.dp_shard=1"])):
-        assert run_ranks(mixed_precision, world_size, settings) == [expected] * world_size
+    replicate = ["parallelism.dp_replicate=2", "parallelism.dp_shard=1"]
+    assert run_ranks(mixed_precision, 1, []) == [expected]
+    assert run_ranks(mixed_precision, 2, replicate) == [expected] * 2
+    # the sum of squares of sharded gradients
+    assert run_ranks(mixed_precision, 2, []) == [sorted([*expected, "reduced torch.float64"])] * 2

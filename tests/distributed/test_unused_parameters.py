@@ -88,7 +88,7 @@ def test_missing_gradients_count_as_zero(world_size: int, layouts: list[tuple[in
 
 
 def refusal() -> str:
-    mesh, _ = build_mesh(ParallelismConfig(), "cpu", 1)
+    mesh, _ = build_mesh(ParallelismConfig(), "cpu", 2)
     del FSDPModule.set_reduce_scatter_unused_params
     dtypes = {"param_dtype": torch.float64, "reduce_dtype": torch.float64}
     try:
@@ -100,4 +100,4 @@ def refusal() -> str:
 
 @pytest.mark.skipif(not CAN_REDUCE_MISSING, reason="nothing to take away")
 def test_a_torch_that_cannot_is_refused() -> None:
-    assert "use torch 2.13 or newer" in run_ranks(refusal, 1)[0]
+    assert "use torch 2.13 or newer" in run_ranks(refusal, 2)[0]

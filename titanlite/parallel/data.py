@@ -26,16 +26,21 @@ def apply_data_parallel(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     reshard_after_forward: ReshardAfterForward,
-) -> str:
+) -> list[str]:
     """Wraps the plan's units and then the root, in place; returns what was applied, for the start log.
 
     Mesh axes: dp_replicate and dp_shard. Both larger than 1: hybrid sharding; dp_shard alone: `fully_shard`; else
-    `replicate`, also on a mesh of one rank, so that the mixed-precision policy is in force everywhere.
+    `replicate`, also on a mesh of one rank, so that the mixed-precision policy is in force everywhere. Only a model
+    on one data rank, whole and in one dtype, stays as it is: nothing is to be reduced or cast, and the wrapper's
+    copies of gradients would cost 5 % of a step (docs/LOG.md).
 
     Computes in `param_dtype`, reduces gradients in `reduce_dtype`, as plain sums.
     """
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     replicas, shards = mesh["dp_replicate"].size(), mesh["dp_shard"].size()
+    whole = replicas * shards * mesh["tp"].size() == 1
+    if whole and param_dtype == reduce_dtype == next(model.parameters()).dtype:
+        return []
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     units = [[model.get_submodule(name) for name in unit] for unit in plan.data_units]
     if shards == 1:
         for unit in units:
@@ -63,7 +68,7 @@ def apply_data_parallel(
                 f"torch {torch.__version__} cannot reduce gradients that are missing on some ranks, and this model may "
                 "leave parameters without a gradient: use torch 2.13 or newer"
             )
-    return applied
+    return [applied]
 
 
 def resolve_gradient_sync(policy: GradientSync, mesh: DeviceMesh) -> GradientSync:
@@ -97,8 +102,11 @@ def wrapped_modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def running_dtypes(model: nn.Module) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """(parameters, compute, gradient reduction), read off a model that data parallelism has wrapped."""
+    """(parameters, compute, gradient reduction), read off a model that `apply_data_parallel` has seen."""
     parameters = next(model.parameters()).dtype
-    policy = next(wrapped_modules(model))._get_fsdp_state()._mp_policy
+    root = next(wrapped_modules(model), None)
+    if root is None:
+        return parameters, parameters, parameters
+    policy = root._get_fsdp_state()._mp_policy
     compute = policy.param_dtype or parameters
     return parameters, compute, policy.reduce_dtype or compute

@@ -23,13 +23,11 @@ def parallelize(
     Computes in `param_dtype`, reduces gradients in `reduce_dtype`. Returns what was applied, in order,
     for the start log.
     """
-    return [
-        apply_data_parallel(
-            model,
-            plan,
-            mesh,
-            param_dtype=param_dtype,
-            reduce_dtype=reduce_dtype,
-            reshard_after_forward=reshard_after_forward,
-        )
-    ]
+    return apply_data_parallel(
+        model,
+        plan,
+        mesh,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        reshard_after_forward=reshard_after_forward,
+    )
