@@ -3,9 +3,9 @@
     python benchmarks/overhead.py [--processes 1] [--rounds 8] [--steps 4]
 
 With one process the bare loop is plain torch; with two it is FSDP2 (against dp_shard = 2), and torch's FSDP-based
-replicate and DDP (against dp_replicate = 2). A round is `--steps` optimizer steps of either side, and the order changes from round to round; the
-table has tokens/s (median over rounds) and the ratio trainer / bare of neighbouring rounds. Another line says how long
-the trainer waits for real data, tokenized and packed while it trains.
+replicate and DDP (against dp_replicate = 2). A round is `--steps` optimizer steps of either side, and the order changes
+from round to round; the table has tokens/s (median over rounds) and the ratio trainer / bare of neighbouring rounds.
+Another line says how long the trainer waits for real data, tokenized and packed while it trains.
 """
 
 import argparse
