@@ -1,18 +1,20 @@
 """From a JobConfig to finished parts, top to bottom in the order of construction: the only code that sees both."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.load import dump_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader, build_loader
 from titanlite.data.tokenizer import prepare_tokenizer
+from titanlite.loss import mean_loss_share
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.sinks import METRICS_FILE, Sinks, build_sinks
 from titanlite.models import resolve_model
@@ -20,9 +22,11 @@ from titanlite.models.family import LanguageModel
 from titanlite.models.init import init_parameters_
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.schedule import build_schedule
+from titanlite.parallel.compile import compiled_loss
 from titanlite.parallel.data import resolve_gradient_sync, running_dtypes
-from titanlite.parallel.mesh import AXES, build_mesh, data_degree, data_rank
+from titanlite.parallel.mesh import AXES, build_mesh, data_degree, data_rank, shard_logits
 from titanlite.parallel.parallelize import parallelize
+from titanlite.parallel.pipeline import Pipeline, StageShapes, keep_stage_, local_stages, rows_per_batch
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import World, init_process_group, set_timeout
 from titanlite.runtime.dump_folder import prepare_dump_folder
@@ -62,8 +66,8 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     groups = (group, *(mesh.get_group(axis) for axis in AXES), data_mesh.get_group())
     set_timeout(groups, config.comm.init_timeout_s)  # torch makes a mesh's groups with its own default, 30 minutes
     log.info("Building %d-D device mesh with %s, %s", mesh.ndim, list(AXES), list(mesh.shape))
-    model = build_model(config, mesh, world.device)
-    trainer = build_trainer(config, model, mesh, data_mesh, world.device)
+    model_parts = build_model(config, mesh, world.device)
+    trainer = build_trainer(config, model_parts, mesh, data_mesh, world.device)
     describe_batch(config, data_degree(config.parallelism, world.size))
     for line in environment_lines(environment, os.environ):
         log.info("Environment: %s", line)
@@ -84,7 +88,7 @@ def build_data(config: JobConfig, world: World) -> Loader:
         seq_len=config.training.seq_len,
         vocab_size=hyper_parameters.vocab_size,
         global_batch_size=config.training.global_batch_size,
-        local_batch_size=config.training.local_batch_size,
+        local_batch_size=batch_rows(config, world.size),
         data_rank=data_rank(config.parallelism, world.rank, world.size),
         data_degree=data_degree(config.parallelism, world.size),
     )
@@ -92,46 +96,106 @@ def build_data(config: JobConfig, world: World) -> Loader:
     return loader
 
 
-def build_model(config: JobConfig, mesh: DeviceMesh, device: torch.device) -> LanguageModel:
-    """The model on its mesh with initial weights: meta, then parallelized, then each rank's own share drawn."""
+def build_model(config: JobConfig, mesh: DeviceMesh, device: torch.device) -> list[LanguageModel]:
+    """This rank's parts of the model with initial weights: the whole of it, or its pipeline stages.
+
+    Built on meta, cut into stages, parallelized, and only then given memory: each rank draws its own share.
+    """
     training = config.training
     family, hyper_parameters = resolve_model(config.model)
-    with torch.device("meta"):
-        model = family.build(hyper_parameters).to(DTYPES[training.dtype])
-    count = sum(parameter.numel() for parameter in model.parameters())
-    log.info("Model: %s %s, %s parameters", family.name, config.model.flavor, f"{count:,}")
-    applied = parallelize(
-        model,
-        family.plan(hyper_parameters),
-        mesh,
-        param_dtype=DTYPES[training.mixed_precision_param],
-        reduce_dtype=DTYPES[training.mixed_precision_reduce],
-        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
-    )
-    for what in applied:
-        log.info("Applied %s to the model", what)
-    model.to_empty(device=device)
-    model.tie_weights()
-    model.init_buffers(device)
-    init_parameters_(model, config.debug.seed, lambda name: family.init(hyper_parameters, name))
-    parameters, compute, reduce = running_dtypes(model)
+    parts = []
+    for stage in local_stages(config.parallelism, mesh["pp"].get_local_rank()):
+        with torch.device("meta"):
+            part = family.build(hyper_parameters).to(DTYPES[training.dtype])
+        part.tie_weights()
+        if not parts:
+            count = sum(parameter.numel() for parameter in part.parameters())
+            log.info("Model: %s %s, %s parameters", family.name, config.model.flavor, f"{count:,}")
+        plan = family.plan(hyper_parameters)
+        if config.parallelism.pp > 1:
+            plan = keep_stage_(part, plan, config.parallelism, stage)
+        applied = parallelize(
+            part,
+            plan,
+            mesh,
+            shard_logits=shard_logits(config.parallelism),
+            recompute=config.activation_checkpoint,
+            compilation=config.compile,
+            param_dtype=DTYPES[training.mixed_precision_param],
+            reduce_dtype=DTYPES[training.mixed_precision_reduce],
+            reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+        )
+        for what in applied if not parts else ():
+            log.info("Applied %s to the model", what)
+        part.to_empty(device=device)
+        part.tie_weights()
+        part.init_buffers(device)
+        init_parameters_(part, config.debug.seed, lambda name: family.init(hyper_parameters, name))
+        parts.append(part)
+    parameters, compute, reduce = running_dtypes(parts[0])
     log.info("Dtypes: parameters %s, compute %s, gradient reduction %s", parameters, compute, reduce)
-    return model
+    return parts
 
 
 def build_trainer(
-    config: JobConfig, model: LanguageModel, mesh: DeviceMesh, data_mesh: DeviceMesh, device: torch.device
+    config: JobConfig,
+    model_parts: list[LanguageModel],
+    mesh: DeviceMesh,
+    data_mesh: DeviceMesh,
+    device: torch.device,
 ) -> Trainer:
-    """The trainer of one model part."""
+    """The trainer of this rank's model parts."""
+    loss = compiled_loss(mean_loss_share, config.compile)
     return Trainer(
-        model_parts=[model],
-        optimizer=build_optimizer(config.optimizer, [model], device),
+        model_parts=model_parts,
+        pipeline=build_pipeline(config, model_parts, mesh, device, loss) if config.parallelism.pp > 1 else None,
+        loss=loss,
+        shard_logits=shard_logits(config.parallelism),
+        optimizer=build_optimizer(config.optimizer, model_parts, device),
         schedule=build_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps),
         sync=resolve_gradient_sync(config.parallelism.gradient_sync, mesh),
+        mesh=mesh,
         data_group=data_mesh.get_group(),
         device=device,
         max_norm=config.training.max_norm,
+        norm_type=config.training.norm_type,
     )
+
+
+def build_pipeline(
+    config: JobConfig,
+    model_parts: list[LanguageModel],
+    mesh: DeviceMesh,
+    device: torch.device,
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Pipeline:
+    """The schedule of this rank's stages; logs which units each stage of the pipeline has."""
+    section, training = config.parallelism, config.training
+    _, hyper_parameters = resolve_model(config.model)
+    rows = batch_rows(config, mesh.size())
+    shapes = StageShapes.of_microbatch(
+        section,
+        seq_len=training.seq_len,
+        dim=hyper_parameters.dim,
+        vocab_size=hyper_parameters.vocab_size,
+        dtype=DTYPES[training.mixed_precision_param],
+    )
+    return Pipeline(
+        model_parts,
+        section,
+        mesh,
+        device,
+        shapes=shapes,
+        num_microbatches=rows // section.pp_microbatch_size,
+        loss=loss,
+    )
+
+
+def batch_rows(config: JobConfig, world_size: int) -> int:
+    """Sequences in a batch of this rank, as the loader gives them: several make an optimizer step."""
+    training = config.training
+    degree = data_degree(config.parallelism, world_size)
+    return rows_per_batch(config.parallelism, training.local_batch_size, training.global_batch_size // degree)
 
 
 def build_meter(config: JobConfig, world: World, group: dist.ProcessGroup) -> Meter:

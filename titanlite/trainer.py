@@ -8,15 +8,18 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.data.loader import Batch, Loader
-from titanlite.loss import IGNORE_INDEX, cross_entropy_sum
+from titanlite.loss import IGNORE_INDEX
 from titanlite.metrics.meter import Meter, Record, StepStats, is_log_step
 from titanlite.metrics.sinks import Sinks
 from titanlite.optim.optimizer import GatedOptimizer
-from titanlite.parallel.clip import clip_grad_norm_
+from titanlite.parallel.clip import NormType, clip_grad_norm_
 from titanlite.parallel.data import gradient_sync
 from titanlite.parallel.mesh import GradientSync
+from titanlite.parallel.pipeline import Pipeline
+from titanlite.parallel.tensor import parallel_loss
 from titanlite.runtime.errors import Problem, UserError, require
 from titanlite.runtime.garbage import PacedGarbageCollection
 
@@ -43,6 +46,8 @@ class TrainingConfig:
     -1: local_batch_size x data degree, resolved at the first start and written to <dump_folder>/config.toml."""
     max_norm: float = 1.0
     """Gradients are clipped to this global norm; 0 or less: no clipping."""
+    norm_type: NormType = "2"
+    """Which norm of all gradients: "2", or "inf", the largest absolute value."""
     dtype: DtypeName = "float32"
     """Dtype of the parameters, and so of gradients and optimizer state."""
     mixed_precision_param: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
@@ -53,8 +58,11 @@ class TrainingConfig:
     """Python's garbage is collected every so many steps, at the same step on all ranks."""
 
 
-def check_training(section: TrainingConfig, data_degree: int) -> list[Problem]:
-    """data_degree: number of data-parallel ranks, 0 where it is not known because of another problem."""
+def check_training(section: TrainingConfig, data_degree: int, tp: int) -> list[Problem]:
+    """data_degree: number of data-parallel ranks, 0 where it is not known because of another problem.
+
+    tp: number of tensor-parallel ranks, each with a part of every sequence.
+    """
     key = "training"
     problems = [
         problem
@@ -63,6 +71,14 @@ def check_training(section: TrainingConfig, data_degree: int) -> list[Problem]:
             getattr(section, name) >= 1, f"{key}.{name}", getattr(section, name), "at least 1", "give a positive number"
         )
     ]
+    if tp > 1:
+        problems += require(
+            section.seq_len % tp == 0,
+            f"{key}.seq_len",
+            section.seq_len,
+            f"a multiple of parallelism.tp = {tp}, whose ranks share each sequence evenly",
+            f"{key}.seq_len = {max(section.seq_len // tp, 1) * tp}",
+        )
     batch, micro = section.global_batch_size, section.local_batch_size
     problems += require(
         batch == -1 or batch >= 1,
@@ -88,28 +104,43 @@ def check_training(section: TrainingConfig, data_degree: int) -> list[Problem]:
 class Trainer:
     """Trains a model that is already on its mesh.
 
-    model_parts: the parts of the model on this rank, each wrapped by data parallelism. data_group: the process group
-    of the data axes. schedule: the learning rate by step. Steps count from 1.
+    model_parts: the parts of the model on this rank: the whole of it, or its stages of the pipeline. loss: as
+    mean_loss_share. sync: see gradient_sync. mesh: with the axes pp, dp_replicate, dp_shard, tp; data_group: the
+    process group of its data axes. shard_logits: whether logits are cut over tp. schedule: the learning rate by step.
+    Steps count from 1.
     """
 
     def __init__(
         self,
         *,
         model_parts: Sequence[nn.Module],
+        pipeline: Pipeline | None,
+        loss: Callable[[Tensor, Tensor, Tensor], Tensor],
+        shard_logits: bool,
         optimizer: GatedOptimizer,
         schedule: Callable[[int], float],
-        sync: GradientSync,
+        sync: GradientSync | None,
+        mesh: DeviceMesh,
         data_group: dist.ProcessGroup,
         device: torch.device,
         max_norm: float,
+        norm_type: NormType,
     ) -> None:
         self.model_parts = model_parts
+        self.pipeline = pipeline
+        self.loss = loss
+        self.shard_logits = shard_logits
         self.optimizer = optimizer
         self.schedule = schedule
         self.sync = sync
+        self.pp_group = mesh.get_group("pp")
         self.data_group = data_group
+        # Ranks of one data rank see the same rows and, on a stage's tp ranks, the same loss: one of them counts.
+        self.counts_loss = mesh["tp"].get_local_rank() == 0
+        self.counts_rows = self.counts_loss and mesh["pp"].get_local_rank() == 0
         self.device = device
         self.max_norm = max_norm
+        self.norm_type = norm_type
         self.step = 0
         parameter_dtype = next(model_parts[0].parameters()).dtype
         self.accum_dtype = torch.promote_types(parameter_dtype, torch.float32)
@@ -117,7 +148,8 @@ class Trainer:
     def train_step(self, batches: Sequence[Batch]) -> StepStats:
         """One update in which every valid token of the global batch has equal weight.
 
-        batches: this rank's microbatches of the step, on the device.
+        batches: this rank's microbatches of the step, on the device. (A pipeline cuts them further; see
+        rows_per_schedule_step.)
         """
         self.step += 1
         self.optimizer.zero_grad()
@@ -126,11 +158,11 @@ class Trainer:
         for batch, is_last in mark_last(batches):
             with gradient_sync(self.model_parts, self.sync, is_last=is_last):
                 mean_loss += self.forward_backward(batch, num_valid)
-        grad_norm = clip_grad_norm_(self.model_parts, self.max_norm)
+        grad_norm = clip_grad_norm_(self.model_parts, self.max_norm, self.norm_type, self.pp_group)
         self.optimizer.set_lr(self.schedule(self.step))
         ok = (num_valid > 0) & grad_norm.isfinite()
         self.optimizer.step_if(ok)
-        return StepStats(mean_loss, grad_norm, num_valid, skipped=~ok)
+        return StepStats(mean_loss * self.counts_loss, grad_norm, num_valid, skipped=~ok)
 
     def count_valid_tokens(self, batches: Sequence[Batch]) -> Tensor:
         """Valid labels of the whole global batch: int64 scalar on the device, one all-reduce over the data axes."""
@@ -141,13 +173,15 @@ class Trainer:
     def forward_backward(self, batch: Batch, num_valid: Tensor) -> Tensor:
         """Adds this microbatch's share of the mean loss's gradient to the parameters; returns the share itself.
 
-        The one division of the step: by the valid tokens of the whole global batch, before backward. The shares of
-        all microbatches and data ranks add up to the mean loss.
+        The shares of all microbatches and data ranks add up to the mean loss. In a pipeline the share is known on the
+        last stage, and 0 on the others.
         """
-        logits = self.model_parts[0](batch.tokens)
-        loss: Tensor = cross_entropy_sum(logits, batch.labels) / num_valid.clamp(min=1)
-        loss.backward()
-        return loss.detach()
+        with parallel_loss(shard_logits=self.shard_logits):
+            if self.pipeline is not None:
+                return self.pipeline.forward_backward(batch, num_valid)
+            loss = self.loss(self.model_parts[0](batch.tokens), batch.labels, num_valid)
+            loss.backward()
+            return loss.detach()
 
     def fit(
         self,
@@ -177,7 +211,7 @@ class Trainer:
                     stats,
                     lr=self.schedule(self.step),
                     data_wait_s=loader.wait_s,
-                    bad_rows=loader.bad_rows,
+                    bad_rows=loader.bad_rows if self.counts_rows else 0,
                 )
                 if is_log_step(self.step, log_freq=log_freq, total_steps=steps):
                     record = meter.flush()

@@ -62,8 +62,8 @@ def step_errors(
     batch = global_batch(masks)
     reference = reference_step(config, batch)
     trainer, data = build_on_mesh(config)
-    initial = {name: whole(p.detach()) for name, p in trainer.model_parts[0].named_parameters()}
-    same = all(torch.equal(initial[name], weight) for name, weight in reference.weights.items())
+    initial = {name: whole(p.detach()) for part in trainer.model_parts for name, p in part.named_parameters()}
+    same = all(torch.equal(weight, reference.weights[name]) for name, weight in initial.items())
     if mutate is not None:
         mutate(trainer)
     stats = trainer.train_step(rank_batches(batch, data.get_local_rank(), data.size(), accumulation))
@@ -75,13 +75,16 @@ def compare(
 ) -> Errors:
     gradients = {
         name: difference(whole(parameter.grad), reference.gradients[name])
-        for name, parameter in trainer.model_parts[0].named_parameters()
+        for part in trainer.model_parts
+        for name, parameter in part.named_parameters()
         if parameter.grad is not None
     }
-    assert gradients.keys() == reference.gradients.keys(), "a parameter has no gradient"
+    names: list[set[str]] = [set()] * dist.get_world_size(trainer.pp_group)
+    dist.all_gather_object(names, set(gradients), group=trainer.pp_group)
+    assert set().union(*names) == reference.gradients.keys(), "a parameter has no gradient"
     worst = max(gradients, key=lambda name: gradients[name])
     loss = mean_loss.clone()
-    dist.all_reduce(loss, group=trainer.data_group)
+    dist.all_reduce(loss)
     return Errors(
         gradients[worst],
         worst,

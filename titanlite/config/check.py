@@ -11,7 +11,10 @@ from titanlite.metrics.sinks import check_metrics
 from titanlite.models import check_model, resolve_model
 from titanlite.optim.optimizer import check_optimizer
 from titanlite.optim.schedule import check_schedule
+from titanlite.parallel.compile import check_compile
 from titanlite.parallel.mesh import check_parallelism, data_degree
+from titanlite.parallel.pipeline import check_pipeline, rows_per_batch
+from titanlite.parallel.recompute import check_activation_checkpoint
 from titanlite.runtime.determinism import check_debug
 from titanlite.runtime.distributed import check_comm
 from titanlite.runtime.errors import Problem, require
@@ -23,10 +26,15 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str) -> lis
     degree = data_degree(config.parallelism, world_size)  # 0: not known, which is a problem of its own
     facts = resolve_config(config, world_size=world_size, device_type=device_type) if degree else config
     seq_len = config.training.seq_len
-    _, model = resolve_model(config.model)
+    tp, pp = config.parallelism.tp, config.parallelism.pp
+    family, model = resolve_model(config.model)
+    model_problems = check_model(config.model, seq_len=seq_len, tp=tp, pp=pp)
+    batch_problems = check_training(config.training, degree, tp)
+    rows = 0 if batch_problems or not degree else rows_per_batch(facts.parallelism, facts.training.local_batch_size, facts.training.global_batch_size // degree)
+    pipeline_problems = [] if model_problems else check_pipeline(config.parallelism, family.plan(model), rows)
     return [
         *check_job(config.job),
-        *check_model(config.model, seq_len),
+        *model_problems,
         *check_tokenizer(
             config.tokenizer, sources=config.data.sources, vocab_size=model.vocab_size, add_bos=config.data.add_bos
         ),
@@ -37,8 +45,11 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str) -> lis
             data_degree=degree,
             vocab_size=model.vocab_size,
         ),
-        *check_training(config.training, degree),
+        *batch_problems,
         *check_parallelism(config.parallelism, world_size),
+        *pipeline_problems,
+        *check_activation_checkpoint(config.activation_checkpoint),
+        *check_compile(config.compile),
         *check_optimizer(config.optimizer),
         *check_schedule(config.lr_schedule, config.training.steps),
         *check_metrics(config.metrics),

@@ -8,7 +8,9 @@ from titanlite.metrics.sinks import MetricsConfig
 from titanlite.models.family import ModelConfig
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.schedule import ScheduleConfig
+from titanlite.parallel.compile import CompileConfig
 from titanlite.parallel.mesh import ParallelismConfig
+from titanlite.parallel.recompute import ActivationCheckpointConfig
 from titanlite.runtime.determinism import DebugConfig
 from titanlite.runtime.distributed import CommConfig
 from titanlite.trainer import TrainingConfig
@@ -36,6 +38,8 @@ class JobConfig:
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)

@@ -21,10 +21,10 @@ def resolve_model(section: ModelConfig) -> tuple[Family, Any]:
     return family, replace(family.flavors[section.flavor], **section.overrides)
 
 
-def check_model(section: ModelConfig, seq_len: int) -> list[Problem]:
-    """What is wrong with the hyper-parameters, for training on sequences of `seq_len` tokens.
+def check_model(section: ModelConfig, *, seq_len: int, tp: int, pp: int) -> list[Problem]:
+    """What is wrong with the hyper-parameters, for training on sequences of `seq_len` tokens on these degrees.
 
     Family, flavor, and the overrides' names and types are taken to be valid.
     """
     family, config = resolve_model(section)
-    return family.check(config, seq_len)
+    return family.check(config, seq_len, tp, pp)

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,25 +24,47 @@ class ModelConfig:
     """Hyper-parameters given beside the flavor, by name, e.g. {"vocab_size": 4096}; they stand in [model] itself."""
 
 
+TensorStyle = Literal["vocabulary", "norm", "gather", "column", "row", "logits"]
+
+
 @dataclass(frozen=True)
 class Plan:
     """How parallelism reaches a model from outside: names of submodules, nothing else.
 
-    data_units: groups of submodules whose parameters are gathered, freed and reduced together by data parallelism,
-    in the order in which the forward pass is done with them. Parameters outside all units belong to the root.
+    units: groups of submodules in the order of the forward pass, which together own all parameters. Data parallelism
+    gathers, frees and reduces the parameters of a unit together; a pipeline is cut between units.
+    blocks: the transformer blocks among them, and the index of each in the whole model: what is recomputed and
+        compiled one by one.
+    tensor_styles: what tensor parallelism does with a submodule, by its name, in which "*" stands for any one part.
+        All of them keep the residual stream (batch, seq_len, dim) cut along seq_len outside of "gather" modules.
+        "vocabulary": an embedding, cut by rows; its output is cut along seq_len.
+        "norm": whole on every rank, each of which normalises its own positions.
+        "gather": a module with parallel layers inside; its first input is gathered along seq_len before it.
+        "column": a linear layer cut by output features, "row": by input features, its output summed and cut along
+        seq_len.
+        "logits": the last linear layer, cut by output features (the vocabulary); its input is gathered.
     may_skip_parameters: whether a microbatch may leave a parameter without gradient on some rank.
     """
 
-    data_units: tuple[tuple[str, ...], ...]
+    units: tuple[tuple[str, ...], ...]
+    blocks: Mapping[str, int]
+    tensor_styles: Mapping[str, TensorStyle]
     may_skip_parameters: bool = False
 
 
 class LanguageModel(nn.Module, ABC):
-    """A decoder in plain torch: int64 tokens in, logits out; it knows nothing of parallelism."""
+    """A decoder in plain torch: int64 tokens in, logits out; it knows nothing of parallelism.
+
+    Of its units, those of other pipeline stages may be missing: None as an attribute, no key in a ModuleDict. It then
+    passes on what it got.
+    """
 
     @abstractmethod
     def forward(self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
         """tokens: int64 (batch, seq_len). Returns logits (batch, seq_len, vocab_size).
+
+        Without its first unit, `tokens` is the output of the unit before (batch, seq_len, dim), and without its last
+        unit it returns the same of its own; seq_len is then what tensor parallelism leaves of it.
 
         positions: int64 (batch, seq_len); None: 0, 1, 2, ... in each row. document_ids: int64 (batch, seq_len),
         attention stays among equal ones; None: each row is one document.
@@ -61,7 +83,7 @@ class LanguageModel(nn.Module, ABC):
 class Family:
     """A model family. The hyper-parameters' type is the family's own frozen dataclass (`config_type`).
 
-    check(config, seq_len): problems of the hyper-parameters, keys under "model.".
+    check(config, seq_len, tp, pp): problems of the hyper-parameters, keys under "model.", for these degrees.
     build(config): the model; parameters on the default device (meta, in training), not initialised.
     plan(config): the Plan.
     init(config, name): the distribution of the parameter of that name.
@@ -71,7 +93,7 @@ class Family:
     name: str
     config_type: type
     flavors: Mapping[str, Any]
-    check: Callable[[Any, int], list[Problem]]
+    check: Callable[[Any, int, int, int], list[Problem]]
     build: Callable[[Any], LanguageModel]
     plan: Callable[[Any], Plan]
     init: Callable[[Any, str], Init]

@@ -1,6 +1,8 @@
 """The global gradient norm, and clipping to it, without a host read."""
 
+import math
 from collections.abc import Iterable
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -8,13 +10,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
-@torch.no_grad()
-def clip_grad_norm_(model_parts: Iterable[nn.Module], max_norm: float) -> Tensor:
-    """The 2-norm of all gradients before clipping; scales the gradients in place so that it is at most `max_norm`.
+NormType = Literal["2", "inf"]
 
-    Returns a scalar on the device in promote_types(gradient dtype, float32), the same on all ranks. `max_norm` <= 0
-    only measures. Each group of parameters that are sharded over the same mesh axes is summed by one all-reduce for
-    each such axis; replicated parameters are counted once.
+
+@torch.no_grad()
+def clip_grad_norm_(
+    model_parts: Iterable[nn.Module], max_norm: float, norm_type: NormType, pp_group: dist.ProcessGroup
+) -> Tensor:
+    """The norm of all gradients before clipping; scales the gradients in place so that it is at most `max_norm`.
+
+    model_parts: all that this rank has of the model; the ranks of `pp_group` have the rest. Returns a scalar on the
+    device in promote_types(gradient dtype, float32), the same on all ranks. `max_norm` <= 0 only measures.
+    Each group of parameters that are sharded over the same mesh axes is reduced by one all-reduce for each such axis,
+    all of them together by one over pp; replicated parameters are counted once.
     """
     # Parameters decide on the groups, not gradients: all ranks then issue the same collectives.
     parameters = [p for part in model_parts for p in part.parameters() if p.requires_grad]
@@ -25,14 +33,18 @@ def clip_grad_norm_(model_parts: Iterable[nn.Module], max_norm: float) -> Tensor
         dtype = torch.promote_types(dtype, parameter.dtype)
         gradients = sharded.setdefault(_shard_groups(parameter), [])
         if parameter.grad is not None:
-            gradients.append(_local(parameter.grad))
-    total = torch.zeros((), dtype=torch.float64, device=device)
+            gradients.append(_local(parameter, parameter.grad))
+    reduction = dist.ReduceOp.MAX if norm_type == "inf" else dist.ReduceOp.SUM
+    parts = []
     for groups, gradients in sharded.items():
-        square = _square_sum(gradients, dtype) if gradients else torch.zeros_like(total)
+        part = _norm_part(gradients, norm_type, dtype, device)
         for group in groups:
-            dist.all_reduce(square, group=group)
-        total += square
-    norm = total.sqrt().to(dtype)
+            dist.all_reduce(part, reduction, group=group)
+        parts.append(part)
+    total = torch.stack(parts).amax() if norm_type == "inf" else torch.stack(parts).sum()
+    if pp_group.size() > 1:
+        dist.all_reduce(total, reduction, group=pp_group)
+    norm = (total if norm_type == "inf" else total.sqrt()).to(dtype)
     if max_norm > 0:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradients in sharded.values():
@@ -41,12 +53,17 @@ def clip_grad_norm_(model_parts: Iterable[nn.Module], max_norm: float) -> Tensor
     return norm
 
 
-def _square_sum(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Sum of all squares, a float64 scalar: rows in `dtype`, then over rows in float64.
+def _norm_part(gradients: list[Tensor], norm_type: NormType, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Sum of all squares, or for "inf" the largest absolute value: a float64 scalar.
 
-    A whole tensor at once would do on no CPU: torch adds its squares one after the other, and is off by 1e-5 after
-    10^6 float32 elements, by 1e-2 after 10^8 (docs/LOG.md).
+    Squares are added row by row in `dtype`, then over rows in float64. A whole tensor at once would do on no CPU: torch
+    adds its squares one after the other, and is off by 1e-5 after 10^6 float32 elements, by 1e-2 after 10^8.
     """
+    gradients = [gradient for gradient in gradients if gradient.numel()]
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    if norm_type == "inf":
+        return torch.stack(torch._foreach_norm(gradients, math.inf)).amax().to(torch.float64)
     rows = [torch.linalg.vector_norm(gradient, dim=-1, dtype=dtype) for gradient in gradients]
     return torch.stack(torch._foreach_norm(rows, 2, dtype=torch.float64)).square().sum()
 
@@ -63,5 +80,8 @@ def _shard_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
     )
 
 
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+def _local(parameter: Tensor, gradient: Tensor) -> Tensor:
+    if not isinstance(gradient, DTensor):
+        return gradient
+    assert isinstance(parameter, DTensor) and gradient.placements == parameter.placements, "not reduced yet"
+    return gradient.to_local()

@@ -41,7 +41,7 @@ def apply_data_parallel(
     if whole and param_dtype == reduce_dtype == next(model.parameters()).dtype:
         return []
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    units = [[model.get_submodule(name) for name in unit] for unit in plan.data_units]
+    units = [[model.get_submodule(name) for name in unit] for unit in plan.units]
     if shards == 1:
         for unit in units:
             replicate(unit, mesh=mesh["dp_replicate"], mp_policy=policy)
@@ -71,8 +71,13 @@ def apply_data_parallel(
     return [applied]
 
 
-def resolve_gradient_sync(policy: GradientSync, mesh: DeviceMesh) -> GradientSync:
-    """hybrid is a choice between the two data axes: without shards it is last, without replicas every."""
+def resolve_gradient_sync(policy: GradientSync, mesh: DeviceMesh) -> GradientSync | None:
+    """hybrid is a choice between the two data axes: without shards it is last, without replicas every.
+
+    None with a pipeline: its stages reduce by themselves, once per schedule step.
+    """
+    if mesh["pp"].size() > 1:
+        return None
     if policy != "hybrid":
         return policy
     if mesh["dp_shard"].size() == 1:
@@ -81,14 +86,14 @@ def resolve_gradient_sync(policy: GradientSync, mesh: DeviceMesh) -> GradientSyn
 
 
 @contextmanager
-def gradient_sync(model_parts: Iterable[nn.Module], policy: GradientSync, *, is_last: bool) -> Iterator[None]:
+def gradient_sync(model_parts: Iterable[nn.Module], policy: GradientSync | None, *, is_last: bool) -> Iterator[None]:
     """Whether the backward pass inside reduces its gradients over dp_shard and dp_replicate.
 
     every: both axes, always. last: both axes where `is_last` (the last microbatch of the step); until then the rank
     keeps its unreduced sums, and the gathered parameters. hybrid: dp_shard always, dp_replicate where `is_last`.
-    All three give the same gradients.
+    All three give the same gradients. None: the pipeline decides, here nothing is set.
     """
-    for root in (part for part in model_parts if isinstance(part, FSDPModule)):
+    for root in (part for part in model_parts if policy is not None and isinstance(part, FSDPModule)):
         root.set_requires_gradient_sync(is_last or policy != "last")
         root.set_requires_all_reduce(is_last or policy == "every")
         root.set_reshard_after_backward(is_last or policy != "last")

@@ -11,6 +11,9 @@ AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 
 GradientSync = Literal["every", "last", "hybrid"]
 ReshardAfterForward = Literal["default", "always", "never"]
+PipelineSchedule = Literal[
+    "GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
 
 
 @dataclass(frozen=True)
@@ -22,12 +25,23 @@ class ParallelismConfig:
     dp_shard: int = -1
     """Ranks over which parameters, gradients and optimizer state are sharded; -1: what is left of the world."""
     tp: int = 1
-    """Tensor-parallel ranks."""
+    """Tensor-parallel ranks: each holds a part of every matrix, and of the sequence between them."""
+    loss_parallel: bool = True
+    """With tp: the logits stay cut along the vocabulary, and the loss is computed from the parts."""
     pp: int = 1
-    """Pipeline stages."""
+    """Pipeline-parallel ranks: each holds some of the layers."""
+    pp_schedule: PipelineSchedule = "1F1B"
+    """Order of the microbatches. GPipe and 1F1B have one stage per rank, all others two; ZBVZeroBubble and DualPipeV
+    put the first and the last stage on the same rank."""
+    pp_microbatch_size: int = 1
+    """Sequences per pipeline microbatch."""
+    pp_split: tuple[str, ...] = ()
+    """Names of the modules at which stages begin, but for the first, e.g. ["layers.2", "norm"].
+    Empty: stages with parameter counts as even as can be."""
     gradient_sync: GradientSync = "hybrid"
     """When accumulated gradients are reduced: every microbatch (least memory), the last one only (least
-    communication), or hybrid: reduce-scatter at every microbatch, all-reduce over replicas at the last."""
+    communication), or hybrid: reduce-scatter at every microbatch, all-reduce over replicas at the last.
+    With pp: every sends one local batch at a time through the pipeline, last and hybrid the whole optimizer step."""
     fsdp_reshard_after_forward: ReshardAfterForward = "default"
     """Whether sharded parameters are freed between forward and backward; default: all units but the last."""
 
@@ -52,6 +66,11 @@ def data_rank(section: ParallelismConfig, rank: int, world_size: int) -> int:
     return rank // section.tp % data_degree(section, world_size)
 
 
+def shard_logits(section: ParallelismConfig) -> bool:
+    """Whether logits stay cut along the vocabulary, over the tp axis."""
+    return section.loss_parallel and section.tp > 1
+
+
 def check_parallelism(section: ParallelismConfig, world_size: int) -> list[Problem]:
     """Degrees are positive and their product is the number of processes."""
     key = "parallelism"
@@ -61,11 +80,6 @@ def check_parallelism(section: ParallelismConfig, world_size: int) -> list[Probl
         lowest, rule = (-1, "at least 1, or -1") if axis == "dp_shard" else (1, "at least 1")
         valid = degree >= 1 or degree == lowest
         problems += require(valid, f"{key}.{axis}", degree, rule, "1 switches this axis off")
-    for axis in ("tp", "pp"):
-        degree = getattr(section, axis)
-        problems += require(
-            degree <= 1, f"{key}.{axis}", degree, "only 1 is supported so far", "use dp_shard or dp_replicate"
-        )
     if problems:
         return problems
     sizes = dict(zip(AXES, resolve_axes(section, world_size), strict=True))

@@ -1,33 +1,44 @@
 """The order in which parallelisms are applied to a model, written once for all families."""
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.models.family import Plan
+from titanlite.models.family import LanguageModel, Plan
+from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.data import apply_data_parallel
 from titanlite.parallel.mesh import ReshardAfterForward
+from titanlite.parallel.recompute import ActivationCheckpointConfig, apply_recompute
+from titanlite.parallel.tensor import apply_tensor_parallel
 
 
 def parallelize(
-    model: nn.Module,
+    model: LanguageModel,
     plan: Plan,
     mesh: DeviceMesh,
     *,
+    shard_logits: bool,
+    recompute: ActivationCheckpointConfig,
+    compilation: CompileConfig,
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     reshard_after_forward: ReshardAfterForward,
 ) -> list[str]:
     """Applies to the model, in place and on the meta device, what the mesh asks for, by the names in the family's plan.
 
-    Computes in `param_dtype`, reduces gradients in `reduce_dtype`. Returns what was applied, in order,
-    for the start log.
+    model: whole, or a pipeline stage with the plan of what it has kept. Computes in `param_dtype`, reduces gradients
+    in `reduce_dtype`. Returns what was applied, in order, for the start log.
     """
-    return apply_data_parallel(
-        model,
-        plan,
-        mesh,
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
-        reshard_after_forward=reshard_after_forward,
-    )
+    return [
+        *apply_tensor_parallel(model, plan, mesh, shard_logits=shard_logits),
+        # A block is compiled before it recomputes: the other way round breaks with tensor parallelism.
+        *apply_compile(model, plan, compilation),
+        *apply_recompute(model, plan, recompute),
+        *apply_data_parallel(
+            model,
+            plan,
+            mesh,
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+            reshard_after_forward=reshard_after_forward,
+        ),
+    ]

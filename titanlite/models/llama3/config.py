@@ -111,8 +111,8 @@ _SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "
 _POSITIVE_AND_FINITE = ("norm_eps", "rope_low_freq_factor", "rope_high_freq_factor")
 
 
-def check(config: Llama3Config, seq_len: int) -> list[Problem]:
-    """What is wrong with these hyper-parameters, for training on sequences of `seq_len` tokens."""
+def check(config: Llama3Config, seq_len: int, tp: int, pp: int) -> list[Problem]:
+    """What is wrong with these hyper-parameters, for training on sequences of `seq_len` tokens on these degrees."""
     problems: list[Problem] = []
     for name in _SIZES:
         value = getattr(config, name)
@@ -121,7 +121,7 @@ def check(config: Llama3Config, seq_len: int) -> list[Problem]:
         value = getattr(config, name)
         ok = 0.0 < value < math.inf
         problems += require(ok, f"model.{name}", value, "above 0 and finite", _default_remedy(name))
-    return problems + _check_heads(config) + _check_rope(config, seq_len)
+    return problems + _check_heads(config) + _check_rope(config, seq_len) + _check_layout(config, tp, pp)
 
 
 def _default_remedy(name: str) -> str:
@@ -154,6 +154,27 @@ def _check_heads(config: Llama3Config) -> list[Problem]:
         config.dim,
         f"dim / n_heads is even, since rotary embeddings turn pairs (here {config.head_dim})",
         f"{config.dim + config.n_heads}, or another number of heads",
+    )
+
+
+def _check_layout(config: Llama3Config, tp: int, pp: int) -> list[Problem]:
+    """What tensor parallelism cuts is divisible; what a pipeline puts on different stages is not shared."""
+    problems: list[Problem] = []
+    for name in ("n_heads", "n_kv_heads", "ffn_dim"):
+        value = getattr(config, name)
+        problems += require(
+            tp < 1 or value < 1 or value % tp == 0,
+            f"model.{name}",
+            value,
+            f"a multiple of parallelism.tp = {tp}, whose ranks share it evenly",
+            f"parallelism.tp = {math.gcd(value, tp)}, or model.{name} = {math.ceil(value / max(tp, 1)) * tp}",
+        )
+    return problems + require(
+        pp <= 1 or not config.tie_embeddings,
+        "model.tie_embeddings",
+        config.tie_embeddings,
+        f"false with parallelism.pp = {pp}: the embedding is on the first stage, the output on the last",
+        "parallelism.pp = 1 with dp_shard or tp instead, or model.tie_embeddings = false",
     )
 
 

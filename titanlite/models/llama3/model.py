@@ -44,10 +44,10 @@ class Llama3(LanguageModel):
     def __init__(self, config: Llama3Config) -> None:
         super().__init__()
         self.config = config
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(index): Block(config) for index in range(config.n_layers)})
-        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(config.dim, config.norm_eps)
+        self.output: nn.Linear | None = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.rope = RotaryEmbedding(
             config.head_dim,
             config.max_seq_len,
@@ -67,6 +67,7 @@ class Llama3(LanguageModel):
         To be called again after anything that replaces parameters one module at a time: to_empty, parallelize_module.
         """
         if self.config.tie_embeddings:
+            assert self.output is not None and self.tok_embeddings is not None, "tied, and on different stages"
             self.output.weight = self.tok_embeddings.weight
 
     def init_buffers(self, device: torch.device) -> None:
@@ -83,11 +84,11 @@ class Llama3(LanguageModel):
         """
         rope = self.rope(positions)
         mask = None if document_ids is None else document_mask(document_ids)
-        x = self.tok_embeddings(tokens)
+        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for layer in self.layers.values():
             x = layer(x, rope, mask)
-        logits: Tensor = self.output(self.norm(x))
-        return logits
+        x = x if self.norm is None else self.norm(x)
+        return x if self.output is None else self.output(x)
 
 
 def init(config: Llama3Config, name: str) -> Init:

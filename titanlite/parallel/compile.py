@@ -1,0 +1,53 @@
+"""Compilation: block by block, and the loss."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from titanlite.models.family import Plan
+from titanlite.runtime.errors import Problem, require
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """torch.compile."""
+
+    enable: bool = False
+    """Whether anything is compiled."""
+    backend: str = "inductor"
+    """A backend of torch.compile."""
+    components: tuple[Literal["model", "loss"], ...] = ("model", "loss")
+    """model: each transformer block by itself; loss: the cross-entropy."""
+
+
+def check_compile(section: CompileConfig) -> list[Problem]:
+    """Only backends that torch knows."""
+    backends = torch.compiler.list_backends(exclude_tags=())
+    return require(
+        not section.enable or section.backend in backends,
+        "compile.backend",
+        section.backend,
+        f"one of {', '.join(backends)}",
+        'write "inductor"',
+    )
+
+
+def apply_compile(model: nn.Module, plan: Plan, section: CompileConfig) -> list[str]:
+    """Compiles each block's forward, in place; returns what was applied, for the start log. No name changes."""
+    if not section.enable or "model" not in section.components:
+        return []
+    for name in plan.blocks:
+        block = model.get_submodule(name)
+        block.forward = torch.compile(block.forward, backend=section.backend, fullgraph=True)
+    return [f"compile ({section.backend}) to each block"]
+
+
+def compiled_loss(loss: Callable[..., Tensor], section: CompileConfig) -> Callable[..., Tensor]:
+    """The loss function, compiled where the section asks for it."""
+    if not section.enable or "loss" not in section.components:
+        return loss
+    compiled: Callable[..., Tensor] = torch.compile(loss, backend=section.backend)
+    return compiled

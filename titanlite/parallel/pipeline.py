@@ -1,0 +1,309 @@
+"""Pipeline parallelism: which units a stage keeps, and the schedule that runs the stages."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from titanlite.data.loader import Batch
+from titanlite.models.family import Plan
+from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
+from titanlite.runtime.errors import Problem, require
+
+
+@dataclass(frozen=True)
+class ScheduleShape:
+    """stages_per_rank: stages on each rank. placement: where they are, for rank p of P and its two stages:
+    loop: p and P + p; v: p and 2P - 1 - p. splits_backward: input gradients are computed apart from weight gradients.
+    """
+
+    stages_per_rank: Literal[1, 2]
+    placement: Literal["loop", "v"] = "loop"
+    splits_backward: bool = False
+
+
+SCHEDULES: dict[PipelineSchedule, ScheduleShape] = {
+    "GPipe": ScheduleShape(1),
+    "1F1B": ScheduleShape(1),
+    "LoopedBFS": ScheduleShape(2),
+    "Interleaved1F1B": ScheduleShape(2),
+    "InterleavedZeroBubble": ScheduleShape(2, splits_backward=True),
+    "ZBVZeroBubble": ScheduleShape(2, "v", splits_backward=True),
+    "DualPipeV": ScheduleShape(2, "v", splits_backward=True),
+}
+
+
+def num_stages(section: ParallelismConfig) -> int:
+    """Stages of the whole pipeline; 1 without one."""
+    return section.pp * SCHEDULES[section.pp_schedule].stages_per_rank if section.pp > 1 else 1
+
+
+def local_stages(section: ParallelismConfig, pp_rank: int) -> list[int]:
+    """Indexes of the stages that a rank of the pp axis owns, ascending."""
+    if section.pp == 1:
+        return [0]
+    shape = SCHEDULES[section.pp_schedule]
+    if shape.stages_per_rank == 1:
+        return [pp_rank]
+    return [pp_rank, 2 * section.pp - 1 - pp_rank if shape.placement == "v" else section.pp + pp_rank]
+
+
+def rows_per_batch(section: ParallelismConfig, local_batch_size: int, rows_per_step: int) -> int:
+    """Sequences that a data rank computes gradients of at once, of its `rows_per_step` in an optimizer step.
+
+    Stages reduce their gradients at the end of each batch: with gradient_sync "every" that is a local batch, else a
+    pipeline gets all of the step.
+    """
+    return local_batch_size if section.pp == 1 or section.gradient_sync == "every" else rows_per_step
+
+
+def check_pipeline(section: ParallelismConfig, plan: Plan, rows: int) -> list[Problem]:
+    """What is wrong with the pp_... keys for a model of that plan. rows: sequences that go through the pipeline at once, 0: not known.
+
+    Without a pipeline nothing is: the keys are without effect.
+    """
+    key = "parallelism"
+    if section.pp <= 1:
+        return []
+    stages = num_stages(section)
+    cuts = [unit[0] for unit in plan.units[1:]]
+    problems = require(
+        stages <= len(plan.units),
+        f"{key}.pp",
+        section.pp,
+        f"{section.pp_schedule} makes {stages} stages of it, and the model has {len(plan.units)} units to put on them",
+        "fewer stages (a smaller pp, or a schedule with one stage per rank: 1F1B, GPipe), or more model.n_layers",
+    )
+    given = list(section.pp_split)
+    unknown = [name for name in given if name not in cuts]
+    problems += require(
+        not unknown,
+        f"{key}.pp_split",
+        given,
+        f"names at which a stage may begin, and {', '.join(unknown)} is none",
+        f"names among {_shortened(cuts)}",
+    )
+    if given and not unknown:
+        problems += require(
+            len(given) == stages - 1 and given == [name for name in cuts if name in given],
+            f"{key}.pp_split",
+            given,
+            f"{stages - 1} different names in the model's order, for the {stages} stages of "
+            f"{section.pp_schedule} on pp = {section.pp}",
+            f"name the first module of each stage but the first, or leave {key}.pp_split out",
+        )
+    return problems + _check_microbatches(section, rows)
+
+
+def _check_microbatches(section: ParallelismConfig, rows: int) -> list[Problem]:
+    key, size = "parallelism", section.pp_microbatch_size
+    problems = require(size >= 1, f"{key}.pp_microbatch_size", size, "at least 1", "1 is the usual value")
+    if problems or rows < 1:
+        return problems
+    of = "training.local_batch_size" if section.gradient_sync == "every" else "training.global_batch_size / data degree"
+    if rows % size:
+        return require(
+            False,
+            f"{key}.pp_microbatch_size",
+            size,
+            f"divides {of} = {rows}, the sequences that go through the pipeline at once",
+            f"{key}.pp_microbatch_size = {max(n for n in range(1, size) if rows % n == 0)}",
+        )
+    found = rows // size
+    needed = fewest_microbatches(section)
+    if found < needed:
+        problems += require(
+            False,
+            f"{key}.pp_schedule",
+            section.pp_schedule,
+            f"at least {needed} microbatches on pp = {section.pp}, and {of} = {rows} in microbatches of {size} makes "
+            f"{found}",
+            f"a larger batch (training.global_batch_size, or training.local_batch_size), or a smaller {key}.pp or "
+            f"{key}.pp_microbatch_size",
+        )
+    elif section.pp_schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        rounds = found // section.pp
+        problems += require(
+            found % rounds == 0,
+            f"{key}.pp_schedule",
+            section.pp_schedule,
+            f"the number of microbatches ({found}) is a multiple of its rounds ({found} // pp = {rounds})",
+            f"a multiple of pp = {section.pp} always fits: {rows - rows % (size * section.pp)} sequences instead of "
+            f"{rows} ({of})",
+        )
+    return problems
+
+
+def fewest_microbatches(section: ParallelismConfig) -> int:
+    """What the schedule needs to run at all, or to run as what its name says."""
+    return 2 * section.pp if section.pp_schedule == "DualPipeV" else section.pp
+
+
+def _shortened(names: Sequence[str]) -> str:
+    return ", ".join(names if len(names) <= 6 else [*names[:3], "…", *names[-2:]])
+
+
+def assign_units(costs: Sequence[int], cuts: Sequence[int], stages: int) -> list[range]:
+    """The units of each stage: contiguous, none without one.
+
+    cuts: indexes of the units at which stages begin, but for the first; empty: chosen so that the costliest stage is
+    as cheap as can be, and among those splits the one with the smallest sum of squared stage costs.
+    """
+    if not cuts:
+        cuts = _balanced_cuts(costs, stages)
+    starts = [0, *cuts, len(costs)]
+    return [range(start, end) for start, end in zip(starts[:-1], starts[1:], strict=True)]
+
+
+def _balanced_cuts(costs: Sequence[int], stages: int) -> list[int]:
+    totals = [0, *accumulate(costs)]
+    cheapest, _ = _best_split(totals, stages, lambda so_far, cost: max(so_far, cost))
+    _, starts = _best_split(
+        totals, stages, lambda so_far, cost: so_far + cost * cost if cost <= cheapest else math.inf
+    )
+    return starts[1:]
+
+
+def _best_split(
+    totals: Sequence[int], stages: int, combine: Callable[[float, int], float]
+) -> tuple[float, list[int]]:
+    """(value, first unit of each stage) of the split with the smallest value, which `combine` makes of a stage's cost
+    and the value of the stages before it. totals: cost of all units before each one."""
+    best: list[tuple[float, list[int]]] = [(0, []), *[(math.inf, [])] * (len(totals) - 1)]
+    for _ in range(stages):
+        best = [
+            min(
+                (
+                    (combine(best[start][0], totals[end] - totals[start]), [*best[start][1], start])
+                    for start in range(end)
+                    if best[start][0] < math.inf
+                ),
+                default=(math.inf, []),
+            )
+            for end in range(len(totals))
+        ]
+    return best[-1]
+
+
+def unit_costs(model: nn.Module, plan: Plan) -> list[int]:
+    """Parameters of each unit: what it holds in memory, and, but for the embedding, what it computes with."""
+    return [
+        sum(parameter.numel() for name in unit for parameter in model.get_submodule(name).parameters())
+        for unit in plan.units
+    ]
+
+
+def keep_stage_(model: nn.Module, plan: Plan, section: ParallelismConfig, stage: int) -> Plan:
+    """Removes all units of other stages from the model, in place; returns the plan of what is left."""
+    names = [unit[0] for unit in plan.units]
+    cuts = [names.index(name) for name in section.pp_split]
+    return keep_units_(model, plan, assign_units(unit_costs(model, plan), cuts, num_stages(section))[stage])
+
+
+def keep_units_(model: nn.Module, plan: Plan, kept: range) -> Plan:
+    """Removes all units but the `kept` ones from the model, in place; returns the plan of what is left."""
+    for index, unit in enumerate(plan.units):
+        for name in unit if index not in kept else ():
+            parent, _, leaf = name.rpartition(".")
+            owner = model.get_submodule(parent)
+            if isinstance(owner, nn.ModuleDict):
+                del owner[leaf]
+            else:
+                setattr(owner, leaf, None)
+    units = tuple(plan.units[index] for index in kept)
+    names = {name for unit in units for name in unit}
+    return replace(plan, units=units, blocks={name: index for name, index in plan.blocks.items() if name in names})
+
+
+@dataclass(frozen=True)
+class StageShapes:
+    """Of one microbatch on one rank. boundary: what a stage hands to the next, (microbatch, seq_len / tp, dim), in
+    `dtype`. tokens: (microbatch, seq_len). logits: (microbatch, seq_len, vocabulary)."""
+
+    tokens: tuple[int, int]
+    boundary: tuple[int, int, int]
+    logits: tuple[int, int, int]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of_microbatch(
+        section: ParallelismConfig, *, seq_len: int, dim: int, vocab_size: int, dtype: torch.dtype
+    ) -> "StageShapes":
+        """For a model of that width and vocabulary, computing in `dtype`."""
+        rows = section.pp_microbatch_size
+        return StageShapes((rows, seq_len), (rows, seq_len // section.tp, dim), (rows, seq_len, vocab_size), dtype)
+
+
+class Pipeline:
+    """The stages of this rank and their schedule, for forward and backward passes of whole batches.
+
+    Mesh axis: pp. Stages reduce their gradients over the data axes once, at the end of each schedule step.
+    """
+
+    def __init__(
+        self,
+        model_parts: Sequence[nn.Module],
+        section: ParallelismConfig,
+        mesh: DeviceMesh,
+        device: torch.device,
+        *,
+        shapes: StageShapes,
+        num_microbatches: int,
+        loss: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> None:
+        """loss(logits, labels, num_valid): a microbatch's share of the mean loss."""
+        indexes = local_stages(section, mesh["pp"].get_local_rank())
+        last = num_stages(section) - 1
+        stages = [
+            PipelineStage(
+                part,
+                index,
+                last + 1,
+                device,
+                # Given, not inferred: inference runs the model once more than the step says, and clears gradients.
+                input_args=_meta(shapes.tokens, torch.int64) if index == 0 else _meta(shapes.boundary, shapes.dtype),
+                output_args=_meta(shapes.logits if index == last else shapes.boundary, shapes.dtype),
+                group=mesh.get_group("pp"),
+            )
+            for part, index in zip(model_parts, indexes, strict=True)
+        ]
+        self._device = device
+        self._owns_first = 0 in indexes
+        self._owns_last = last in indexes
+        self._loss = loss
+        self._num_valid = torch.ones((), dtype=torch.int64, device=device)
+        schedule = get_schedule_class(section.pp_schedule)
+        self._schedule = schedule(
+            stages if SCHEDULES[section.pp_schedule].stages_per_rank > 1 else stages[0],
+            n_microbatches=num_microbatches,
+            loss_fn=lambda logits, labels: self._loss(logits, labels, self._num_valid),
+            scale_grads=False,  # the loss is divided already, by the valid tokens of the whole global batch
+        )
+
+    def forward_backward(self, batch: Batch, num_valid: Tensor) -> Tensor:
+        """Adds the batch's share of the mean loss's gradient to the parameters of all stages; returns the share.
+
+        The share is known on the last stage's ranks, and 0 on all others.
+        """
+        self._num_valid = num_valid
+        losses: list[Tensor] = []
+        self._schedule.step(
+            *((batch.tokens,) if self._owns_first else ()),
+            target=batch.labels if self._owns_last else None,
+            losses=losses if self._owns_last else None,
+            return_outputs=False,
+        )
+        if not losses:
+            return torch.zeros((), device=self._device)
+        return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)

@@ -1,0 +1,92 @@
+"""Recomputation (activation checkpointing): blocks that keep less for backward, and compute it again there."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from titanlite.models.family import Plan
+from titanlite.runtime.errors import Problem, require
+
+SAVED_OPS: tuple[Any, ...] = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+)
+"""What selective_policy "op" keeps: the results that cost most to compute, or to communicate. The rest (norms,
+rotations, activations, gathers) is computed again."""
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointConfig:
+    """What is kept from the forward pass for backward, and what is computed again there. Never changes numbers."""
+
+    mode: Literal["none", "full", "selective"] = "none"
+    """full: a block keeps its input only; selective: by selective_policy."""
+    selective_policy: Literal["layer", "op"] = "op"
+    """layer: every selective_every-th block keeps its input only, the others all; op: all blocks keep the results of
+    matrix products, attention and reductions."""
+    selective_every: int = 2
+    """layer: blocks 0, selective_every, 2 x selective_every, ... are recomputed."""
+    preserve_rng_state: bool = True
+    """Random numbers are the same in the recomputation."""
+    determinism_check: Literal["default", "none"] = "default"
+    """default: shapes, dtypes and devices of what is recomputed are compared with the forward pass."""
+    early_stop: bool = True
+    """A recomputation ends as soon as it has what backward needs."""
+    debug: bool = False
+    """Errors of a recomputation name the operations of both passes; slow."""
+
+
+def check_activation_checkpoint(section: ActivationCheckpointConfig) -> list[Problem]:
+    """Ranges."""
+    return require(
+        section.selective_every >= 1,
+        "activation_checkpoint.selective_every",
+        section.selective_every,
+        "at least 1",
+        "1 recomputes every block, 2 every other one",
+    )
+
+
+def apply_recompute(model: nn.Module, plan: Plan, section: ActivationCheckpointConfig) -> list[str]:
+    """Lets the blocks that the section asks for recompute, in place; returns what was applied, for the start log.
+
+    A block's forward is replaced, so that no name of a parameter changes.
+    """
+    if section.mode == "none":
+        return []
+    for name, index in plan.blocks.items():
+        if recomputes(section, index):
+            block = model.get_submodule(name)
+            block.forward = _recomputed(block.forward, section)
+    what = section.mode if section.mode == "full" else f"selective ({section.selective_policy})"
+    return [f"{what} activation checkpointing"]
+
+
+def recomputes(section: ActivationCheckpointConfig, index: int) -> bool:
+    """Whether the block of that index in the whole model keeps less than everything."""
+    by_layer = section.mode == "selective" and section.selective_policy == "layer"
+    return section.mode != "none" and (not by_layer or index % section.selective_every == 0)
+
+
+def _recomputed(forward: Callable[..., Any], section: ActivationCheckpointConfig) -> Callable[..., Any]:
+    by_op = section.mode == "selective" and section.selective_policy == "op"
+    options = {"context_fn": partial(create_selective_checkpoint_contexts, list(SAVED_OPS))} if by_op else {}
+    return partial(
+        checkpoint,
+        forward,
+        use_reentrant=False,
+        preserve_rng_state=section.preserve_rng_state,
+        determinism_check=section.determinism_check,
+        early_stop=section.early_stop,
+        debug=section.debug,
+        **options,
+    )

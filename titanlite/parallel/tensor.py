@@ -1,0 +1,83 @@
+"""Tensor parallelism with sequence parallelism: parameters cut over the tp axis, by the styles in a family's plan."""
+
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from titanlite.models.family import LanguageModel, Plan, TensorStyle
+
+_SEQUENCE = Shard(1)
+
+
+def apply_tensor_parallel(model: LanguageModel, plan: Plan, mesh: DeviceMesh, *, shard_logits: bool) -> list[str]:
+    """Cuts the model's parameters over the tp axis, in place; returns what was applied, for the start log.
+
+    Between blocks activations are (batch, seq_len / tp, dim) on each rank. The logits are a DTensor cut along the
+    vocabulary where `shard_logits`, to be used inside `parallel_loss`; else whole on every rank. The gradient of a
+    parameter that is whole on every rank (a norm's) is summed over tp in backward.
+    """
+    axis = mesh["tp"]
+    if axis.size() == 1:
+        return []
+    for name, module in list(model.named_modules()):
+        style = tensor_style(plan, name)
+        if style is not None:
+            parallelize_module(module, axis, _torch_style(style, module, shard_logits))
+        if style == "vocabulary":
+            # Its output is a pending collective, which the backward of a compiled block cannot take; a copy is not.
+            module.register_forward_hook(lambda _module, _args, output: output.clone())
+    model.tie_weights()
+    left_out = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    assert not left_out, f"the plan has no tensor style for {left_out}"
+    return ["tensor parallel with loss parallel" if shard_logits else "tensor parallel"]
+
+
+def tensor_style(plan: Plan, name: str) -> TensorStyle | None:
+    """The plan's style of the submodule of that name."""
+    parts = name.split(".")
+    for pattern, style in plan.tensor_styles.items():
+        wanted = pattern.split(".")
+        if len(wanted) == len(parts) and all(want in ("*", part) for want, part in zip(wanted, parts, strict=True)):
+            return style
+    return None
+
+
+def parallel_loss(*, shard_logits: bool) -> AbstractContextManager[None]:
+    """Where cross-entropy and its backward accept logits that are cut along the vocabulary."""
+    context: AbstractContextManager[None] = loss_parallel() if shard_logits else nullcontext()
+    return context
+
+
+def _torch_style(style: TensorStyle, module: nn.Module, shard_logits: bool) -> ParallelStyle:
+    match style:
+        case "vocabulary":
+            return RowwiseParallel(input_layouts=Replicate(), output_layouts=_SEQUENCE)
+        case "norm":
+            return SequenceParallel()
+        case "gather":
+            others = (None,) * (len(inspect.signature(module.forward).parameters) - 1)
+            return PrepareModuleInput(
+                input_layouts=(_SEQUENCE, *others), desired_input_layouts=(Replicate(), *others)
+            )
+        case "column":
+            return ColwiseParallel()
+        case "row":
+            return RowwiseParallel(output_layouts=_SEQUENCE)
+        case "logits":
+            return ColwiseParallel(
+                input_layouts=_SEQUENCE,
+                output_layouts=Shard(-1) if shard_logits else Replicate(),
+                use_local_output=not shard_logits,
+            )
