@@ -103,7 +103,7 @@ def build_model(config: JobConfig, mesh: DeviceMesh, device: torch.device) -> li
     """
     training = config.training
     family, hyper_parameters = resolve_model(config.model)
-    parts = []
+    parts: list[LanguageModel] = []
     for stage in local_stages(config.parallelism, mesh["pp"].get_local_rank()):
         with torch.device("meta"):
             part = family.build(hyper_parameters).to(DTYPES[training.dtype])

@@ -30,7 +30,13 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str) -> lis
     family, model = resolve_model(config.model)
     model_problems = check_model(config.model, seq_len=seq_len, tp=tp, pp=pp)
     batch_problems = check_training(config.training, degree, tp)
-    rows = 0 if batch_problems or not degree else rows_per_batch(facts.parallelism, facts.training.local_batch_size, facts.training.global_batch_size // degree)
+    rows = (
+        0
+        if batch_problems or not degree
+        else rows_per_batch(
+            facts.parallelism, facts.training.local_batch_size, facts.training.global_batch_size // degree
+        )
+    )
     pipeline_problems = [] if model_problems else check_pipeline(config.parallelism, family.plan(model), rows)
     return [
         *check_job(config.job),

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-
 NormType = Literal["2", "inf"]
 
 
@@ -83,5 +82,6 @@ def _shard_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
 def _local(parameter: Tensor, gradient: Tensor) -> Tensor:
     if not isinstance(gradient, DTensor):
         return gradient
-    assert isinstance(parameter, DTensor) and gradient.placements == parameter.placements, "not reduced yet"
+    assert isinstance(parameter, DTensor)
+    assert gradient.placements == parameter.placements, "a gradient that is not reduced yet"
     return gradient.to_local()

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
+import torch._functorch.config
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
@@ -65,9 +66,9 @@ def rows_per_batch(section: ParallelismConfig, local_batch_size: int, rows_per_s
 
 
 def check_pipeline(section: ParallelismConfig, plan: Plan, rows: int) -> list[Problem]:
-    """What is wrong with the pp_... keys for a model of that plan. rows: sequences that go through the pipeline at once, 0: not known.
+    """What is wrong with the pp_... keys for a model of that plan. Without a pipeline they are without effect.
 
-    Without a pipeline nothing is: the keys are without effect.
+    rows: sequences that go through the pipeline at once, 0 where they are not known.
     """
     key = "parallelism"
     if section.pp <= 1:
@@ -159,21 +160,17 @@ def assign_units(costs: Sequence[int], cuts: Sequence[int], stages: int) -> list
     if not cuts:
         cuts = _balanced_cuts(costs, stages)
     starts = [0, *cuts, len(costs)]
-    return [range(start, end) for start, end in zip(starts[:-1], starts[1:], strict=True)]
+    return [range(start, end) for start, end in pairwise(starts)]
 
 
 def _balanced_cuts(costs: Sequence[int], stages: int) -> list[int]:
     totals = [0, *accumulate(costs)]
     cheapest, _ = _best_split(totals, stages, lambda so_far, cost: max(so_far, cost))
-    _, starts = _best_split(
-        totals, stages, lambda so_far, cost: so_far + cost * cost if cost <= cheapest else math.inf
-    )
+    _, starts = _best_split(totals, stages, lambda so_far, cost: so_far + cost * cost if cost <= cheapest else math.inf)
     return starts[1:]
 
 
-def _best_split(
-    totals: Sequence[int], stages: int, combine: Callable[[float, int], float]
-) -> tuple[float, list[int]]:
+def _best_split(totals: Sequence[int], stages: int, combine: Callable[[float, int], float]) -> tuple[float, list[int]]:
     """(value, first unit of each stage) of the split with the smallest value, which `combine` makes of a stage's cost
     and the value of the stages before it. totals: cost of all units before each one."""
     best: list[tuple[float, list[int]]] = [(0, []), *[(math.inf, [])] * (len(totals) - 1)]
@@ -279,9 +276,13 @@ class Pipeline:
         self._owns_last = last in indexes
         self._loss = loss
         self._num_valid = torch.ones((), dtype=torch.int64, device=device)
+        shape = SCHEDULES[section.pp_schedule]
+        if shape.splits_backward:
+            # Compiled backward passes would free buffers that the second half of a split backward still needs.
+            torch._functorch.config.donated_buffer = False
         schedule = get_schedule_class(section.pp_schedule)
         self._schedule = schedule(
-            stages if SCHEDULES[section.pp_schedule].stages_per_rank > 1 else stages[0],
+            stages if shape.stages_per_rank > 1 else stages[0],
             n_microbatches=num_microbatches,
             loss_fn=lambda logits, labels: self._loss(logits, labels, self._num_valid),
             scale_grads=False,  # the loss is divided already, by the valid tokens of the whole global batch

@@ -68,9 +68,7 @@ def _torch_style(style: TensorStyle, module: nn.Module, shard_logits: bool) -> P
             return SequenceParallel()
         case "gather":
             others = (None,) * (len(inspect.signature(module.forward).parameters) - 1)
-            return PrepareModuleInput(
-                input_layouts=(_SEQUENCE, *others), desired_input_layouts=(Replicate(), *others)
-            )
+            return PrepareModuleInput(input_layouts=(_SEQUENCE, *others), desired_input_layouts=(Replicate(), *others))
         case "column":
             return ColwiseParallel()
         case "row":

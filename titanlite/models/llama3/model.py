@@ -67,7 +67,8 @@ class Llama3(LanguageModel):
         To be called again after anything that replaces parameters one module at a time: to_empty, parallelize_module.
         """
         if self.config.tie_embeddings:
-            assert self.output is not None and self.tok_embeddings is not None, "tied, and on different stages"
+            assert self.tok_embeddings is not None, "tied, and on different stages"
+            assert self.output is not None, "tied, and on different stages"
             self.output.weight = self.tok_embeddings.weight
 
     def init_buffers(self, device: torch.device) -> None:

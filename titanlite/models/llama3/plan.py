@@ -24,9 +24,9 @@ TENSOR_STYLES: dict[str, TensorStyle] = {
 def plan(config: Llama3Config) -> Plan:
     """The embedding, each block, and the end are units; tied, the embedding and the end share a parameter: one unit."""
     blocks = {f"layers.{index}": index for index in range(config.n_layers)}
-    units = tuple((block,) for block in blocks)
+    units: list[tuple[str, ...]] = [(block,) for block in blocks]
     if config.tie_embeddings:
-        units = (*units, ("tok_embeddings", "norm", "output"))
+        units = [*units, ("tok_embeddings", "norm", "output")]
     else:
-        units = (("tok_embeddings",), *units, ("norm", "output"))
-    return Plan(units, blocks, TENSOR_STYLES)
+        units = [("tok_embeddings",), *units, ("norm", "output")]
+    return Plan(tuple(units), blocks, TENSOR_STYLES)
