@@ -1,44 +1,63 @@
 """The gradient norm, and clipping to it, over parameters of every placement at once."""
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from tests.distributed.gradients import difference, whole
-from titanlite.parallel.clip import clip_grad_norm_
+from titanlite.parallel.clip import NormType, clip_grad_norm_
+from titanlite.parallel.mesh import AXES
 from titanlite.runtime.launch import run_ranks
 
+Found = tuple[float, float, str]
+PARAMETERS: dict[str, tuple[int, tuple[str, ...], list[Placement]]] = {
+    "hybrid": (1, ("dp_replicate", "dp_shard"), [Replicate(), Shard(0)]),  # one row, so a shard is empty
+    "sharded": (3, ("dp_shard",), [Shard(0)]),
+    "both": (5, ("dp_replicate", "dp_shard"), [Shard(0), Shard(0)]),
+    "columns": (4, ("tp",), [Shard(1)]),
+    "norm": (3, ("dp_shard", "tp"), [Shard(0), Replicate()]),
+    "all": (4, ("dp_replicate", "dp_shard", "tp"), [Replicate(), Shard(0), Shard(1)]),
+    "replicated": (2, ("dp_replicate",), [Replicate()]),
+    "plain": (2, (), []),
+}
+"""Name: rows of three elements, the axes of its mesh, how it lies on them."""
 
-def clipped(dtype_name: str, max_norm: float) -> tuple[float, float, str]:
+
+def clipped(sizes: tuple[int, int, int, int], dtype_name: str, max_norm: float, norm_type: NormType) -> Found:
     """Errors of the norm and of the gradients after it, against the whole gradients in float64; the norm's dtype."""
     dtype: torch.dtype = getattr(torch, dtype_name)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-    generator = torch.Generator().manual_seed(0)
+    world = init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
+    mesh = world["dp_replicate", "dp_shard", "tp"]
+    # Each pp rank has a model of its own: the norm is over both.
+    models = [gradients_of(torch.Generator().manual_seed(stage), dtype) for stage in range(sizes[0])]
+    mine = models[world["pp"].get_local_rank()]
     model = nn.Module()
-    gradients = {}
-    # hybrid: one row, so a shard is empty; sharded: uneven; both: over both axes; a replica; one without a mesh
-    for name, rows, of, placements in (
-        ("hybrid", 1, mesh, [Replicate(), Shard(0)]),
-        ("sharded", 3, mesh["dp_shard"], [Shard(0)]),
-        ("both", 5, mesh, [Shard(0), Shard(0)]),
-        ("replicated", 2, mesh["dp_replicate"], [Replicate()]),
-        ("plain", 2, None, []),
-    ):
-        gradient = torch.randn(rows, 3, generator=generator, dtype=torch.float64).to(dtype)
-        gradients[name] = gradient.double()
-        parameter, local = torch.zeros_like(gradient), gradient.clone()
-        if of is not None:
+    for name, (rows, axes, placements) in PARAMETERS.items():
+        gradient, parameter = mine[name].clone(), torch.zeros(rows, 3, dtype=dtype)
+        if axes:
+            of = mesh[axes]
             parameter = distribute_tensor(parameter, of, placements, src_data_rank=None)
-            local = distribute_tensor(local, of, placements, src_data_rank=None)
+            gradient = distribute_tensor(gradient, of, placements, src_data_rank=None)
         model.register_parameter(name, nn.Parameter(parameter))
-        getattr(model, name).grad = local
+        getattr(model, name).grad = gradient
     model.register_parameter("unused", nn.Parameter(torch.zeros(2, dtype=dtype)))
-    norm = clip_grad_norm_([model], max_norm)
-    expected = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
+    norm = clip_grad_norm_([model], max_norm, norm_type, world.get_group("pp"))
+    everything = torch.cat([gradient.double().flatten() for gradients in models for gradient in gradients.values()])
+    expected = torch.linalg.vector_norm(everything, float(norm_type))
     scale = min(1.0, max_norm / (expected.item() + 1e-6)) if max_norm > 0 else 1.0
-    errors = [difference(whole(getattr(model, name).grad), scale * gradient) for name, gradient in gradients.items()]
+    errors = [
+        difference(whole(getattr(model, name).grad), scale * gradient.double()) for name, gradient in mine.items()
+    ]
     return difference(norm, expected), max(errors), str(norm.dtype)
+
+
+def gradients_of(generator: torch.Generator, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.randn(rows, 3, generator=generator, dtype=torch.float64).to(dtype)
+        for name, (rows, _, _) in PARAMETERS.items()
+    }
 
 
 BOUNDS = {
@@ -49,9 +68,16 @@ BOUNDS = {
 """Dtype of the gradients: dtype of the norm, allowed error of the norm, and of the gradients."""
 
 
-def all_clipped() -> dict[str, list[tuple[float, float, str]]]:
+def all_clipped(sizes: tuple[int, int, int, int]) -> dict[str, list[Found]]:
     """max_norm 0.5 clips, 1,000 clips nothing, 0 and less only measure."""
-    return {dtype: [clipped(dtype, max_norm) for max_norm in (0.5, 1e3, 0.0, -1.0)] for dtype in BOUNDS}
+    return {
+        dtype: [
+            clipped(sizes, dtype, max_norm, norm_type)
+            for max_norm in (0.5, 1e3, 0.0, -1.0)
+            for norm_type in ("2", "inf")
+        ]
+        for dtype in BOUNDS
+    }
 
 
 def test_the_norm_of_a_large_float32_gradient_is_exact() -> None:
@@ -59,12 +85,14 @@ def test_the_norm_of_a_large_float32_gradient_is_exact() -> None:
     model = nn.Linear(1024, 2048, bias=False)
     model.weight.grad = torch.randn(model.weight.shape, generator=torch.Generator().manual_seed(0))
     expected = model.weight.grad.double().norm()
-    assert difference(clip_grad_norm_([model], 0.0), expected) <= 1e-7
+    assert difference(clip_grad_norm_([model], 0.0, "2", None), expected) <= 1e-7
 
 
-def test_every_element_counts_once_and_is_scaled_once() -> None:
-    for found in run_ranks(all_clipped, 4):
+@pytest.mark.parametrize("sizes", [(1, 2, 2, 1), (1, 1, 2, 2), (2, 2, 1, 1), (2, 1, 1, 2)])
+def test_every_element_counts_once_and_is_scaled_once(sizes: tuple[int, int, int, int]) -> None:
+    for found in run_ranks(all_clipped, 4, sizes):
         for dtype, (norm_dtype, norm_bound, gradient_bound) in BOUNDS.items():
+            assert len(found[dtype]) == 8
             for norm_error, gradient_error, found_dtype in found[dtype]:
                 assert found_dtype == norm_dtype
                 assert norm_error <= norm_bound

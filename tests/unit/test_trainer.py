@@ -13,7 +13,7 @@ from titanlite.trainer import Trainer, TrainingConfig, check_training, mark_last
 
 def test_defaults_are_valid_on_any_degree() -> None:
     for degree in (0, 1, 2, 7):
-        assert check_training(TrainingConfig(), degree) == []
+        assert check_training(TrainingConfig(), degree, 1) == []
 
 
 @pytest.mark.parametrize(
@@ -40,9 +40,16 @@ def test_defaults_are_valid_on_any_degree() -> None:
     ],
 )
 def test_problems(section: TrainingConfig, degree: int, key: str, remedy: str) -> None:
-    (problem,) = check_training(section, degree)
+    (problem,) = check_training(section, degree, 1)
     assert problem.key == key
     assert remedy in problem.remedy
+
+
+def test_tp_ranks_share_each_sequence_evenly() -> None:
+    assert check_training(TrainingConfig(seq_len=16), 1, 4) == []
+    (problem,) = check_training(TrainingConfig(seq_len=18), 1, 4)
+    assert problem.key == "training.seq_len"
+    assert problem.remedy == "training.seq_len = 16"
 
 
 def test_only_the_last_microbatch_is_the_last() -> None:
@@ -56,6 +63,7 @@ class NoModel(Trainer):
         self.step = 0
         self.device = torch.device("cpu")
         self.schedule = float
+        self.counts_rows = True
 
     def train_step(self, batches: Any) -> Any:
         assert batches == []

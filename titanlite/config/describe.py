@@ -80,11 +80,11 @@ def field_texts(section_type: type) -> dict[str, str]:
 
 
 def kind_in_a_word(kind: Any) -> str:
-    """The values of a type: "INT", "{true,false}", "{AdamW,SGD}"."""
+    """The values of a type: "INT", "{true,false}", "{AdamW,SGD}", "[STR, ...]"."""
     if get_origin(kind) is Literal:
         return "{" + ",".join(choice or '""' for choice in get_args(kind)) + "}"
     if get_origin(kind) is tuple:
-        return "[STR, ...]"
+        return f"[{kind_in_a_word(get_args(kind)[0])}, ...]"
     return {bool: "{true,false}", int: "INT", float: "FLOAT", str: "STR"}[kind]
 
 

@@ -69,7 +69,7 @@ def describe_kind(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(literal(choice) for choice in get_args(kind))
     if get_origin(kind) is tuple:
-        return {str: "an array of strings"}.get(get_args(kind)[0], "an array of tables")
+        return "an array of strings" if is_text(get_args(kind)[0]) else "an array of tables"
     names = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
     return names[kind]
 

@@ -14,14 +14,14 @@ NormType = Literal["2", "inf"]
 
 @torch.no_grad()
 def clip_grad_norm_(
-    model_parts: Iterable[nn.Module], max_norm: float, norm_type: NormType, pp_group: dist.ProcessGroup
+    model_parts: Iterable[nn.Module], max_norm: float, norm_type: NormType, pp_group: dist.ProcessGroup | None
 ) -> Tensor:
     """The norm of all gradients before clipping; scales the gradients in place so that it is at most `max_norm`.
 
-    model_parts: all that this rank has of the model; the ranks of `pp_group` have the rest. Returns a scalar on the
-    device in promote_types(gradient dtype, float32), the same on all ranks. `max_norm` <= 0 only measures.
-    Each group of parameters that are sharded over the same mesh axes is reduced by one all-reduce for each such axis,
-    all of them together by one over pp; replicated parameters are counted once.
+    model_parts: all that this rank has of the model; the ranks of `pp_group` have the rest (None: all of it is here).
+    Returns a scalar on the device in promote_types(gradient dtype, float32), the same on all ranks. `max_norm` <= 0
+    only measures. Each group of parameters that are sharded over the same mesh axes is reduced by one all-reduce for
+    each such axis, all of them together by one over pp; replicated parameters are counted once.
     """
     # Parameters decide on the groups, not gradients: all ranks then issue the same collectives.
     parameters = [p for part in model_parts for p in part.parameters() if p.requires_grad]
@@ -41,7 +41,7 @@ def clip_grad_norm_(
             dist.all_reduce(part, reduction, group=group)
         parts.append(part)
     total = torch.stack(parts).amax() if norm_type == "inf" else torch.stack(parts).sum()
-    if pp_group.size() > 1:
+    if pp_group is not None and pp_group.size() > 1:
         dist.all_reduce(total, reduction, group=pp_group)
     norm = (total if norm_type == "inf" else total.sqrt()).to(dtype)
     if max_norm > 0:

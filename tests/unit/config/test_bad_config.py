@@ -42,6 +42,13 @@ class Bad:
         return (self.argv or self.toml).replace("\n", " ")[:60]
 
 
+DEEP = "--parallelism.pp 8 --training.global_batch_size 16"
+FEW = "--parallelism.pp 4 --training.local_batch_size 2"
+TP = "--parallelism.tp"
+MICRO = "--parallelism.pp 2 --parallelism.pp_microbatch_size"
+SPLIT = "--parallelism.pp 2 --parallelism.pp_split="
+
+
 BAD = [
     # The command line as such.
     Bad("command line", "every word", "put its key before it", argv="50"),
@@ -75,7 +82,7 @@ BAD = [
     Bad("parallelism.tensor_parallel_degree", "a key of [parallelism]", "parallelism.tp?",
         toml="parallelism.tensor_parallel_degree = 1"),
     Bad("optimiser", "a section", "[optimizer]?", toml="[optimiser]\nlr = 1\neps = 1"),
-    Bad("checkpoint", "a section", "the sections: job, model", toml="[checkpoint]\nx = 1"),
+    Bad("unknown", "a section", "the sections: job, model", toml="[unknown]\nx = 1"),
     Bad("optimiser.lr", "a key of a section", "optimizer.lr?", argv="--optimiser.lr 1"),
     Bad("xyz.abc", "a key of a section", "the sections: job, model", argv="--xyz.abc 1"),
     Bad("model.dims", "a key of [model]", "model.dim?", argv="--model.dims 64"),
@@ -159,6 +166,28 @@ BAD = [
     Bad("parallelism.dp_shard", "at least 1, or -1", "1", argv="--parallelism.dp_shard 0"),
     Bad("parallelism.tp", "at least 1", "1", argv="--parallelism.tp 0"),
     Bad("parallelism.pp", "at least 1", "1", argv="--parallelism.pp -2"),
+    Bad("model.n_kv_heads", "parallelism.tp = 4", "tp = 2", argv=f"{TP} 4 --model.n_kv_heads 2", world_size=4),
+    Bad("model.ffn_dim", "parallelism.tp = 4", "772", argv=f"{TP} 4 --model.ffn_dim 770", world_size=4),
+    Bad("training.seq_len", "parallelism.tp = 2", "256", argv=f"{TP} 2 --training.seq_len 257", world_size=2),
+    Bad(
+        "model.tie_embeddings",
+        "the embedding is on the first stage",
+        "tie_embeddings = false",
+        argv="--parallelism.pp 2 --model.tie_embeddings true",
+        world_size=2,
+    ),
+    Bad("parallelism.pp", "16 stages", "fewer", argv=f"{DEEP} --parallelism.pp_schedule DualPipeV", world_size=8),
+    Bad("parallelism.pp_schedule", "one of", "1F1B", argv="--parallelism.pp_schedule 1f1b"),
+    Bad("parallelism.pp_schedule", "at least 4 microbatches", "larger batch", argv=FEW, world_size=4),
+    Bad("parallelism.pp_microbatch_size", "divides", "= 2", argv=f"{MICRO} 3", world_size=2),
+    Bad("parallelism.pp_microbatch_size", "at least 1", "1", argv=f"{MICRO} 0", world_size=2),
+    Bad("parallelism.pp_split", "layers.9", "layers.0", argv=f"{SPLIT}[\"layers.9\"]", world_size=2),
+    Bad("parallelism.pp_split", "1 different names", "leave", argv=f"{SPLIT}[\"layers.1\",\"layers.2\"]", world_size=2),
+    Bad("activation_checkpoint.mode", "one of", "full", argv="--activation_checkpoint.mode ful"),
+    Bad("activation_checkpoint.selective_every", "at least 1", "1", argv="--activation_checkpoint.selective_every 0"),
+    Bad("compile.backend", "one of", "inductor", argv="--compile.enable true --compile.backend inductr"),
+    Bad("compile.components", "one of", "model", argv='--compile.components ["mode"]'),
+    Bad("training.norm_type", 'one of "2", "inf"', "one of", argv="--training.norm_type 3"),
     Bad("parallelism.dp_shard", "world size", "dp_shard", argv="--parallelism.dp_shard 4", world_size=2),
     Bad("parallelism.dp_replicate", "world size", "NGPU", argv="--parallelism.dp_replicate 3", world_size=2),
     Bad("debug.seed", "from 0", "any such number", argv="--debug.seed -1"),

@@ -191,7 +191,7 @@ def any_value(kind: Any, choose: random.Random) -> Any:
     if get_origin(kind) is Literal:
         return choose.choice(get_args(kind))
     if get_origin(kind) is tuple:
-        return tuple(any_value(str, choose) for _ in range(choose.randrange(4)))
+        return tuple(any_value(get_args(kind)[0], choose) for _ in range(choose.randrange(4)))
     noise = "".join(choose.choices(string.printable + "\u00e4\u4e2d", k=5))
     return choose.choice({bool: [True, False], int: INTS, float: FLOATS, str: [*STRINGS, noise]}[kind])
 

@@ -15,6 +15,7 @@ from titanlite.models import FAMILIES, check_model, resolve_model
 from titanlite.models.family import ModelConfig
 from titanlite.models.llama3 import LLAMA3
 from titanlite.models.llama3.config import FLAVORS, Llama3Config, flops_per_token, num_parameters
+from titanlite.parallel.tensor import tensor_style
 
 PUBLISHED = {  # flavor: parameters, dim, layers, heads, key/value heads, feed-forward, rotary factor, tied
     "debug": (6_139_136, 256, 6, 16, 16, 768, 1.0, False),
@@ -45,7 +46,7 @@ def test_published_sizes(flavor: str) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == expected
     assert num_parameters(config) == expected
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    assert LLAMA3.check(config, 8192) == []
+    assert LLAMA3.check(config, 8192, 8, 1) == []
 
 
 def test_resolve_puts_overrides_over_the_flavor() -> None:
@@ -102,13 +103,13 @@ INVALID: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("overrides", "key"), INVALID, ids=str)
 def test_invalid_hyper_parameters_are_named(overrides: dict[str, Any], key: str) -> None:
-    problems = check_model(ModelConfig(overrides=overrides), 128)
+    problems = check_model(ModelConfig(overrides=overrides), seq_len=128, tp=1, pp=1)
     assert {problem.key for problem in problems} == {key}
 
 
 def test_all_problems_are_reported_at_once() -> None:
     overrides = {"dim": -1, "ffn_dim": 0, "norm_eps": 0.0, "rope_scaling_factor": 0.0, "max_seq_len": 4}
-    problems = check_model(ModelConfig(overrides=overrides), 128)
+    problems = check_model(ModelConfig(overrides=overrides), seq_len=128, tp=1, pp=1)
     assert {problem.key for problem in problems} == {
         "model.dim",
         "model.ffn_dim",
@@ -120,9 +121,43 @@ def test_all_problems_are_reported_at_once() -> None:
 
 @pytest.mark.parametrize(("dim", "remedy"), [(250, 256), (48, 64), (258, 288)])
 def test_the_remedy_for_a_width_is_valid(dim: int, remedy: int) -> None:
-    (problem,) = check_model(ModelConfig(overrides={"dim": dim}), 128)
+    (problem,) = check_model(ModelConfig(overrides={"dim": dim}), seq_len=128, tp=1, pp=1)
     assert problem.remedy.startswith(str(remedy))
-    assert check_model(ModelConfig(overrides={"dim": remedy}), 128) == []
+    assert check_model(ModelConfig(overrides={"dim": remedy}), seq_len=128, tp=1, pp=1) == []
+
+
+@pytest.mark.parametrize(
+    ("tp", "overrides", "keys"),
+    [
+        (2, {}, []),
+        (16, {}, []),
+        (32, {}, ["model.n_heads", "model.n_kv_heads"]),
+        (4, {"n_kv_heads": 2}, ["model.n_kv_heads"]),
+        (4, {"ffn_dim": 770}, ["model.ffn_dim"]),
+        (4, {"vocab_size": 131}, []),
+    ],
+)
+def test_what_tensor_parallelism_cuts_is_divisible(tp: int, overrides: dict[str, Any], keys: list[str]) -> None:
+    problems = check_model(ModelConfig(overrides=overrides), seq_len=128, tp=tp, pp=1)
+    assert [problem.key for problem in problems] == keys
+
+
+def test_tied_embeddings_and_a_pipeline_are_refused_with_a_reason() -> None:
+    tied = ModelConfig(overrides={"tie_embeddings": True})
+    assert check_model(tied, seq_len=128, tp=2, pp=1) == []
+    (problem,) = check_model(tied, seq_len=128, tp=1, pp=2)
+    assert problem.key == "model.tie_embeddings"
+    assert "first stage" in problem.rule
+
+
+def test_every_parameter_has_a_tensor_style() -> None:
+    with torch.device("meta"):
+        model = LLAMA3.build(replace(FLAVORS["debug"], n_layers=2))
+    plan = LLAMA3.plan(replace(FLAVORS["debug"], n_layers=2))
+    owners = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    assert [name for name in owners if tensor_style(plan, name) is None] == []
+    assert tensor_style(plan, "layers.1.attention.wo") == "row"
+    assert tensor_style(plan, "layers.1.attention.wo.weight") is None
 
 
 def test_initial_distributions_by_role() -> None:
@@ -146,7 +181,7 @@ def test_the_plan_covers_each_parameter_once(flavor: str) -> None:
     config = replace(FLAVORS[flavor], n_layers=3)
     with torch.device("meta"):
         model = LLAMA3.build(config)
-    units = LLAMA3.plan(config).data_units
+    units = LLAMA3.plan(config).units
     owners: dict[int, set[int]] = {}
     for index, unit in enumerate(units):
         for name in unit:
@@ -159,4 +194,4 @@ def test_the_plan_covers_each_parameter_once(flavor: str) -> None:
 def test_what_backward_needs_first_is_the_last_unit() -> None:
     """Tied or not: the reshard policy `default` keeps the last unit, and backward begins with the output."""
     for tied in (False, True):
-        assert "output" in LLAMA3.plan(replace(FLAVORS["debug"], tie_embeddings=tied)).data_units[-1]
+        assert "output" in LLAMA3.plan(replace(FLAVORS["debug"], tie_embeddings=tied)).units[-1]

@@ -13,6 +13,8 @@ from titanlite.parallel.mesh import ParallelismConfig, check_parallelism, data_d
         (ParallelismConfig(dp_replicate=2), 4, (1, 2, 2, 1)),
         (ParallelismConfig(dp_replicate=4, dp_shard=1), 4, (1, 4, 1, 1)),
         (ParallelismConfig(dp_replicate=3), 4, (1, 3, 0, 1)),
+        (ParallelismConfig(pp=2, tp=2), 4, (2, 1, 1, 2)),
+        (ParallelismConfig(pp=2, dp_replicate=2, tp=2), 16, (2, 2, 2, 2)),
     ],
 )
 def test_what_is_left_goes_to_dp_shard(
@@ -31,7 +33,9 @@ def test_what_is_left_goes_to_dp_shard(
         (ParallelismConfig(dp_replicate=0), 4, "parallelism.dp_replicate"),
         (ParallelismConfig(dp_shard=0), 4, "parallelism.dp_shard"),
         (ParallelismConfig(dp_shard=-2), 4, "parallelism.dp_shard"),
-        (ParallelismConfig(tp=2), 4, "parallelism.tp"),
+        (ParallelismConfig(tp=3), 4, "parallelism.tp"),
+        (ParallelismConfig(pp=8), 4, "parallelism.pp"),
+        (ParallelismConfig(tp=0), 4, "parallelism.tp"),
         (ParallelismConfig(pp=-1), 4, "parallelism.pp"),
     ],
 )
@@ -45,5 +49,7 @@ def test_the_rule_names_the_product_and_the_world() -> None:
     assert "2 processes" in problem.rule
 
 
-def test_data_ranks_are_those_of_the_world_where_there_is_no_other_axis() -> None:
+def test_pp_is_the_outermost_axis_and_tp_the_innermost() -> None:
     assert [data_rank(ParallelismConfig(dp_replicate=2), rank, 4) for rank in range(4)] == [0, 1, 2, 3]
+    section = ParallelismConfig(pp=2, dp_replicate=2, tp=2)
+    assert [data_rank(section, rank, 8) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
