@@ -13,7 +13,7 @@ from titanlite.parallel.mesh import ParallelismConfig, build_mesh
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.launch import run_ranks
 
-PLAN = Plan(data_units=(("first",), ("second",)), may_skip_parameters=True)
+PLAN = Plan(units=(("first",), ("second",)), blocks={}, tensor_styles={}, may_skip_parameters=True)
 CAN_REDUCE_MISSING = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
