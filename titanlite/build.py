@@ -26,7 +26,15 @@ from titanlite.parallel.compile import compiled_loss
 from titanlite.parallel.data import resolve_gradient_sync, running_dtypes
 from titanlite.parallel.mesh import AXES, build_mesh, data_degree, data_rank, shard_logits
 from titanlite.parallel.parallelize import parallelize
-from titanlite.parallel.pipeline import Pipeline, StageShapes, keep_stage_, local_stages, rows_per_batch
+from titanlite.parallel.pipeline import (
+    Pipeline,
+    StageShapes,
+    describe_stages,
+    keep_units_,
+    local_stages,
+    rows_per_batch,
+    split_stages,
+)
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import World, init_process_group, set_timeout
 from titanlite.runtime.dump_folder import prepare_dump_folder
@@ -113,7 +121,10 @@ def build_model(config: JobConfig, mesh: DeviceMesh, device: torch.device) -> li
             log.info("Model: %s %s, %s parameters", family.name, config.model.flavor, f"{count:,}")
         plan = family.plan(hyper_parameters)
         if config.parallelism.pp > 1:
-            plan = keep_stage_(part, plan, config.parallelism, stage)
+            stages = split_stages(part, plan, config.parallelism)
+            if not parts:
+                log.info("Pipeline: %s, stages %s", config.parallelism.pp_schedule, describe_stages(plan, stages))
+            plan = keep_units_(part, plan, stages[stage])
         applied = parallelize(
             part,
             plan,
@@ -169,7 +180,7 @@ def build_pipeline(
     device: torch.device,
     loss: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Pipeline:
-    """The schedule of this rank's stages; logs which units each stage of the pipeline has."""
+    """The schedule of this rank's stages."""
     section, training = config.parallelism, config.training
     _, hyper_parameters = resolve_model(config.model)
     rows = batch_rows(config, mesh.size())
@@ -221,11 +232,15 @@ def prepare_outputs(config: JobConfig, world: World) -> None:
 def describe_batch(config: JobConfig, degree: int) -> None:
     """What one step consumes, and how many there are."""
     training = config.training
+    rows = rows_per_batch(config.parallelism, training.local_batch_size, training.global_batch_size // degree)
+    if config.parallelism.pp > 1:
+        size = config.parallelism.pp_microbatch_size
+        log.info("Pipeline: %d microbatches of %d sequences go through it at once", rows // size, size)
     log.info(
         "Batch: local %d, global %d, accumulation %d, sequence length %d, steps %d, warm-up %d",
         training.local_batch_size,
         training.global_batch_size,
-        training.global_batch_size // (training.local_batch_size * degree),
+        training.global_batch_size // (rows * degree),
         training.seq_len,
         training.steps,
         config.lr_schedule.warmup_steps,

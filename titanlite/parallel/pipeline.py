@@ -197,11 +197,17 @@ def unit_costs(model: nn.Module, plan: Plan) -> list[int]:
     ]
 
 
-def keep_stage_(model: nn.Module, plan: Plan, section: ParallelismConfig, stage: int) -> Plan:
-    """Removes all units of other stages from the model, in place; returns the plan of what is left."""
+def split_stages(model: nn.Module, plan: Plan, section: ParallelismConfig) -> list[range]:
+    """The units of each stage of the whole model: as pp_split says, else with costs as even as can be."""
     names = [unit[0] for unit in plan.units]
     cuts = [names.index(name) for name in section.pp_split]
-    return keep_units_(model, plan, assign_units(unit_costs(model, plan), cuts, num_stages(section))[stage])
+    return assign_units(unit_costs(model, plan), cuts, num_stages(section))
+
+
+def describe_stages(plan: Plan, stages: Sequence[range]) -> str:
+    """First and last module of each stage, for the start log."""
+    ends = [(plan.units[units[0]][0], plan.units[units[-1]][-1]) for units in stages]
+    return " | ".join(first if first == last else f"{first} to {last}" for first, last in ends)
 
 
 def keep_units_(model: nn.Module, plan: Plan, kept: range) -> Plan:
