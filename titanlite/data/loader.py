@@ -304,6 +304,10 @@ def _require_pieces(
         raise UserError(f"there is nothing to train on: {corpus.description}: {remedy}")
     if not repeats or pieces >= num_streams:
         return
+    # Empty and broken files count as a piece each: with nothing beside them the number of streams is not to blame.
+    found = corpus.fetch(range(pieces))
+    if all(isinstance(piece, Exception) for piece in found):
+        raise UserError(f"there is nothing to train on: {found[0]}: add data")
     usable = [s for s in range(data_degree, pieces + 1, data_degree) if global_batch_size % s == 0]
     remedy = f"set data.num_streams = {usable[-1]}" if usable else f"use at most {pieces} data ranks"
     smaller = ", or a smaller data.max_piece_bytes" if corpus.packed else ""
