@@ -120,6 +120,7 @@ def trainer_loop(config: JobConfig, data: PreparedBatches) -> Callable[[int], No
             gc_freq=50,
             max_bad_rows=0,
             after_first_step=lambda: None,
+            on_data_error=lambda _: None,
         )
 
     return run

@@ -31,14 +31,14 @@ def main() -> None:
         failure.store = connect(world, config.comm)
         run = build_run(config, world, failure.store, environment)
         start = perf_counter()
-        record = fit(config, run)
+        record = fit(config, run, failure)
         summarize(config, record, perf_counter() - start)
         run.loader.close()
         run.sinks.close()
         dist.destroy_process_group()
 
 
-def fit(config: JobConfig, run: Run) -> Record:
+def fit(config: JobConfig, run: Run, failure: FailureReport) -> Record:
     """Trains to the end; returns the last step's record."""
     return run.trainer.fit(
         run.loader,
@@ -49,6 +49,7 @@ def fit(config: JobConfig, run: Run) -> Record:
         gc_freq=config.training.gc_freq,
         max_bad_rows=config.data.max_bad_rows,
         after_first_step=lambda: set_timeout(run.groups, config.comm.train_timeout_s),
+        on_data_error=failure.note_data_error,
     )
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,7 +21,7 @@ from titanlite.parallel.data import gradient_sync
 from titanlite.parallel.mesh import GradientSync
 from titanlite.parallel.pipeline import Pipeline
 from titanlite.parallel.tensor import parallel_loss
-from titanlite.runtime.errors import Problem, UserError, require
+from titanlite.runtime.errors import DataError, Problem, UserError, require
 from titanlite.runtime.garbage import PacedGarbageCollection
 
 DtypeName = Literal["float32", "float64", "bfloat16"]
@@ -183,6 +184,13 @@ class Trainer:
             loss.backward()
             return loss.detach()
 
+    def wait_for_ranks(self) -> None:
+        """Until all data ranks have come to this step: takes part in its first collective, in place of the step."""
+        with suppress(RuntimeError):  # a rank that is gone will not come
+            nothing = torch.zeros((), dtype=torch.int64, device=self.device)
+            dist.all_reduce(nothing, group=self.data_group)
+            nothing.tolist()
+
     def fit(
         self,
         loader: Loader,
@@ -194,17 +202,24 @@ class Trainer:
         gc_freq: int,
         max_bad_rows: int,
         after_first_step: Callable[[], None],
+        on_data_error: Callable[[DataError], None],
     ) -> Record:
         """Trains until `steps` optimizer steps are done; returns the last step's record.
 
         Between two log steps the host only launches work: the device is asked nothing. Raises UserError where more
-        than `max_bad_rows` rows turned out bad, at the next log step, on all ranks alike.
+        than `max_bad_rows` rows turned out bad, at the next log step, on all ranks alike; DataError where this rank's
+        data cannot be used, once `on_data_error` has heard of those of all ranks in the same step.
         """
         assert self.step < steps, "nothing is left to train"
         with PacedGarbageCollection(gc_freq) as garbage:
             meter.start()
             while True:
-                batches = [on_device(batch, self.device) for batch in loader.next_step()]
+                try:
+                    batches = [on_device(batch, self.device) for batch in loader.next_step()]
+                except DataError as error:
+                    on_data_error(error)
+                    self.wait_for_ranks()
+                    raise
                 stats = self.train_step(batches)
                 meter.update(
                     self.step,

@@ -1,7 +1,7 @@
-"""The training program with a fault on one rank: FAULT is "step" or "data", FAULTY_RANK says where.
+"""The training program with a fault on one rank: FAULT is "step", "data" or "late", FAULTY_RANK says where.
 
 step: a programming error in the third step. data: the data are never ready, as in the long build of an index, while the
-other ranks wait in the library for this one.
+other ranks wait in the library for this one. late: an error in the data is found long after those of other ranks.
 """
 
 import os
@@ -12,9 +12,11 @@ from typing import Any
 from titanlite import build, train
 from titanlite.data.loader import Batch, Loader
 from titanlite.metrics.meter import StepStats
+from titanlite.runtime.errors import UserError
 from titanlite.trainer import Trainer
 
 train_step = Trainer.train_step
+next_step = Loader.next_step
 
 
 def faulty_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
@@ -30,10 +32,20 @@ def endless_build(*args: Any) -> Loader:
     raise AssertionError
 
 
+def late_next_step(self: Loader) -> list[Batch]:
+    try:
+        return next_step(self)
+    except UserError:
+        time.sleep(2)
+        raise
+
+
 if __name__ == "__main__":
     if os.environ["RANK"] == os.environ["FAULTY_RANK"]:
         if os.environ["FAULT"] == "step":
             Trainer.train_step = faulty_train_step  # type: ignore[method-assign]
+        elif os.environ["FAULT"] == "late":
+            Loader.next_step = late_next_step  # type: ignore[method-assign]
         else:
             build.build_data = endless_build
     train.main()

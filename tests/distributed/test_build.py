@@ -1,14 +1,18 @@
-"""What building a run leaves behind: process groups and how long they wait, deterministic algorithms."""
+"""What building a run leaves behind: process groups and how long they wait, deterministic algorithms, its counts."""
 
 import os
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.reference import small_config
+from tests.distributed.gradients import replaced
+from tests.distributed.reference import GLOBAL_BATCH, SEQ_LEN, VOCAB_SIZE, small_config
+from titanlite import build as build_module
 from titanlite.build import Run, build_run
+from titanlite.metrics.meter import StepStats
 from titanlite.runtime.distributed import World, set_timeout
 from titanlite.runtime.launch import run_ranks
 
@@ -72,3 +76,48 @@ def test_deterministic_algorithms_are_in_force_where_they_are_asked_for(tmp_path
     assert found("on", "true", "false") == [True, False, False, True, ":4096:8"]
     assert found("warn", "true", "true")[:2] == [True, True]
     assert found("off", "false", "false")[:3] == [False, False, True]
+
+
+def data_rank_and_streams(folder: str) -> tuple[int, list[int]]:
+    run = build(folder, "parallelism.dp_replicate=2", "training.local_batch_size=4", "data.num_streams=8")
+    run.loader.close()
+    run.sinks.close()
+    return dist.get_rank(run.trainer.data_group), list(run.loader.stream_ids)
+
+
+def test_each_rank_reads_the_streams_of_its_place_on_the_data_axis(tmp_path: Path) -> None:
+    """Ranks that read one another's would go unseen in all sums, and so in all numbers."""
+    assert run_ranks(data_rank_and_streams, 4, str(tmp_path)) == [[rank, [rank, rank + 4]] for rank in range(4)]
+
+
+PEAK = 1e15
+
+
+def counts_of_a_run(folder: str) -> tuple[list[float], list[str]]:
+    """Tokens and operations that a run counts, read off a record; what the peak of the device was asked for."""
+    asked = []
+
+    def peak(device: torch.device, dtype: torch.dtype) -> float:
+        asked.append(f"{device} {dtype}")
+        return PEAK
+
+    settings = ("training.dtype=float32", "training.mixed_precision_param=bfloat16", "training.local_batch_size=2")
+    with replaced(build_module, "device_peak_flops", peak):
+        run = build(folder, *settings)
+    zero = torch.zeros(())
+    run.meter.update(3, StepStats(zero, zero, torch.tensor(5), torch.tensor(False)), lr=0.1, data_wait_s=0, bad_rows=0)
+    record = run.meter.flush()
+    run.loader.close()
+    run.sinks.close()
+    assert record.mfu is not None
+    flops_per_token = record.mfu * 2 * PEAK / record.tokens_per_second
+    return [record.tokens_seen, record.tokens_per_second * record.step_time_s, flops_per_token], asked
+
+
+def test_a_run_counts_the_tokens_of_all_ranks_and_the_operations_of_its_own_sequence_length(tmp_path: Path) -> None:
+    tokens = GLOBAL_BATCH * SEQ_LEN
+    layer = 32 * 32 * 2 + 2 * 32 * 16 + 3 * 32 * 48  # queries and output, keys and values, feed-forward
+    flops_per_token = 6 * (2 * layer + VOCAB_SIZE * 32) + 12 * 2 * SEQ_LEN * 32
+    for counts, asked in run_ranks(counts_of_a_run, 2, str(tmp_path)):
+        assert counts == pytest.approx([3 * tokens, tokens, flops_per_token])
+        assert asked == ["cpu torch.bfloat16"]

@@ -1,8 +1,14 @@
 """Every data-parallel layout has the gradients of one process, whatever is masked and however it accumulates."""
 
+from unittest.mock import Mock
+
 import pytest
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed.gradients import step_errors
+from titanlite.parallel.data import gradient_sync
+from titanlite.parallel.mesh import GradientSync
 from titanlite.runtime.launch import run_ranks
 
 BOUNDS = {"float64": 1e-12, "float32": 1e-5}
@@ -43,3 +49,22 @@ def test_gradients_are_those_of_one_process(world_size: int, dtype: str) -> None
         for case, (worst, parameter, same_initial_weights) in errors.items():
             assert same_initial_weights, f"rank {rank}: {case}: initial weights differ"
             assert worst <= BOUNDS[dtype], f"rank {rank}: {case}: {parameter} is off by {worst:.1e}"
+
+
+@pytest.mark.parametrize(
+    ("policy", "is_last", "reduce", "over_replicas"),
+    [
+        ("every", False, True, True),
+        ("hybrid", False, True, False),
+        ("last", False, False, False),
+        *((policy, True, True, True) for policy in ("every", "hybrid", "last")),
+    ],
+)
+def test_what_a_microbatch_is_told(policy: GradientSync, is_last: bool, reduce: bool, over_replicas: bool) -> None:
+    """Some of it no gradient shows: parameters that stay gathered, buffers that wait for the last backward pass."""
+    root = Mock(spec=FSDPModule)
+    with gradient_sync([root, nn.Identity()], policy, is_last=is_last):
+        root.set_requires_gradient_sync.assert_called_once_with(reduce)
+        root.set_requires_all_reduce.assert_called_once_with(over_replicas)
+        root.set_reshard_after_backward.assert_called_once_with(reduce)
+        root.set_is_last_backward.assert_called_once_with(is_last)

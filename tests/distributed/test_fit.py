@@ -78,6 +78,7 @@ def fit(**limits: int) -> tuple[list[Record], list[str]]:
             Sinks([keep]),
             **{"steps": 6, "log_freq": 4, "gc_freq": 3, "max_bad_rows": 1000, **limits},
             after_first_step=lambda: calls.append("after the first step"),
+            on_data_error=lambda _: None,
         )
     except UserError as error:
         calls.append(str(error))
@@ -128,6 +129,7 @@ def collectives_of_a_run(steps: int) -> dict[str, int]:
             gc_freq=3,
             max_bad_rows=1000,
             after_first_step=lambda: None,
+            on_data_error=lambda _: None,
         )
     return {"allgather": count.collectives["allgather"], "norms and counts": count.collectives["allreduce"]}
 

@@ -219,5 +219,8 @@ def test_mixed_precision_is_in_force_on_every_mesh() -> None:
     replicate = ["parallelism.dp_replicate=2", "parallelism.dp_shard=1"]
     assert run_ranks(mixed_precision, 1, []) == [expected]
     assert run_ranks(mixed_precision, 2, replicate) == [expected] * 2
+    # one dtype for computing and reducing, and another one for the parameters
+    both = [line if line != "reduced torch.float32" else "reduced torch.bfloat16" for line in expected]
+    assert run_ranks(mixed_precision, 1, ["training.mixed_precision_reduce=bfloat16"]) == [sorted(both)]
     # the sum of squares of sharded gradients
     assert run_ranks(mixed_precision, 2, []) == [sorted([*expected, "reduced torch.float64"])] * 2

@@ -112,6 +112,24 @@ def test_a_users_error_on_one_rank_is_told_once_at_the_same_step(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("late_rank", ["0", "1"])
+def test_of_bad_rows_in_one_step_every_mesh_names_the_same(
+    late_rank: str, tokenizer: Path, tmp_path: Path, start: Starter
+) -> None:
+    """Lines 34 and 35 are those of streams 1 and 2, which are of rank 1 and rank 0: whichever finds its own first."""
+    write_rows(tmp_path / "rows.jsonl", {33: "[]", 34: "{}"})
+    arguments = text_arguments(tokenizer, tmp_path / "rows.jsonl")
+    late = {"FAULT": "late", "FAULTY_RANK": late_rank}
+    for options in ({}, {"ranks": 2, "program": FAULTY, "environment": late}):
+        program = start(tmp_path, *arguments, **options)
+        assert program.wait() == 1
+        message = re.findall("^titanlite: (.*)$", program.output, re.MULTILINE)
+        assert len(message) == 1, program.output
+        assert "rows.jsonl, line 34: " in message[0]
+        assert own_tracebacks(program.output) == 0
+
+
+@pytest.mark.slow
 def test_an_error_that_all_ranks_find_at_once_is_told_once(tokenizer: Path, tmp_path: Path, start: Starter) -> None:
     """One bad row more than allowed, by the sum over two ranks with one each."""
     write_rows(tmp_path / "rows.jsonl", {18: "[]", 35: "{}"})

@@ -7,6 +7,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from titanlite import train
+from titanlite.config.schema import JobConfig
+from titanlite.data.loader import DataConfig
+from titanlite.metrics.sinks import MetricsConfig
+from titanlite.runtime.distributed import CommConfig
 from titanlite.runtime.errors import UserError
 from titanlite.trainer import Trainer, TrainingConfig, check_training, mark_last
 
@@ -84,5 +89,22 @@ def test_more_bad_rows_than_allowed_end_the_run_at_the_next_log_step(
     facts = {"steps": 10, "log_freq": log_freq, "gc_freq": 50, "max_bad_rows": max_bad_rows}
     too_many = pytest.raises(UserError, match=rf"max_bad_rows = {max_bad_rows}: {logged[-1]} rows were skipped")
     with nullcontext() if max_bad_rows == 10 else too_many:
-        trainer.fit(loader, meter, sinks, **facts, after_first_step=Mock())
+        trainer.fit(loader, meter, sinks, **facts, after_first_step=Mock(), on_data_error=Mock())
     assert [call.args[0].bad_rows for call in sinks.write.call_args_list] == logged
+
+
+def test_the_loop_gets_the_numbers_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = JobConfig(
+        training=TrainingConfig(steps=7, gc_freq=11),
+        metrics=MetricsConfig(log_freq=3),
+        data=DataConfig(max_bad_rows=13),
+        comm=CommConfig(train_timeout_s=17),
+    )
+    run, failure, set_timeout = Mock(), Mock(), Mock()
+    monkeypatch.setattr(train, "set_timeout", set_timeout)
+    assert train.fit(config, run, failure) is run.trainer.fit.return_value
+    numbers = dict(run.trainer.fit.call_args.kwargs)
+    numbers.pop("after_first_step")()
+    assert numbers.pop("on_data_error") == failure.note_data_error
+    assert numbers == {"steps": 7, "log_freq": 3, "gc_freq": 11, "max_bad_rows": 13}
+    set_timeout.assert_called_once_with(run.groups, 17)

@@ -16,7 +16,7 @@ from titanlite.data.sources import SourceConfig, check_source
 from titanlite.data.streams import BadRowPolicy, Stream, StreamState
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.windows import WindowCorpus, check_tokens
-from titanlite.runtime.errors import Problem, UserError, require
+from titanlite.runtime.errors import DataError, Problem, UserError, require
 
 STEPS_AHEAD = 2
 MIN_PIECE_BYTES = 16
@@ -133,15 +133,21 @@ class _Preparation:
     next_sequence: int = 0
 
     def step(self) -> _Step:
-        """Those of the next global_batch_size sequences of the run that are this rank's, in order. Raises UserError."""
+        """Those of the next global_batch_size sequences of the run that are this rank's, in order. Raises DataError."""
         first = self.next_sequence
         mine = range(first + self.data_rank, first + self.global_batch_size, self.data_degree)
-        rows = [self.streams[n % self.num_streams].next_sequence() for n in mine]
+        rows = [self._row(n) for n in mine]
         self.next_sequence = first + self.global_batch_size
         size = self.local_batch_size
         batches = [self._batch(rows[i : i + size]) for i in range(0, len(rows), size)]
         streams = self.streams.values()
         return _Step(batches, [stream.state() for stream in streams], all(stream.ended for stream in streams))
+
+    def _row(self, sequence: int) -> tuple[np.ndarray, np.ndarray]:
+        try:
+            return self.streams[sequence % self.num_streams].next_sequence()
+        except UserError as error:
+            raise DataError(str(error), sequence) from error
 
     def _batch(self, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Batch:
         tokens, labels = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
@@ -200,7 +206,7 @@ class Loader:
     def next_step(self) -> list[Batch]:
         """The microbatches of this rank's part of the next optimizer step, global_batch_size / data_degree rows.
 
-        Raises UserError at the step that needs a row which cannot be used, and again at each call after that.
+        Raises DataError at the step that needs a row which cannot be used, and again at each call after that.
         """
         assert not self._closed, "the loader is closed"
         start = time.perf_counter()
@@ -304,6 +310,10 @@ def _require_pieces(
         raise UserError(f"there is nothing to train on: {corpus.description}: {remedy}")
     if not repeats or pieces >= num_streams:
         return
+    # Empty and broken files count as a piece each: with nothing beside them the number of streams is not to blame.
+    found = corpus.fetch(range(pieces))
+    if all(isinstance(piece, Exception) for piece in found):
+        raise UserError(f"there is nothing to train on: {found[0]}: add data")
     usable = [s for s in range(data_degree, pieces + 1, data_degree) if global_batch_size % s == 0]
     remedy = f"set data.num_streams = {usable[-1]}" if usable else f"use at most {pieces} data ranks"
     smaller = ", or a smaller data.max_piece_bytes" if corpus.packed else ""

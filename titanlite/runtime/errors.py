@@ -9,6 +9,14 @@ class UserError(Exception):
     """Something that the user can mend. Its text is the whole message; no traceback is shown with it."""
 
 
+class DataError(UserError):
+    """The data of one sequence cannot be used. sequence: its number in the run, from 0, the same on every mesh."""
+
+    def __init__(self, message: str, sequence: int) -> None:
+        self.sequence = sequence
+        super().__init__(message)
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong with a configuration.

@@ -15,7 +15,7 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Literal, NoReturn, Self
 
-from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.errors import ConfigError, DataError, UserError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -34,6 +34,9 @@ SILENT_WAIT_S = 5.0
 INTERRUPTED_WAIT_S = 0.3
 # Whatever blocks while a failure is told (a host that does not answer, a full pipe): this ends the process.
 LAST_RESORT_S = 60
+
+LOWEST_SEQUENCE = "titanlite/lowest_sequence"
+"""Key in the store: the lowest sequence whose data cannot be used."""
 
 
 class FailureReport:
@@ -59,7 +62,7 @@ class FailureReport:
         if error is None or isinstance(error, SystemExit):
             return
         signal.alarm(LAST_RESORT_S)
-        part = self._part()
+        part = self._part(error)
         if part == "silent":
             time.sleep(SILENT_WAIT_S)
         elif isinstance(error, UserError):
@@ -71,13 +74,24 @@ class FailureReport:
             _tell(f"titanlite: rank {self._rank} failed: {type(error).__name__}: {error}")
         end_process(2 if isinstance(error, ConfigError) else 1)
 
-    def _part(self) -> Part:
+    def note_data_error(self, error: DataError) -> None:
+        """Of the ranks that have noted theirs by the time they fail, the one with the lowest sequence speaks."""
+        if self.store is None:
+            return
+        number = str(error.sequence)
+        lowest = self.store.compare_set(LOWEST_SEQUENCE, "", number)
+        while int(lowest) > error.sequence:  # the other's number, or one that a third rank has put there meanwhile
+            lowest = self.store.compare_set(LOWEST_SEQUENCE, lowest.decode(), number)
+
+    def _part(self, error: BaseException) -> Part:
         """What this rank has to say of its failure: all, what it is in a line, or nothing."""
         if self.store is None:
             if self._rank != "0":
                 time.sleep(UNCONNECTED_WAIT_S + (NODE_ORDER_WAIT_S if self._local_rank != "0" else 0.0))
             return "tells"
         try:
+            if isinstance(error, DataError) and int(self.store.get(LOWEST_SEQUENCE)) < error.sequence:
+                return "silent"
             first = self.store.compare_set("titanlite/first_failure", "", self._rank)
         except RuntimeError:  # the process that holds the store is gone: most likely we see a consequence of that
             return "names"

@@ -294,6 +294,15 @@ def test_a_corpus_of_bad_files_alone_is_an_error(tmp_path: Path, tokenizer: Toke
         loader.close()
 
 
+def test_fewer_bad_files_than_streams_are_named_for_what_they_are(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    file = tmp_path / "empty"
+    file.touch()
+    for kind, reason in (("text", "the file is empty"), ("jsonl", "the file is empty"), ("parquet", "")):
+        section = DataConfig(num_streams=4, max_piece_bytes=99, sources=(SourceConfig(kind=kind, path=str(file)),))
+        with pytest.raises(UserError, match=f"nothing to train on: {file}, .*{reason}"):
+            build(section, tokenizer)
+
+
 def problem_keys(section: DataConfig, **facts: int) -> list[str]:
     known = {"seq_len": 128, "global_batch_size": 8, "data_degree": 2, "vocab_size": 300}
     return [problem.key for problem in check_data(section, **known | facts)]

@@ -25,8 +25,11 @@ CONFIG = Llama3Config(
     n_kv_heads=2,
     ffn_dim=40,
     vocab_size=50,
+    norm_eps=1e-2,
     rope_theta=1000.0,
     rope_scaling_factor=8.0,
+    rope_low_freq_factor=1.5,
+    rope_high_freq_factor=3.0,
     rope_original_seq_len=16,
     max_seq_len=64,
 )

@@ -1,5 +1,6 @@
 """Groups by name, implementations, and updates that are withheld on the device."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -76,6 +77,46 @@ def test_all_implementations_agree() -> None:
         results[name, implementation] = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     for (name, _), result in results.items():
         torch.testing.assert_close(result, results[name, "auto"], rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+def test_adamw_is_the_formula_with_the_numbers_of_the_configuration(implementation: str) -> None:
+    """No number is torch's default or ours, so that none can be left out."""
+    section = OptimizerConfig(
+        lr=0.05,
+        beta1=0.7,
+        beta2=0.6,
+        eps=0.3,
+        weight_decay=0.2,
+        weight_decay_skip=("*.bias",),
+        implementation=implementation,
+    )
+    model = small_model()
+    optimizer = build_optimizer(section, [model], CPU)
+    expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    first = second = 0.0
+    for step, gradient in enumerate((0.5, -0.2, 0.9), start=1):
+        set_gradients(model, gradient)
+        optimizer.step_if(torch.tensor(True))
+        first = 0.7 * first + 0.3 * gradient
+        second = 0.6 * second + 0.4 * gradient**2
+        direction = first / (1 - 0.7**step) / (math.sqrt(second / (1 - 0.6**step)) + 0.3)
+        for name, weight in expected.items():
+            weight.mul_(1.0 - 0.05 * (0.0 if name == "wq.bias" else 0.2)).sub_(0.05 * direction)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), expected[name], rtol=1e-13, atol=1e-15)
+
+
+def test_sgd_adds_the_decay_to_the_gradient() -> None:
+    section = OptimizerConfig(name="SGD", lr=0.05, weight_decay=0.2, weight_decay_skip=("*.bias",))
+    model = small_model()
+    optimizer = build_optimizer(section, [model], CPU)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    set_gradients(model, 0.5)
+    optimizer.step_if(torch.tensor(True))
+    for name, parameter in model.named_parameters():
+        decay = 0.0 if name == "wq.bias" else 0.2 * before[name]
+        torch.testing.assert_close(parameter.detach(), before[name] - 0.05 * (0.5 + decay), rtol=1e-13, atol=1e-15)
 
 
 def test_auto_is_fused_adamw_and_foreach_sgd() -> None:
