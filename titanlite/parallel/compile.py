@@ -25,9 +25,11 @@ class CompileConfig:
 
 def check_compile(section: CompileConfig) -> list[Problem]:
     """Only backends that torch knows."""
+    if not section.enable:
+        return []
     backends = torch.compiler.list_backends(exclude_tags=())
     return require(
-        not section.enable or section.backend in backends,
+        section.backend in backends,
         "compile.backend",
         section.backend,
         f"one of {', '.join(backends)}",

@@ -1,6 +1,7 @@
 """Tensor parallelism with sequence parallelism: parameters cut over the tp axis, by the styles in a family's plan."""
 
 import inspect
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
@@ -38,6 +39,9 @@ def apply_tensor_parallel(model: LanguageModel, plan: Plan, mesh: DeviceMesh, *,
         if style == "vocabulary":
             # Its output is a pending collective, which the backward of a compiled block cannot take; a copy is not.
             module.register_forward_hook(lambda _module, _args, output: output.clone())
+    if not shard_logits:
+        # The gathered logits are a view of a DTensor's part, and nothing changes them in place.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     model.tie_weights()
     left_out = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     assert not left_out, f"the plan has no tensor style for {left_out}"
