@@ -149,8 +149,7 @@ class Trainer:
     def train_step(self, batches: Sequence[Batch]) -> StepStats:
         """One update in which every valid token of the global batch has equal weight.
 
-        batches: this rank's microbatches of the step, on the device. (A pipeline cuts them further; see
-        rows_per_schedule_step.)
+        batches: this rank's microbatches of the step, on the device; a pipeline cuts each of them further.
         """
         self.step += 1
         self.optimizer.zero_grad()
