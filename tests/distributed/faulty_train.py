@@ -1,6 +1,6 @@
-"""The training program with a fault on one rank: FAULT is "step" or "data", FAULTY_RANK says where.
+"""The training program with a fault on one rank: FAULT is "step", "stage" or "data", FAULTY_RANK says where.
 
-step: a programming error in the third step. data: the data are never ready, as in the long build of an index, while the
+step: a programming error in the third step. stage: one in the third step's forward pass. data: the data are never ready, as in the long build of an index, while the
 other ranks wait in the library for this one.
 """
 
@@ -23,6 +23,17 @@ def faulty_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
     return train_step(self, batches)
 
 
+def fail(*args: Any) -> None:
+    del args
+    raise ValueError("planted in a stage")
+
+
+def step_with_faulty_forward(self: Trainer, batches: Sequence[Batch]) -> StepStats:
+    if self.step == 2:
+        self.model_parts[0].register_forward_pre_hook(fail)
+    return train_step(self, batches)
+
+
 def endless_build(*args: Any) -> Loader:
     del args
     print("building data", flush=True)
@@ -34,6 +45,8 @@ if __name__ == "__main__":
     if os.environ["RANK"] == os.environ["FAULTY_RANK"]:
         if os.environ["FAULT"] == "step":
             Trainer.train_step = faulty_train_step  # type: ignore[method-assign]
+        elif os.environ["FAULT"] == "stage":
+            Trainer.train_step = step_with_faulty_forward  # type: ignore[method-assign]
         else:
             build.build_data = endless_build
     train.main()
