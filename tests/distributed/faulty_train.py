@@ -1,7 +1,7 @@
 """The training program with a fault on one rank: FAULT is "step", "stage" or "data", FAULTY_RANK says where.
 
-step: a programming error in the third step. stage: one in the third step's forward pass. data: the data are never ready, as in the long build of an index, while the
-other ranks wait in the library for this one.
+step: a programming error in the third step. stage: one in the third step's forward pass. data: the data are never
+ready, as in the long build of an index, while the other ranks wait in the library for this one.
 """
 
 import os

@@ -173,7 +173,7 @@ def reference_losses(config: JobConfig, steps: int, rows: int) -> list[Tensor]:
         parameters = list(model.parameters())
         with torch.no_grad():
             for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-                parameter -= config.optimizer.lr * gradient
+                parameter.sub_(config.optimizer.lr * gradient)
         losses.append(loss.detach())
     return losses
 

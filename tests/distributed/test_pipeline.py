@@ -1,5 +1,6 @@
 """A pipeline's step: how often it communicates and computes, what rank 0 logs, how it ends when a stage fails."""
 
+import copy
 import re
 import time
 from collections import Counter
@@ -10,15 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
 
-from tests.distributed.gradients import build_on_mesh
+from tests.distributed.gradients import build_on_mesh, difference
 from tests.distributed.layouts import Layout, schedule
 from tests.distributed.program import FAULTY, Starter, own_tracebacks, rows
 from tests.distributed.reference import global_batch, rank_batches, reference_step
 from tests.distributed.test_step import OperationCount
 from titanlite.build import batch_rows
 from titanlite.metrics.meter import Meter
-from titanlite.parallel.mesh import PipelineSchedule
+from titanlite.models.family import Plan
+from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
+from titanlite.parallel.pipeline import check_pipeline, local_stages, num_stages
 from titanlite.runtime.launch import RankError, run_ranks
 from titanlite.trainer import Trainer
 
@@ -120,6 +125,59 @@ def test_stages_reduce_once_in_each_schedule_step(axes: tuple[int, int, int, int
                 assert (scatters, sums) == (0, UNITS * steps + 2 * 2), layout
 
 
+def runs_with(name: PipelineSchedule, counts: list[int]) -> dict[int, str]:
+    """What torch's schedule says to each number of microbatches: "" and the right gradients, or its error."""
+    pp, rank = dist.get_world_size(), dist.get_rank()
+    section = ParallelismConfig(pp=pp, pp_schedule=name)
+    indexes, total = local_stages(section, rank), num_stages(section)
+    answers = {}
+    for count in counts:
+        torch.manual_seed(0)
+        whole = nn.Sequential(*[nn.Linear(4, 4, bias=False, dtype=torch.float64) for _ in range(total)])
+        mine = copy.deepcopy([whole[index] for index in indexes])
+        tokens = torch.randn(count, 4, dtype=torch.float64)
+        whole(tokens).square().sum().backward()
+        shape = torch.empty(1, 4, dtype=torch.float64, device="meta", requires_grad=True)
+        stages = [
+            PipelineStage(part, index, total, torch.device("cpu"), input_args=shape, output_args=shape)
+            for part, index in zip(mine, indexes, strict=True)
+        ]
+        try:
+            get_schedule_class(name)(
+                stages if len(stages) > 1 else stages[0],
+                n_microbatches=count,
+                loss_fn=lambda out, target: out.square().sum() + 0 * target.sum(),
+                scale_grads=False,
+            ).step(
+                *((tokens,) if 0 in indexes else ()),
+                target=tokens if total - 1 in indexes else None,
+                return_outputs=False,
+            )
+        except ValueError as error:
+            answers[count] = str(error)
+            continue
+        for part, index in zip(mine, indexes, strict=True):
+            assert part.weight.grad is not None
+            assert difference(part.weight.grad, whole[index].weight.grad) <= 1e-12, (name, count)
+        answers[count] = ""
+    return answers
+
+
+@pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_configuration_refuses_what_the_schedules_refuse_and_nothing_else(pp: int) -> None:
+    counts = list(range(1, 13))
+    plan = Plan(tuple((f"unit{index}",) for index in range(8)), {}, {})
+    refused = 0
+    for name in NAMES:
+        section = ParallelismConfig(pp=pp, pp_schedule=name)
+        for answers in run_ranks(runs_with, pp, name, counts):
+            for count in counts:
+                problems = check_pipeline(section, plan, count)
+                assert bool(problems) == bool(answers[str(count)]), f"{name}, {count}: {problems}, {answers}"
+                refused += bool(problems)
+    assert refused > 0
+
+
 def failing_stage(name: str) -> None:
     """The second rank's stage cannot compute its third microbatch."""
     trainer, batches, _ = built(Layout((2, 1, 1, 1), schedule(name)))
@@ -143,7 +201,8 @@ def test_a_stage_that_fails_ends_all_ranks_soon_with_its_error(name: str) -> Non
         run_ranks(failing_stage, 2, name)
     assert time.monotonic() - begin < 60  # far below the 300 s after which ranks give up waiting for one another
     assert str(raised.value).startswith("rank 1 failed:")
-    assert "ValueError: planted in a stage" in str(raised.value)
+    assert str(raised.value).count("ValueError: planted in a stage") == 1
+    assert "RuntimeError" not in str(raised.value).split("rank 0 failed")[0], "torch's own error instead of the stage's"
 
 
 @pytest.mark.slow

@@ -296,16 +296,22 @@ class Pipeline:
     def forward_backward(self, batch: Batch, num_valid: Tensor) -> Tensor:
         """Adds the batch's share of the mean loss's gradient to the parameters of all stages; returns the share.
 
-        The share is known on the last stage's ranks, and 0 on all others.
+        The share is known on the last stage's ranks, and 0 on all others. An error in a stage is raised as it is.
         """
         self._num_valid = num_valid
         losses: list[Tensor] = []
-        self._schedule.step(
-            *((batch.tokens,) if self._owns_first else ()),
-            target=batch.labels if self._owns_last else None,
-            losses=losses if self._owns_last else None,
-            return_outputs=False,
-        )
+        try:
+            self._schedule.step(
+                *((batch.tokens,) if self._owns_first else ()),
+                target=batch.labels if self._owns_last else None,
+                losses=losses if self._owns_last else None,
+                return_outputs=False,
+            )
+        except RuntimeError as error:
+            if error.__cause__ is None:
+                raise
+            # torch wraps what a stage raises into an error of its own, whose text does not say what it was.
+            raise error.__cause__ from None
         if not losses:
             return torch.zeros((), device=self._device)
         return torch.stack([loss.detach() for loss in losses]).sum()
