@@ -28,8 +28,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TensorFloat32"),
 ]
 
-BFLOAT16_BOUND = 0.1
-"""Relative error of a gradient in bfloat16, whose rounding is 2^-9 = 0.002: about 50 roundings, the worst one after the
+BFLOAT16_BOUND = 0.05
+"""Relative error of a gradient in bfloat16, whose rounding is 2^-9 = 0.002: about 25 roundings, the worst one after the
 other. A wrong scale or a forgotten microbatch is beyond it."""
 
 
