@@ -40,7 +40,7 @@ def verify(layouts: Sequence[Layout], dtype: str) -> dict[Layout, tuple[float, .
             for key in ("gradient", "loss", "grad_norm", "trajectory"):
                 assert found[key] <= BOUNDS[dtype], case
             assert found["losses"] == ranks[0][index]["losses"], case
-            assert abs(found["losses"][-1] - found["losses"][0]) > 1e-3, f"nothing was learned: {case}"
+            assert found["learned"] > 1e-3, f"the updates are too small to be seen: {case}"
         losses[layout] = tuple(ranks[0][index]["losses"])
     return losses
 
