@@ -1,23 +1,37 @@
-"""The README's table of verified layouts, measured: `python -m scripts.layout_table`, in the repository's root.
+"""The README's table of verified layouts, measured: `python -m scripts.layout_table [ranks]`, in the repository's root.
 
-For each layout the largest relative error of any parameter's gradient, the loss and the gradient norm, over all ranks,
-gradient_sync policies, accumulation 1, 2 and 4, and masks: what tests/distributed/test_data_parallel.py bounds.
+For each layout of tests/distributed/layouts.py the largest relative error of any parameter's gradient, of the loss over
+three steps, and of the gradient norm, over all ranks: what tests/distributed/test_layouts.py bounds. ranks: only the
+layouts of at most so many.
 """
 
-from tests.distributed.test_data_parallel import BOUNDS, LAYOUTS, all_cases
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from tests.distributed.layouts import BOUNDS, QUICK, SIXTEEN, SLOW, Layout, measure_all
 from titanlite.runtime.launch import run_ranks
 
 
+def errors(layouts: list[Layout], dtype: str) -> list[dict[str, Any]]:
+    """On each rank, by layout."""
+    return [{**asdict(measured), "worst": measured.worst} for measured in measure_all(layouts, dtype)]
+
+
 def main() -> None:
-    print(f"| dp_replicate | dp_shard | ranks | {' | '.join(BOUNDS)} |")
-    print("|---|---|---|" + "---|" * len(BOUNDS))
-    for world_size, layouts in LAYOUTS.items():
-        for replicate, shard in layouts:
+    most = int(sys.argv[1]) if len(sys.argv) > 1 else 16
+    print(f"| pp x dp_replicate x dp_shard x tp | ranks | schedule | with | {' | '.join(BOUNDS)} |")
+    print("|---|---|---|---|" + "---|" * len(BOUNDS))
+    table = (*QUICK, *SLOW, *SIXTEEN)
+    for size in sorted({layout.world_size for layout in table if layout.world_size <= most}):
+        layouts = [layout for layout in table if layout.world_size == size]
+        found = {dtype: run_ranks(errors, size, layouts, dtype, timeout_s=1800.0) for dtype in BOUNDS}
+        for index, layout in enumerate(layouts):
             worst = []
-            for dtype in BOUNDS:
-                ranks = run_ranks(all_cases, world_size, [(replicate, shard)], dtype)
-                worst.append(max(error for cases in ranks for error, _, _ in cases.values()))
-            print(f"| {replicate} | {shard} | {world_size} | {' | '.join(f'{error:.0e}' for error in worst)} |")
+            for ranks in found.values():
+                assert all(measured[index]["same_initial_weights"] for measured in ranks), layout
+                worst.append(f"{max(measured[index]['worst'] for measured in ranks):.0e}")
+            print(f"| {layout.name} | {size} | {layout.schedule} | {layout.other} | {' | '.join(worst)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The training program with a fault on one rank: FAULT is "step", "data" or "late", FAULTY_RANK says where.
+"""The training program with a fault on one rank: FAULT is "step", "stage", "data" or "late", FAULTY_RANK says where.
 
-step: a programming error in the third step. data: the data are never ready, as in the long build of an index, while the
-other ranks wait in the library for this one. late: an error in the data is found long after those of other ranks.
+step: a programming error in the third step. stage: one in the third step's forward pass. data: the data are never
+ready, as in the long build of an index, while the other ranks wait in the library for this one. late: an error in the
+data is found long after those of other ranks.
 """
 
 import os
@@ -22,6 +23,17 @@ next_step = Loader.next_step
 def faulty_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
     if self.step == 2:
         raise ValueError("planted")
+    return train_step(self, batches)
+
+
+def fail(*args: Any) -> None:
+    del args
+    raise ValueError("planted in a stage")
+
+
+def step_with_faulty_forward(self: Trainer, batches: Sequence[Batch]) -> StepStats:
+    if self.step == 2:
+        self.model_parts[0].register_forward_pre_hook(fail)
     return train_step(self, batches)
 
 
@@ -46,6 +58,8 @@ if __name__ == "__main__":
             Trainer.train_step = faulty_train_step  # type: ignore[method-assign]
         elif os.environ["FAULT"] == "late":
             Loader.next_step = late_next_step  # type: ignore[method-assign]
+        elif os.environ["FAULT"] == "stage":
+            Trainer.train_step = step_with_faulty_forward  # type: ignore[method-assign]
         else:
             build.build_data = endless_build
     train.main()

@@ -39,7 +39,7 @@ def small_config(world_size: int, *overrides: str) -> JobConfig:
     return load_config([f"--{key}={value}" for key, value in given.items()], world_size=world_size, device_type="cpu")
 
 
-def global_batch(masks: str, seed: int = 0) -> Batch:
+def global_batch(masks: str, seed: int = 0, rows: int = GLOBAL_BATCH) -> Batch:
     """All rows of one step. masks says which labels are IGNORE_INDEX:
 
     uneven: each row has its own share of valid labels, from 0 to 100 %, row 0 none at all; silent_ranks: as uneven,
@@ -47,11 +47,11 @@ def global_batch(masks: str, seed: int = 0) -> Batch:
     all.
     """
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(VOCAB_SIZE, (GLOBAL_BATCH, SEQ_LEN + 1), generator=generator)
+    tokens = torch.randint(VOCAB_SIZE, (rows, SEQ_LEN + 1), generator=generator)
     labels = tokens[:, 1:].clone()
-    share = torch.rand(GLOBAL_BATCH, 1, generator=generator)
+    share = torch.rand(rows, 1, generator=generator)
     share[0], share[2] = 0.0, 1.0
-    masked = torch.rand(GLOBAL_BATCH, SEQ_LEN, generator=generator) >= share
+    masked = torch.rand(rows, SEQ_LEN, generator=generator) >= share
     if masks == "silent_ranks":
         masked[1::2] = True
     if masks == "none":

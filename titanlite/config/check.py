@@ -11,9 +11,9 @@ from titanlite.metrics.sinks import check_metrics
 from titanlite.models import check_model, resolve_model
 from titanlite.optim.optimizer import check_optimizer
 from titanlite.optim.schedule import check_schedule
-from titanlite.parallel.compile import check_compile
+from titanlite.parallel.compile import check_compile, compiles_blocks
 from titanlite.parallel.mesh import check_parallelism, data_degree
-from titanlite.parallel.pipeline import check_pipeline, rows_per_batch
+from titanlite.parallel.pipeline import check_pipeline, rows_per_batch, splits_backward
 from titanlite.parallel.recompute import check_activation_checkpoint
 from titanlite.runtime.determinism import check_debug
 from titanlite.runtime.distributed import check_comm
@@ -54,7 +54,12 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str) -> lis
         *batch_problems,
         *check_parallelism(config.parallelism, world_size),
         *pipeline_problems,
-        *check_activation_checkpoint(config.activation_checkpoint),
+        *check_activation_checkpoint(
+            config.activation_checkpoint,
+            compiled=compiles_blocks(config.compile),
+            pp_schedule=config.parallelism.pp_schedule,
+            splits_backward=splits_backward(config.parallelism),
+        ),
         *check_compile(config.compile),
         *check_optimizer(config.optimizer),
         *check_schedule(config.lr_schedule, config.training.steps),

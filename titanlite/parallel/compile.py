@@ -37,9 +37,14 @@ def check_compile(section: CompileConfig) -> list[Problem]:
     )
 
 
+def compiles_blocks(section: CompileConfig) -> bool:
+    """Whether transformer blocks are compiled."""
+    return section.enable and "model" in section.components
+
+
 def apply_compile(model: nn.Module, plan: Plan, section: CompileConfig) -> list[str]:
     """Compiles each block's forward, in place; returns what was applied, for the start log. No name changes."""
-    if not section.enable or "model" not in section.components:
+    if not compiles_blocks(section):
         return []
     for name in plan.blocks:
         block = model.get_submodule(name)

@@ -7,7 +7,7 @@ from titanlite.models.family import LanguageModel, Plan
 from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.data import apply_data_parallel
 from titanlite.parallel.mesh import ReshardAfterForward
-from titanlite.parallel.recompute import ActivationCheckpointConfig, apply_recompute
+from titanlite.parallel.recompute import ActivationCheckpointConfig, apply_recompute, inside_compilation
 from titanlite.parallel.tensor import apply_tensor_parallel
 
 
@@ -28,11 +28,12 @@ def parallelize(
     model: whole, or a pipeline stage with the plan of what it has kept. Computes in `param_dtype`, reduces gradients
     in `reduce_dtype`. Returns what was applied, in order, for the start log.
     """
+    recompute_first = inside_compilation(recompute)
     return [
         *apply_tensor_parallel(model, plan, mesh, shard_logits=shard_logits),
-        # A block is compiled before it recomputes: the other way round breaks with tensor parallelism.
+        *(apply_recompute(model, plan, recompute) if recompute_first else []),
         *apply_compile(model, plan, compilation),
-        *apply_recompute(model, plan, recompute),
+        *(apply_recompute(model, plan, recompute) if not recompute_first else []),
         *apply_data_parallel(
             model,
             plan,

@@ -46,6 +46,11 @@ def num_stages(section: ParallelismConfig) -> int:
     return section.pp * SCHEDULES[section.pp_schedule].stages_per_rank if section.pp > 1 else 1
 
 
+def splits_backward(section: ParallelismConfig) -> bool:
+    """Whether there is a pipeline that computes gradients of weights apart from those of inputs."""
+    return section.pp > 1 and SCHEDULES[section.pp_schedule].splits_backward
+
+
 def local_stages(section: ParallelismConfig, pp_rank: int) -> list[int]:
     """Indexes of the stages that a rank of the pp axis owns, ascending."""
     if section.pp == 1:
@@ -130,7 +135,7 @@ def _check_microbatches(section: ParallelismConfig, rows: int) -> list[Problem]:
             f"{key}.pp_microbatch_size",
         )
     elif section.pp_schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
-        rounds = found // section.pp
+        rounds = max(1, found // section.pp)
         problems += require(
             found % rounds == 0,
             f"{key}.pp_schedule",
@@ -143,8 +148,8 @@ def _check_microbatches(section: ParallelismConfig, rows: int) -> list[Problem]:
 
 
 def fewest_microbatches(section: ParallelismConfig) -> int:
-    """What the schedule needs to run at all, or to run as what its name says."""
-    return 2 * section.pp if section.pp_schedule == "DualPipeV" else section.pp
+    """What the schedule needs to run at all; with fewer than pp every schedule leaves ranks idle most of the time."""
+    return {"1F1B": section.pp, "DualPipeV": 2 * section.pp}.get(section.pp_schedule, 1)
 
 
 def _shortened(names: Sequence[str]) -> str:
@@ -283,7 +288,7 @@ class Pipeline:
         self._loss = loss
         self._num_valid = torch.ones((), dtype=torch.int64, device=device)
         shape = SCHEDULES[section.pp_schedule]
-        if shape.splits_backward:
+        if splits_backward(section):
             # Compiled backward passes would free buffers that the second half of a split backward still needs.
             torch._functorch.config.donated_buffer = False
         schedule = get_schedule_class(section.pp_schedule)
@@ -297,16 +302,22 @@ class Pipeline:
     def forward_backward(self, batch: Batch, num_valid: Tensor) -> Tensor:
         """Adds the batch's share of the mean loss's gradient to the parameters of all stages; returns the share.
 
-        The share is known on the last stage's ranks, and 0 on all others.
+        The share is known on the last stage's ranks, and 0 on all others. An error in a stage is raised as it is.
         """
         self._num_valid = num_valid
         losses: list[Tensor] = []
-        self._schedule.step(
-            *((batch.tokens,) if self._owns_first else ()),
-            target=batch.labels if self._owns_last else None,
-            losses=losses if self._owns_last else None,
-            return_outputs=False,
-        )
+        try:
+            self._schedule.step(
+                *((batch.tokens,) if self._owns_first else ()),
+                target=batch.labels if self._owns_last else None,
+                losses=losses if self._owns_last else None,
+                return_outputs=False,
+            )
+        except RuntimeError as error:
+            if error.__cause__ is None:
+                raise
+            # torch wraps what a stage raises into an error of its own, whose text does not say what it was.
+            raise error.__cause__ from None
         if not losses:
             return torch.zeros((), device=self._device)
         return torch.stack([loss.detach() for loss in losses]).sum()

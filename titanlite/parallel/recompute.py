@@ -45,21 +45,46 @@ class ActivationCheckpointConfig:
     """Errors of a recomputation name the operations of both passes; slow."""
 
 
-def check_activation_checkpoint(section: ActivationCheckpointConfig) -> list[Problem]:
-    """Ranges."""
-    return require(
-        section.selective_every >= 1,
-        "activation_checkpoint.selective_every",
-        section.selective_every,
-        "at least 1",
-        "1 recomputes every block, 2 every other one",
-    )
+def check_activation_checkpoint(
+    section: ActivationCheckpointConfig, *, compiled: bool, pp_schedule: str, splits_backward: bool
+) -> list[Problem]:
+    """compiled: whether blocks are. splits_backward: whether the pipeline, running `pp_schedule`, computes gradients of
+    weights apart from those of inputs: each recomputes, and what torch has kept of operations can be read once only,
+    unless compilation has made one backward pass of it."""
+    key = "activation_checkpoint"
+    return [
+        *require(
+            section.selective_every >= 1,
+            f"{key}.selective_every",
+            section.selective_every,
+            "at least 1",
+            "1 recomputes every block, 2 every other one",
+        ),
+        *require(
+            compiled or not splits_backward or not inside_compilation(section),
+            f"{key}.selective_policy",
+            section.selective_policy,
+            f'"layer" with parallelism.pp_schedule = {pp_schedule} where blocks are not compiled: it splits the '
+            "backward pass in two, and results kept by operation can be read once",
+            'compile.enable = true, selective_policy = "layer", mode = "full", or pp_schedule = "1F1B"',
+        ),
+    ]
+
+
+def inside_compilation(section: ActivationCheckpointConfig) -> bool:
+    """Whether recomputation belongs into what is compiled, and not around it.
+
+    A policy for operations must see them, and a compiled block shows none: outside, it would recompute everything.
+    One that keeps nothing must be outside, since inside it breaks with tensor parallelism.
+    """
+    return section.mode == "selective" and section.selective_policy == "op"
 
 
 def apply_recompute(model: nn.Module, plan: Plan, section: ActivationCheckpointConfig) -> list[str]:
     """Lets the blocks that the section asks for recompute, in place; returns what was applied, for the start log.
 
-    A block's forward is replaced, so that no name of a parameter changes.
+    A block's forward is replaced, so that no name of a parameter changes. Before or after compilation: see
+    `inside_compilation`.
     """
     if section.mode == "none":
         return []

@@ -1,0 +1,224 @@
+"""The layouts that are verified, as a table, and what is measured in each: the errors of three steps."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.distributed.gradients import build_on_mesh, compare, difference, whole
+from tests.distributed.reference import global_batch, plain_model, rank_batches, reference_step, small_config
+from titanlite.build import batch_rows
+from titanlite.config.schema import JobConfig
+from titanlite.loss import cross_entropy_sum
+from titanlite.trainer import Trainer
+
+BOUNDS = {"float64": 1e-11, "float32": 1e-5}
+STEPS = 3
+LEARNING_RATE = 5.0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh, and what else is chosen.
+
+    axes: pp, dp_replicate, dp_shard, tp. settings: `section.key=value`. accumulation: local batches in an optimizer
+    step. rows: sequences in an optimizer step.
+    """
+
+    axes: tuple[int, int, int, int]
+    settings: tuple[str, ...] = ()
+    accumulation: int = 1
+    rows: int = 16
+
+    @property
+    def world_size(self) -> int:
+        pp, replicate, shard, tp = self.axes
+        return pp * replicate * shard * tp
+
+    @property
+    def name(self) -> str:
+        return " x ".join(str(size) for size in self.axes)
+
+    @property
+    def schedule(self) -> str:
+        """Of the pipeline; "" without one."""
+        given = [text.partition("=")[2] for text in self.settings if text.startswith("parallelism.pp_schedule=")]
+        return "" if self.axes[0] == 1 else (*given, "1F1B")[0]
+
+    @property
+    def other(self) -> str:
+        """All choices beside the mesh and the schedule."""
+        chosen = [text for text in self.settings if "pp_schedule" not in text and text != AOT]
+        return ", ".join([*(f"accumulation {self.accumulation}" for _ in range(self.accumulation > 1)), *chosen])
+
+    def config(self, *settings: str) -> JobConfig:
+        pp, replicate, shard, tp = self.axes
+        return small_config(
+            self.world_size,
+            f"parallelism.pp={pp}",
+            f"parallelism.dp_replicate={replicate}",
+            f"parallelism.dp_shard={shard}",
+            f"parallelism.tp={tp}",
+            f"training.global_batch_size={self.rows}",
+            f"training.local_batch_size={self.rows // (replicate * shard * self.accumulation)}",
+            *self.settings,
+            *settings,
+        )
+
+
+AOT = "compile.backend=aot_eager"
+COMPILE = ("compile.enable=true", AOT)
+FULL = ("activation_checkpoint.mode=full",)
+BY_OP = ("activation_checkpoint.mode=selective", "activation_checkpoint.selective_policy=op")
+BY_LAYER = ("activation_checkpoint.mode=selective", "activation_checkpoint.selective_policy=layer")
+TIED = ("model.tie_embeddings=true",)
+WHOLE_LOGITS = ("parallelism.loss_parallel=false",)
+EVERY, LAST = ("parallelism.gradient_sync=every",), ("parallelism.gradient_sync=last",)
+PAIRS = ("parallelism.pp_microbatch_size=2",)
+FOUR_KV_HEADS = ("model.n_kv_heads=4",)
+
+
+def schedule(name: str) -> tuple[str, ...]:
+    return (f"parallelism.pp_schedule={name}",)
+
+
+def depth(layers: int) -> tuple[str, ...]:
+    return (f"model.n_layers={layers}",)
+
+
+def split(*names: str) -> tuple[str, ...]:
+    quoted = ", ".join(f'"{name}"' for name in names)
+    return (f"parallelism.pp_split=[{quoted}]",)
+
+
+QUICK = (
+    Layout((1, 1, 1, 1), accumulation=3, rows=24),
+    Layout((1, 1, 1, 1), (*COMPILE, *FULL)),
+    Layout((1, 1, 1, 1), (*COMPILE, *BY_OP, *TIED)),
+    Layout((1, 2, 1, 1), (*EVERY,), accumulation=3, rows=24),
+    Layout((1, 2, 1, 1), (*COMPILE, *BY_LAYER, *TIED)),
+    Layout((1, 1, 2, 1), (*COMPILE, *BY_OP, *LAST), accumulation=3, rows=24),
+    Layout((1, 1, 1, 2), (*TIED, *WHOLE_LOGITS, *FULL)),
+    Layout((1, 1, 1, 2), (*COMPILE, *BY_OP), accumulation=3, rows=24),
+    Layout((1, 1, 1, 2), (*COMPILE, *FULL)),
+    Layout((2, 1, 1, 1), (*schedule("GPipe"), *split("layers.1"))),
+    Layout((2, 1, 1, 1), (*schedule("1F1B"), *EVERY, *PAIRS), accumulation=3, rows=24),
+    # the last stage has the head only
+    Layout((2, 1, 1, 1), (*schedule("1F1B"), *depth(3), *split("norm"), *COMPILE)),
+    Layout((2, 1, 1, 1), (*schedule("LoopedBFS"), *depth(5), *BY_LAYER)),
+    Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *COMPILE, *LAST), accumulation=3, rows=24),
+    Layout((2, 1, 1, 1), (*schedule("InterleavedZeroBubble"), *COMPILE, *FULL, *PAIRS)),
+    Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *COMPILE, *BY_OP)),
+    Layout((2, 1, 1, 1), (*schedule("DualPipeV"), *FULL)),
+)
+"""One and two ranks."""
+
+SLOW = (
+    Layout((1, 4, 1, 1), (*LAST, *FULL)),
+    Layout((1, 1, 4, 1), (*EVERY, *TIED)),
+    Layout((1, 2, 2, 1), accumulation=3, rows=24),
+    Layout((1, 1, 1, 4), (*FOUR_KV_HEADS, *BY_OP)),
+    Layout((1, 1, 2, 2), (*TIED, *LAST), accumulation=3, rows=24),
+    Layout((1, 2, 1, 2), (*COMPILE, *BY_OP)),
+    Layout((2, 1, 2, 1), (*schedule("GPipe"), *EVERY), accumulation=3, rows=24),
+    Layout((2, 2, 1, 1), (*schedule("ZBVZeroBubble"), *PAIRS)),
+    Layout((2, 1, 1, 2), (*schedule("1F1B"), *COMPILE, *BY_OP)),
+    Layout((2, 1, 1, 2), (*schedule("InterleavedZeroBubble"), *FULL, *WHOLE_LOGITS)),
+    Layout((2, 1, 1, 2), (*schedule("DualPipeV"), *COMPILE)),
+    Layout((4, 1, 1, 1), (*schedule("Interleaved1F1B"), *depth(7), *BY_LAYER)),
+    Layout((4, 1, 1, 1), (*schedule("LoopedBFS"), *depth(6), *PAIRS, *COMPILE), accumulation=3, rows=24),
+    # hybrid sharding x tensor parallelism
+    Layout((1, 2, 2, 2), accumulation=3, rows=24),
+    # the pair: sharded or replicated, with the same loss curve
+    Layout((1, 1, 2, 4), FOUR_KV_HEADS),
+    Layout((1, 2, 1, 4), FOUR_KV_HEADS),
+    Layout((2, 2, 2, 1), (*schedule("Interleaved1F1B"), *EVERY), accumulation=3, rows=48),
+    Layout((2, 1, 2, 2), (*schedule("1F1B"), *depth(5), *COMPILE, *BY_LAYER)),
+    Layout((2, 2, 1, 2), (*schedule("ZBVZeroBubble"), *depth(4), *FULL)),
+    Layout((2, 1, 2, 2), (*schedule("LoopedBFS"), *WHOLE_LOGITS)),
+    Layout((4, 1, 1, 2), (*schedule("GPipe"), *split("layers.0", "layers.1", "norm"))),
+)
+"""Four and eight ranks."""
+
+SIXTEEN = (Layout((2, 2, 2, 2), (*schedule("Interleaved1F1B"), *BY_OP), accumulation=3, rows=48),)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Relative errors, the largest over this rank's parameters.
+
+    losses: of each step, over all ranks. learned: by how much the last one differs from that of the initial weights on
+    the same rows: a trajectory says nothing about the updates where it does not.
+    """
+
+    gradient: float
+    parameter: str
+    loss: float
+    grad_norm: float
+    trajectory: float
+    losses: tuple[float, ...]
+    learned: float
+    same_initial_weights: bool
+
+    @property
+    def worst(self) -> float:
+        return max(self.gradient, self.loss, self.grad_norm, self.trajectory)
+
+
+def reference_losses(config: JobConfig, steps: int, rows: int) -> list[Tensor]:
+    """Of plain gradient descent in one process, all rows at once."""
+    model = plain_model(config)
+    losses = []
+    for step in range(steps):
+        batch = global_batch("silent_ranks", step, rows)
+        num_valid = (batch.labels != -100).sum()
+        loss = cross_entropy_sum(model(batch.tokens), batch.labels) / num_valid
+        parameters = list(model.parameters())
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                parameter.sub_(config.optimizer.lr * gradient)
+        losses.append(loss.detach())
+    return losses
+
+
+def measure(layout: Layout, *settings: str, mutate: Callable[[Trainer], None] | None = None) -> Measured:
+    """Builds what training would build, takes three steps of gradient descent, and compares with one process.
+
+    Every odd row is masked as a whole, so that some microbatches, or some data ranks, have no valid token at all.
+    """
+    torch._dynamo.reset()
+    config = layout.config(f"optimizer.lr={LEARNING_RATE}", "optimizer.weight_decay=0.0", *settings)
+    batches = [global_batch("silent_ranks", step, layout.rows) for step in range(STEPS)]
+    reference = reference_step(config, batches[0])
+    expected = reference_losses(config, STEPS, layout.rows)
+    trainer, data = build_on_mesh(config)
+    initial = {name: whole(p.detach()) for part in trainer.model_parts for name, p in part.named_parameters()}
+    same = all(torch.equal(weight, reference.weights[name]) for name, weight in initial.items())
+    if mutate is not None:
+        mutate(trainer)
+    in_a_step = layout.rows // data.size() // batch_rows(config, layout.world_size)
+    losses: list[Tensor] = []
+    for step, batch in enumerate(batches):
+        stats = trainer.train_step(rank_batches(batch, data.get_local_rank(), data.size(), in_a_step))
+        losses.append(stats.mean_loss.clone())
+        if step == 0:
+            first = compare(trainer, stats.mean_loss, stats.grad_norm, reference, same)
+    for loss in losses:
+        dist.all_reduce(loss)
+    return Measured(
+        first.gradient,
+        first.parameter,
+        first.loss,
+        first.grad_norm,
+        max(difference(loss, wanted) for loss, wanted in zip(losses, expected, strict=True)),
+        tuple(loss.item() for loss in losses),
+        difference(expected[-1], reference_step(config, batches[-1]).loss),
+        same,
+    )
+
+
+def measure_all(layouts: Sequence[Layout], dtype: str) -> list[Measured]:
+    """On each rank."""
+    return [measure(layout, f"training.dtype={dtype}") for layout in layouts]

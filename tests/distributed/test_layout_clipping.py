@@ -1,0 +1,49 @@
+"""Clipping changes gradients identically in every layout, by either norm."""
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.gradients import build_on_mesh, compare
+from tests.distributed.layouts import Layout, schedule
+from tests.distributed.reference import Reference, global_batch, rank_batches, reference_step
+from titanlite.build import batch_rows
+from titanlite.runtime.launch import run_ranks
+
+MAX_NORM = 0.01
+TWO = [Layout((1, 1, 1, 2)), Layout((2, 1, 1, 1), schedule("Interleaved1F1B"))]
+FOUR = [
+    Layout((1, 1, 2, 2), ("model.tie_embeddings=true",)),
+    Layout((1, 2, 1, 2)),
+    Layout((2, 1, 1, 2), schedule("ZBVZeroBubble")),
+    Layout((2, 1, 2, 1)),
+]
+
+
+def clipped(layouts: list[Layout], norm_type: str) -> list[dict[str, Any]]:
+    found = []
+    for layout in layouts:
+        config = layout.config(f"training.max_norm={MAX_NORM}", f"training.norm_type={norm_type}")
+        batch = global_batch("silent_ranks", 0, layout.rows)
+        whole = reference_step(config, batch)
+        norms = torch.stack(list(torch._foreach_norm(list(whole.gradients.values()), float(norm_type))))
+        norm = norms.amax() if norm_type == "inf" else norms.square().sum().sqrt()
+        assert norm > 2 * MAX_NORM  # clipping is active
+        scale = MAX_NORM / (norm + 1e-6)
+        gradients = {name: gradient * scale for name, gradient in whole.gradients.items()}
+        trainer, data = build_on_mesh(config)
+        parts = layout.rows // data.size() // batch_rows(config, layout.world_size)
+        stats = trainer.train_step(rank_batches(batch, data.get_local_rank(), data.size(), parts))
+        expected = Reference(whole.loss, norm, gradients, whole.weights)
+        found.append(asdict(compare(trainer, stats.mean_loss, stats.grad_norm, expected, True)))
+    return found
+
+
+@pytest.mark.parametrize("norm_type", ["2", "inf"])
+@pytest.mark.parametrize("layouts", [TWO, pytest.param(FOUR, marks=pytest.mark.slow)])
+def test_clipped_gradients_are_those_of_one_process(layouts: list[Layout], norm_type: str) -> None:
+    for ranks in run_ranks(clipped, layouts[0].world_size, layouts, norm_type):
+        for layout, found in zip(layouts, ranks, strict=True):
+            assert max(found["gradient"], found["grad_norm"]) <= 1e-11, (layout, found)

@@ -1,0 +1,108 @@
+"""Every layout has the initial weights, gradients, losses and gradient norms of one process."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.gradients import build_on_mesh
+from tests.distributed.layouts import (
+    BOUNDS,
+    LEARNING_RATE,
+    QUICK,
+    SIXTEEN,
+    SLOW,
+    Layout,
+    measure_all,
+)
+from tests.distributed.reference import global_batch, rank_batches
+from titanlite.build import batch_rows
+from titanlite.parallel.mesh import PipelineSchedule
+from titanlite.runtime.determinism import DebugConfig, apply_determinism
+from titanlite.runtime.launch import run_ranks
+
+
+def run(layouts: Sequence[Layout], dtype: str) -> list[dict[str, Any]]:
+    return [asdict(measured) for measured in measure_all(layouts, dtype)]
+
+
+def verify(layouts: Sequence[Layout], dtype: str) -> dict[Layout, tuple[float, ...]]:
+    """Losses by layout."""
+    losses = {}
+    ranks = run_ranks(run, layouts[0].world_size, layouts, dtype)
+    for index, layout in enumerate(layouts):
+        for rank, found in enumerate(measured[index] for measured in ranks):
+            case = f"{dtype}, rank {rank}: {layout}: {found}"
+            assert found["same_initial_weights"], case
+            for key in ("gradient", "loss", "grad_norm", "trajectory"):
+                assert found[key] <= BOUNDS[dtype], case
+            assert found["losses"] == ranks[0][index]["losses"], case
+            assert found["learned"] > 1e-3, f"the updates are too small to be seen: {case}"
+        losses[layout] = tuple(ranks[0][index]["losses"])
+    return losses
+
+
+@pytest.mark.parametrize("dtype", list(BOUNDS))
+@pytest.mark.parametrize("world_size", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 8))])
+def test_numbers_are_those_of_one_process(world_size: int, dtype: str) -> None:
+    layouts = [layout for layout in (*QUICK, *SLOW) if layout.world_size == world_size]
+    losses = verify(layouts, dtype)
+    if world_size == 8:
+        sharded, replicated = (losses[layout] for layout in layouts if layout.axes in ((1, 1, 2, 4), (1, 2, 1, 4)))
+        assert sharded == pytest.approx(replicated, rel=BOUNDS[dtype], abs=0)
+
+
+@pytest.mark.slow
+def test_all_axes_at_once_on_sixteen_ranks() -> None:
+    verify(SIXTEEN, "float64")
+
+
+def test_the_table_has_what_it_promises() -> None:
+    layouts = (*QUICK, *SLOW, *SIXTEEN)
+    assert len(layouts) == len(set(layouts)) >= 30
+    assert {layout.world_size for layout in layouts} == {1, 2, 4, 8, 16}
+    schedules = [layout.schedule for layout in layouts]
+    for name in PipelineSchedule.__args__:
+        assert schedules.count(name) >= 2, name
+    assert {(1, 2, 2, 2), (1, 1, 2, 4), (1, 2, 1, 4), (2, 2, 2, 2)} <= {layout.axes for layout in layouts}
+    assert {layout.accumulation for layout in layouts} == {1, 3}
+
+
+REPEATED = (
+    Layout((1, 1, 2, 2), ("optimizer.name=AdamW",), accumulation=2),
+    Layout((2, 1, 1, 2), ("optimizer.name=AdamW", "parallelism.pp_schedule=Interleaved1F1B")),
+    Layout((1, 2, 2, 1), ("optimizer.name=AdamW",), accumulation=2),
+)
+"""FSDP x TP, PP x TP, hybrid sharding."""
+
+
+def digests(repeats: int) -> list[list[str]]:
+    """For each layout, each repeat's losses, gradient norms and weights of this rank after three steps, bit by bit."""
+    apply_determinism(DebugConfig(deterministic=True))
+    found = []
+    for layout in REPEATED:
+        config = layout.config("training.dtype=float32", f"optimizer.lr={LEARNING_RATE}")
+        runs = []
+        for _ in range(repeats):
+            trainer, data = build_on_mesh(config)
+            seen = []
+            for step in range(3):
+                batch = global_batch("uneven", step, layout.rows)
+                parts = layout.rows // data.size() // batch_rows(config, layout.world_size)
+                stats = trainer.train_step(rank_batches(batch, data.get_local_rank(), data.size(), parts))
+                seen += [stats.mean_loss, stats.grad_norm]
+            seen += [p.detach() for part in trainer.model_parts for p in part.parameters()]
+            whole = [getattr(tensor, "_local_tensor", tensor).contiguous().flatten() for tensor in seen]
+            runs.append(hashlib.sha256(torch.cat(whole).numpy().tobytes()).hexdigest())
+        found.append(runs)
+    return found
+
+
+@pytest.mark.slow
+def test_repeats_are_bit_identical() -> None:
+    for first, second in zip(run_ranks(digests, 4, 2), run_ranks(digests, 4, 1), strict=True):
+        for runs, again in zip(first, second, strict=True):
+            assert len({*runs, *again}) == 1

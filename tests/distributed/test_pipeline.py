@@ -1,0 +1,220 @@
+"""A pipeline's step: how often it communicates and computes, what rank 0 logs, how it ends when a stage fails."""
+
+import copy
+import re
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from tests.distributed.gradients import build_on_mesh, difference
+from tests.distributed.layouts import Layout, schedule
+from tests.distributed.program import FAULTY, Starter, own_tracebacks, rows
+from tests.distributed.reference import global_batch, rank_batches, reference_step
+from tests.distributed.test_step import OperationCount
+from titanlite.build import batch_rows
+from titanlite.metrics.meter import Meter
+from titanlite.models.family import Plan
+from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
+from titanlite.parallel.pipeline import check_pipeline, local_stages, num_stages
+from titanlite.runtime.launch import RankError, run_ranks
+from titanlite.trainer import Trainer
+
+SOON_S = 15.0
+NAMES: tuple[PipelineSchedule, ...] = PipelineSchedule.__args__
+
+
+def built(layout: Layout) -> tuple[Trainer, list[Any], Any]:
+    """The trainer, its batches of one step, and the reference of that step."""
+    config = layout.config()
+    batch = global_batch("silent_ranks", 0, layout.rows)
+    trainer, data = build_on_mesh(config)
+    parts = layout.rows // data.size() // batch_rows(config, layout.world_size)
+    return trainer, rank_batches(batch, data.get_local_rank(), data.size(), parts), reference_step(config, batch)
+
+
+def count_forwards(trainer: Trainer) -> list[Counter[str]]:
+    """Calls of each block, for each part: counts that grow as the trainer steps."""
+    counts: list[Counter[str]] = []
+    for part in trainer.model_parts:
+        count: Counter[str] = Counter()
+        for name, module in part.named_modules():
+            if re.fullmatch(r"layers\.\d+|tok_embeddings|output", name):
+                module.register_forward_hook(lambda *_, name=name, count=count: count.update([name]))
+        counts.append(count)
+    return counts
+
+
+def logged(layouts: list[Layout]) -> list[tuple[float, float, float, float, list[int]]]:
+    """(loss, grad_norm) of this rank's log line, those of one process, and how often each module ran in the step."""
+    found = []
+    for layout in layouts:
+        trainer, batches, reference = built(layout)
+        counts = count_forwards(trainer)
+        meter = Meter(dist.group.WORLD, torch.device("cpu"), tokens_per_step=1, flops_per_token=0.0, peak_flops=None)
+        meter.update(1, trainer.train_step(batches), lr=0.0, data_wait_s=0.0, bad_rows=0)
+        record = meter.flush()
+        forwards = sorted({number for count in counts for number in count.values()})
+        found.append((record.loss, record.grad_norm, reference.loss.item(), reference.grad_norm.item(), forwards))
+    return found
+
+
+def verify_log(layouts: list[Layout]) -> None:
+    for rank, found in enumerate(run_ranks(logged, layouts[0].world_size, layouts)):
+        for layout, (loss, grad_norm, right_loss, right_norm, forwards) in zip(layouts, found, strict=True):
+            case = f"rank {rank}, {layout}"
+            assert loss == pytest.approx(right_loss, rel=1e-11, abs=0), case
+            assert grad_norm == pytest.approx(right_norm, rel=1e-11, abs=0), case
+            _, replicate, shard, _ = layout.axes
+            assert forwards == [layout.rows // (replicate * shard)], case
+
+
+def test_every_rank_logs_the_whole_loss_and_runs_each_microbatch_once() -> None:
+    """From the first step on: shapes of stages are given, so nothing runs the model to find them out."""
+    verify_log([Layout((2, 1, 1, 1), schedule(name)) for name in NAMES])
+
+
+@pytest.mark.slow
+def test_the_log_is_right_with_tensor_and_data_parallelism_too() -> None:
+    verify_log([Layout((2, 1, 1, 2), schedule(name)) for name in NAMES])
+    verify_log([Layout((2, 1, 2, 1), schedule(name)) for name in NAMES])
+
+
+UNITS = 4  # embedding, two blocks, head
+
+
+def collectives(layouts: list[Layout]) -> list[dict[str, int]]:
+    """Of each layout's second step."""
+    found = []
+    for layout in layouts:
+        trainer, batches, _ = built(layout)
+        trainer.train_step(batches)
+        with OperationCount() as count:  # refuses reads of single values by the host
+            trainer.train_step(batches)
+        found.append(dict(count.collectives))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [(2, 1, 2, 1), (2, 2, 1, 1)])
+def test_stages_reduce_once_in_each_schedule_step(axes: tuple[int, int, int, int]) -> None:
+    """A schedule step is a local batch where gradients are reduced every time, else the whole optimizer step."""
+    layouts = [
+        Layout(axes, (*schedule(name), f"parallelism.gradient_sync={sync}"), accumulation=2)
+        for name in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+        for sync in ("every", "last", "hybrid")
+    ]
+    ranks = run_ranks(collectives, 4, layouts)
+    for index, layout in enumerate(layouts):
+        steps = 2 if "parallelism.gradient_sync=every" in layout.settings else 1
+        for stage in ((0, 2), (1, 3)):  # ranks of the same data rank
+            scatters, sums = (
+                sum(ranks[rank][index].get(name, 0) for rank in stage) for name in ("reduce_scatter_base", "allreduce")
+            )
+            # On each rank one for the number of valid tokens, and one for the norm over pp, another over dp_shard.
+            if axes == (2, 1, 2, 1):
+                assert (scatters, sums) == (UNITS * steps, 2 * 3), layout
+            else:
+                assert (scatters, sums) == (0, UNITS * steps + 2 * 2), layout
+
+
+def runs_with(name: PipelineSchedule, counts: list[int]) -> dict[int, str]:
+    """What torch's schedule says to each number of microbatches: "" and the right gradients, or its error."""
+    pp, rank = dist.get_world_size(), dist.get_rank()
+    section = ParallelismConfig(pp=pp, pp_schedule=name)
+    indexes, total = local_stages(section, rank), num_stages(section)
+    answers = {}
+    for count in counts:
+        torch.manual_seed(0)
+        whole = nn.Sequential(*[nn.Linear(4, 4, bias=False, dtype=torch.float64) for _ in range(total)])
+        mine = copy.deepcopy([whole[index] for index in indexes])
+        tokens = torch.randn(count, 4, dtype=torch.float64)
+        whole(tokens).square().sum().backward()
+        shape = torch.empty(1, 4, dtype=torch.float64, device="meta", requires_grad=True)
+        stages = [
+            PipelineStage(part, index, total, torch.device("cpu"), input_args=shape, output_args=shape)
+            for part, index in zip(mine, indexes, strict=True)
+        ]
+        try:
+            get_schedule_class(name)(
+                stages if len(stages) > 1 else stages[0],
+                n_microbatches=count,
+                loss_fn=lambda out, target: out.square().sum() + 0 * target.sum(),
+                scale_grads=False,
+            ).step(
+                *((tokens,) if 0 in indexes else ()),
+                target=tokens if total - 1 in indexes else None,
+                return_outputs=False,
+            )
+        except ValueError as error:
+            answers[count] = str(error)
+            continue
+        for part, index in zip(mine, indexes, strict=True):
+            assert part.weight.grad is not None
+            assert difference(part.weight.grad, whole[index].weight.grad) <= 1e-12, (name, count)
+        answers[count] = ""
+    return answers
+
+
+@pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_configuration_refuses_what_the_schedules_refuse_and_nothing_else(pp: int) -> None:
+    counts = list(range(1, 13))
+    plan = Plan(tuple((f"unit{index}",) for index in range(8)), {}, {})
+    refused = 0
+    for name in NAMES:
+        section = ParallelismConfig(pp=pp, pp_schedule=name)
+        for answers in run_ranks(runs_with, pp, name, counts):
+            for count in counts:
+                problems = check_pipeline(section, plan, count)
+                assert bool(problems) == bool(answers[str(count)]), f"{name}, {count}: {problems}, {answers}"
+                refused += bool(problems)
+    assert refused > 0
+
+
+def failing_stage(name: str) -> None:
+    """The second rank's stage cannot compute its third microbatch."""
+    trainer, batches, _ = built(Layout((2, 1, 1, 1), schedule(name)))
+    calls = 0
+
+    def fail(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        nonlocal calls
+        del module, args
+        calls += 1
+        if calls == 3 and dist.get_rank() == 1:
+            raise ValueError("planted in a stage")
+
+    trainer.model_parts[0].register_forward_pre_hook(fail)
+    trainer.train_step(batches)
+
+
+@pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
+def test_a_stage_that_fails_ends_all_ranks_soon_with_its_error(name: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises(RankError) as raised:
+        run_ranks(failing_stage, 2, name)
+    assert time.monotonic() - begin < 60  # far below the 300 s after which ranks give up waiting for one another
+    assert str(raised.value).startswith("rank 1 failed:")
+    assert str(raised.value).count("ValueError: planted in a stage") == 1
+    assert "RuntimeError" not in str(raised.value).split("rank 0 failed")[0], "torch's own error instead of the stage's"
+
+
+@pytest.mark.slow
+def test_a_failing_stage_of_the_training_command_is_told_once(tmp_path: Path, start: Starter) -> None:
+    faults = {"FAULT": "stage", "FAULTY_RANK": "1"}
+    program = start(tmp_path, "--parallelism.pp", "2", ranks=2, program=FAULTY, environment=faults)
+    program.wait_for("^titanlite: ")
+    begin = time.monotonic()
+    assert program.wait() == 1
+    assert time.monotonic() - begin < SOON_S
+    assert re.findall("^titanlite: .*$", program.output, re.MULTILINE) == [
+        "titanlite: rank 1 failed: ValueError: planted in a stage"
+    ]
+    assert own_tracebacks(program.output) == 1
+    assert len(rows(tmp_path / "out")) == 2

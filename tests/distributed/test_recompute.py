@@ -1,0 +1,162 @@
+"""What is computed again in backward, counted where the CPU computes it; and the dtypes of a running model."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.distributed.gradients import build_on_mesh
+from tests.distributed.layouts import BY_LAYER, BY_OP, FULL, Layout, depth, schedule
+from tests.distributed.reference import global_batch, rank_batches
+from tests.distributed.test_step import OperationCount
+from titanlite.build import batch_rows
+from titanlite.parallel.tensor import parallel_loss
+from titanlite.runtime.launch import run_ranks
+from titanlite.trainer import Trainer
+
+MODEL_ONLY = 'compile.components=["model"]'
+IN_A_BLOCK = 7  # wq, wk, wv, wo, w1, w2, w3
+LAYERS = 3
+PRODUCTS = LAYERS * IN_A_BLOCK + 1  # and the logits
+
+
+@contextmanager
+def counted_products() -> Iterator[Counter[str]]:
+    """How often matrices are multiplied: counted in the CPU's own implementation, below all that stands in front of it
+    (dispatch modes that keep results, graphs of the compiler)."""
+    count: Counter[str] = Counter()
+
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        count["mm"] += 1
+        return torch.bmm(left[None], right[None])[0]
+
+    def product_into(left: Tensor, right: Tensor, *, out: Tensor) -> Tensor:
+        count["mm"] += 1
+        torch.bmm(left[None], right[None], out=out[None])
+        return out
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("mm", product, "CPU")
+    library.impl("mm.out", product_into, "CPU")
+    yield count
+    library._destroy()
+
+
+def products_of_a_step(settings: list[str], tp: int) -> tuple[int, int]:
+    """(in forward, in backward), once all is compiled."""
+    torch._dynamo.reset()
+    layout = Layout((1, 1, 1, tp), (*depth(LAYERS), *settings))
+    trainer, _ = build_on_mesh(layout.config())
+    batch = global_batch("uneven")
+    num_valid = torch.tensor(100)
+    trainer.forward_backward(batch, num_valid)
+    with counted_products() as count, parallel_loss(shard_logits=tp > 1):
+        loss = trainer.loss(trainer.model_parts[0](batch.tokens), batch.labels, num_valid)
+        forward = count["mm"]
+        loss.backward()
+        return forward, count["mm"] - forward
+
+
+AGAIN = {"none": ([], 0), "full": (FULL, LAYERS), "op": (BY_OP, 0), "layer": (BY_LAYER, 2)}
+"""Settings, and how many of the blocks are computed again: of three layers, 0 and 2."""
+
+
+def all_products(backend: str, tp: int) -> dict[str, tuple[int, int]]:
+    compilation = [f"compile.enable={str(bool(backend)).lower()}", f"compile.backend={backend or 'eager'}", MODEL_ONLY]
+    return {name: products_of_a_step([*settings, *compilation], tp) for name, (settings, _) in AGAIN.items()}
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_only_what_is_not_kept_is_computed_again(backend: str, tp: int) -> None:
+    """Early stop, without a compiler, leaves out a block's last product: nothing in backward needs its result."""
+    for found in run_ranks(all_products, tp, backend, tp):
+        for name, (_, blocks) in AGAIN.items():
+            forward, backward = found[name]
+            assert forward == PRODUCTS, name
+            per_block = IN_A_BLOCK if backend else IN_A_BLOCK - 1
+            assert backward == 2 * PRODUCTS + blocks * per_block, name
+
+
+def forwards_of_blocks() -> dict[str, int]:
+    """How often each block of this stage runs for one microbatch of a step, by its name."""
+    layout = Layout((2, 1, 1, 1), (*BY_LAYER, *depth(5), 'parallelism.pp_split=["layers.1"]', *schedule("GPipe")))
+    trainer, _ = build_on_mesh(layout.config())
+    count: Counter[str] = Counter()
+    for name, module in trainer.model_parts[0].named_modules():
+        if name.endswith(".attention_norm"):
+            module.register_forward_hook(lambda *_, name=name: count.update([name.split(".")[1]]))
+    trainer.train_step([global_batch("uneven")])
+    return {name: number // 16 for name, number in count.items()}
+
+
+def test_layers_are_chosen_by_their_own_index_in_every_stage() -> None:
+    assert run_ranks(forwards_of_blocks, 2) == [{"0": 2}, {"1": 1, "2": 2, "3": 1, "4": 2}]
+
+
+def dtypes(axes: tuple[int, int, int, int]) -> list[str]:
+    """Seen in a running step of bfloat16 computation with float32 parameters and reductions."""
+    mixed = (
+        "training.dtype=float32",
+        "training.mixed_precision_param=bfloat16",
+        "training.mixed_precision_reduce=float32",
+    )
+    layout = Layout(axes, mixed)
+    trainer, data = build_on_mesh(layout.config())
+    seen: set[str] = set()
+    watch(trainer, seen)
+    parts = layout.rows // data.size() // batch_rows(layout.config(), layout.world_size)
+    batches = rank_batches(global_batch("uneven"), data.get_local_rank(), data.size(), parts)
+    trainer.train_step(batches)  # a pipeline's first step also sets things up
+    with OperationCount() as count:
+        trainer.train_step(batches)
+    parameters = [parameter for part in trainer.model_parts for parameter in part.parameters()]
+    seen |= {
+        f"reduced over data {dtype}" for dtype in count.reduced_dtypes if dtype not in (torch.int64, torch.float64)
+    }
+    seen |= {f"parameter {parameter.dtype}" for parameter in parameters}
+    seen |= {f"gradient {parameter.grad.dtype}" for parameter in parameters if parameter.grad is not None}
+    return sorted(seen)
+
+
+def watch(trainer: Trainer, seen: set[str]) -> None:
+    def note(what: str, module: nn.Module) -> None:
+        module.register_forward_hook(lambda _module, _args, out: seen.add(f"{what} {out.dtype}"))
+
+    for part in trainer.model_parts:
+        for block in part.layers.values():
+            note("in a block", block.attention.wq)
+            note("in a block", block.feed_forward)
+            note("between blocks", block)
+        if part.output is None:
+            note("between stages", part)
+        if part.tok_embeddings is None:
+            part.register_forward_pre_hook(lambda _module, args: seen.add(f"between stages {args[0].dtype}"))
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        (1, 1, 1, 1),
+        (1, 1, 1, 2),
+        (2, 1, 1, 1),
+        *(pytest.param(a, marks=pytest.mark.slow) for a in ((2, 1, 1, 2), (1, 2, 2, 1))),
+    ],
+)
+def test_mixed_precision_is_in_force_in_every_layout(axes: tuple[int, int, int, int]) -> None:
+    pp, replicate, shard, tp = axes
+    for found in run_ranks(dtypes, pp * replicate * shard * tp, axes):
+        expected = {
+            "in a block torch.bfloat16",
+            "between blocks torch.bfloat16",
+            "parameter torch.float32",
+            "gradient torch.float32",
+        }
+        if pp > 1:
+            expected.add("between stages torch.bfloat16")
+        reduced = {text for text in found if text.startswith("reduced")}
+        assert set(found) - reduced == expected
+        assert reduced <= {"reduced over data torch.float32"}

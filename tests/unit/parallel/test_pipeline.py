@@ -1,0 +1,116 @@
+"""Which units a stage gets, and what is refused before anything runs."""
+
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from titanlite.models import resolve_model
+from titanlite.models.family import ModelConfig, Plan
+from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
+from titanlite.parallel.pipeline import (
+    SCHEDULES,
+    assign_units,
+    check_pipeline,
+    keep_stage_,
+    local_stages,
+    num_stages,
+    unit_costs,
+)
+
+PLAN = Plan((("embedding",), *((f"layers.{index}",) for index in range(6)), ("norm", "output")), {}, {})
+
+
+def all_splits(units: int, stages: int) -> list[list[range]]:
+    return [
+        [range(start, end) for start, end in pairwise((0, *cuts, units))]
+        for cuts in combinations(range(1, units), stages - 1)
+    ]
+
+
+def stage_costs(costs: list[int], split: list[range]) -> list[int]:
+    return [sum(costs[unit] for unit in stage) for stage in split]
+
+
+def test_the_split_is_the_best_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        units = int(torch.randint(1, 9, (), generator=generator))
+        stages = int(torch.randint(1, units + 1, (), generator=generator))
+        costs = torch.randint(0, 20, (units,), generator=generator).tolist()
+        split = assign_units(costs, [], stages)
+        assert [unit for stage in split for unit in stage] == list(range(units))
+        assert len(split) == stages
+        assert all(len(stage) > 0 for stage in split)
+        found = stage_costs(costs, split)
+        others = [stage_costs(costs, other) for other in all_splits(units, stages)]
+        assert max(found) == min(max(other) for other in others)
+        squares = [sum(cost**2 for cost in other) for other in others if max(other) == max(found)]
+        assert sum(cost**2 for cost in found) == min(squares)
+
+
+def test_given_cuts_are_kept() -> None:
+    assert assign_units([1, 100, 1, 1], [1, 3], 3) == [range(1), range(1, 3), range(3, 4)]
+
+
+def model_of(layers: int) -> tuple[nn.Module, Plan]:
+    family, config = resolve_model(ModelConfig(overrides={"n_layers": layers}))
+    with torch.device("meta"):
+        return family.build(config), family.plan(config)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("split", [(), ("layers.1", "layers.2", "norm")])
+def test_stages_together_are_the_model(schedule: PipelineSchedule, split: tuple[str, ...]) -> None:
+    section = ParallelismConfig(pp=4 // SCHEDULES[schedule].stages_per_rank, pp_schedule=schedule, pp_split=split)
+    assert num_stages(section) == 4
+    owned = sorted(stage for rank in range(section.pp) for stage in local_stages(section, rank))
+    assert owned == [0, 1, 2, 3]
+    whole, _ = model_of(5)
+    names: list[str] = []
+    for stage in owned:
+        part, plan = model_of(5)
+        kept = keep_stage_(part, plan, section, stage)
+        names += [name for name, _ in part.named_parameters()]
+        assert sum(unit_costs(part, kept)) == sum(parameter.numel() for parameter in part.parameters())
+        assert all(kept.blocks[name] == int(name.split(".")[1]) for name in kept.blocks)
+    assert names == [name for name, _ in whole.named_parameters()]
+    if split:
+        assert names[-2:] == ["norm.weight", "output.weight"]
+        assert {name.split(".")[0] for name, _ in part.named_parameters()} == {"norm", "output"}
+
+
+def test_stages_of_a_rank() -> None:
+    loop = ParallelismConfig(pp=4, pp_schedule="Interleaved1F1B")
+    assert [local_stages(loop, rank) for rank in range(4)] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    v = ParallelismConfig(pp=4, pp_schedule="DualPipeV")
+    assert [local_stages(v, rank) for rank in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    assert local_stages(ParallelismConfig(pp=1, pp_schedule="DualPipeV"), 0) == [0]
+
+
+REFUSED = {
+    "more stages than units": (ParallelismConfig(pp=8, pp_schedule="LoopedBFS"), 64, "parallelism.pp"),
+    "no such module": (ParallelismConfig(pp=2, pp_split=("layers.9",)), 8, "parallelism.pp_split"),
+    "not where a unit begins": (ParallelismConfig(pp=2, pp_split=("output",)), 8, "parallelism.pp_split"),
+    "too few names": (ParallelismConfig(pp=3, pp_split=("layers.1",)), 8, "parallelism.pp_split"),
+    "a wrong order": (ParallelismConfig(pp=3, pp_split=("norm", "layers.1")), 8, "parallelism.pp_split"),
+    "a name twice": (ParallelismConfig(pp=3, pp_split=("norm", "norm")), 8, "parallelism.pp_split"),
+    "no sequence in a microbatch": (ParallelismConfig(pp=2, pp_microbatch_size=0), 8, "parallelism.pp_microbatch_size"),
+    "an indivisible batch": (ParallelismConfig(pp=2, pp_microbatch_size=3), 8, "parallelism.pp_microbatch_size"),
+    "too few microbatches": (ParallelismConfig(pp=4, pp_microbatch_size=4), 8, "parallelism.pp_schedule"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_run_is_refused_with_a_remedy(name: str) -> None:
+    section, rows, key = REFUSED[name]
+    (problem,) = check_pipeline(section, PLAN, rows)
+    assert problem.key == key
+    assert problem.remedy
+
+
+def test_what_can_run_is_not_refused() -> None:
+    assert check_pipeline(ParallelismConfig(pp=2, pp_split=("norm",)), PLAN, 8) == []
+    assert check_pipeline(ParallelismConfig(pp=2, pp_microbatch_size=4), PLAN, 8) == []
+    assert check_pipeline(ParallelismConfig(pp=1, pp_split=("nowhere",), pp_microbatch_size=0), PLAN, 8) == []

@@ -1,0 +1,52 @@
+"""Which blocks recompute, and what is refused."""
+
+import pytest
+
+from titanlite.config.load import load_config
+from titanlite.parallel.mesh import PipelineSchedule
+from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputes
+from titanlite.runtime.errors import ConfigError
+
+SOURCE = ["--data.sources.0.kind", "tokens", "--data.sources.0.path", "tokens.npy", "--model.vocab_size", "128"]
+
+
+def chosen(section: ActivationCheckpointConfig) -> list[int]:
+    return [index for index in range(7) if recomputes(section, index)]
+
+
+def test_blocks_are_chosen_by_index() -> None:
+    assert chosen(ActivationCheckpointConfig()) == []
+    assert chosen(ActivationCheckpointConfig("full", selective_every=3)) == [0, 1, 2, 3, 4, 5, 6]
+    assert chosen(ActivationCheckpointConfig("selective", "op", 3)) == [0, 1, 2, 3, 4, 5, 6]
+    assert chosen(ActivationCheckpointConfig("selective", "layer", 3)) == [0, 3, 6]
+
+
+def refused(*settings: str) -> set[str]:
+    """Keys of the problems of a configuration of two pipeline ranks."""
+    shape = ["--parallelism.pp", "2", "--training.local_batch_size", "8", "--model.n_layers", "4"]
+    try:
+        load_config([*SOURCE, *shape, *settings], world_size=2, device_type="cpu")
+    except ConfigError as error:
+        return {problem.key for problem in error.problems} - {"data.sources.0.path"}
+    return set()
+
+
+BY_OP = ["--activation_checkpoint.mode", "selective"]
+SPLIT: list[PipelineSchedule] = ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+
+
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_operations_are_not_kept_for_two_backward_passes(schedule: str) -> None:
+    pipeline = ["--parallelism.pp_schedule", schedule]
+    key = "activation_checkpoint.selective_policy"
+    assert refused(*pipeline, *BY_OP) == {key}
+    assert refused(*pipeline, *BY_OP, "--compile.enable", "true", "--compile.components", '["loss"]') == {key}
+    assert refused(*pipeline, *BY_OP, "--compile.enable", "true") == set()
+    assert refused(*pipeline, *BY_OP, "--activation_checkpoint.selective_policy", "layer") == set()
+    assert refused(*pipeline, "--activation_checkpoint.mode", "full") == set()
+
+
+def test_other_schedules_keep_operations() -> None:
+    for schedule in ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B"):
+        assert refused("--parallelism.pp_schedule", schedule, *BY_OP) == set()
+    assert refused("--activation_checkpoint.selective_every", "0") == {"activation_checkpoint.selective_every"}
