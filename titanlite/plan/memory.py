@@ -126,7 +126,9 @@ def data_parallel_bytes(stage: Stage, section: ParallelismConfig, shape: StepSha
     largest = max(sizes)
     unit_gradients = largest * (shape.param_bytes + shape.reduce_bytes)
     reduces_once = shape.sync in (None, "last") and shape.microbatches > 1
-    waiting = sum(sizes) * shape.reduce_bytes if reduces_once else largest * shape.reduce_bytes
+    # Where all wait for one reduction, the reduced ones are not there yet: only what is more than those is counted.
+    all_waiting = max(sum(sizes) * shape.reduce_bytes - stage.gradient_bytes, 0)
+    waiting = all_waiting if reduces_once else largest * shape.reduce_bytes
     if shape.sizes["dp_shard"] == 1:
         return sum(sizes) * shape.param_bytes + unit_gradients + waiting
     freed = [size for index, size in enumerate(sizes) if frees_after_forward(stage, section, index)]
