@@ -75,7 +75,7 @@ def _advice(config: JobConfig, item: str) -> str:
 
 
 def _memory_table(ranks: Sequence[RankPlan]) -> list[str]:
-    head = ["pp", "stages", "parameters", *"params grads optimizer buffers activations".split()]
+    head = ["pp", "stages", "parameters", "params", "grads", "optimizer", "buffers", "activations"]
     rows = [[*head, "data parallel", "pipeline", "update", "total", "in flight"]]
     for rank in ranks:
         memory = rank.memory

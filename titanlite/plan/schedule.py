@@ -171,5 +171,6 @@ def count_gathers(
             gathered = False
             continue
         count += not gathered
-        gathered = not (frees_after_forward if action.kind == "forward" else frees_after_backward.get(action.microbatch))
+        forward = action.kind == "forward"
+        gathered = not (frees_after_forward if forward else frees_after_backward.get(action.microbatch))
     return count
