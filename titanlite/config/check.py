@@ -21,8 +21,11 @@ from titanlite.runtime.errors import Problem, require
 from titanlite.trainer import check_training
 
 
-def check_config(config: JobConfig, *, world_size: int, device_type: str) -> list[Problem]:
-    """All that is wrong with a configuration whose names and types are valid, for this many processes."""
+def check_config(config: JobConfig, *, world_size: int, device_type: str, looks_at_files: bool = True) -> list[Problem]:
+    """All that is wrong with a configuration whose names and types are valid, for this many processes.
+
+    looks_at_files: also whether the data, the tokenizer and a place for the outputs are there, on this machine.
+    """
     degree = data_degree(config.parallelism, world_size)  # 0: not known, which is a problem of its own
     facts = resolve_config(config, world_size=world_size, device_type=device_type) if degree else config
     seq_len = config.training.seq_len
@@ -39,10 +42,14 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str) -> lis
     )
     pipeline_problems = [] if model_problems else check_pipeline(config.parallelism, family.plan(model), rows)
     return [
-        *check_job(config.job),
+        *(check_job(config.job) if looks_at_files else ()),
         *model_problems,
-        *check_tokenizer(
-            config.tokenizer, sources=config.data.sources, vocab_size=model.vocab_size, add_bos=config.data.add_bos
+        *(
+            check_tokenizer(
+                config.tokenizer, sources=config.data.sources, vocab_size=model.vocab_size, add_bos=config.data.add_bos
+            )
+            if looks_at_files
+            else ()
         ),
         *check_data(
             config.data,
@@ -50,6 +57,7 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str) -> lis
             global_batch_size=facts.training.global_batch_size,
             data_degree=degree,
             vocab_size=model.vocab_size,
+            looks_at_files=looks_at_files,
         ),
         *batch_problems,
         *check_parallelism(config.parallelism, world_size),

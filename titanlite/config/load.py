@@ -32,9 +32,10 @@ class Parsed:
     file_is_read: bool
 
 
-def load_config(argv: Sequence[str], *, world_size: int, device_type: str) -> JobConfig:
+def load_config(argv: Sequence[str], *, world_size: int, device_type: str, looks_at_files: bool = True) -> JobConfig:
     """The configuration of a run: read, checked and resolved, the same on every rank.
 
+    looks_at_files: as for check_config.
     Prints the help (on the first rank) and exits with 0 where it is asked for. Raises ConfigError with all problems.
     """
     parsed = _parse(argv)
@@ -44,7 +45,9 @@ def load_config(argv: Sequence[str], *, world_size: int, device_type: str) -> Jo
         raise SystemExit(0)
     problems = list(parsed.problems)
     if parsed.file_is_read:
-        found = check_config(parsed.config, world_size=world_size, device_type=device_type)
+        found = check_config(
+            parsed.config, world_size=world_size, device_type=device_type, looks_at_files=looks_at_files
+        )
         problems += [problem for problem in found if not _stands_on(problem, parsed.problems)]
     if problems:
         raise ConfigError(problems)

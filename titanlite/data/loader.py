@@ -50,9 +50,18 @@ class DataConfig:
 
 
 def check_data(
-    section: DataConfig, *, seq_len: int, global_batch_size: int, data_degree: int, vocab_size: int
+    section: DataConfig,
+    *,
+    seq_len: int,
+    global_batch_size: int,
+    data_degree: int,
+    vocab_size: int,
+    looks_at_files: bool = True,
 ) -> list[Problem]:
-    """Problems of the [data] section. Facts that are not known (yet) are 0 or -1: what needs them is not checked."""
+    """Problems of the [data] section. Facts that are not known (yet) are 0 or -1: what needs them is not checked.
+
+    looks_at_files: also those of the sources' files, which have to be there.
+    """
     streams = section.num_streams
     problems = [
         *require(streams == -1 or streams >= 1, "data.num_streams", streams, "-1 or at least 1", "leave it out"),
@@ -84,8 +93,8 @@ def check_data(
         )
     for n, source in enumerate(section.sources):
         key = f"data.sources.{n}"
-        found = check_source(source, key)
-        if source.kind == "tokens" and not found and vocab_size > 0:
+        found = check_source(source, key, looks_at_files=looks_at_files)
+        if looks_at_files and source.kind == "tokens" and not found and vocab_size > 0:
             found = check_tokens(source, key, vocab_size)
         problems += found
     return problems + _check_mixture(section.sources)

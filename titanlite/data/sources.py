@@ -96,8 +96,8 @@ def in_split(source: SourceConfig, usable_files: Sequence[Path]) -> list[Path]:
     return [file for n, file in enumerate(usable_files) if (n % HELD_OUT_EVERY == HELD_OUT_EVERY - 1) == held_out]
 
 
-def check_source(source: SourceConfig, key: str) -> list[Problem]:
-    """Problems of the table at `key` ("data.sources.0"). Looks at which files there are, not into them."""
+def check_source(source: SourceConfig, key: str, *, looks_at_files: bool = True) -> list[Problem]:
+    """Problems of the table at `key` ("data.sources.0"); looks_at_files: at which files there are, not into them."""
     problems: list[Problem] = []
     for name, kinds in KINDS_WITH.items():
         value = getattr(source, name)
@@ -108,7 +108,7 @@ def check_source(source: SourceConfig, key: str) -> list[Problem]:
             f"only for kind = {' or '.join(repr(kind) for kind in kinds)}, and this is {source.kind!r}",
             f"leave {name} out, or change {key}.kind",
         )
-    if problems:
+    if problems or not looks_at_files:
         return problems
     files = find_files(source) if source.path or source.kind == "python-stdlib" else []
     if source.kind == "tokens" and files:

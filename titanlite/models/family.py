@@ -80,6 +80,42 @@ class LanguageModel(nn.Module, ABC):
 
 
 @dataclass(frozen=True)
+class MicrobatchShape:
+    """Of one microbatch on one rank of `tp`: rows x seq_len positions, in a compute dtype of `element_bytes`.
+
+    shard_logits: whether logits are cut along the vocabulary. fused_norm: whether RMSNorm is one kernel, as on CUDA;
+    elsewhere torch composes it of several operations, which keep more.
+    """
+
+    rows: int
+    seq_len: int
+    tp: int
+    element_bytes: int
+    shard_logits: bool
+    fused_norm: bool
+
+
+@dataclass(frozen=True)
+class ActivationBytes:
+    """Bytes on one rank that a microbatch keeps until its backward pass, by who keeps them.
+
+    block: a transformer block; block_by_op: with the recompute policy "op"; block_input: with full recomputation.
+    block_backward: what the backward pass of one block takes beside that. embedding, head: first and last unit.
+    loss: what the cross-entropy keeps; loss_backward: what its backward pass takes beside that. logits: themselves.
+    """
+
+    block: int
+    block_by_op: int
+    block_input: int
+    block_backward: int
+    embedding: int
+    head: int
+    loss: int
+    loss_backward: int
+    logits: int
+
+
+@dataclass(frozen=True)
 class Family:
     """A model family. The hyper-parameters' type is the family's own frozen dataclass (`config_type`).
 
@@ -88,6 +124,8 @@ class Family:
     plan(config): the Plan.
     init(config, name): the distribution of the parameter of that name.
     flops_per_token(config, seq_len): floating-point operations per trained token, forward and backward.
+    unit_flops_per_token(config, seq_len, unit): the share of the plan's unit of that first name in them.
+    activation_bytes(config, shape): what a microbatch keeps in memory.
     """
 
     name: str
@@ -98,3 +136,5 @@ class Family:
     plan: Callable[[Any], Plan]
     init: Callable[[Any, str], Init]
     flops_per_token: Callable[[Any, int], int]
+    unit_flops_per_token: Callable[[Any, int, str], int]
+    activation_bytes: Callable[[Any, MicrobatchShape], ActivationBytes]

@@ -130,6 +130,22 @@ def build_optimizer(section: OptimizerConfig, model_parts: Iterable[nn.Module], 
     return GatedOptimizer(adamw, gated_by_kernel=fused)
 
 
+def state_bytes(section: OptimizerConfig, parameter_bytes: int, num_tensors: int) -> int:
+    """Bytes of the state after a step, of parameters of so many bytes in so many tensors, on one rank.
+
+    AdamW: two moments in the parameter's dtype, and a float32 step count per tensor, where that lives on the device
+    (fused, or any form on an accelerator) or on the host. SGD has none.
+    """
+    return 2 * parameter_bytes + 4 * num_tensors if section.name == "AdamW" else 0
+
+
+def update_bytes(section: OptimizerConfig, parameter_bytes: int, num_tensors: int) -> int:
+    """Bytes that an update takes beside gradients and state: forms that cannot be gated by their kernel keep copies of
+    parameters and state, and make new ones of both, a tensor at a time."""
+    fused = section.name == "AdamW" and section.implementation in ("auto", "fused")
+    return 0 if fused else parameter_bytes + state_bytes(section, parameter_bytes, num_tensors)
+
+
 def _local(tensor: Tensor) -> Tensor:
     """The plain tensor that this rank holds; shares memory."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

@@ -1,7 +1,8 @@
 """The llama3 family."""
 
 from titanlite.models.family import Family
-from titanlite.models.llama3.config import FLAVORS, Llama3Config, check, flops_per_token
+from titanlite.models.llama3.activations import activation_bytes
+from titanlite.models.llama3.config import FLAVORS, Llama3Config, check, flops_per_token, unit_flops_per_token
 from titanlite.models.llama3.model import Llama3, init
 from titanlite.models.llama3.plan import plan
 
@@ -14,4 +15,6 @@ LLAMA3 = Family(
     plan=plan,
     init=init,
     flops_per_token=flops_per_token,
+    unit_flops_per_token=unit_flops_per_token,
+    activation_bytes=activation_bytes,
 )

@@ -107,6 +107,15 @@ def flops_per_token(config: Llama3Config, seq_len: int) -> int:
     return 6 * num_matmul_parameters(config) + 12 * config.n_layers * seq_len * config.dim
 
 
+def unit_flops_per_token(config: Llama3Config, seq_len: int, unit: str) -> int:
+    """The share of one unit of the plan, by the name of its first module, in `flops_per_token`."""
+    output = 6 * config.vocab_size * config.dim
+    if unit.startswith("layers."):
+        return (flops_per_token(config, seq_len) - output) // config.n_layers
+    holds_output = unit == "norm" or config.tie_embeddings
+    return output if holds_output else 0
+
+
 _SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "rope_original_seq_len", "max_seq_len")
 _POSITIVE_AND_FINITE = ("norm_eps", "rope_low_freq_factor", "rope_high_freq_factor")
 

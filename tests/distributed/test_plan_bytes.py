@@ -1,0 +1,104 @@
+"""The plan's bytes of parameters, gradients, optimizer state and buffers are those of a running rank, to the byte."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.gradients import build_on_mesh
+from tests.distributed.reference import global_batch, rank_batches, small_config
+from titanlite.parallel.pipeline import local_stages
+from titanlite.plan.stages import build_stage, simulated_mesh
+from titanlite.runtime.launch import run_ranks
+
+Bytes = tuple[int, int, int, int]
+ADAMW = ["optimizer.name=AdamW"]
+UNEVEN = ["model.dim=36", "model.ffn_dim=52", "model.n_heads=2", *ADAMW]  # 131, 36 and 52 rows on 8 ranks
+PIPELINE = ["parallelism.pp=2", "model.n_layers=6", *ADAMW]
+
+LAYOUTS: dict[int, list[list[str]]] = {
+    1: [
+        [],
+        ADAMW,
+        ["training.dtype=bfloat16", *ADAMW],
+        ["training.dtype=float32", "training.mixed_precision_param=bfloat16", *ADAMW],
+        ["model.tie_embeddings=true", *ADAMW],
+    ],
+    2: [
+        ["parallelism.tp=2", *ADAMW],
+        ["parallelism.tp=2", "model.tie_embeddings=true", "optimizer.implementation=foreach", *ADAMW],
+        [*PIPELINE, "parallelism.pp_schedule=ZBVZeroBubble"],
+        PIPELINE,
+    ],
+    4: [
+        UNEVEN,
+        ["model.tie_embeddings=true", "training.dtype=bfloat16", *ADAMW],
+        ["parallelism.dp_replicate=2", *ADAMW],
+        ["parallelism.dp_replicate=4", "parallelism.dp_shard=1"],
+        ["parallelism.tp=2", *UNEVEN],
+        [*PIPELINE, "parallelism.pp_schedule=Interleaved1F1B", "training.dtype=bfloat16"],
+        [*PIPELINE, "parallelism.pp_split=[\"layers.1\"]", "parallelism.dp_shard=2"],
+    ],
+    8: [
+        UNEVEN,
+        [*PIPELINE, "parallelism.pp_schedule=Interleaved1F1B", "parallelism.tp=2"],
+    ],
+}  # fmt: skip
+
+
+def size(tensors: Sequence[Tensor]) -> int:
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+
+def bytes_of_a_running_rank(layouts: list[list[str]]) -> list[Bytes]:
+    found = []
+    for settings in layouts:
+        trainer, data = build_on_mesh(small_config(dist.get_world_size(), *settings))
+        trainer.train_step(rank_batches(global_batch("uneven"), data.get_local_rank(), data.size(), 1))
+        parameters = [p for part in trainer.model_parts for p in part.parameters()]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        assert len(gradients) == len(parameters)
+        state = [v for values in trainer.optimizer.optimizer.state.values() for v in values.values()]
+        buffers = [buffer for part in trainer.model_parts for buffer in part.buffers()]
+        tensors = [value for value in state if isinstance(value, Tensor)]
+        found.append((size(parameters), size(gradients), size(tensors), size(buffers)))
+    return found
+
+
+def planned_bytes(settings: list[str], world_size: int, rank: int, pp_rank: int) -> Bytes:
+    config = small_config(world_size, *settings)
+    with simulated_mesh(config, world_size, rank) as mesh:
+        stages = [build_stage(config, mesh, index) for index in local_stages(config.parallelism, pp_rank)]
+    return (
+        sum(stage.parameter_bytes for stage in stages),
+        sum(stage.gradient_bytes for stage in stages),
+        sum(stage.optimizer_bytes for stage in stages),
+        sum(stage.buffer_bytes for stage in stages),
+    )
+
+
+@pytest.mark.parametrize(
+    "world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
+def test_bytes_are_those_of_a_running_rank(world_size: int) -> None:
+    layouts = [["training.local_batch_size=1", *settings] for settings in LAYOUTS[world_size]]
+    ranks = run_ranks(bytes_of_a_running_rank, world_size, layouts)
+    for number, settings in enumerate(layouts):
+        per_pp_rank = world_size // small_config(world_size, *settings).parallelism.pp
+        for rank in range(world_size):
+            real, pp_rank = tuple(ranks[rank][number]), rank // per_pp_rank
+            assert planned_bytes(settings, world_size, rank, pp_rank) == real, (settings, rank)
+            # What the plan prints: coordinate 0 of the data and tp axes has at least as much as any other.
+            most = planned_bytes(settings, world_size, 0, pp_rank)
+            assert all(planned >= found for planned, found in zip(most, real, strict=True)), (settings, rank)
+
+
+@pytest.mark.parametrize("layout", [UNEVEN, ["parallelism.tp=2", *UNEVEN]])
+def test_ranks_of_a_stage_differ_where_shards_are_uneven(layout: list[str]) -> None:
+    layout = ["training.local_batch_size=1", *layout]
+    assert planned_bytes(layout, 8, 0, 0) > planned_bytes(layout, 8, 7, 0)
+    assert torch.distributed.is_initialized() is False

@@ -1,0 +1,93 @@
+"""The plan's communication is that of a real step: calls by axis, and bytes gathered and sent."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from tests.distributed.gradients import build_on_mesh
+from tests.distributed.reference import global_batch, rank_batches, small_config
+from titanlite.plan.estimate import estimate
+from titanlite.runtime.launch import run_ranks
+
+# Data parallelism and tensor parallelism call different operations of torch, which tells their axes apart.
+OPERATIONS = {
+    "c10d::_allgather_base_": "dp_shard all-gather",
+    "c10d::_reduce_scatter_base_": "dp_shard reduce-scatter",
+    "c10d::allgather_into_tensor_coalesced_": "tp all-gather",
+    "c10d::reduce_scatter_tensor_coalesced_": "tp reduce-scatter",
+    "c10d::send": "pp send",
+}
+DEEP = ["model.n_layers=5", "training.local_batch_size=4"]
+TP = ["parallelism.tp=2", "training.local_batch_size=8", "model.vocab_size=132"]
+PP = ["parallelism.pp=2", *DEEP, "model.n_layers=9"]
+
+LAYOUTS: dict[int, list[list[str]]] = {
+    2: [
+        DEEP,
+        ["parallelism.gradient_sync=last", *DEEP],
+        ["parallelism.fsdp_reshard_after_forward=always", *DEEP],
+        ["parallelism.fsdp_reshard_after_forward=never", *DEEP],
+        TP,
+        ["parallelism.loss_parallel=false", "activation_checkpoint.mode=full", *TP],
+        ["activation_checkpoint.mode=selective", *TP],
+        ["activation_checkpoint.mode=selective", "activation_checkpoint.selective_policy=layer", *TP],
+    ],
+    4: [
+        ["parallelism.tp=2", "training.dtype=float32", "training.mixed_precision_param=bfloat16", *DEEP],
+        *[
+            ["parallelism.pp=2", "parallelism.pp_schedule=" + schedule, *DEEP, "model.n_layers=9"]
+            for schedule in (
+                "GPipe",
+                "1F1B",
+                "LoopedBFS",
+                "Interleaved1F1B",
+                "InterleavedZeroBubble",
+                "ZBVZeroBubble",
+                "DualPipeV",
+            )
+        ],
+        ["parallelism.gradient_sync=every", "parallelism.tp=2", *PP],
+    ],
+}
+
+
+def calls_and_bytes(layouts: list[list[str]]) -> list[tuple[dict[str, int], int]]:
+    """Of a step: calls by axis and operation; elements that this rank puts into all-gathers and sends."""
+    found = []
+    for settings in layouts:
+        config = small_config(dist.get_world_size(), *settings)
+        trainer, data = build_on_mesh(config)
+        rows = 16 // data.size()
+        pipelined = config.parallelism.pp > 1 and config.parallelism.gradient_sync != "every"
+        accumulation = 1 if pipelined else rows // config.training.local_batch_size
+        batches = rank_batches(global_batch("uneven"), data.get_local_rank(), data.size(), accumulation)
+        trainer.train_step(batches)
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+            trainer.train_step(batches)
+        events = profiler.events()
+        calls = Counter(OPERATIONS[event.name] for event in events if event.name in OPERATIONS)
+        inputs = [e.input_shapes[0] for e in events if e.name in ("gloo:all_gather", "gloo:send")]
+        found.append((dict(calls), sum(math.prod(shape) for shape in inputs)))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_calls_and_bytes_are_those_of_a_real_step(world_size: int) -> None:
+    ranks = run_ranks(calls_and_bytes, world_size, LAYOUTS[world_size])
+    for number, settings in enumerate(LAYOUTS[world_size]):
+        config = small_config(world_size, *settings)
+        plan = estimate(config, world_size, device_type="cpu")
+        size = {"float64": 8, "bfloat16": 2}[config.training.mixed_precision_param]
+        for pp_rank, rank in enumerate(plan.ranks):
+            calls, elements = ranks[pp_rank * world_size // len(plan.ranks)][number]
+            parts = [part for part in rank.traffic if part.operation != "all-reduce"]
+            planned = {f"{part.axis} {part.operation}": part.calls for part in parts}
+            assert {key: count for key, count in calls.items() if key in planned} == planned, (settings, pp_rank)
+            # An all-gather of n ranks takes an n-th of its output from each.
+            shares = {"all-gather": 2, "send": 1}
+            taken = [part.bytes / shares[part.operation] for part in parts if part.operation in shares]
+            assert sum(taken) == elements * size, (settings, pp_rank)

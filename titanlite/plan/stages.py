@@ -1,0 +1,137 @@
+"""The model as one rank holds it: built on meta, cut into stages and parallelized as in training; nothing allocated."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from titanlite.config.schema import JobConfig
+from titanlite.models import resolve_model
+from titanlite.models.family import LanguageModel, Plan
+from titanlite.optim.optimizer import state_bytes
+from titanlite.parallel.compile import CompileConfig
+from titanlite.parallel.data import wrapped_modules
+from titanlite.parallel.mesh import build_mesh, shard_logits
+from titanlite.parallel.parallelize import parallelize
+from titanlite.parallel.pipeline import keep_stage_
+from titanlite.trainer import DTYPES
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One of the plan's units on one rank. name: of its first module.
+
+    elements: of its parameters once gathered over dp_shard, padding included; tensors: how many parameters;
+    replicated_over_tp: how many of them every tp rank has whole.
+    """
+
+    name: str
+    elements: int
+    tensors: int
+    replicated_over_tp: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline stage on one rank.
+
+    num_parameters: of the stage on all ranks together, a tied one once. The ..._bytes are this rank's. blocks: the
+    indexes of its transformer blocks in the whole model. wrapped: whether data parallelism wraps it.
+    """
+
+    index: int
+    num_parameters: int
+    parameter_bytes: int
+    optimizer_bytes: int
+    buffer_bytes: int
+    num_tensors: int
+    units: tuple[Unit, ...]
+    blocks: tuple[int, ...]
+    wrapped: bool
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Once they are reduced, gradients have the parameters' dtype and shards."""
+        return self.parameter_bytes
+
+
+@contextmanager
+def simulated_mesh(config: JobConfig, world_size: int, rank: int = 0) -> Iterator[DeviceMesh]:
+    """The mesh of a world in which only `rank` exists: its process groups answer at once and move nothing."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size)
+    try:
+        mesh, _ = build_mesh(config.parallelism, "cpu", world_size)
+        yield mesh
+    finally:
+        dist.destroy_process_group()
+
+
+def build_stage(config: JobConfig, mesh: DeviceMesh, index: int) -> Stage:
+    """What the rank of `mesh` would hold if it owned that stage of the pipeline.
+
+    Ranks of a stage differ where a dimension is not divisible: shards are cut from the front, so that coordinate 0 of
+    dp_shard and of tp has most.
+    """
+    family, hyper_parameters = resolve_model(config.model)
+    dtype = DTYPES[config.training.dtype]
+    with torch.device("meta"):
+        model = family.build(hyper_parameters).to(dtype)
+    model.tie_weights()
+    plan = family.plan(hyper_parameters)
+    if config.parallelism.pp > 1:
+        plan = keep_stage_(model, plan, config.parallelism, index)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    parallelize(
+        model,
+        plan,
+        mesh,
+        shard_logits=shard_logits(config.parallelism),
+        recompute=config.activation_checkpoint,
+        compilation=CompileConfig(),  # a compiled block holds the same parameters
+        param_dtype=DTYPES[config.training.mixed_precision_param],
+        reduce_dtype=DTYPES[config.training.mixed_precision_reduce],
+        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+    )
+    model.tie_weights()
+    shards = [_local(parameter) for parameter in model.parameters()]
+    parameter_bytes = sum(shard.numel() * shard.element_size() for shard in shards)
+    wide = torch.promote_types(dtype, torch.float32).itemsize  # what init_buffers makes of them
+    return Stage(
+        index,
+        num_parameters,
+        parameter_bytes,
+        state_bytes(config.optimizer, parameter_bytes, len(shards)),
+        sum(buffer.numel() * wide for buffer in model.buffers()),
+        len(shards),
+        tuple(_units(model, plan, mesh["dp_shard"].size())),
+        tuple(plan.blocks.values()),
+        next(wrapped_modules(model), None) is not None,
+    )
+
+
+def _units(model: LanguageModel, plan: Plan, dp_shard: int) -> Iterator[Unit]:
+    for names in plan.units:
+        # A set: tied parameters are one.
+        parameters = {parameter for name in names for parameter in model.get_submodule(name).parameters()}
+        elements = 0
+        for parameter in parameters:
+            rows, *others = _local(parameter).shape or (1,)
+            # Coordinate 0 has a full shard, to whose size all others are padded.
+            elements += rows * dp_shard * torch.Size(others).numel()
+        yield Unit(names[0], elements, len(parameters), sum(_is_whole_over_tp(parameter) for parameter in parameters))
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _is_whole_over_tp(parameter: Tensor) -> bool:
+    if not isinstance(parameter, DTensor) or "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
+        return False
+    axis = (parameter.device_mesh.mesh_dim_names or ()).index("tp")
+    return parameter.device_mesh.size(axis) > 1 and parameter.placements[axis].is_replicate()
