@@ -18,7 +18,7 @@ from titanlite.parallel.compile import CompileConfig
 from titanlite.parallel.data import wrapped_modules
 from titanlite.parallel.mesh import build_mesh, shard_logits
 from titanlite.parallel.parallelize import parallelize
-from titanlite.parallel.pipeline import keep_stage_
+from titanlite.parallel.pipeline import keep_units_, split_stages
 from titanlite.trainer import DTYPES
 
 
@@ -84,7 +84,7 @@ def build_stage(config: JobConfig, mesh: DeviceMesh, index: int) -> Stage:
     model.tie_weights()
     plan = family.plan(hyper_parameters)
     if config.parallelism.pp > 1:
-        plan = keep_stage_(model, plan, config.parallelism, index)
+        plan = keep_units_(model, plan, split_stages(model, plan, config.parallelism)[index])
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     parallelize(
         model,

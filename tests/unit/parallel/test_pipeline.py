@@ -13,9 +13,10 @@ from titanlite.parallel.pipeline import (
     SCHEDULES,
     assign_units,
     check_pipeline,
-    keep_stage_,
+    keep_units_,
     local_stages,
     num_stages,
+    split_stages,
     unit_costs,
 )
 
@@ -71,7 +72,7 @@ def test_stages_together_are_the_model(schedule: PipelineSchedule, split: tuple[
     names: list[str] = []
     for stage in owned:
         part, plan = model_of(5)
-        kept = keep_stage_(part, plan, section, stage)
+        kept = keep_units_(part, plan, split_stages(part, plan, section)[stage])
         names += [name for name, _ in part.named_parameters()]
         assert sum(unit_costs(part, kept)) == sum(parameter.numel() for parameter in part.parameters())
         assert all(kept.blocks[name] == int(name.split(".")[1]) for name in kept.blocks)
