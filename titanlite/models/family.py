@@ -88,6 +88,9 @@ class Family:
     plan(config): the Plan.
     init(config, name): the distribution of the parameter of that name.
     flops_per_token(config, seq_len): floating-point operations per trained token, forward and backward.
+    shrink(config, ranks): a tiny model of the same kind; every number that divides `ranks` and a size of `config`
+    divides the same size of the result, and there are units for two pipeline stages per rank if `config` has them. The
+    vocabulary stays.
     """
 
     name: str
@@ -98,3 +101,4 @@ class Family:
     plan: Callable[[Any], Plan]
     init: Callable[[Any, str], Init]
     flops_per_token: Callable[[Any, int], int]
+    shrink: Callable[[Any, int], Any]

@@ -1,7 +1,7 @@
 """The llama3 family."""
 
 from titanlite.models.family import Family
-from titanlite.models.llama3.config import FLAVORS, Llama3Config, check, flops_per_token
+from titanlite.models.llama3.config import FLAVORS, Llama3Config, check, flops_per_token, shrink
 from titanlite.models.llama3.model import Llama3, init
 from titanlite.models.llama3.plan import plan
 
@@ -14,4 +14,5 @@ LLAMA3 = Family(
     plan=plan,
     init=init,
     flops_per_token=flops_per_token,
+    shrink=shrink,
 )

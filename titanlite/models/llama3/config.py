@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, fields, replace
 
+from titanlite.models.sizes import size_alike
 from titanlite.runtime.errors import Problem, require
 
 
@@ -105,6 +106,24 @@ def flops_per_token(config: Llama3Config, seq_len: int) -> int:
     Source: Chowdhery et al., "PaLM" (2022), appendix B.
     """
     return 6 * num_matmul_parameters(config) + 12 * config.n_layers * seq_len * config.dim
+
+
+_TINY_HEAD_DIM = 8
+
+
+def shrink(config: Llama3Config, ranks: int) -> Llama3Config:
+    """A tiny model of the same kind, see Family. Of several query heads per key/value head two remain."""
+    n_kv_heads = math.gcd(config.n_kv_heads, ranks)
+    n_heads = n_kv_heads * min(config.n_heads // config.n_kv_heads, 2)
+    dim = n_heads * min(config.head_dim, _TINY_HEAD_DIM)
+    return replace(
+        config,
+        dim=dim,
+        n_layers=min(config.n_layers, max(2, 2 * ranks - 2)),  # with embedding and head two units per rank
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        ffn_dim=size_alike(config.ffn_dim, 2 * dim, ranks),
+    )
 
 
 _SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "rope_original_seq_len", "max_seq_len")

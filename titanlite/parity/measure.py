@@ -1,0 +1,292 @@
+"""What is measured: on ranks, by the trainer, one layout after the other; and in one process, without the trainer."""
+
+import hashlib
+import json
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from titanlite.build import build_data, build_model, build_trainer
+from titanlite.config.schema import JobConfig
+from titanlite.data.loader import Batch
+from titanlite.loss import IGNORE_INDEX
+from titanlite.models import resolve_model
+from titanlite.models.init import init_parameters_
+from titanlite.parallel.mesh import build_mesh
+from titanlite.parity.layouts import ONE_PROCESS, Layout, config_of
+from titanlite.runtime.distributed import World
+from titanlite.trainer import DTYPES, Trainer
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Step:
+    """Of one optimizer step, before its update. Lists and keys as JSON has them.
+
+    loss: this rank's share of the mean loss; in the reference, all of it. rows: number of each sequence of this rank
+    in the run -> hash of its tokens and labels. gradients: name -> norm of the difference between the whole gradient
+    and the reference's, None where the reference does not know the name; in the reference, norm of the gradient.
+    """
+
+    loss: float
+    grad_norm: float
+    num_valid: int
+    skipped: bool
+    rows: dict[str, str]
+    gradients: dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """weights: name -> hash of the whole initial parameter."""
+
+    weights: dict[str, str]
+    steps: list[Step]
+
+    @staticmethod
+    def of_json(value: Any) -> "Measurement":
+        return Measurement(value["weights"], [Step(**step) for step in value["steps"]])
+
+
+def own_dtypes(config: JobConfig) -> tuple[str, str, str]:
+    """(parameters, compute, reduction) of a resolved configuration."""
+    training = config.training
+    return training.dtype, training.mixed_precision_param, training.mixed_precision_reduce
+
+
+def in_float64(config: JobConfig) -> JobConfig:
+    """The configuration with every dtype float64."""
+    wide = "float64"
+    training = replace(config.training, dtype=wide, mixed_precision_param=wide, mixed_precision_reduce=wide)
+    return replace(config, training=training)
+
+
+def passes(config: JobConfig) -> list[JobConfig]:
+    """In float64, and in the configuration's own dtypes where these are others."""
+    wide = in_float64(config)
+    return [wide] if own_dtypes(config) == own_dtypes(wide) else [wide, config]
+
+
+# On ranks -------------------------------------------------------------------------------------------------------------
+
+
+def measure_layouts(config: JobConfig, layouts: Sequence[Layout], steps: int, folder: str) -> list[list[Any]]:
+    """On a rank of run_ranks: for each layout, a Measurement of each pass, as JSON.
+
+    config: resolved. folder: holds the reference's gradients; what this rank is at, and what it failed with, is
+    written there as rank-R.json.
+    """
+    results = []
+    meshes: dict[tuple[int, ...], tuple[DeviceMesh, DeviceMesh]] = {}
+    for layout in layouts:
+        results.append([])
+        for settings in passes(config_of(config, layout)):
+            progress = {"layout": str(layout), "dtype": settings.training.dtype}
+            status = Path(folder, f"rank-{dist.get_rank()}.json")
+            status.write_text(json.dumps(progress))
+            try:
+                degrees = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
+                if degrees not in meshes:
+                    meshes[degrees] = build_mesh(settings.parallelism, "cpu", layout.world_size)
+                results[-1].append(asdict(measure_layout(settings, *meshes[degrees], steps, Path(folder))))
+            except Exception as error:
+                status.write_text(json.dumps(progress | {"error": _one_line(error), "time": time.time()}))
+                raise
+    return results
+
+
+def measure_layout(
+    config: JobConfig, mesh: DeviceMesh, data_mesh: DeviceMesh, steps: int, folder: Path
+) -> Measurement:
+    """This rank's part of the steps, by the same parts that training itself is built of."""
+    if config.compile.enable:
+        torch._dynamo.reset()  # compiled blocks of all layouts share their code, and the limit on its versions
+    rank, size = dist.get_rank(), dist.get_world_size()
+    loader = build_data(config, World(rank, rank, size, "cpu"))
+    try:
+        trainer = build_trainer(config, build_model(config, mesh, CPU), mesh, data_mesh, CPU)
+        weights = {name: hash_of(whole(parameter.detach())) for name, parameter in named_parameters(trainer)}
+        measured = []
+        for step in range(steps):
+            numbers = _own_sequences(config, step, data_mesh.get_local_rank(), data_mesh.size())
+            batches, rows = mask_and_hash(loader.next_step(), numbers, config)
+            stats = trainer.train_step(batches)
+            measured.append(
+                Step(
+                    stats.mean_loss.item(),
+                    stats.grad_norm.item(),
+                    int(stats.num_valid),
+                    bool(stats.skipped),
+                    rows,
+                    gradient_differences(trainer, load_gradients(folder, step)),
+                )
+            )
+        return Measurement(weights, measured)
+    finally:
+        loader.close()
+
+
+def named_parameters(trainer: Trainer) -> Iterator[tuple[str, nn.Parameter]]:
+    """Those of all parts of the model on this rank."""
+    for part in trainer.model_parts:
+        yield from part.named_parameters()
+
+
+def gradient_differences(trainer: Trainer, reference: dict[str, Tensor]) -> dict[str, float | None]:
+    """Step.gradients: of this rank's parameters, each gathered in turn. A gradient that is missing counts as zero."""
+    differences: dict[str, float | None] = {}
+    for name, parameter in named_parameters(trainer):
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        value = whole(gradient.detach()).to(torch.float64)
+        expected = reference.get(name)
+        known = expected is not None and expected.shape == value.shape
+        differences[name] = torch.linalg.vector_norm(value - expected).item() if known else None
+    return differences
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The global tensor; a collective of its mesh where it is cut."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _one_line(error: Exception) -> str:
+    """What went wrong, and where in our own code."""
+    package = str(Path(__file__).parents[1])
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(package)]
+    where = f" ({Path(own[-1].filename).relative_to(Path(package).parent)}:{own[-1].lineno})" if own else ""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}{where}"
+
+
+# The reference --------------------------------------------------------------------------------------------------------
+
+
+def measure_reference(config: JobConfig, steps: int, folder: str) -> list[Any]:
+    """On one rank of run_ranks: the reference in float64, and the hashes of the initial weights in each pass's dtype.
+
+    Plain torch: the model of the family, the sum of the cross-entropies of the whole global batch over its number of
+    valid tokens, updates w -= lr * gradient. Gradients are written to `folder`.
+    """
+    config = config_of(config, ONE_PROCESS)
+    model = plain_model(config)
+    named = dict(model.named_parameters())
+    weights = [
+        {name: hash_of(parameter.detach().to(DTYPES[settings.training.dtype])) for name, parameter in named.items()}
+        for settings in passes(config)
+    ]
+    loader = build_data(config, World(0, 0, 1, "cpu"))
+    measured = []
+    try:
+        for step in range(steps):
+            batches, rows = mask_and_hash(loader.next_step(), _own_sequences(config, step, 0, 1), config)
+            num_valid = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
+            model.zero_grad()
+            loss = 0.0
+            for batch in batches:
+                logits = model(batch.tokens).flatten(0, 1)
+                labels = batch.labels.flatten()
+                total = functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+                share = total / max(num_valid, 1)
+                share.backward()
+                loss += share.item()
+            gradients = {
+                name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                for name, parameter in named.items()
+            }
+            torch.save(gradients, _gradient_file(Path(folder), step))
+            norms = {name: torch.linalg.vector_norm(gradient).item() for name, gradient in gradients.items()}
+            norm = _global_norm(gradients.values(), config.training.norm_type)
+            measured.append(Step(loss, norm, num_valid, False, rows, dict(norms)))
+            with torch.no_grad():
+                for name, parameter in named.items():
+                    parameter -= config.optimizer.lr * gradients[name]
+    finally:
+        loader.close()
+    return [asdict(Measurement(hashes, measured)) for hashes in weights]
+
+
+def plain_model(config: JobConfig) -> nn.Module:
+    """The family's model in one piece, in float64, with its initial weights."""
+    family, hyper_parameters = resolve_model(config.model)
+    model = family.build(hyper_parameters).to(torch.float64)
+    model.tie_weights()
+    model.init_buffers(CPU)
+    init_parameters_(model, config.debug.seed, lambda name: family.init(hyper_parameters, name))
+    return model
+
+
+def load_gradients(folder: Path, step: int) -> dict[str, Tensor]:
+    """The reference's, float64, mapped from the file and so read one by one."""
+    loaded: dict[str, Tensor] = torch.load(_gradient_file(folder, step), mmap=True, weights_only=True)
+    return loaded
+
+
+def _gradient_file(folder: Path, step: int) -> Path:
+    return folder / f"gradients-{step}.pt"
+
+
+def _global_norm(gradients: Iterable[Tensor], norm_type: str) -> float:
+    if norm_type == "inf":
+        return max(gradient.abs().max().item() for gradient in gradients)
+    return float(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).square().sum().sqrt())
+
+
+# The data -------------------------------------------------------------------------------------------------------------
+
+
+def mask_and_hash(
+    batches: Sequence[Batch], numbers: Sequence[int], config: JobConfig
+) -> tuple[list[Batch], dict[str, str]]:
+    """The batches with labels masked by `keep_label`, and the hash of each row's tokens and labels, by its number.
+
+    numbers: those of the rows in the run, in the order of the batches' rows.
+    """
+    rows: dict[str, str] = {}
+    masked = []
+    left = iter(numbers)
+    for batch in batches:
+        labels = batch.labels.clone()
+        for tokens, row in zip(batch.tokens, labels, strict=True):
+            number = next(left)
+            row[~keep_label(config, number)] = IGNORE_INDEX
+            rows[str(number)] = hash_of(torch.stack((tokens, row)))
+        masked.append(Batch(batch.tokens, labels))
+    assert next(left, None) is None, "the loader gave fewer rows than a step has"
+    return masked, rows
+
+
+def keep_label(config: JobConfig, number: int) -> Tensor:
+    """bool (seq_len): which labels of sequence `number` of the run stay valid.
+
+    A function of debug.seed and the number alone. Each sequence keeps its own share, anything from 0 to 1; of each
+    global batch the first one keeps none, the second one all. A batch of one sequence keeps about half.
+    """
+    seq_len, batch = config.training.seq_len, config.training.global_batch_size
+    random = np.random.default_rng([config.debug.seed, number])
+    share, drawn = random.random(), random.random(seq_len)
+    fixed = {0: 0.0, 1: 1.0} if batch > 1 else {0: 0.5}
+    return torch.from_numpy(drawn < fixed.get(number % batch, share))
+
+
+def _own_sequences(config: JobConfig, step: int, data_rank: int, data_degree: int) -> range:
+    """Numbers in the run of the sequences that a data rank consumes in a step, in the loader's order."""
+    batch = config.training.global_batch_size
+    return range(step * batch + data_rank, (step + 1) * batch, data_degree)
+
+
+def hash_of(tensor: Tensor) -> str:
+    """Of the bytes of a whole tensor."""
+    data = tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
+    return hashlib.sha256(data.numpy()).hexdigest()
