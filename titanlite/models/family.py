@@ -89,8 +89,8 @@ class Family:
     init(config, name): the distribution of the parameter of that name.
     flops_per_token(config, seq_len): floating-point operations per trained token, forward and backward.
     shrink(config, ranks): a tiny model of the same kind; every number that divides `ranks` and a size of `config`
-    divides the same size of the result, and there are units for two pipeline stages per rank if `config` has them. The
-    vocabulary stays.
+    divides the same size of the result. Two pipeline stages per rank still have more units than one each, where they
+    had in `config`. The vocabulary stays.
     """
 
     name: str

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import get_args
 
 from titanlite.config.check import check_config
@@ -19,13 +18,13 @@ FORM = "PPxDP_REPLICATExDP_SHARDxTP, with a pipeline also :SCHEDULE, as in 2x1x2
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the mesh axes, and the pipeline schedule: "" where pp = 1."""
+    """Sizes of the mesh axes, and the pipeline schedule: None where pp = 1."""
 
     pp: int
     dp_replicate: int
     dp_shard: int
     tp: int
-    schedule: PipelineSchedule | str = ""
+    schedule: PipelineSchedule | None = None
 
     @property
     def world_size(self) -> int:
@@ -53,12 +52,13 @@ def layout_from_text(text: str, own_schedule: PipelineSchedule) -> Layout | Prob
     if not found:
         return Problem("--layouts", text, f"{FORM}, each degree at least 1", "for example 1x2x2x1")
     pp, dp_replicate, dp_shard, tp = map(int, found.groups()[:4])
-    schedule = found[5] or ""
+    schedule = found[5]
     if schedule and pp == 1:
         return Problem("--layouts", text, "a schedule needs pp above 1", f"write {text.partition(':')[0]}")
     if schedule and schedule not in SCHEDULE_NAMES:
         return Problem("--layouts", text, f"the schedules: {', '.join(SCHEDULE_NAMES)}", "name one of them")
-    return Layout(pp, dp_replicate, dp_shard, tp, schedule or (own_schedule if pp > 1 else ""))
+    given = next((name for name in SCHEDULE_NAMES if name == schedule), own_schedule)
+    return Layout(pp, dp_replicate, dp_shard, tp, given if pp > 1 else None)
 
 
 def candidate_layouts(ranks: int, own_schedule: PipelineSchedule) -> Iterator[tuple[Layout, ...]]:
@@ -69,13 +69,13 @@ def candidate_layouts(ranks: int, own_schedule: PipelineSchedule) -> Iterator[tu
     """
     others = [name for name in SCHEDULE_NAMES if name != own_schedule]
     turn = 0
-    for degrees in _factorizations(ranks, 4):
-        if degrees[0] == 1:
-            yield (Layout(*degrees),)
+    for pp, dp_replicate, dp_shard, tp in _factorizations(ranks, 4):
+        if pp == 1:
+            yield (Layout(pp, dp_replicate, dp_shard, tp),)
             continue
         rotated = [others[(turn + index) % len(others)] for index in range(len(others))]
         turn += SCHEDULES_PER_PIPELINE - 1
-        yield tuple(Layout(*degrees, name) for name in (own_schedule, *rotated))
+        yield tuple(Layout(pp, dp_replicate, dp_shard, tp, name) for name in (own_schedule, *rotated))
 
 
 def choose_layouts(config: JobConfig, ranks: int) -> tuple[list[Layout], list[Refusal]]:
@@ -134,6 +134,4 @@ def _factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
 def by_world_size(layouts: Sequence[Layout]) -> dict[int, list[Layout]]:
     """The layouts of each world size, smallest first; what is run together."""
     sizes = sorted({layout.world_size for layout in layouts})
-    groups = {size: [layout for layout in layouts if layout.world_size == size] for size in sizes}
-    assert all(prod((x.pp, x.dp_replicate, x.dp_shard, x.tp)) == size for size, group in groups.items() for x in group)
-    return groups
+    return {size: [layout for layout in layouts if layout.world_size == size] for size in sizes}

@@ -68,8 +68,9 @@ def own_dtypes(config: JobConfig) -> tuple[str, str, str]:
 
 def in_float64(config: JobConfig) -> JobConfig:
     """The configuration with every dtype float64."""
-    wide = "float64"
-    training = replace(config.training, dtype=wide, mixed_precision_param=wide, mixed_precision_reduce=wide)
+    training = replace(
+        config.training, dtype="float64", mixed_precision_param="float64", mixed_precision_reduce="float64"
+    )
     return replace(config, training=training)
 
 
@@ -88,7 +89,7 @@ def measure_layouts(config: JobConfig, layouts: Sequence[Layout], steps: int, fo
     config: resolved. folder: holds the reference's gradients; what this rank is at, and what it failed with, is
     written there as rank-R.json.
     """
-    results = []
+    results: list[list[Any]] = []
     meshes: dict[tuple[int, ...], tuple[DeviceMesh, DeviceMesh]] = {}
     for layout in layouts:
         results.append([])
@@ -107,9 +108,7 @@ def measure_layouts(config: JobConfig, layouts: Sequence[Layout], steps: int, fo
     return results
 
 
-def measure_layout(
-    config: JobConfig, mesh: DeviceMesh, data_mesh: DeviceMesh, steps: int, folder: Path
-) -> Measurement:
+def measure_layout(config: JobConfig, mesh: DeviceMesh, data_mesh: DeviceMesh, steps: int, folder: Path) -> Measurement:
     """This rank's part of the steps, by the same parts that training itself is built of."""
     if config.compile.enable:
         torch._dynamo.reset()  # compiled blocks of all layouts share their code, and the limit on its versions
@@ -151,8 +150,10 @@ def gradient_differences(trainer: Trainer, reference: dict[str, Tensor]) -> dict
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         value = whole(gradient.detach()).to(torch.float64)
         expected = reference.get(name)
-        known = expected is not None and expected.shape == value.shape
-        differences[name] = torch.linalg.vector_norm(value - expected).item() if known else None
+        if expected is None or expected.shape != value.shape:
+            differences[name] = None
+        else:
+            differences[name] = torch.linalg.vector_norm(value - expected).item()
     return differences
 
 
@@ -211,7 +212,7 @@ def measure_reference(config: JobConfig, steps: int, folder: str) -> list[Any]:
             measured.append(Step(loss, norm, num_valid, False, rows, dict(norms)))
             with torch.no_grad():
                 for name, parameter in named.items():
-                    parameter -= config.optimizer.lr * gradients[name]
+                    parameter.sub_(gradients[name], alpha=config.optimizer.lr)
     finally:
         loader.close()
     return [asdict(Measurement(hashes, measured)) for hashes in weights]
@@ -289,4 +290,4 @@ def _own_sequences(config: JobConfig, step: int, data_rank: int, data_degree: in
 def hash_of(tensor: Tensor) -> str:
     """Of the bytes of a whole tensor."""
     data = tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
-    return hashlib.sha256(data.numpy()).hexdigest()
+    return hashlib.sha256(memoryview(data.numpy())).hexdigest()

@@ -119,7 +119,7 @@ def shrink(config: Llama3Config, ranks: int) -> Llama3Config:
     return replace(
         config,
         dim=dim,
-        n_layers=min(config.n_layers, max(2, 2 * ranks - 2)),  # with embedding and head two units per rank
+        n_layers=min(config.n_layers, 2 * ranks),
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         ffn_dim=size_alike(config.ffn_dim, 2 * dim, ranks),
