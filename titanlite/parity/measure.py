@@ -1,10 +1,11 @@
-"""What is measured: on ranks, by the trainer, one layout after the other; and in one process, without the trainer."""
+"""What is measured on ranks, by the trainer, one layout after the other."""
 
 import hashlib
 import json
+import logging
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
 
 from titanlite.build import build_data, build_model, build_trainer
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Batch
 from titanlite.loss import IGNORE_INDEX
-from titanlite.models import resolve_model
-from titanlite.models.init import init_parameters_
-from titanlite.parallel.mesh import build_mesh
-from titanlite.parity.layouts import ONE_PROCESS, Layout, config_of
-from titanlite.runtime.distributed import World
-from titanlite.trainer import DTYPES, Trainer
+from titanlite.parallel.mesh import AXES, build_mesh
+from titanlite.parity.layouts import Layout, config_of
+from titanlite.runtime.distributed import World, set_timeout
+from titanlite.trainer import Trainer
 
 CPU = torch.device("cpu")
 
@@ -80,15 +78,14 @@ def passes(config: JobConfig) -> list[JobConfig]:
     return [wide] if own_dtypes(config) == own_dtypes(wide) else [wide, config]
 
 
-# On ranks -------------------------------------------------------------------------------------------------------------
-
-
 def measure_layouts(config: JobConfig, layouts: Sequence[Layout], steps: int, folder: str) -> list[list[Any]]:
     """On a rank of run_ranks: for each layout, a Measurement of each pass, as JSON.
 
     config: resolved. folder: holds the reference's gradients; what this rank is at, and what it failed with, is
     written there as rank-R.json.
     """
+    # Gathering a parameter that two axes cut is no part of training, and its cost no news.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     results: list[list[Any]] = []
     meshes: dict[tuple[int, ...], tuple[DeviceMesh, DeviceMesh]] = {}
     for layout in layouts:
@@ -100,7 +97,10 @@ def measure_layouts(config: JobConfig, layouts: Sequence[Layout], steps: int, fo
             try:
                 degrees = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
                 if degrees not in meshes:
-                    meshes[degrees] = build_mesh(settings.parallelism, "cpu", layout.world_size)
+                    mesh, data_mesh = build_mesh(settings.parallelism, "cpu", layout.world_size)
+                    groups = [*(mesh.get_group(axis) for axis in AXES), data_mesh.get_group()]
+                    set_timeout(groups, config.comm.init_timeout_s)
+                    meshes[degrees] = mesh, data_mesh
                 results[-1].append(asdict(measure_layout(settings, *meshes[degrees], steps, Path(folder))))
             except Exception as error:
                 status.write_text(json.dumps(progress | {"error": _one_line(error), "time": time.time()}))
@@ -119,7 +119,7 @@ def measure_layout(config: JobConfig, mesh: DeviceMesh, data_mesh: DeviceMesh, s
         weights = {name: hash_of(whole(parameter.detach())) for name, parameter in named_parameters(trainer)}
         measured = []
         for step in range(steps):
-            numbers = _own_sequences(config, step, data_mesh.get_local_rank(), data_mesh.size())
+            numbers = own_sequences(config, step, data_mesh.get_local_rank(), data_mesh.size())
             batches, rows = mask_and_hash(loader.next_step(), numbers, config)
             stats = trainer.train_step(batches)
             measured.append(
@@ -157,6 +157,17 @@ def gradient_differences(trainer: Trainer, reference: dict[str, Tensor]) -> dict
     return differences
 
 
+def load_gradients(folder: Path, step: int) -> dict[str, Tensor]:
+    """The reference's, float64, mapped from the file and so read one by one."""
+    loaded: dict[str, Tensor] = torch.load(gradient_file(folder, step), mmap=True, weights_only=True)
+    return loaded
+
+
+def gradient_file(folder: Path, step: int) -> Path:
+    """Where the reference leaves the gradients of a step, counted from 0."""
+    return folder / f"gradients-{step}.pt"
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The global tensor; a collective of its mesh where it is cut."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -169,82 +180,6 @@ def _one_line(error: Exception) -> str:
     where = f" ({Path(own[-1].filename).relative_to(Path(package).parent)}:{own[-1].lineno})" if own else ""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}{where}"
-
-
-# The reference --------------------------------------------------------------------------------------------------------
-
-
-def measure_reference(config: JobConfig, steps: int, folder: str) -> list[Any]:
-    """On one rank of run_ranks: the reference in float64, and the hashes of the initial weights in each pass's dtype.
-
-    Plain torch: the model of the family, the sum of the cross-entropies of the whole global batch over its number of
-    valid tokens, updates w -= lr * gradient. Gradients are written to `folder`.
-    """
-    config = config_of(config, ONE_PROCESS)
-    model = plain_model(config)
-    named = dict(model.named_parameters())
-    weights = [
-        {name: hash_of(parameter.detach().to(DTYPES[settings.training.dtype])) for name, parameter in named.items()}
-        for settings in passes(config)
-    ]
-    loader = build_data(config, World(0, 0, 1, "cpu"))
-    measured = []
-    try:
-        for step in range(steps):
-            batches, rows = mask_and_hash(loader.next_step(), _own_sequences(config, step, 0, 1), config)
-            num_valid = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
-            model.zero_grad()
-            loss = 0.0
-            for batch in batches:
-                logits = model(batch.tokens).flatten(0, 1)
-                labels = batch.labels.flatten()
-                total = functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-                share = total / max(num_valid, 1)
-                share.backward()
-                loss += share.item()
-            gradients = {
-                name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                for name, parameter in named.items()
-            }
-            torch.save(gradients, _gradient_file(Path(folder), step))
-            norms = {name: torch.linalg.vector_norm(gradient).item() for name, gradient in gradients.items()}
-            norm = _global_norm(gradients.values(), config.training.norm_type)
-            measured.append(Step(loss, norm, num_valid, False, rows, dict(norms)))
-            with torch.no_grad():
-                for name, parameter in named.items():
-                    parameter.sub_(gradients[name], alpha=config.optimizer.lr)
-    finally:
-        loader.close()
-    return [asdict(Measurement(hashes, measured)) for hashes in weights]
-
-
-def plain_model(config: JobConfig) -> nn.Module:
-    """The family's model in one piece, in float64, with its initial weights."""
-    family, hyper_parameters = resolve_model(config.model)
-    model = family.build(hyper_parameters).to(torch.float64)
-    model.tie_weights()
-    model.init_buffers(CPU)
-    init_parameters_(model, config.debug.seed, lambda name: family.init(hyper_parameters, name))
-    return model
-
-
-def load_gradients(folder: Path, step: int) -> dict[str, Tensor]:
-    """The reference's, float64, mapped from the file and so read one by one."""
-    loaded: dict[str, Tensor] = torch.load(_gradient_file(folder, step), mmap=True, weights_only=True)
-    return loaded
-
-
-def _gradient_file(folder: Path, step: int) -> Path:
-    return folder / f"gradients-{step}.pt"
-
-
-def _global_norm(gradients: Iterable[Tensor], norm_type: str) -> float:
-    if norm_type == "inf":
-        return max(gradient.abs().max().item() for gradient in gradients)
-    return float(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).square().sum().sqrt())
-
-
-# The data -------------------------------------------------------------------------------------------------------------
 
 
 def mask_and_hash(
@@ -281,7 +216,7 @@ def keep_label(config: JobConfig, number: int) -> Tensor:
     return torch.from_numpy(drawn < fixed.get(number % batch, share))
 
 
-def _own_sequences(config: JobConfig, step: int, data_rank: int, data_degree: int) -> range:
+def own_sequences(config: JobConfig, step: int, data_rank: int, data_degree: int) -> range:
     """Numbers in the run of the sequences that a data rank consumes in a step, in the loader's order."""
     batch = config.training.global_batch_size
     return range(step * batch + data_rank, (step + 1) * batch, data_degree)
@@ -289,5 +224,6 @@ def _own_sequences(config: JobConfig, step: int, data_rank: int, data_degree: in
 
 def hash_of(tensor: Tensor) -> str:
     """Of the bytes of a whole tensor."""
-    data = tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
-    return hashlib.sha256(memoryview(data.numpy())).hexdigest()
+    assert tensor.numel(), "nothing to hash"
+    data: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(data).hexdigest()

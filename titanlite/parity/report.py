@@ -51,7 +51,7 @@ def head_lines(config: JobConfig, steps: int, references: Sequence[Measurement])
     yield f"           sha256 of initial weights {combined_hash(reference.weights)}, of tokens {combined_hash(tokens)}"
     dead = dead_parameters(reference)
     if dead:
-        yield f"note: nothing is shown about {len(dead)} parameters without gradient in the reference: {', '.join(dead)}"
+        yield f"note: nothing is shown about {len(dead)} parameters that get no gradient: {', '.join(dead)}"
 
 
 def bound_lines(own_dtypes: Sequence[str]) -> Iterator[str]:

@@ -10,7 +10,8 @@ from typing import Any
 
 from titanlite.config.schema import JobConfig
 from titanlite.parity.layouts import ONE_PROCESS, Layout, by_world_size
-from titanlite.parity.measure import Measurement, measure_layouts, measure_reference, own_dtypes, passes
+from titanlite.parity.measure import Measurement, measure_layouts, own_dtypes, passes
+from titanlite.parity.reference import measure_reference
 from titanlite.parity.verdict import FLOAT64_BOUND, Bounds, Verdict, judge, merge_ranks, own_bounds, vacuous
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.launch import RankError, run_ranks
@@ -31,10 +32,13 @@ class Result:
 def run_reference(config: JobConfig, steps: int, folder: str) -> list[Measurement]:
     """The reference, once per pass: its weights' hashes are those of the pass's dtype. config: resolved.
 
-    Leaves its gradients in `folder`. Raises UserError where agreement with it would prove nothing.
+    Leaves its gradients in `folder`. Raises UserError where agreement with it would prove nothing, and
+    where the model loses precision.
     """
     answers = _launch("the reference", measure_reference, 1, (config, steps, folder), folder, TIME_LIMIT_S * steps)
-    references = [Measurement.of_json(value) for value in answers[0]]
+    references = [Measurement.of_json(value) for value in answers[0]["measurements"]]
+    if answers[0]["imprecise"]:
+        raise UserError(f"the model is not in float64 where all of its inputs are: {answers[0]['imprecise']}")
     reason = vacuous(references[0])
     if reason is not None:
         raise UserError(f"nothing would be proven: {reason}. Other data, another seed or --steps may help")
