@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -157,6 +158,13 @@ def test_a_rank_that_fails_ends_the_run_with_its_error(
     assert str(raised.value).startswith(FAILURES[how])
     assert "\n" not in str(raised.value)
     assert list((config_file.parent / "temporary").iterdir()) == []
+
+
+def test_data_that_does_not_suffice_is_told_once(config_file: Path) -> None:
+    np.save("few.npy", np.arange(40, dtype=np.uint16))
+    with pytest.raises(UserError) as raised:
+        command.main([str(config_file), "--layouts", "1x1x2x1", "--data.sources.0.path", "few.npy"])
+    assert str(raised.value).startswith("the reference: the corpus has 2 pieces and data.num_streams = 16")
 
 
 def all_masked(config: Any, steps: int, folder: str) -> Any:

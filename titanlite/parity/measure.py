@@ -6,6 +6,7 @@ import logging
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from titanlite.loss import IGNORE_INDEX
 from titanlite.parallel.mesh import AXES, build_mesh
 from titanlite.parity.layouts import Layout, config_of
 from titanlite.runtime.distributed import World, set_timeout
+from titanlite.runtime.errors import UserError
 from titanlite.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -81,8 +83,7 @@ def passes(config: JobConfig) -> list[JobConfig]:
 def measure_layouts(config: JobConfig, layouts: Sequence[Layout], steps: int, folder: str) -> list[list[Any]]:
     """On a rank of run_ranks: for each layout, a Measurement of each pass, as JSON.
 
-    config: resolved. folder: holds the reference's gradients; what this rank is at, and what it failed with, is
-    written there as rank-R.json.
+    config: resolved. folder: holds the reference's gradients; see status_kept.
     """
     # Gathering a parameter that two axes cut is no part of training, and its cost no news.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -91,10 +92,7 @@ def measure_layouts(config: JobConfig, layouts: Sequence[Layout], steps: int, fo
     for layout in layouts:
         results.append([])
         for settings in passes(config_of(config, layout)):
-            progress = {"layout": str(layout), "dtype": settings.training.dtype}
-            status = Path(folder, f"rank-{dist.get_rank()}.json")
-            status.write_text(json.dumps(progress))
-            try:
+            with status_kept(f"{layout}, {settings.training.dtype}", folder):
                 degrees = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
                 if degrees not in meshes:
                     mesh, data_mesh = build_mesh(settings.parallelism, "cpu", layout.world_size)
@@ -102,9 +100,6 @@ def measure_layouts(config: JobConfig, layouts: Sequence[Layout], steps: int, fo
                     set_timeout(groups, config.comm.init_timeout_s)
                     meshes[degrees] = mesh, data_mesh
                 results[-1].append(asdict(measure_layout(settings, *meshes[degrees], steps, Path(folder))))
-            except Exception as error:
-                status.write_text(json.dumps(progress | {"error": _one_line(error), "time": time.time()}))
-                raise
     return results
 
 
@@ -173,12 +168,27 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+@contextmanager
+def status_kept(what: str, folder: str) -> Iterator[None]:
+    """`what` this rank is at inside, and an error that it ends with, in folder/rank-R.json, for the command to tell."""
+    file = Path(folder, f"rank-{dist.get_rank()}.json")
+    file.write_text(json.dumps({"what": what}))
+    try:
+        yield
+    except Exception as error:
+        file.write_text(json.dumps({"what": what, "error": _one_line(error), "time": time.time()}))
+        raise
+
+
 def _one_line(error: Exception) -> str:
-    """What went wrong, and where in our own code."""
-    package = str(Path(__file__).parents[1])
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(package)]
-    where = f" ({Path(own[-1].filename).relative_to(Path(package).parent)}:{own[-1].lineno})" if own else ""
+    """What went wrong; where it is no fault of the user's, also where in our own code."""
     text = " ".join(str(error).split())
+    if isinstance(error, UserError):
+        return text
+    package = Path(__file__).parents[1]
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(str(package))]
+    own = [frame for frame in own if frame.name != status_kept.__name__]
+    where = f" ({Path(own[-1].filename).relative_to(package.parent)}:{own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {text}{where}"
 
 

@@ -28,6 +28,7 @@ from titanlite.parity.measure import (
     mask_and_hash,
     own_sequences,
     passes,
+    status_kept,
 )
 from titanlite.runtime.distributed import World
 from titanlite.trainer import DTYPES
@@ -40,7 +41,11 @@ def measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, A
     Plain torch: the model of the family, the sum of the cross-entropies of the whole global batch over its number of
     valid tokens, updates w -= lr * gradient. Gradients are written to `folder`.
     """
-    config = config_of(config, ONE_PROCESS)
+    with status_kept("the reference", folder):
+        return _measure_reference(config_of(config, ONE_PROCESS), steps, folder)
+
+
+def _measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, Any]:
     model = plain_model(config)
     named = dict(model.named_parameters())
     weights = [
@@ -96,12 +101,12 @@ class PrecisionWatch:
         self._mode = _ResultMode(self._look)
 
     def __enter__(self) -> None:
-        self._modules.__enter__()  # type: ignore[no-untyped-call]
-        self._mode.__enter__()
+        self._modules.__enter__()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(*error)
-        self._modules.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._modules.__exit__(*error)
 
     def _look(self, operation: Any, result: Any) -> None:
         if self.found is not None:

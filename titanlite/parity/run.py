@@ -78,13 +78,12 @@ def _launch(
         return run_ranks(function, ranks, *args, timeout_s=limit_s)
     except RankError as error:
         found = [json.loads(status.read_text()) for status in sorted(Path(folder).glob("rank-*.json"))]
-        failed = sorted((one for one in found if "error" in one), key=lambda one: one["time"])
-        head, _, traceback = str(error).partition("\n")
-        # A rank that was killed has written no error; those that others report are only about its silence.
-        message = failed[0]["error"] if failed and traceback else traceback.strip().rpartition("\n")[2] or head
-        at = failed[0] if failed and traceback else next((one for one in found if "layout" in one), None)
-        where = f"{at['layout']}, {at['dtype']}" if at else what
-        raise UserError(f"{where}: {message}") from None
+        failed = sorted((status for status in found if "error" in status), key=lambda status: status["time"])
+        first = str(error).partition("\n")[0]
+        if failed and first.endswith("failed:"):
+            raise UserError(f"{failed[0]['what']}: {failed[0]['error']}") from None
+        # A rank that was killed has told nothing, and what others tell is about its silence.
+        raise UserError(f"{found[0]['what'] if found else what}: {first}") from None
 
 
 def combined_hash(hashes: dict[str, str]) -> str:
