@@ -80,7 +80,9 @@ def _launch(
         found = [json.loads(status.read_text()) for status in sorted(Path(folder).glob("rank-*.json"))]
         failed = sorted((status for status in found if "error" in status), key=lambda status: status["time"])
         first = str(error).partition("\n")[0]
-        if failed and first.endswith("failed:"):
+        if first.endswith("failed:"):
+            if not failed:
+                raise  # before anything was measured: nothing that a configuration can bring about
             raise UserError(f"{failed[0]['what']}: {failed[0]['error']}") from None
         # A rank that was killed has told nothing, and what others tell is about its silence.
         raise UserError(f"{found[0]['what'] if found else what}: {first}") from None

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_LATE_NEWS_S = 0.5
+_LATE_NEWS_S = 2.0
 _PRELOAD = ("torch", "torch.distributed.tensor", "torch.distributed.fsdp")
 
 
