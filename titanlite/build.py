@@ -26,7 +26,14 @@ from titanlite.parallel.compile import compiled_loss
 from titanlite.parallel.data import resolve_gradient_sync, running_dtypes
 from titanlite.parallel.mesh import AXES, build_mesh, data_degree, data_rank, shard_logits
 from titanlite.parallel.parallelize import parallelize
-from titanlite.parallel.pipeline import Pipeline, StageShapes, keep_stage_, local_stages, rows_per_batch
+from titanlite.parallel.pipeline import (
+    Pipeline,
+    StageShapes,
+    keep_stage_,
+    local_stages,
+    resolve_reshard_after_forward,
+    rows_per_batch,
+)
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import World, init_process_group, set_timeout
 from titanlite.runtime.dump_folder import prepare_dump_folder
@@ -123,7 +130,7 @@ def build_model(config: JobConfig, mesh: DeviceMesh, device: torch.device) -> li
             compilation=config.compile,
             param_dtype=DTYPES[training.mixed_precision_param],
             reduce_dtype=DTYPES[training.mixed_precision_reduce],
-            reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+            reshard_after_forward=resolve_reshard_after_forward(config.parallelism),
         )
         for what in applied if not parts else ():
             log.info("Applied %s to the model", what)

@@ -96,6 +96,17 @@ def test_layouts_of_several_world_sizes_agree(config_file: Path) -> None:
         assert worst <= 1e-11 if one["dtypes"][0] == "float64" else 1e-4 < worst < 0.1
 
 
+def test_split_backward_passes_find_the_weights_of_freed_units(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stages of several layers with sharded parameters, where torch alone would lose gradients."""
+    settings = ["--model.n_layers", "6", "--layouts", "2x1x2x1:InterleavedZeroBubble", "2x1x2x1:ZBVZeroBubble"]
+    command.main([str(config_file), *settings, "2x1x2x1:DualPipeV"])
+    assert "all 4 layouts agree" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"fsdp_reshard_after_forward = 'always'"):
+        command.main([str(config_file), *settings, "--parallelism.fsdp_reshard_after_forward", "always"])
+
+
 def test_a_problem_of_the_configuration_ends_with_2(config_file: Path) -> None:
     done = program(config_file.parent, str(config_file), "--training.seq_lenn", "3", "--ranks", "0")
     assert done.returncode == 2
