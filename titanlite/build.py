@@ -32,6 +32,7 @@ from titanlite.parallel.pipeline import (
     describe_stages,
     keep_units_,
     local_stages,
+    resolve_reshard_after_forward,
     rows_per_batch,
     split_stages,
 )
@@ -134,7 +135,7 @@ def build_model(config: JobConfig, mesh: DeviceMesh, device: torch.device) -> li
             compilation=config.compile,
             param_dtype=DTYPES[training.mixed_precision_param],
             reduce_dtype=DTYPES[training.mixed_precision_reduce],
-            reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+            reshard_after_forward=resolve_reshard_after_forward(config.parallelism),
         )
         for what in applied if not parts else ():
             log.info("Applied %s to the model", what)

@@ -19,7 +19,7 @@ LAYERS = [
     ["titanlite.trainer", "titanlite.validate"],
     ["titanlite.build", "titanlite.config"],
     [
-        *["titanlite.train", "titanlite.config.document", "titanlite.plan"],
+        *["titanlite.train", "titanlite.parity", "titanlite.plan", "titanlite.config.document"],
         *["titanlite.data.command", "titanlite.data.tokenize", "titanlite.data.train_tokenizer"],
     ],
 ]

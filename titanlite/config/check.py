@@ -12,7 +12,7 @@ from titanlite.models import check_model, resolve_model
 from titanlite.optim.optimizer import check_optimizer
 from titanlite.optim.schedule import check_schedule
 from titanlite.parallel.compile import check_compile, compiles_blocks
-from titanlite.parallel.mesh import check_parallelism, data_degree
+from titanlite.parallel.mesh import check_parallelism, data_degree, resolve_axes
 from titanlite.parallel.pipeline import check_pipeline, rows_per_batch, splits_backward
 from titanlite.parallel.recompute import check_activation_checkpoint
 from titanlite.runtime.determinism import check_debug
@@ -40,7 +40,8 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, looks_
             facts.parallelism, facts.training.local_batch_size, facts.training.global_batch_size // degree
         )
     )
-    pipeline_problems = [] if model_problems else check_pipeline(config.parallelism, family.plan(model), rows)
+    layout = replace(config.parallelism, dp_shard=resolve_axes(config.parallelism, world_size)[2])
+    pipeline_problems = [] if model_problems else check_pipeline(layout, family.plan(model), rows)
     return [
         *(check_job(config.job) if looks_at_files else ()),
         *model_problems,

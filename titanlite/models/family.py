@@ -126,6 +126,9 @@ class Family:
     flops_per_token(config, seq_len): floating-point operations per trained token, forward and backward.
     unit_flops_per_token(config, seq_len, unit): the share of the plan's unit of that first name in them.
     activation_bytes(config, shape): what a microbatch keeps in memory.
+    shrink(config, ranks): a tiny model of the same kind; every number that divides `ranks` and a size of `config`
+    divides the same size of the result. Two pipeline stages per rank still have more units than one each, where they
+    had in `config`. The vocabulary stays.
     """
 
     name: str
@@ -138,3 +141,4 @@ class Family:
     flops_per_token: Callable[[Any, int], int]
     unit_flops_per_token: Callable[[Any, int, str], int]
     activation_bytes: Callable[[Any, MicrobatchShape], ActivationBytes]
+    shrink: Callable[[Any, int], Any]

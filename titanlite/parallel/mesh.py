@@ -43,7 +43,8 @@ class ParallelismConfig:
     communication), or hybrid: reduce-scatter at every microbatch, all-reduce over replicas at the last.
     With pp: every sends one local batch at a time through the pipeline, last and hybrid the whole optimizer step."""
     fsdp_reshard_after_forward: ReshardAfterForward = "default"
-    """Whether sharded parameters are freed between forward and backward; default: all units but the last."""
+    """Whether sharded parameters are freed between forward and backward; default: all units but the last, and none with
+    a schedule that splits the backward pass (InterleavedZeroBubble, ZBVZeroBubble, DualPipeV)."""
 
 
 def resolve_axes(section: ParallelismConfig, world_size: int) -> tuple[int, int, int, int]:

@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from titanlite.data.loader import Batch
 from titanlite.models.family import Plan
-from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
+from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule, ReshardAfterForward
 from titanlite.runtime.errors import Problem, require
 
 
@@ -70,6 +70,15 @@ def rows_per_batch(section: ParallelismConfig, local_batch_size: int, rows_per_s
     return local_batch_size if section.pp == 1 or section.gradient_sync == "every" else rows_per_step
 
 
+def resolve_reshard_after_forward(section: ParallelismConfig) -> ReshardAfterForward:
+    """The policy for sharded parameters; with a split backward pass "default" is "never".
+
+    torch notes which weights the second half has to compute when the first half begins. Those of a unit that is freed
+    then are not gathered yet: it would not find them, and leave out their gradients without a word.
+    """
+    return "never" if splits_backward(section) else section.fsdp_reshard_after_forward
+
+
 def check_pipeline(section: ParallelismConfig, plan: Plan, rows: int) -> list[Problem]:
     """What is wrong with the pp_... keys for a model of that plan. Without a pipeline they are without effect.
 
@@ -86,6 +95,13 @@ def check_pipeline(section: ParallelismConfig, plan: Plan, rows: int) -> list[Pr
         section.pp,
         f"{section.pp_schedule} makes {stages} stages of it, and the model has {len(plan.units)} units to put on them",
         "fewer stages (a smaller pp, or a schedule with one stage per rank: 1F1B, GPipe), or more model.n_layers",
+    )
+    problems += require(
+        not (splits_backward(section) and section.dp_shard != 1 and section.fsdp_reshard_after_forward == "always"),
+        f"{key}.fsdp_reshard_after_forward",
+        section.fsdp_reshard_after_forward,
+        f"not with {section.pp_schedule}, which computes gradients of weights later: torch loses those of freed units",
+        'write "default" or "never", which keep the parameters of a stage gathered, or use another pp_schedule',
     )
     given = list(section.pp_split)
     unknown = [name for name in given if name not in cuts]

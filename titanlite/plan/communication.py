@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from titanlite.parallel.mesh import GradientSync, ParallelismConfig
-from titanlite.parallel.pipeline import num_stages
+from titanlite.parallel.pipeline import num_stages, resolve_reshard_after_forward
 from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputes
 from titanlite.plan.schedule import Action, count_gathers
 from titanlite.plan.stages import Stage
@@ -81,7 +81,7 @@ def reductions(shape: StepShape, axis: str) -> int:
 
 def frees_after_forward(stage: Stage, section: ParallelismConfig, unit: int) -> bool:
     """Whether that unit of the stage is freed between forward and backward."""
-    policy = section.fsdp_reshard_after_forward
+    policy = resolve_reshard_after_forward(section)
     return policy == "always" or (policy == "default" and unit < len(stage.units) - 1)
 
 

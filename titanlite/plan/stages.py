@@ -18,7 +18,7 @@ from titanlite.parallel.compile import CompileConfig
 from titanlite.parallel.data import wrapped_modules
 from titanlite.parallel.mesh import build_mesh, shard_logits
 from titanlite.parallel.parallelize import parallelize
-from titanlite.parallel.pipeline import keep_units_, split_stages
+from titanlite.parallel.pipeline import keep_units_, resolve_reshard_after_forward, split_stages
 from titanlite.trainer import DTYPES
 
 
@@ -95,7 +95,7 @@ def build_stage(config: JobConfig, mesh: DeviceMesh, index: int) -> Stage:
         compilation=CompileConfig(),  # a compiled block holds the same parameters
         param_dtype=DTYPES[config.training.mixed_precision_param],
         reduce_dtype=DTYPES[config.training.mixed_precision_reduce],
-        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+        reshard_after_forward=resolve_reshard_after_forward(config.parallelism),
     )
     model.tie_weights()
     shards = [_local(parameter) for parameter in model.parameters()]

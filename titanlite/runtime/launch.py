@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_LATE_NEWS_S = 2.0
 _PRELOAD = ("torch", "torch.distributed.tensor", "torch.distributed.fsdp")
 
 
@@ -57,14 +58,14 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
 
 
 def _collect(ranks: Sequence[tuple[ForkServerProcess, Connection]], deadline: float) -> list[Any]:
-    """What each rank returned. Raises RankError with all failures known at once, the first to happen in front."""
+    """What each rank returned. Raises RankError with all failures known by then, the first to happen in front."""
     results: dict[int, Any] = {}
+    failures: list[tuple[float, str]] = []
     pending = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
     while pending:
         ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise RankError(f"ranks {sorted(pending.values())} are still running after the time limit")
-        failures: list[tuple[float, str]] = []
+            break
         for receiver in ready:
             assert isinstance(receiver, Connection)
             rank = pending.pop(receiver)
@@ -78,8 +79,12 @@ def _collect(ranks: Sequence[tuple[ForkServerProcess, Connection]], deadline: fl
                 failures.append((answer["time"], f"rank {rank} failed:\n{answer['error']}"))
             else:
                 results[rank] = answer["result"]
-        if failures:
-            raise RankError("\n".join(text for _, text in sorted(failures)))
+        if failures:  # of a rank that was killed, others may know before we do
+            deadline = min(deadline, time.monotonic() + _LATE_NEWS_S)
+    if failures:
+        raise RankError("\n".join(text for _, text in sorted(failures)))
+    if pending:
+        raise RankError(f"ranks {sorted(pending.values())} are still running after the time limit")
     return [results[rank] for rank in range(len(ranks))]
 
 

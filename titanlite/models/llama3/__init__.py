@@ -2,7 +2,7 @@
 
 from titanlite.models.family import Family
 from titanlite.models.llama3.activations import activation_bytes
-from titanlite.models.llama3.config import FLAVORS, Llama3Config, check, flops_per_token, unit_flops_per_token
+from titanlite.models.llama3.config import FLAVORS, Llama3Config, check, flops_per_token, shrink, unit_flops_per_token
 from titanlite.models.llama3.model import Llama3, init
 from titanlite.models.llama3.plan import plan
 
@@ -17,4 +17,5 @@ LLAMA3 = Family(
     flops_per_token=flops_per_token,
     unit_flops_per_token=unit_flops_per_token,
     activation_bytes=activation_bytes,
+    shrink=shrink,
 )

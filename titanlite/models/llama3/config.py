@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, fields, replace
 
+from titanlite.models.sizes import size_alike
 from titanlite.runtime.errors import Problem, require
 
 
@@ -114,6 +115,24 @@ def unit_flops_per_token(config: Llama3Config, seq_len: int, unit: str) -> int:
         return (flops_per_token(config, seq_len) - output) // config.n_layers
     holds_output = unit == "norm" or config.tie_embeddings
     return output if holds_output else 0
+
+
+_TINY_HEAD_DIM = 8
+
+
+def shrink(config: Llama3Config, ranks: int) -> Llama3Config:
+    """A tiny model of the same kind, see Family. Of several query heads per key/value head two remain."""
+    n_kv_heads = math.gcd(config.n_kv_heads, ranks)
+    n_heads = n_kv_heads * min(config.n_heads // config.n_kv_heads, 2)
+    dim = n_heads * min(config.head_dim, _TINY_HEAD_DIM)
+    return replace(
+        config,
+        dim=dim,
+        n_layers=min(config.n_layers, 2 * ranks),
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        ffn_dim=size_alike(config.ffn_dim, 2 * dim, ranks),
+    )
 
 
 _SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "rope_original_seq_len", "max_seq_len")

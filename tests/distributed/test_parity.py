@@ -1,0 +1,415 @@
+"""`python -m titanlite.parity`: layouts agree, a mistake is named by the first thing it changes, nothing hangs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.program import CONFIG, REPOSITORY, clean_environment
+from tests.distributed.reference import small_config
+from titanlite.data.loader import Batch
+from titanlite.parallel import clip, pipeline
+from titanlite.parallel.data import gradient_sync, wrapped_modules
+from titanlite.parity import __main__ as command
+from titanlite.parity import measure, reference, run
+from titanlite.parity.layouts import Layout, layout_from_text
+from titanlite.parity.measure import Measurement, in_float64, measure_layouts
+from titanlite.parity.reference import measure_reference
+from titanlite.parity.run import run_reference
+from titanlite.parity.shrink import comparable_config, resolved_config
+from titanlite.parity.verdict import FLOAT64_BOUND, Bounds, judge, merge_ranks
+from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.launch import run_ranks
+from titanlite.trainer import Trainer
+
+RUN = (sys.executable, "-m", "titanlite.parity")
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of the tests' small model; the command's own temporary folder goes to tmp_path / "temporary"."""
+    file = tmp_path / "config.toml"
+    file.write_text(CONFIG)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(command, "workplace", lambda: tempfile.TemporaryDirectory(dir=tmp_path / "temporary"))
+    monkeypatch.chdir(tmp_path)
+    return file
+
+
+def program(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [*RUN, *arguments],
+        cwd=folder,
+        env=clean_environment() | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_layouts_of_several_world_sizes_agree(config_file: Path) -> None:
+    """Steps in float64, float32 and with a bfloat16 computation; the table, the JSON, and nothing left behind."""
+    folder = config_file.parent
+    names = ["2x1x1x1:ZBVZeroBubble", "1x1x1x2", "1x2x2x1"]
+    settings = ["--steps", "2", "--training.dtype", "float32", "--training.mixed_precision_param", "bfloat16"]
+    before = {path.name for path in folder.iterdir()}
+    done = program(folder, str(config_file), *settings, "--json", "out.json", "--layouts", *names)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert {path.name for path in folder.iterdir()} == before | {"out.json"}
+    lines = done.stdout.splitlines()
+    assert lines[0] == "reference: one process, plain torch, float64; 2 steps of 16 sequences x 16 tokens"
+    assert lines[-1] == "all 4 layouts agree with the reference"
+    rows = [line.split() for line in lines if line.endswith("agrees")]
+    expected = [(name, dtype) for name in ["1x1x1x1", *names] for dtype in ("float64", "float32/bfloat16/float32")]
+    assert [tuple(row[:2]) for row in rows] == expected
+    assert all(abs(float(row[3]) - 1.0) < 0.01 for row in rows)
+    content = json.loads(Path(folder, "out.json").read_text())
+    assert content["agree"] is True
+    assert len(content["reference"]["steps"]) == 2
+    assert 0 < content["reference"]["steps"][0]["num_valid"] < 16 * 16
+    assert content["reference"]["steps"][1]["loss"] != content["reference"]["steps"][0]["loss"]
+    assert [(one["layout"], "/".join(dict.fromkeys(one["dtypes"]))) for one in content["layouts"][::2]] == [
+        (name, "float64") for name, _ in expected[::2]
+    ]
+    for one in content["layouts"]:
+        assert one["first_difference"] is None
+        assert len(one["errors"]) == 2
+        assert len(one["errors"][0]["gradients"]) == 21
+        worst = max(error for step in one["errors"] for error in step["gradients"].values())
+        assert worst <= 1e-11 if one["dtypes"][0] == "float64" else 1e-4 < worst < 0.1
+
+
+def test_split_backward_passes_find_the_weights_of_freed_units(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stages of several layers with sharded parameters, where torch alone would lose gradients."""
+    settings = ["--model.n_layers", "6", "--layouts", "2x1x2x1:InterleavedZeroBubble", "2x1x2x1:ZBVZeroBubble"]
+    command.main([str(config_file), *settings, "2x1x2x1:DualPipeV"])
+    assert "all 4 layouts agree" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"fsdp_reshard_after_forward = 'always'"):
+        command.main([str(config_file), *settings, "--parallelism.fsdp_reshard_after_forward", "always"])
+
+
+def test_a_problem_of_the_configuration_ends_with_2(config_file: Path) -> None:
+    done = program(config_file.parent, str(config_file), "--training.seq_lenn", "3", "--ranks", "0")
+    assert done.returncode == 2
+    assert "training.seq_lenn" in done.stderr
+    assert "--ranks = 0" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layouts", "1x1x3x1"], "layout 1x1x3x1: training.global_batch_size = 16"),
+        (["--layouts", "1x1x2x1", "2x2"], "--layouts = '2x2'"),
+        (["--layouts", "2x1x1x1:1f1b"], "rule:   the schedules: GPipe, 1F1B"),
+        (["--ranks", "7"], "training.global_batch_size = 16"),
+        (["--json", "no/such/folder/x.json"], "--json = 'no/such/folder/x.json'"),
+        (["--model.n_heads", "3"], "model.n_kv_heads"),
+        (["--model.n_heads", "3", "--shrink"], "model.n_kv_heads"),
+    ],
+)
+def test_what_cannot_be_run_is_a_problem_of_the_configuration(
+    config_file: Path, arguments: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        command.main([str(config_file), *arguments])
+    assert message in str(raised.value)
+
+
+def raises_on_the_last_rank(config: Any, layouts: Sequence[Layout], steps: int, folder: str, how: str) -> Any:
+    """In the second layout of two ranks."""
+    trained = Trainer.train_step
+    calls = 0
+
+    def fail(trainer: Trainer, batches: Sequence[Batch]) -> Any:
+        nonlocal calls
+        calls += 1
+        if dist.get_world_size() == 2 and dist.get_rank() == 1 and calls == 2:
+            if how == "raise":
+                raise ValueError("the cause\nin two lines")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return trained(trainer, batches)
+
+    with patch.object(Trainer, "train_step", fail):
+        return measure_layouts(config, layouts, steps, folder)
+
+
+FAILURES = {
+    "raise": "1x1x1x2, float64: ValueError: the cause in two lines (titanlite/parity/measure.py:",
+    "kill": "1x1x1x2, float64: rank 1 ended with exit code -9",
+}
+
+
+@pytest.mark.parametrize("how", sorted(FAILURES))
+def test_a_rank_that_fails_ends_the_run_with_its_error(
+    config_file: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "measure_layouts", partial(raises_on_the_last_rank, how=how))
+    with pytest.raises(UserError) as raised:
+        command.main([str(config_file), "--layouts", "1x1x2x1", "1x1x1x2"])
+    assert str(raised.value).startswith(FAILURES[how])
+    assert "\n" not in str(raised.value)
+    assert list((config_file.parent / "temporary").iterdir()) == []
+
+
+def test_data_that_does_not_suffice_is_told_once(config_file: Path) -> None:
+    np.save("few.npy", np.arange(40, dtype=np.uint16))
+    with pytest.raises(UserError) as raised:
+        command.main([str(config_file), "--layouts", "1x1x2x1", "--data.sources.0.path", "few.npy"])
+    assert str(raised.value).startswith("the reference: the corpus has 2 pieces and data.num_streams = 16")
+
+
+def all_masked(config: Any, steps: int, folder: str) -> Any:
+    with patch.object(measure, "keep_label", lambda config, _: torch.zeros(config.training.seq_len, dtype=torch.bool)):
+        return measure_reference(config, steps, folder)
+
+
+def test_agreement_about_nothing_is_refused(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "measure_reference", all_masked)
+    with pytest.raises(UserError, match="nothing would be proven: step 1 has no valid token"):
+        command.main([str(config_file), "--layouts", "1x1x2x1"])
+
+
+def norm_in_float32(config: Any, steps: int, folder: str) -> Any:
+    """A norm that forgets the precision of its input: alike on all layouts, so that none of them differs."""
+
+    def forward(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + (norm.eps or 0.0))
+        return (wide * scale).to(x.dtype) * norm.weight
+
+    with patch.object(nn.RMSNorm, "forward", forward):
+        return measure_reference(config, steps, folder)
+
+
+def rounded_gradient(config: Any, steps: int, folder: str) -> Any:
+    """Forward is exact, backward is not."""
+
+    def rounded(model: nn.Module, batch: Batch, num_valid: int) -> float:
+        model.get_submodule("layers.1.ffn_norm").weight.register_hook(lambda gradient: gradient.float().double())
+        return right(model, batch, num_valid)
+
+    right = reference.forward_backward
+    with patch.object(reference, "forward_backward", rounded):
+        return measure_reference(config, steps, folder)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "place"),
+    [
+        (norm_in_float32, "_to_copy.default gives torch.float32 in layers.0.attention_norm"),
+        (rounded_gradient, "_to_copy"),
+    ],
+)
+def test_a_model_that_loses_precision_is_refused(
+    config_file: Path, wrong: Callable[..., Any], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "measure_reference", wrong)
+    with pytest.raises(UserError, match=f"not in float64 where all of its inputs are: .*{place}"):
+        command.main([str(config_file), "--layouts", "1x1x2x1"])
+
+
+# Mistakes -------------------------------------------------------------------------------------------------------------
+
+Mistake = Callable[[], AbstractContextManager[Any]]
+
+
+def changed_trainer(change: Callable[[Trainer], None]) -> AbstractContextManager[Any]:
+    """The trainer is built, and then changed."""
+    build = measure.build_trainer
+
+    def build_and_change(*args: Any) -> Trainer:
+        trainer = build(*args)
+        change(trainer)
+        return trainer
+
+    return patch.object(measure, "build_trainer", build_and_change)
+
+
+def averaging() -> AbstractContextManager[Any]:
+    """Reductions divide by the number of ranks."""
+
+    def average(trainer: Trainer) -> None:
+        for module in wrapped_modules(trainer.model_parts[0]):
+            module.set_gradient_divide_factor(2.0)
+
+    return changed_trainer(average)
+
+
+def own_count() -> AbstractContextManager[Any]:
+    """Each rank counts its own valid tokens only."""
+
+    def count(_: Trainer, batches: Sequence[Batch]) -> Tensor:
+        return torch.stack([(batch.labels != -100).sum() for batch in batches]).sum()
+
+    return patch.object(Trainer, "count_valid_tokens", count)
+
+
+def scaled_by_microbatches() -> AbstractContextManager[Any]:
+    """The pipeline divides gradients by its number of microbatches."""
+    get = pipeline.get_schedule_class
+
+    def scaling(name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: get(name)(*args, **(kwargs | {"scale_grads": True}))
+
+    return patch.object(pipeline, "get_schedule_class", scaling)
+
+
+def random_init() -> AbstractContextManager[Any]:
+    """Each rank draws its shards from a generator of its own."""
+    build = measure.build_model
+
+    def build_randomly(*args: Any) -> Any:
+        parts = build(*args)
+        torch.manual_seed(dist.get_rank())
+        for parameter in parts[0].parameters():
+            if parameter.dim() == 2 and isinstance(parameter, DTensor):
+                parameter.to_local().detach().normal_(0.0, 0.02)
+        return parts
+
+    return patch.object(measure, "build_model", build_randomly)
+
+
+def same_rows_everywhere() -> AbstractContextManager[Any]:
+    """All data ranks read what the first one should."""
+    build = measure.build_data
+    return patch.object(measure, "build_data", lambda config, world: build(config, replace(world, rank=0)))
+
+
+def loss_counted_by_each_tp_rank() -> AbstractContextManager[Any]:
+    """The ranks that compute the same loss all report it."""
+    return changed_trainer(lambda trainer: setattr(trainer, "counts_loss", True))
+
+
+def replicated_counted_twice() -> AbstractContextManager[Any]:
+    """The norm adds up what tp ranks have alike."""
+
+    def groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
+        assert isinstance(parameter, DTensor)
+        mesh = parameter.device_mesh
+        return tuple(mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1)
+
+    return patch.object(clip, "_shard_groups", groups)
+
+
+def forgotten_last_sync() -> AbstractContextManager[Any]:
+    """No microbatch is ever the last one of its step."""
+
+    def forget(parts: Any, policy: Any, *, is_last: bool) -> AbstractContextManager[None]:
+        del is_last
+        return gradient_sync(parts, policy, is_last=False)
+
+    return patch("titanlite.trainer.gradient_sync", forget)
+
+
+def norm_of_one_stage() -> AbstractContextManager[Any]:
+    """The norm is not reduced over the stages."""
+    return patch("titanlite.trainer.clip_grad_norm_", _norm_without_pipeline)
+
+
+def _norm_without_pipeline(parts: Any, max_norm: float, norm_type: Any, _: dist.ProcessGroup) -> Tensor:
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return clip.clip_grad_norm_(parts, max_norm, norm_type, alone[dist.get_rank()])
+
+
+MISTAKES: dict[str, tuple[Mistake, str, str]] = {
+    "averaging over shards": (averaging, "1x1x2x1", "gradient of"),
+    "averaging over replicas": (averaging, "1x2x1x1", "gradient of"),
+    "per-rank token counts": (own_count, "1x1x2x1", "valid tokens: the ranks disagree"),
+    "scale_grads": (scaled_by_microbatches, "2x1x1x1:1F1B", "gradient of"),
+    "random init": (random_init, "1x1x2x1", "initial weights: tok_embeddings.weight"),
+    "random init of replicas": (random_init, "1x2x1x1", "initial weights: tok_embeddings.weight (the ranks disagree)"),
+    "same rows everywhere": (same_rows_everywhere, "1x1x2x1", "step 1, tokens: sequence 1 of the run"),
+    "loss of each tp rank": (loss_counted_by_each_tp_rank, "1x1x1x2", "step 1, loss: "),
+    "replicated counted twice": (replicated_counted_twice, "1x1x1x2", "step 1, grad norm: "),
+    "forgotten last sync": (forgotten_last_sync, "1x2x1x1", "gradient of"),
+    "norm of one stage": (norm_of_one_stage, "2x1x1x1:1F1B", "step 1, grad norm: the ranks disagree"),
+}
+
+
+def mistaken(config: Any, folder: str) -> dict[str, Any]:
+    """On two ranks: each mistake in its layout."""
+    answers = {}
+    for name, (mistake, layout, _) in MISTAKES.items():
+        with mistake():
+            chosen = layout_from_text(layout, "1F1B")
+            assert isinstance(chosen, Layout)
+            answers[name] = measure_layouts(config, [chosen], 1, folder)[0][0]
+    return answers
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+    """Mistake -> first difference."""
+    config = in_float64(resolved_config(comparable_config(small_config(1, "training.local_batch_size=2"), 2)))
+    folder = str(tmp_path_factory.mktemp("reference"))
+    (expected,) = run_reference(config, 1, folder)
+    answers = run_ranks(mistaken, 2, config, folder)
+    return {
+        name: judge(
+            merge_ranks([Measurement.of_json(rank[name]) for rank in answers]), expected, Bounds(FLOAT64_BOUND)
+        ).first_difference
+        for name in MISTAKES
+    }
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_seen_and_named(name: str, found: dict[str, str | None]) -> None:
+    first = found[name]
+    print(f"{name}: {first}")
+    assert first is not None
+    assert MISTAKES[name][2] in first
+
+
+def averaging_on_ranks(config: Any, layouts: Sequence[Layout], steps: int, folder: str) -> Any:
+    with averaging() if dist.get_world_size() > 1 else nullcontext():
+        return measure_layouts(config, layouts, steps, folder)
+
+
+def test_a_difference_ends_with_1(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "measure_layouts", averaging_on_ranks)
+    with pytest.raises(SystemExit) as ended:
+        command.main([str(config_file), "--layouts", "1x1x2x1", "--json", "out.json"])
+    assert ended.value.code == 1
+    printed = capsys.readouterr().out
+    assert "    first difference: step 1, gradient of " in printed
+    assert "1 of 2 layouts differ; the first: 1x1x2x1, float64: step 1, gradient of" in printed
+    content = json.loads(Path("out.json").read_text())
+    assert content["agree"] is False
+    assert content["layouts"][1]["grad_norm_ratio"] == pytest.approx(0.5)
+
+
+def test_masks_depend_on_the_sequence_alone() -> None:
+    config = small_config(1)
+    kept = {number: measure.keep_label(config, number) for number in range(40)}
+    shares = {number: mask.double().mean().item() for number, mask in kept.items()}
+    assert {number: shares[number] for number in (0, 1, 16, 17, 32, 33)} == dict.fromkeys((0, 16, 32), 0.0) | (
+        dict.fromkeys((1, 17, 33), 1.0)
+    )
+    assert len({round(share, 3) for share in shares.values()}) > 8
+    single = replace(config, training=replace(config.training, global_batch_size=1))
+    assert 0 < measure.keep_label(single, 0).sum() < 16
+    again = measure.keep_label(replace(config, training=replace(config.training, local_batch_size=8)), 7)
+    assert torch.equal(again, kept[7])
+    assert not torch.equal(measure.keep_label(replace(config, debug=replace(config.debug, seed=1)), 7), kept[7])

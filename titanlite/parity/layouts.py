@@ -1,0 +1,137 @@
+"""Layouts: how they are written, which of them a number of ranks has, and the configuration of each."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from titanlite.config.check import check_config
+from titanlite.config.schema import JobConfig
+from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
+from titanlite.parallel.pipeline import num_stages
+from titanlite.runtime.errors import Problem
+
+SCHEDULE_NAMES: tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)
+SCHEDULES_PER_PIPELINE = 3
+FORM = "PPxDP_REPLICATExDP_SHARDxTP, with a pipeline also :SCHEDULE, as in 2x1x2x1:ZBVZeroBubble"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the mesh axes, and the pipeline schedule: None where pp = 1."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+    schedule: PipelineSchedule | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.tp
+
+    def __str__(self) -> str:
+        degrees = f"{self.pp}x{self.dp_replicate}x{self.dp_shard}x{self.tp}"
+        return f"{degrees}:{self.schedule}" if self.schedule else degrees
+
+
+ONE_PROCESS = Layout(1, 1, 1, 1)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A layout that the configuration's own checks do not accept, and why."""
+
+    layout: Layout
+    problems: tuple[Problem, ...]
+
+
+def layout_from_text(text: str, own_schedule: PipelineSchedule) -> Layout | Problem:
+    """The layout that a user named; a pipeline without a schedule has the configuration's own."""
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)x([1-9]\d*)(?::(\w+))?", text)
+    if not found:
+        return Problem("--layouts", text, f"{FORM}, each degree at least 1", "for example 1x2x2x1")
+    pp, dp_replicate, dp_shard, tp = map(int, found.groups()[:4])
+    schedule = found[5]
+    if schedule and pp == 1:
+        return Problem("--layouts", text, "a schedule needs pp above 1", f"write {text.partition(':')[0]}")
+    if schedule and schedule not in SCHEDULE_NAMES:
+        return Problem("--layouts", text, f"the schedules: {', '.join(SCHEDULE_NAMES)}", "name one of them")
+    given = next((name for name in SCHEDULE_NAMES if name == schedule), own_schedule)
+    return Layout(pp, dp_replicate, dp_shard, tp, given if pp > 1 else None)
+
+
+def candidate_layouts(ranks: int, own_schedule: PipelineSchedule) -> Iterator[tuple[Layout, ...]]:
+    """All factorizations of `ranks`; for each, its layouts in order of preference.
+
+    Without a pipeline that is one. With one, the configuration's own schedule comes first, and the others begin at a
+    different one each time, so that all have their turn.
+    """
+    others = [name for name in SCHEDULE_NAMES if name != own_schedule]
+    turn = 0
+    for pp, dp_replicate, dp_shard, tp in _factorizations(ranks, 4):
+        if pp == 1:
+            yield (Layout(pp, dp_replicate, dp_shard, tp),)
+            continue
+        rotated = [others[(turn + index) % len(others)] for index in range(len(others))]
+        turn += SCHEDULES_PER_PIPELINE - 1
+        yield tuple(Layout(pp, dp_replicate, dp_shard, tp, name) for name in (own_schedule, *rotated))
+
+
+def choose_layouts(config: JobConfig, ranks: int) -> tuple[list[Layout], list[Refusal]]:
+    """The layouts of `ranks` ranks that the configuration's checks accept, and those refused on the way.
+
+    Each pipeline gets up to SCHEDULES_PER_PIPELINE schedules.
+    """
+    accepted: list[Layout] = []
+    refused: list[Refusal] = []
+    for candidates in candidate_layouts(ranks, config.parallelism.pp_schedule):
+        left = SCHEDULES_PER_PIPELINE
+        for layout in candidates:
+            if not left:
+                break
+            problems = check_layout(config, layout)
+            if problems:
+                refused.append(Refusal(layout, tuple(problems)))
+            else:
+                accepted.append(layout)
+                left -= 1
+    return accepted, refused
+
+
+def check_layout(config: JobConfig, layout: Layout) -> list[Problem]:
+    """What the checks of a training run say to the configuration on this layout."""
+    return check_config(config_of(config, layout), world_size=layout.world_size, device_type="cpu")
+
+
+def config_of(config: JobConfig, layout: Layout) -> JobConfig:
+    """The configuration on that layout. pp_split stays where it makes as many stages as the layout has."""
+    section = replace(
+        config.parallelism,
+        pp=layout.pp,
+        dp_replicate=layout.dp_replicate,
+        dp_shard=layout.dp_shard,
+        tp=layout.tp,
+        pp_schedule=layout.schedule or config.parallelism.pp_schedule,
+    )
+    return replace(config, parallelism=replace(section, pp_split=_fitting_split(section)))
+
+
+def _fitting_split(section: ParallelismConfig) -> tuple[str, ...]:
+    return section.pp_split if len(section.pp_split) == num_stages(section) - 1 else ()
+
+
+def _factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
+    """All ordered ways to write `number` as a product of so many factors."""
+    if factors == 1:
+        yield (number,)
+        return
+    for first in (divisor for divisor in range(1, number + 1) if number % divisor == 0):
+        for rest in _factorizations(number // first, factors - 1):
+            yield (first, *rest)
+
+
+def by_world_size(layouts: Sequence[Layout]) -> dict[int, list[Layout]]:
+    """The layouts of each world size, smallest first; what is run together."""
+    sizes = sorted({layout.world_size for layout in layouts})
+    return {size: [layout for layout in layouts if layout.world_size == size] for size in sizes}
