@@ -1,8 +1,8 @@
 """What a rank's share of the initial weights costs: `python benchmarks/initial_weights.py`, on one thread.
 
-Draws one matrix of 16.8 M elements whole, and an eighth of it, cut by rows (as fully_shard and column parallelism do) and
-by columns (as row parallelism does): blocks are drawn whole, so a cut along the second dimension saves nothing. The last
-lines say what that makes of the published sizes, by elements alone.
+Draws one matrix of 16.8 M elements whole, and an eighth of it, cut by rows (as fully_shard and column parallelism do)
+and by columns (as row parallelism does): blocks are drawn whole, so a cut along the second dimension saves nothing. The
+last lines say what that makes of the published sizes, by elements alone.
 """
 
 import time
@@ -37,7 +37,9 @@ def main() -> None:
     print(f"1/{PARTS} by columns: {seconds(SIDE, SIDE // PARTS) / whole:.2f} of it")
     for name, (parameters, ranks, tp, second) in SHAPES.items():
         drawn = parameters / ranks * (1 - second + second * tp)
-        print(f"{name} on {ranks} ranks, tp {tp}: {drawn / 1e6:,.0f} M elements, {drawn * whole / SIDE**2:.0f} s a rank")
+        print(
+            f"{name} on {ranks} ranks, tp {tp}: {drawn / 1e6:,.0f} M elements, {drawn * whole / SIDE**2:.0f} s a rank"
+        )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Choices beside the layout that may not change numbers: freeing parameters, tied weights, the seed, clipping."""
 
+import pytest
 import torch.distributed as dist
 
 from tests.distributed.gradients import build_on_mesh, difference, step_errors, whole
@@ -30,6 +31,7 @@ def worst_errors(layouts: list[tuple[int, int]]) -> dict[str, float]:
     return errors
 
 
+@pytest.mark.slow
 def test_reshard_policies_tied_weights_and_another_seed_change_no_gradient() -> None:
     for world_size, layouts in ((1, [(1, 1)]), (2, [(1, 2), (2, 1)]), (4, [(2, 2)])):
         for errors in run_ranks(worst_errors, world_size, layouts):
@@ -90,6 +92,7 @@ def clipped_steps(replicas: list[int]) -> list[float]:
     return [weights_after_a_clipped_step(replicate) for replicate in replicas]
 
 
+@pytest.mark.slow
 def test_a_clipped_update_is_that_of_one_process() -> None:
     for world_size, replicas in ((1, [1]), (2, [1, 2]), (4, [2])):
         for errors in run_ranks(clipped_steps, world_size, replicas):

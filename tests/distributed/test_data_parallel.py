@@ -41,8 +41,17 @@ def all_cases(layouts: list[tuple[int, int]], dtype: str) -> dict[str, tuple[flo
     return errors
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("world_size", "dtype"),
+    [
+        (1, "float64"),
+        (1, "float32"),
+        (2, "float64"),
+        pytest.param(2, "float32", marks=pytest.mark.slow),
+        pytest.param(4, "float64", marks=pytest.mark.slow),
+        pytest.param(4, "float32", marks=pytest.mark.soak),
+    ],
+)
 def test_gradients_are_those_of_one_process(world_size: int, dtype: str) -> None:
     for rank, errors in enumerate(run_ranks(all_cases, world_size, LAYOUTS[world_size], dtype)):
         assert len(errors) == 18 * len(LAYOUTS[world_size])

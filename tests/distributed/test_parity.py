@@ -63,6 +63,7 @@ def program(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]"
     )
 
 
+@pytest.mark.slow
 def test_layouts_of_several_world_sizes_agree(config_file: Path) -> None:
     """Steps in float64, float32 and with a bfloat16 computation; the table, the JSON, and nothing left behind."""
     folder = config_file.parent
@@ -96,6 +97,7 @@ def test_layouts_of_several_world_sizes_agree(config_file: Path) -> None:
         assert worst <= 1e-11 if one["dtypes"][0] == "float64" else 1e-4 < worst < 0.1
 
 
+@pytest.mark.slow
 def test_split_backward_passes_find_the_weights_of_freed_units(
     config_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -163,7 +163,8 @@ def runs_with(name: PipelineSchedule, counts: list[int]) -> dict[int, str]:
     return answers
 
 
-@pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("pp", [2, 4])
 def test_the_configuration_refuses_what_the_schedules_refuse_and_nothing_else(pp: int) -> None:
     counts = list(range(1, 13))
     plan = Plan(tuple((f"unit{index}",) for index in range(8)), {}, {})

@@ -75,7 +75,7 @@ def calls_and_bytes(layouts: list[list[str]]) -> list[tuple[dict[str, int], int]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", LAYOUTS)
+@pytest.mark.parametrize("world_size", [n if n < 4 else pytest.param(n, marks=pytest.mark.soak) for n in LAYOUTS])
 def test_calls_and_bytes_are_those_of_a_real_step(world_size: int) -> None:
     ranks = run_ranks(calls_and_bytes, world_size, LAYOUTS[world_size])
     for number, settings in enumerate(LAYOUTS[world_size]):

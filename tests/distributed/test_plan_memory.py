@@ -157,7 +157,8 @@ def peak_errors(layout: str, dtype: str) -> dict[str, list[float]]:
     return errors
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_a_microbatch_keeps_in_one_process(dtype: str) -> None:
     errors = kept_errors("1 process", dtype)
     assert {mode: error for mode, error in errors.items() if abs(error) > 0.02} == {}

@@ -70,7 +70,7 @@ def all_products(backend: str, tp: int) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("backend", ["", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["", *(pytest.param(b, marks=pytest.mark.slow) for b in ("aot_eager", "inductor"))])
 def test_only_what_is_not_kept_is_computed_again(backend: str, tp: int) -> None:
     """Early stop, without a compiler, leaves out a block's last product: nothing in backward needs its result."""
     for found in run_ranks(all_products, tp, backend, tp):

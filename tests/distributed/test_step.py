@@ -208,6 +208,7 @@ def mixed_precision(settings: list[str]) -> list[str]:
     return sorted(seen)
 
 
+@pytest.mark.slow
 def test_mixed_precision_is_in_force_on_every_mesh() -> None:
     expected = [
         "activation torch.bfloat16",

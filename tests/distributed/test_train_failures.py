@@ -91,6 +91,7 @@ def assert_bad_row_is_told(program: Program, file: Path) -> None:
     assert own_tracebacks(program.output) == 0
 
 
+@pytest.mark.slow
 def test_a_users_error_on_one_rank_is_told_once_at_the_same_step(
     single_with_a_bad_row: Program, tokenizer: Path, tmp_path: Path, start: Starter
 ) -> None:
