@@ -45,7 +45,7 @@ def init_parameters_(module: nn.Module, seed: int, init: Callable[[str], Init]) 
 
     Parameters may be plain tensors or DTensors of any placement, on any device. `init` is given each parameter's name
     in the whole, unwrapped model; a shared parameter has the first of its names. Parameters are filled by
-    torch.get_num_threads() threads, 16 at most, each of which takes up to 12 MiB of host memory; the values do not
+    torch.get_num_threads() threads, 16 at most, each of which takes up to 16 MiB of host memory; the values do not
     depend on their number.
     """
     with ThreadPoolExecutor(min(torch.get_num_threads(), 16)) as pool:
@@ -122,6 +122,13 @@ def _copy_box(blocks: _Blocks, out: Tensor, shape: Sequence[int], offset: Sequen
         blocks.copy(out.view(-1), start + (offset[0] * prod(inner) if shape else 0))
     elif out.dim() == 1:
         blocks.copy(out, start + offset[0])
+    elif out.dim() == 2:
+        # Whole rows are put together, many at once, and then cut: row by row would take twice as long as drawing them.
+        columns, at_once = inner[0], max(1, BLOCK_NUMEL // inner[0])
+        for first, part in enumerate(out.split(at_once)):
+            rows = torch.empty(part.shape[0] * columns, dtype=torch.float32, device="cpu")
+            blocks.copy(rows, start + (offset[0] + first * at_once) * columns)
+            part.copy_(rows.view(-1, columns)[:, offset[1] : offset[1] + part.shape[1]])
     else:
         for index, part in enumerate(out):
             _copy_box(blocks, part, inner, offset[1:], start + (offset[0] + index) * prod(inner))
