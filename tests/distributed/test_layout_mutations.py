@@ -16,13 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.gradients import replaced
 from tests.distributed.layouts import BOUNDS, Layout, measure
+from tests.distributed.test_mutations import without_last_sync
 from titanlite import build as build_module
 from titanlite import trainer as trainer_module
 from titanlite.data.loader import Batch
 from titanlite.loss import IGNORE_INDEX, cross_entropy_sum
 from titanlite.models.init import Init
 from titanlite.parallel import clip as clip_module
-from titanlite.parallel.data import gradient_sync, wrapped_modules
+from titanlite.parallel.data import wrapped_modules
 from titanlite.runtime.launch import run_ranks
 from titanlite.trainer import Trainer
 
@@ -151,20 +152,6 @@ def replicas_counted_twice() -> Iterator[None]:
         return tuple(mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1)
 
     with replaced(clip_module, "_shard_groups", all_groups):
-        yield
-
-
-@contextmanager
-def without_last_sync() -> Iterator[None]:
-    """No microbatch is ever the last one of its step."""
-
-    @contextmanager
-    def forgetful(parts: Sequence[nn.Module], policy: str, *, is_last: bool) -> Iterator[None]:
-        del is_last
-        with gradient_sync(parts, policy, is_last=False):
-            yield
-
-    with replaced(trainer_module, "gradient_sync", forgetful):
         yield
 
 
