@@ -49,8 +49,9 @@ class Layout:
 
     @property
     def other(self) -> str:
-        """All choices beside the mesh and the schedule."""
-        chosen = [text for text in self.settings if "pp_schedule" not in text and text != AOT]
+        """All choices beside the mesh and the schedule, in few words."""
+        chosen = [text for text in self.settings if "pp_schedule" not in text and text not in UNSAID]
+        chosen = [SHORT.get(text, text.partition(".")[2]) for text in chosen]
         return ", ".join([*(f"accumulation {self.accumulation}" for _ in range(self.accumulation > 1)), *chosen])
 
     def config(self, *settings: str) -> JobConfig:
@@ -73,6 +74,13 @@ COMPILE = ("compile.enable=true", AOT)
 FULL = ("activation_checkpoint.mode=full",)
 BY_OP = ("activation_checkpoint.mode=selective", "activation_checkpoint.selective_policy=op")
 BY_LAYER = ("activation_checkpoint.mode=selective", "activation_checkpoint.selective_policy=layer")
+UNSAID = (AOT, "activation_checkpoint.mode=selective")
+SHORT = {
+    "compile.enable=true": "compile",
+    FULL[0]: "recompute full",
+    BY_OP[1]: "recompute op",
+    BY_LAYER[1]: "recompute layer",
+}
 TIED = ("model.tie_embeddings=true",)
 WHOLE_LOGITS = ("parallelism.loss_parallel=false",)
 EVERY, LAST = ("parallelism.gradient_sync=every",), ("parallelism.gradient_sync=last",)
