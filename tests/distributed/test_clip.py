@@ -1,10 +1,13 @@
 """The gradient norm, and clipping to it, over parameters of every placement at once."""
 
+import math
+from typing import get_args
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from tests.distributed.gradients import difference, whole
 from titanlite.parallel.clip import NormType, clip_grad_norm_
@@ -104,3 +107,28 @@ def test_every_element_counts_once_and_is_scaled_once(sizes: tuple[int, int, int
                 assert found_dtype == norm_dtype
                 assert norm_error <= norm_bound
                 assert gradient_error <= gradient_bound
+
+
+def norms_with_a_nan(axis: str) -> list[list[float]]:
+    """For each norm and each rank that has the only NaN, in its part of a gradient: the norm."""
+    world = init_device_mesh("cpu", tuple(2 if name == axis else 1 for name in AXES), mesh_dim_names=AXES)
+    found = []
+    for norm_type in get_args(NormType):
+        found.append([])
+        for victim in range(2):
+            local = torch.ones(2, 3)
+            if world.get_rank() == victim:
+                local[1, 2] = float("nan")
+            gradient: torch.Tensor = local if axis == "pp" else DTensor.from_local(local, world[axis], [Shard(0)])
+            model = nn.Module()
+            model.register_parameter("weight", nn.Parameter(torch.zeros_like(gradient)))
+            model.weight.grad = gradient
+            found[-1].append(clip_grad_norm_([model], 1.0, norm_type, world.get_group("pp")).item())
+    return found
+
+
+@pytest.mark.parametrize("axis", ["pp", "dp_shard", "tp"])
+def test_a_nan_on_one_rank_is_in_the_norm_of_all(axis: str) -> None:
+    """A maximum over ranks may lose it."""
+    for found in run_ranks(norms_with_a_nan, 2, axis):
+        assert [math.isfinite(norm) for norms in found for norm in norms] == [False] * 4

@@ -69,7 +69,11 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, looks_
             pp_schedule=config.parallelism.pp_schedule,
             splits_backward=splits_backward(config.parallelism),
         ),
-        *check_compile(config.compile),
+        *check_compile(
+            config.compile,
+            pp_schedule=config.parallelism.pp_schedule,
+            splits_backward=splits_backward(config.parallelism),
+        ),
         *check_optimizer(config.optimizer),
         *check_schedule(config.lr_schedule, config.training.steps),
         *check_metrics(config.metrics),

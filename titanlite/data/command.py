@@ -3,6 +3,7 @@
 import argparse
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ T = TypeVar("T")
 def run_command(main: Callable[[Sequence[str]], None]) -> None:
     """Run it and end the process: 0; 2 after a problem of the configuration, 1 after another error of the user's."""
     code = 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was begun is cleaned up
     try:
         main(sys.argv[1:])
     except UserError as error:
@@ -34,6 +36,9 @@ def run_command(main: Callable[[Sequence[str]], None]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = 130
+    except BrokenPipeError:  # nobody reads on, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = 1
     sys.exit(code)
 
 

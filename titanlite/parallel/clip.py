@@ -62,7 +62,9 @@ def _norm_part(gradients: list[Tensor], norm_type: NormType, dtype: torch.dtype,
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     if norm_type == "inf":
-        return torch.stack(torch._foreach_norm(gradients, math.inf)).amax().to(torch.float64)
+        largest = torch.stack(torch._foreach_norm(gradients, math.inf)).amax().to(torch.float64)
+        # A maximum over ranks may lose NaN (gloo compares with <). Infinity survives it, and is as little a norm.
+        return largest.nan_to_num(nan=math.inf)
     rows = [torch.linalg.vector_norm(gradient, dim=-1, dtype=dtype) for gradient in gradients]
     return torch.stack(torch._foreach_norm(rows, 2, dtype=torch.float64)).square().sum()
 

@@ -23,18 +23,37 @@ class CompileConfig:
     """model: each transformer block by itself; loss: the cross-entropy."""
 
 
-def check_compile(section: CompileConfig) -> list[Problem]:
-    """Only backends that torch knows."""
+def check_compile(section: CompileConfig, *, pp_schedule: str, splits_backward: bool) -> list[Problem]:
+    """Only backends that torch knows, and what they can do.
+
+    splits_backward: whether the pipeline, running `pp_schedule`, computes gradients of weights apart from those of
+    inputs.
+    """
     if not section.enable:
         return []
     backends = torch.compiler.list_backends(exclude_tags=())
-    return require(
-        section.backend in backends,
-        "compile.backend",
-        section.backend,
-        f"one of {', '.join(backends)}",
-        'write "inductor"',
-    )
+    return [
+        *require(
+            section.backend in backends,
+            "compile.backend",
+            section.backend,
+            f"one of {', '.join(backends)}",
+            'write "inductor"',
+        ),
+        *require(
+            not (splits_backward and compiles_blocks(section)) or can_split_compiled_backward(),
+            "compile.enable",
+            section.enable,
+            f"with parallelism.pp_schedule = {pp_schedule} it needs torch 2.13 or newer, and this is "
+            f"{torch.__version__}: older ones cannot split the backward pass of a compiled block",
+            "another schedule, such as Interleaved1F1B, compile.enable = false, or a newer torch",
+        ),
+    ]
+
+
+def can_split_compiled_backward() -> bool:
+    """Whether this torch computes gradients of weights apart from those of inputs in compiled blocks."""
+    return torch.__version__ >= "2.13"  # compared as versions
 
 
 def compiles_blocks(section: CompileConfig) -> bool:

@@ -97,6 +97,13 @@ def check_pipeline(section: ParallelismConfig, plan: Plan, rows: int) -> list[Pr
         "fewer stages (a smaller pp, or a schedule with one stage per rank: 1F1B, GPipe), or more model.n_layers",
     )
     problems += require(
+        SCHEDULES[section.pp_schedule].placement != "v" or torch.__version__ >= "2.12",
+        f"{key}.pp_schedule",
+        section.pp_schedule,
+        f"needs torch 2.12 or newer, and this is {torch.__version__}: older ones connect a rank with itself for it",
+        "another schedule, such as Interleaved1F1B, or a newer torch",
+    )
+    problems += require(
         not (splits_backward(section) and section.dp_shard != 1 and section.fsdp_reshard_after_forward == "always"),
         f"{key}.fsdp_reshard_after_forward",
         section.fsdp_reshard_after_forward,
@@ -324,7 +331,8 @@ class Pipeline:
         losses: list[Tensor] = []
         try:
             self._schedule.step(
-                *((batch.tokens,) if self._owns_first else ()),
+                # torch 2.11 compares strides with those of the given shapes; a batch that has them is not copied.
+                *((batch.tokens.contiguous(),) if self._owns_first else ()),
                 target=batch.labels if self._owns_last else None,
                 losses=losses if self._owns_last else None,
                 return_outputs=False,

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from titanlite.models.family import Plan
+from titanlite.parallel.compile import can_split_compiled_backward
 from titanlite.runtime.errors import Problem, require
 
 SAVED_OPS: tuple[Any, ...] = (
@@ -66,7 +67,8 @@ def check_activation_checkpoint(
             section.selective_policy,
             f'"layer" with parallelism.pp_schedule = {pp_schedule} where blocks are not compiled: it splits the '
             "backward pass in two, and results kept by operation can be read once",
-            'compile.enable = true, selective_policy = "layer", mode = "full", or pp_schedule = "1F1B"',
+            ("compile.enable = true, " if can_split_compiled_backward() else "")
+            + 'selective_policy = "layer", mode = "full", or pp_schedule = "1F1B"',
         ),
     ]
 

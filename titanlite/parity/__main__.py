@@ -2,6 +2,7 @@
 configuration."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from math import lcm
@@ -89,9 +90,9 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, JobConfig]
     for name in ("ranks", "steps"):
         if getattr(own, name) < 1:
             problems.append(Problem(f"--{name}", getattr(own, name), "at least 1", "a positive number"))
-    if own.json is not None and not own.json.absolute().parent.is_dir():
-        rule = "a file in a folder that exists"
-        problems.append(Problem("--json", str(own.json), rule, f"make {own.json.absolute().parent} first"))
+    if own.json is not None and (own.json.is_dir() or not os.access(own.json.absolute().parent, os.W_OK | os.X_OK)):
+        rule = "a file in a folder that exists and may be written"
+        problems.append(Problem("--json", str(own.json), rule, f"look at {own.json.absolute().parent}"))
     if problems:
         raise ConfigError(problems)
     return own, config

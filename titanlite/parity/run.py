@@ -52,7 +52,7 @@ def compare_layouts(
     all_dtypes = [own_dtypes(settings) for settings in passes(config)]
     bounds: list[Bounds] = []
     for size, group in by_world_size([ONE_PROCESS, *(x for x in layouts if x != ONE_PROCESS)]).items():
-        limit = TIME_LIMIT_S * len(group) * len(all_dtypes)
+        limit = TIME_LIMIT_S * len(group) * len(all_dtypes) * steps
         answers = _launch(f"{size} ranks", measure_layouts, size, (config, group, steps, folder), folder, limit)
         results = []
         for index, layout in enumerate(group):

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -88,6 +89,14 @@ def _collect(ranks: Sequence[tuple[ForkServerProcess, Connection]], deadline: fl
     return [results[rank] for rank in range(len(ranks))]
 
 
+def _end_with_parent() -> None:
+    """Ends this rank once the process that launched it is gone, whatever the rank does or waits for."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
 def _run_rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -97,6 +106,7 @@ def _run_rank(
     sender: Connection,
     timeout_s: float,
 ) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     try:
