@@ -67,7 +67,7 @@ def program(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]"
 def test_layouts_of_several_world_sizes_agree(config_file: Path) -> None:
     """Steps in float64, float32 and with a bfloat16 computation; the table, the JSON, and nothing left behind."""
     folder = config_file.parent
-    names = ["2x1x1x1:ZBVZeroBubble", "1x1x1x2", "1x2x2x1"]
+    names = ["2x1x1x1:InterleavedZeroBubble", "1x1x1x2", "1x2x2x1"]
     settings = ["--steps", "2", "--training.dtype", "float32", "--training.mixed_precision_param", "bfloat16"]
     before = {path.name for path in folder.iterdir()}
     done = program(folder, str(config_file), *settings, "--json", "out.json", "--layouts", *names)
@@ -98,6 +98,7 @@ def test_layouts_of_several_world_sizes_agree(config_file: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="V schedules need torch 2.12")
 def test_split_backward_passes_find_the_weights_of_freed_units(
     config_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,7 +30,7 @@ LAYOUTS: dict[int, list[list[str]]] = {
     2: [
         ["parallelism.tp=2", *ADAMW],
         ["parallelism.tp=2", "model.tie_embeddings=true", "optimizer.implementation=foreach", *ADAMW],
-        [*PIPELINE, "parallelism.pp_schedule=ZBVZeroBubble"],
+        [*PIPELINE, "parallelism.pp_schedule=InterleavedZeroBubble"],
         PIPELINE,
     ],
     4: [

@@ -176,7 +176,7 @@ BAD = [
         argv="--parallelism.pp 2 --model.tie_embeddings true",
         world_size=2,
     ),
-    Bad("parallelism.pp", "16 stages", "fewer", argv=f"{DEEP} --parallelism.pp_schedule DualPipeV", world_size=8),
+    Bad("parallelism.pp", "16 stages", "fewer", argv=f"{DEEP} --parallelism.pp_schedule LoopedBFS", world_size=8),
     Bad("parallelism.pp_schedule", "one of", "1F1B", argv="--parallelism.pp_schedule 1f1b"),
     Bad("parallelism.pp_schedule", "at least 4 microbatches", "larger batch", argv=FEW, world_size=4),
     Bad("parallelism.pp_microbatch_size", "divides", "= 2", argv=f"{MICRO} 3", world_size=2),

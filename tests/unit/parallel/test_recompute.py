@@ -1,6 +1,8 @@
 """Which blocks recompute, and what is refused."""
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
 from titanlite.config.load import load_config
 from titanlite.parallel.mesh import PipelineSchedule
@@ -35,6 +37,7 @@ BY_OP = ["--activation_checkpoint.mode", "selective"]
 SPLIT: list[PipelineSchedule] = ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.13 is the first to do all of it")
 @pytest.mark.parametrize("schedule", SPLIT)
 def test_operations_are_not_kept_for_two_backward_passes(schedule: str) -> None:
     pipeline = ["--parallelism.pp_schedule", schedule]
@@ -50,3 +53,24 @@ def test_other_schedules_keep_operations() -> None:
     for schedule in ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B"):
         assert refused("--parallelism.pp_schedule", schedule, *BY_OP) == set()
     assert refused("--activation_checkpoint.selective_every", "0") == {"activation_checkpoint.selective_every"}
+
+
+@pytest.mark.parametrize(
+    ("version", "settings", "keys"),
+    [
+        ("2.11.0", ["--parallelism.pp_schedule", "DualPipeV"], {"parallelism.pp_schedule"}),
+        ("2.12.0", ["--parallelism.pp_schedule", "DualPipeV"], set()),
+        (
+            "2.12.0",
+            ["--parallelism.pp_schedule", "InterleavedZeroBubble", "--compile.enable", "true"],
+            {"compile.enable"},
+        ),
+        ("2.13.0", ["--parallelism.pp_schedule", "InterleavedZeroBubble", "--compile.enable", "true"], set()),
+        ("2.11.0", ["--parallelism.pp_schedule", "Interleaved1F1B", "--compile.enable", "true"], set()),
+    ],
+)
+def test_what_older_torch_cannot_is_refused(
+    version: str, settings: list[str], keys: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    assert refused(*settings) == keys
