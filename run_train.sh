@@ -69,4 +69,8 @@ done
 export PYTHON_EXEC=$python PYTHONSAFEPATH=1
 launcher=(torchrun)
 command -v torchrun >/dev/null || launcher=("$python" -m torch.distributed.run)
-exec "${launcher[@]}" "${nodes[@]}" --nproc-per-node="$NGPU" -m titanlite.train ${config[@]+"${config[@]}"} "$@"
+# Torchrun passes these signals on to its workers, which save and end, and kills what has not ended after the timeout
+# (torch 2.11 knows no other than its 30 seconds). Not SIGHUP, which would undo nohup.
+signals=("--signals-to-handle=SIGTERM,SIGINT,SIGUSR1")
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
+exec "${launcher[@]}" "${nodes[@]}" --nproc-per-node="$NGPU" "${signals[@]}" -m titanlite.train ${config[@]+"${config[@]}"} "$@"

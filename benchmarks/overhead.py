@@ -28,7 +28,7 @@ from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Batch, build_loader
 from titanlite.data.tokenizer import prepare_tokenizer
-from titanlite.loss import IGNORE_INDEX
+from titanlite.labels import IGNORE_INDEX
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.sinks import Sinks
 from titanlite.models import resolve_model
@@ -91,7 +91,7 @@ def bare_loop(model: nn.Module, data: PreparedBatches) -> Callable[[int], None]:
         for _ in range(steps):
             batches = data.next_step()
             optimizer.zero_grad()
-            for index, (tokens, labels) in enumerate(batches):
+            for index, (tokens, labels, *_) in enumerate(batches):
                 synchronize(index == len(batches) - 1)
                 logits = model(tokens)
                 loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
@@ -119,6 +119,8 @@ def trainer_loop(config: JobConfig, data: PreparedBatches) -> Callable[[int], No
             log_freq=10**9,
             gc_freq=50,
             max_bad_rows=0,
+            data_ended=lambda: False,
+            after_step=lambda *_: False,
             after_first_step=lambda: None,
             on_data_error=lambda _: None,
         )
@@ -133,7 +135,10 @@ def compare(layout: Sequence[str], wrap: str, accumulation: int, rounds: int, st
     generator = torch.Generator().manual_seed(dist.get_rank())
     rows = config.training.local_batch_size
     batches = [
-        [Batch(*torch.randint(4096, (2, rows, 256), generator=generator)) for _ in range(accumulation)]
+        [
+            Batch(tokens, labels, torch.arange(rows), torch.zeros(rows, dtype=torch.int64))
+            for tokens, labels in torch.randint(4096, (accumulation, 2, rows, 256), generator=generator)
+        ]
         for _ in range(4)
     ]
     model = bare_model(config)

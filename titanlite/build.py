@@ -1,8 +1,9 @@
 """From a JobConfig to finished parts, top to bottom in the order of construction: the only code that sees both."""
 
+import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,21 +11,35 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+import titanlite
+from titanlite.checkpoint.agreement import on_first
+from titanlite.checkpoint.folder import published_steps
+from titanlite.checkpoint.manager import Checkpoints
+from titanlite.checkpoint.start import RunFacts, Start
+from titanlite.checkpoint.state import RunState
 from titanlite.config.load import dump_config
 from titanlite.config.schema import JobConfig
+from titanlite.data.config import DataConfig
+from titanlite.data.fingerprint import data_fingerprint
+from titanlite.data.hub import hub_commit
+from titanlite.data.ledger import LEDGER_FOLDER, Ledger, ledger_files
 from titanlite.data.loader import Loader, build_loader
-from titanlite.data.tokenizer import prepare_tokenizer
-from titanlite.loss import mean_loss_share
+from titanlite.data.permutation import STREAM_VERSION
+from titanlite.data.sources import source_names
+from titanlite.data.tokenizer import Tokenizer, prepare_tokenizer
+from titanlite.loss import mean_loss_shares
+from titanlite.metrics.history import has_validation, keep_rows
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.sinks import METRICS_FILE, Sinks, build_sinks
 from titanlite.models import resolve_model
 from titanlite.models.family import LanguageModel
-from titanlite.models.init import init_parameters_
+from titanlite.models.init import INIT_VERSION, init_parameters_
+from titanlite.models.randomness import DRAW_VERSION
 from titanlite.optim.optimizer import build_optimizer
-from titanlite.optim.schedule import build_schedule
+from titanlite.optim.schedule import build_schedule, depends_on_steps
 from titanlite.parallel.compile import compiled_loss
 from titanlite.parallel.data import resolve_gradient_sync, running_dtypes
-from titanlite.parallel.mesh import AXES, build_mesh, data_degree, data_rank, shard_logits
+from titanlite.parallel.mesh import AXES, build_mesh, data_degree, data_rank, shard_logits, speaks_for_data_rank
 from titanlite.parallel.parallelize import parallelize
 from titanlite.parallel.pipeline import (
     Pipeline,
@@ -36,27 +51,41 @@ from titanlite.parallel.pipeline import (
     rows_per_batch,
     split_stages,
 )
+from titanlite.runtime.control import Control, DataEnd
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import World, init_process_group, set_timeout
 from titanlite.runtime.dump_folder import prepare_dump_folder
 from titanlite.runtime.environment import environment_lines
-from titanlite.runtime.logging import log, setup_logging
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.logging import log
 from titanlite.runtime.memory import device_memory_bytes
 from titanlite.runtime.peak_flops import device_peak_flops
+from titanlite.runtime.signals import StopRequest
 from titanlite.trainer import DTYPES, Trainer
+from titanlite.validate import Evaluator, Validation
 
 CONFIG_COPY = "config.toml"
 
 
 @dataclass(frozen=True)
 class Run:
-    """The finished parts of one run. groups: all process groups that training uses, with the start-up timeout."""
+    """The finished parts of one run. groups: all process groups that training uses, with the start-up timeout.
+
+    checkpoints: None where none are written. stop: what asks the run to end; not yet active. start: where it begins.
+    validation: None where there is none.
+    """
 
     trainer: Trainer
     loader: Loader
     meter: Meter
     sinks: Sinks
+    data_end: DataEnd
+    ledger: Ledger | None
     groups: tuple[dist.ProcessGroup, ...]
+    checkpoints: Checkpoints | None
+    stop: StopRequest
+    start: Start
+    validation: Validation | None
 
 
 def build_run(config: JobConfig, world: World, store: dist.Store, environment: Mapping[str, str]) -> Run:
@@ -64,12 +93,15 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
 
     config: checked and resolved. store: where the ranks meet. environment: as the program found it.
     """
-    setup_logging(world.rank)
     apply_determinism(config.debug)
+    require_no_checkpoints(config)
+    config = pin_revisions(config, world, store)
     log.info("Job: %s, outputs in %s", config.job.description or "no description", config.job.dump_folder)
     log.info("Device: %s, %.1f GiB", device_name(world.device), device_memory_bytes(world.device) / 2**30)
     # Data comes before the ranks are tied together, so that a long index build by one of them runs into no timeout.
-    loader = build_data(config, world)
+    tokenizer = build_tokenizer(config)
+    loader = build_data(config, world, tokenizer)
+    validation_data = build_validation_data(config, world, tokenizer)
     group = init_process_group(world, store, config.comm)
     mesh, data_mesh = build_mesh(config.parallelism, world.device_type, world.size)
     groups = (group, *(mesh.get_group(axis) for axis in AXES), data_mesh.get_group())
@@ -80,19 +112,132 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     describe_batch(config, data_degree(config.parallelism, world.size))
     for line in environment_lines(environment, os.environ):
         log.info("Environment: %s", line)
-    prepare_outputs(config, world)
     meter = build_meter(config, world, group)
-    sinks = build_sinks(config.metrics, config.job.dump_folder, world.rank, config.training.steps)
-    return Run(trainer, loader, meter, sinks, groups)
+    stop, start, checkpoints = StopRequest(), Start(0, (), {}), None
+    if config.checkpoint.enable or config.checkpoint.initial_load_path:
+        state = RunState(model_parts, trainer.optimizer, loader, mesh)
+        checkpoints, control_group = build_checkpoints(config, state, meter, tokenizer, stop)
+        groups = (*groups, control_group)
+        start = checkpoints.resume()
+        trainer.step = start.step
+        describe_schedule_change(config, start)
+    prepare_outputs(config, world, start)
+    sinks = build_sinks(
+        config.metrics,
+        config.job.dump_folder,
+        world.rank,
+        config.training.steps,
+        resume_step=start.step if start.goes_on else 0,
+    )
+    data_end, data_group = build_data_end(config, loader)
+    groups = (*groups, *data_group)
+    ledger = build_ledger(config, world) if trainer.counts_rows else None
+    checkpoints = checkpoints if config.checkpoint.enable else None
+    validation = None
+    if config.validation.enable:
+        validation, control_group = build_validation(
+            config, trainer, validation_data, tokenizer, meter, sinks, stop, start
+        )
+        groups = (*groups, control_group)
+    return Run(trainer, loader, meter, sinks, data_end, ledger, groups, checkpoints, stop, start, validation)
 
 
-def build_data(config: JobConfig, world: World) -> Loader:
-    """The tokenizer and this data rank's loader; on first use also the tokenizer's training and the index."""
+def pin_revisions(config: JobConfig, world: World, store: dist.Store) -> JobConfig:
+    """The configuration with the commit, the same on all ranks, for each revision of a dataset on the hub.
+
+    Rank 0 asks the hub and tells the others through the store. Raises ConfigError.
+    """
+    sections = (config.data, config.validation)
+    sources = [source for section in sections for source in section.sources]
+    if not any(source.kind == "hf" for source in sources):
+        return config
+    if world.rank == 0:
+        commits = [hub_commit(source) if source.kind == "hf" else "" for source in sources]
+        store.set("hub_commits", json.dumps(commits))
+    commits = json.loads(store.get("hub_commits"))
+    pinned = [
+        replace(source, revision=commit) if commit else source for source, commit in zip(sources, commits, strict=True)
+    ]
+    count = len(config.data.sources)
+    return replace(
+        config,
+        data=replace(config.data, sources=tuple(pinned[:count])),
+        validation=replace(config.validation, sources=tuple(pinned[count:])),
+    )
+
+
+def build_checkpoints(
+    config: JobConfig, state: RunState, meter: Meter, tokenizer: Tokenizer | None, stop: StopRequest
+) -> tuple[Checkpoints, dist.ProcessGroup]:
+    """The run's checkpoints, and the group in which ranks agree at each step. A collective: it makes groups."""
+    control_group, saving_group = (dist.new_group(backend="gloo") for _ in range(2))
+    set_timeout([control_group], config.comm.init_timeout_s)
+    set_timeout([saving_group], config.comm.save_timeout_s)
+    checkpoints = Checkpoints(
+        config.checkpoint,
+        Path(config.job.dump_folder, config.checkpoint.folder),
+        state,
+        meter,
+        on_first(lambda: about_run(config, tokenizer), saving_group),
+        steps=config.training.steps,
+        group=saving_group,
+        control=Control(control_group),
+        stop=stop,
+    )
+    return checkpoints, control_group
+
+
+def build_data_end(config: JobConfig, loader: Loader) -> tuple[DataEnd, list[dist.ProcessGroup]]:
+    """How the ranks agree on the end of the data, and their group for it. A collective where a source is finite."""
+    if all(source.epochs == -1 for source in config.data.sources):
+        return DataEnd(list, list, None), []
+    group = dist.new_group(backend="gloo")
+    set_timeout([group], config.comm.init_timeout_s)
+    return DataEnd(lambda: loader.ended, loader.ended_after_next, group), [group]
+
+
+def build_ledger(config: JobConfig, world: World) -> Ledger | None:
+    """That of this data rank, for the rank that speaks for it."""
+    if not config.data.ledger:
+        return None
+    return Ledger(
+        config.job.dump_folder,
+        data_rank=data_rank(config.parallelism, world.rank, world.size),
+        data_degree=data_degree(config.parallelism, world.size),
+    )
+
+
+def build_tokenizer(config: JobConfig) -> Tokenizer | None:
+    """The tokenizer, on first use also trained; None where the sources hold tokens."""
     _, hyper_parameters = resolve_model(config.model)
     tokenizer = prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=hyper_parameters.vocab_size)
     log.info("Tokenizer: %s", tokenizer.description if tokenizer else "none, the sources hold tokens")
-    loader = build_loader(
-        config.data,
+    return tokenizer
+
+
+def build_data(config: JobConfig, world: World, tokenizer: Tokenizer | None) -> Loader:
+    """This data rank's loader; on first use also the index."""
+    loader = loader_of(config, config.data, world, tokenizer)
+    log.info("Data: %s", loader.description)
+    return loader
+
+
+def build_validation_data(config: JobConfig, world: World, tokenizer: Tokenizer | None) -> dict[str, Loader]:
+    """This data rank's loaders of the validation data, by source. Each is read by itself: once, in its own order."""
+    sources = config.validation.sources if config.validation.enable else ()
+    loaders = {}
+    for name, source in zip(source_names(sources), sources, strict=True):
+        section = replace(config.data, sources=(replace(source, epochs=1),), shuffle=False, num_workers=0)
+        loaders[name] = loader_of(config, section, world, tokenizer)
+        log.info("Validation data: %s", loaders[name].description)
+    return loaders
+
+
+def loader_of(config: JobConfig, section: DataConfig, world: World, tokenizer: Tokenizer | None) -> Loader:
+    """The loader of the data of `section`, in the batches of training."""
+    _, hyper_parameters = resolve_model(config.model)
+    return build_loader(
+        section,
         tokenizer,
         seq_len=config.training.seq_len,
         vocab_size=hyper_parameters.vocab_size,
@@ -100,9 +245,8 @@ def build_data(config: JobConfig, world: World) -> Loader:
         local_batch_size=batch_rows(config, world.size),
         data_rank=data_rank(config.parallelism, world.rank, world.size),
         data_degree=data_degree(config.parallelism, world.size),
+        speaks=speaks_for_data_rank(config.parallelism, world.rank, world.size),
     )
-    log.info("Data: %s", loader.description)
-    return loader
 
 
 def build_model(config: JobConfig, mesh: DeviceMesh, device: torch.device) -> list[LanguageModel]:
@@ -157,7 +301,7 @@ def build_trainer(
     device: torch.device,
 ) -> Trainer:
     """The trainer of this rank's model parts."""
-    loss = compiled_loss(mean_loss_share, config.compile)
+    loss = compiled_loss(mean_loss_shares, config.compile)
     return Trainer(
         model_parts=model_parts,
         pipeline=build_pipeline(config, model_parts, mesh, device, loss) if config.parallelism.pp > 1 else None,
@@ -171,6 +315,8 @@ def build_trainer(
         device=device,
         max_norm=config.training.max_norm,
         norm_type=config.training.norm_type,
+        seed=config.debug.seed,
+        num_sources=len(config.data.sources),
     )
 
 
@@ -219,15 +365,108 @@ def build_meter(config: JobConfig, world: World, group: dist.ProcessGroup) -> Me
         tokens_per_step=config.training.global_batch_size * config.training.seq_len,
         flops_per_token=family.flops_per_token(hyper_parameters, config.training.seq_len),
         peak_flops=device_peak_flops(world.device, DTYPES[config.training.mixed_precision_param]),
+        sources=source_names(config.data.sources),
     )
 
 
-def prepare_outputs(config: JobConfig, world: World) -> None:
-    """The dump folder, free of an earlier run's files, with the resolved configuration in it."""
-    prepare_dump_folder(config.job.dump_folder, [CONFIG_COPY, METRICS_FILE, config.metrics.folder], world.rank)
+def build_validation(
+    config: JobConfig,
+    trainer: Trainer,
+    loaders: dict[str, Loader],
+    tokenizer: Tokenizer | None,
+    meter: Meter,
+    sinks: Sinks,
+    stop: StopRequest,
+    start: Start,
+) -> tuple[Validation, dist.ProcessGroup]:
+    """Validation, and the group in which ranks agree at each of its batches. A collective: it makes the group."""
+    section = config.validation
+    group = dist.new_group(backend="gloo")
+    set_timeout([group], config.comm.init_timeout_s)
+    metrics_file = Path(config.job.dump_folder, METRICS_FILE)
+    validation = Validation(
+        section,
+        Evaluator(trainer, group, build_token_bytes(config, tokenizer, trainer.device), stop),
+        loaders,
+        meter,
+        sinks,
+        max_bad_rows=config.data.max_bad_rows,
+        missing=start.goes_on
+        and not start.model_only
+        and on_first(lambda: not has_validation(metrics_file, start.step), group),
+    )
+    return validation, group
+
+
+def build_token_bytes(config: JobConfig, tokenizer: Tokenizer | None, device: torch.device) -> Tensor | None:
+    """The bytes of text that each token of the model stands for; None where the tokenizer does not say."""
+    sizes = tokenizer.token_bytes() if tokenizer else None
+    if sizes is None:
+        which = "there is no tokenizer" if tokenizer is None else "the tokenizer is not byte-level"
+        log.info("Validation: without bits per byte, since %s", which)
+        return None
+    _, hyper_parameters = resolve_model(config.model)
+    table = torch.zeros(hyper_parameters.vocab_size, dtype=torch.int64)
+    table[: len(sizes)] = torch.tensor(sizes)
+    return table.to(device)
+
+
+def about_run(config: JobConfig, tokenizer: Tokenizer | None) -> RunFacts:
+    """What checkpoints say about the run. For one process: it reads samples of the data."""
+    _, hyper_parameters = resolve_model(config.model)
+    facts = {
+        "model": {"family": config.model.family, **asdict(hyper_parameters)},
+        "seq_len": config.training.seq_len,
+        "dtype": config.training.dtype,
+        "optimizer": config.optimizer.name,
+        "num_streams": config.data.num_streams,
+        "data": data_fingerprint(config.data),
+        "tokenizer": tokenizer.fingerprint if tokenizer else None,
+        "streams_version": STREAM_VERSION,
+        "init_version": INIT_VERSION,
+    }
+    versions = {"titanlite": titanlite.__version__, "torch": torch.__version__, "draws": DRAW_VERSION}
+    return RunFacts(*(json.loads(json.dumps(part)) for part in (facts, asdict(config), versions)))
+
+
+def require_no_checkpoints(config: JobConfig) -> None:
+    """Raises UserError where a run without checkpoints would begin anew beside those of a run."""
+    folder = Path(config.job.dump_folder, config.checkpoint.folder)
+    if not config.checkpoint.enable and published_steps(folder):
+        raise UserError(
+            f"checkpoint.enable = false: {folder} holds checkpoints, and a run without begins anew beside them; "
+            "go on with --checkpoint.enable true, or give another --job.dump_folder"
+        )
+
+
+def describe_schedule_change(config: JobConfig, start: Start) -> None:
+    """A line where learning rates to come differ from those of the earlier start, since the run ends elsewhere now."""
+    earlier = start.config.get("training", {}).get("steps", config.training.steps)
+    if start.step < config.training.steps != earlier and depends_on_steps(config.lr_schedule):
+        log.info(
+            "Changed since the checkpoint: training.steps: %d in the checkpoint, %d now; the decay moves "
+            'with it (lr_schedule.decay = "none", or decay_steps, would not depend on it)',
+            *(earlier, config.training.steps),
+        )
+
+
+def prepare_outputs(config: JobConfig, world: World, start: Start) -> None:
+    """The dump folder with the resolved configuration in it, free of another run's files unless the run goes on."""
+    if not start.goes_on:
+        outputs = [CONFIG_COPY, METRICS_FILE, LEDGER_FOLDER, config.metrics.folder]
+        prepare_dump_folder(config.job.dump_folder, outputs, world.rank)
+    else:
+        for file in ledger_files(config.job.dump_folder)[world.rank :: world.size]:
+            keep_rows(file, start.step)
     if world.rank == 0:
-        Path(config.job.dump_folder, CONFIG_COPY).write_text(dump_config(config), encoding="utf-8")
+        Path(config.job.dump_folder, CONFIG_COPY).write_text(dump_config(for_later_starts(config)), encoding="utf-8")
     dist.barrier()
+
+
+def for_later_starts(config: JobConfig) -> JobConfig:
+    """Without what was said for this start alone."""
+    job = replace(config.job, take_over=False)
+    return replace(config, job=job, checkpoint=replace(config.checkpoint, load_step=-1, accept_changes=()))
 
 
 def describe_batch(config: JobConfig, degree: int) -> None:

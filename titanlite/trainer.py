@@ -8,19 +8,24 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.data.loader import Batch, Loader
-from titanlite.loss import IGNORE_INDEX
+from titanlite.labels import IGNORE_INDEX
+from titanlite.metrics.by_source import NUM_TOTALS, totals_by_source
 from titanlite.metrics.meter import Meter, Record, StepStats, is_log_step
 from titanlite.metrics.sinks import Sinks
+from titanlite.models.attention import document_arguments
+from titanlite.models.family import LanguageModel
+from titanlite.models.randomness import row_keys
 from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.parallel.clip import NormType, clip_grad_norm_
 from titanlite.parallel.data import gradient_sync
 from titanlite.parallel.mesh import GradientSync
 from titanlite.parallel.pipeline import Pipeline
 from titanlite.parallel.tensor import parallel_loss
+from titanlite.runtime.determinism import seed_microbatch
 from titanlite.runtime.errors import DataError, Problem, UserError, require
 from titanlite.runtime.garbage import PacedGarbageCollection
 
@@ -44,7 +49,7 @@ class TrainingConfig:
     """Sequences per microbatch and data-parallel rank."""
     global_batch_size: int = -1
     """Sequences per optimizer step over all ranks; gradient accumulation follows from it.
-    -1: local_batch_size x data degree, resolved at the first start and written to <dump_folder>/config.toml."""
+    -1: local_batch_size x data degree, resolved at the first start and kept by its checkpoints."""
     max_norm: float = 1.0
     """Gradients are clipped to this global norm; 0 or less: no clipping."""
     norm_type: NormType = "2"
@@ -106,15 +111,16 @@ class Trainer:
     """Trains a model that is already on its mesh.
 
     model_parts: the parts of the model on this rank: the whole of it, or its stages of the pipeline. loss: as
-    mean_loss_share. sync: see gradient_sync. mesh: with the axes pp, dp_replicate, dp_shard, tp; data_group: the
+    mean_loss_shares. sync: see gradient_sync. mesh: with the axes pp, dp_replicate, dp_shard, tp; data_group: the
     process group of its data axes. shard_logits: whether logits are cut over tp. schedule: the learning rate by step.
-    Steps count from 1.
+    Steps count from 1. seed: of all that the model draws. num_sources: of the data; where there are several, steps also
+    give their losses apart.
     """
 
     def __init__(
         self,
         *,
-        model_parts: Sequence[nn.Module],
+        model_parts: Sequence[LanguageModel],
         pipeline: Pipeline | None,
         loss: Callable[[Tensor, Tensor, Tensor], Tensor],
         shard_logits: bool,
@@ -126,6 +132,8 @@ class Trainer:
         device: torch.device,
         max_norm: float,
         norm_type: NormType,
+        seed: int,
+        num_sources: int,
     ) -> None:
         self.model_parts = model_parts
         self.pipeline = pipeline
@@ -135,13 +143,17 @@ class Trainer:
         self.schedule = schedule
         self.sync = sync
         self.pp_group = mesh.get_group("pp")
+        self.pp_rank = mesh["pp"].get_local_rank()
         self.data_group = data_group
-        # Ranks of one data rank see the same rows and, on a stage's tp ranks, the same loss: one of them counts.
-        self.counts_loss = mesh["tp"].get_local_rank() == 0
-        self.counts_rows = self.counts_loss and mesh["pp"].get_local_rank() == 0
+        # Ranks of one data rank see the same rows and, on the last stage's tp ranks, the same loss: one of them counts.
+        is_first_of_tp = mesh["tp"].get_local_rank() == 0
+        self.counts_loss = is_first_of_tp and (pipeline is None or pipeline.owns_last)
+        self.counts_rows = is_first_of_tp and self.pp_rank == 0
         self.device = device
         self.max_norm = max_norm
         self.norm_type = norm_type
+        self.seed = seed
+        self.num_sources = num_sources
         self.step = 0
         parameter_dtype = next(model_parts[0].parameters()).dtype
         self.accum_dtype = torch.promote_types(parameter_dtype, torch.float32)
@@ -155,14 +167,20 @@ class Trainer:
         self.optimizer.zero_grad()
         num_valid = self.count_valid_tokens(batches)
         mean_loss = torch.zeros((), dtype=self.accum_dtype, device=self.device)
+        by_source = torch.zeros(NUM_TOTALS, self.num_sources, dtype=torch.float64, device=self.device)
         for batch, is_last in mark_last(batches):
             with gradient_sync(self.model_parts, self.sync, is_last=is_last):
-                mean_loss += self.forward_backward(batch, num_valid)
+                shares = self.forward_backward(batch, num_valid)
+            mean_loss += shares.sum()
+            if self.num_sources > 1:
+                by_source += totals_by_source(shares * num_valid, batch.labels, batch.sources, self.num_sources)
         grad_norm = clip_grad_norm_(self.model_parts, self.max_norm, self.norm_type, self.pp_group)
         self.optimizer.set_lr(self.schedule(self.step))
         ok = (num_valid > 0) & grad_norm.isfinite()
         self.optimizer.step_if(ok)
-        return StepStats(mean_loss * self.counts_loss, grad_norm, num_valid, skipped=~ok)
+        return StepStats(
+            mean_loss * self.counts_loss, grad_norm, num_valid, skipped=~ok, by_source=by_source * self.counts_loss
+        )
 
     def count_valid_tokens(self, batches: Sequence[Batch]) -> Tensor:
         """Valid labels of the whole global batch: int64 scalar on the device, one all-reduce over the data axes."""
@@ -171,17 +189,40 @@ class Trainer:
         return num_valid
 
     def forward_backward(self, batch: Batch, num_valid: Tensor) -> Tensor:
-        """Adds this microbatch's share of the mean loss's gradient to the parameters; returns the share itself.
+        """Adds this microbatch's share of the mean loss's gradient to the parameters; returns the shares of its rows.
 
-        The shares of all microbatches and data ranks add up to the mean loss. In a pipeline the share is known on the
+        (rows,): those of all microbatches and data ranks add up to the mean loss. In a pipeline they are known on the
         last stage, and 0 on the others.
         """
+        keys = self.keys_of(batch)
         with parallel_loss(shard_logits=self.shard_logits):
             if self.pipeline is not None:
-                return self.pipeline.forward_backward(batch, num_valid)
-            loss = self.loss(self.model_parts[0](batch.tokens), batch.labels, num_valid)
-            loss.backward()
-            return loss.detach()
+                return self.pipeline.forward_backward(batch, num_valid, **keys)
+            shares = self.loss(self.model_parts[0](batch.tokens, **keys), batch.labels, num_valid)
+            shares.sum().backward()
+            return shares.detach()
+
+    def row_losses(self, batch: Batch) -> Tensor:
+        """The sum of the cross-entropy of each row, (rows,), forward only; in a pipeline 0 but for the last stage."""
+        keys = self.keys_of(batch)
+        keys.pop("row_keys", None)  # without them nothing is drawn
+        with parallel_loss(shard_logits=self.shard_logits):
+            if self.pipeline is not None:
+                return self.pipeline.row_losses(batch, **keys)
+            one = torch.ones((), dtype=torch.int64, device=self.device)
+            return self.loss(self.model_parts[0](batch.tokens, **keys), batch.labels, one)
+
+    def keys_of(self, batch: Batch) -> dict[str, Tensor]:
+        """What the model's forward takes beside the tokens, by name, a row for each row of the batch.
+
+        positions and document_ids where the batch has positions; row_keys for a model that draws from them. Torch's
+        generators, from which all others draw, are seeded.
+        """
+        seed_microbatch(self.seed, self.step, batch.sequences.tolist()[0], self.pp_rank, self.device)
+        keys = document_arguments(batch.positions)
+        if self.model_parts[0].draws:
+            keys["row_keys"] = to_device(row_keys(self.seed, self.step, batch.sequences), self.device)
+        return keys
 
     def wait_for_ranks(self) -> None:
         """Until all data ranks have come to this step: takes part in its first collective, in place of the step."""
@@ -201,15 +242,21 @@ class Trainer:
         gc_freq: int,
         max_bad_rows: int,
         after_first_step: Callable[[], None],
+        data_ended: Callable[[], bool],
+        after_step: Callable[[int, bool], bool],
         on_data_error: Callable[[DataError], None],
-    ) -> Record:
-        """Trains until `steps` optimizer steps are done; returns the last step's record.
+    ) -> Record | None:
+        """Trains until `steps` optimizer steps are done or the data has ended; returns the last step's record.
 
+        after_first_step: called after the first step of this start. data_ended: whether no step can follow the one just
+        done; the same on all ranks. after_step: called at the end of each step with its number, and whether it is the
+        last; where it says so, on all ranks alike, training stops there, and None is returned.
         Between two log steps the host only launches work: the device is asked nothing. Raises UserError where more
         than `max_bad_rows` rows turned out bad, at the next log step, on all ranks alike; DataError where this rank's
         data cannot be used, once `on_data_error` has heard of those of all ranks in the same step.
         """
         assert self.step < steps, "nothing is left to train"
+        first_step = self.step + 1
         with PacedGarbageCollection(gc_freq) as garbage:
             meter.start()
             while True:
@@ -227,7 +274,8 @@ class Trainer:
                     data_wait_s=loader.wait_s,
                     bad_rows=loader.bad_rows if self.counts_rows else 0,
                 )
-                if is_log_step(self.step, log_freq=log_freq, total_steps=steps):
+                last = data_ended() or self.step == steps
+                if last or is_log_step(self.step, log_freq=log_freq, total_steps=steps):
                     record = meter.flush()
                     sinks.write(record)
                     if record.bad_rows > max_bad_rows:
@@ -235,10 +283,13 @@ class Trainer:
                             f"data.max_bad_rows = {max_bad_rows}: {record.bad_rows} rows were skipped as bad by step "
                             f"{self.step}; mend the data, or raise data.max_bad_rows"
                         )
-                    if self.step == steps:
-                        return record
-                if self.step == 1:
+                if self.step == first_step:
                     after_first_step()
+                stops = after_step(self.step, last)
+                if last:
+                    return record
+                if stops:
+                    return None
                 garbage.after_step(self.step)
 
 
@@ -249,10 +300,18 @@ def mark_last(batches: Sequence[Batch]) -> Iterator[tuple[Batch, bool]]:
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch on the device, without waiting for the copy: from pinned memory it runs beside the host.
+    """The batch with all but its sequences on the device."""
+    return batch._replace(
+        tokens=to_device(batch.tokens, device),
+        labels=to_device(batch.labels, device),
+        sources=to_device(batch.sources, device),
+        positions=None if batch.positions is None else to_device(batch.positions, device),
+    )
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device, without waiting for the copy: from pinned memory it runs beside the host.
 
     Pinned here, not in the loader's thread, whose current device would be the first GPU on every rank.
     """
-    if device.type == "cpu":
-        return batch
-    return Batch(*(tensor.pin_memory().to(device, non_blocking=True) for tensor in batch))
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,11 +1,13 @@
-"""Programs that end with their test."""
+"""Programs and processes that end with their tests."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.distributed.forked import Parent
 from tests.distributed.program import Program, Starter, start_program
+from tests.distributed.recovered import Undisturbed, undisturbed_runs
 
 
 @pytest.fixture
@@ -20,3 +22,17 @@ def start() -> Iterator[Starter]:
     yield start_and_note
     for program in programs:
         program.close()
+
+
+@pytest.fixture(scope="session")
+def parent() -> Iterator[Parent]:
+    """Forks ranks that may die."""
+    process = Parent()
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """The run that others are compared with, once for all tests."""
+    return undisturbed_runs(tmp_path_factory.mktemp("undisturbed"))

@@ -11,7 +11,7 @@ from tests.distributed.gradients import build_on_mesh, compare, difference, whol
 from tests.distributed.reference import global_batch, plain_model, rank_batches, reference_step, small_config
 from titanlite.build import batch_rows
 from titanlite.config.schema import JobConfig
-from titanlite.loss import cross_entropy_sum
+from titanlite.loss import cross_entropy_by_row
 from titanlite.parallel.pipeline import SCHEDULES
 from titanlite.trainer import Trainer
 
@@ -194,7 +194,7 @@ def reference_losses(config: JobConfig, steps: int, rows: int) -> list[Tensor]:
     for step in range(steps):
         batch = global_batch("silent_ranks", step, rows)
         num_valid = (batch.labels != -100).sum()
-        loss = cross_entropy_sum(model(batch.tokens), batch.labels) / num_valid
+        loss = cross_entropy_by_row(model(batch.tokens), batch.labels).sum() / num_valid
         parameters = list(model.parameters())
         with torch.no_grad():
             for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):

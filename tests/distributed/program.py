@@ -87,6 +87,12 @@ class Program:
             and doing in read(Path(f"/proc/{pid}/maps"))
         ]
 
+    def ranks(self) -> dict[int, int]:
+        """Living processes that a launcher has started, by rank."""
+        environments = {pid: read(Path(f"/proc/{pid}/environ")) for pid in self.processes()}
+        found = {pid: re.search(r"(?:^|\0)RANK=(\d+)\0", text) for pid, text in environments.items()}
+        return {int(match[1]): pid for pid, match in found.items() if match}
+
     def processes(self) -> list[int]:
         """All living processes that were started by this program, whoever is their parent now. Linux only."""
         mark = f"TITANLITE_CACHE={self.workplace / 'cache'}\0"
@@ -107,10 +113,11 @@ def start_program(
     *arguments: str,
     ranks: int = 0,
     program: Sequence[str] = TRAIN,
+    launcher: Sequence[str] = TORCHRUN,
     name: str = "output",
     environment: dict[str, str] | None = None,
 ) -> Program:
-    """Starts training, with CONFIG unless the arguments say otherwise; ranks: under torchrun, 0: plain Python.
+    """Starts training, with CONFIG unless the arguments say otherwise; ranks: under `launcher`, 0: plain Python.
 
     Outputs go to workplace / "out"; what it says to the file workplace / name.
     """
@@ -120,7 +127,7 @@ def start_program(
         arguments = ("--job.config_file", str(config), *arguments)
     if "--job.dump_folder" not in arguments:
         arguments = ("--job.dump_folder", str(workplace / "out"), *arguments)
-    launcher = (*TORCHRUN, "--nproc-per-node", str(ranks)) if ranks else ()
+    launched = (*launcher, "--nproc-per-node", str(ranks)) if ranks else ()
     output = workplace / name
     settings = {
         "OMP_NUM_THREADS": "1",
@@ -129,7 +136,7 @@ def start_program(
     }
     with output.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, *launcher, *program, *arguments],
+            [sys.executable, *launched, *program, *arguments],
             cwd=workplace,
             env=clean_environment() | settings | (environment or {}),
             stdin=subprocess.DEVNULL,

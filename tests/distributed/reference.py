@@ -5,13 +5,15 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Batch
 from titanlite.models import resolve_model
+from titanlite.models.family import LanguageModel
 from titanlite.models.init import init_parameters_
+from titanlite.models.randomness import row_keys
 
 TOKENS = Path(__file__).parents[1] / "golden" / "tokens.npy"
 SEQ_LEN = 16
@@ -40,7 +42,7 @@ def small_config(world_size: int, *overrides: str) -> JobConfig:
 
 
 def global_batch(masks: str, seed: int = 0, rows: int = GLOBAL_BATCH) -> Batch:
-    """All rows of one step. masks says which labels are IGNORE_INDEX:
+    """All rows of step `seed`, counted from 0. masks says which labels are IGNORE_INDEX:
 
     uneven: each row has its own share of valid labels, from 0 to 100 %, row 0 none at all; silent_ranks: as uneven,
     and no valid label in any odd row, so that with 2 or 4 data ranks half of the ranks have none; none: no label at
@@ -57,12 +59,17 @@ def global_batch(masks: str, seed: int = 0, rows: int = GLOBAL_BATCH) -> Batch:
     if masks == "none":
         masked[:] = True
     labels[masked] = -100
-    return Batch(tokens[:, :-1].contiguous(), labels)
+    return Batch(
+        tokens[:, :-1].contiguous(),
+        labels,
+        torch.arange(seed * rows, (seed + 1) * rows),
+        torch.zeros(rows, dtype=torch.int64),
+    )
 
 
 def rank_batches(batch: Batch, rank: int, degree: int, accumulation: int) -> list[Batch]:
     """The microbatches of one data rank: rows n with n mod degree == rank, in order."""
-    local = [tensor[rank::degree] for tensor in batch]
+    local = [tensor[rank::degree] for tensor in batch if tensor is not None]
     return [Batch(*parts) for parts in zip(*(tensor.chunk(accumulation) for tensor in local), strict=True)]
 
 
@@ -76,7 +83,7 @@ class Reference:
     weights: dict[str, Tensor]
 
 
-def plain_model(config: JobConfig) -> nn.Module:
+def plain_model(config: JobConfig) -> LanguageModel:
     """The model of the configuration, in one piece, with its initial weights."""
     family, hyper_parameters = resolve_model(config.model)
     model = family.build(hyper_parameters).to(getattr(torch, config.training.dtype))
@@ -86,11 +93,12 @@ def plain_model(config: JobConfig) -> nn.Module:
     return model
 
 
-def reference_step(config: JobConfig, batch: Batch) -> Reference:
-    """Loss, gradient norm and gradients of the whole global batch at once."""
+def reference_step(config: JobConfig, batch: Batch, step: int = 1) -> Reference:
+    """Loss, gradient norm and gradients of the whole global batch at once, with initial weights. step: for draws."""
     model = plain_model(config)
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    logits = model(batch.tokens)
+    keys = {"row_keys": row_keys(config.debug.seed, step, batch.sequences)} if model.draws else {}
+    logits = model(batch.tokens, **keys)
     total = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100, reduction="sum")
     loss = total / max(1, int((batch.labels != -100).sum()))
     loss.backward()

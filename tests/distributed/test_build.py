@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.gradients import replaced
-from tests.distributed.reference import GLOBAL_BATCH, SEQ_LEN, VOCAB_SIZE, small_config
+from tests.distributed.reference import GLOBAL_BATCH, SEQ_LEN, TOKENS, VOCAB_SIZE, small_config
 from titanlite import build as build_module
 from titanlite.build import Run, build_run
 from titanlite.metrics.meter import StepStats
@@ -28,7 +28,9 @@ def build(folder: str, *settings: str) -> Run:
 
 def timeouts_of_a_run(folder: str) -> tuple[list[float], list[float], bool]:
     """Seconds that the groups of a run wait: as built, and once training goes on; whether the model uses no others."""
-    run = build(folder, "parallelism.dp_replicate=2", "comm.init_timeout_s=77")
+    validation = ("enable=true", "sources.0.kind=tokens", f"sources.0.path={TOKENS}")
+    settings = (*(f"validation.{setting}" for setting in validation), "checkpoint.enable=true")
+    run = build(folder, "parallelism.dp_replicate=2", "comm.init_timeout_s=77", *settings)
 
     def waits() -> list[float]:
         backends = [group._get_backend(torch.device("cpu")) for group in run.groups]
@@ -105,7 +107,8 @@ def counts_of_a_run(folder: str) -> tuple[list[float], list[str]]:
     with replaced(build_module, "device_peak_flops", peak):
         run = build(folder, *settings)
     zero = torch.zeros(())
-    run.meter.update(3, StepStats(zero, zero, torch.tensor(5), torch.tensor(False)), lr=0.1, data_wait_s=0, bad_rows=0)
+    stats = StepStats(zero, zero, torch.tensor(5), torch.tensor(False), torch.zeros(3, 1))
+    run.meter.update(1, stats, lr=0.1, data_wait_s=0, bad_rows=0)
     record = run.meter.flush()
     run.loader.close()
     run.sinks.close()
@@ -119,5 +122,5 @@ def test_a_run_counts_the_tokens_of_all_ranks_and_the_operations_of_its_own_sequ
     layer = 32 * 32 * 2 + 2 * 32 * 16 + 3 * 32 * 48  # queries and output, keys and values, feed-forward
     flops_per_token = 6 * (2 * layer + VOCAB_SIZE * 32) + 12 * 2 * SEQ_LEN * 32
     for counts, asked in run_ranks(counts_of_a_run, 2, str(tmp_path)):
-        assert counts == pytest.approx([3 * tokens, tokens, flops_per_token])
+        assert counts == pytest.approx([tokens, tokens, flops_per_token])
         assert asked == ["cpu torch.bfloat16"]

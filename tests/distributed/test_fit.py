@@ -78,6 +78,8 @@ def fit(**limits: int) -> tuple[list[Record], list[str]]:
             Sinks([keep]),
             **{"steps": 6, "log_freq": 4, "gc_freq": 3, "max_bad_rows": 1000, **limits},
             after_first_step=lambda: calls.append("after the first step"),
+            data_ended=lambda: False,
+            after_step=lambda *_: False,
             on_data_error=lambda _: None,
         )
     except UserError as error:
@@ -129,6 +131,8 @@ def collectives_of_a_run(steps: int) -> dict[str, int]:
             gc_freq=3,
             max_bad_rows=1000,
             after_first_step=lambda: None,
+            data_ended=lambda: False,
+            after_step=lambda *_: False,
             on_data_error=lambda _: None,
         )
     return {"allgather": count.collectives["allgather"], "norms and counts": count.collectives["allreduce"]}

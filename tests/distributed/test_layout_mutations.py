@@ -20,7 +20,8 @@ from tests.distributed.test_mutations import without_last_sync
 from titanlite import build as build_module
 from titanlite import trainer as trainer_module
 from titanlite.data.loader import Batch
-from titanlite.loss import IGNORE_INDEX, cross_entropy_sum
+from titanlite.labels import IGNORE_INDEX
+from titanlite.loss import cross_entropy_by_row
 from titanlite.models.init import Init
 from titanlite.parallel import clip as clip_module
 from titanlite.parallel.data import wrapped_modules
@@ -47,7 +48,7 @@ def divided_after_backward(trainer: Trainer) -> None:
     """The pipeline's backward pass sees the sum of losses; only the loss that is logged gets divided."""
     assert trainer.pipeline is not None
     forward_backward = trainer.pipeline.forward_backward
-    trainer.pipeline._loss = lambda logits, labels, num_valid: cross_entropy_sum(logits, labels)  # noqa: ARG005
+    trainer.pipeline._loss = lambda logits, labels, num_valid: cross_entropy_by_row(logits, labels)  # noqa: ARG005
     trainer.pipeline.forward_backward = lambda batch, num_valid: forward_backward(batch, num_valid) / num_valid
 
 

@@ -110,7 +110,7 @@ def digests(repeats: int) -> list[list[str]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # on four ranks by default: test_replicas_stay_alike_and_repeats_are_bit_identical
 def test_repeats_are_bit_identical() -> None:
     for first, second in zip(run_ranks(digests, 4, 2), run_ranks(digests, 4, 1), strict=True):
         for runs, again in zip(first, second, strict=True):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.distributed.gradients import replaced, step_errors
 from titanlite import trainer as trainer_module
 from titanlite.data.loader import Batch
-from titanlite.loss import IGNORE_INDEX
+from titanlite.labels import IGNORE_INDEX
 from titanlite.parallel.data import gradient_sync, wrapped_modules
 from titanlite.runtime.launch import run_ranks
 from titanlite.trainer import Trainer

@@ -175,10 +175,12 @@ def test_a_rank_that_fails_ends_the_run_with_its_error(
 
 
 def test_data_that_does_not_suffice_is_told_once(config_file: Path) -> None:
-    np.save("few.npy", np.arange(40, dtype=np.uint16))
+    np.save("few.npy", np.arange(10, dtype=np.uint16))
     with pytest.raises(UserError) as raised:
         command.main([str(config_file), "--layouts", "1x1x2x1", "--data.sources.0.path", "few.npy"])
-    assert str(raised.value).startswith("the reference: the corpus has 2 pieces and data.num_streams = 16")
+    assert str(raised.value).startswith(
+        "the reference: there is nothing to train on: tokens few.npy: 1 files, 10 tokens, 0 windows"
+    )
 
 
 def all_masked(config: Any, steps: int, folder: str) -> Any:
@@ -207,9 +209,9 @@ def norm_in_float32(config: Any, steps: int, folder: str) -> Any:
 def rounded_gradient(config: Any, steps: int, folder: str) -> Any:
     """Forward is exact, backward is not."""
 
-    def rounded(model: nn.Module, batch: Batch, num_valid: int) -> float:
+    def rounded(model: nn.Module, *args: Any) -> float:
         model.get_submodule("layers.1.ffn_norm").weight.register_hook(lambda gradient: gradient.float().double())
-        return right(model, batch, num_valid)
+        return right(model, *args)
 
     right = reference.forward_backward
     with patch.object(reference, "forward_backward", rounded):
@@ -295,7 +297,9 @@ def random_init() -> AbstractContextManager[Any]:
 def same_rows_everywhere() -> AbstractContextManager[Any]:
     """All data ranks read what the first one should."""
     build = measure.build_data
-    return patch.object(measure, "build_data", lambda config, world: build(config, replace(world, rank=0)))
+    return patch.object(
+        measure, "build_data", lambda config, world, tokenizer: build(config, replace(world, rank=0), tokenizer)
+    )
 
 
 def loss_counted_by_each_tp_rank() -> AbstractContextManager[Any]:

@@ -81,7 +81,7 @@ def test_every_rank_logs_the_whole_loss_and_runs_each_microbatch_once() -> None:
     verify_log([Layout((2, 1, 1, 1), schedule(name)) for name in NAMES])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_log_is_right_with_tensor_and_data_parallelism_too() -> None:
     verify_log([Layout((2, 1, 1, 2), schedule(name)) for name in NAMES])
     verify_log([Layout((2, 1, 2, 1), schedule(name)) for name in NAMES])
@@ -164,7 +164,7 @@ def runs_with(name: PipelineSchedule, counts: list[int]) -> dict[int, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_the_configuration_refuses_what_the_schedules_refuse_and_nothing_else(pp: int) -> None:
     counts = list(range(1, 13))
     plan = Plan(tuple((f"unit{index}",) for index in range(8)), {}, {})

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from tests.distributed.reference import small_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Batch
 from titanlite.models import resolve_model
+from titanlite.models.attention import document_arguments
 from titanlite.models.family import MicrobatchShape
 from titanlite.parallel.mesh import shard_logits
 from titanlite.parallel.tensor import parallel_loss
@@ -77,8 +79,14 @@ def configuration(world_size: int, settings: list[str], microbatches: int) -> tu
     batch = rows * world_size // (axes.pp * axes.tp)
     config = small_config(world_size, *SHAPE, "optimizer.name=AdamW", f"training.global_batch_size={batch}", *settings)
     tokens = torch.randint(VOCAB_SIZE, (rows, SEQ_LEN + 1), generator=torch.Generator().manual_seed(0))
-    parts = [part.contiguous().chunk(1 if axes.pp > 1 else microbatches) for part in (tokens[:, :-1], tokens[:, 1:])]
-    return config, [Batch(*pair) for pair in zip(*parts, strict=True)]
+    whole = Batch(
+        tokens[:, :-1].contiguous(),
+        tokens[:, 1:].contiguous(),
+        torch.arange(rows),
+        torch.zeros(rows, dtype=torch.int64),
+    )
+    parts = [part.chunk(1 if axes.pp > 1 else microbatches) for part in whole[:4]]
+    return config, [Batch(*part) for part in zip(*parts, strict=True)]
 
 
 def warm_trainer(config: JobConfig, batches: list[Batch]) -> Trainer:
@@ -91,7 +99,8 @@ def warm_trainer(config: JobConfig, batches: list[Batch]) -> Trainer:
 
 def forward_loss(trainer: Trainer, batch: Batch) -> Tensor:
     with parallel_loss(shard_logits=trainer.shard_logits):
-        return trainer.loss(trainer.model_parts[0](batch.tokens), batch.labels, torch.tensor(batch.labels.numel()))
+        logits = trainer.model_parts[0](batch.tokens, **document_arguments(batch.positions))
+        return trainer.loss(logits, batch.labels, torch.tensor(batch.labels.numel())).sum()
 
 
 def measured_kept(all_settings: list[list[str]]) -> list[int]:
@@ -102,6 +111,20 @@ def measured_kept(all_settings: list[list[str]]) -> list[int]:
         config, batches = configuration(dist.get_world_size(), settings, 1)
         least = min(allocated(partial(forward_loss, warm_trainer(config, batches), batches[0]))[0] for _ in range(3))
         found.append(least)
+    return found
+
+
+def measured_for_documents(all_settings: list[list[str]]) -> list[int]:
+    """Bytes that a microbatch keeps more where its rows hold documents."""
+    found = []
+    for settings in all_settings:
+        config, (batch,) = configuration(dist.get_world_size(), settings, 1)
+        trainer = warm_trainer(config, [batch])
+        packed = batch._replace(positions=torch.arange(SEQ_LEN).remainder(100).expand(ROWS, -1))
+        plain, documents = (
+            min(allocated(partial(forward_loss, trainer, rows))[0] for _ in range(3)) for rows in (batch, packed)
+        )
+        found.append(documents - plain)
     return found
 
 
@@ -162,6 +185,23 @@ def peak_errors(layout: str, dtype: str) -> dict[str, list[float]]:
 def test_what_a_microbatch_keeps_in_one_process(dtype: str) -> None:
     errors = kept_errors("1 process", dtype)
     assert {mode: error for mode, error in errors.items() if abs(error) > 0.02} == {}
+
+
+@pytest.mark.slow
+def test_what_documents_in_a_row_add() -> None:
+    """Once for all blocks, also where they are recomputed."""
+    cases = [[*DTYPE["bfloat16"], *RECOMPUTE[mode]] for mode in ("none", "full")]
+    config, _ = configuration(1, cases[0], 1)
+    family, hyper_parameters = resolve_model(config.model)
+    size = DTYPES[config.training.mixed_precision_param].itemsize
+    planned = family.activation_bytes(hyper_parameters, MicrobatchShape(ROWS, SEQ_LEN, 1, size, False, False, "scores"))
+    (measured,) = run_ranks(measured_for_documents, 1, cases)
+    assert measured == pytest.approx([planned.documents] * len(measured), rel=0.02)
+    packed = replace(config, data=replace(config.data, document_mask=True))
+    without, with_mask = (
+        estimate(settings, 1, device_type="cpu").ranks[0].memory.activations for settings in (config, packed)
+    )
+    assert with_mask - without == planned.documents
 
 
 @pytest.mark.slow

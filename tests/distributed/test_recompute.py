@@ -54,7 +54,7 @@ def products_of_a_step(settings: list[str], tp: int) -> tuple[int, int]:
     num_valid = torch.tensor(100)
     trainer.forward_backward(batch, num_valid)
     with counted_products() as count, parallel_loss(shard_logits=tp > 1):
-        loss = trainer.loss(trainer.model_parts[0](batch.tokens), batch.labels, num_valid)
+        loss = trainer.loss(trainer.model_parts[0](batch.tokens), batch.labels, num_valid).sum()
         forward = count["mm"]
         loss.backward()
         return forward, count["mm"] - forward

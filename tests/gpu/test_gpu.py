@@ -10,14 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
+from tests.distributed.documents import documents_alone, packed_batch
+from tests.distributed.drawing import drawing_families
 from tests.distributed.gradients import difference, whole
 from tests.distributed.layouts import BOUNDS, LEARNING_RATE, Layout, reference_losses, schedule
 from tests.distributed.program import REPOSITORY, TORCHRUN, clean_environment, rows
 from tests.distributed.reference import global_batch, rank_batches, reference_step
 from titanlite.build import batch_rows, build_model, build_trainer
 from titanlite.data.loader import Batch
+from titanlite.models.attention import attend, attention_mask, document_arguments
+from titanlite.models.randomness import row_keys, uniform
 from titanlite.parallel.mesh import build_mesh
+from titanlite.runtime.determinism import seed_microbatch
 from titanlite.trainer import Trainer, on_device
 
 GPUS = torch.cuda.device_count()
@@ -34,7 +40,7 @@ other. A wrong scale or a forgotten microbatch is beyond it."""
 
 
 def train(workplace: Path, *arguments: str, ranks: int = 1) -> tuple[list[dict[str, float]], str]:
-    """(rows of metrics.jsonl, output) of the quick start, run as a user does, with a log line at every step."""
+    """(rows of steps in metrics.jsonl, output) of the quick start, run as a user does, with a log line at each step."""
     run = subprocess.run(
         [
             sys.executable,
@@ -60,7 +66,7 @@ def train(workplace: Path, *arguments: str, ranks: int = 1) -> tuple[list[dict[s
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    return rows(workplace / "out"), run.stdout + run.stderr
+    return [row for row in rows(workplace / "out") if "loss" in row], run.stdout + run.stderr
 
 
 STEPS = ("--training.steps", "60", "--lr_schedule.warmup_steps", "10")
@@ -103,14 +109,15 @@ def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def on_gpu(layout: Layout, settings: Sequence[str]) -> OneStep:
-    """A trainer of the layout and its batches of one step, both on this rank's GPU."""
+def on_gpu(layout: Layout, settings: Sequence[str], batch: Batch | None = None) -> OneStep:
+    """A trainer of the layout and its batches of one step, both on this rank's GPU. batch: all rows; None: some."""
     device = torch.device("cuda", torch.cuda.current_device())
     config = layout.config(*settings)
     mesh, data = build_mesh(config.parallelism, "cuda", layout.world_size)
     trainer = build_trainer(config, build_model(config, mesh, device), mesh, data, device)
     parts = layout.rows // data.size() // batch_rows(config, layout.world_size)
-    local = rank_batches(global_batch("silent_ranks", 0, layout.rows), data.get_local_rank(), data.size(), parts)
+    batch = global_batch("silent_ranks", 0, layout.rows) if batch is None else batch
+    local = rank_batches(batch, data.get_local_rank(), data.size(), parts)
     return OneStep(trainer, [on_device(batch, device) for batch in local])
 
 
@@ -157,11 +164,73 @@ def test_gradients_are_those_of_the_cpu(settings: list[str], bound: float) -> No
     assert difference(stats.grad_norm.cpu().double(), reference.grad_norm) <= bound
 
 
+WIDE_HEADS = ("model.dim=64",)  # of 16, the least that FlexAttention takes; of 8 without
+
+
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("settings", [[], list(INDUCTOR), list(BY_OP)])
-def test_a_step_never_waits_for_the_device(settings: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("settings", "bound"),
+    [
+        (["training.dtype=float64"], BOUNDS["float64"]),
+        (["training.dtype=float32"], 1e-4),
+        (["training.dtype=float32", *WIDE_HEADS], 1e-4),
+        (["training.dtype=float32", *WIDE_HEADS, *BY_OP], 1e-4),
+        (["training.dtype=float32", *WIDE_HEADS, "activation_checkpoint.mode=full"], 1e-4),
+        ([*MIXED, *WIDE_HEADS], BFLOAT16_BOUND),
+        ([*MIXED, *WIDE_HEADS, *INDUCTOR], BFLOAT16_BOUND),
+        ([*MIXED, *WIDE_HEADS, *INDUCTOR, *BY_OP], BFLOAT16_BOUND),
+    ],
+)
+def test_packed_documents_are_the_documents_alone(settings: list[str], bound: float) -> None:
     torch._dynamo.reset()
-    step = on_gpu(ONE, [*MIXED, "optimizer.name=AdamW", "training.max_norm=1.0", *settings])
+    batch = packed_batch(ONE.rows)
+    shape = [setting for setting in settings if setting.startswith("model.")]
+    reference = documents_alone(ONE.config("training.dtype=float64", *shape), batch)
+    step = on_gpu(ONE, settings, batch)
+    stats = step.trainer.train_step(step.batches)
+    errors = gradient_errors(step.trainer, reference.gradients)
+    assert errors.keys() == reference.gradients.keys()
+    worst = max(errors, key=lambda name: errors[name])
+    print(f"documents, {' '.join(settings)}: {worst} off by {errors[worst]:.1e}")
+    assert errors[worst] <= bound, worst
+    assert difference(stats.mean_loss.cpu().double(), reference.loss) <= bound
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
+@pytest.mark.parametrize("heads", [(4, 2, 16), (3, 1, 24), (2, 2, 64)])
+def test_the_fused_kernel_inside_documents(heads: tuple[int, int, int], dtype: torch.dtype, bound: float) -> None:
+    """Forward and backward, several blocks of scores, the last one not full; other documents compile nothing anew."""
+    n_heads, n_kv_heads, head_dim = heads
+    generator = torch.Generator().manual_seed(0)
+    torch._dynamo.reset()
+    for index, starts in enumerate([[0, 130, 131, 256], [0], [0, 1, 299], [0, 128, 200, 256]]):
+        positions = torch.ones(2, 300, dtype=torch.int64)
+        positions[0, starts] = positions[1, 0] = 0
+        ids = document_arguments(positions)["document_ids"]
+        shapes = [(2, n, 300, head_dim) for n in (n_heads, n_kv_heads, n_kv_heads, n_heads)]
+        *inputs, upstream = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+        exact = [tensor.double().requires_grad_() for tensor in inputs]
+        expected = attend(*exact, attention_mask(ids, torch.float64, head_dim))
+        wanted = [expected, *torch.autograd.grad(expected, exact, upstream.double())]
+        own = [tensor.cuda().requires_grad_() for tensor in inputs]
+        with torch._dynamo.config.patch(error_on_recompile=index > 0):
+            mask = attention_mask(ids.cuda(), dtype, head_dim)
+            assert isinstance(mask, BlockMask)
+            out = attend(*own, mask)
+            found = [out, *torch.autograd.grad(out, own, upstream.cuda())]
+        for name, value, right in zip(("out", "queries", "keys", "values"), found, wanted, strict=True):
+            assert difference(value.cpu().double(), right) <= bound, (name, starts)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("settings", [[], list(INDUCTOR), list(BY_OP), ["model.family=drawing"]])
+def test_a_step_never_waits_for_the_device(settings: list[str], packed: bool) -> None:
+    torch._dynamo.reset()
+    with drawing_families():
+        batch = packed_batch(ONE.rows) if packed else None
+        shape = WIDE_HEADS if packed else ()
+        step = on_gpu(ONE, [*MIXED, *shape, "optimizer.name=AdamW", "training.max_norm=1.0", *settings], batch)
     for _ in range(2):  # allocations, compilation
         step.trainer.train_step(step.batches)
     torch.cuda.synchronize()
@@ -171,6 +240,22 @@ def test_a_step_never_waits_for_the_device(settings: list[str]) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert stats.mean_loss.isfinite()
+
+
+def test_what_is_drawn_by_key_is_what_the_cpu_draws() -> None:
+    sequences = torch.tensor([0, 1, 2**40])
+    drawn = uniform(row_keys(2**63 - 1, 10**9, sequences.cuda()), "layers.0", 100, 30)
+    assert torch.equal(drawn.cpu(), uniform(row_keys(2**63 - 1, 10**9, sequences), "layers.0", 100, 30))
+
+
+def test_torch_draws_again_what_it_drew_for_the_same_microbatch() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    drawn = []
+    for sequence in (3, 4, 3):
+        seed_microbatch(0, 1, sequence, 0, device)
+        drawn.append(torch.rand(8, device=device))
+    assert torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[0], drawn[1])
 
 
 def several(*axes: int) -> object:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import titanlite
-from titanlite.loss import IGNORE_INDEX, cross_entropy_sum
+from titanlite.labels import IGNORE_INDEX
+from titanlite.loss import cross_entropy_by_row
 
 
 def _logits(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -22,18 +23,18 @@ def test_sums_over_valid_labels_only() -> None:
     for row, column in ((0, 0), (0, 2), (1, 1)):
         scores = logits[row, column]
         expected = expected + scores.exp().sum().log() - scores[labels[row, column]]
-    torch.testing.assert_close(cross_entropy_sum(logits, labels), expected, rtol=1e-14, atol=0)
+    torch.testing.assert_close(cross_entropy_by_row(logits, labels).sum(), expected, rtol=1e-14, atol=0)
 
 
 def test_gradient_is_exact() -> None:
     logits = _logits(2, 3, 5)
     labels = torch.tensor([[1, IGNORE_INDEX, 4], [2, 0, IGNORE_INDEX]])
-    assert torch.autograd.gradcheck(lambda scores: cross_entropy_sum(scores, labels), (logits,))
+    assert torch.autograd.gradcheck(lambda scores: cross_entropy_by_row(scores, labels), (logits,))
 
 
 def test_no_valid_label_gives_zero_with_a_graph() -> None:
     logits = _logits(2, 3, 5)
-    loss = cross_entropy_sum(logits, torch.full((2, 3), IGNORE_INDEX))
+    loss = cross_entropy_by_row(logits, torch.full((2, 3), IGNORE_INDEX)).sum()
     loss.backward()
     assert loss.item() == 0.0
     assert logits.grad is not None
@@ -47,9 +48,9 @@ def test_no_valid_label_gives_zero_with_a_graph() -> None:
 def test_computed_in_at_least_float32(dtype: torch.dtype, expected: torch.dtype) -> None:
     logits = _logits(1, 64, 100, dtype=dtype)
     labels = torch.arange(64).unsqueeze(0)
-    loss = cross_entropy_sum(logits, labels)
+    loss = cross_entropy_by_row(logits, labels).sum()
     assert loss.dtype == expected
-    exact = cross_entropy_sum(logits.detach().double(), labels)
+    exact = cross_entropy_by_row(logits.detach().double(), labels).sum()
     assert abs(loss.item() - exact.item()) <= 8 * torch.finfo(expected).eps * exact.item()
 
 
@@ -62,11 +63,11 @@ def test_one_tensor_of_the_logits_size_is_kept_for_backward() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        cross_entropy_sum(logits, torch.zeros(1, 2, dtype=torch.int64))
+        cross_entropy_by_row(logits, torch.zeros(1, 2, dtype=torch.int64))
     assert sum(tensor.numel() == logits.numel() for tensor in kept.values()) == 1
 
 
 def test_ignore_index_is_defined_once() -> None:
     definition = re.compile(r"^\s*IGNORE_INDEX\b.*=|[^\w.]-100\b", re.MULTILINE)
     sources = Path(titanlite.__file__).parent.rglob("*.py")
-    assert [path.name for path in sources if definition.search(path.read_text(encoding="utf-8"))] == ["loss.py"]
+    assert [path.name for path in sources if definition.search(path.read_text(encoding="utf-8"))] == ["labels.py"]

@@ -117,11 +117,12 @@ def checkout(tmp_path: Path) -> Checkout:
 def test_complete_active_python_runs_torchrun_at_once(checkout: Checkout) -> None:
     lines = checkout.launched("--training.steps", "50", "--job.description", "two words")
     config = str(checkout.repo / "configs" / "quickstart.toml")
-    assert lines[:9] == [
-        *["--standalone", "--nproc-per-node=1", "-m", "titanlite.train", "--job.config_file", config],
+    assert lines[:10] == [
+        *["--standalone", "--nproc-per-node=1", "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"],
+        *["-m", "titanlite.train", "--job.config_file", config],
         *["--training.steps", "50", "--job.description"],
     ]
-    assert lines[9:] == [
+    assert lines[10:] == [
         "two words",
         f"in {checkout.cwd}",
         f"PYTHON_EXEC={checkout.bin / 'python3'}",
@@ -141,9 +142,9 @@ def test_called_through_a_symlink(checkout: Checkout) -> None:
 
 @pytest.mark.parametrize("own", [["--job.config_file", "own.toml"], ["--job.config_file=own.toml"]])
 def test_config_file_by_variable_and_by_command_line(checkout: Checkout, own: list[str]) -> None:
-    assert checkout.launched(CONFIG_FILE="my run.toml")[4:6] == ["--job.config_file", "my run.toml"]
+    assert checkout.launched(CONFIG_FILE="my run.toml")[5:7] == ["--job.config_file", "my run.toml"]
     lines = checkout.launched(*own, CONFIG_FILE="other.toml")
-    assert lines[4 : 4 + len(own)] == own
+    assert lines[5 : 5 + len(own)] == own
     assert "other.toml" not in lines
 
 

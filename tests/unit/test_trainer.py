@@ -9,7 +9,7 @@ import torch
 
 from titanlite import train
 from titanlite.config.schema import JobConfig
-from titanlite.data.loader import DataConfig
+from titanlite.data.config import DataConfig
 from titanlite.metrics.sinks import MetricsConfig
 from titanlite.runtime.distributed import CommConfig
 from titanlite.runtime.errors import UserError
@@ -89,7 +89,16 @@ def test_more_bad_rows_than_allowed_end_the_run_at_the_next_log_step(
     facts = {"steps": 10, "log_freq": log_freq, "gc_freq": 50, "max_bad_rows": max_bad_rows}
     too_many = pytest.raises(UserError, match=rf"max_bad_rows = {max_bad_rows}: {logged[-1]} rows were skipped")
     with nullcontext() if max_bad_rows == 10 else too_many:
-        trainer.fit(loader, meter, sinks, **facts, after_first_step=Mock(), on_data_error=Mock())
+        trainer.fit(
+            loader,
+            meter,
+            sinks,
+            **facts,
+            after_first_step=Mock(),
+            data_ended=lambda: False,
+            after_step=lambda *_: False,
+            on_data_error=Mock(),
+        )
     assert [call.args[0].bad_rows for call in sinks.write.call_args_list] == logged
 
 
@@ -101,10 +110,20 @@ def test_the_loop_gets_the_numbers_of_the_configuration(monkeypatch: pytest.Monk
         comm=CommConfig(train_timeout_s=17),
     )
     run, failure, set_timeout = Mock(), Mock(), Mock()
+    run.validation.after_step.return_value = 15
     monkeypatch.setattr(train, "set_timeout", set_timeout)
     assert train.fit(config, run, failure) is run.trainer.fit.return_value
     numbers = dict(run.trainer.fit.call_args.kwargs)
     numbers.pop("after_first_step")()
     assert numbers.pop("on_data_error") == failure.note_data_error
+    run.checkpoints.after_step.return_value = False
+    assert numbers.pop("after_step")(3, True)
+    run.validation.after_step.assert_called_once_with(3, last=True, on_data_error=failure.note_data_error)
+    run.checkpoints.after_step.assert_called_once_with(3, True)
+    run.checkpoints.stop_after.assert_called_once_with(3, 15)
+    run.data_end.after_step.return_value = [False, True]
+    assert numbers.pop("data_ended")()
+    run.stop.activate.assert_called_once_with()
+    run.checkpoints.close.assert_called_once_with()
     assert numbers == {"steps": 7, "log_freq": 3, "gc_freq": 11, "max_bad_rows": 13}
     set_timeout.assert_called_once_with(run.groups, 17)

@@ -2,12 +2,13 @@
 
 import os
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
 
+from titanlite.checkpoint.config import check_checkpoint, check_start
 from titanlite.config.schema import JobConfig, JobSection
-from titanlite.data.loader import PIECE_BYTES_PER_POSITION, check_data
+from titanlite.data.config import PIECE_BYTES_PER_POSITION, check_data
 from titanlite.data.tokenizer import check_tokenizer
-from titanlite.metrics.sinks import check_metrics
+from titanlite.metrics.sinks import OWN_FILES, check_metrics
 from titanlite.models import check_model, resolve_model
 from titanlite.optim.optimizer import check_optimizer
 from titanlite.optim.schedule import check_schedule
@@ -19,6 +20,7 @@ from titanlite.runtime.determinism import check_debug
 from titanlite.runtime.distributed import check_comm
 from titanlite.runtime.errors import Problem, require
 from titanlite.trainer import check_training
+from titanlite.validate import check_validation
 
 
 def check_config(config: JobConfig, *, world_size: int, device_type: str, looks_at_files: bool = True) -> list[Problem]:
@@ -41,7 +43,11 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, looks_
         )
     )
     layout = replace(config.parallelism, dp_shard=resolve_axes(config.parallelism, world_size)[2])
-    pipeline_problems = [] if model_problems else check_pipeline(layout, family.plan(model), rows)
+    pipeline_problems = (
+        []
+        if model_problems
+        else check_pipeline(layout, family.plan(model), rows, document_mask=config.data.document_mask)
+    )
     return [
         *(check_job(config.job) if looks_at_files else ()),
         *model_problems,
@@ -60,6 +66,13 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, looks_
             vocab_size=model.vocab_size,
             looks_at_files=looks_at_files,
         ),
+        *check_validation(
+            config.validation,
+            config.data,
+            vocab_size=model.vocab_size,
+            has_tokenizer=bool(config.tokenizer.path) or any(source.kind != "tokens" for source in config.data.sources),
+            looks_at_files=looks_at_files,
+        ),
         *batch_problems,
         *check_parallelism(config.parallelism, world_size),
         *pipeline_problems,
@@ -76,6 +89,12 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, looks_
         ),
         *check_optimizer(config.optimizer),
         *check_schedule(config.lr_schedule, config.training.steps),
+        *check_checkpoint(
+            config.checkpoint,
+            device_type,
+            taken=(*OWN_FILES, *PurePath(config.metrics.folder).parts[:1]),
+        ),
+        *(check_start(config.checkpoint, config.job.dump_folder) if looks_at_files else ()),
         *check_metrics(config.metrics),
         *check_debug(config.debug),
         *check_comm(config.comm),

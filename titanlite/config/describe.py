@@ -60,7 +60,9 @@ def describe_config(config: JobConfig) -> list[Section]:
         plain = {key: kind for key, kind in kinds.items() if key not in arrays}
         sections.append(Section(name, _text(section_type), _keys(values, plain, texts)))
         for key in arrays:
-            for index, row in enumerate(values[key]):
+            row_kind = row_type(kinds[key])
+            assert row_kind is not None
+            for index, row in enumerate(values[key] or (row_kind(),)):  # of an empty array what a first table would be
                 keys = _keys(fields_of(row), kinds_of(type(row)), field_texts(type(row)))
                 sections.append(Section(f"{name}.{key}.{index}", _text(type(row)), keys))
     return sections

@@ -50,6 +50,14 @@ document = "paragraph"
 ```
 """
 
+VALIDATION_SOURCES = """\
+One table per source, with the keys of `[[data.sources]]`; none by default. On the command line
+`--validation.sources.0.kind X` adds the first.
+"""
+
+ARRAYS = {"data.sources": SOURCES, "validation.sources": VALIDATION_SOURCES}
+"""What is to be said about each array of tables."""
+
 MODEL = """\
 `family` chooses the architecture and `flavor` one of its sizes; any hyper-parameter of the family may stand beside
 them and replaces the flavor's value: `flavor = "8B"` with `n_layers = 4`.
@@ -69,7 +77,7 @@ def document() -> str:
             lines += [
                 f"### [[{section.name.rpartition('.')[0]}]]",
                 "",
-                SOURCES,
+                ARRAYS[section.name.rpartition(".")[0]],
                 *_table(section.keys),
                 "",
             ]

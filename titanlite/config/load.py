@@ -4,11 +4,12 @@ import os
 import re
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from titanlite.checkpoint.config import earlier_config
 from titanlite.config.arguments import split_arguments
 from titanlite.config.check import check_config, resolve_config
 from titanlite.config.describe import help_text
@@ -44,14 +45,27 @@ def load_config(argv: Sequence[str], *, world_size: int, device_type: str, looks
             print(help_text(parsed.config))
         raise SystemExit(0)
     problems = list(parsed.problems)
+    config = keep_earlier(parsed.config) if looks_at_files else parsed.config
     if parsed.file_is_read:
-        found = check_config(
-            parsed.config, world_size=world_size, device_type=device_type, looks_at_files=looks_at_files
-        )
+        found = check_config(config, world_size=world_size, device_type=device_type, looks_at_files=looks_at_files)
+        found = [_with_origin(problem, parsed.config, config) for problem in found]
         problems += [problem for problem in found if not _stands_on(problem, parsed.problems)]
     if problems:
         raise ConfigError(problems)
-    return resolve_config(parsed.config, world_size=world_size, device_type=device_type)
+    return resolve_config(config, world_size=world_size, device_type=device_type)
+
+
+def keep_earlier(config: JobConfig) -> JobConfig:
+    """With what the first start of the run has put in place of -1, where there is a checkpoint of it to go on from."""
+    earlier = earlier_config(config.checkpoint, config.job.dump_folder)
+    if not earlier:
+        return config
+    training, data = config.training, config.data
+    if training.global_batch_size == -1:
+        training = replace(training, global_batch_size=earlier["training"]["global_batch_size"])
+    if data.num_streams == -1:
+        data = replace(data, num_streams=earlier["data"]["num_streams"])
+    return replace(config, training=training, data=data)
 
 
 def parse_config(argv: Sequence[str]) -> tuple[JobConfig, list[Problem]]:
@@ -76,8 +90,24 @@ def dump_config(config: JobConfig) -> str:
         for key, tables in rows.items():
             for row in tables:
                 lines += ["", f"[[{section}.{key}]]"]
-                lines += [f"{name} = {literal(value)}" for name, value in fields_of(row).items() if value != ""]
+                defaults = fields_of(type(row)())
+                values = fields_of(row).items()
+                given = {name: value for name, value in values if name == "kind" or value != defaults[name]}
+                lines += [f"{name} = {literal(value)}" for name, value in given.items()]
     return "\n".join(lines[1:]) + "\n"
+
+
+def _with_origin(problem: Problem, given: JobConfig, kept: JobConfig) -> Problem:
+    """Of a value that nobody has written, but that an earlier start has kept: where it is from, and what fits it."""
+    values = {
+        "training.global_batch_size": (given.training.global_batch_size, kept.training.global_batch_size),
+        "data.num_streams": (given.data.num_streams, kept.data.num_streams),
+    }
+    before, now = values.get(problem.key, (None, None))
+    if before == now:
+        return problem
+    rule = f"{problem.rule}; the run's checkpoints say {now}"
+    return replace(problem, rule=rule, remedy="use a mesh and a local_batch_size that fit it, or start a new run")
 
 
 def _stands_on(problem: Problem, earlier: list[Problem]) -> bool:

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from titanlite.data.loader import DataConfig
+from titanlite.checkpoint.config import CheckpointConfig
+from titanlite.data.config import DataConfig
 from titanlite.data.tokenizer import TokenizerConfig
 from titanlite.metrics.sinks import MetricsConfig
 from titanlite.models.family import ModelConfig
@@ -14,6 +15,7 @@ from titanlite.parallel.recompute import ActivationCheckpointConfig
 from titanlite.runtime.determinism import DebugConfig
 from titanlite.runtime.distributed import CommConfig
 from titanlite.trainer import TrainingConfig
+from titanlite.validate import ValidationConfig
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,9 @@ class JobSection:
     """Folder of everything that the run writes."""
     description: str = ""
     """Free text, shown at start."""
+    take_over: bool = False
+    """Says that the job which uses dump_folder has ended, where that cannot be seen from here (it ran on another host);
+    a job that is seen to live keeps its folder all the same."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +42,13 @@ class JobConfig:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     comm: CommConfig = field(default_factory=CommConfig)

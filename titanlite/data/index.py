@@ -7,12 +7,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from titanlite.data.arrow import ArrowReader, write_arrow_files
 from titanlite.data.cache import built_once, cache_folder, content_key, file_facts
+from titanlite.data.hub import content_facts, hub_files, source_split
 from titanlite.data.jsonl import JsonlReader
 from titanlite.data.parquet import ParquetReader
 from titanlite.data.pieces import BadRowError, Piece, Reader, read_range, utf8_text
@@ -32,6 +35,8 @@ def reader_of(source: SourceConfig) -> Reader:
         return JsonlReader(source.field or "text")
     if source.kind == "parquet":
         return ParquetReader(source.field or "text")
+    if source.kind == "hf":
+        return ArrowReader(source.field or "text")
     return TextReader(source.document or "file")
 
 
@@ -43,7 +48,7 @@ class PieceIndex:
 
     def __init__(self, folder: Path) -> None:
         meta = json.loads((folder / "meta.json").read_text())
-        self.files = [Path(file) for file in meta["files"]]
+        self.files = [folder / file for file in meta["files"]]  # those made with the index lie beside it
         self.text_bytes: int = meta["text_bytes"]
         shape = (meta["pieces"], len(Piece._fields))
         self.records: npt.NDArray[np.int64] = (
@@ -57,19 +62,21 @@ class PieceIndex:
         return Piece(*self.records[n].tolist())
 
 
-def source_key(source: SourceConfig, files: list[Path], max_piece_bytes: int) -> str:
-    """Key of the index: it changes with the files, and with all that decides how they are cut."""
-    settings = [source.kind, source.field or "text", source.document or "file", source.split or "train"]
-    return content_key(["pieces", FORMAT_VERSION, settings, max_piece_bytes, file_facts(files)])
+def source_key(source: SourceConfig, contents: list[Any], max_piece_bytes: int) -> str:
+    """Key of the index: it changes with `contents`, of the files, and with all that decides how they are cut."""
+    settings = [source.kind, source.field or "text", source.document or "file", source_split(source)]
+    return content_key(["pieces", FORMAT_VERSION, settings, max_piece_bytes, contents])
 
 
 def open_index(source: SourceConfig, max_piece_bytes: int) -> PieceIndex:
     """The index of a source of text, from the cache or built now; other processes wait for the one that builds.
 
-    Raises UserError where the cache folder cannot be written or a file cannot be read.
+    A dataset of the hub is turned into Arrow files on the way. Raises UserError where the cache folder cannot be
+    written or a file cannot be read.
     """
-    files = find_files(source)
-    folder = cache_folder() / "index" / source_key(source, files, max_piece_bytes)
+    files = [] if source.kind == "hf" else find_files(source)
+    contents = content_facts(hub_files(source)) if source.kind == "hf" else [*file_facts(files)]
+    folder = cache_folder() / "index" / source_key(source, contents, max_piece_bytes)
     what = f"the index of {source_name(source)}"
     return PieceIndex(built_once(folder, what, lambda into: _build(source, files, max_piece_bytes, into, what)))
 
@@ -79,6 +86,8 @@ def _build(source: SourceConfig, files: list[Path], max_piece_bytes: int, into: 
     start = time.monotonic()
     if source.kind == "python-stdlib":
         files = in_split(source, usable_files(files))
+    if source.kind == "hf":
+        files = write_arrow_files(source, into)
     pieces, text_bytes = 0, 0
     with open(into / "pieces.bin", "wb") as out:
         for rows in _batches(_scan(source, files, max_piece_bytes, what)):
@@ -87,7 +96,8 @@ def _build(source: SourceConfig, files: list[Path], max_piece_bytes: int, into: 
             pieces += len(block)
             sizes = np.where(block[:, _LENGTH] < 0, block[:, _SIZE], block[:, _LENGTH])
             text_bytes += int(sizes.sum())
-    meta = {"pieces": pieces, "text_bytes": text_bytes, "files": [str(file) for file in files]}
+    names = [file.name if file.parent == into else str(file) for file in files]
+    meta = {"pieces": pieces, "text_bytes": text_bytes, "files": names}
     (into / "meta.json").write_text(json.dumps(meta))
     seconds = time.monotonic() - start
     logger.info("built %s in %.1f s: %s files, %s pieces", what, seconds, f"{len(files):,}", f"{pieces:,}")

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from titanlite.data.pieces import BAD_FILE, BadRowError, Piece, cut, flags_of, utf8_text
 from titanlite.data.recent import Recent
+from titanlite.data.retry import is_transient
 
 CACHE_BYTES = 512 * 2**20
 """Row groups kept in memory: about the text of one block of the permutation, within which rows are read at random."""
@@ -70,7 +71,7 @@ def _row_counts(path: Path) -> list[int]:
         try:
             metadata = pyarrow.parquet.ParquetFile(file).metadata
         except (pyarrow.ArrowException, OSError) as error:
-            raise BadRowError(f"not a parquet file that can be read: {error}") from None
+            raise damage(error, "not a parquet file that can be read") from None
     return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
 
 
@@ -82,18 +83,41 @@ def _load(path: Path, group: int, field: str) -> Any:
     with open(path, "rb") as file:
         try:
             opened = pyarrow.parquet.ParquetFile(file)
-            schema = opened.schema_arrow
-            if schema.names.count(field) != 1:
-                fault = "there more than once" if field in schema.names else "missing"
-                raise BadRowError(f"field {field!r} is {fault}; there is {', '.join(map(repr, schema.names[:8]))}")
-            kind = schema.field(field).type
-            value_kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-            if str(value_kind) not in TEXT_TYPES:
-                raise BadRowError(f"field {field!r} is not text but {kind}")
+            kind = text_type(opened.schema_arrow, field)
             column = opened.read_row_group(group, columns=[field]).column(field)
-            return column.cast(value_kind).cast(pyarrow.large_binary()).combine_chunks()
+            return as_bytes(column, kind).combine_chunks()
         except (pyarrow.ArrowException, OSError) as error:
-            raise BadRowError(f"row group {group} cannot be read: {error}") from None
+            raise damage(error, f"row group {group} cannot be read") from None
+
+
+def text_type(schema: Any, field: str) -> Any:
+    """The Arrow type of a text column's values. Raises BadRowError where the column is missing or not text."""
+    import pyarrow
+
+    if schema.names.count(field) != 1:
+        fault = "there more than once" if field in schema.names else "missing"
+        raise BadRowError(f"field {field!r} is {fault}; there is {', '.join(map(repr, schema.names[:8]))}")
+    kind = schema.field(field).type
+    value_kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    if str(value_kind) not in TEXT_TYPES:
+        raise BadRowError(f"field {field!r} is not text but {kind}")
+    return value_kind
+
+
+def as_bytes(column: Any, value_kind: Any) -> Any:
+    """A text column (array or chunked) of values of this type, as bytes that need not be UTF-8."""
+    import pyarrow
+
+    return column.cast(value_kind).cast(pyarrow.large_binary())
+
+
+def damage(error: Exception, fault: str) -> BadRowError:
+    """What is wrong with data that Arrow cannot read. An error of the system or of a connection is raised as it is."""
+    if isinstance(error, BadRowError):
+        return error
+    if is_transient(error) or getattr(error, "errno", None) is not None:
+        raise error
+    return BadRowError(f"{fault}: {error}")
 
 
 def _is_utf8(text: bytes) -> bool:

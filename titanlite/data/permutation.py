@@ -5,15 +5,14 @@ constants from Vigna's public-domain splitmix64.c), sorted. It does not depend o
 streams may change between versions.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
 from titanlite.data.recent import Recent
 
-STREAM_VERSION = 1
-"""Version of the order of pieces and of their packing. A change of either changes every run and has to change this."""
+STREAM_VERSION = 2
+"""Version of the order of sources and pieces and of their packing. A change of any changes every run, and has to change
+this."""
 
 BLOCK_PIECES = 2**16
 """About as many pieces are permuted among each other: enough to mix well, few enough to be read in long stretches."""
@@ -42,42 +41,40 @@ def shuffled(count: int, *seeds: int) -> npt.NDArray[np.int64]:
 
 
 class Permutation:
-    """Position in an epoch -> piece, over sources of `counts` pieces, numbered one source after the other.
+    """Position in an epoch -> piece, of `count` pieces.
 
-    Block b takes the b-th share of every source, so that the sources are mixed evenly however unlike their sizes are.
-    Blocks are permuted, and pieces inside each. Without shuffle, position and piece are the same number.
+    Blocks of consecutive pieces are permuted, and the pieces inside each, by all `seeds`. Without shuffle, position and
+    piece are the same number.
     """
 
-    def __init__(self, counts: Sequence[int], *, seed: int, shuffle: bool, block_pieces: int = BLOCK_PIECES) -> None:
-        self.total = sum(counts)
-        self._seed = seed
+    def __init__(self, count: int, *, seeds: tuple[int, ...], shuffle: bool, block_pieces: int = BLOCK_PIECES) -> None:
+        self.count = count
+        self._seeds = seeds
         self._shuffle = shuffle
-        num_blocks = max(1, -(-self.total // block_pieces))
-        shares = np.arange(num_blocks + 1, dtype=np.int64)[:, None] * np.array(counts, np.int64)[None, :] // num_blocks
-        first_piece = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64)
-        self._bounds = shares + first_piece
-        self._sizes = (shares[1:] - shares[:-1]).sum(axis=1)
+        num_blocks = max(1, -(-count // block_pieces))
+        self._bounds = np.arange(num_blocks + 1, dtype=np.int64) * count // num_blocks
         self._orders: Recent[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = Recent(KEPT, lambda _: 1)
         self._blocks: Recent[tuple[int, int], npt.NDArray[np.int64]] = Recent(KEPT, lambda _: 1)
 
     def piece(self, epoch: int, position: int) -> int:
-        """The piece at `position` < total of an epoch."""
+        """The piece at `position` < count of an epoch."""
         if not self._shuffle:
             return position
         order, starts = self._orders.get(epoch, lambda: self._block_order(epoch))
-        place = int(np.searchsorted(starts, position, side="right")) - 1
+        place = int(starts.searchsorted(position, side="right")) - 1
         block = int(order[place])
         pieces = self._blocks.get((epoch, block), lambda: self._block(epoch, block))
         return int(pieces[position - starts[place]])
 
     def _block_order(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The blocks in their order, and the position at which each starts."""
-        order = shuffled(len(self._sizes), self._seed, epoch)
-        starts = np.concatenate([[0], np.cumsum(self._sizes[order])[:-1]]).astype(np.int64)
+        sizes = np.diff(self._bounds)
+        order = shuffled(len(sizes), *self._seeds, epoch)
+        starts = np.concatenate([[0], np.cumsum(sizes[order])[:-1]]).astype(np.int64)
         return order, starts
 
     def _block(self, epoch: int, block: int) -> npt.NDArray[np.int64]:
         """The pieces of one block in their order."""
-        begins, ends = self._bounds[block], self._bounds[block + 1]
-        pieces = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
-        return pieces[shuffled(len(pieces), self._seed, epoch, block)]
+        begin, end = self._bounds[block : block + 2].tolist()
+        pieces: npt.NDArray[np.int64] = begin + shuffled(end - begin, *self._seeds, epoch, block)
+        return pieces

@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple, Protocol
 STARTS_DOCUMENT = 1
 ENDS_DOCUMENT = 2
 BAD_FILE = 4
-"""Flag of the one piece that stands for a file without any row."""
+"""Flag of the one piece that stands for a file without any row, or for what is lost at the end of a damaged one."""
 
 _NOT_BLANK = re.compile(rb"\S")
 

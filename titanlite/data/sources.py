@@ -1,7 +1,9 @@
 """Sources of text and tokens: what may be configured, and which files it means."""
 
 import glob
+import math
 import os
+import re
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,25 +17,38 @@ from titanlite.runtime.errors import Problem, require
 class SourceConfig:
     """One [[data.sources]] table."""
 
-    kind: Literal["text", "jsonl", "parquet", "tokens", "python-stdlib"] = "python-stdlib"
-    """What the files are. python-stdlib: the *.py of the running interpreter's standard library, no path needed."""
+    kind: Literal["text", "jsonl", "parquet", "hf", "tokens", "python-stdlib"] = "python-stdlib"
+    """What the files are. hf: a dataset of the Hugging Face hub, or a folder in its layout. python-stdlib: the *.py of
+    the running interpreter's standard library, no path needed."""
     path: str = ""
-    """File, folder or glob (** for any depth); a folder means all files of the kind below it."""
+    """File, folder or glob (** for any depth); a folder means all files of the kind below it. hf: a folder, or a name
+    on the hub like "user/dataset"."""
     field: str = ""
-    """jsonl, parquet: the field that holds the text; default "text"."""
+    """jsonl, parquet, hf: the field that holds the text; default "text"."""
     name: str = ""
     """Name in messages; default: the kind and the path."""
     document: Literal["", "file", "paragraph", "line"] = ""
     """text: what one document is; default "file". Paragraphs are parted by blank lines."""
     dtype: Literal["", "uint16", "uint32"] = ""
     """tokens: the type of the numbers in a raw little-endian .bin file; a .npy file says it itself."""
-    split: Literal["", "train", "validation"] = ""
-    """python-stdlib: which part of its files; default "train". Every 20th file is held out for "validation"."""
+    split: str = ""
+    """hf: which of the dataset's splits. python-stdlib: "train" or "validation", for which every 20th file is held out.
+    Default "train"."""
+    subset: str = ""
+    """hf: which configuration of the dataset; default: its default one."""
+    revision: str = ""
+    """hf: branch, tag or commit on the hub; default: its main branch. What it is at the start holds for the run."""
+    streaming: bool = True
+    """hf: read the files where they lie, in blocks of rows; false: turn them into Arrow files on disk first."""
+    weight: float = -1.0
+    """Its share of the sequences, beside the weights of the other sources. Given for none of them: their sizes."""
+    epochs: int = -1
+    """How often it is read: a run ends when such a source has. -1: for ever."""
 
 
 SUFFIXES: dict[str, tuple[str, ...]] = {
     "text": (".txt", ".md"),
-    "jsonl": (".jsonl", ".ndjson"),
+    "jsonl": (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"),
     "parquet": (".parquet",),
     "tokens": (".npy", ".bin"),
     "python-stdlib": (".py",),
@@ -41,13 +56,17 @@ SUFFIXES: dict[str, tuple[str, ...]] = {
 """Per kind, the files that a folder stands for."""
 
 KINDS_WITH: dict[str, tuple[str, ...]] = {
-    "field": ("jsonl", "parquet"),
+    "field": ("jsonl", "parquet", "hf"),
     "document": ("text",),
     "dtype": ("tokens",),
-    "split": ("python-stdlib",),
-    "path": ("text", "jsonl", "parquet", "tokens"),
+    "split": ("hf", "python-stdlib"),
+    "subset": ("hf",),
+    "revision": ("hf",),
+    "path": ("text", "jsonl", "parquet", "hf", "tokens"),
 }
 """Per key, the kinds that have it."""
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 HELD_OUT_EVERY = 20
 """python-stdlib: one file in so many belongs to the split "validation"."""
@@ -60,6 +79,23 @@ def source_name(source: SourceConfig) -> str:
     if source.kind == "python-stdlib":
         return f"python-stdlib ({source.split or 'train'})"
     return f"{source.kind} {source.path}"
+
+
+def size_unit(source: SourceConfig) -> str:
+    """What the size of its corpus is counted in; "" where it is not known."""
+    if source.kind == "hf" and source.streaming:
+        return ""
+    return "tokens" if source.kind == "tokens" else "bytes"
+
+
+def source_names(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
+    """What each of them is called, each by another name: of several of one name the later ones get a number."""
+    names: list[str] = []
+    for source in sources:
+        name = source_name(source)
+        same = (f"{name} {number}" if number > 1 else name for number in range(1, len(sources) + 1))
+        names.append(next(candidate for candidate in same if candidate not in names))
+    return tuple(names)
 
 
 def find_files(source: SourceConfig) -> list[Path]:
@@ -108,12 +144,58 @@ def check_source(source: SourceConfig, key: str, *, looks_at_files: bool = True)
             f"only for kind = {' or '.join(repr(kind) for kind in kinds)}, and this is {source.kind!r}",
             f"leave {name} out, or change {key}.kind",
         )
+    problems += require(
+        source.epochs == -1 or source.epochs >= 1, f"{key}.epochs", source.epochs, "-1 or at least 1", "leave it out"
+    )
+    problems += require(
+        source.weight == -1 or 0 < source.weight < math.inf,
+        f"{key}.weight",
+        source.weight,
+        "a positive number",
+        "write its share of the sequences, or remove the source",
+    )
+    problems += require(
+        source.streaming or source.kind == "hf",
+        f"{key}.streaming",
+        source.streaming,
+        f"only for kind = 'hf', and this is {source.kind!r}",
+        f"leave streaming out, or change {key}.kind",
+    )
+    if source.kind == "python-stdlib":
+        rule, remedy = '"train" or "validation"', "write one of the two, or leave it out"
+        problems += require(source.split in ("", "train", "validation"), f"{key}.split", source.split, rule, remedy)
+    if source.kind == "hf":
+        return problems or _check_hub_name(source, key, looks_at_files=looks_at_files)
     if problems or not looks_at_files:
         return problems
     files = find_files(source) if source.path or source.kind == "python-stdlib" else []
     if source.kind == "tokens" and files:
         problems += _check_tokens(source, key, files)
     return problems or require(bool(files), *_no_files(source, key))
+
+
+def hub_folder(source: SourceConfig) -> Path | None:
+    """The folder of an hf source; None where its path is a name on the hub."""
+    path = os.path.abspath(os.path.expanduser(source.path))
+    return Path(path) if source.path and os.path.isdir(path) else None
+
+
+def _check_hub_name(source: SourceConfig, key: str, *, looks_at_files: bool) -> list[Problem]:
+    """Problems of what is written for an hf source; which datasets there are is for titanlite.data.hub to find out."""
+    rule = 'a folder in the layout of the hub, or the name of a dataset on it, like "user/dataset"'
+    if not source.path:
+        return [Problem(f"{key}.path", source.path, f"{rule}; required for kind = 'hf'", "write which dataset it is")]
+    if not looks_at_files:
+        return []
+    if hub_folder(source) is not None:
+        remedy = f"leave it out: {source.path} is a folder, which has the files that it has"
+        return require(not source.revision, f"{key}.revision", source.revision, "only for a name on the hub", remedy)
+    full = Path(os.path.expanduser(source.path)).absolute()
+    if full.is_file():
+        remedy = 'write its folder, or read the file itself with kind = "jsonl" or "parquet"'
+        return [Problem(f"{key}.path", source.path, rule, remedy)]
+    remedy = f"there is no folder {full}: mend the path (relative to the current folder), or the name"
+    return require(bool(HUB_NAME.fullmatch(source.path)), f"{key}.path", source.path, rule, remedy)
 
 
 def _no_files(source: SourceConfig, key: str) -> tuple[str, str, str, str]:

@@ -1,20 +1,21 @@
 """Canonical streams: the order in which tokens are trained on, whatever the mesh.
 
-A run has S streams; stream s owns the pieces at positions s, s + S, s + 2S, … of each epoch's permutation. It joins
-their tokens and cuts sequences of seq_len + 1 tokens at stride seq_len: neighbours share one token, so that each token
-but the stream's first is a target exactly once.
+A run has S streams. Each sequence of a stream comes from one source, as the mixture says; of a source, the stream reads
+pieces of its own, one after the other, and cuts them into sequences.
 """
 
 import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from titanlite.data.corpus import Corpus, Tokens
-from titanlite.data.permutation import Permutation
+from titanlite.data.corpus import TokenPiece
+from titanlite.data.mixture import Mixture
 from titanlite.data.pieces import BadRowError
-from titanlite.loss import IGNORE_INDEX
+from titanlite.labels import IGNORE_INDEX
 from titanlite.runtime.errors import UserError
 
 logger = logging.getLogger("titanlite")
@@ -22,30 +23,92 @@ logger = logging.getLogger("titanlite")
 PAD_TOKEN = 0
 """Stands where there is no token; its label is IGNORE_INDEX and causal attention hides it from the tokens before."""
 
-READ_AHEAD_PIECES = 64
-"""At most so many pieces of one stream are tokenized in one batch."""
+
+class Place(NamedTuple):
+    """Where a stream stands among its pieces of a source; what `position` counts is the source's own business."""
+
+    epoch: int
+    position: int
 
 
-class StreamState(NamedTuple):
-    """All that a stream has to remember.
+class StreamPieces(Protocol):
+    """The pieces of one source that one stream reads, in its order.
 
-    epoch, position: the piece at which it stands, `position` in the stream's own order. offset: the place in that piece
-    of the next sequence's first token. sequences: how many were handed out. bad_rows: how many rows were skipped.
+    windows: whether each is one sequence; else they are packed. patience: so many pieces in a row without any token
+    mean that there are none to come. name: of the source.
     """
 
-    epoch: int = 0
-    position: int = 0
-    offset: int = 0
-    sequences: int = 0
-    bad_rows: int = 0
+    windows: bool
+    patience: int
+    name: str
+
+    def first(self) -> Place:
+        """Where the stream begins."""
+        ...
+
+    def after(self, place: Place) -> Place:
+        """The place of the next piece."""
+        ...
+
+    def has_ended(self, place: Place) -> bool:
+        """Whether there is no piece at the place: the source has been read as often as it is to be."""
+        ...
+
+    def has(self, place: Place) -> bool:
+        """Whether a stream can stand there."""
+        ...
+
+    def number(self, place: Place) -> int:
+        """Which piece of the source is at the place; parts of one document have numbers in a row."""
+        ...
+
+    def fetch(self, place: Place, num_tokens: int) -> TokenPiece | Exception:
+        """The piece, or what is to be raised by whoever consumes it: BadRowError, UserError.
+
+        num_tokens: about so many are needed at once, from this piece on: those after it may be prepared with it.
+        """
+        ...
+
+
+class SourceState(NamedTuple):
+    """All that a stream has to remember of one source.
+
+    epoch, position: the place of the piece at which it stands. offset: the place in that piece of the next sequence's
+    first token. sequences: how many it has handed out. bad_rows: how many rows were skipped.
+    """
+
+    epoch: int
+    position: int
+    offset: int
+    sequences: int
+    bad_rows: int
+
+
+class Origin(NamedTuple):
+    """Where a sequence's first token lies: token `offset` of a piece of a source, in an epoch. No token: all but the
+    source are -1."""
+
+    source: int
+    epoch: int
+    piece: int
+    offset: int
+
+
+class Row(NamedTuple):
+    """What a sequence is written to, int64 (seq_len,) each. positions: None where nobody asks for them."""
+
+    tokens: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64] | None
 
 
 @dataclass(frozen=True)
 class BadRowPolicy:
-    """skip: go on after a bad row, up to `limit` of them."""
+    """skip: go on after a bad row, up to `limit` of them. speaks: whether each is named in a warning."""
 
     skip: bool
     limit: int
+    speaks: bool = True
 
     def check(self, bad: BadRowError, count: int) -> None:
         """Raise UserError unless the `count`-th bad row is skipped, too."""
@@ -55,8 +118,21 @@ class BadRowPolicy:
             raise UserError(f"more than data.max_bad_rows = {self.limit} rows are bad; the last one: {bad}")
 
 
-class Stream:
-    """One of the S streams. `epochs` is how often it reads its pieces; None: for ever.
+class _Part(NamedTuple):
+    """Tokens of one piece that stand in a sequence: those from `offset` on. starts: where in them documents start."""
+
+    epoch: int
+    piece: int
+    offset: int
+    tokens: npt.NDArray[np.integer]
+    starts: npt.NDArray[np.int64]
+
+
+class SourceStream:
+    """What one stream reads of one source.
+
+    packing "concatenate": its tokens in a row are cut into sequences of seq_len + 1 at stride seq_len: neighbours share
+    one token, so that each token but the first is a target exactly once. "none": each piece is cut so by itself.
 
     A piece is fetched when a sequence needs it, and a bad row is raised or counted there; since this depends on the
     stream alone, it happens at the same step on every mesh. Bad rows are counted in the first epoch only: once each. A
@@ -64,136 +140,198 @@ class Stream:
     """
 
     def __init__(
-        self,
-        corpus: Corpus,
-        permutation: Permutation,
-        *,
-        stream: int,
-        num_streams: int,
-        seq_len: int,
-        epochs: int | None,
-        policy: BadRowPolicy,
+        self, pieces: StreamPieces, *, seq_len: int, packing: Literal["concatenate", "none"], policy: BadRowPolicy
     ) -> None:
-        self._corpus = corpus
-        self._permutation = permutation
-        self._stream = stream
-        self._num_streams = num_streams
+        self._pieces = pieces
         self._seq_len = seq_len
-        self._epochs = epochs
+        self._take = self._window if pieces.windows else self._packed if packing == "concatenate" else self._alone
         self._policy = policy
-        self._count = len(range(stream, permutation.total, num_streams))
-        self.load_state(StreamState())
+        self._order = np.arange(seq_len)
+        self.load_state(SourceState(*pieces.first(), 0, 0, 0))
 
     @property
     def ended(self) -> bool:
         """Whether nothing but masked sequences is left."""
-        return self._epochs is not None and (self._epoch >= self._epochs or self._count == 0)
+        return self._pieces.has_ended(self._place)
 
-    def state(self) -> StreamState:
-        return StreamState(self._epoch, self._position, self._offset, self._sequences, self._bad_rows)
+    @property
+    def sequences(self) -> int:
+        """How many were handed out, masked ones included."""
+        return self._sequences
 
-    def load_state(self, state: StreamState) -> None:
+    def state(self) -> SourceState:
+        return SourceState(*self._place, self._offset, self._sequences, self._bad_rows)
+
+    def load_state(self, state: SourceState) -> None:
         """Continue exactly there; one piece is tokenized again. Raises UserError where there is no such place."""
-        if min(state) < 0 or (state.position and state.position >= self._count):
-            raise UserError(f"stream {self._stream} has {self._count} pieces, and the saved state is {state}")
-        self._epoch, self._position, self._offset, self._sequences, self._bad_rows = state
-        self._epoch_has_tokens = False
-        self._current: Tokens | None = None
-        self._fetched: dict[int, Tokens | Exception] = {}
+        self._place = Place(state.epoch, state.position)
+        if min(state) < 0 or not self._pieces.has(self._place):
+            raise UserError(f"the source {self._pieces.name!r} has no piece for the saved state {state}")
+        self._offset, self._sequences, self._bad_rows = state.offset, state.sequences, state.bad_rows
+        self._current: TokenPiece | None = None
+        self._fruitless = 0
 
-    def next_sequence(self) -> tuple[Tokens, Tokens]:
-        """(tokens, labels), int64 (seq_len,) each; fully masked once the stream has ended. Raises UserError."""
-        taken = self._next_packed() if self._corpus.packed else self._next_window()
+    def next_sequence(self, row: Row) -> tuple[int, int, int]:
+        """Writes it into `row`, fully masked once the source has ended. Returns (epoch, piece, offset) of its first
+        token, (-1, -1, -1) where there is none. Raises UserError."""
+        parts = self._take()
         self._sequences += 1
-        return self._pair(taken)
+        return parts[0][:3] if self._write(parts, row) else (-1, -1, -1)
 
-    def _next_packed(self) -> list[Tokens]:
+    def _packed(self) -> list[_Part]:
         """Up to seq_len + 1 tokens; the last one stays to be the first of the next sequence."""
-        taken: list[Tokens] = []
+        taken: list[_Part] = []
         need = self._seq_len + 1
         while not self.ended:
-            rest = self._piece(need)[self._offset :]
-            if len(rest) >= need:
-                taken.append(rest[:need])
+            rest = self._rest(need)
+            if rest >= need:
+                taken.append(self._part(need))
                 self._offset += need - 1
-                self._end_if_used_up()
+                self._end_if_used_up(rest - (need - 1))
                 break
-            taken.append(rest)
-            need -= len(rest)
+            if rest:
+                taken.append(self._part(rest))
+            need -= rest
             self._advance()
         return taken
 
-    def _next_window(self) -> list[Tokens]:
+    def _alone(self) -> list[_Part]:
+        """Up to seq_len + 1 tokens of one piece; a piece with a single token has nothing to predict."""
+        while not self.ended:
+            rest = self._rest(self._seq_len + 1)
+            if rest > 1:
+                part = self._part(min(rest, self._seq_len + 1))
+                self._offset += self._seq_len
+                if rest <= self._seq_len + 1:
+                    self._advance()
+                return [part]
+            self._advance()
+        return []
+
+    def _window(self) -> list[_Part]:
         """The next piece, which is one sequence."""
         if self.ended:
             return []
-        window = self._piece(self._seq_len)
+        part = self._part(self._rest(self._seq_len))
         self._advance()
-        return [window]
+        return [part]
 
-    def _pair(self, taken: list[Tokens]) -> tuple[Tokens, Tokens]:
-        """Inputs and their next tokens, padded and masked where there are fewer than seq_len + 1 tokens."""
-        joined = np.concatenate(taken) if taken else np.empty(0, np.int64)
-        tokens = np.full(self._seq_len, PAD_TOKEN, np.int64)
-        labels = np.full(self._seq_len, IGNORE_INDEX, np.int64)
-        if len(joined) > 1:  # a token alone has nothing to predict
-            tokens[: len(joined)] = joined[: self._seq_len]
-            labels[: len(joined) - 1] = joined[1:]
-        return tokens, labels
+    def _part(self, count: int) -> _Part:
+        """The next `count` tokens of the current piece."""
+        assert self._current is not None
+        self._fruitless = 0
+        tokens, starts = self._current
+        begin, end = self._offset, self._offset + count
+        if len(tokens) > count:
+            starts = starts[(starts >= begin) & (starts < end)] - begin
+        number = self._pieces.number(self._place)
+        return _Part(self._place.epoch, number, begin, tokens[begin:end], starts)
+
+    def _write(self, parts: list[_Part], row: Row) -> bool:
+        """Inputs and their next tokens, padded and masked where there are fewer than seq_len + 1 tokens.
+
+        Returns whether there is anything to predict.
+        """
+        joined = parts[0].tokens if len(parts) == 1 else np.concatenate([part.tokens for part in parts] or [_NOTHING])
+        count = len(joined) if len(joined) > 1 else 0  # a token alone has nothing to predict
+        row.tokens[:count] = joined[: min(count, self._seq_len)]
+        row.tokens[count:] = PAD_TOKEN
+        row.labels[: max(0, count - 1)] = joined[1:count]
+        row.labels[max(0, count - 1) :] = IGNORE_INDEX
+        if row.positions is not None:
+            row.positions[:] = self._order
+            for start in _document_starts(parts) if count else ():
+                # What a document begins with cannot be known from the one before it: it is no target.
+                row.labels[start - 1] = IGNORE_INDEX
+                row.positions[start:] = self._order[: max(0, self._seq_len - start)]
+        return count > 0
 
     def _advance(self) -> None:
-        """Step to the next piece, over the end of the epoch."""
-        self._current, self._offset = None, 0
-        self._position += 1
-        if self._position == self._count:
-            self._next_epoch()
-
-    def _next_epoch(self) -> None:
-        if self._epochs is None and not self._epoch_has_tokens:
+        """Step to the next piece."""
+        self._fruitless += 1  # _part() sets it back
+        if self._fruitless > self._pieces.patience:
             raise UserError(
-                f"none of the {self._count} pieces of data stream {self._stream} has a token that can be trained on "
-                f"({self._bad_rows} bad rows were skipped); mend the data, or set a smaller data.num_streams"
+                f"none of the last {self._pieces.patience:,} pieces that a data stream has read of {self._pieces.name} "
+                f"has a token that can be trained on ({self._bad_rows} bad rows were skipped); mend the data"
             )
-        self._epoch += 1
-        self._position, self._offset = 0, 0
-        self._epoch_has_tokens = False
-        self._fetched.clear()
+        self._current, self._offset = None, 0
+        self._place = self._pieces.after(self._place)
 
-    def _end_if_used_up(self) -> None:
-        """End a finite stream of which only the token is left that was a target already."""
-        assert self._current is not None
-        last_piece = self._epochs == self._epoch + 1 and self._position == self._count - 1
-        if last_piece and self._offset == len(self._current) - 1:
+    def _end_if_used_up(self, rest: int) -> None:
+        """End a finite source of which only the token is left that was a target already."""
+        if rest == 1 and self._pieces.has_ended(self._pieces.after(self._place)):
             self._advance()
 
-    def _piece(self, num_tokens: int) -> Tokens:
-        """The tokens of the current piece; none where it is a bad row that is skipped."""
+    def _rest(self, num_tokens: int) -> int:
+        """Tokens left of the current piece, fetched now where it was not yet; none where it is a bad row that is
+        skipped."""
         if self._current is None:
-            self._current = self._usable(self._fetch(num_tokens))
-            self._epoch_has_tokens |= len(self._current) > 0
-            if self._offset and self._offset >= len(self._current):
+            self._current = self._usable(self._pieces.fetch(self._place, num_tokens))
+            if self._offset and self._offset >= len(self._current.tokens):
                 raise UserError(
-                    f"data stream {self._stream} cannot continue: its piece has {len(self._current)} tokens, the saved "
-                    f"state stands at token {self._offset}; the data or the tokenizer is not the one of the earlier run"
+                    f"{self._pieces.name}: a data stream cannot continue: its piece has {len(self._current.tokens)} "
+                    f"tokens, the saved state stands at token {self._offset}; the data or the tokenizer is not the one "
+                    "of the earlier run"
                 )
-        return self._current
+        return len(self._current.tokens) - self._offset
 
-    def _usable(self, fetched: Tokens | Exception) -> Tokens:
+    def _usable(self, fetched: TokenPiece | Exception) -> TokenPiece:
         if isinstance(fetched, BadRowError):
-            self._bad_rows += self._epoch == 0
+            first_epoch = self._place.epoch == 0
+            self._bad_rows += first_epoch
             self._policy.check(fetched, self._bad_rows)
-            if self._epoch == 0:
+            if first_epoch and self._policy.speaks:
                 logger.warning("skipped a bad row: %s", fetched)
-            return np.empty(0, np.int64)
+            return TokenPiece(_NOTHING, _NOTHING)
         if isinstance(fetched, Exception):
             raise fetched
         return fetched
 
-    def _fetch(self, num_tokens: int) -> Tokens | Exception:
-        """The current piece, read together with the next few of the epoch so that they are tokenized in one batch."""
-        if self._position not in self._fetched:
-            positions = range(self._position, min(self._count, self._position + READ_AHEAD_PIECES))
-            pieces = [self._permutation.piece(self._epoch, self._stream + p * self._num_streams) for p in positions]
-            pieces = pieces[: self._corpus.ahead(pieces, num_tokens)]
-            self._fetched.update(zip(positions, self._corpus.fetch(pieces), strict=False))
-        return self._fetched.pop(self._position)
+
+_NOTHING = np.empty(0, np.int64)
+
+
+def _document_starts(parts: Sequence[_Part]) -> Iterator[int]:
+    """The places of a sequence at which documents start, but for its first token."""
+    place = 0
+    for n, part in enumerate(parts):
+        # The first token of a part starts a document unless the part goes on with the document of the one before.
+        goes_on = n > 0 and part.piece == parts[n - 1].piece + 1 and 0 not in part.starts
+        if n > 0 and not goes_on:
+            yield place
+        yield from (place + start for start in part.starts.tolist() if start > 0)
+        place += len(part.tokens)
+
+
+class Stream:
+    """One of the S streams: a sequence of one source after the other, as the mixture says."""
+
+    def __init__(self, number: int, sources: Sequence[SourceStream], mixture: Mixture) -> None:
+        self._number = number
+        self._sources = sources
+        self._mixture = mixture
+
+    @property
+    def sequences(self) -> int:
+        """How many were handed out."""
+        return sum(source.sequences for source in self._sources)
+
+    @property
+    def ended(self) -> list[bool]:
+        """Of each source, whether nothing is left of it but masked sequences."""
+        return [source.ended for source in self._sources]
+
+    def state(self) -> list[int]:
+        """The fields of the SourceState of each source, one source after the other."""
+        return [value for source in self._sources for value in source.state()]
+
+    def load_state(self, values: Sequence[int]) -> None:
+        """Continue exactly there. Raises UserError where there is no such place."""
+        size = len(SourceState._fields)
+        for n, source in enumerate(self._sources):
+            source.load_state(SourceState(*values[n * size : (n + 1) * size]))
+
+    def next_sequence(self, row: Row) -> Origin:
+        """Writes it into `row`. Raises UserError."""
+        source = self._mixture.source(self._number, self.sequences)
+        return Origin(source, *self._sources[source].next_sequence(row))

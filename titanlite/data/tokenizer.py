@@ -1,5 +1,6 @@
 """Tokenizers: a `tokenizer.json` from anywhere, or one trained on the corpus at hand."""
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -9,7 +10,8 @@ from pathlib import Path
 import tokenizers
 
 from titanlite.data.bpe import MIN_VOCAB_SIZE, train_on_python_stdlib
-from titanlite.data.sources import SourceConfig
+from titanlite.data.sources import SourceConfig, find_files
+from titanlite.data.token_files import manifests_of
 from titanlite.runtime.errors import Problem, UserError, require
 
 QUICKSTART_VOCAB_SIZE = 4096
@@ -32,13 +34,17 @@ class Tokenizer:
     """A tokenizer of the `tokenizers` library, for documents: no special tokens are added, nothing is truncated.
 
     Text that reads like a special token is text: no document contains a BOS or EOS. vocab_size: the largest id + 1.
-    bos_id, eos_id: None where there is none. description: what was chosen and from where, in one line.
+    bos_id, eos_id: None where there is none. description: what was chosen and from where, in one line. fingerprint: 64
+    hex digits that stand for all that decides which tokens a text becomes: the file's bytes, bos_id and eos_id.
+    arguments: those that make the same one.
     """
 
     def __init__(self, file: Path, *, bos: str = "", eos: str = "") -> None:
         """Raises UserError where the file is no tokenizer or its vocabulary lacks `bos` or `eos`."""
+        self.arguments = {"file": str(file), "bos": bos, "eos": eos}
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+            data = file.read_bytes()
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # the library raises bare Exceptions
             raise UserError(f"{file} is not a tokenizer.json that can be read: {error}") from None
         self._tokenizer.no_truncation()
@@ -48,6 +54,8 @@ class Tokenizer:
         beside = _named_beside(file)
         self.bos_id, bos_text = self._separator("bos", bos, beside)
         self.eos_id, eos_text = self._separator("eos", eos, beside)
+        separators = json.dumps([self.bos_id, self.eos_id]).encode()
+        self.fingerprint = hashlib.sha256(hashlib.sha256(data).digest() + separators).hexdigest()
         self.description = f"{file}: {self.vocab_size:,} tokens, BOS {bos_text}, EOS {eos_text}"
 
     def encode(self, text: str) -> list[int]:
@@ -61,6 +69,22 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, special tokens included."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def token_bytes(self) -> list[int] | None:
+        """The bytes of text that each id stands for; None unless the tokenizer is byte-level: else tokens do not say.
+
+        They add up to the bytes of the text, as far as the tokenizer does not normalize it. Special tokens, such as BOS
+        and EOS, stand for no text.
+        """
+        decoder = json.loads(self._tokenizer.to_str())["decoder"] or {"type": "none"}
+        if "ByteLevel" not in {part["type"] for part in (decoder, *decoder.get("decoders", ()))}:
+            return None
+        sizes = [0] * self.vocab_size
+        for text, token_id in self._tokenizer.get_vocab(with_added_tokens=False).items():
+            sizes[token_id] = len(text)  # a character for each byte
+        for token_id, token in self._tokenizer.get_added_tokens_decoder().items():
+            sizes[token_id] = 0 if token.special else len(token.content.encode())
+        return sizes
 
     def knows(self, text: str) -> bool:
         """Whether `text` is one token of the vocabulary."""
@@ -131,14 +155,32 @@ def check_tokenizer(
         rule = f"at least the tokenizer's {tokenizer.vocab_size} ({file})"
         remedy = f"write vocab_size = {tokenizer.vocab_size} in [model], or use another tokenizer.path"
         problems.append(Problem("model.vocab_size", vocab_size, rule, remedy))
-    return problems
+    return problems or _check_made_by(section, sources)
+
+
+def _check_made_by(section: TokenizerConfig, sources: Sequence[SourceConfig]) -> list[Problem]:
+    """Whether token files that name their tokenizer name this one. What else is wrong with them is not said here."""
+    try:
+        manifests = [manifests_of(find_files(source)) for source in sources if source.kind == "tokens"]
+    except UserError:
+        return []
+    made_by = {folder: manifest["tokenizer"] for found in manifests for folder, manifest in found.items()}
+    if not made_by:
+        return []
+    configured = Tokenizer(tokenizer_file(section.path), bos=section.bos, eos=section.eos)
+    for folder, maker in made_by.items():
+        if maker["fingerprint"] != configured.fingerprint:
+            rule = f"the tokenizer, BOS and EOS of the token files in {folder}: {maker['description']}"
+            remedy = f"this one is another ({configured.description}): write that one, or leave [tokenizer] out"
+            return [Problem("tokenizer.path", section.path, rule, remedy)]
+    return []
 
 
 def _check_without_path(
     section: TokenizerConfig, sources: Sequence[SourceConfig], vocab_size: int, add_bos: bool
 ) -> list[Problem]:
     kinds = {source.kind for source in sources}
-    needing = sorted(kinds & {"text", "jsonl", "parquet"})
+    needing = sorted(kinds & {"text", "jsonl", "parquet", "hf"})
     if needing:
         rule = f"required for {' and '.join(needing)} sources"
         remedy = f"write the path of a tokenizer.json, or make one: {MAKE_ONE}"

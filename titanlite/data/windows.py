@@ -1,15 +1,16 @@
 """Flat arrays of token ids on disk: a piece is a window of seq_len + 1 tokens, and is one sequence."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from titanlite.data.corpus import Tokens
+from titanlite.data.corpus import NOWHERE, TokenPiece
 from titanlite.data.sources import SourceConfig, find_files, source_name
+from titanlite.data.token_files import check_manifests, documents_file
 from titanlite.runtime.errors import Problem, UserError
 
 CHECKED_TOKENS = 2**16
@@ -40,10 +41,16 @@ def find_invalid(tokens: npt.NDArray[np.integer], vocab_size: int) -> int | None
     return int(wrong[0]) if len(wrong) else None
 
 
-def check_tokens(source: SourceConfig, key: str, vocab_size: int) -> list[Problem]:
-    """Problems of the token files themselves, as far as their beginnings show them."""
+def check_tokens(source: SourceConfig, key: str, vocab_size: int, *, needs_documents: bool) -> list[Problem]:
+    """Problems of the token files themselves, as far as their beginnings and the tokens.json beside them show them.
+
+    needs_documents: whether it has to be known where their documents start.
+    """
     rule = f"token ids from 0 to {vocab_size - 1} (model.vocab_size = {vocab_size})"
-    for file in find_files(source):
+    files = find_files(source)
+    if problems := check_manifests(source, key, files, vocab_size):
+        return problems
+    for file in files:
         try:
             tokens = open_tokens(file, source.dtype)
         except UserError as error:
@@ -54,6 +61,10 @@ def check_tokens(source: SourceConfig, key: str, vocab_size: int) -> list[Proble
             found = f"{file} has {tokens[position]} at position {position}"
             remedy = f"{found}: use the tokenizer and vocab_size of the model, and the dtype it was written as"
             return [Problem(f"{key}.path", source.path, rule, remedy)]
+        if needs_documents and not documents_file(file).is_file():
+            rule = f"not with token files of which it is not known where documents start ({file} of {key})"
+            remedy = "use files that titanlite.data.tokenize has written, or the text itself"
+            return [Problem("data.document_mask", True, rule, remedy)]
     return []
 
 
@@ -61,46 +72,51 @@ class WindowCorpus:
     """Window n of a file is its tokens [n * seq_len, n * seq_len + seq_len + 1); windows do not cross files.
 
     keep_tail: the tokens after a file's last full window are one more window, shorter than the others; without it
-    they are not used, and the description says how many these are.
+    they are not used, and the description says how many these are. documents: whether it says where they start.
     """
 
-    packed = False
+    windows = True
 
-    def __init__(self, sources: Sequence[SourceConfig], *, seq_len: int, vocab_size: int, keep_tail: bool) -> None:
+    def __init__(
+        self, source: SourceConfig, *, seq_len: int, vocab_size: int, keep_tail: bool, documents: bool
+    ) -> None:
         self._seq_len = seq_len
         self._vocab_size = vocab_size
-        files = [(source, file) for source in sources for file in find_files(source)]
-        self._files = [(file, open_tokens(file, source.dtype)) for source, file in files]
-        targets = [max(0, len(tokens) - 1) for _, tokens in self._files]
+        self._files = find_files(source)
+        self._tokens = [np.asarray(open_tokens(file, source.dtype)) for file in self._files]  # a memmap slices slowly
+        self._starts = [np.load(documents_file(file), mmap_mode="r") for file in self._files] if documents else []
+        targets = [max(0, len(tokens) - 1) for tokens in self._tokens]
         windows = [-(-count // seq_len) if keep_tail else count // seq_len for count in targets]
         self._ends = list(accumulate(windows))
-        self.counts = tuple(
-            sum(count for (owner, _), count in zip(files, windows, strict=True) if owner is source)
-            for source in sources
-        )
+        self.count = sum(windows)
+        self.size = sum(len(tokens) for tokens in self._tokens)
         unused = 0 if keep_tail else sum(count % seq_len for count in targets)
         self.description = (
-            f"{', '.join(source_name(source) for source in sources)}: {len(files):,} files, "
-            f"{sum(len(tokens) for _, tokens in self._files):,} tokens, {sum(windows):,} windows of {seq_len} tokens"
+            f"{source_name(source)}: {len(self._files):,} files, {self.size:,} tokens, {self.count:,} windows of "
+            f"{seq_len} tokens"
             + (f" ({unused:,} tokens at the ends of files fill no window and are not used)" if unused else "")
         )
 
-    def ahead(self, pieces: Sequence[int], num_tokens: int) -> int:  # noqa: ARG002
-        return 1
+    def ahead(self, pieces: Iterator[int], num_tokens: int) -> list[int]:  # noqa: ARG002
+        return [next(pieces)]
 
-    def fetch(self, pieces: Sequence[int]) -> list[Tokens | Exception]:
+    def fetch(self, pieces: Sequence[int]) -> list[TokenPiece | Exception]:
         return [self._window(piece) for piece in pieces]
 
-    def _window(self, piece: int) -> Tokens | Exception:
+    def _window(self, piece: int) -> TokenPiece | Exception:
         number = bisect_right(self._ends, piece)
-        file, tokens = self._files[number]
         first = self._ends[number - 1] if number else 0
         begin = (piece - first) * self._seq_len
-        window = tokens[begin : begin + self._seq_len + 1].astype(np.int64)
-        wrong = find_invalid(window, self._vocab_size)
-        if wrong is not None:
+        window = self._tokens[number][begin : begin + self._seq_len + 1]
+        if window.max() >= self._vocab_size or (window.dtype.kind == "i" and window.min() < 0):
+            wrong = find_invalid(window, self._vocab_size)
+            assert wrong is not None
             return UserError(
-                f"{file}: token {window[wrong]} at position {begin + wrong} is not in the model's vocabulary of "
-                f"{self._vocab_size}; use the tokenizer and model.vocab_size that belong to this file"
+                f"{self._files[number]}: token {window[wrong]} at position {begin + wrong} is not in the model's "
+                f"vocabulary of {self._vocab_size}; use the tokenizer and model.vocab_size that belong to this file"
             )
-        return window
+        if not self._starts:
+            return TokenPiece(window, NOWHERE)
+        starts = self._starts[number]
+        inside = np.searchsorted(starts, (begin, begin + len(window)))
+        return TokenPiece(window, starts[inside[0] : inside[1]] - begin)

@@ -1,12 +1,14 @@
 """From the tensors of a step to the numbers of a log line: one collective and one host transfer per log interval."""
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from time import perf_counter
 
 import torch
 import torch.distributed as dist
 
+from titanlite.metrics.by_source import NUM_TOTALS
 from titanlite.runtime.memory import peak_memory_bytes
 
 # num_valid travels as two numbers below this, so that it stays exact in float32 as well (up to 2^48).
@@ -22,12 +24,14 @@ class StepStats:
     grad_norm: global norm before clipping, the same on all ranks.
     num_valid: valid tokens of the global batch, the same on all ranks, int64.
     skipped: 1 where the update was withheld, else 0 (integer or bool); the same on all ranks.
+    by_source: this rank's share of the step's totals by source (NUM_TOTALS, sources), as of totals_by_source.
     """
 
     mean_loss: torch.Tensor
     grad_norm: torch.Tensor
     num_valid: torch.Tensor
     skipped: torch.Tensor
+    by_source: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -60,10 +64,29 @@ class Record:
     """Rows so far that were skipped as bad, over all data ranks."""
     mfu: float | None = None
     """Model FLOP/s as a fraction of the devices' peak; None where the peak is not known."""
+    by_source: Mapping[str, float] = field(default_factory=dict)
+    """Where there are several sources, by their names. loss/NAME: mean cross-entropy per valid token of the source in
+    the interval since the last row, withheld steps left out; missing where there was none. share/NAME: of all sequences
+    so far with a valid token."""
 
     def row(self) -> dict[str, int | float]:
         """Key -> value in the order of the fields, without those that are not known."""
-        return {key: value for key, value in asdict(self).items() if value is not None}
+        row = {key: value for key, value in asdict(self).items() if value is not None}
+        by_source = row.pop("by_source")
+        return {**row, **by_source}
+
+
+@dataclass(frozen=True)
+class MeterState:
+    """What a resumed run counts on from: the totals after a step, over the whole mesh; the same on all ranks."""
+
+    tokens_seen: int
+    """Input positions of all steps so far, whether valid or not."""
+    skipped_steps: int
+    """Steps so far whose update was withheld."""
+    by_source: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """NUM_TOTALS numbers by name of the source: losses and tokens since the last log line, sequences of the whole run.
+    Empty where there is one source."""
 
 
 def is_log_step(step: int, *, log_freq: int, total_steps: int) -> bool:
@@ -82,12 +105,14 @@ class Meter:
         tokens_per_step: int,
         flops_per_token: float,
         peak_flops: float | None,
+        sources: Sequence[str] = (),
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         """
         group: all ranks of the mesh, one device each. device: this rank's, where the StepStats live.
         tokens_per_step: input positions of one optimizer step (global batch size x sequence length).
         flops_per_token: of forward and backward. peak_flops: of one device; None where unknown: no MFU then.
+        sources: names of the data's sources.
         The first interval begins now, or with `start`.
         """
         self._group = group
@@ -98,6 +123,9 @@ class Meter:
         self._clock = clock
         self._dtype = _widest_float(device)
         self._skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self._sources = tuple(sources) if len(sources) > 1 else ()
+        self._by_source = torch.zeros(NUM_TOTALS, len(self._sources), dtype=self._dtype, device=device)
+        self._tokens_seen = 0
         self._last: tuple[int, StepStats, float] | None = None
         self._num_steps = 0
         self._data_wait_s = self._data_wait_s_logged = 0.0
@@ -108,15 +136,54 @@ class Meter:
         """Begin the first interval now: for the moment before the first batch, after all that is not training."""
         self._interval_start = self._clock()
 
-    def update(self, step: int, stats: StepStats, *, lr: float, data_wait_s: float, bad_rows: int) -> None:
-        """Take note of a finished step. Launches one small kernel at most; never waits for the device.
+    @contextmanager
+    def left_out(self) -> Iterator[Callable[[], float]]:
+        """What is done inside takes no time of the interval. Gives what tells the seconds since it began.
 
-        data_wait_s, bad_rows: this rank's running totals, as the loader keeps them. Ranks that read the same rows as
-        another data rank has counted give bad_rows = 0, for these are summed.
+        Waits for the device first, for what the steps have launched; what is done inside has to wait for its own.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        begin = self._clock()
+        yield lambda: self._clock() - begin
+        self._interval_start += self._clock() - begin
+
+    def state(self) -> MeterState:
+        """The totals after the step last noted. Waits for the device; with several sources a collective."""
+        by_source: dict[str, list[float]] = {}
+        if self._sources:
+            totals = self._by_source.clone()
+            dist.all_reduce(totals, group=self._group)
+            by_source = dict(zip(self._sources, totals.T.tolist(), strict=True))
+        return MeterState(self._tokens_seen, int(self._skipped_steps.item()), by_source)
+
+    def load_state(self, state: MeterState) -> None:
+        """Count on from the totals of an earlier start, whose steps may have had another size. Before any step.
+
+        Sources are known by their names: a new one starts with nothing, one that is gone is forgotten.
+        """
+        assert self._last is None, "load_state after a step"
+        self._tokens_seen = state.tokens_seen
+        self._skipped_steps.fill_(state.skipped_steps)
+        if self._sources and self._group.rank() == 0:  # totals over all ranks are held by one
+            nothing = (0.0,) * NUM_TOTALS
+            totals = [state.by_source.get(name, nothing) for name in self._sources]
+            self._by_source.copy_(torch.tensor(totals, dtype=self._dtype).T)
+
+    def update(self, step: int, stats: StepStats, *, lr: float, data_wait_s: float, bad_rows: int) -> None:
+        """Take note of a finished step. Launches a few small kernels at most; never waits for the device.
+
+        data_wait_s, bad_rows: this rank's running totals, as the loader keeps them: since this start, and of the whole
+        run. Ranks that read the same rows as another data rank has counted give bad_rows = 0, for these are summed.
         """
         self._last = (step, stats, lr)
         self._num_steps += 1
+        self._tokens_seen += self._tokens_per_step
         self._skipped_steps += stats.skipped
+        if self._sources:
+            # A step is withheld because its numbers are no good; its sequences are gone through all the same.
+            self._by_source[:2] += torch.where(stats.skipped.bool(), 0.0, stats.by_source[:2])
+            self._by_source[2] += stats.by_source[2]
         self._data_wait_s = data_wait_s
         self._bad_rows = bad_rows
 
@@ -132,9 +199,8 @@ class Meter:
         ranks = self._gather(stats)
         now = self._clock()
 
-        mean_loss, grad_norm, num_valid_high, num_valid_low, skipped_steps, data_time_s, memory, bad_rows = zip(
-            *ranks, strict=True
-        )
+        columns = list(zip(*ranks, strict=True))
+        mean_loss, grad_norm, num_valid_high, num_valid_low, skipped_steps, data_time_s, memory, bad_rows = columns[:8]
         step_time_s = (now - self._interval_start) / self._num_steps
         tokens_per_second = self._tokens_per_step / step_time_s
         flops = tokens_per_second * self._flops_per_token
@@ -144,7 +210,7 @@ class Meter:
             grad_norm=grad_norm[0],
             lr=lr,
             num_valid=int(num_valid_high[0]) * _LIMB + int(num_valid_low[0]),
-            tokens_seen=step * self._tokens_per_step,
+            tokens_seen=self._tokens_seen,
             tokens_per_second=tokens_per_second,
             step_time_s=step_time_s,
             data_time_s=max(data_time_s),
@@ -152,11 +218,22 @@ class Meter:
             skipped_steps=int(skipped_steps[0]),
             bad_rows=int(sum(bad_rows)),
             mfu=None if self._mesh_peak_flops is None else flops / self._mesh_peak_flops,
+            by_source=self._describe_sources([sum(column) for column in columns[8:]]),
         )
+        self._by_source[:2] = 0
         self._interval_start = now
         self._num_steps = 0
         self._data_wait_s_logged = self._data_wait_s
         return record
+
+    def _describe_sources(self, totals: Sequence[float]) -> dict[str, float]:
+        """Record.by_source, of the whole mesh's totals: losses, tokens, sequences, each by source."""
+        count = len(self._sources)
+        losses, tokens, sequences = (totals[i * count : (i + 1) * count] for i in range(NUM_TOTALS))
+        by_source = list(zip(self._sources, losses, tokens, sequences, strict=True))
+        return {f"loss/{name}": loss / num_valid for name, loss, num_valid, _ in by_source if num_valid} | {
+            f"share/{name}": number / sum(sequences) for name, _, _, number in by_source if sum(sequences)
+        }
 
     def _gather(self, stats: StepStats) -> list[list[float]]:
         """One row per rank: what the device knows, then what its host knows."""
@@ -176,6 +253,7 @@ class Meter:
             [
                 torch.stack([value.detach().to(self._dtype) for value in on_device]),
                 torch.tensor(on_host, dtype=self._dtype, device=self._device),
+                self._by_source.flatten(),
             ]
         )
         # The form with a list is the one that all supported torch versions have; its outputs are rows of one tensor.

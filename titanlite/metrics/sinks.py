@@ -2,17 +2,21 @@
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Protocol
 
+from titanlite.metrics.history import keep_rows
 from titanlite.metrics.meter import Record
+from titanlite.metrics.validation import ValidationRecord, sum_of
 from titanlite.runtime.errors import Problem, UserError, require
+from titanlite.runtime.job_lock import JOB_LOCK_FILE
 from titanlite.runtime.logging import log
 
 METRICS_FILE = "metrics.jsonl"
+OWN_FILES = ("config.toml", METRICS_FILE, JOB_LOCK_FILE, "ledger")
+"""What every run writes into job.dump_folder, beside the folders that the configuration names."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ def check_metrics(section: MetricsConfig) -> list[Problem]:
     """Problems of [metrics]."""
     folder = PurePath(section.folder)
     inside = bool(folder.parts) and not folder.is_absolute() and ".." not in folder.parts
-    own = ("checkpoint", "config.toml", METRICS_FILE)
+    own = ("checkpoint", *OWN_FILES)
     return [
         *require(section.log_freq >= 1, "metrics.log_freq", section.log_freq, "at least 1", "1 logs every step"),
         *require(
@@ -54,7 +58,7 @@ def check_metrics(section: MetricsConfig) -> list[Problem]:
 class Sink(Protocol):
     """Something that takes records, in the order of their steps."""
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record | ValidationRecord) -> None:
         """Take one record; whatever is written is out of this process's hands on return."""
 
     def close(self) -> None:
@@ -67,7 +71,7 @@ class Sinks:
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = tuple(sinks)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record | ValidationRecord) -> None:
         """Hand `record` to each sink."""
         for sink in self._sinks:
             sink.write(record)
@@ -78,17 +82,23 @@ class Sinks:
             sink.close()
 
 
-def build_sinks(section: MetricsConfig, dump_folder: str | Path, rank: int, total_steps: int) -> Sinks:
+def build_sinks(
+    section: MetricsConfig, dump_folder: str | Path, rank: int, total_steps: int, *, resume_step: int
+) -> Sinks:
     """Console, metrics.jsonl and, where enabled, TensorBoard on rank 0; nothing on the others.
 
-    dump_folder exists (`prepare_dump_folder`). total_steps: optimizer steps of the whole run, for the console.
+    dump_folder exists. total_steps: optimizer steps of the whole run, for the console. resume_step: 0 for a run that
+    starts afresh, whose files are not there yet (`prepare_dump_folder`); else the step after which this run goes on
+    in the files of earlier starts: what those hold of later steps is removed (`keep_rows`, `TensorBoardSink`).
     """
     if rank != 0:
         return Sinks(())
     folder = Path(dump_folder)
+    if resume_step:
+        keep_rows(folder / METRICS_FILE, resume_step)
     sinks: list[Sink] = [ConsoleSink(total_steps), JsonlSink(folder / METRICS_FILE)]
     if section.enable_tensorboard:
-        sinks.append(TensorBoardSink(folder / section.folder))
+        sinks.append(TensorBoardSink(folder / section.folder, resume_step))
     return Sinks(sinks)
 
 
@@ -98,9 +108,12 @@ class ConsoleSink:
     def __init__(self, total_steps: int) -> None:
         self._total_steps = total_steps
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record | ValidationRecord) -> None:
         """Log the line."""
-        log.info("%s", console_line(record, self._total_steps))
+        if isinstance(record, Record):
+            log.info("%s", console_line(record, self._total_steps))
+        else:
+            log.info("%s", validation_line(record))
 
     def close(self) -> None:
         """Nothing to end."""
@@ -128,6 +141,23 @@ def console_line(record: Record, total_steps: int) -> str:
     return " | ".join(parts)
 
 
+def validation_line(record: ValidationRecord) -> str:
+    """The record as one line, with the loss of each source where there are several."""
+    total = sum_of(record.by_source.values())
+    numbers = total.numbers()
+    parts = [
+        f"validation after step {record.step}",
+        f"loss {numbers['loss']:.4f}",
+        f"perplexity {numbers['perplexity']:,.2f}",
+    ]
+    if "bits_per_byte" in numbers:
+        parts.append(f"{numbers['bits_per_byte']:.4f} bits per byte")
+    parts.append(f"{total.num_valid:,} tokens, {_duration(record.time_s)}")
+    of_sources = {name: totals.numbers() for name, totals in record.by_source.items() if len(record.by_source) > 1}
+    parts += [f"{name} {found['loss']:.4f}" for name, found in of_sources.items() if found]
+    return " | ".join(parts)
+
+
 def _duration(seconds: float) -> str:
     """Seconds as the two largest units that say something: 42s, 3m 07s, 5h 02m, 2d 03h."""
     minutes, s = divmod(round(seconds), 60)
@@ -145,19 +175,17 @@ class JsonlSink:
 
     JSON has no number for what is not finite: such values are the strings "NaN", "Infinity" and "-Infinity", which
     every JSON reader accepts and `float` turns back. Each line is one write to a file opened for appending, so
-    a reader at any moment, and after a crash, sees whole lines; an unfinished last line that a full disk or a power cut
-    has left is cut off before the first append, and the log says so.
+    a reader at any moment, and after a crash, sees whole lines, but for what a full disk or a power cut leaves of one.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            _cut_unfinished_line(path)
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from None
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record | ValidationRecord) -> None:
         """Append the line. Raises UserError where the file system does not take it."""
         line = (json_line(record) + "\n").encode()
         try:
@@ -173,7 +201,7 @@ class JsonlSink:
         self._file.close()
 
 
-def json_line(record: Record) -> str:
+def json_line(record: Record | ValidationRecord) -> str:
     """The record as strict JSON on one line."""
     row = {key: value if math.isfinite(value) else _json_name(value) for key, value in record.row().items()}
     return json.dumps(row, allow_nan=False)
@@ -186,28 +214,22 @@ def _json_name(value: float) -> str:
     return "Infinity" if value > 0 else "-Infinity"
 
 
-def _cut_unfinished_line(path: Path) -> None:
-    """Shorten the file at `path`, if there is one, to its last line end."""
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        content = file.read()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            file.truncate(whole)
-            os.fsync(file.fileno())
-            log.warning("%s ended in an unfinished line; its %d bytes were cut off", path, len(content) - whole)
-
-
 class TensorBoardSink:
-    """Scalars under the keys of metrics.jsonl, at their step."""
+    """Scalars under the keys of metrics.jsonl, at their step.
 
-    def __init__(self, folder: Path) -> None:
+    resume_step: 0, or the step after which the run goes on. Each start writes a file of its own, and says in it that
+    the points of later steps in the files before it are void: they stay on the disk, and TensorBoard shows none of
+    them (its fast loader: none at or after the first new point). It reads the files in the order of the seconds at
+    which they were begun, by the clocks of their hosts.
+    """
+
+    def __init__(self, folder: Path, resume_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and rarely wanted
 
-        self._writer = SummaryWriter(str(folder))
+        # A fresh start says it too, though nothing is void: TensorBoard takes the first such word for the beginning.
+        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record | ValidationRecord) -> None:
         """Write and flush the scalars of one step."""
         for key, value in record.row().items():
             if key != "step":

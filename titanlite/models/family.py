@@ -3,11 +3,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
+from titanlite.models.attention import MaskForm
 from titanlite.models.init import Init
 from titanlite.runtime.errors import Problem
 
@@ -57,7 +58,12 @@ class LanguageModel(nn.Module, ABC):
 
     Of its units, those of other pipeline stages may be missing: None as an attribute, no key in a ModuleDict. It then
     passes on what it got.
+
+    draws: whether its forward also takes `row_keys`, int64 (batch,), and draws its random numbers from them by
+    models/randomness.py: what is drawn is then the same on every mesh. Without them it draws nothing.
     """
+
+    draws: ClassVar[bool] = False
 
     @abstractmethod
     def forward(self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
@@ -84,7 +90,8 @@ class MicrobatchShape:
     """Of one microbatch on one rank of `tp`: rows x seq_len positions, in a compute dtype of `element_bytes`.
 
     shard_logits: whether logits are cut along the vocabulary. fused_norm: whether RMSNorm is one kernel, as on CUDA;
-    elsewhere torch composes it of several operations, which keep more.
+    elsewhere torch composes it of several operations, which keep more. mask: in which form attention is kept inside
+    documents; None: rows are documents.
     """
 
     rows: int
@@ -93,6 +100,7 @@ class MicrobatchShape:
     element_bytes: int
     shard_logits: bool
     fused_norm: bool
+    mask: MaskForm | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +110,7 @@ class ActivationBytes:
     block: a transformer block; block_by_op: with the recompute policy "op"; block_input: with full recomputation.
     block_backward: what the backward pass of one block takes beside that. embedding, head: first and last unit.
     loss: what the cross-entropy keeps; loss_backward: what its backward pass takes beside that. logits: themselves.
+    documents: what all blocks of a stage share to keep attention, and positions, inside documents.
     """
 
     block: int
@@ -113,6 +122,7 @@ class ActivationBytes:
     loss: int
     loss_backward: int
     logits: int
+    documents: int
 
 
 @dataclass(frozen=True)

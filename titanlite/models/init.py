@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 INIT_VERSION = 1
-"""Version of the scheme. A change of any value that it gives is a new version."""
+"""Version of the scheme. A change of any value that it gives changes every run, and has to change this."""
 
 BLOCK_NUMEL = 2**20
 """Elements that one generator draws; the last block of a parameter is shorter."""

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from titanlite.models.attention import AttentionMask, attend
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -93,16 +95,6 @@ class RotaryEmbedding(nn.Module):
         return RotaryTables(self.cos[positions], self.sin[positions])
 
 
-def document_mask(document_ids: Tensor) -> Tensor:
-    """Which keys a query may see: those of its own document that are not after it.
-
-    document_ids: int64 (batch, seq_len), equal where two positions belong to one document.
-    Returns bool (batch, 1, seq_len, seq_len), true where query (third dim) may see key (fourth dim).
-    """
-    same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
-    return same.tril().unsqueeze(1)
-
-
 class Attention(nn.Module):
     """Causal self-attention in which n_heads / n_kv_heads query heads share one key/value head (GQA).
 
@@ -118,20 +110,13 @@ class Attention(nn.Module):
         self.wv = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(n_heads * self.head_dim, dim, bias=False)
 
-    def forward(self, x: Tensor, rope: RotaryTables, mask: Tensor | None) -> Tensor:
-        """x: (batch, seq_len, dim); mask: from document_mask, None: causal. Returns (batch, seq_len, dim)."""
+    def forward(self, x: Tensor, rope: RotaryTables, mask: AttentionMask | None) -> Tensor:
+        """x: (batch, seq_len, dim); mask: from attention_mask, None: causal. Returns (batch, seq_len, dim)."""
         batch, seq_len, _ = x.shape
         queries = rope.rotate(self.wq(x).view(batch, seq_len, -1, self.head_dim))
         keys = rope.rotate(self.wk(x).view(batch, seq_len, -1, self.head_dim))
         values = self.wv(x).view(batch, seq_len, -1, self.head_dim)
-        attended = functional.scaled_dot_product_attention(
-            queries.transpose(1, 2),
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=queries.shape[2] != keys.shape[2],
-        )
+        attended = attend(queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), mask)
         out: Tensor = self.wo(attended.transpose(1, 2).flatten(2))
         return out
 

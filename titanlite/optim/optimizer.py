@@ -71,6 +71,28 @@ class GatedOptimizer:
         self.optimizer = optimizer
         self._gated_by_kernel = gated_by_kernel
 
+    def init_state(self) -> None:
+        """Makes the state that torch makes at the first update, where there is none: moments and step counts of 0."""
+        if not isinstance(self.optimizer, torch.optim.AdamW):
+            return  # plain SGD has none
+        for group in self.optimizer.param_groups:
+            on_device = group["fused"] or group["capturable"]
+            for parameter in group["params"]:
+                if not self.optimizer.state[parameter]:
+                    device = parameter.device if on_device else torch.device("cpu")
+                    self.optimizer.state[parameter] = {
+                        "step": torch.zeros((), dtype=torch.float32, device=device),
+                        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                    }
+
+    def named_state(self) -> Iterable[tuple[str, Tensor]]:
+        """("<parameter>/<state>", tensor) of all state that there is, in the order of the groups."""
+        for group in self.optimizer.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                for key, value in self.optimizer.state[parameter].items():
+                    yield f"{name}/{key}", value
+
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 

@@ -79,6 +79,15 @@ def check_schedule(section: ScheduleConfig, steps: int) -> list[Problem]:
     return problems
 
 
+def depends_on_steps(section: ScheduleConfig) -> bool:
+    """Whether another training.steps can change the learning rate of a step that both runs have.
+
+    If not, a run that is extended is the run that was longer from the start.
+    """
+    falls = section.decay != "none" and section.min_lr_factor < 1.0
+    return falls and section.decay_steps == -1
+
+
 def build_schedule(section: ScheduleConfig, peak_lr: float, steps: int) -> Callable[[int], float]:
     """The learning rate of step 1, 2, ...: the smaller of warm-up and decay, times `peak_lr`."""
     shape = DECAY_SHAPES[section.decay]

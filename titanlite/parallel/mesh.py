@@ -67,6 +67,11 @@ def data_rank(section: ParallelismConfig, rank: int, world_size: int) -> int:
     return rank // section.tp % data_degree(section, world_size)
 
 
+def speaks_for_data_rank(section: ParallelismConfig, rank: int, world_size: int) -> bool:
+    """Whether it is the first of the ranks that read the same rows: first on tp, and first on pp."""
+    return rank % section.tp == 0 and rank < world_size // section.pp
+
+
 def shard_logits(section: ParallelismConfig) -> bool:
     """Whether logits stay cut along the vocabulary, over the tp axis."""
     return section.loss_parallel and section.tp > 1

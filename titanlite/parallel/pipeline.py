@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 import torch._functorch.config
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
@@ -15,6 +16,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from titanlite.data.loader import Batch
 from titanlite.models.family import Plan
+from titanlite.parallel.compile import can_split_compiled_backward
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule, ReshardAfterForward
 from titanlite.runtime.errors import Problem, require
 
@@ -61,6 +63,27 @@ def local_stages(section: ParallelismConfig, pp_rank: int) -> list[int]:
     return [pp_rank, 2 * section.pp - 1 - pp_rank if shape.placement == "v" else section.pp + pp_rank]
 
 
+def stage_owners(section: ParallelismConfig) -> list[int]:
+    """The rank on the pp axis of each stage."""
+    owners = {stage: rank for rank in range(section.pp) for stage in local_stages(section, rank)}
+    return [owners[stage] for stage in range(num_stages(section))]
+
+
+def forward_timetable(owners: Sequence[int], num_microbatches: int) -> list[list[tuple[int, int]]]:
+    """For each point in time what is computed at it, (stage, microbatch); of a forward pass alone.
+
+    owners: as of stage_owners. A rank computes one thing at a time, a microbatch goes through the stages in order.
+    """
+    begins: list[int] = []
+    for stage, owner in enumerate(owners):
+        free = [begins[other] + num_microbatches for other in range(stage) if owners[other] == owner]
+        begins.append(max([0, *(begin + 1 for begin in begins[-1:]), *free]))
+    return [
+        [(stage, time - begin) for stage, begin in enumerate(begins) if 0 <= time - begin < num_microbatches]
+        for time in range(begins[-1] + num_microbatches)
+    ]
+
+
 def rows_per_batch(section: ParallelismConfig, local_batch_size: int, rows_per_step: int) -> int:
     """Sequences that a data rank computes gradients of at once, of its `rows_per_step` in an optimizer step.
 
@@ -79,10 +102,11 @@ def resolve_reshard_after_forward(section: ParallelismConfig) -> ReshardAfterFor
     return "never" if splits_backward(section) else section.fsdp_reshard_after_forward
 
 
-def check_pipeline(section: ParallelismConfig, plan: Plan, rows: int) -> list[Problem]:
+def check_pipeline(section: ParallelismConfig, plan: Plan, rows: int, *, document_mask: bool = False) -> list[Problem]:
     """What is wrong with the pp_... keys for a model of that plan. Without a pipeline they are without effect.
 
-    rows: sequences that go through the pipeline at once, 0 where they are not known.
+    rows: sequences that go through the pipeline at once, 0 where they are not known. document_mask: whether every stage
+    gets the positions of its rows.
     """
     key = "parallelism"
     if section.pp <= 1:
@@ -101,6 +125,14 @@ def check_pipeline(section: ParallelismConfig, plan: Plan, rows: int) -> list[Pr
         f"{key}.pp_schedule",
         section.pp_schedule,
         f"needs torch 2.12 or newer, and this is {torch.__version__}: older ones connect a rank with itself for it",
+        "another schedule, such as Interleaved1F1B, or a newer torch",
+    )
+    problems += require(
+        not (document_mask and splits_backward(section)) or can_split_compiled_backward(),
+        f"{key}.pp_schedule",
+        section.pp_schedule,
+        f"with data.document_mask it needs torch 2.13 or newer, and this is {torch.__version__}: older ones cannot "
+        "split the backward pass of FlexAttention, which is compiled, or ask for gradients of positions there",
         "another schedule, such as Interleaved1F1B, or a newer torch",
     )
     problems += require(
@@ -289,7 +321,7 @@ class Pipeline:
         num_microbatches: int,
         loss: Callable[[Tensor, Tensor, Tensor], Tensor],
     ) -> None:
-        """loss(logits, labels, num_valid): a microbatch's share of the mean loss."""
+        """loss(logits, labels, num_valid): what each row of a microbatch adds to the mean loss."""
         indexes = local_stages(section, mesh["pp"].get_local_rank())
         last = num_stages(section) - 1
         stages = [
@@ -306,8 +338,14 @@ class Pipeline:
             for part, index in zip(model_parts, indexes, strict=True)
         ]
         self._device = device
+        self._parts = dict(zip(indexes, model_parts, strict=True))
+        self._owners = stage_owners(section)
+        self._group = mesh.get_group("pp")
+        self._shapes = shapes
         self._owns_first = 0 in indexes
-        self._owns_last = last in indexes
+        self.owns_last = last in indexes
+        """Whether this rank has the last stage, and so the losses."""
+        self._row_shares: list[Tensor] = []
         self._loss = loss
         self._num_valid = torch.ones((), dtype=torch.int64, device=device)
         shape = SCHEDULES[section.pp_schedule]
@@ -318,23 +356,24 @@ class Pipeline:
         self._schedule = schedule(
             stages if shape.stages_per_rank > 1 else stages[0],
             n_microbatches=num_microbatches,
-            loss_fn=lambda logits, labels: self._loss(logits, labels, self._num_valid),
+            loss_fn=self._microbatch_share,
             scale_grads=False,  # the loss is divided already, by the valid tokens of the whole global batch
         )
 
-    def forward_backward(self, batch: Batch, num_valid: Tensor) -> Tensor:
-        """Adds the batch's share of the mean loss's gradient to the parameters of all stages; returns the share.
+    def forward_backward(self, batch: Batch, num_valid: Tensor, **keys: Tensor) -> Tensor:
+        """Adds the batch's share of the mean loss's gradient to the parameters of all stages; returns the rows' shares.
 
-        The share is known on the last stage's ranks, and 0 on all others. An error in a stage is raised as it is.
+        keys: more arguments of every stage's forward, one row for each row of the batch. The shares, (rows,), are known
+        on the last stage's ranks, and 0 on all others. An error in a stage is raised as it is.
         """
         self._num_valid = num_valid
-        losses: list[Tensor] = []
+        self._row_shares = []
         try:
             self._schedule.step(
                 # torch 2.11 compares strides with those of the given shapes; a batch that has them is not copied.
                 *((batch.tokens.contiguous(),) if self._owns_first else ()),
-                target=batch.labels if self._owns_last else None,
-                losses=losses if self._owns_last else None,
+                **keys,
+                target=batch.labels if self.owns_last else None,
                 return_outputs=False,
             )
         except RuntimeError as error:
@@ -342,9 +381,58 @@ class Pipeline:
                 raise
             # torch wraps what a stage raises into an error of its own, whose text does not say what it was.
             raise error.__cause__ from None
-        if not losses:
-            return torch.zeros((), device=self._device)
-        return torch.stack([loss.detach() for loss in losses]).sum()
+        return torch.cat(self._row_shares) if self.owns_last else torch.zeros(len(batch.labels), device=self._device)
+
+    def row_losses(self, batch: Batch, **keys: Tensor) -> Tensor:
+        """The sum of the cross-entropy of each row, (rows,), on the last stage's ranks, and 0 on all others.
+
+        keys: as of forward_backward. Without the schedule, which would keep the logits of all microbatches: stages
+        compute and hand on one microbatch after the other.
+        """
+        rows = self._shapes.tokens[0]
+        parts = [value.split(rows) for value in (batch.tokens, batch.labels, *keys.values())]
+        tokens, labels, *values = parts
+        self._num_valid = torch.ones((), dtype=torch.int64, device=self._device)
+        inputs = {(0, index): microbatch for index, microbatch in enumerate(tokens)}
+        losses = []
+        for computed in forward_timetable(self._owners, len(tokens)):
+            for stage, index in computed:
+                if stage not in self._parts:
+                    continue
+                arguments = {key: value[index] for key, value in zip(keys, values, strict=True)}
+                out = self._parts[stage](inputs.pop((stage, index)), **arguments)
+                if stage + 1 < len(self._owners):
+                    inputs[stage + 1, index] = out
+                else:
+                    losses.append(self._loss(out, labels[index], self._num_valid))
+            self._hand_on(inputs, computed)
+        return torch.cat(losses) if losses else torch.zeros(len(batch.labels), device=self._device)
+
+    def _hand_on(self, inputs: dict[tuple[int, int], Tensor], computed: Sequence[tuple[int, int]]) -> None:
+        """Between the ranks of neighbouring stages. inputs: by (stage, microbatch), on this rank, before and after.
+
+        computed: the (stage, microbatch) whose outputs are due, on all ranks.
+        """
+        rank, messages = self._group.rank(), []
+        for stage, index in computed:
+            sender, *receiver = self._owners[stage : stage + 2]
+            if not receiver or receiver[0] == sender:
+                continue
+            if rank == sender:
+                sent = inputs.pop((stage + 1, index)).contiguous()
+                messages.append(dist.P2POp(dist.isend, sent, group=self._group, group_peer=receiver[0]))
+            elif rank == receiver[0]:
+                received = torch.empty(self._shapes.boundary, dtype=self._shapes.dtype, device=self._device)
+                messages.append(dist.P2POp(dist.irecv, received, group=self._group, group_peer=sender))
+                inputs[stage + 1, index] = received
+        for work in dist.batch_isend_irecv(messages) if messages else ():
+            work.wait()
+
+    def _microbatch_share(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """What the schedule computes gradients of. It calls this for one microbatch after the other, in their order."""
+        shares = self._loss(logits, labels, self._num_valid)
+        self._row_shares.append(shares.detach())
+        return shares.sum()
 
 
 def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

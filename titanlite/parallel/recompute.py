@@ -19,6 +19,7 @@ SAVED_OPS: tuple[Any, ...] = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.higher_order.flex_attention,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 )
 """What selective_policy "op" keeps: the results that cost most to compute, or to communicate. The rest (norms,

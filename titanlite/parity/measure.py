@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titanlite.build import build_data, build_model, build_trainer
+from titanlite.build import build_data, build_model, build_tokenizer, build_trainer
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Batch
-from titanlite.loss import IGNORE_INDEX
+from titanlite.labels import IGNORE_INDEX
 from titanlite.parallel.mesh import AXES, build_mesh
 from titanlite.parity.layouts import Layout, config_of
 from titanlite.runtime.distributed import World, set_timeout
@@ -36,8 +36,9 @@ class Step:
     """Of one optimizer step, before its update. Lists and keys as JSON has them.
 
     loss: this rank's share of the mean loss; in the reference, all of it. rows: number of each sequence of this rank
-    in the run -> hash of its tokens and labels. gradients: name -> norm of the difference between the whole gradient
-    and the reference's, None where the reference does not know the name; in the reference, norm of the gradient.
+    in the run -> hash of its tokens, labels and positions. gradients: name -> norm of the difference between the whole
+    gradient and the reference's, None where the reference does not know the name; in the reference, norm of the
+    gradient.
     """
 
     loss: float
@@ -108,7 +109,7 @@ def measure_layout(config: JobConfig, mesh: DeviceMesh, data_mesh: DeviceMesh, s
     if config.compile.enable:
         torch._dynamo.reset()  # compiled blocks of all layouts share their code, and the limit on its versions
     rank, size = dist.get_rank(), dist.get_world_size()
-    loader = build_data(config, World(rank, rank, size, "cpu"))
+    loader = build_data(config, World(rank, rank, size, "cpu"), build_tokenizer(config))
     try:
         trainer = build_trainer(config, build_model(config, mesh, CPU), mesh, data_mesh, CPU)
         weights = {name: hash_of(whole(parameter.detach())) for name, parameter in named_parameters(trainer)}
@@ -195,7 +196,8 @@ def _one_line(error: Exception) -> str:
 def mask_and_hash(
     batches: Sequence[Batch], numbers: Sequence[int], config: JobConfig
 ) -> tuple[list[Batch], dict[str, str]]:
-    """The batches with labels masked by `keep_label`, and the hash of each row's tokens and labels, by its number.
+    """The batches with labels masked by `keep_label`, and the hash of each row's tokens, labels and, where there are
+    any, positions, by its number.
 
     numbers: those of the rows in the run, in the order of the batches' rows.
     """
@@ -204,11 +206,12 @@ def mask_and_hash(
     left = iter(numbers)
     for batch in batches:
         labels = batch.labels.clone()
-        for tokens, row in zip(batch.tokens, labels, strict=True):
+        for index, row in enumerate(labels):
             number = next(left)
             row[~keep_label(config, number)] = IGNORE_INDEX
-            rows[str(number)] = hash_of(torch.stack((tokens, row)))
-        masked.append(Batch(batch.tokens, labels))
+            positions = [] if batch.positions is None else [batch.positions[index]]
+            rows[str(number)] = hash_of(torch.stack([batch.tokens[index], row, *positions]))
+        masked.append(batch._replace(labels=labels))
     assert next(left, None) is None, "the loader gave fewer rows than a step has"
     return masked, rows
 

@@ -12,12 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
-from titanlite.build import build_data
+from titanlite.build import build_data, build_tokenizer
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Batch
-from titanlite.loss import IGNORE_INDEX
+from titanlite.labels import IGNORE_INDEX
 from titanlite.models import resolve_model
+from titanlite.models.attention import document_arguments
+from titanlite.models.family import LanguageModel
 from titanlite.models.init import init_parameters_
+from titanlite.models.randomness import row_keys
 from titanlite.parity.layouts import ONE_PROCESS, config_of
 from titanlite.parity.measure import (
     CPU,
@@ -52,7 +55,7 @@ def _measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, 
         {name: hash_of(parameter.detach().to(DTYPES[settings.training.dtype])) for name, parameter in named.items()}
         for settings in passes(config)
     ]
-    loader = build_data(config, World(0, 0, 1, "cpu"))
+    loader = build_data(config, World(0, 0, 1, "cpu"), build_tokenizer(config))
     watch = PrecisionWatch(model)
     measured = []
     try:
@@ -61,7 +64,7 @@ def _measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, 
             num_valid = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
             model.zero_grad()
             with watch:
-                loss = sum(forward_backward(model, batch, num_valid) for batch in batches)
+                loss = sum(forward_backward(model, batch, num_valid, config.debug.seed, step + 1) for batch in batches)
             gradients = {
                 name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 for name, parameter in named.items()
@@ -78,9 +81,15 @@ def _measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, 
     return {"measurements": [asdict(Measurement(hashes, measured)) for hashes in weights], "imprecise": watch.found}
 
 
-def forward_backward(model: nn.Module, batch: Batch, num_valid: int) -> float:
-    """Adds the gradient of these rows' share of the mean loss to the parameters; returns the share."""
-    logits, labels = model(batch.tokens).flatten(0, 1), batch.labels.flatten()
+def forward_backward(model: LanguageModel, batch: Batch, num_valid: int, seed: int, step: int) -> float:
+    """Adds the gradient of these rows' share of the mean loss to the parameters; returns the share.
+
+    seed, step: from 1; what a model that draws random numbers draws them from.
+    """
+    keys = document_arguments(batch.positions)
+    if model.draws:
+        keys["row_keys"] = row_keys(seed, step, batch.sequences)
+    logits, labels = model(batch.tokens, **keys).flatten(0, 1), batch.labels.flatten()
     total = functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
     share = total / max(num_valid, 1)
     share.backward()
@@ -132,7 +141,7 @@ class _ResultMode(TorchDispatchMode):
         return result
 
 
-def plain_model(config: JobConfig) -> nn.Module:
+def plain_model(config: JobConfig) -> LanguageModel:
     """The family's model in one piece, in float64, with its initial weights."""
     family, hyper_parameters = resolve_model(config.model)
     model = family.build(hyper_parameters).to(torch.float64)

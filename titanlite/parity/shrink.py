@@ -6,7 +6,7 @@ from typing import Any
 
 from titanlite.config.check import resolve_config
 from titanlite.config.schema import JobConfig, JobSection
-from titanlite.data.loader import PIECE_BYTES_PER_POSITION
+from titanlite.data.config import PIECE_BYTES_PER_POSITION
 from titanlite.data.tokenizer import prepare_tokenizer
 from titanlite.metrics.sinks import MetricsConfig
 from titanlite.models import resolve_model

@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.schema import JobConfig
 from titanlite.models import resolve_model
+from titanlite.models.attention import mask_form
 from titanlite.models.family import MicrobatchShape
 from titanlite.parallel.data import resolve_gradient_sync
 from titanlite.parallel.mesh import AXES, data_degree, shard_logits
@@ -89,6 +90,8 @@ def _rank_plan(
     section, recompute = config.parallelism, config.activation_checkpoint
     family, hyper_parameters = resolve_model(config.model)
     tp = mesh["tp"].size()
+    dtype = DTYPES[config.training.mixed_precision_param]
+    form = mask_form(device_type, dtype, hyper_parameters.head_dim)
     microbatch = MicrobatchShape(
         rows=shape.positions // config.training.seq_len,
         seq_len=config.training.seq_len,
@@ -96,6 +99,7 @@ def _rank_plan(
         element_bytes=shape.param_bytes,
         shard_logits=shard_logits(section),
         fused_norm=device_type == "cuda",
+        mask=form if config.data.document_mask else None,
     )
     activations = family.activation_bytes(hyper_parameters, microbatch)
     traffic: dict[tuple[str, str], Traffic] = {}

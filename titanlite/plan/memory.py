@@ -92,6 +92,7 @@ def kept_bytes(
 ) -> int:
     """What one microbatch keeps on a stage from its forward to its backward pass."""
     kept = sum(_block_bytes(recompute, index, activations) for index in stage.blocks)
+    kept += activations.documents if stage.blocks else 0
     kept += activations.embedding if stage.index == 0 else 0
     kept += activations.head + activations.loss if last else 0
     if pipelined:

@@ -1,6 +1,8 @@
 """The process's place in the world: device, backend, process group, and one clean end for all ranks."""
 
 import os
+import time
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -9,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from titanlite.runtime.errors import Problem, UserError, require
+
+JOIN_POLL_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -19,13 +23,15 @@ class CommConfig:
     """Seconds for start-up and the first step."""
     train_timeout_s: int = 100
     """Seconds for a collective after the first step."""
+    save_timeout_s: int = 1800
+    """Seconds that ranks wait for each other while a checkpoint is written or read."""
 
 
 def check_comm(section: CommConfig) -> list[Problem]:
     rule = "from 1 second to a week (604800)"
     return [
         problem
-        for key, value in (("init_timeout_s", section.init_timeout_s), ("train_timeout_s", section.train_timeout_s))
+        for key, value in vars(section).items()
         for problem in require(1 <= value <= 604_800, f"comm.{key}", value, rule, "leave it out for the default")
     ]
 
@@ -80,15 +86,46 @@ def world_from_environment() -> World:
 
 
 def connect(world: World, section: CommConfig) -> dist.Store:
-    """The store through which the ranks find each other. Before it, nothing is allocated and nobody waits."""
+    """The store through which the ranks find each other, once all have come. Before it, nothing is allocated."""
     if world.size == 1:
         return dist.HashStore()
     found: tuple[dist.Store, int, int] = next(
         dist.rendezvous("env://", timeout=timedelta(seconds=section.init_timeout_s))
     )
-    # torchrun's own store outlives the ranks: after a restart it still holds what the ranks before have written.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"titanlite/{attempt}", found[0])
+    store = dist.PrefixStore("titanlite", found[0])
+    return dist.PrefixStore(agree_on_attempt(store, world.rank, world.size, section.init_timeout_s), store)
+
+
+def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout_s: int) -> str:
+    """A name that all ranks of this attempt share, and none of another. On all ranks; waits for all of them.
+
+    torchrun's store outlives the ranks: after a restart it still holds what the ranks before have written. And nothing
+    in the environment tells attempts apart on all nodes: MASTER_PORT stays, and TORCHELASTIC_RESTART_COUNT counts where
+    a rank has died, but not on a node whose ranks are only restarted along (rdzv-backend c10d). So rank 0 draws a name,
+    and tells each rank that asks for it under a name that this rank has drawn: no earlier attempt can have answered.
+    A rank that has asked long ago, in an earlier attempt, is answered as well, which nobody reads.
+    """
+    own = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"asks/{rank}", own)
+        store.wait([f"answer/{own}"], timedelta(seconds=timeout_s))
+        attempt = store.get(f"answer/{own}").decode()
+        store.set(f"{attempt}/joined/{rank}", "")
+        return attempt
+    missing = list(range(1, size))
+    deadline = time.monotonic() + timeout_s
+    while missing:
+        for other in missing:
+            if store.check([f"asks/{other}"]):
+                store.set(f"answer/{store.get(f'asks/{other}').decode()}", own)
+        missing = [other for other in missing if not store.check([f"{own}/joined/{other}"])]
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"comm.init_timeout_s = {timeout_s}: by then {len(missing)} of {size} ranks had not come, such as rank "
+                f"{missing[0]}: see what they say, or raise it where they only need longer to start"
+            )
+        time.sleep(JOIN_POLL_S if missing else 0)
+    return own
 
 
 def init_process_group(world: World, store: dist.Store, section: CommConfig) -> dist.ProcessGroup:

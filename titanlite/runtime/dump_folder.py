@@ -11,19 +11,8 @@ from titanlite.runtime.logging import log
 _REMEDY = "give another folder with --job.dump_folder"
 
 
-def prepare_dump_folder(folder: str | Path, outputs: Sequence[str], rank: int) -> list[Path]:
-    """Make `folder` ready for a run that starts afresh; returns the new paths of what an earlier run had left.
-
-    outputs: names, inside the folder, of the files and folders that the run will write. Those that exist are renamed
-    to `<name>.<n>`, with one n for all: the smallest number that none of the names has taken, so an earlier run's files
-    stay together. What is not listed is not touched. One line in the log says what was kept.
-
-    Only rank 0 touches the disk; the others get [] at once, and must not write here before rank 0 has returned (the
-    caller's barrier). Two runs that start at the same moment in one folder are not told apart.
-    Raises UserError where the folder cannot be made, written, or cleared.
-    """
-    if rank != 0:
-        return []
+def make_dump_folder(folder: str | Path) -> Path:
+    """Make `folder` where it is missing. Raises UserError where it cannot be made or written."""
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -33,7 +22,23 @@ def prepare_dump_folder(folder: str | Path, outputs: Sequence[str], rank: int) -
         raise UserError(f"job.dump_folder: cannot create {folder}: {error.strerror}; {_REMEDY}") from None
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(f"job.dump_folder: no permission to write in {folder}; {_REMEDY}")
+    return folder
 
+
+def prepare_dump_folder(folder: str | Path, outputs: Sequence[str], rank: int) -> list[Path]:
+    """Make `folder` ready for a run that starts afresh; returns the new paths of what an earlier run had left.
+
+    outputs: names, inside the folder, of the files and folders that the run will write. Those that exist are renamed
+    to `<name>.<n>`, with one n for all: the smallest number that none of the names has taken, so an earlier run's files
+    stay together. What is not listed is not touched. One line in the log says what was kept.
+
+    Only rank 0 touches the disk; the others get [] at once, and must not write here before rank 0 has returned (the
+    caller's barrier). Two runs in one folder are kept apart by `job_lock`, not here.
+    Raises UserError where the folder cannot be made, written, or cleared.
+    """
+    if rank != 0:
+        return []
+    folder = make_dump_folder(folder)
     earlier = [folder / name for name in outputs if os.path.lexists(folder / name)]
     if not earlier:
         return []

@@ -61,6 +61,7 @@ class FailureReport:
     ) -> None:
         if error is None or isinstance(error, SystemExit):
             return
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to stop for: the launcher ends silent ranks
         signal.alarm(LAST_RESORT_S)
         part = self._part(error)
         if part == "silent":

@@ -47,6 +47,8 @@ FEW = "--parallelism.pp 4 --training.local_batch_size 2"
 TP = "--parallelism.tp"
 MICRO = "--parallelism.pp 2 --parallelism.pp_microbatch_size"
 SPLIT = "--parallelism.pp 2 --parallelism.pp_split="
+TOKENS = Path(__file__).parents[2] / "golden" / "tokens.npy"
+VALID = "--validation.enable true --validation.sources.0."
 
 
 BAD = [
@@ -94,7 +96,7 @@ BAD = [
     Bad("data.sources.x.path", "count from 0", "--data.sources.1.path", argv="--data.sources.x.path x"),
     Bad("data.sources.-1.path", "count from 0", "--data.sources.1.path", argv="--data.sources.-1.path x"),
     Bad("data.sources.00.path", "count from 0", "--data.sources.1.path", argv="--data.sources.00.path x"),
-    Bad("data.path", "a key of [data]", "tokenizer.path or data.sources.0.path?", toml='data.path = "x"'),
+    Bad("data.path", "a key of [data]", "tokenizer.path or data.sources.0.path or", toml='data.path = "x"'),
     # Shapes of tables.
     Bad("training", "a section, which is a table", "write [training]", toml="training = 5"),
     Bad("training", "a section, which is a table", "write [training]", toml="[[training]]\nsteps = 5"),
@@ -215,6 +217,18 @@ BAD = [
     Bad("tokenizer.path", "tokenizer.json", "/none/t.json", argv="--tokenizer.path /none/t.json"),
     Bad("tokenizer.bos", "tokenizer.path", "leave bos out", argv="--tokenizer.bos <s>"),
     Bad("model.vocab_size", "at least 257", "vocab_size = 4096", argv="--model.vocab_size 100"),
+    Bad("validation.interval", "at least 1", "every step", argv="--validation.interval 0"),
+    Bad("validation.steps", "-1 or at least 1", "leave it out", argv="--validation.steps 0"),
+    Bad("validation.sources", "at least one source", "[[validation.sources]]", argv="--validation.enable true"),
+    Bad("validation.sources.0.path", "required for kind", "write where", argv=f"{VALID}kind tokens"),
+    Bad("validation.sources.0.path", "matches files", "/none/x",
+        argv=f"{VALID}kind tokens --validation.sources.0.path /none/x"),
+    Bad("validation.sources.0.weight", "not for validation", "leave it out", argv=f"{VALID}weight 2"),
+    Bad("validation.sources.0.epochs", "not for validation", "leave it out", argv=f"{VALID}epochs 2"),
+    Bad("validation.sources.0.kind", 'one of "text"', 'did you mean "jsonl"?', argv="--validation.sources.0.kind json"),
+    Bad("tokenizer.path", "where data.sources are tokens", "the tokenizer that made them",
+        argv=f"--data.sources.0.kind tokens --data.sources.0.path {TOKENS} --validation.enable true "
+        "--validation.sources.0.kind python-stdlib"),
     # Outputs.
     Bad("job.dump_folder", "the path of a folder", '"outputs"', toml='job.dump_folder = ""'),
     Bad("job.dump_folder", "the path of a folder", '"outputs"', toml='job.dump_folder = "  "'),

@@ -58,4 +58,4 @@ def test_help_shows_the_values_in_force() -> None:
     assert "--model.n_layers INT Number of transformer blocks. (default: 32)" in shown
     assert "--data.shuffle {true,false}" in shown
     assert "anew in each epoch. (default: false)" in shown
-    assert "--data.sources.1.kind {text,jsonl,parquet,tokens,python-stdlib}" in shown
+    assert "--data.sources.1.kind {text,jsonl,parquet,hf,tokens,python-stdlib}" in shown

@@ -1,15 +1,17 @@
 """A corpus of numbers, and an independent account of what its streams have to yield."""
 
-from collections.abc import Sequence
-from itertools import count
+from collections.abc import Iterator, Sequence
+from itertools import count, islice
+from typing import Literal
 
 import numpy as np
 
-from titanlite.data.corpus import Tokens
+from titanlite.data.corpus import AT_BEGIN, TokenPiece
+from titanlite.data.indexed import IndexedSource
 from titanlite.data.permutation import Permutation
 from titanlite.data.pieces import BadRowError
-from titanlite.data.streams import BadRowPolicy, Stream
-from titanlite.loss import IGNORE_INDEX
+from titanlite.data.streams import BadRowPolicy, Row, SourceStream
+from titanlite.labels import IGNORE_INDEX
 
 PAD = 0
 
@@ -17,56 +19,67 @@ PAD = 0
 class FakeCorpus:
     """Piece p holds lengths[p] tokens, all of them different from all others; length None is a bad row."""
 
-    packed = True
+    windows = False
+    size = 1
     description = "a fake corpus"
 
     def __init__(self, lengths: Sequence[int | None]) -> None:
-        self.counts = (len(lengths),)
+        self.count = len(lengths)
         self.fetched: list[int] = []
         numbers = count(1)
         self.tokens: list[list[int] | None] = [
             None if length is None else [next(numbers) for _ in range(length)] for length in lengths
         ]
 
-    def ahead(self, pieces: Sequence[int], num_tokens: int) -> int:  # noqa: ARG002
-        return min(3, len(pieces))
+    def ahead(self, pieces: Iterator[int], num_tokens: int) -> list[int]:  # noqa: ARG002
+        return list(islice(pieces, 3))
 
-    def fetch(self, pieces: Sequence[int]) -> list[Tokens | Exception]:
+    def fetch(self, pieces: Sequence[int]) -> list[TokenPiece | Exception]:
         self.fetched += pieces
         found = [self.tokens[piece] for piece in pieces]
         return [
-            BadRowError(f"row {piece} is bad") if ids is None else np.array(ids, np.int64)
+            BadRowError(f"row {piece} is bad") if ids is None else TokenPiece(np.array(ids, np.int64), AT_BEGIN)
             for piece, ids in zip(pieces, found, strict=True)
         ]
 
 
+def permutation_of(corpus: FakeCorpus) -> Permutation:
+    return Permutation(corpus.count, seeds=(3, 0), shuffle=True, block_pieces=8)
+
+
+def fake_source(corpus: FakeCorpus, epochs: int) -> IndexedSource:
+    return IndexedSource(corpus, permutation_of(corpus), name="fake", epochs=epochs)
+
+
 def make_stream(
-    corpus: FakeCorpus, *, stream: int, num_streams: int, seq_len: int, epochs: int | None, limit: int = 10**6
-) -> Stream:
-    permutation = Permutation(corpus.counts, seed=3, shuffle=True, block_pieces=8)
-    policy = BadRowPolicy(skip=True, limit=limit)
-    return Stream(
-        corpus,
-        permutation,
-        stream=stream,
-        num_streams=num_streams,
-        seq_len=seq_len,
-        epochs=epochs,
-        policy=policy,
-    )
+    corpus: FakeCorpus,
+    *,
+    stream: int,
+    num_streams: int,
+    seq_len: int,
+    epochs: int,
+    limit: int = 10**6,
+    packing: Literal["concatenate", "none"] = "concatenate",
+) -> SourceStream:
+    pieces = fake_source(corpus, epochs).pieces(stream, num_streams)
+    return SourceStream(pieces, seq_len=seq_len, packing=packing, policy=BadRowPolicy(skip=True, limit=limit))
+
+
+def empty_row(seq_len: int, *, positions: bool = False) -> Row:
+    tokens, labels, places = np.full((3, seq_len), -7)
+    return Row(tokens, labels, places if positions else None)
 
 
 def expected_sequences(
     corpus: FakeCorpus, *, stream: int, num_streams: int, seq_len: int, epochs: int, sequences: int
 ) -> list[tuple[list[int], list[int]]]:
     """The first `sequences` of a stream that ends after `epochs`: all its tokens in a row, cut at stride seq_len."""
-    permutation = Permutation(corpus.counts, seed=3, shuffle=True, block_pieces=8)
+    permutation = permutation_of(corpus)
     row: list[int] = []
-    for epoch in range(epochs):
+    for number in range(stream, epochs * corpus.count, num_streams):
         if len(row) > sequences * seq_len:
             break
-        for position in range(stream, permutation.total, num_streams):
-            row += corpus.tokens[permutation.piece(epoch, position)] or []
+        row += corpus.tokens[permutation.piece(*divmod(number, corpus.count))] or []
     result = []
     for begin in range(0, sequences * seq_len, seq_len):
         part = row[begin : begin + seq_len + 1]

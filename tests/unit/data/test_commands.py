@@ -9,7 +9,8 @@ import pytest
 
 from titanlite.data import tokenize, train_tokenizer
 from titanlite.data.command import run_command
-from titanlite.data.loader import DataConfig, build_loader
+from titanlite.data.config import DataConfig
+from titanlite.data.loader import build_loader
 from titanlite.data.sources import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import ConfigError, UserError
@@ -26,6 +27,10 @@ def config(tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_folder: P
     return file
 
 
+def tokenize_here(arguments: list[str]) -> None:
+    tokenize.main([*arguments, "--workers", "0"])
+
+
 def toml_of(printed: str) -> dict[str, object]:
     return tomllib.loads(printed[printed.index("[model]") :])
 
@@ -33,64 +38,54 @@ def toml_of(printed: str) -> dict[str, object]:
 def test_tokenize_writes_what_one_unshuffled_stream_reads(
     config: Path, tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tokenize.main([str(config), "--out", str(tmp_path / "new" / "out")])
-    file = tmp_path / "new" / "out" / "tokens.npy"
-    tokens = np.load(file, mmap_mode="r")
+    out = tmp_path / "new" / "out"
+    tokenize_here([str(config), "--out", str(out)])
+    tokens = np.load(out / "tokens-00000.npy", mmap_mode="r")
     assert tokens.dtype == np.uint16
     assert int((tokens == tokenizer.eos_id).sum()) == 40
-    rows = SourceConfig(kind="jsonl", path=str(tmp_path / "rows.jsonl"))
+    rows = SourceConfig(kind="jsonl", path=str(tmp_path / "rows.jsonl"), epochs=1)
     section = DataConfig(num_streams=1, shuffle=False, max_piece_bytes=60, sources=(rows,))
     facts = {"seq_len": 7, "vocab_size": 300, "global_batch_size": 1, "local_batch_size": 1, "data_rank": 0}
-    loader = build_loader(section, tokenizer, **facts, data_degree=1, epochs=1)
+    loader = build_loader(section, tokenizer, **facts, data_degree=1)
     packed = [tokens[0]]
-    while not loader.ended:
+    while not loader.ended[0]:
         labels = loader.next_step()[0].labels
         packed += labels[labels >= 0].tolist()
     loader.close()
     assert tokens.tolist() == packed
     printed = capsys.readouterr().out
-    assert f"{len(tokens):,} tokens, uint16" in printed
+    assert f"{len(tokens):,} tokens of 40 documents, uint16, 1 shards" in printed
     assert toml_of(printed) == {
         "model": {"vocab_size": 300},
-        "data": {"sources": [{"kind": "tokens", "path": str(file)}]},
+        "data": {"sources": [{"kind": "tokens", "path": str(out)}]},
     }
 
 
-def test_tokenize_to_a_file(config: Path, tmp_path: Path) -> None:
-    tokenize.main([str(config), "--out", str(tmp_path / "mine.npy"), "--data.add_eos", "false"])
-    assert 0 < len(np.load(tmp_path / "mine.npy")) < 2**16
-
-
-def test_a_large_vocabulary_needs_32_bits(tmp_path: Path) -> None:
-    parts = [np.array([1, 2]), np.array([], np.int64), np.array([70_000])]
-    assert tokenize.write_tokens(tmp_path / "x.npy", parts, np.dtype("<u4")) == 3
-    assert np.load(tmp_path / "x.npy").tolist() == [1, 2, 70_000]
-
-
 def test_nothing_is_overwritten_and_nothing_left_behind(config: Path, tmp_path: Path) -> None:
-    out = tmp_path / "mine.npy"
-    out.write_text("precious")
-    with pytest.raises(UserError, match="is not overwritten"):
-        tokenize.main([str(config), "--out", str(out)])
-    with pytest.raises(UserError, match="is not overwritten"):
-        train_tokenizer.main([str(config), "--out", str(out)])
-    assert out.read_text() == "precious"
+    out = tmp_path / "mine"
+    out.mkdir()
+    (out / "tokens.npy").write_text("precious")
+    for command in (tokenize_here, train_tokenizer.main):
+        with pytest.raises(UserError, match="is not overwritten"):
+            command([str(config), "--out", str(out)])
+    assert (out / "tokens.npy").read_text() == "precious"
+    assert [file.name for file in out.iterdir()] == ["tokens.npy"]
     assert not list(tmp_path.glob("*.incomplete*"))
 
 
-@pytest.mark.parametrize("command", [tokenize.main, train_tokenizer.main])
+@pytest.mark.parametrize("command", [tokenize_here, train_tokenizer.main])
 def test_a_place_that_cannot_be_written(command: Callable[[list[str]], None], config: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("precious")
-    with pytest.raises(UserError, match=r"out.npy cannot be written"):
-        command([str(config), "--out", str(tmp_path / "file" / "out.npy")])
+    with pytest.raises(UserError, match=r"out cannot be written"):
+        command([str(config), "--out", str(tmp_path / "file" / "out")])
 
 
-@pytest.mark.parametrize("command", [tokenize.main, train_tokenizer.main])
+@pytest.mark.parametrize("command", [tokenize_here, train_tokenizer.main])
 def test_the_printed_path_is_toml(
     command: Callable[[list[str]], None], config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command([str(config), "--out", str(tmp_path / 'a "b" \\n.npy')])
-    assert str(tmp_path / 'a "b" \\n.npy') in str(toml_of(capsys.readouterr().out)).replace("\\\\", "\\")
+    command([str(config), "--out", str(tmp_path / 'a "b" \\n')])
+    assert str(tmp_path / 'a "b" \\n') in str(toml_of(capsys.readouterr().out)).replace("\\\\", "\\")
 
 
 @pytest.mark.usefixtures("stdlib")
@@ -98,14 +93,14 @@ def test_the_standard_library_is_tokenized_as_training_would(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "c.toml").write_text("[model]\nvocab_size = 290\n")
-    tokenize.main([str(tmp_path / "c.toml"), "--out", str(tmp_path / "out.npy")])
+    tokenize_here([str(tmp_path / "c.toml"), "--out", str(tmp_path / "out")])
     printed = capsys.readouterr().out
     assert toml_of(printed)["model"] == {"vocab_size": 290}
     with pytest.raises(ConfigError, match=r"model\.vocab_size = 200"):
-        tokenize.main([str(tmp_path / "c.toml"), "--out", str(tmp_path / "no.npy"), "--model.vocab_size", "200"])
+        tokenize.main([str(tmp_path / "c.toml"), "--out", str(tmp_path / "no"), "--model.vocab_size", "200"])
 
 
-@pytest.mark.parametrize("command", [tokenize.main, train_tokenizer.main])
+@pytest.mark.parametrize("command", [tokenize_here, train_tokenizer.main])
 def test_bad_rows(
     command: Callable[[list[str]], None],
     config: Path,

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.data.fake_corpus import FakeCorpus, expected_sequences
-from titanlite.data.loader import Batch, DataConfig, Loader, build_loader, check_data
-from titanlite.data.permutation import Permutation
+from tests.unit.data.fake_corpus import FakeCorpus, expected_sequences, fake_source
+from titanlite.data import preparation
+from titanlite.data.config import DataConfig, check_data
+from titanlite.data.loader import Batch, Loader, build_loader
+from titanlite.data.preparation import Sources
 from titanlite.data.sources import SourceConfig
-from titanlite.data.streams import BadRowPolicy
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.loss import IGNORE_INDEX
+from titanlite.data.worker import Assignment
+from titanlite.labels import IGNORE_INDEX
 from titanlite.runtime.errors import UserError
 
 STREAMS, SEQ_LEN = 8, 6
@@ -30,15 +32,25 @@ def corpus() -> FakeCorpus:
 
 
 @pytest.fixture
-def make(corpus: FakeCorpus) -> Any:
+def make(corpus: FakeCorpus, monkeypatch: pytest.MonkeyPatch) -> Any:
     """make(rank, degree, ...): loaders that are closed when the test is over."""
     made: list[Loader] = []
 
     def one(rank: int = 0, degree: int = 1, **changes: Any) -> Loader:
-        facts: dict[str, Any] = {"num_streams": STREAMS, "seq_len": SEQ_LEN, "global_batch_size": 8}
-        facts |= {"local_batch_size": 2, "epochs": None, "policy": BadRowPolicy(True, 10**6)}
-        permutation = Permutation(corpus.counts, seed=3, shuffle=True, block_pieces=8)
-        made.append(Loader(corpus, permutation, data_rank=rank, data_degree=degree, **facts | changes))
+        facts = {"global_batch_size": 8, "local_batch_size": 2, "epochs": -1, "skip": True} | changes
+        section = DataConfig(
+            num_streams=STREAMS,
+            on_bad_row="skip" if facts["skip"] else "error",
+            max_bad_rows=10**6,
+            sources=(SourceConfig(epochs=facts["epochs"]),),
+        )
+        monkeypatch.setattr(preparation, "_open", lambda source, *_, **__: fake_source(corpus, source.epochs))
+        sources = Sources(section, None, seq_len=SEQ_LEN, vocab_size=10**6)
+        assignment = Assignment(section, None, SEQ_LEN, 10**6, facts["global_batch_size"])
+        local = facts["local_batch_size"]
+        made.append(
+            Loader(assignment, sources, local_batch_size=local, data_rank=rank, data_degree=degree, num_workers=0)
+        )
         return made[-1]
 
     yield one
@@ -46,13 +58,13 @@ def make(corpus: FakeCorpus) -> Any:
         loader.close()
 
 
-def steps_of(loaders: list[Loader], count: int) -> list[list[tuple[list[int], list[int]]]]:
-    """The (tokens, labels) of each global step, put together from all ranks in the run's order."""
+def steps_of(loaders: list[Loader], count: int) -> list[list[tuple[list[int], list[int], int]]]:
+    """The (tokens, labels, sequence) of each global step, put together from all ranks in the run's order."""
     steps = []
     for _ in range(count):
-        rows = [[row for batch in loader.next_step() for row in zip(*batch, strict=True)] for loader in loaders]
+        rows = [[row for batch in loader.next_step() for row in zip(*batch[:3], strict=True)] for loader in loaders]
         interleaved = [row for same_place in zip(*rows, strict=True) for row in same_place]
-        steps.append([(tokens.tolist(), labels.tolist()) for tokens, labels in interleaved])
+        steps.append([(tokens.tolist(), labels.tolist(), int(number)) for tokens, labels, number in interleaved])
     return steps
 
 
@@ -64,14 +76,19 @@ def global_state(loaders: list[Loader]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("global_batch_size", [8, 16, 4])
-@pytest.mark.parametrize("epochs", [None, 2])
+@pytest.mark.parametrize("epochs", [-1, 2])
 def test_sequence_n_is_the_next_of_stream_n_mod_s(
-    make: Any, corpus: FakeCorpus, global_batch_size: int, epochs: int | None
+    make: Any, corpus: FakeCorpus, global_batch_size: int, epochs: int
 ) -> None:
     steps = steps_of([make(global_batch_size=global_batch_size, epochs=epochs)], 160 // global_batch_size)
-    facts = {"num_streams": STREAMS, "seq_len": SEQ_LEN, "epochs": epochs or 1000, "sequences": 160 // STREAMS}
+    facts = {
+        "num_streams": STREAMS,
+        "seq_len": SEQ_LEN,
+        "epochs": epochs if epochs > 0 else 1000,
+        "sequences": 160 // STREAMS,
+    }
     streams = [expected_sequences(corpus, stream=s, **facts) for s in range(STREAMS)]
-    assert [row for step in steps for row in step] == [streams[n % STREAMS][n // STREAMS] for n in range(160)]
+    assert [row for step in steps for row in step] == [(*streams[n % STREAMS][n // STREAMS], n) for n in range(160)]
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
@@ -94,10 +111,11 @@ def test_batches_have_the_promised_shapes(make: Any) -> None:
     for batch in batches:
         assert isinstance(batch, Batch)
         assert batch.tokens.shape == batch.labels.shape == (4, SEQ_LEN)
-        assert batch.tokens.dtype == batch.labels.dtype == torch.int64
+        assert batch.tokens.dtype == batch.labels.dtype == batch.sequences.dtype == torch.int64
+    assert [batch.sequences.tolist() for batch in batches] == [[1, 3, 5, 7], [9, 11, 13, 15]]
 
 
-@pytest.mark.parametrize("epochs", [None, 1])
+@pytest.mark.parametrize("epochs", [-1, 1])
 @pytest.mark.parametrize("stop", [0, 1, 2, 5, 11])
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 4), (4, 1), (2, 4), (4, 2)])
 def test_a_run_goes_on_exactly_on_another_mesh(
@@ -123,6 +141,14 @@ def test_a_running_loader_can_be_set_back(make: Any) -> None:
     assert steps_of([loader], 4) == expected
 
 
+def test_a_loader_begins_again(make: Any) -> None:
+    loaders = [make(rank, 2, epochs=1) for rank in range(2)]
+    expected = steps_of(loaders, 4)
+    for loader in loaders:
+        loader.restart()
+    assert steps_of(loaders, 4) == expected
+
+
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_a_step_that_ends_amid_the_streams_is_continued(make: Any, stop: int) -> None:
     reference = steps_of([make(global_batch_size=4)], 8)
@@ -144,7 +170,7 @@ def test_the_batch_size_may_change_on_resume(make: Any) -> None:
 def test_states_that_do_not_fit_are_refused(make: Any) -> None:
     loader = make(0, 2)
     state = torch.zeros(STREAMS, 5, dtype=torch.int64)
-    with pytest.raises(UserError, match=r"num_streams = 8 needs \(8, 5\)"):
+    with pytest.raises(UserError, match=r"num_streams = 8 and 1 data.sources need \(8, 5\)"):
         loader.load_state(state[:4])
     with pytest.raises(UserError, match="int64"):
         loader.load_state(state.int())
@@ -159,7 +185,7 @@ def test_states_that_do_not_fit_are_refused(make: Any) -> None:
 def test_a_finite_run_ends_on_all_ranks_and_counts_each_target_once(make: Any, corpus: FakeCorpus) -> None:
     loaders = [make(rank, 2, epochs=1) for rank in range(2)]
     labels: list[int] = []
-    while not all(loader.ended for loader in loaders):
+    while not all(loader.ended[0] for loader in loaders):
         labels += [label for row in steps_of(loaders, 1)[0] for label in row[1] if label != IGNORE_INDEX]
     assert len(labels) == len(set(labels)) == sum(len(ids or []) for ids in corpus.tokens) - STREAMS
     assert all(label == IGNORE_INDEX for row in steps_of(loaders, 1)[0] for label in row[1])
@@ -175,7 +201,7 @@ def test_errors_come_with_the_step_that_consumes_the_row(make: Any) -> None:
     for degree in (1, 2, 4):
         failed = []
         for rank in range(degree):
-            loader = make(rank, degree, policy=BadRowPolicy(False, 0))
+            loader = make(rank, degree, skip=False)
             try:
                 for _ in range(good_steps + 1):
                     loader.next_step()
@@ -234,6 +260,12 @@ def build(section: DataConfig, tokenizer: Tokenizer | None, **changes: Any) -> L
     return build_loader(section, tokenizer, **facts | {"data_degree": 1} | changes)
 
 
+def test_sources_of_one_name_are_told_apart(write_jsonl: Callable[..., Path], tokenizer: Tokenizer) -> None:
+    source = replace(write_words(write_jsonl, 3), name="words", weight=1.0)
+    loader = build(DataConfig(num_streams=4, max_piece_bytes=1000, sources=(source, source)), tokenizer)
+    assert loader.source_names == ("words", "words 2")
+
+
 def test_documents_end_with_eos_and_labels_cross_it(write_jsonl: Callable[..., Path], tokenizer: Tokenizer) -> None:
     source = write_words(write_jsonl, 12)
     section = DataConfig(num_streams=1, max_piece_bytes=1000, shuffle=False, sources=(source,))
@@ -252,12 +284,12 @@ def test_the_parts_of_a_long_document_have_no_separators(
     write_jsonl: Callable[..., Path], tokenizer: Tokenizer
 ) -> None:
     text = "the model reads\n" * 20
-    source = SourceConfig(kind="jsonl", path=str(write_jsonl([text])))
+    source = SourceConfig(kind="jsonl", path=str(write_jsonl([text])), epochs=1)
     section = DataConfig(num_streams=1, max_piece_bytes=50, shuffle=False, sources=(source,))
-    loader = build(section, tokenizer, global_batch_size=1, local_batch_size=1, epochs=1)
+    loader = build(section, tokenizer, global_batch_size=1, local_batch_size=1)
     tokens: list[int] = []
-    while not loader.ended:
-        ((inputs, labels),) = loader.next_step()
+    while not loader.ended[0]:
+        ((inputs, labels, *_),) = loader.next_step()
         tokens += [*inputs[0][:1].tolist()] * (not tokens) + labels[labels != IGNORE_INDEX].tolist()
     loader.close()
     assert tokens.count(tokenizer.eos_id) == 1
@@ -265,28 +297,26 @@ def test_the_parts_of_a_long_document_have_no_separators(
     assert tokenizer.decode(tokens[:-1]) == text
 
 
-@pytest.mark.parametrize(("degree", "remedy"), [(1, "data.num_streams = 4"), (2, "data.num_streams = 4")])
-def test_fewer_pieces_than_streams(
-    degree: int, remedy: str, write_jsonl: Callable[..., Path], tokenizer: Tokenizer
+def test_fewer_pieces_than_streams_are_shared_over_the_epochs(
+    write_jsonl: Callable[..., Path], tokenizer: Tokenizer
 ) -> None:
-    section = DataConfig(num_streams=8, max_piece_bytes=1000, sources=(write_words(write_jsonl, 5),))
-    with pytest.raises(UserError, match=remedy):
-        build(section, tokenizer, global_batch_size=8, data_degree=degree)
-    finite = build(section, tokenizer, global_batch_size=8, data_degree=degree, epochs=1)
-    assert len(finite.next_step()) == 4 // degree
-    finite.close()
-
-
-def test_fewer_pieces_than_ranks(write_jsonl: Callable[..., Path], tokenizer: Tokenizer) -> None:
-    section = DataConfig(num_streams=8, max_piece_bytes=1000, sources=(write_words(write_jsonl, 3),))
-    with pytest.raises(UserError, match="use at most 3 data ranks"):
-        build(section, tokenizer, global_batch_size=8, data_degree=4)
+    """Stream s begins with the piece s of all epochs in a row, so that none is without."""
+    source = write_words(write_jsonl, 3)
+    section = DataConfig(num_streams=8, max_piece_bytes=1000, shuffle=False, sources=(source,))
+    loader = build(section, tokenizer, global_batch_size=8, local_batch_size=8)
+    (batch,) = loader.next_step()
+    assert [origin[1:] for origin in loader.origins] == [(n // 3, n % 3, 0) for n in range(8)]
+    assert torch.equal(batch.tokens[0, :4], batch.tokens[6, :4])
+    loader.close()
 
 
 def test_a_corpus_of_bad_files_alone_is_an_error(tmp_path: Path, tokenizer: Tokenizer) -> None:
     for n in range(4):
         (tmp_path / f"{n}.txt").touch()
     section = DataConfig(num_streams=4, max_piece_bytes=99, sources=(SourceConfig(kind="text", path=str(tmp_path)),))
+    with pytest.raises(UserError, match=r"nothing to train on: .*0.txt, line 1: the file is empty: add data"):
+        build(section, tokenizer)
+    (tmp_path / "9.txt").write_bytes(b"\xff\xff")
     for on_bad_row, message in (("error", "0.txt, line 1: the file is empty"), ("skip", "has a token")):
         loader = build(replace(section, on_bad_row=on_bad_row, shuffle=False), tokenizer)
         with pytest.raises(UserError, match=message):
@@ -324,4 +354,4 @@ def test_check_data(write_jsonl: Callable[..., Path]) -> None:
     missing = SourceConfig(kind="text", path="nowhere")
     assert problem_keys(replace(good, sources=(SourceConfig(), missing))) == ["data.sources.1.path"]
     tokens = SourceConfig(kind="tokens", path=str(write_jsonl(["1"], "tokens.bin")), dtype="uint16")
-    assert "data.sources" in problem_keys(replace(good, sources=(SourceConfig(), tokens)), vocab_size=0)
+    assert problem_keys(replace(good, sources=(SourceConfig(), tokens)), vocab_size=0) == ["data.sources.0.weight"]

@@ -1,6 +1,8 @@
 """Text, JSON lines and parquet: what a piece is, what it reads as, and what is bad about bad rows."""
 
+import gzip
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -124,6 +126,59 @@ def test_long_jsonl_text_is_cut_after_decoding(write_jsonl: Callable[..., Path])
     rows = read_all(JsonlReader("text"), file, 22)
     expected = [(1, "ääääääääää\n", STARTS_DOCUMENT), (1, "öööööööööö\n", 0), (1, "end", ENDS_DOCUMENT)]
     assert rows == [*expected, (2, "short", WHOLE)]
+
+
+def gz_of(file: Path) -> Path:
+    """A gzip file beside it, of two members."""
+    data = file.read_bytes()
+    packed = file.with_name(file.name + ".gz")
+    packed.write_bytes(gzip.compress(data[:20]) + gzip.compress(data[20:]))
+    return packed
+
+
+def test_gzipped_jsonl_reads_as_what_it_unpacks_to(
+    write_jsonl: Callable[..., Path], caplog: pytest.LogCaptureFixture, cache: Path
+) -> None:
+    file = write_jsonl(["one", b"", "zwei\n€" * 10, b"{", "last"])
+    with caplog.at_level(logging.INFO, "titanlite"):
+        packed = gz_of(file)
+        assert read_all(JsonlReader("text"), packed, 16) == read_all(JsonlReader("text"), file, 16)
+        assert read_all(JsonlReader("text"), packed, 100) == read_all(JsonlReader("text"), file, 100)
+    (line,) = caplog.messages  # unpacked once
+    assert f"unpacked {packed} (0.0 MiB) into {cache}" in line
+    for rest in (cache / "unpacked").rglob("content"):
+        rest.unlink()
+    with pytest.raises(OSError, match="content"):
+        read_all(JsonlReader("text"), packed)
+
+
+@pytest.mark.parametrize("lines", [0, 1, 2000])
+def test_damaged_gzip_data_is_one_bad_row_behind_its_whole_lines(lines: int, write_jsonl: Callable[..., Path]) -> None:
+    packed = gz_of(write_jsonl([f"the text of row {n}" for n in range(max(1, lines))]))
+    whole = packed.read_bytes()
+    if lines:  # all lines are there, only the checksum is not
+        packed.write_bytes(whole[:-8] + bytes(8))
+        rows = read_all(JsonlReader("text"), packed)
+        assert [row for row, text, _ in rows] == [*range(1, lines + 2)]
+        assert rows[-1][1].startswith("BAD the gzip data is corrupt (CRC check failed")
+        assert rows[-1][1].endswith(f"after line {lines}")
+    packed.write_bytes(whole[: len(whole) // 2 if lines else 5])
+    rows = read_all(JsonlReader("text"), packed)
+    assert rows[-1] == (len(rows), f"BAD the gzip data ends early after line {len(rows) - 1}", WHOLE ^ 7)
+    assert [text for _, text, _ in rows[:-1]] == [f"the text of row {n}" for n in range(len(rows) - 1)]
+    assert len(rows) > lines / 4
+
+
+def test_an_error_of_the_system_is_no_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pq.write_table(pa.table({"text": ["one"]}), tmp_path / "rows.parquet")
+    (piece,) = ParquetReader("text").scan(tmp_path / "rows.parquet", 0, 100)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        ParquetReader("text").read(tmp_path / "rows.parquet", piece)
 
 
 def test_another_field(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.data.index import open_index
-from titanlite.data.sources import SourceConfig, check_source, find_files
+from titanlite.data.sources import SourceConfig, check_source, find_files, source_names
 
 
 def keys(source: SourceConfig) -> list[str]:
@@ -16,7 +16,17 @@ def keys(source: SourceConfig) -> list[str]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     root = tmp_path / "corpus"
-    for name in ("b.txt", "a.txt", "sub/deep/c.TXT", "sub/d.md", "sub/e.jsonl", ".hidden.txt", "[x].txt"):
+    for name in (
+        "b.txt",
+        "a.txt",
+        "sub/deep/c.TXT",
+        "sub/d.md",
+        "sub/e.jsonl",
+        "sub/f.ndjson.GZ",
+        "g.gz",
+        ".hidden.txt",
+        "[x].txt",
+    ):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("text")
     return root
@@ -28,7 +38,7 @@ def found(path: str, kind: str = "text") -> list[str]:
 
 def test_a_folder_means_all_files_of_the_kind_below_it(folder: Path) -> None:
     assert found(str(folder)) == ["[x].txt", "a.txt", "b.txt", "d.md", "c.TXT"]
-    assert found(str(folder), "jsonl") == ["e.jsonl"]
+    assert found(str(folder), "jsonl") == ["e.jsonl", "f.ndjson.GZ"]
 
 
 def test_globs_and_files(folder: Path) -> None:
@@ -99,3 +109,9 @@ def test_the_index_of_files(write_jsonl: Callable[..., Path]) -> None:
     folder = write_jsonl(["three"], "b.jsonl").parent
     index = open_index(SourceConfig(kind="jsonl", path=str(folder)), 1000)
     assert [(piece.file, piece.row) for piece in map(index.__getitem__, range(len(index)))] == [(0, 1), (0, 2), (1, 1)]
+
+
+def test_sources_have_different_names() -> None:
+    sources = [SourceConfig(name=name) for name in ("a", "b", "a", "a 2", "a")]
+    assert source_names(sources) == ("a", "b", "a 2", "a 2 2", "a 3")
+    assert source_names([SourceConfig("jsonl", "x", field=field) for field in "ab"]) == ("jsonl x", "jsonl x 2")

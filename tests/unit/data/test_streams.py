@@ -1,12 +1,15 @@
 import random
 from collections import Counter
+from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
-from tests.unit.data.fake_corpus import FakeCorpus, expected_sequences, make_stream
-from titanlite.data.streams import BadRowPolicy, Stream, StreamState
-from titanlite.loss import IGNORE_INDEX
+from tests.unit.data.fake_corpus import PAD, FakeCorpus, empty_row, expected_sequences, make_stream, permutation_of
+from titanlite.data.corpus import TokenPiece
+from titanlite.data.indexed import IndexedSource
+from titanlite.data.permutation import Permutation
+from titanlite.data.streams import BadRowPolicy, SourceState, SourceStream
+from titanlite.labels import IGNORE_INDEX
 from titanlite.runtime.errors import UserError
 
 
@@ -18,9 +21,13 @@ def random_corpus(rng: random.Random, *, bad: bool = False) -> FakeCorpus:
     return FakeCorpus([*lengths, 5, 5, 5, 5])
 
 
-def take(stream: Stream, sequences: int) -> list[tuple[list[int], list[int]]]:
-    pairs = [stream.next_sequence() for _ in range(sequences)]
-    return [(tokens.tolist(), labels.tolist()) for tokens, labels in pairs]
+def take(stream: SourceStream, sequences: int) -> list[tuple[list[int], list[int]]]:
+    taken = []
+    for _ in range(sequences):
+        row = empty_row(stream._seq_len)
+        stream.next_sequence(row)
+        taken.append((row.tokens.tolist(), row.labels.tolist()))
+    return taken
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -40,13 +47,13 @@ def test_a_repeating_stream_begins_like_a_long_finite_one(seed: int) -> None:
     rng = random.Random(seed)
     corpus = FakeCorpus([rng.randrange(5) for _ in range(20)] + [1, 1])
     facts = {"stream": 1, "num_streams": 2, "seq_len": 7}
-    stream = make_stream(corpus, **facts, epochs=None)
+    stream = make_stream(corpus, **facts, epochs=-1)
     assert take(stream, 60) == expected_sequences(corpus, **facts, epochs=1000, sequences=60)
     assert not stream.ended
 
 
 def test_each_token_but_the_first_of_a_stream_is_a_target_once() -> None:
-    corpus = FakeCorpus([3, 0, 11, 1, 2, 6, 8, 1, 9, 4])
+    corpus = FakeCorpus([3, 0, 11, 1, 2, 6, 8, 2, 9, 4])
     targets: Counter[int] = Counter()
     firsts = []
     for s in range(4):
@@ -59,8 +66,8 @@ def test_each_token_but_the_first_of_a_stream_is_a_target_once() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("epochs", [None, 1, 2])
-def test_restored_at_any_sequence_it_goes_on_exactly(seed: int, epochs: int | None) -> None:
+@pytest.mark.parametrize("epochs", [-1, 1, 2])
+def test_restored_at_any_sequence_it_goes_on_exactly(seed: int, epochs: int) -> None:
     rng = random.Random(seed)
     corpus = random_corpus(rng, bad=True)
     facts = {"stream": 0, "num_streams": 2, "seq_len": rng.randrange(1, 9), "epochs": epochs}
@@ -73,18 +80,18 @@ def test_restored_at_any_sequence_it_goes_on_exactly(seed: int, epochs: int | No
     for n, state in enumerate(states):
         restored = make_stream(corpus, **facts)
         take(restored, rng.randrange(3))
-        restored.load_state(StreamState(*state))
+        restored.load_state(SourceState(*state))
         assert take(restored, 40 - n) == whole[n:]
         assert restored.state() == end
 
 
 def test_a_restored_stream_reads_only_the_piece_at_which_it_stands() -> None:
     corpus = FakeCorpus([10] * 40)
-    stream = make_stream(corpus, stream=0, num_streams=2, seq_len=8, epochs=None)
+    stream = make_stream(corpus, stream=0, num_streams=2, seq_len=8, epochs=-1)
     take(stream, 12)
     state = stream.state()
     corpus.fetched.clear()
-    restored = make_stream(corpus, stream=0, num_streams=2, seq_len=8, epochs=None)
+    restored = make_stream(corpus, stream=0, num_streams=2, seq_len=8, epochs=-1)
     restored.load_state(state)
     take(restored, 1)
     assert len(corpus.fetched) <= 3
@@ -107,8 +114,8 @@ def test_an_empty_stream_is_a_finite_stream_of_length_0() -> None:
 
 def test_bad_rows_are_counted_with_the_sequence_that_consumes_them_and_once() -> None:
     corpus = FakeCorpus([None, 4, None, None, 4, 4])
-    stream = make_stream(corpus, stream=0, num_streams=1, seq_len=4, epochs=None)
-    order = [stream._permutation.piece(0, position) for position in range(6)]
+    stream = make_stream(corpus, stream=0, num_streams=1, seq_len=4, epochs=-1)
+    order = [permutation_of(corpus).piece(0, position) for position in range(6)]
     lengths = [0 if corpus.tokens[piece] is None else 4 for piece in order]
     counts = []
     for n in range(1, 8):
@@ -119,10 +126,20 @@ def test_bad_rows_are_counted_with_the_sequence_that_consumes_them_and_once() ->
     assert counts[-1][0] == 3
 
 
+def test_of_the_ranks_that_read_the_same_one_names_the_bad_rows(caplog: pytest.LogCaptureFixture) -> None:
+    for speaks in (True, False):
+        caplog.clear()
+        stream = make_stream(FakeCorpus([None, 9]), stream=0, num_streams=1, seq_len=4, epochs=1)
+        stream._policy = BadRowPolicy(skip=True, limit=5, speaks=speaks)
+        take(stream, 3)
+        assert len(caplog.records) == speaks
+        assert stream.state().bad_rows == 1
+
+
 def test_a_bad_row_is_raised_when_it_is_consumed() -> None:
     corpus = FakeCorpus([9, 9, None])
-    stream = make_stream(corpus, stream=0, num_streams=1, seq_len=4, epochs=None)
-    bad_at = [stream._permutation.piece(0, position) for position in range(3)].index(2)
+    stream = make_stream(corpus, stream=0, num_streams=1, seq_len=4, epochs=-1)
+    bad_at = [permutation_of(corpus).piece(0, position) for position in range(3)].index(2)
     stream._policy = BadRowPolicy(skip=False, limit=0)
     good = (9 * bad_at - 1) // 4 if bad_at else 0
     take(stream, good)
@@ -131,32 +148,98 @@ def test_a_bad_row_is_raised_when_it_is_consumed() -> None:
 
 
 def test_more_bad_rows_than_the_limit_end_the_run() -> None:
-    stream = make_stream(FakeCorpus([None] * 50 + [3]), stream=0, num_streams=1, seq_len=4, epochs=None, limit=20)
+    stream = make_stream(FakeCorpus([None] * 50 + [3]), stream=0, num_streams=1, seq_len=4, epochs=-1, limit=20)
     with pytest.raises(UserError, match=r"more than data.max_bad_rows = 20 rows are bad; the last one: row"):
         take(stream, 1)
 
 
 @pytest.mark.parametrize("length", [0, None])
 def test_a_stream_without_any_token_is_an_error_not_an_endless_loop(length: int | None) -> None:
-    stream = make_stream(FakeCorpus([length] * 6), stream=1, num_streams=2, seq_len=4, epochs=None)
-    with pytest.raises(UserError, match="none of the 3 pieces of data stream 1 has a token"):
+    stream = make_stream(FakeCorpus([length] * 6), stream=1, num_streams=2, seq_len=4, epochs=-1)
+    with pytest.raises(UserError, match=r"none of the last 1,000 pieces .* has a token"):
         take(stream, 1)
 
 
 def test_one_token_is_enough_to_repeat() -> None:
-    stream = make_stream(FakeCorpus([1, 0]), stream=0, num_streams=1, seq_len=3, epochs=None)
+    stream = make_stream(FakeCorpus([1, 0]), stream=0, num_streams=1, seq_len=3, epochs=-1)
     assert take(stream, 2) == [([1, 1, 1], [1, 1, 1])] * 2
 
 
 def test_states_of_other_data_are_refused() -> None:
-    stream = make_stream(FakeCorpus([4] * 6), stream=0, num_streams=2, seq_len=4, epochs=None)
-    with pytest.raises(UserError, match="3 pieces"):
-        stream.load_state(StreamState(position=3))
-    stream.load_state(StreamState(position=1, offset=4, sequences=2))
+    stream = make_stream(FakeCorpus([4] * 6), stream=0, num_streams=2, seq_len=4, epochs=-1)
+    with pytest.raises(UserError, match="no piece for the saved state"):
+        stream.load_state(SourceState(0, 6, 0, 0, 0))
+    stream.load_state(SourceState(0, 2, 4, 2, 0))
     with pytest.raises(UserError, match="is not the one of the earlier run"):
         take(stream, 1)
 
 
-def test_sequences_are_int64() -> None:
-    tokens, labels = make_stream(FakeCorpus([9]), stream=0, num_streams=1, seq_len=4, epochs=1).next_sequence()
-    assert tokens.dtype == labels.dtype == np.int64
+@pytest.mark.parametrize("seed", range(10))
+def test_without_packing_each_document_starts_a_sequence(seed: int) -> None:
+    rng = random.Random(seed)
+    corpus, seq_len = random_corpus(rng, bad=True), rng.randrange(1, 9)
+    stream = make_stream(corpus, stream=0, num_streams=1, seq_len=seq_len, epochs=2, packing="none")
+    permutation = permutation_of(corpus)
+    expected = []
+    for epoch in range(2):
+        for position in range(corpus.count):
+            ids = corpus.tokens[permutation.piece(epoch, position)] or []
+            for begin in range(0, len(ids) - 1, seq_len):
+                part = ids[begin : begin + seq_len + 1]
+                missing = seq_len + 1 - len(part)
+                tokens = [*part, *[PAD] * missing][:seq_len]
+                expected.append((tokens, [*part[1:], *[IGNORE_INDEX] * missing]))
+    assert take(stream, len(expected)) == expected
+    assert take(stream, 1) == [([0] * seq_len, [IGNORE_INDEX] * seq_len)]
+    assert stream.ended
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_positions_restart_and_labels_stay_inside_documents(seed: int) -> None:
+    """Each token of the fake corpus is unique, so that its document and its place there can be looked up."""
+    rng = random.Random(seed)
+    corpus, seq_len = random_corpus(rng), rng.randrange(2, 12)
+    place_of = {token: (n, place) for n, ids in enumerate(corpus.tokens) for place, token in enumerate(ids or [])}
+    stream = make_stream(corpus, stream=0, num_streams=1, seq_len=seq_len, epochs=1)
+    plain = make_stream(corpus, stream=0, num_streams=1, seq_len=seq_len, epochs=1)
+    while not stream.ended:
+        row, without = empty_row(seq_len, positions=True), empty_row(seq_len)
+        assert stream.next_sequence(row) == plain.next_sequence(without)
+        assert row.tokens.tolist() == without.tokens.tolist()
+        assert row.positions is not None
+        previous = (-1, -1)
+        for n, (token, label, position) in enumerate(zip(*(part.tolist() for part in row), strict=True)):
+            if token == 0:
+                assert label == IGNORE_INDEX
+                continue
+            document, place = place_of[token]
+            assert position == (0 if document != previous[0] else previous[1] + 1)
+            previous = (document, position)
+            following = int(without.labels[n])
+            inside = following != IGNORE_INDEX and place_of[following] == (document, place + 1)
+            assert label == (following if inside else IGNORE_INDEX)
+
+
+class OneDocument(FakeCorpus):
+    """Its pieces are the parts of a single document."""
+
+    def fetch(self, pieces: Sequence[int]) -> list[TokenPiece | Exception]:
+        found = super().fetch(pieces)
+        return [
+            piece._replace(starts=piece.starts[:0]) if isinstance(piece, TokenPiece) and number else piece
+            for number, piece in zip(pieces, found, strict=True)
+        ]
+
+
+@pytest.mark.parametrize(("num_streams", "positions"), [(1, [0, 1, 2, 3, 4, 5]), (2, [0, 1, 2, 0, 1, 2])])
+def test_parts_of_a_document_that_follow_each_other_are_one_document(num_streams: int, positions: list[int]) -> None:
+    """Piece 1 goes on with the document of piece 0; piece 2 does not go on with what piece 0 has said."""
+    corpus = OneDocument([3, 3, 3, 3])
+    permutation = Permutation(4, seeds=(0,), shuffle=False)
+    pieces = IndexedSource(corpus, permutation, name="one", epochs=1).pieces(0, num_streams)
+    stream = SourceStream(pieces, seq_len=6, packing="concatenate", policy=BadRowPolicy(False, 0))
+    row = empty_row(6, positions=True)
+    stream.next_sequence(row)
+    assert row.positions is not None
+    assert row.positions.tolist() == positions
+    assert (row.labels == IGNORE_INDEX).tolist() == [num_streams == 2 and n in (2, 5) for n in range(6)]

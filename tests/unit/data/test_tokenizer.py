@@ -38,6 +38,39 @@ def test_every_text_comes_back(text: str, tokenizer: Tokenizer) -> None:
     assert tokenizer.encode_batch([text, "", text]) == [tokenizer.encode(text), [], tokenizer.encode(text)]
 
 
+@pytest.mark.parametrize("text", ["the model", "  \n\t two\r\n", "é€😀\x00\u200b", f"x{EOS}y", "", "日本語 text"])
+def test_bytes_of_tokens_are_those_of_the_text(text: str, tokenizer: Tokenizer) -> None:
+    sizes = tokenizer.token_bytes()
+    assert sizes is not None
+    assert sum(sizes[token] for token in tokenizer.encode(text)) == len(text.encode())
+    assert sizes[tokenizer.eos_id] == 0
+
+
+def test_added_tokens_stand_for_their_text_unless_they_are_special(folder: Path) -> None:
+    raw = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    raw.add_tokens(["<größe>"])
+    raw.add_special_tokens(["<pad>"])
+    raw.save(str(folder / "tokenizer.json"))
+    sizes = Tokenizer(folder / "tokenizer.json").token_bytes()
+    assert sizes is not None
+    assert sizes[-2:] == [9, 0]
+
+
+def test_only_byte_level_tokens_say_how_many_bytes_they_are(folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    raw = tokenizers.Tokenizer.from_file(str(file))
+    raw.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteLevel()])
+    raw.save(str(file))
+    assert Tokenizer(file).token_bytes() is not None
+    raw.decoder = tokenizers.decoders.Metaspace()
+    raw.save(str(file))
+    assert Tokenizer(file).token_bytes() is None
+    content = json.loads(file.read_text())
+    content["decoder"] = None
+    file.write_text(json.dumps(content))
+    assert Tokenizer(file).token_bytes() is None
+
+
 def test_text_cannot_hold_special_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.eos_id not in tokenizer.encode(f"before {EOS} after")
 

@@ -1,9 +1,10 @@
 """The meter: what a record says, and what it costs to get it."""
 
+import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, fields
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.metrics import meter as meter_module
-from titanlite.metrics.meter import Meter, Record, StepStats, is_log_step
+from titanlite.metrics.meter import Meter, MeterState, Record, StepStats, is_log_step
 from titanlite.runtime.launch import run_ranks
 
 CPU = torch.device("cpu")
@@ -72,14 +73,28 @@ def group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def stats_of(loss: float, grad_norm: float = 1.0, num_valid: int = 10, skipped: bool = False) -> StepStats:
+def stats_of(
+    loss: float,
+    grad_norm: float = 1.0,
+    num_valid: int = 10,
+    skipped: bool = False,
+    by_source: Sequence[Sequence[float]] = ((0.0,),) * 3,
+) -> StepStats:
     return StepStats(
-        torch.tensor(loss, dtype=torch.float64), torch.tensor(grad_norm), torch.tensor(num_valid), torch.tensor(skipped)
+        torch.tensor(loss, dtype=torch.float64),
+        torch.tensor(grad_norm),
+        torch.tensor(num_valid),
+        torch.tensor(skipped),
+        torch.tensor(by_source, dtype=torch.float64),
     )
 
 
-def meter_of(group: dist.ProcessGroup, clock: Clock, peak_flops: float | None = None) -> Meter:
-    return Meter(group, CPU, tokens_per_step=512, flops_per_token=1e6, peak_flops=peak_flops, clock=clock)
+def meter_of(
+    group: dist.ProcessGroup, clock: Clock, peak_flops: float | None = None, sources: Sequence[str] = ()
+) -> Meter:
+    return Meter(
+        group, CPU, tokens_per_step=512, flops_per_token=1e6, peak_flops=peak_flops, sources=sources, clock=clock
+    )
 
 
 def test_a_record_is_the_last_step_over_the_interval(group: dist.ProcessGroup) -> None:
@@ -112,7 +127,7 @@ def test_the_keys_of_a_row(group: dist.ProcessGroup) -> None:
     clock.now += 1.0
     meter.update(1, stats_of(1.0), lr=0.1, data_wait_s=0.0, bad_rows=0)
     row = meter.flush().row()
-    assert list(row) == [field.name for field in fields(Record)] == KEYS
+    assert list(row) == [field.name for field in fields(Record) if field.name != "by_source"] == KEYS
     assert row["mfu"] == pytest.approx(512 * 1e6 / 1e12)
 
 
@@ -126,6 +141,48 @@ def test_skipped_steps_are_counted_also_between_log_lines(group: dist.ProcessGro
         if step % 4 == 0:
             counts.append(meter.flush().skipped_steps)
     assert counts == [2, 3]
+
+
+def run_steps(meter: Meter, clock: Clock, first: int, last: int) -> Record:
+    """Steps first..last, each third of which is skipped; the record of the last."""
+    for step in range(first, last + 1):
+        clock.now += 1.0
+        meter.update(step, stats_of(1.0, skipped=step % 3 == 0), lr=0.1, data_wait_s=0.0, bad_rows=step)
+    return meter.flush()
+
+
+@pytest.mark.parametrize("stops", [(4,), (3, 6), (1, 2, 7), (9,)])
+def test_a_resumed_run_counts_on(group: dist.ProcessGroup, stops: tuple[int, ...]) -> None:
+    clock = Clock()
+    whole = run_steps(meter_of(group, clock), clock, 1, 10)
+    meter, done = meter_of(group, clock), 0
+    for stop in stops:
+        run_steps(meter, clock, done + 1, stop)
+        state, done = meter.state(), stop
+        meter = meter_of(group, clock)
+        meter.load_state(MeterState(**asdict(state)))
+        assert meter.state() == state  # also before any step
+    record = run_steps(meter, clock, done + 1, 10)
+    assert (record.tokens_seen, record.skipped_steps, record.bad_rows) == (10 * 512, 3, 10)
+    assert (whole.tokens_seen, whole.skipped_steps, whole.bad_rows) == (10 * 512, 3, 10)
+
+
+def test_steps_of_another_size_are_counted_as_what_they_were(group: dist.ProcessGroup) -> None:
+    clock = Clock()
+    meter = Meter(group, CPU, tokens_per_step=100, flops_per_token=1.0, peak_flops=None, clock=clock)
+    meter.load_state(MeterState(tokens_seen=5 * 512, skipped_steps=0))
+    assert run_steps(meter, clock, 6, 7).tokens_seen == 5 * 512 + 2 * 100
+
+
+def test_a_state_is_of_the_step_last_noted_and_costs_no_collective(group: dist.ProcessGroup) -> None:
+    clock = Clock()
+    meter = meter_of(group, clock)
+    meter.update(1, stats_of(1.0, skipped=True), lr=0.1, data_wait_s=0.0, bad_rows=0)
+    with Operations() as operations:
+        assert meter.state() == MeterState(tokens_seen=512, skipped_steps=1)
+    assert operations.collectives() == 0
+    with pytest.raises(AssertionError, match="after a step"):
+        meter.load_state(meter.state())
 
 
 @pytest.mark.parametrize("num_valid", [0, 1, 2**24 + 1, 2**31 + 7, 2**48 - 1])
@@ -184,6 +241,73 @@ def test_update_reads_nothing_and_flush_costs_one_collective_and_one_transfer(gr
     assert reads.calls == {"tolist": 1}
     assert operations.calls["aten._local_scalar_dense.default"] == 0
     assert operations.collectives() == 1
+
+
+def test_what_is_left_out_takes_no_time_of_the_interval(group: dist.ProcessGroup) -> None:
+    clock = Clock()
+    meter = meter_of(group, clock)
+    clock.now += 2.0
+    meter.update(1, stats_of(1.0), lr=0.1, data_wait_s=0.0, bad_rows=0)
+    with meter.left_out() as seconds:
+        clock.now += 100.0
+        assert seconds() == 100.0
+    clock.now += 1.0
+    assert meter.flush().step_time_s == 3.0
+
+
+def by_source_of(step: int) -> list[list[float]]:
+    """Losses, tokens and sequences of three sources; the last one has none before step 7."""
+    return [[2.5 * step, 7.0, 3.0 * (step >= 7)], [step, 2, 1 * (step >= 7)], [1, 2, 1 * (step >= 7)]]
+
+
+def sources_of_steps(meter: Meter, clock: Clock, steps: range) -> list[dict[str, float]]:
+    """Of the log lines at each third step; step 5 is withheld for what is not finite."""
+    found = []
+    for step in steps:
+        clock.now += 1.0
+        totals = by_source_of(step)
+        if step == 5:
+            totals[0] = [math.nan, math.inf, 0.0]
+        meter.update(step, stats_of(1.0, skipped=step == 5, by_source=totals), lr=0.1, data_wait_s=0.0, bad_rows=0)
+        if step % 3 == 0:
+            found.append(dict(meter.flush().by_source))
+    return found
+
+
+def test_losses_and_shares_by_source(group: dist.ProcessGroup) -> None:
+    clock = Clock()
+    first, second, third = sources_of_steps(meter_of(group, clock, sources=("a", "b", "c")), clock, range(1, 10))
+    assert first == {"loss/a": 2.5, "loss/b": 3.5, "share/a": 1 / 3, "share/b": 2 / 3, "share/c": 0.0}
+    assert second["loss/a"] == 2.5  # steps 4 and 6
+    assert second["loss/b"] == 3.5
+    assert second["share/a"] == 6 / 18  # also step 5
+    assert third["loss/c"] == 3.0
+    assert third["share/c"] == 3 / 30
+
+
+def test_one_source_has_no_keys_of_its_own(group: dist.ProcessGroup) -> None:
+    clock = Clock()
+    assert sources_of_steps(meter_of(group, clock, sources=("a",)), clock, range(1, 4)) == [{}]
+
+
+@pytest.mark.parametrize("stop", [1, 5, 6, 8])
+def test_a_resumed_run_goes_on_with_the_interval_and_the_shares(group: dist.ProcessGroup, stop: int) -> None:
+    clock = Clock()
+    names = ("a", "b", "c")
+    whole = sources_of_steps(meter_of(group, clock, sources=names), clock, range(1, 10))
+    meter = meter_of(group, clock, sources=names)
+    before = sources_of_steps(meter, clock, range(1, stop + 1))
+    state = json.loads(json.dumps(asdict(meter.state())))
+    meter = meter_of(group, clock, sources=names)
+    meter.load_state(MeterState(**state))
+    assert before + sources_of_steps(meter, clock, range(stop + 1, 10)) == whole
+
+
+def test_sources_are_known_by_name(group: dist.ProcessGroup) -> None:
+    clock = Clock()
+    meter = meter_of(group, clock, sources=("b", "new"))
+    meter.load_state(MeterState(0, 0, {"a": [1.0, 2.0, 3.0], "b": [4.0, 5.0, 6.0]}))
+    assert meter.state().by_source == {"b": [4.0, 5.0, 6.0], "new": [0.0, 0.0, 0.0]}
 
 
 def test_a_flush_without_a_step_is_a_bug_of_the_caller(group: dist.ProcessGroup) -> None:

@@ -139,21 +139,6 @@ def test_a_write_that_the_disk_cuts_short_is_finished(tmp_path: Path) -> None:
     assert path.read_text() == json_line(RECORD) + "\n"
 
 
-@pytest.mark.parametrize("torn", [b'{"step": 2, "lo', b'{"step": 2}'])
-def test_an_unfinished_line_is_cut_before_the_next_row(
-    tmp_path: Path, torn: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(log, "propagate", True)
-    path = tmp_path / METRICS_FILE
-    path.write_bytes(b'{"step": 1}\n' + torn)
-    with caplog.at_level(logging.WARNING, logger="titanlite"):
-        sink = JsonlSink(path)
-    sink.write(RECORD)
-    sink.close()
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 30]
-    assert f"its {len(torn)} bytes were cut off" in caplog.text
-
-
 @pytest.mark.parametrize("content", [b"", b'{"step": 1}\n'])
 def test_whole_files_are_appended_to(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / METRICS_FILE
@@ -183,12 +168,12 @@ def test_a_folder_in_the_way_is_a_clear_error(tmp_path: Path) -> None:
 
 def test_only_rank_0_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(1)
-    sinks = build_sinks(MetricsConfig(enable_tensorboard=True), tmp_path, rank=1, total_steps=10)
+    sinks = build_sinks(MetricsConfig(enable_tensorboard=True), tmp_path, rank=1, total_steps=10, resume_step=0)
     sinks.write(RECORD)
     sinks.close()
     assert list(tmp_path.iterdir()) == []
     setup_logging(0)
-    sinks = build_sinks(MetricsConfig(), tmp_path, rank=0, total_steps=10)
+    sinks = build_sinks(MetricsConfig(), tmp_path, rank=0, total_steps=10, resume_step=0)
     sinks.write(RECORD)
     sinks.close()
     assert [path.name for path in tmp_path.iterdir()] == [METRICS_FILE]
@@ -199,7 +184,9 @@ def test_tensorboard_has_the_same_names(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-    sinks = build_sinks(MetricsConfig(enable_tensorboard=True, folder="a/b"), tmp_path, rank=0, total_steps=100)
+    sinks = build_sinks(
+        MetricsConfig(enable_tensorboard=True, folder="a/b"), tmp_path, rank=0, total_steps=100, resume_step=0
+    )
     sinks.write(RECORD)
     # read before closing: what is written is there at once
     events = EventAccumulator(str(tmp_path / "a" / "b")).Reload()
@@ -212,9 +199,62 @@ def test_tensorboard_has_the_same_names(tmp_path: Path) -> None:
     assert events.Scalars("lr")[0].value == pytest.approx(3e-4)
 
 
+def starts_of(
+    folder: Path, starts: list[tuple[int, list[int]]], damage: bytes | None = None, *, caplog: pytest.LogCaptureFixture
+) -> list[tuple[int, float]]:
+    """Starts that go on after a step and log others with loss = the number of their start; TensorBoard's points.
+
+    damage: what each start leaves behind its last record, as a kill or a power cut would; None: nothing.
+    """
+    from tensorboard.backend.event_processing import event_accumulator, plugin_event_accumulator
+    from tensorboard.summary.writer import event_file_writer  # type: ignore[import-untyped]
+    from tensorboard.util import tensor_util  # type: ignore[import-untyped]
+
+    folder.mkdir(exist_ok=True)
+    section = MetricsConfig(enable_tensorboard=True)
+    for number, (resume_step, steps) in enumerate(starts):
+        # Starts lie seconds apart: the names of the files, by which TensorBoard sorts, tell it.
+        with mock.patch.object(event_file_writer, "time", mock.Mock(time=lambda at=1e9 + number: at)):
+            sinks = build_sinks(section, folder, rank=0, total_steps=100, resume_step=resume_step)
+        for step in steps:
+            sinks.write(replace(RECORD, step=step, loss=float(number)))
+        sinks.close()
+        if damage is not None:
+            newest = max((folder / section.folder).iterdir())
+            newest.write_bytes(newest.read_bytes() + damage)
+    with caplog.at_level(logging.ERROR):  # it says at length what it purges
+        read = event_accumulator.EventAccumulator(str(folder / section.folder), {"scalars": 0}).Reload()
+        served = plugin_event_accumulator.EventAccumulator(str(folder / section.folder), {"tensors": 0}).Reload()
+    points = [(event.step, event.value) for event in read.Scalars("loss")]
+    assert [(event.step, tensor_util.make_ndarray(event.tensor_proto)) for event in served.Tensors("loss")] == points
+    return points
+
+
+@pytest.mark.parametrize(
+    "damage", [None, b"\x18\x00\x00", b"\x00" * 64, b"\xff" * 64], ids=["", "torn", "zeros", "ones"]
+)
+def test_a_resumed_run_supersedes_what_earlier_starts_logged_of_later_steps(
+    tmp_path: Path, damage: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    starts = [(0, [1, 10, 20, 30, 40]), (25, [30, 40, 50]), (30, [40, 50]), (45, []), (40, [50, 60]), (12, [20])]
+    points = starts_of(tmp_path, starts, damage, caplog=caplog)
+    rows = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
+    assert points == [(1, 0.0), (10, 0.0), (20, 5.0)]
+    assert [(row["step"], row["loss"]) for row in rows] == points
+    points = starts_of(tmp_path / "other", starts[:-1], damage, caplog=caplog)
+    assert points == [(1, 0.0), (10, 0.0), (20, 0.0), (30, 1.0), (40, 2.0), (50, 4.0), (60, 4.0)]
+
+
+def test_a_resume_of_a_run_whose_files_are_gone_starts_new_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert starts_of(tmp_path, [(20, [30])], caplog=caplog) == [(30, 0.0)]
+    assert [json.loads(line)["step"] for line in (tmp_path / METRICS_FILE).read_text().splitlines()] == [30]
+
+
 def test_tensorboard_is_flushed_with_each_record(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    sink = TensorBoardSink(tmp_path)
+    sink = TensorBoardSink(tmp_path, 0)
     with mock.patch.object(sink._writer, "flush", wraps=sink._writer.flush) as flush:
         for count in (1, 2):
             sink.write(RECORD)
@@ -228,7 +268,8 @@ def test_the_defaults_have_no_problem() -> None:
 
 
 @pytest.mark.parametrize(
-    "folder", ["", ".", "/tmp/tb", "..", "../tb", "a/../../b", "metrics.jsonl", "config.toml", "checkpoint/tb"]
+    "folder",
+    ["", ".", "/tmp/tb", "..", "../tb", "a/../../b", "metrics.jsonl", "config.toml", "job.lock", "checkpoint/tb"],
 )
 def test_folders_that_are_refused(folder: str) -> None:
     (problem,) = check_metrics(MetricsConfig(folder=folder))

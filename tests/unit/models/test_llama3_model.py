@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from titanlite.models.attention import may_see
 from titanlite.models.init import init_parameters_
-from titanlite.models.layers import RopeScaling, RotaryEmbedding, RotaryTables, document_mask
+from titanlite.models.layers import RopeScaling, RotaryEmbedding, RotaryTables
 from titanlite.models.llama3 import LLAMA3
 from titanlite.models.llama3.config import Llama3Config
 from titanlite.models.llama3.model import Llama3
@@ -162,14 +163,14 @@ def test_positions_and_documents_against_the_reference() -> None:
     model, tokens = _build(CONFIG), _tokens(2, 12)
     positions = torch.randint(CONFIG.max_seq_len, (2, 12), generator=torch.Generator().manual_seed(3))
     document_ids = torch.tensor([[0] * 5 + [1] * 7, [4] * 1 + [2] * 6 + [4] * 5])
-    may_see = _causal(2, 12)
+    visible = _causal(2, 12)
     for batch in range(2):
         for query in range(12):
             for key in range(12):
-                may_see[batch, query, key] &= bool(document_ids[batch, query] == document_ids[batch, key])
-    assert torch.equal(document_mask(document_ids), may_see.unsqueeze(1))
+                visible[batch, query, key] &= bool(document_ids[batch, query] == document_ids[batch, key])
+    assert torch.equal(may_see(document_ids), visible.unsqueeze(1))
     logits = model(tokens, positions, document_ids)
-    _assert_equal(logits, _reference(model, tokens, positions, may_see))
+    _assert_equal(logits, _reference(model, tokens, positions, visible))
 
 
 def test_packed_documents_equal_documents_alone() -> None:

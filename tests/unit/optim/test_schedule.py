@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from titanlite.optim.schedule import ScheduleConfig, build_schedule, check_schedule
+from titanlite.optim.schedule import ScheduleConfig, build_schedule, check_schedule, depends_on_steps
 
 
 def rates(section: ScheduleConfig, steps: int, upto: int | None = None) -> list[float]:
@@ -26,6 +26,17 @@ def test_decay_steps_do_not_depend_on_the_length_of_the_run() -> None:
     section = ScheduleConfig(warmup_steps=2, decay="cosine", decay_steps=5, min_lr_factor=0.1)
     assert rates(section, 10, 10) == rates(section, 1000, 10)
     assert rates(section, 1000, 10)[6:] == pytest.approx([0.1] * 4)
+
+
+@pytest.mark.parametrize("decay", ["none", "linear", "cosine", "sqrt"])
+@pytest.mark.parametrize("length", [{}, {"decay_steps": 5}, {"decay_ratio": 0.5}, {"decay_ratio": 1.0}])
+@pytest.mark.parametrize("factor", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("warmup_steps", [0, 3, 12])
+def test_what_is_said_of_an_extended_run_is_so(
+    decay: str, length: dict[str, float], factor: float, warmup_steps: int
+) -> None:
+    section = ScheduleConfig(warmup_steps=warmup_steps, decay=decay, min_lr_factor=factor, **length)  # type: ignore[arg-type]
+    assert depends_on_steps(section) == (rates(section, 20) != rates(section, 40, 20))
 
 
 @pytest.mark.parametrize(

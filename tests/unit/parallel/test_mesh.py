@@ -2,7 +2,14 @@
 
 import pytest
 
-from titanlite.parallel.mesh import ParallelismConfig, check_parallelism, data_degree, data_rank, resolve_axes
+from titanlite.parallel.mesh import (
+    ParallelismConfig,
+    check_parallelism,
+    data_degree,
+    data_rank,
+    resolve_axes,
+    speaks_for_data_rank,
+)
 
 
 @pytest.mark.parametrize(
@@ -53,3 +60,4 @@ def test_pp_is_the_outermost_axis_and_tp_the_innermost() -> None:
     assert [data_rank(ParallelismConfig(dp_replicate=2), rank, 4) for rank in range(4)] == [0, 1, 2, 3]
     section = ParallelismConfig(pp=2, dp_replicate=2, tp=2)
     assert [data_rank(section, rank, 8) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [speaks_for_data_rank(section, rank, 8) for rank in range(8)] == [True, False, True, *[False] * 5]

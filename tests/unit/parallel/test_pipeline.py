@@ -13,10 +13,12 @@ from titanlite.parallel.pipeline import (
     SCHEDULES,
     assign_units,
     check_pipeline,
+    forward_timetable,
     keep_units_,
     local_stages,
     num_stages,
     split_stages,
+    stage_owners,
     unit_costs,
 )
 
@@ -115,3 +117,24 @@ def test_what_can_run_is_not_refused() -> None:
     assert check_pipeline(ParallelismConfig(pp=2, pp_split=("norm",)), PLAN, 8) == []
     assert check_pipeline(ParallelismConfig(pp=2, pp_microbatch_size=4), PLAN, 8) == []
     assert check_pipeline(ParallelismConfig(pp=1, pp_split=("nowhere",), pp_microbatch_size=0), PLAN, 8) == []
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("pp", [2, 3, 4])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_forward_pass_computes_all_in_order_and_a_rank_one_thing_at_a_time(
+    schedule: PipelineSchedule, pp: int, count: int
+) -> None:
+    owners = stage_owners(ParallelismConfig(pp=pp, pp_schedule=schedule))
+    assert sorted(set(owners)) == list(range(pp))
+    times: dict[tuple[int, int], int] = {}
+    table = forward_timetable(owners, count)
+    for time, computed in enumerate(table):
+        assert len({owners[stage] for stage, _ in computed}) == len(computed)
+        times |= dict.fromkeys(computed, time)
+    assert len(times) == sum(map(len, table)) == len(owners) * count
+    for (stage, microbatch), time in times.items():
+        assert stage == 0 or times[stage - 1, microbatch] < time
+        assert microbatch == 0 or times[stage, microbatch - 1] < time
+    if len(owners) == pp:
+        assert len(table) == pp + count - 1  # no rank waits longer than it has to

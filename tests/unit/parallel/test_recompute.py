@@ -34,6 +34,7 @@ def refused(*settings: str) -> set[str]:
 
 
 BY_OP = ["--activation_checkpoint.mode", "selective"]
+DOCUMENTS = ["--data.document_mask", "true"]
 SPLIT: list[PipelineSchedule] = ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 
 
@@ -67,6 +68,9 @@ def test_other_schedules_keep_operations() -> None:
         ),
         ("2.13.0", ["--parallelism.pp_schedule", "InterleavedZeroBubble", "--compile.enable", "true"], set()),
         ("2.11.0", ["--parallelism.pp_schedule", "Interleaved1F1B", "--compile.enable", "true"], set()),
+        ("2.12.0", ["--parallelism.pp_schedule", "InterleavedZeroBubble", *DOCUMENTS], {"parallelism.pp_schedule"}),
+        ("2.13.0", ["--parallelism.pp_schedule", "InterleavedZeroBubble", *DOCUMENTS], set()),
+        ("2.11.0", ["--parallelism.pp_schedule", "Interleaved1F1B", *DOCUMENTS], set()),
     ],
 )
 def test_what_older_torch_cannot_is_refused(

@@ -1,8 +1,13 @@
-"""Where a process stands in the world, by what the launcher has set."""
+"""Where a process stands in the world, by what the launcher has set, and how the ranks of an attempt meet."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 
-from titanlite.runtime.distributed import World, world_from_environment
+from titanlite.runtime.distributed import World, agree_on_attempt, world_from_environment
 from titanlite.runtime.errors import UserError
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -42,3 +47,38 @@ def test_with_one_the_environment_says_it(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch, change: dict[str, str], said: str) -> None:
     with pytest.raises(UserError, match=said):
         world(monkeypatch, COMPLETE | change)
+
+
+def join(port: int, rank: int, size: int = 3, after_s: float = 0.0) -> str:
+    """As a process of its own does."""
+    time.sleep(after_s)
+    return agree_on_attempt(client(port), rank, size, timeout_s=60)
+
+
+def client(port: int) -> dist.Store:
+    return dist.PrefixStore("titanlite", dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60)))
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_ranks_of_an_attempt_share_a_name_that_no_other_attempt_has(first: int) -> None:
+    """On one store, as torchrun's; of an attempt before, a rank had asked when it was killed."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    client(server.port).set("asks/2", "killed")
+    names = []
+    with ThreadPoolExecutor(3) as threads:
+        for _ in range(4):
+            ranks = [threads.submit(join, server.port, rank, 3, 0.1 * (rank != first)) for rank in range(3)]
+            shared = {rank.result() for rank in ranks}
+            assert len(shared) == 1
+            names += shared
+    assert len(set(names)) == 4
+
+
+def test_rank_0_waits_for_ranks_of_its_own_attempt() -> None:
+    """Also where all ranks of the attempt before had come."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    with ThreadPoolExecutor(2) as threads:
+        for rank in [threads.submit(join, server.port, rank, 2) for rank in range(2)]:
+            rank.result()
+    with pytest.raises(UserError, match=r"comm.init_timeout_s = 1: by then 1 of 2 ranks had not come, such as rank 1"):
+        agree_on_attempt(client(server.port), 0, 2, timeout_s=1)

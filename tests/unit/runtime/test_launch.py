@@ -30,8 +30,21 @@ def is_gone(pid: int, within_s: float = 3.0) -> bool:
     return False
 
 
+EARLIER: set[int | None] = set()
+"""Processes of other tests, which may be for all of them."""
+
+
+@pytest.fixture(autouse=True)
+def note_earlier_processes() -> None:
+    EARLIER.update(process.pid for process in multiprocessing.active_children())
+
+
+def children() -> set[int | None]:
+    return {process.pid for process in multiprocessing.active_children()} - EARLIER
+
+
 def assert_nothing_left(folder: Path, ranks: int = 2) -> None:
-    assert multiprocessing.active_children() == []
+    assert children() == set()
     pids = [int(file.read_text()) for file in folder.iterdir()]
     assert len(pids) == ranks
     assert all(is_gone(pid) for pid in pids)
@@ -141,4 +154,4 @@ class TravelsOnce:
 def test_a_rank_that_cannot_be_started_ends_those_before_it() -> None:
     with pytest.raises(OSError, match="no more ranks"):
         run_ranks(never_ends_on_rank_1, 2, TravelsOnce())
-    assert multiprocessing.active_children() == []
+    assert children() == set()

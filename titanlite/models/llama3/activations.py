@@ -36,7 +36,16 @@ def activation_bytes(config: Llama3Config, shape: MicrobatchShape) -> Activation
         loss=scores,
         loss_backward=2 * scores,
         logits=scores * size // wide,
+        documents=_document_bytes(config, shape, wide),
     )
+
+
+def _document_bytes(config: Llama3Config, shape: MicrobatchShape, wide: int) -> int:
+    """Cosines and sines of each position, and a number for each pair of positions; tables of blocks are left out."""
+    if shape.mask is None:
+        return 0
+    pairs = shape.seq_len * shape.element_bytes if shape.mask == "scores" else 0
+    return shape.rows * shape.seq_len * (config.head_dim * wide + pairs)
 
 
 def _norm_bytes(dim: int, positions: int, size: int, wide: int, *, fused: bool) -> int:

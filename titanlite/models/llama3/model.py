@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from titanlite.models.attention import AttentionMask, attention_mask
 from titanlite.models.family import LanguageModel
 from titanlite.models.init import Init
 from titanlite.models.layers import (
@@ -13,7 +14,6 @@ from titanlite.models.layers import (
     RopeScaling,
     RotaryEmbedding,
     RotaryTables,
-    document_mask,
 )
 from titanlite.models.llama3.config import Llama3Config
 
@@ -28,7 +28,7 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config.dim, config.ffn_dim)
 
-    def forward(self, x: Tensor, rope: RotaryTables, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rope: RotaryTables, mask: AttentionMask | None) -> Tensor:
         """x: (batch, seq_len, dim); mask: see Attention. Returns the same shape."""
         x = x + self.attention(self.attention_norm(x), rope, mask)
         out: Tensor = x + self.feed_forward(self.ffn_norm(x))
@@ -84,8 +84,8 @@ class Llama3(LanguageModel):
         None: each row is one document.
         """
         rope = self.rope(positions)
-        mask = None if document_ids is None else document_mask(document_ids)
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        mask = attention_mask(document_ids, x.dtype, self.config.head_dim)
         for layer in self.layers.values():
             x = layer(x, rope, mask)
         x = x if self.norm is None else self.norm(x)

@@ -1,0 +1,212 @@
+"""What checkpoints cost: saving and loading against torch.save and plain DCP, alternating in one run.
+
+    python benchmarks/checkpoint.py [--processes 1] [--rounds 7] [--folder DIR]
+
+The state is that of a model of about 100 M parameters with AdamW: 1.2 GB in float32, of which each rank writes its
+shards. Every round saves it in each way once, and then loads it in each, in another order each time; the first round is
+left out. What is written is on the disk when a save ends (fsync), for all ways alike, and reading is from the page
+cache. The table has MB/s (median over rounds, smallest and largest), and the ratio to plain DCP in the same round. A
+round's async save is timed twice: what the training thread waits, and until the checkpoint is published.
+"""
+
+import argparse
+import logging
+import os
+import random
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from titanlite.checkpoint.manifest import Branch, Manifest
+from titanlite.checkpoint.resume import Found, load, look_at
+from titanlite.checkpoint.saver import Retention, Saver
+from titanlite.checkpoint.storage import Verify
+from titanlite.runtime.launch import run_ranks
+
+WIDTH, BLOCKS, VOCABULARY = 768, 12, 16384
+KEEP_ALL = Retention(keep_latest_k=0, keep_every=0, keep=frozenset())
+
+
+def state() -> dict[str, Tensor]:
+    """Parameters and moments of a model of 12 blocks of width 768, cut over the ranks in their first dimension."""
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("tok_embeddings", "output"), (VOCABULARY, WIDTH))
+    for block in range(BLOCKS):
+        shapes |= {f"layers.{block}.attention.{name}": (WIDTH, WIDTH) for name in ("wq", "wk", "wv", "wo")}
+        shapes |= {f"layers.{block}.feed_forward.{name}": (2048, WIDTH) for name in ("w1", "w2", "w3")}
+        shapes |= {f"layers.{block}.{name}": (WIDTH,) for name in ("attention_norm", "ffn_norm")}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tensors: dict[str, Tensor] = {}
+    for name, (rows, *columns) in shapes.items():
+        for kind in ("model", "exp_avg", "exp_avg_sq"):
+            local = torch.randn(rows // dist.get_world_size(), *columns)
+            tensors[f"{kind}/{name}"] = (
+                DTensor.from_local(local, mesh, [Shard(0)]) if dist.get_world_size() > 1 else local
+            )
+    return tensors
+
+
+class NoHash:
+    """Stands where a hash does."""
+
+    def update(self, data: object) -> None: ...
+
+    def hexdigest(self) -> str:
+        return ""
+
+
+class Ways:
+    """The ways to save and load; each method is one, and starts in an empty folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors = state()
+        self.group = dist.new_group(backend="gloo")
+        self.savers = {
+            "disabled": Saver(folder / "disabled", self.group, "disabled", KEEP_ALL),
+            "not hashed": Saver(folder / "not hashed", self.group, "disabled", KEEP_ALL),
+            "async": Saver(folder / "async", self.group, "async", KEEP_ALL),
+        }
+        self.step = 0
+
+    def draft(self) -> Manifest:
+        self.step += 1
+        return Manifest(self.step, "full", (Branch("benchmark", 0),), {}, {}, {}, {}, "", {})
+
+    def torch_save(self) -> None:
+        path = self.folder / "torch" / f"{dist.get_rank()}.pt"
+        path.parent.mkdir(exist_ok=True)
+        with path.open("wb") as file:
+            torch.save({name: storage_of(tensor) for name, tensor in self.tensors.items()}, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def torch_load(self) -> None:
+        loaded = torch.load(self.folder / "torch" / f"{dist.get_rank()}.pt", weights_only=True)
+        for name, tensor in self.tensors.items():
+            storage_of(tensor).copy_(loaded[name])
+
+    def dcp_save(self) -> None:
+        dcp.save(dict(self.tensors), checkpoint_id=self.folder / "dcp", process_group=self.group)
+
+    def dcp_load(self) -> None:
+        dcp.load(dict(self.tensors), checkpoint_id=self.folder / "dcp", process_group=self.group)
+
+    def save(self) -> None:
+        self.savers["disabled"].save(self.draft(), self.tensors)
+
+    def save_without_hash(self) -> None:
+        with patch.object(xxhash, "xxh3_128", NoHash):
+            self.savers["not hashed"].save(self.draft(), self.tensors)
+
+    def load(self, verify: Verify = "full") -> None:
+        (path,) = (self.folder / "disabled").iterdir()
+        found = look_at(path, verify, self.group, lambda _: True)
+        assert isinstance(found, Found), found
+        load(found, self.tensors, self.group)
+
+    def begin_async(self) -> None:
+        self.savers["async"].begin(self.draft(), self.tensors)
+
+    def end_async(self) -> None:
+        failure = self.savers["async"].take_failure()
+        assert failure is None, failure
+
+
+def storage_of(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def measure(folder: str, rounds: int, threads: int) -> tuple[int, list[dict[str, float]]]:
+    """(bytes of the state, seconds of each way by round)."""
+    torch.set_num_threads(threads)
+    logging.getLogger("titanlite").setLevel(logging.WARNING)
+    ways = Ways(Path(folder))
+
+    def timed(way: Callable[[], None]) -> float:
+        dist.barrier()
+        start = perf_counter()
+        way()
+        dist.barrier()
+        return perf_counter() - start
+
+    def emptied(name: str) -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(ways.folder / name, ignore_errors=True)
+        dist.barrier()
+
+    saves: dict[str, tuple[str, Callable[[], None]]] = {
+        "torch.save": ("torch", ways.torch_save),
+        "dcp.save": ("dcp", ways.dcp_save),
+        "save": ("disabled", ways.save),
+        "save, not hashed": ("not hashed", ways.save_without_hash),
+        "async save: wait": ("async", ways.begin_async),
+    }
+    loads: dict[str, Callable[[], None]] = {
+        "torch.load": ways.torch_load,
+        "dcp.load": ways.dcp_load,
+        "load": ways.load,
+        "load, not verified": lambda: ways.load("off"),
+    }
+    results = []
+    order = random.Random(0)
+    for _ in range(rounds + 1):
+        seconds: dict[str, float] = {}
+        for name in order.sample(sorted(saves), len(saves)):
+            folder_name, save = saves[name]
+            emptied(folder_name)
+            seconds[name] = timed(save)
+            if folder_name == "async":
+                seconds["async save: published"] = seconds[name] + timed(ways.end_async)
+        for name in order.sample(sorted(loads), len(loads)):
+            seconds[name] = timed(loads[name])
+        results.append(seconds)
+    return sum(t.numel() * t.element_size() for t in ways.tensors.values()), results[1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--folder", help="where to write; default: a folder of the system's for temporary files")
+    given = parser.parse_args()
+    threads = max(1, (os.cpu_count() or 1) // given.processes)
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        size, rounds = run_ranks(measure, given.processes, folder, given.rounds, threads, timeout_s=3600)[0]
+    print(f"{given.processes} process(es), {size / 1e6:,.0f} MB")
+    print(f"{'':<24}{'seconds':>9}{'MB/s':>8}{'smallest':>10}{'largest':>9}   ratio of speeds")
+    against = {
+        "save": "dcp.save",
+        "save, not hashed": "dcp.save",
+        "async save: wait": "save",
+        "load": "dcp.load",
+        "load, not verified": "dcp.load",
+    }
+    for way in sorted(rounds[0], key=lambda name: ("load" in name, name)):
+        speeds = sorted(size / 1e6 / seconds[way] for seconds in rounds)
+        line = (
+            f"{way:<24}{statistics.median(seconds[way] for seconds in rounds):>9.3f}{statistics.median(speeds):>8.0f}"
+        )
+        line += f"{speeds[0]:>10.0f}{speeds[-1]:>9.0f}"
+        if way in against:
+            ratios = sorted(seconds[against[way]] / seconds[way] for seconds in rounds)
+            line += f"   {statistics.median(ratios):.2f} of {against[way]} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        print(line)
+    stalls = sorted(seconds["async save: wait"] / seconds["save"] for seconds in rounds)
+    print(f"An async save stalls for {statistics.median(stalls):.1%} of a save ({stalls[0]:.1%} to {stalls[-1]:.1%})")
+
+
+if __name__ == "__main__":
+    main()

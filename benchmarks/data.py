@@ -1,0 +1,236 @@
+"""What the data pipeline costs over a bare tokenizer, and over a plain read of token files.
+
+    python benchmarks/data.py [--rounds 5] [--seconds 1.5] [--mebibytes 16]
+
+A corpus is made from a seed out of the Python standard library's own sources, and written once for each kind of source.
+The loader is the trainer's; its steps are consumed and thrown away. Beside it, on the same text: `encode_batch` of the
+`tokenizers` library with nothing around it, and `encode_batch_fast`, which leaves offsets out and is what titanlite
+calls; for token files, windows read one after the other. All have one thread per process. A round measures each of them
+once, every other round backwards. The table has tokens per second, and the ratio to the bare way in the same round of
+tokens per second of processor time, this process and its workers together: what one core does (median over rounds,
+least, most).
+"""
+
+import argparse
+import gzip
+import json
+import os
+import random
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import tokenizers
+
+from titanlite.data.bpe import train_bpe
+from titanlite.data.config import DataConfig
+from titanlite.data.index import usable_files
+from titanlite.data.loader import build_loader
+from titanlite.data.sources import SourceConfig, find_files
+from titanlite.data.tokenizer import Tokenizer
+
+SEED = 0
+SEQ_LEN = 2048
+GLOBAL_BATCH_SIZE = 16
+VOCAB_SIZE = 8192
+WORKERS = (0, 1, 2)
+FILES = 8
+"""So many files are written of each kind but text and tokens."""
+WINDOWS = 2**14
+"""Windows of the token file, 64 MiB: it is read again and again."""
+
+
+class Rates(NamedTuple):
+    """Tokens per second, and per second of processor time."""
+
+    per_second: float
+    per_core: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table. measure: over about so many seconds. bare: the name of what it is compared to."""
+
+    name: str
+    measure: Callable[[float], Rates]
+    bare: str
+
+
+def documents(num_bytes: int) -> Iterator[str]:
+    """Seeded stretches of the standard library's lines, of 256 bytes to 16 KiB, log-uniform."""
+    generator = random.Random(SEED)
+    texts = [file.read_text("utf-8") for file in usable_files(find_files(SourceConfig()))]
+    while num_bytes > 0:
+        size = int(2 ** generator.uniform(8, 14))
+        text = generator.choice(texts)
+        begin = text.rfind("\n", 0, generator.randrange(len(text))) + 1
+        document = text[begin : begin + size]
+        num_bytes -= len(document)
+        yield document
+
+
+def write_corpus(folder: Path, texts: list[str]) -> dict[str, SourceConfig]:
+    """The same documents as sources of each kind."""
+    rows = [json.dumps({"id": n, "text": text}) + "\n" for n, text in enumerate(texts)]
+    for kind in ("text", "jsonl", "jsonl.gz", "parquet", "tokens"):
+        (folder / kind).mkdir()
+    for n, text in enumerate(texts):
+        (folder / "text" / f"{n:06}.txt").write_text(text, "utf-8")
+    for n in range(FILES):
+        lines = "".join(rows[n::FILES]).encode()
+        (folder / "jsonl" / f"{n}.jsonl").write_bytes(lines)
+        (folder / "jsonl.gz" / f"{n}.jsonl.gz").write_bytes(gzip.compress(lines, 1))
+        pyarrow.parquet.write_table(
+            pyarrow.table({"text": texts[n::FILES]}), folder / "parquet" / f"{n}.parquet", row_group_size=500
+        )
+    ids = np.random.default_rng(SEED).integers(VOCAB_SIZE, size=WINDOWS * SEQ_LEN + 1, dtype=np.uint16)
+    np.save(folder / "tokens" / "tokens.npy", ids)
+    return {
+        "text": SourceConfig(kind="text", path=str(folder / "text")),
+        "jsonl": SourceConfig(kind="jsonl", path=str(folder / "jsonl")),
+        "jsonl.gz": SourceConfig(kind="jsonl", path=str(folder / "jsonl.gz")),
+        "parquet": SourceConfig(kind="parquet", path=str(folder / "parquet")),
+        "hf": SourceConfig(kind="hf", path=str(folder / "parquet")),
+        "tokens": SourceConfig(kind="tokens", path=str(folder / "tokens")),
+    }
+
+
+def repeated(step: Callable[[], int], seconds: float) -> Rates:
+    """Of step(), which returns how many tokens it made, called for about so many seconds; once before."""
+    step()
+    tokens, start, worked = 0, perf_counter(), processor_seconds()
+    while (elapsed := perf_counter() - start) < seconds:
+        tokens += step()
+    return Rates(tokens / elapsed, tokens / (processor_seconds() - worked))
+
+
+def processor_seconds() -> float:
+    """That this process and its children have used."""
+    ticks = 0
+    for children in Path("/proc/self/task").glob("*/children"):
+        for child in children.read_text().split():
+            fields = Path("/proc", child, "stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])  # in user mode, in the kernel
+    return process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def pipeline(source: SourceConfig, tokenizer: Tokenizer, num_workers: int) -> Callable[[float], Rates]:
+    """The loader of one data rank that has the whole global batch, from the beginning of the data each time."""
+    section = DataConfig(
+        num_streams=GLOBAL_BATCH_SIZE, max_piece_bytes=64 * SEQ_LEN, num_workers=num_workers, sources=(source,)
+    )
+
+    def measure(seconds: float) -> Rates:
+        loader = build_loader(
+            section,
+            tokenizer,
+            seq_len=SEQ_LEN,
+            vocab_size=VOCAB_SIZE,
+            global_batch_size=GLOBAL_BATCH_SIZE,
+            local_batch_size=GLOBAL_BATCH_SIZE,
+            data_rank=0,
+            data_degree=1,
+        )
+        try:
+            return repeated(lambda: sum(batch.tokens.numel() for batch in loader.next_step()), seconds)
+        finally:
+            loader.close()
+
+    return measure
+
+
+def bare_encoder(file: Path, method: str, texts: list[str]) -> Callable[[float], Rates]:
+    """The library's own method on batches of 16 documents, with the ids as Python's lists."""
+    encode = getattr(tokenizers.Tokenizer.from_file(str(file)), method)
+
+    def measure(seconds: float) -> Rates:
+        begins = iter(range(0, 10**9, 16))
+
+        def step() -> int:
+            begin = next(begins) % len(texts)
+            ids = [one.ids for one in encode(texts[begin : begin + 16], add_special_tokens=False)]
+            return sum(map(len, ids))
+
+        return repeated(step, seconds)
+
+    return measure
+
+
+def plain_read(file: Path) -> Callable[[float], Rates]:
+    """Windows of the memory-mapped file one after the other, as rows of int64."""
+    ids = np.load(file, mmap_mode="r").view(np.ndarray)
+
+    def measure(seconds: float) -> Rates:
+        windows = iter(range(10**9))
+
+        def step() -> int:
+            rows = np.empty((GLOBAL_BATCH_SIZE, SEQ_LEN + 1), np.int64)
+            for row in rows:
+                begin = next(windows) % WINDOWS * SEQ_LEN
+                row[:] = ids[begin : begin + SEQ_LEN + 1]
+            return GLOBAL_BATCH_SIZE * SEQ_LEN
+
+        return repeated(step, seconds)
+
+    return measure
+
+
+def build_cases(folder: Path, num_bytes: int) -> list[Case]:
+    texts = list(documents(num_bytes))
+    train_bpe(iter(texts), VOCAB_SIZE, folder)
+    file = folder / "tokenizer.json"
+    tokenizer = Tokenizer(file)
+    sources = write_corpus(folder, texts)
+    return [
+        Case("encode_batch", bare_encoder(file, "encode_batch", texts), "encode_batch"),
+        Case("encode_batch_fast", bare_encoder(file, "encode_batch_fast", texts), "encode_batch"),
+        Case("memory-mapped read", plain_read(folder / "tokens" / "tokens.npy"), "memory-mapped read"),
+        *(
+            Case(
+                f"{kind}, {workers} workers",
+                pipeline(source, tokenizer, workers),
+                "memory-mapped read" if kind == "tokens" else "encode_batch",
+            )
+            for kind, source in sources.items()
+            for workers in WORKERS
+        ),
+    ]
+
+
+def spread(values: list[float], digits: int) -> str:
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1.5)
+    parser.add_argument("--mebibytes", type=int, default=16)
+    given = parser.parse_args()
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TITANLITE_CACHE"] = str(Path(folder, "cache"))
+        cases = build_cases(Path(folder), given.mebibytes * 2**20)
+        rates: dict[str, list[Rates]] = {case.name: [] for case in cases}
+        for case in cases:
+            case.measure(0.1)  # indexes are built, files come into memory
+        for round_ in range(given.rounds):
+            for case in cases if round_ % 2 == 0 else reversed(cases):
+                rates[case.name].append(case.measure(given.seconds))
+        print(f"{'':<22}{'M tokens/s':<30}one core / bare")
+        for case in cases:
+            pairs = zip(rates[case.name], rates[case.bare], strict=True)
+            ratios = spread([own.per_core / bare.per_core for own, bare in pairs], 2)
+            millions = spread([rate.per_second / 1e6 for rate in rates[case.name]], 2)
+            print(f"{case.name:<22}{millions:<30}{ratios}, {case.bare}")
+
+
+if __name__ == "__main__":
+    main()

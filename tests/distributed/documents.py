@@ -1,0 +1,99 @@
+"""Rows of several documents, and what they are compared with: each document alone, in one process."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.distributed.gradients import build_on_mesh, compare, whole
+from tests.distributed.layouts import Layout
+from tests.distributed.reference import SEQ_LEN, VOCAB_SIZE, Reference, plain_model, rank_batches
+from titanlite.build import batch_rows
+from titanlite.config.schema import JobConfig
+from titanlite.data.loader import Batch
+from titanlite.loss import IGNORE_INDEX
+from titanlite.models.layers import RotaryEmbedding
+from titanlite.trainer import Trainer
+
+LENGTHS = ([SEQ_LEN], [1, SEQ_LEN - 1], [5, 1, 7, 3], [8, 8], [1] * SEQ_LEN, [13, 2, 1], [2, 3, 4, 7], [SEQ_LEN - 1, 1])
+"""Of the documents of each row; the table begins anew where there are more rows."""
+
+
+def packed_batch(rows: int) -> Batch:
+    """No label crosses from one document into the next; of the others each row has its own share, from 0 to 100 %."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(VOCAB_SIZE, (rows, SEQ_LEN + 1), generator=generator)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in LENGTHS[row % len(LENGTHS)]]) for row in range(rows)])
+    share = torch.rand(rows, 1, generator=generator)
+    share[0], share[1], share[3] = 1.0, 0.0, 1.0
+    labels = tokens[:, 1:].clone()
+    labels[torch.rand(rows, SEQ_LEN, generator=generator) >= share] = IGNORE_INDEX
+    labels[:, :-1][positions[:, 1:] == 0] = IGNORE_INDEX
+    numbers = torch.arange(rows)
+    return Batch(tokens[:, :-1].contiguous(), labels, numbers, torch.zeros_like(numbers), positions)
+
+
+def documents(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tokens and labels of each document, (1, its length)."""
+    assert batch.positions is not None
+    for tokens, labels, positions in zip(batch.tokens, batch.labels, batch.positions, strict=True):
+        edges = [*(positions == 0).nonzero().flatten().tolist(), len(tokens)]
+        for start, end in pairwise(edges):
+            yield tokens[None, start:end], labels[None, start:end]
+
+
+def documents_alone(config: JobConfig, batch: Batch) -> Reference:
+    """The sum over all documents, each a row of its own, without positions or mask."""
+    model = plain_model(config)
+    num_valid = int((batch.labels != IGNORE_INDEX).sum())
+    mean_loss = torch.zeros((), dtype=torch.float64)
+    for tokens, labels in documents(batch):
+        logits = model(tokens).flatten(0, 1)
+        loss = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum") / num_valid
+        loss.backward()
+        mean_loss += loss.detach()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
+    return Reference(mean_loss, norm, gradients, {name: p.detach() for name, p in model.named_parameters()})
+
+
+def documents_step(layout: Layout, mutate: Callable[[Trainer], None] | None = None) -> dict[str, Any]:
+    """Errors of a step with packed rows, and whether each part of the model turned heads by the batch's positions.
+
+    Rotary embeddings turn by differences of positions: gradients do not show where they begin.
+    """
+    torch._dynamo.reset()
+    batch = packed_batch(layout.rows)
+    config = layout.config()
+    reference = documents_alone(config, batch)
+    trainer, data = build_on_mesh(config)
+    initial = {name: whole(p.detach()) for part in trainer.model_parts for name, p in part.named_parameters()}
+    same = all(torch.equal(weight, reference.weights[name]) for name, weight in initial.items())
+    if mutate is not None:
+        mutate(trainer)
+    turned = [positions_seen(part) for part in trainer.model_parts]
+    in_a_step = layout.rows // data.size() // batch_rows(config, layout.world_size)
+    local = rank_batches(batch, data.get_local_rank(), data.size(), in_a_step)
+    stats = trainer.train_step(local)
+    given = torch.cat([part.positions for part in local if part.positions is not None])
+    restarts = all(torch.equal(torch.cat(seen), given) for seen in turned)
+    errors = compare(trainer, stats.mean_loss, stats.grad_norm, reference, same)
+    return {**asdict(errors), "restarts": restarts}
+
+
+def positions_seen(part: nn.Module) -> list[Tensor]:
+    """Filled with the positions of each microbatch whose forward pass the part computes."""
+    seen: list[Tensor] = []
+    (rope,) = (module for module in part.modules() if isinstance(module, RotaryEmbedding))
+    missing = torch.full((1, SEQ_LEN), -1)
+    rope.register_forward_pre_hook(lambda _module, args: seen.append(missing if args[0] is None else args[0]))
+    return seen
+
+
+def documents_steps(layouts: Sequence[Layout]) -> list[dict[str, Any]]:
+    """On each rank."""
+    return [documents_step(layout) for layout in layouts]

@@ -1,0 +1,93 @@
+"""Runs of the program that are ended and go on, compared with one that nothing has happened to, bit for bit."""
+
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from tests.distributed.program import TRAIN, Program, Starter, start_program
+from tests.distributed.resuming import numbers
+from titanlite.checkpoint.folder import published_steps, step_folder
+
+SETTINGS = ("--checkpoint.enable", "true", "--lr_schedule.decay_steps", "1000")
+"""Of every such run: the learning rate changes at each step, and does not depend on how many there are."""
+SHORT_STEPS = 40
+SPACING = 10
+"""Runs that are compared have a multiple of so many steps: the undisturbed one has a checkpoint there."""
+
+Undisturbed = Callable[[int], Path]
+"""The dump folder of a run on two ranks that nothing has happened to, of so many steps or more."""
+
+
+def undisturbed_runs(workplace: Path) -> Undisturbed:
+    """Runs each only once; a short one serves all that are shorter still."""
+    done: dict[int, Path] = {}
+
+    def run(steps: int) -> Path:
+        steps = max(steps, SHORT_STEPS)
+        if steps not in done:
+            folder = workplace / str(steps)
+            folder.mkdir()
+            spacing = ("--checkpoint.interval", str(SPACING), "--checkpoint.keep_latest_k", "0")
+            program = start_program(folder, *SETTINGS, *spacing, "--training.steps", str(steps), ranks=2)
+            try:
+                assert program.wait() == 0, program.output
+            finally:
+                program.close()
+            done[steps] = folder / "out"
+        return done[steps]
+
+    return run
+
+
+def tensors_in(checkpoint: Path) -> dict[str, Tensor]:
+    """All of a checkpoint, by torch's own reader."""
+    reader = dcp.FileSystemReader(checkpoint)
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, dcp.metadata.TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():  # that it reads with one process
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def assert_as_undisturbed(out: Path, steps: int, undisturbed: Path) -> None:
+    """The run in `out` has ended after `steps`: every row and every value as in the undisturbed one."""
+    assert published_steps(out / "checkpoint")[-1] == steps
+    found, expected = (tensors_in(step_folder(folder / "checkpoint", steps)) for folder in (out, undisturbed))
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    assert numbers(out) == numbers(undisturbed)[:steps]
+    assert [row["step"] for row in numbers(out)] == list(range(1, steps + 1))
+
+
+def starts(output: str) -> list[int]:
+    """The steps from which training has begun, in order; 0: anew."""
+    found = re.findall(r" Start: (?:step (\d+),|a new run)", output)
+    return [int(step or 0) for step in found]
+
+
+def saved_steps(output: str) -> list[int]:
+    return [int(step) for step in re.findall(r" Saved step (\d+) in", output)]
+
+
+def trained_steps(output: str) -> list[int]:
+    """Of all lines that a step has in the log."""
+    return [int(step) for step in re.findall(r" step +(\d+)/", output)]
+
+
+def stopped(output: str) -> list[tuple[str, int]]:
+    """Signal and step of each start that a signal has ended."""
+    return [(name, int(step)) for name, step in re.findall(r" Stopped by (\w+) after step (\d+)", output)]
+
+
+def start_saving(start: Starter, workplace: Path, *arguments: str, **options: object) -> Program:
+    """Starts a run on two ranks that can be compared; options: of start_program."""
+    return start(workplace, *SETTINGS, *arguments, **{"ranks": 2, "program": TRAIN} | options)

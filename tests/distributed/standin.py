@@ -1,0 +1,186 @@
+"""A run that stands in for training: its checkpoints are real, its values follow from step and branch alone."""
+
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.distributed.forked import fork_ranks, logged
+from titanlite.checkpoint.config import CheckpointConfig
+from titanlite.checkpoint.manager import Checkpoints
+from titanlite.checkpoint.start import RunFacts
+from titanlite.checkpoint.state import STREAMS, local_part
+from titanlite.metrics.meter import MeterState
+from titanlite.runtime.control import Control
+from titanlite.runtime.signals import StopRequest
+
+SHAPES = {
+    "model/weight": (7, 3),
+    "model/norm": (5,),
+    "optimizer/weight/exp_avg": (7, 3),
+    "optimizer/weight/step": (),
+}
+SHARDED = ("model/weight", "optimizer/weight/exp_avg")
+NUM_STREAMS = 4
+
+
+def content(name: str, step: int, branch: str) -> Tensor:
+    """What a tensor holds after `step`; no two steps or branches are alike in any element."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step} {branch}".encode()))
+    if name == STREAMS:
+        return torch.randint(2**40, (NUM_STREAMS, 3), generator=generator)
+    return torch.randn(SHAPES[name], generator=generator)
+
+
+class StandIn:
+    """Has the interface of RunState and of Meter."""
+
+    def __init__(self) -> None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self._tensors = {
+            name: distribute_tensor(torch.zeros(shape), mesh, [Shard(0)], src_data_rank=None)
+            if name in SHARDED
+            else torch.zeros(shape)
+            for name, shape in SHAPES.items()
+        }
+        self._streams = torch.zeros(NUM_STREAMS, 3, dtype=torch.int64)
+        self._counts = MeterState(0, 0)
+        self._mesh = mesh
+
+    def become(self, step: int, branch: str) -> None:
+        """What training does: new values, in place."""
+        for name, tensor in self._tensors.items():
+            local_part(tensor).copy_(self._own(name, step, branch))
+        self._streams.copy_(content(STREAMS, step, branch))
+        self._counts = MeterState(100 * step + len(branch), 0)
+
+    def is_that_of(self, step: int, branch: str) -> bool:
+        """Whether every value on this rank is that of `step`, bit by bit."""
+        return (
+            all(local_part(t).equal(self._own(name, step, branch)) for name, t in self._tensors.items())
+            and self._streams.equal(content(STREAMS, step, branch))
+            and self._counts == MeterState(100 * step + len(branch), 0)
+        )
+
+    def _own(self, name: str, step: int, branch: str) -> Tensor:
+        whole = content(name, step, branch)
+        if name not in SHARDED:
+            return whole
+        return local_part(distribute_tensor(whole, self._mesh, [Shard(0)], src_data_rank=None))
+
+    def poison(self) -> None:
+        local_part(self._tensors["optimizer/weight/exp_avg"]).fill_(float("nan"))
+
+    def model(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self._tensors.items() if name.startswith("model/")}
+
+    def model_and_optimizer(self) -> dict[str, Tensor]:
+        return dict(self._tensors)
+
+    def streams(self, group: dist.ProcessGroup) -> Tensor:  # noqa: ARG002
+        return self._streams.clone()
+
+    def empty_streams(self) -> Tensor:
+        return torch.zeros_like(self._streams)
+
+    def load_streams(self, state: Tensor) -> str:
+        self._streams.copy_(state)
+        return "some sequence"
+
+    def num_bytes(self, group: dist.ProcessGroup) -> int:  # noqa: ARG002
+        return 1000
+
+    def state(self) -> MeterState:
+        return self._counts
+
+    def load_state(self, state: MeterState) -> None:
+        self._counts = state
+
+
+class Run:
+    """A run on this rank: its values, its checkpoints, and the last step it has done."""
+
+    def __init__(self, folder: Path, steps: int = 1000, **section: Any) -> None:
+        self.state = StandIn()
+        control_group, saving_group = (dist.new_group(backend="gloo") for _ in range(2))
+        self.checkpoints = Checkpoints(
+            CheckpointConfig(enable=True, **{"interval": 1, "keep_latest_k": 0} | section),
+            folder,
+            self.state,  # type: ignore[arg-type]
+            self.state,  # type: ignore[arg-type]
+            RunFacts({}, {}, {}),
+            steps=steps,
+            group=saving_group,
+            control=Control(control_group),
+            stop=StopRequest(),
+        )
+        self.step = self.checkpoints.resume().step
+        self.steps = steps
+
+    def train(self, branch: str, steps: int, before_save: Callable[[int], None] | None = None) -> None:
+        """So many steps, each with a save; its values are those of the step after it before that save has ended.
+
+        before_save: called with the step.
+        """
+        try:
+            for _ in range(steps):
+                self.step += 1
+                self.state.become(self.step, branch)
+                if before_save:
+                    before_save(self.step)
+                self.checkpoints.after_step(self.step, self.step == self.steps)
+            self.state.become(self.step + 1, branch)
+        finally:
+            self.checkpoints.close()
+
+
+def train_anew(folder: Path, branch: str, steps: int, section: dict[str, Any]) -> int:
+    """One process's life: from where the folder stands, so many steps further. Returns the step it started from."""
+    run = Run(folder, **section)
+    start = run.step
+    run.train(branch, steps)
+    return start
+
+
+def saved(folder: Path, steps: int) -> None:
+    """Lets two ranks save so many steps of branch "a"; for a process with a single thread."""
+    for end in fork_ranks(train_anew, 2, folder, "a", steps, {}):
+        assert end.error is None, end
+
+
+def starts(folders: list[Path], section: dict[str, Any]) -> list[dict[str, Any]]:
+    """What starts in each of the folders find, one after another: step and branch ("" where values are mixed, or none
+    was loaded), or error, its type and text; and lines, what was logged."""
+    found = []
+    for folder in folders:
+        logged().clear()
+        try:
+            run = Run(folder, **section)
+            branch = next((b for b in "abc" if run.state.is_that_of(run.step, b)), "")
+            answer: dict[str, Any] = {"step": run.step, "branch": branch}
+        except (Exception, dcp.CheckpointException) as error:
+            answer = {"error": [type(error).__name__, str(error)]}
+        found.append(answer | {"lines": list(logged())})
+    return found
+
+
+BATCH = 20
+"""Of runs that one process goes through one after another: the groups of each keep threads until it ends."""
+
+
+def start_in(folders: list[Path], section: dict[str, Any] | None = None) -> list[list[dict[str, Any]]]:
+    """By folder and rank, what `starts` finds."""
+    found = []
+    for first in range(0, len(folders), BATCH):
+        ends = fork_ranks(starts, 2, folders[first : first + BATCH], section or {})
+        for end in ends:
+            assert end.error is None, end
+        found += [list(answers) for answers in zip(*(end.result for end in ends), strict=True)]
+    return found

@@ -1,0 +1,52 @@
+"""A training loop without a model: each step is an all-reduce. It ends when its ranks agree on a request to stop."""
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+from titanlite.runtime.control import Control, Flags
+from titanlite.runtime.distributed import CommConfig, connect, init_process_group, world_from_environment
+from titanlite.runtime.failure import FailureReport, end_process
+from titanlite.runtime.orphans import end_with_launcher
+from titanlite.runtime.signals import StopRequest
+
+STEP_S = float(os.environ.get("STEP_S", "0.02"))
+
+
+def say(text: str) -> None:
+    """A line in one piece, among those of other ranks."""
+    os.write(1, f"{text}\n".encode())
+
+
+def main() -> None:
+    end_with_launcher()
+    with FailureReport() as failure:
+        world, comm = world_from_environment(), CommConfig()
+        failure.store = connect(world, comm)
+        group = init_process_group(world, failure.store, comm)
+        control = Control(dist.new_group(backend="gloo"))
+        request = StopRequest()
+        request.activate()
+        step, agreed = 0, Flags()
+        while not agreed.stop:
+            step += 1
+            time.sleep(STEP_S)
+            dist.all_reduce(torch.zeros(1), group=group)
+            agreed = control.exchange(Flags(stop=request.number))
+            say(f"step {step}/ of rank {world.rank}")
+        control.finish()
+        asked = request.signal or "nobody"
+        agreed_on = signal.Signals(agreed.stop).name
+        say(f"rank {world.rank}, asked by {asked}, stopped after step {step} by {agreed_on}")
+        if "SAVE_S" in os.environ:
+            time.sleep(float(os.environ["SAVE_S"]))
+        dist.barrier()
+        dist.destroy_process_group()
+    end_process(0)
+
+
+if __name__ == "__main__":
+    main()

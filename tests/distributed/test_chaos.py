@@ -1,0 +1,58 @@
+"""A run through faults of all kinds ends as the run that nothing has happened to."""
+
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.distributed.chaos import FAULTS, Chaos, Mesh, assert_gone_on_each_time, survive
+from tests.distributed.program import Starter
+from tests.distributed.recovered import Undisturbed, assert_as_undisturbed
+from tests.distributed.resuming import numbers
+
+TWO_RANKS = (Mesh(2, ()),)
+MESHES = (
+    Mesh(2, ("--parallelism.dp_shard", "2")),
+    Mesh(1, ()),
+    Mesh(2, ("--parallelism.tp", "2")),
+    Mesh(2, ("--parallelism.dp_replicate", "2")),
+    Mesh(2, ("--parallelism.pp", "2")),
+)
+SHORT = ["a killed rank", "SIGUSR1 to a rank", "a full disk", "a flipped bit"]
+EACH_TWICE = [*FAULTS, *FAULTS]
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@pytest.mark.parametrize(
+    ("steps", "names"),
+    [
+        pytest.param(30, SHORT, id="short", marks=pytest.mark.slow),
+        pytest.param(300, EACH_TWICE, id="long", marks=[pytest.mark.soak, pytest.mark.timeout(7200)]),
+    ],
+)
+def test_a_run_through_all_faults_ends_bit_for_bit_as_without_them(
+    steps: int, names: list[str], tmp_path: Path, start: Starter, undisturbed: Undisturbed
+) -> None:
+    random = Random(4)
+    chaos = Chaos(start, tmp_path, steps, random, TWO_RANKS)
+    survive(chaos, random.sample(names, len(names)))
+    assert_gone_on_each_time(chaos.said)
+    assert_as_undisturbed(tmp_path / "out", steps, undisturbed(steps))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_a_run_through_all_faults_and_over_many_meshes_has_the_same_losses(
+    tmp_path: Path, start: Starter, undisturbed: Undisturbed
+) -> None:
+    random = Random(5)
+    chaos = Chaos(start, tmp_path, 300, random, MESHES)
+    survive(chaos, random.sample(EACH_TWICE, len(EACH_TWICE)))
+    assert_gone_on_each_time(chaos.said)
+    found, expected = numbers(tmp_path / "out"), numbers(undisturbed(300))[:300]
+    assert [row["step"] for row in found] == [row["step"] for row in expected] == list(range(1, 301))
+    assert [row["lr"] for row in found] == [row["lr"] for row in expected]
+    for row, expected_row in zip(found, expected, strict=True):
+        assert row["loss"] == pytest.approx(expected_row["loss"], rel=1e-12, abs=0), row["step"]

@@ -1,0 +1,92 @@
+"""A run that goes on on another mesh each time: the same tokens, not a bit of the state changed, the same losses."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.resuming import Outcome, Start, numbers, start_runs
+
+pytestmark = pytest.mark.slow
+
+STEPS_EACH = 2
+SYNC, ASYNC = "checkpoint.async_mode=disabled", "checkpoint.async_mode=async"
+ROUND = (
+    (1, (SYNC,)),
+    (2, ("parallelism.dp_shard=2", ASYNC)),
+    (4, ("parallelism.tp=2", "parallelism.pp=2", SYNC)),
+    (2, ("parallelism.dp_replicate=2", ASYNC)),
+    (1, (SYNC,)),
+)
+INTERLEAVED = (
+    (2, ("parallelism.pp=2", "parallelism.pp_schedule=Interleaved1F1B")),
+    (2, ("parallelism.dp_shard=2",)),
+    (2, ("parallelism.pp=2", "parallelism.pp_schedule=Interleaved1F1B", ASYNC)),
+    (1, ()),
+)
+FOUR = (
+    (4, ("parallelism.dp_replicate=2", "parallelism.dp_shard=2")),
+    (4, ("parallelism.dp_shard=2", "parallelism.tp=2", ASYNC)),
+    (4, ("parallelism.pp=2", "parallelism.dp_shard=2", "parallelism.pp_schedule=ZBVZeroBubble")),
+    (2, ("parallelism.tp=2", ASYNC)),
+)
+TIED = (
+    (2, ("parallelism.tp=2", SYNC)),
+    (1, (ASYNC,)),
+    (2, ("parallelism.dp_shard=2", SYNC)),
+)
+
+Meshes = Sequence[tuple[int, tuple[str, ...]]]
+
+
+def go_round(folder: Path, meshes: Meshes, *settings: str) -> tuple[Outcome, list[Outcome]]:
+    """The uninterrupted run on one process, and the starts of the other, each of which trains a few steps further.
+
+    The learning rate does not depend on where a run ends; checked: each start begins with what the one before had.
+    """
+    whole = Start((*settings, f"training.steps={STEPS_EACH * len(meshes)}", "checkpoint.interval=100"), run="whole")
+    starts = [
+        Start((*settings, *axes, f"training.steps={STEPS_EACH * n}", "checkpoint.interval=100"), ranks)
+        for n, (ranks, axes) in enumerate(meshes, 1)
+    ]
+    expected, *outcomes = start_runs(folder, [whole, *starts])
+    for number, outcome in enumerate(outcomes):
+        assert outcome.error == ""
+        assert outcome.step == STEPS_EACH * number
+        if number:
+            assert outcome.begin == outcomes[number - 1].end
+    given = {step: rows for outcome in outcomes for step, rows in outcome.rows.items()}
+    assert given == expected.rows
+    assert list(given) == list(range(1, STEPS_EACH * len(meshes) + 1))
+    assert outcomes[-1].end.keys() == expected.end.keys()
+    return expected, outcomes
+
+
+def check_numbers(folder: Path, rel: float) -> None:
+    found, expected = numbers(folder / "run"), numbers(folder / "whole")
+    assert [row["step"] for row in found] == [row["step"] for row in expected]
+    for row, expected_row in zip(found, expected, strict=True):
+        assert row == pytest.approx(expected_row, rel=rel, abs=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("meshes", "settings"),
+    [
+        pytest.param(ROUND, (), id="round"),
+        pytest.param(INTERLEAVED, ("model.n_layers=4",), id="interleaved", marks=pytest.mark.soak),
+        pytest.param(TIED, ("model.tie_embeddings=true",), id="tied"),
+        pytest.param(FOUR, ("model.n_layers=4",), id="four", marks=pytest.mark.soak),
+    ],
+)
+def test_every_mesh_goes_on_where_the_one_before_has_ended(
+    meshes: Meshes, settings: tuple[str, ...], tmp_path: Path
+) -> None:
+    go_round(tmp_path, meshes, *settings)
+    check_numbers(tmp_path, 1e-12)
+
+
+@pytest.mark.slow
+def test_bfloat16_keeps_its_bits(tmp_path: Path) -> None:
+    go_round(tmp_path, ROUND[1:3], "training.dtype=bfloat16")
+    check_numbers(tmp_path, 2e-2)

@@ -1,0 +1,128 @@
+"""scripts/slurm.sbatch as Slurm runs it, with two nodes on this machine: srun and scontrol are stubs."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.program import CONFIG, PATIENCE_S, REPOSITORY, Program, clean_environment, free_port, read
+
+SCRIPT = REPOSITORY / "scripts" / "slurm.sbatch"
+NODES = 2
+
+# As Slurm's: a task per node; it passes SIGUSR1 on to each, kills them on SIGTERM, and ends with the worst code of all.
+SRUN = f"""#!{sys.executable}
+import signal, subprocess, sys
+start = sys.argv.index({sys.executable!r})
+tasks = [subprocess.Popen(sys.argv[start:], start_new_session=True) for _ in range({NODES})]
+def pass_on(number):
+    for task in tasks:
+        task.send_signal(number)
+signal.signal(signal.SIGUSR1, lambda number, frame: pass_on(number))
+signal.signal(signal.SIGTERM, lambda number, frame: pass_on(signal.SIGKILL))
+sys.exit(max(abs(task.wait()) for task in tasks))
+"""
+SCONTROL = """#!/usr/bin/env bash
+echo "scontrol $*" >>"$SCONTROL_LOG"
+[[ "$1 $2" != "show hostnames" ]] || printf '%s\\n' 127.0.0.1 node1
+"""
+
+
+def executable(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Program]:
+    """The script, just started as a job, for 40 steps; its calls of scontrol are in tmp_path / "scontrol"."""
+    (tmp_path / "bin").mkdir()
+    executable(tmp_path / "bin" / "srun", SRUN)
+    executable(tmp_path / "bin" / "scontrol", SCONTROL)
+    config = tmp_path / "config.toml"
+    config.write_text(CONFIG)
+    environment = {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(REPOSITORY),
+        "OMP_NUM_THREADS": "1",
+        "SCONTROL_LOG": str(tmp_path / "scontrol"),
+        "SLURM_JOB_ID": str(free_port()),  # a number that another test is unlikely to have at the same time
+        "SLURM_JOB_NODELIST": "node[0-1]",
+        "SLURM_JOB_NUM_NODES": str(NODES),
+        "TITANLITE_CACHE": str(tmp_path / "cache"),
+    }
+    arguments = ["--job.config_file", str(config), "--job.dump_folder", str(tmp_path / "out"), "--training.steps", "40"]
+    output = tmp_path / "output"
+    with output.open("wb") as file:
+        command = ["bash", str(SCRIPT), *arguments]
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env=clean_environment() | environment, stdout=file, stderr=subprocess.STDOUT
+        )
+    program = Program(process, tmp_path, output)
+    yield program
+    for pid in program.processes():
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def requeues(job: Program) -> list[str]:
+    calls = (job.workplace / "scontrol").read_text().splitlines()
+    return [call for call in calls if not call.startswith("scontrol show hostnames node[0-1]")]
+
+
+def wait_until_all_gone(job: Program) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while job.processes():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_two_nodes_train_to_the_end_through_a_killed_rank(job: Program) -> None:
+    job.wait_for("step +3/")
+    assert sorted(job.ranks()) == [0, 1]
+    os.kill(job.ranks()[1], signal.SIGKILL)
+    assert job.wait() == 0, job.output
+    assert job.output.count("Job: ") == 2
+    assert job.output.count("Done: 40 steps") == 1
+    assert requeues(job) == []
+
+
+@pytest.mark.soak
+def test_after_the_warning_the_job_is_queued_again_once_its_ranks_have_ended(job: Program) -> None:
+    job.wait_for("step +3/")
+    job.process.send_signal(signal.SIGUSR1)
+    assert job.wait() != 0
+    (job_id,) = re.findall(r"job (\d+) is queued again", job.output)
+    assert requeues(job) == [f"scontrol requeue {job_id}"]
+    wait_until_all_gone(job)
+
+
+@pytest.mark.slow
+def test_a_preempted_job_waits_for_its_ranks_and_leaves_the_queue_to_slurm(job: Program) -> None:
+    job.wait_for("step +3/")
+    job.process.send_signal(signal.SIGTERM)
+    for pid in job.processes():
+        command = read(Path(f"/proc/{pid}/cmdline"))  # srun has torchrun's among its arguments
+        if "torch.distributed.run" in command and "/srun" not in command and pid not in job.ranks().values():
+            os.kill(pid, signal.SIGTERM)
+    assert job.wait() != 0
+    assert job.output.count("closing signal SIGTERM") == NODES
+    assert requeues(job) == []
+    wait_until_all_gone(job)
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck")
+def test_shellcheck_finds_nothing() -> None:
+    scripts = [SCRIPT, REPOSITORY / "run_train.sh", REPOSITORY / ".ci" / "run", *(REPOSITORY / "scripts").glob("*.sh")]
+    done = subprocess.run(["shellcheck", "-x", *scripts], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.stdout == ""
+    assert done.returncode == 0

@@ -1,0 +1,99 @@
+"""Requests to stop, to a rank or to torchrun: all ranks stop after the same step. And no rank outlives its torchrun."""
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.program import TORCHRUN, Program, Starter
+
+LOOP = (str(Path(__file__).with_name("stopping_loop.py")),)
+PASSING_ON = (*TORCHRUN, "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
+SIGNALS = ["SIGTERM", "SIGINT", "SIGUSR1"]
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def start_loop(start: Starter, workplace: Path, **environment: str) -> Program:
+    program: Program = start(workplace, ranks=2, program=LOOP, launcher=PASSING_ON, environment=environment)
+    program.wait_for(r"^step 3/ of rank 0")
+    program.wait_for(r"^step 3/ of rank 1")
+    return program
+
+
+def stops(program: Program) -> dict[int, tuple[str, int, str]]:
+    """By rank: the signal that it got itself, the step after which it stopped, the signal that all agreed on."""
+    found = re.findall(r"^rank (\d), asked by (\w+), stopped after step (\d+) by (\w+)$", program.output, re.MULTILINE)
+    return {int(rank): (asked, int(step), agreed) for rank, asked, step, agreed in found}
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        pytest.param(name, rank, marks=[] if (name, rank) == ("SIGUSR1", 1) else pytest.mark.soak)
+        for name in SIGNALS
+        for rank in range(2)
+    ],
+)
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(
+    name: str, rank: int, tmp_path: Path, start: Starter
+) -> None:
+    program = start_loop(start, tmp_path)
+    os.kill(program.ranks()[rank], signal.Signals[name])
+    assert program.wait() == 0, program.output
+    found = stops(program)
+    step = found[0][1]
+    assert found == {rank: (name, step, name), 1 - rank: ("nobody", step, name)}, program.output
+    assert program.output.count(f"step {step + 1}/") == 0
+    assert program.processes() == []
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "SIGINT" else pytest.mark.soak) for name in SIGNALS]
+)
+def test_a_signal_to_torchrun_stops_all_after_the_same_step(name: str, tmp_path: Path, start: Starter) -> None:
+    program = start_loop(start, tmp_path, SAVE_S="2")
+    os.kill(program.process.pid, signal.Signals[name])
+    program.wait()  # torchrun's own exit code is not 0, whatever that of its ranks
+    found = stops(program)
+    step = found[0][1]
+    assert found == dict.fromkeys(range(2), (name, step, name)), program.output
+    assert program.processes() == []
+
+
+@pytest.mark.slow
+def test_who_asks_torchrun_again_does_not_wait_for_the_save(tmp_path: Path, start: Starter) -> None:
+    program = start_loop(start, tmp_path, SAVE_S="100")
+    program.process.send_signal(signal.SIGINT)
+    program.wait_for("^rank 1, asked by SIGINT, stopped")
+    time.sleep(1.5)
+    begin = time.monotonic()
+    program.process.send_signal(signal.SIGINT)  # torchrun makes a SIGTERM of the second
+    program.wait()
+    assert time.monotonic() - begin < 15
+    assert program.output.count("titanlite: SIGTERM again: ended at once") == 1
+    assert program.processes() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["torchrun", pytest.param("its process group", marks=pytest.mark.soak)])
+def test_a_killed_torchrun_takes_its_ranks_along(killed: str, tmp_path: Path, start: Starter) -> None:
+    program = start(tmp_path, "--training.steps", "1000000", ranks=2)
+    program.wait_for("step +3/")
+    assert len(program.ranks()) == 2
+    if killed == "torchrun":
+        program.process.kill()
+    else:
+        os.killpg(program.process.pid, signal.SIGKILL)
+    end = time.monotonic() + 5
+    while program.processes():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert program.wait() == -signal.SIGKILL
+    said = program.output
+    time.sleep(0.5)
+    assert program.output == said

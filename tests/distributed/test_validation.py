@@ -1,0 +1,245 @@
+"""Validation on every mesh: each token once, with the weights of now, and training goes on as if nothing had been."""
+
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from tests.distributed.gradients import build_on_mesh, replaced
+from tests.distributed.layouts import (
+    BY_OP,
+    COMPILE,
+    FULL,
+    LAST,
+    PAIRS,
+    TIED,
+    WHOLE_LOGITS,
+    Layout,
+    depth,
+    runs_here,
+    schedule,
+    split,
+)
+from tests.distributed.reference import SEQ_LEN, TOKENS, VOCAB_SIZE, global_batch, plain_model, rank_batches
+from titanlite.build import batch_rows, build_validation_data
+from titanlite.data.loader import Batch, Loader
+from titanlite.loss import IGNORE_INDEX
+from titanlite.runtime.distributed import World
+from titanlite.runtime.launch import run_ranks
+from titanlite.runtime.signals import StopRequest
+from titanlite.trainer import Trainer
+from titanlite.validate import Evaluator
+
+SETS = {"two batches": 16 * 21 + 6, "three windows": 16 * 3 + 1, "two tokens": 3}
+"""Tokens of each; a global batch is 16 windows of 16."""
+BYTES = 1 + torch.arange(VOCAB_SIZE) % 2
+LIMITS = (-1, -1, 1)
+"""Of the validations, in batches."""
+SETTINGS = ("optimizer.lr=0.5", "optimizer.weight_decay=0.0", "validation.enable=true")
+NEVER = ("parallelism.fsdp_reshard_after_forward=never",)
+LAYOUTS = tuple(
+    layout
+    for layout in (
+        Layout((1, 1, 1, 1), accumulation=4),
+        Layout((1, 1, 1, 1), (*COMPILE, *FULL)),
+        Layout((1, 2, 1, 1), (*COMPILE, *TIED), accumulation=2),
+        Layout((1, 1, 2, 1), NEVER, accumulation=2),
+        Layout((1, 1, 2, 1), (*COMPILE, *BY_OP, *LAST), accumulation=2),
+        Layout((1, 1, 1, 2), (*COMPILE, *FULL), accumulation=2),
+        Layout((1, 1, 1, 2), WHOLE_LOGITS),
+        Layout((2, 1, 1, 1), (*schedule("1F1B"), *PAIRS, *COMPILE)),
+        Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *LAST), accumulation=2),
+        Layout((2, 1, 1, 1), (*schedule("InterleavedZeroBubble"), *FULL)),
+        Layout((2, 1, 1, 1), schedule("ZBVZeroBubble")),
+        Layout((2, 1, 1, 1), schedule("DualPipeV")),
+        Layout((2, 1, 2, 1), (*schedule("DualPipeV"), *depth(7))),
+        Layout((2, 1, 1, 2), (*schedule("1F1B"), *COMPILE)),
+        Layout((2, 2, 1, 1), (*schedule("GPipe"), *NEVER)),
+        Layout((1, 2, 2, 1), NEVER, accumulation=2),
+        Layout((4, 1, 1, 1), (*schedule("LoopedBFS"), *depth(6), *PAIRS)),
+        Layout((4, 1, 1, 1), (*schedule("GPipe"), *split("layers.0", "layers.1", "norm"))),
+    )
+    if runs_here(layout)
+)
+
+
+def write_sets(folder: Path) -> tuple[str, ...]:
+    """Settings that name them."""
+    tokens = np.load(TOKENS)
+    settings = list(SETTINGS)
+    for index, (name, length) in enumerate(SETS.items()):
+        np.save(folder / f"{index}.npy", tokens[1000 * index :][:length])
+        table = {"kind": "tokens", "path": folder / f"{index}.npy", "name": name}
+        settings += [f"validation.sources.{index}.{key}={value}" for key, value in table.items()]
+    return tuple(settings)
+
+
+def evaluate(evaluator: Evaluator, loaders: Iterable[Loader], steps: int = -1) -> list[list[float]]:
+    """(loss, targets, bytes) of each set."""
+    found = []
+    for loader in loaders:
+        totals, bad_rows = evaluator.totals(loader, steps=steps, on_data_error=lambda _: None)
+        assert bad_rows == 0
+        found.append([totals.loss_sum, totals.num_valid, totals.num_bytes])
+    return found
+
+
+def training_state(trainer: Trainer) -> dict[str, Any]:
+    """What validation must not touch."""
+    named = {name: p for part in trainer.model_parts for name, p in part.named_parameters()}
+    tensors = {f"weight {name}": p.detach() for name, p in named.items()}
+    tensors |= {f"gradient {name}": p.grad for name, p in named.items() if p.grad is not None}
+    tensors["random numbers of torch"] = torch.get_rng_state()
+    local = {name: (t.to_local() if isinstance(t, DTensor) else t).clone() for name, t in tensors.items()}
+    modes = [module.training for part in trainer.model_parts for module in part.modules()]
+    return local | {"random numbers of Python": random.getstate(), "modes": modes}
+
+
+def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
+    return [name for name in left.keys() | right.keys() if not same(left.get(name), right.get(name))]
+
+
+def same(left: Any, right: Any) -> bool:
+    return torch.equal(left, right) if isinstance(left, Tensor) and isinstance(right, Tensor) else bool(left == right)
+
+
+def trained(
+    layout: Layout, settings: tuple[str, ...], *, validates: bool
+) -> tuple[list[Any], list[str], dict[str, Any]]:
+    """Two steps: the validations before each and after; what these changed; losses, norms and state in the end."""
+    torch._dynamo.reset()
+    config, rank = layout.config(*settings), dist.get_rank()
+    trainer, data = build_on_mesh(config)
+    loaders = build_validation_data(config, World(rank, rank, layout.world_size, "cpu"), None).values()
+    evaluator = Evaluator(trainer, dist.new_group(backend="gloo"), BYTES, StopRequest())
+    row_losses = trainer.row_losses
+
+    def without_graph(batch: Batch) -> Tensor:
+        losses = row_losses(batch)
+        assert not losses.requires_grad
+        return losses
+
+    trainer.row_losses = without_graph  # type: ignore[method-assign]
+    in_a_step = layout.rows // data.size() // batch_rows(config, layout.world_size)
+    validations, changed, numbers = [], [], {}
+    for step in range(3):
+        if validates:
+            before = training_state(trainer)
+            validations.append(evaluate(evaluator, loaders, LIMITS[step]))
+            changed += [f"{name} before step {step}" for name in differences(before, training_state(trainer))]
+        if step < 2:
+            batches = rank_batches(global_batch("silent_ranks", step), data.get_local_rank(), data.size(), in_a_step)
+            stats = trainer.train_step(batches)
+            numbers |= {f"loss {step}": stats.mean_loss.clone(), f"norm {step}": stats.grad_norm.clone()}
+    for loader in loaders:
+        loader.close()
+    return validations, changed, numbers | training_state(trainer)
+
+
+def all_trained(layouts: list[Layout], settings: tuple[str, ...]) -> list[Any]:
+    found = []
+    for layout in layouts:
+        validations, changed, validated = trained(layout, settings, validates=True)
+        _, _, plain = trained(layout, settings, validates=False)
+        found.append((validations, changed + differences(plain, validated)))
+    return found
+
+
+def expected(layout: Layout, settings: tuple[str, ...], folder: Path) -> list[list[list[float]]]:
+    """By plain torch in one process, a window after the other; updates are plain gradient descent."""
+    config = layout.config(*settings)
+    model = plain_model(config)
+    parameters = list(model.parameters())
+    found = []
+    for step in range(3):
+        windows = None if LIMITS[step] < 0 else LIMITS[step] * layout.rows
+        with torch.no_grad():
+            sets = [torch.from_numpy(np.load(folder / f"{n}.npy")).to(torch.int64) for n in range(len(SETS))]
+            found.append([exact(model, tokens, windows) for tokens in sets])
+        batch = global_batch("silent_ranks", step)
+        scores = model(batch.tokens).flatten(0, 1)
+        total = functional.cross_entropy(scores, batch.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        gradients = torch.autograd.grad(total / (batch.labels != IGNORE_INDEX).sum(), parameters)
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.sub_(config.optimizer.lr * gradient)
+    return found
+
+
+def exact(model: Any, tokens: Tensor, limit: int | None) -> list[float]:
+    loss, targets, num_bytes = 0.0, 0, 0
+    for begin in list(range(0, len(tokens) - 1, SEQ_LEN))[:limit]:
+        window = tokens[begin : begin + SEQ_LEN + 1]
+        scores = model(window[None, :-1])[0].log_softmax(-1)
+        loss -= float(scores.gather(1, window[1:, None]).sum())
+        targets += len(window) - 1
+        num_bytes += int(BYTES[window[1:]].sum())
+    return [loss, targets, num_bytes]
+
+
+QUICK = (Layout((1, 1, 2, 1), accumulation=2), Layout((1, 1, 1, 2)), Layout((2, 1, 1, 1), schedule("Interleaved1F1B")))
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param([layout for layout in LAYOUTS if layout.world_size == 1], id="one rank"),
+        pytest.param(QUICK, id="two ranks"),
+        pytest.param([layout for layout in LAYOUTS if layout.world_size == 2], id="all of two", marks=pytest.mark.soak),
+        pytest.param([layout for layout in LAYOUTS if layout.world_size == 4], id="four ranks", marks=pytest.mark.slow),
+    ],
+)
+def test_exact_on_every_mesh_and_without_a_trace_in_training(layouts: list[Layout], tmp_path: Path) -> None:
+    settings = write_sets(tmp_path)
+    for ranks in run_ranks(all_trained, layouts[0].world_size, layouts, settings):
+        for layout, (validations, changed) in zip(layouts, ranks, strict=True):
+            assert changed == [], layout
+            wanted = expected(layout, settings, tmp_path)
+            assert wanted[0][0] != wanted[1][0]
+            assert [totals[1] for totals in wanted[0]] == [length - 1 for length in SETS.values()]
+            assert wanted[2][0][1] == 16 * 16
+            for found, right in zip(validations, wanted, strict=True):
+                for (loss, *counts), (right_loss, *right_counts) in zip(found, right, strict=True):
+                    assert counts == right_counts, layout
+                    assert loss == pytest.approx(right_loss, rel=1e-12, abs=0), layout
+
+
+def around_an_update(settings: tuple[str, ...], planted: bool) -> list[float]:
+    """The loss on the first set, before and after all weights are halved. planted: parameters stay gathered."""
+    layout = Layout((1, 1, 2, 1), NEVER, rows=16)
+    trainer, _ = build_on_mesh(layout.config(*settings))
+    loaders = build_validation_data(layout.config(*settings), World(dist.get_rank(), 0, 2, "cpu"), None)
+    evaluator = Evaluator(trainer, dist.new_group(backend="gloo"), None, StopRequest())
+    shards = [parameter.data for parameter in trainer.model_parts[0].parameters()]
+    found = []
+    with replaced(FSDPModule, "reshard", (lambda _: None) if planted else FSDPModule.reshard):
+        for _ in range(2):
+            found.append(evaluate(evaluator, list(loaders.values())[:1])[0][0])
+            for shard in shards:
+                shard.mul_(0.5)
+    for loader in loaders.values():
+        loader.close()
+    return found
+
+
+def test_weights_are_those_of_now(tmp_path: Path) -> None:
+    settings = write_sets(tmp_path)
+    right, stale = (run_ranks(around_an_update, 2, settings, planted)[0] for planted in (False, True))
+    model = plain_model(LAYOUTS[0].config(*settings))
+    tokens = torch.from_numpy(np.load(tmp_path / "0.npy")).to(torch.int64)
+    with torch.no_grad():
+        for n in range(2):
+            expected_loss = exact(model, tokens, None)[0]
+            assert right[n] == pytest.approx(expected_loss, rel=1e-12)
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+    assert stale == [right[0], right[0]] != right

@@ -1,0 +1,94 @@
+"""Checkpoints for tests, as small as they can be, and a way to kill the work on them at any file operation."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from titanlite.checkpoint.folder import publish, step_folder, writing_folder
+from titanlite.checkpoint.manifest import Branch, Manifest, write_manifest
+from titanlite.checkpoint.storage import METADATA_FILE, FileRecord
+
+
+def a_manifest(step: int, files: dict[str, bytes], **changes: Any) -> Manifest:
+    """The manifest of a checkpoint with these files, written by rank 3."""
+    records = {name: FileRecord(3, len(data), xxhash.xxh3_128_hexdigest(data)) for name, data in files.items()}
+    values: dict[str, Any] = {
+        "step": step,
+        "content": "full",
+        "lineage": (Branch("a1", 0),),
+        "counts": {"tokens_seen": 64 * step},
+        "facts": {},
+        "config": {},
+        "versions": {},
+        "created": "2030-01-02T03:04:05Z",
+        "files": records,
+    }
+    return Manifest(**(values | changes))
+
+
+def write_unpublished(folder: Path, step: int, **changes: Any) -> Path:
+    """A checkpoint with all its files, under the name that it has while it is written."""
+    path = writing_folder(folder, step)
+    path.mkdir(parents=True)
+    files = {METADATA_FILE: f"step {step}".encode()}
+    (path / METADATA_FILE).write_bytes(files[METADATA_FILE])
+    write_manifest(path, a_manifest(step, files, **changes))
+    return path
+
+
+def make(folder: Path, step: int, **changes: Any) -> Path:
+    """A published checkpoint of one small file. changes: of its manifest."""
+    write_unpublished(folder, step, **changes)
+    publish(folder, step)
+    return step_folder(folder, step)
+
+
+def content_of(folder: Path) -> dict[str, bytes | str]:
+    """All that is below `folder`: bytes of files, where links point to, "folder"."""
+    found: dict[str, bytes | str] = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_symlink():
+            found[name] = f"-> {path.readlink()}"
+        else:
+            found[name] = "folder" if path.is_dir() else path.read_bytes()
+    return found
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing that runs after it may put things right."""
+
+
+class Killer:
+    """Raises at a chosen one of the operations that change or open files, before it happens."""
+
+    EVENTS = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.link"})
+
+    def __init__(self) -> None:
+        self._left: int | None = None
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, _: Any) -> None:
+        if self._left is not None and event in self.EVENTS:
+            self._left -= 1
+            if self._left < 0:
+                raise Killed(event)
+
+    @contextmanager
+    def at(self, operation: int) -> Iterator[list[bool]]:
+        """Kills at that operation, from 0; the list holds True afterwards where it came to that."""
+        killed: list[bool] = []
+        self._left = operation
+        try:
+            yield killed
+        except Killed:
+            killed.append(True)
+        finally:
+            self._left = None
+
+
+KILLER = Killer()  # an audit hook stays for good: there is one for all tests

@@ -1,0 +1,205 @@
+"""What a resumed run has to agree with, and what it says about the rest."""
+
+import json
+from dataclasses import asdict, fields, replace
+from typing import Any, get_args
+
+import pytest
+
+from titanlite.checkpoint.compatibility import Changeable, changed_settings, check_facts, differences
+from titanlite.config.schema import JobConfig
+from titanlite.runtime.errors import UserError
+
+NESTED = {"a": 1, "b": {"c": [1, 2, {"d": None}], "e": "x"}}
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "lines"),
+    [
+        (NESTED, json.loads(json.dumps(NESTED)), []),
+        (1, 1.0, []),
+        ((1, 2), [1, 2], []),
+        (1, 2, ["f: 1 in the checkpoint, 2 now"]),
+        (2048, 1_000_000, ["f: 2,048 in the checkpoint, 1,000,000 now"]),
+        (True, False, ["f: True in the checkpoint, False now"]),
+        (None, "x", ["f: nothing in the checkpoint, x now"]),
+        ("x", None, ["f: x in the checkpoint, nothing now"]),
+        ({"a": 1}, {"a": 2}, ["f.a: 1 in the checkpoint, 2 now"]),
+        ({"a": 1}, {}, ["f.a: 1 in the checkpoint, nothing now"]),
+        ({}, {"a": 1}, ["f.a: nothing in the checkpoint, 1 now"]),
+        ({"z": 1, "a": 1}, {"n": 1, "a": 2}, [f"f.{line} now" for line in (
+            "z: 1 in the checkpoint, nothing", "a: 1 in the checkpoint, 2", "n: nothing in the checkpoint, 1")]),
+        ({"a": {"b": 1}}, {"a": 3}, ["f.a: {'b': 1} in the checkpoint, 3 now"]),
+        ([1, {"a": 1}, 3], [1, {"a": 2}, 4], ["f.1.a: 1 in the checkpoint, 2 now", "f.2: 3 in the checkpoint, 4 now"]),
+        ([1], [1, 2], ["f: [1] in the checkpoint, [1, 2] now"]),
+        ([], {}, ["f: [] in the checkpoint, {} now"]),
+        ("y" * 300, "z", [f"f: {'y' * 200} \u2026 in the checkpoint, z now"]),
+    ],
+)  # fmt: skip
+def test_differences_part_by_part(saved: Any, now: Any, lines: list[str]) -> None:
+    assert list(differences(saved, now, "f")) == lines
+
+
+DATA = {
+    "stream_version": 1,
+    "shuffle": True,
+    "seed": 0,
+    "sources": [{"name": "text /a", "kind": "text", "content": "1"}],
+}
+FACTS: dict[str, Any] = {
+    "model": {"family": "llama3", "dim": 64, "n_layers": 2},
+    "seq_len": 2048,
+    "dtype": "float32",
+    "optimizer": "AdamW",
+    "num_streams": 8,
+    "data": DATA,
+    "tokenizer": "aa",
+    "streams_version": 1,
+    "init_version": 1,
+}
+CHANGED: dict[str, Any] = {
+    "model": FACTS["model"] | {"dim": 128},
+    "seq_len": 1024,
+    "dtype": "float64",
+    "optimizer": "SGD",
+    "num_streams": 16,
+    "data": DATA | {"seed": 7},
+    "tokenizer": "bb",
+    "streams_version": 2,
+    "init_version": 2,
+}
+SAID = {
+    "model": ["model.dim: 64 in the checkpoint, 128 now", "remedy: resume with the model of the checkpoint"],
+    "seq_len": ["seq_len: 2,048 in the checkpoint, 1,024 now", "training.seq_len"],
+    "dtype": ["dtype: float32 in the checkpoint, float64 now", "training.dtype"],
+    "optimizer": ["optimizer: AdamW in the checkpoint, SGD now", "optimizer.name"],
+    "num_streams": ["num_streams: 8 in the checkpoint, 16 now", "data.num_streams: leave the key out"],
+    "data": ["data: seed", "0", "7", "--checkpoint.accept_changes '[\"data\"]'"],
+    "tokenizer": ["tokenizer: aa in the checkpoint, bb now", "--checkpoint.accept_changes '[\"tokenizer\"]'"],
+    "streams_version": ["streams_version: 1 in the checkpoint, 2 now", "resume with a titanlite of that version"],
+    "init_version": ["init_version: 1 in the checkpoint, 2 now", "--checkpoint.accept_changes '[\"init_version\"]'"],
+}
+
+
+def test_the_same_facts_are_no_news() -> None:
+    assert check_facts(FACTS, json.loads(json.dumps(FACTS)), (), "here") == []
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_one_difference_is_refused_with_both_values_and_what_to_do(name: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_facts(FACTS, FACTS | {name: CHANGED[name]}, (), "step 5 of /folder")
+    text = str(caught.value)
+    assert text.startswith("the run cannot go on from step 5 of /folder: it was made with other settings\n")
+    for part in [*SAID[name], "remedy: ", "--checkpoint.initial_load_path", "--job.dump_folder"]:
+        assert part in text
+    assert text.count("remedy") == 1
+    assert ("accept_changes" in text) == (name in get_args(Changeable))
+
+
+def test_all_differences_are_said_at_once() -> None:
+    with pytest.raises(UserError) as caught:
+        check_facts(FACTS, CHANGED, (), "here")
+    for part in (part for parts in SAID.values() for part in parts):
+        assert part in str(caught.value)
+    assert str(caught.value).count("remedy") == len(FACTS)
+
+
+@pytest.mark.parametrize("name", get_args(Changeable))
+def test_an_accepted_change_is_said_and_no_other_one_is_accepted_with_it(name: Any) -> None:
+    (line,) = check_facts(FACTS, FACTS | {name: CHANGED[name]}, [name], "here")
+    assert line.startswith(f"accepted change since the checkpoint: {name}")
+    others = [other for other in FACTS if other != name]
+    with pytest.raises(UserError) as caught:
+        check_facts(FACTS, CHANGED, [name], "here")
+    assert f"  {SAID[name][0]}" not in str(caught.value)
+    assert all(f"  {SAID[other][0]}" in str(caught.value) for other in others)
+
+
+def test_a_fact_that_one_side_does_not_have_is_a_difference() -> None:
+    fewer = {name: value for name, value in FACTS.items() if name != "seq_len"}
+    for saved, now in ((FACTS, fewer), (fewer, FACTS)):
+        with pytest.raises(UserError, match=r"seq_len: .*nothing"):
+            check_facts(saved, now, (), "here")
+
+
+def test_data_may_have_another_place_and_name() -> None:
+    moved = DATA | {"sources": [{"name": "text /b", "kind": "text", "content": "1"}]}
+    assert check_facts(FACTS, FACTS | {"data": moved}, (), "here") == []
+    edited = DATA | {"sources": [{"name": "text /b", "kind": "text", "content": "2"}]}
+    with pytest.raises(UserError, match=r"data: source 0 \(text /b\): content differs"):
+        check_facts(FACTS, FACTS | {"data": edited}, (), "here")
+
+
+# All that a resumed run says when it is another value than before. The rest is silent: where and how the run is laid
+# out, what it logs, and what is among the facts, which are looked at by themselves.
+TOLD = {
+    *("training.global_batch_size", "training.max_norm", "training.norm_type"),
+    *("training.mixed_precision_param", "training.mixed_precision_reduce", "data.on_bad_row"),
+    *("optimizer.lr", "optimizer.beta1", "optimizer.beta2", "optimizer.eps", "optimizer.weight_decay"),
+    *("optimizer.weight_decay_skip", "optimizer.implementation"),
+    *("lr_schedule.warmup_steps", "lr_schedule.decay", "lr_schedule.decay_steps", "lr_schedule.decay_ratio"),
+    *("lr_schedule.min_lr_factor", "debug.seed", "debug.deterministic", "debug.deterministic_warn_only"),
+    *("validation.steps", "validation.sources"),
+}
+SILENT = {
+    *("training.steps", "training.local_batch_size", "training.seq_len", "training.dtype", "training.gc_freq"),
+    *("data.num_streams", "data.shuffle", "data.seed", "data.max_piece_bytes", "data.add_bos", "data.add_eos"),
+    *("data.max_bad_rows", "data.sources", "data.packing", "data.document_mask", "data.num_workers", "data.ledger"),
+    *("optimizer.name", "validation.enable", "validation.interval"),
+}
+SILENT_SECTIONS = {
+    *("job", "model", "tokenizer", "parallelism", "activation_checkpoint", "compile", "checkpoint", "metrics", "comm"),
+}
+
+
+def resolved(config: JobConfig) -> dict[str, Any]:
+    """As it stands in a manifest."""
+    return dict(json.loads(json.dumps(asdict(config))))
+
+
+def another(value: Any) -> Any:
+    """A value that differs."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    if isinstance(value, str):
+        return value + "x"
+    return {"other": 1} if isinstance(value, dict) else [*value, "other"]
+
+
+def test_every_setting_is_told_or_silent_for_a_reason() -> None:
+    config = JobConfig()
+    saved = resolved(config)
+    told = set()
+    names = {f"{section}.{key}" for section, values in saved.items() for key in values}
+    for section, values in saved.items():
+        for key, value in values.items():
+            lines = changed_settings(saved, saved | {section: values | {key: another(value)}})
+            assert all(line.startswith(f"{section}.{key}") for line in lines)
+            told |= {f"{section}.{key}"} if lines else set()
+    assert told == TOLD
+    silent = {name for name in names if name.split(".")[0] in SILENT_SECTIONS}
+    assert names == TOLD | SILENT | silent, "a new setting: is a change of it told, when a run goes on?"
+    assert {section.name for section in fields(JobConfig)} >= SILENT_SECTIONS
+
+
+def test_a_changed_setting_is_said_with_both_values() -> None:
+    config = JobConfig()
+    now = replace(config, optimizer=replace(config.optimizer, lr=1e-3, weight_decay_skip=()))
+    assert changed_settings(resolved(config), resolved(config)) == []
+    assert changed_settings(resolved(config), resolved(now)) == [
+        "optimizer.lr: 0.0003 in the checkpoint, 0.001 now",
+        "optimizer.weight_decay_skip: ['*norm*', '*bias*'] in the checkpoint, [] now",
+    ]
+
+
+def test_a_setting_that_the_checkpoint_does_not_know_is_said() -> None:
+    saved, now = resolved(JobConfig()), resolved(JobConfig())
+    del saved["optimizer"]["eps"]
+    del saved["debug"]
+    assert changed_settings(saved, now) == [
+        "optimizer.eps: nothing in the checkpoint, 1e-08 now",
+        *(f"debug.{key}: nothing in the checkpoint, {value} now" for key, value in now["debug"].items()),
+    ]

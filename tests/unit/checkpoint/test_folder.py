@@ -1,0 +1,288 @@
+"""What the folder of checkpoints holds, what may go, and what an interruption leaves."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.unit.checkpoint.making import KILLER, content_of, make, write_unpublished
+from titanlite.checkpoint.folder import (
+    DELETED_MANIFEST,
+    clear_leftovers,
+    delete,
+    ever_published,
+    invalid_kind,
+    publish,
+    published_steps,
+    retain,
+    set_aside,
+    step_folder,
+    supersede_after,
+    whole_manifest,
+)
+from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch, UnknownFormatError
+from titanlite.checkpoint.storage import METADATA_FILE, InvalidCheckpointError
+
+FOREIGN_FOLDERS = [
+    *("step-007", "step-7x", "my-step-50-gold", "step--1", "step-+7", "step-", "step-7 ", "step-7\n", "step-7.5"),
+    *("Step-7", "step-1_0", "step-\u0667", "step-00", ".step-007.writing", ".step-7.writing.old", "step-7.writing"),
+    *(".step-7.invalid", ".step-7", "step_7", "xstep-7", ".step-7.deleting-2", "tmp"),
+]
+
+
+def add_foreign(folder: Path) -> None:
+    """Folders of other names with whole checkpoints of step 7 in them, and other things of our names."""
+    for name in FOREIGN_FOLDERS:
+        make(folder, 7).rename(folder / name)
+    (folder / "step-70").write_text("a file")
+    (folder / ".step-70.writing").write_text("a file")
+    elsewhere = folder.parent / "elsewhere"
+    make(elsewhere, 71)
+    (folder / "step-71").symlink_to(elsewhere / "step-71")
+    (folder / ".step-71.writing").symlink_to(elsewhere / "step-71")
+    (folder / "step-72").symlink_to(folder / "nowhere")
+
+
+def test_other_names_files_and_links_are_never_touched(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    add_foreign(folder)
+    foreign, elsewhere = content_of(folder), content_of(tmp_path / "elsewhere")
+    assert published_steps(folder) == []
+    assert not ever_published(folder)
+    for step in (0, 5, 8, 100):
+        make(folder, step)
+    assert published_steps(folder) == [0, 5, 8, 100]
+    assert clear_leftovers(folder) == []
+    assert supersede_after(folder, 8) == [100]
+    assert retain(folder, keep_latest_k=1, keep_every=0, keep=()) == [0, 5]
+    set_aside(folder, 8, "invalid-now")
+    assert published_steps(folder) == []
+    now = content_of(folder)
+    assert {name: now.get(name) for name in foreign} == foreign
+    ours = {name.split("/")[0] for name in now.keys() - foreign.keys()}
+    assert ours == {"step-8.invalid-now", "step-100.superseded-a1"}
+    assert content_of(tmp_path / "elsewhere") == elsewhere
+
+
+def test_a_folder_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "none"
+    assert (published_steps(folder), ever_published(folder), clear_leftovers(folder)) == ([], False, [])
+    assert not folder.exists()
+
+
+def test_steps_are_numbers_and_not_names(tmp_path: Path) -> None:
+    for step in (10, 9, 100, 0):
+        make(tmp_path, step)
+    assert published_steps(tmp_path) == [0, 9, 10, 100]
+
+
+@pytest.mark.parametrize("name", ["step-7", "step-7.invalid-x", "step-7.superseded-a1", "step-7.superseded-a1-2"])
+def test_what_was_published_leaves_traces(tmp_path: Path, name: str) -> None:
+    make(tmp_path, 7).rename(tmp_path / name)
+    (tmp_path / "and-more").mkdir()
+    assert ever_published(tmp_path)
+
+
+@pytest.mark.parametrize("name", [".step-7.writing", ".step-7.deleting", "step-7.gold", "step-07.invalid-x"])
+def test_what_was_not_leaves_none(tmp_path: Path, name: str) -> None:
+    make(tmp_path, 7).rename(tmp_path / name)
+    assert not ever_published(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "empty folder", "file", "link", "dangling link"])
+def test_publishing_replaces_nothing(tmp_path: Path, kind: str) -> None:
+    target = step_folder(tmp_path, 7)
+    if kind == "checkpoint":
+        make(tmp_path, 7)
+    elif kind == "empty folder":
+        target.mkdir()
+    elif kind == "file":
+        target.write_text("mine")
+    else:
+        (tmp_path / "other").mkdir()
+        target.symlink_to(tmp_path / ("other" if kind == "link" else "nowhere"))
+    writing = write_unpublished(tmp_path, 7, created="another time")
+    before = content_of(tmp_path)
+    with pytest.raises(FileExistsError, match="exists already") as caught:
+        publish(tmp_path, 7)
+    assert caught.value.filename == str(target)
+    assert content_of(tmp_path) == before
+    assert writing.exists()
+
+
+def test_published_is_all_or_nothing_at_every_operation(tmp_path: Path) -> None:
+    for operation in range(100):
+        folder = tmp_path / str(operation)
+        files = content_of(write_unpublished(folder, 7))
+        with KILLER.at(operation) as killed:
+            publish(folder, 7)
+        if published_steps(folder):
+            assert content_of(step_folder(folder, 7)) == files
+            assert whole_manifest(folder, 7).step == 7
+        else:
+            assert killed
+            assert clear_leftovers(folder) == [".step-7.writing"]
+            assert not list(folder.iterdir())
+        if not killed:
+            assert operation >= 3  # open and sync the folder, rename, open and sync the parent
+            return
+    raise AssertionError("publishing never ends")
+
+
+def test_set_aside_finds_a_free_name(tmp_path: Path) -> None:
+    found = []
+    (tmp_path / "step-7.invalid-now-2").write_text("a file")
+    (tmp_path / "step-7.invalid-now-4").symlink_to("nowhere")
+    for number in range(4):
+        make(tmp_path, 7, created=str(number))
+        found.append(set_aside(tmp_path, 7, "invalid-now").name)
+    assert found == [f"step-7.invalid-now{suffix}" for suffix in ("", "-3", "-5", "-6")]
+    assert (tmp_path / "step-7.invalid-now-2").read_text() == "a file"
+    assert b'"created": "0"' in (tmp_path / "step-7.invalid-now" / MANIFEST_FILE).read_bytes()
+
+
+def test_the_time_of_a_damage_is_in_the_name() -> None:
+    assert re.fullmatch(r"invalid-2\d{7}T\d{6}Z", invalid_kind())
+
+
+def test_leftovers_are_cleared_and_named(tmp_path: Path) -> None:
+    make(tmp_path, 5)
+    write_unpublished(tmp_path, 10)
+    make(tmp_path, 3).rename(tmp_path / ".step-3.deleting")
+    path = make(tmp_path, 4)
+    (path / MANIFEST_FILE).rename(path / DELETED_MANIFEST)
+    (tmp_path / ".step-6.writing").mkdir()
+    kept = content_of(step_folder(tmp_path, 5))
+    assert clear_leftovers(tmp_path) == [".step-10.writing", ".step-3.deleting", ".step-6.writing", "step-4"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
+    assert content_of(step_folder(tmp_path, 5)) == kept
+
+
+def damaged_or_whole(folder: Path) -> dict[int, bool]:
+    """Of each published step: whether it counts as a whole checkpoint."""
+    found = {}
+    for step in published_steps(folder):
+        try:
+            found[step] = whole_manifest(folder, step).step == step
+        except InvalidCheckpointError:
+            found[step] = False
+    return found
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_deletion_killed_at_any_operation_is_completed_and_never_taken_for_a_damage(
+    tmp_path: Path, stale: bool
+) -> None:
+    """stale: another deletion of that step has left something."""
+    for operation in range(100):
+        folder = tmp_path / str(operation)
+        if stale:
+            make(folder, 5).rename(folder / ".step-5.deleting")
+        path = make(folder, 5)
+        (path / "__0_0.distcp").write_bytes(b"tensors")
+        make(folder, 10)
+        with KILLER.at(operation) as killed:
+            delete(folder, 5)
+        if operation == 0:
+            assert damaged_or_whole(folder) == {5: True, 10: True}
+            continue
+        assert damaged_or_whole(folder) == {10: True}
+        left = {entry.name for entry in folder.iterdir()} - {"step-10"}
+        assert set(clear_leftovers(folder)) == left
+        assert [entry.name for entry in folder.iterdir()] == ["step-10"]
+        if not killed:
+            assert not left
+            assert operation >= 6
+            return
+    raise AssertionError("deleting never ends")
+
+
+def test_clearing_killed_at_any_operation_goes_on_the_next_time(tmp_path: Path) -> None:
+    for operation in range(100):
+        folder = tmp_path / str(operation)
+        write_unpublished(folder, 10)
+        make(folder, 3).rename(folder / ".step-3.deleting")
+        path = make(folder, 3)
+        (path / MANIFEST_FILE).rename(path / DELETED_MANIFEST)
+        make(folder, 5)
+        with KILLER.at(operation) as killed:
+            clear_leftovers(folder)
+        assert damaged_or_whole(folder) == {5: True}
+        clear_leftovers(folder)
+        assert [entry.name for entry in folder.iterdir()] == ["step-5"]
+        if not killed:
+            return
+    raise AssertionError("clearing never ends")
+
+
+def test_going_back_sets_the_later_ones_aside_under_the_name_of_their_branch(tmp_path: Path) -> None:
+    old, new = (Branch("a1", 0),), (Branch("a1", 0), Branch("b2", 10))
+    for step, lineage in ((5, old), (10, old), (15, new), (20, new)):
+        make(tmp_path, step, lineage=lineage)
+    (step_folder(tmp_path, 20) / MANIFEST_FILE).unlink()
+    make(tmp_path, 25, lineage=new, content="model")
+    make(tmp_path, 30, format=99)
+    (tmp_path / "step-15.superseded-b2").mkdir()
+    kept = {step: content_of(step_folder(tmp_path, step)) for step in (5, 10, 15)}
+    assert supersede_after(tmp_path, 10) == [15, 20, 25, 30]
+    names = ["step-15.superseded-b2", "step-15.superseded-b2-2", "step-25.superseded-b2"]
+    unknown = ["step-20.superseded-unknown", "step-30.superseded-unknown"]
+    assert {entry.name for entry in tmp_path.iterdir()} == {"step-5", "step-10", *names, *unknown}
+    assert {step: content_of(step_folder(tmp_path, step)) for step in (5, 10)} == {5: kept[5], 10: kept[10]}
+    assert content_of(tmp_path / "step-15.superseded-b2-2") == kept[15]
+    assert supersede_after(tmp_path, 10) == []
+
+
+def test_whole_is_what_has_its_own_manifest_and_files_of_their_sizes(tmp_path: Path) -> None:
+    path = make(tmp_path, 5)
+    assert whole_manifest(tmp_path, 5).step == 5
+    data = (path / METADATA_FILE).read_bytes()
+    (path / METADATA_FILE).write_bytes(data[:-1])
+    with pytest.raises(InvalidCheckpointError, match=r"\.metadata \(written by rank 3\) has 5 bytes instead of 6"):
+        whole_manifest(tmp_path, 5)
+    (path / METADATA_FILE).write_bytes(data)
+    path.rename(step_folder(tmp_path, 6))
+    with pytest.raises(InvalidCheckpointError, match="is that of step 5"):
+        whole_manifest(tmp_path, 6)
+
+
+def test_retention_counts_whole_full_ones_only_and_deletes_no_others(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40, 50):
+        make(tmp_path, step)
+    (step_folder(tmp_path, 10) / MANIFEST_FILE).unlink()
+    os.truncate(step_folder(tmp_path, 40) / METADATA_FILE, 1)
+    make(tmp_path, 60, content="model")
+    make(tmp_path, 70, format=99)
+    assert retain(tmp_path, keep_latest_k=2, keep_every=0, keep=()) == [20]
+    assert published_steps(tmp_path) == [10, 30, 40, 50, 60, 70]
+
+
+@pytest.mark.parametrize(
+    ("latest", "every", "keep", "deleted"),
+    [
+        (0, 0, (), []),
+        (1, 0, (), [10, 20, 30, 40]),
+        (2, 20, (), [10, 30]),
+        (1, 25, (), [10, 20, 30, 40]),
+        (2, 0, (10, 25), [20, 30]),
+        (5, 0, (), []),
+        (9, 0, (), []),
+    ],
+)
+def test_retention_by_its_settings(
+    tmp_path: Path, latest: int, every: int, keep: tuple[int, ...], deleted: list[int]
+) -> None:
+    for step in (10, 20, 30, 40, 50):
+        make(tmp_path, step)
+    assert retain(tmp_path, keep_latest_k=latest, keep_every=every, keep=keep) == deleted
+    assert published_steps(tmp_path) == [step for step in (10, 20, 30, 40, 50) if step not in deleted]
+
+
+def test_a_newer_format_is_not_deleted_cleared_or_called_damaged(tmp_path: Path) -> None:
+    make(tmp_path, 5, format=2)
+    make(tmp_path, 10)
+    assert retain(tmp_path, keep_latest_k=1, keep_every=0, keep=()) == []
+    assert clear_leftovers(tmp_path) == []
+    with pytest.raises(UnknownFormatError):
+        whole_manifest(tmp_path, 5)

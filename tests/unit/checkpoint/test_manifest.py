@@ -1,0 +1,174 @@
+"""MANIFEST.json: what is read is what was written, or it is damaged, or a newer titanlite's."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tests.unit.checkpoint.making import a_manifest
+from titanlite.checkpoint.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    Branch,
+    Manifest,
+    UnknownFormatError,
+    read_manifest,
+    write_manifest,
+)
+from titanlite.checkpoint.storage import METADATA_FILE, InvalidCheckpointError
+
+ZEROS = "0" * 32
+
+
+def full_manifest() -> Manifest:
+    """With something in every place, text of other alphabets, and numbers at the edges."""
+    files = {METADATA_FILE: b"meta", "__0_0.distcp": b"", "__1_0.distcp": b"tensors"}
+    return a_manifest(
+        10,
+        files,
+        lineage=(Branch("a1", 0), Branch("b2", 5)),
+        counts={"tokens_seen": 2**62, "skipped_steps": 0},
+        facts={"model": {"dim": 8, "eps": 1e-5, "tie": False}, "tokenizer": None, "seq": [1, "\u4e2d", []]},
+        config={"job": {"description": f'{ZEROS} quo"te \\ \n \u00e4 \U0001f642'}, "optimizer": {"lr": 0.1 + 0.2}},
+        versions={"titanlite": "1"},
+    )
+
+
+def small() -> Manifest:
+    return a_manifest(3, {METADATA_FILE: b"m"})
+
+
+def raw(folder: Path) -> bytes:
+    return (folder / MANIFEST_FILE).read_bytes()
+
+
+def replace(folder: Path, data: bytes) -> None:
+    (folder / MANIFEST_FILE).write_bytes(data)
+
+
+@pytest.mark.parametrize("content", ["full", "model"])
+def test_round_trip(tmp_path: Path, content: str) -> None:
+    manifest = Manifest(**{**vars(full_manifest()), "content": content})
+    write_manifest(tmp_path, manifest)
+    assert read_manifest(tmp_path) == manifest
+    assert [path.name for path in tmp_path.iterdir()] == [MANIFEST_FILE]
+
+
+def test_text_that_looks_like_the_place_of_the_hash_comes_back(tmp_path: Path) -> None:
+    manifest = a_manifest(1, {METADATA_FILE: b"m"}, facts={ZEROS: ZEROS}, config={"hash": {"xxh3-128": ZEROS}})
+    write_manifest(tmp_path, manifest)
+    assert read_manifest(tmp_path) == manifest
+    assert raw(tmp_path).count(ZEROS.encode()) == 3
+
+
+def test_the_text_is_json_for_other_programs_too(tmp_path: Path) -> None:
+    write_manifest(tmp_path, full_manifest())
+    content = json.loads(raw(tmp_path))
+    assert list(content.pop("hash")) == ["xxh3-128"]
+    assert content == json.loads(json.dumps(asdict(full_manifest())))
+
+
+def test_an_existing_one_is_not_overwritten(tmp_path: Path) -> None:
+    write_manifest(tmp_path, small())
+    with pytest.raises(FileExistsError):
+        write_manifest(tmp_path, full_manifest())
+    assert read_manifest(tmp_path) == small()
+
+
+def assert_damaged(folder: Path, data: bytes) -> None:
+    replace(folder, data)
+    with pytest.raises(InvalidCheckpointError, match=r"^MANIFEST\.json [^\n]*$"):
+        read_manifest(folder)
+
+
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    write_manifest(tmp_path, small())
+    data = raw(tmp_path)
+    for place in range(len(data)):
+        for bit in range(8):
+            assert_damaged(tmp_path, data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :])
+
+
+def test_every_truncation_is_found(tmp_path: Path) -> None:
+    write_manifest(tmp_path, small())
+    data = raw(tmp_path)
+    for length in range(len(data)):
+        assert_damaged(tmp_path, data[:length])
+        assert_damaged(tmp_path, data[:length] + bytes(len(data) - length))
+
+
+@pytest.mark.parametrize("more", [b"\n", b" ", b"\0", b"{}", b"x", b"\xff", bytes(4096)])
+def test_bytes_before_or_behind_are_found(tmp_path: Path, more: bytes) -> None:
+    write_manifest(tmp_path, small())
+    data = raw(tmp_path)
+    assert_damaged(tmp_path, data + more)
+    assert_damaged(tmp_path, more + data)
+
+
+def test_a_byte_order_mark_or_other_line_ends_are_found(tmp_path: Path) -> None:
+    write_manifest(tmp_path, small())
+    data = raw(tmp_path)
+    assert_damaged(tmp_path, b"\xef\xbb\xbf" + data)
+    assert_damaged(tmp_path, data.replace(b"\n", b"\r\n"))
+    assert_damaged(tmp_path, json.dumps(json.loads(data)).encode())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b"", b"null", b"[]", b"3", b'"text"', b"{}", b'{"hash": {}}', b'{"hash": "xxh3-128"}', b'{"hash": null}'),
+        *(b'{"hash": {"xxh3-128": ""}}', b'{"hash": {"xxh3-128": null}}', b'{"hash": {"xxh3-128": ["a"]}}'),
+        *(b"[" * 100_000, b'{"a":' * 100_000, b"9" * 10_000, b'{"hash": {"xxh3-128": "' + b"0" * 32 + b'"}}'),
+    ],
+    ids=lambda data: data[:30].decode(),
+)
+def test_other_json_and_none_are_found(tmp_path: Path, data: bytes) -> None:
+    assert_damaged(tmp_path, data)
+
+
+def test_a_missing_one_is_said(tmp_path: Path) -> None:
+    with pytest.raises(InvalidCheckpointError, match=r"^MANIFEST\.json is missing$"):
+        read_manifest(tmp_path)
+    with pytest.raises(InvalidCheckpointError, match="is missing"):
+        read_manifest(tmp_path / "no folder")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidCheckpointError, match="is missing"):
+        read_manifest(tmp_path / "file")
+    (tmp_path / MANIFEST_FILE).mkdir()
+    with pytest.raises(InvalidCheckpointError, match="is missing"):
+        read_manifest(tmp_path)
+
+
+def test_what_cannot_be_read_now_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_manifest(tmp_path, small())
+
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(PermissionError):
+        read_manifest(tmp_path)
+
+
+def test_a_newer_format_is_refused_and_not_called_damaged(tmp_path: Path) -> None:
+    write_manifest(tmp_path, a_manifest(3, {METADATA_FILE: b"m"}, format=FORMAT_VERSION + 1))
+    with pytest.raises(UnknownFormatError, match=rf"is {FORMAT_VERSION + 1}, .* {FORMAT_VERSION} .*newer titanlite"):
+        read_manifest(tmp_path)
+
+
+def test_a_newer_format_of_other_keys_is_refused_as_such(tmp_path: Path) -> None:
+    write_manifest(tmp_path, a_manifest(3, {}, format=FORMAT_VERSION + 1, lineage=(), counts=None))
+    with pytest.raises(UnknownFormatError):
+        read_manifest(tmp_path)
+
+
+def test_a_flip_in_the_number_of_a_format_is_a_damage(tmp_path: Path) -> None:
+    write_manifest(tmp_path, small())
+    assert_damaged(tmp_path, raw(tmp_path).replace(b'"format": 1', b'"format": 9'))
+
+
+def test_one_without_dcps_own_file_is_damaged(tmp_path: Path) -> None:
+    write_manifest(tmp_path, a_manifest(3, {"__0_0.distcp": b"tensors"}))
+    with pytest.raises(InvalidCheckpointError, match=r"does not list \.metadata"):
+        read_manifest(tmp_path)

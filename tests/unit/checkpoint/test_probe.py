@@ -1,0 +1,95 @@
+"""The probe at the start: what it leaves behind, and what it says where checkpoints could not be written or read."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.unit.checkpoint.making import content_of, make
+from titanlite.checkpoint import probe as probe_module
+from titanlite.checkpoint.probe import probe
+from titanlite.runtime.errors import UserError
+
+
+def test_it_makes_the_folder_and_leaves_nothing(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    folder = tmp_path / "a" / "checkpoint"
+    probe(folder, 1, group)
+    assert content_of(folder) == {}
+    make(folder, 5)
+    before = content_of(folder)
+    probe(folder, 1, group)
+    assert content_of(folder) == before
+
+
+def test_what_a_killed_probe_left_is_no_obstacle(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    for name in (".probe", ".probe.writing"):
+        (tmp_path / name).write_text("another nonce, and longer than one could be " * 9)
+    probe(tmp_path, 1, group)
+    assert content_of(tmp_path) == {}
+
+
+def test_a_place_that_cannot_be_written_is_said(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "checkpoint"
+    with pytest.raises(UserError) as caught:
+        probe(folder, 1, group)
+    text = str(caught.value)
+    assert text.startswith(f"checkpoint.folder: {folder} cannot be written: rank 0: ")
+    assert "Not a directory" in text
+    assert text.endswith("choose another job.dump_folder")
+
+
+@pytest.mark.parametrize("call", ["rename", "fsync"])
+def test_what_a_save_needs_is_tried(
+    tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(UserError, match="cannot be written: rank 0: Operation not supported"):
+        probe(tmp_path, 1, group)
+
+
+def test_another_folder_on_this_node_is_said(
+    tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the first rank's node has a disk of its own there."""
+    write = probe_module._write
+    monkeypatch.setattr(probe_module, "_write", lambda folder, nonce: write(folder.with_name("elsewhere"), nonce))
+    monkeypatch.setattr(probe_module, "_PATIENCE_S", 0.0)
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    for _ in range(2):
+        with pytest.raises(
+            UserError, match=r"is not the same folder for all ranks: rank 0: on .* there is .*all nodes"
+        ):
+            probe(folder, 1, group)
+        (folder / ".probe").write_text("of another job")
+    assert (tmp_path / "elsewhere").exists()
+
+
+def test_what_shows_late_is_waited_for(
+    tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, calls = Path.read_text, []
+
+    def late(path: Path) -> str:
+        calls.append(path)
+        if len(calls) < 3:
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_text", late)
+    probe(tmp_path, 1, group)
+    assert len(calls) == 3
+
+
+def test_too_little_space_is_said_with_both_sizes(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    with pytest.raises(
+        UserError, match=r"has [\d.,]+ MiB of free space, and a checkpoint .* takes 1,073,741,824\.0 MiB: make"
+    ):
+        probe(tmp_path, 2**50, group)
+    assert content_of(tmp_path) == {}

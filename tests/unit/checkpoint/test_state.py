@@ -1,0 +1,176 @@
+"""What a checkpoint holds of a run: values that are not finite, copies, names, and the state of the streams."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from titanlite.checkpoint.state import HostCopy, RunState, first_not_finite, local_part
+from titanlite.optim.optimizer import OptimizerConfig, build_optimizer
+from titanlite.parallel.mesh import AXES
+
+INF, NAN = float("inf"), float("nan")
+BIG = {torch.float32: 3e38, torch.float64: 1.7e308, torch.bfloat16: 3e38, torch.float16: 65000.0}
+
+
+@pytest.mark.parametrize("dtype", BIG)
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("place", [0, 500, 999])
+def test_one_value_that_is_not_finite_is_found_and_named(dtype: torch.dtype, value: float, place: int) -> None:
+    bad = torch.ones(1000, dtype=dtype)
+    bad[place] = value
+    others = {f"other/{name}": torch.ones(3, dtype=name) for name in BIG}
+    assert first_not_finite(others) is None
+    assert first_not_finite({**others, "bad": bad, "good": torch.ones(2)}) == "bad"
+    assert first_not_finite({"scalar": bad[place]}) == "scalar"
+
+
+def test_infinities_that_cancel_and_several_bad_ones() -> None:
+    assert first_not_finite({"a": torch.tensor([INF, -INF])}) == "a"
+    assert first_not_finite({"a": torch.ones(1), "c": torch.tensor([NAN]), "b": torch.tensor([INF])}) == "c"
+
+
+@pytest.mark.parametrize("dtype", BIG)
+def test_huge_values_whose_sum_overflows_are_finite(dtype: torch.dtype) -> None:
+    huge = torch.full((1000,), BIG[dtype], dtype=dtype)
+    mixed = huge.clone()
+    mixed[::2] *= -1
+    assert first_not_finite({"huge": huge, "negative": -huge, "mixed": mixed}) is None
+    assert first_not_finite({"huge": huge, "bad": torch.tensor([NAN], dtype=dtype)}) == "bad"
+
+
+def test_only_floating_numbers_can_be_anything_else() -> None:
+    integers = {
+        "int": torch.full((3,), 2**62),
+        "bool": torch.tensor([True]),
+        "empty": torch.empty(0),
+        "no rows": torch.empty(0, 4, dtype=torch.bfloat16),
+    }
+    assert first_not_finite(integers) is None
+    assert first_not_finite({}) is None
+    assert first_not_finite({**integers, "x": torch.tensor(NAN)}) == "x"
+
+
+def test_strides_do_not_matter() -> None:
+    base = torch.ones(6, 4)
+    base[1, 1] = NAN
+    assert first_not_finite({"others": base[::2]}) is None
+    assert first_not_finite({"turned": base.T}) == "turned"
+
+
+def test_copies_are_whole_and_the_same_memory_each_time() -> None:
+    copy = HostCopy(pinned=False)
+    source = {
+        "a": torch.arange(6.0).reshape(2, 3),
+        "turned": torch.arange(6).reshape(2, 3).T,
+        "b": torch.tensor(3, dtype=torch.bfloat16),
+        "empty": torch.empty(0, 4),
+    }
+    first = copy.take(source)
+    assert list(first) == list(source)
+    for name, tensor in source.items():
+        assert torch.equal(first[name], tensor)
+        assert first[name].dtype == tensor.dtype
+        assert tensor.numel() == 0 or first[name].data_ptr() != tensor.data_ptr()
+    places = {name: tensor.data_ptr() for name, tensor in first.items()}
+    kept = first["a"].clone()
+    source["a"].add_(1)
+    assert torch.equal(first["a"], kept)  # of the moment when it was taken
+    second = copy.take(source)
+    assert {name: tensor.data_ptr() for name, tensor in second.items()} == places
+    assert torch.equal(second["a"], kept + 1)
+    fewer = copy.take({"a": source["a"], "new": torch.ones(2)})
+    assert list(fewer) == ["a", "new"]
+    assert fewer["a"].data_ptr() == places["a"]
+
+
+def test_a_part_shares_the_memory_of_what_it_is_of(group: dist.ProcessGroup) -> None:
+    del group
+    mesh = init_device_mesh("cpu", (1,))
+    whole = distribute_tensor(torch.zeros(4, requires_grad=True), mesh, [Shard(0)])
+    plain = torch.zeros(4, requires_grad=True)
+    for tensor in (whole, plain):
+        part = local_part(tensor)
+        assert not part.requires_grad
+        part.fill_(7.0)
+        values = tensor.full_tensor() if tensor is whole else tensor  # type: ignore[attr-defined]
+        assert values.tolist() == [7.0] * 4
+
+
+class FourStreams:
+    """Stands for a loader of 4 streams, of which this rank has some."""
+
+    num_streams = 4
+    source_names = ("text",)
+
+    def __init__(self, stream_ids: list[int]) -> None:
+        self.stream_ids = stream_ids
+        self.loaded: Tensor | None = None
+
+    def state(self) -> Tensor:
+        return torch.tensor([[0, 10 * s, 5, 2, 0] for s in self.stream_ids], dtype=torch.int64)
+
+    def load_state(self, state: Tensor) -> None:
+        self.loaded = state
+
+
+@pytest.fixture
+def mesh(group: dist.ProcessGroup) -> DeviceMesh:
+    del group
+    return init_device_mesh("cpu", (1,) * len(AXES), mesh_dim_names=AXES)
+
+
+def state_of(mesh: DeviceMesh, loader: Any, name: str = "AdamW") -> tuple[nn.ModuleDict, RunState]:
+    model = nn.ModuleDict({"wq": nn.Linear(4, 4, bias=False), "norm": nn.RMSNorm(4)})
+    model["tied"] = nn.Linear(4, 4, bias=False)
+    model["tied"].weight = model["wq"].weight
+    optimizer = build_optimizer(OptimizerConfig(name=name), [model], torch.device("cpu"))  # type: ignore[arg-type]
+    return model, RunState([model], optimizer, loader, mesh)
+
+
+def test_names_are_those_of_the_parameters_and_a_tied_one_stands_once(mesh: DeviceMesh) -> None:
+    model, state = state_of(mesh, FourStreams([0]))
+    assert list(state.model()) == ["model/wq.weight", "model/norm.weight"]
+    both = state.model_and_optimizer()
+    assert set(both) == {
+        *("model/wq.weight", "model/norm.weight"),
+        *(f"optimizer/{p}/{s}" for p in ("wq.weight", "norm.weight") for s in ("step", "exp_avg", "exp_avg_sq")),
+    }
+    both["model/wq.weight"].fill_(3.0)
+    assert model["wq"].weight.tolist() == [[3.0] * 4] * 4
+    both["optimizer/wq.weight/exp_avg"].fill_(5.0)
+    assert state.model_and_optimizer()["optimizer/wq.weight/exp_avg"].tolist() == [[5.0] * 4] * 4
+
+
+def test_sgd_adds_nothing(mesh: DeviceMesh) -> None:
+    _, state = state_of(mesh, FourStreams([0]), "SGD")
+    assert list(state.model_and_optimizer()) == list(state.model())
+
+
+def test_streams_stand_in_their_rows(mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
+    loader = FourStreams([2, 0])
+    _, state = state_of(mesh, loader)
+    rows = [[0, 0, 5, 2, 0], [0] * 5, [0, 20, 5, 2, 0], [0] * 5]
+    assert state.streams(group).tolist() == rows
+    assert state.streams(group).dtype == torch.int64
+    assert state.empty_streams().tolist() == [[0] * 5] * 4
+
+
+@pytest.mark.parametrize(
+    ("epochs", "text"), [([1, 1, 1, 1], "sequence 1,200 (epoch 1)"), ([1, 2, 3, 1], "sequence 1,200 (epochs 1 to 3)")]
+)
+def test_where_the_data_stand_is_said(mesh: DeviceMesh, epochs: list[int], text: str) -> None:
+    loader = FourStreams([0])
+    _, state = state_of(mesh, loader)
+    rows = torch.tensor([[epoch, 3, 0, 300, 0] for epoch in epochs])
+    assert state.load_streams(rows) == text
+    assert loader.loaded is rows
+
+
+def test_the_size_of_a_checkpoint(mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
+    _, state = state_of(mesh, FourStreams([0]))
+    assert state.num_bytes(group) == 3 * 4 * (16 + 4) + 2 * 4

@@ -1,0 +1,330 @@
+"""Hashes of what is written, what is said about damaged files, and metadata read without executing anything."""
+
+import io
+import os
+import pickle
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from titanlite.checkpoint.agreement import first_failure
+from titanlite.checkpoint.state import local_part
+from titanlite.checkpoint.storage import (
+    _ALLOWED,
+    METADATA_FILE,
+    FileRecord,
+    InvalidCheckpointError,
+    Verify,
+    _HashingFile,
+    _HashingFileSystem,
+    check_file,
+    hash_of,
+    load_tensors,
+    read_shapes,
+    save_tensors,
+)
+
+
+def record_of(path: Path, rank: int = 0) -> FileRecord:
+    """Of what is on the disk, by xxhash itself."""
+    data = path.read_bytes()
+    return FileRecord(rank, len(data), xxhash.xxh3_128(data).hexdigest())
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [],
+        [b""],
+        [b"a"],
+        [b"abc", b"", b"d" * 100_000],
+        [bytearray(b"xy"), memoryview(b"uvw")[1:]],
+        [memoryview(torch.arange(1000, dtype=torch.int32).numpy())],
+    ],
+)
+def test_the_record_is_that_of_the_file_on_the_disk(tmp_path: Path, pieces: list[Any]) -> None:
+    path = tmp_path / "file"
+    with _HashingFile(path) as file:
+        for piece in pieces:
+            before = file.tell()
+            assert file.write(piece) == memoryview(piece).nbytes
+            assert file.tell() == before + memoryview(piece).nbytes
+        os.fsync(file.fileno())
+        assert file.record(5) == record_of(path, 5)
+    assert path.read_bytes() == b"".join(bytes(piece) for piece in pieces)
+
+
+def test_a_file_is_never_written_over(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(FileExistsError):
+        _HashingFile(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_what_the_disk_takes_in_part_is_written_and_hashed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reluctant(io.FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(bytes(data)[:7])
+
+    monkeypatch.setattr(Path, "open", lambda path, mode, **_: Reluctant(path, mode.replace("b", "")))
+    path = tmp_path / "file"
+    with _HashingFile(path) as file:
+        assert file.write(b"0123456789" * 10) == 100
+        monkeypatch.undo()
+        assert file.record(0) == record_of(path)
+        assert path.stat().st_size == 100
+
+
+def test_a_full_disk_is_said_with_the_file(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with _HashingFile(tmp_path / "file") as file, pytest.raises(OSError, match="File too large") as caught:
+            file.write(bytes(1001))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert caught.value.filename == str(tmp_path / "file")
+
+
+def test_only_files_that_were_written_to_their_end_have_a_record(tmp_path: Path) -> None:
+    files = _HashingFileSystem(2)
+    with files.create_stream(tmp_path / "a.tmp", "wb") as stream:
+        stream.write(b"abc")
+    files.rename(tmp_path / "a.tmp", tmp_path / "a")
+    with pytest.raises(TypeError), files.create_stream(tmp_path / "b", "wb") as stream:
+        stream.write(None)
+    assert files.records == {"a": record_of(tmp_path / "a", 2)}
+    with files.create_stream(tmp_path / "a", "rb") as stream:
+        assert stream.read() == b"abc"
+    assert list(files.records) == ["a"]
+
+
+@pytest.mark.parametrize("size", [0, 1, 2**22 - 1, 2**22, 2**22 + 1, 3 * 2**22])
+def test_the_hash_of_a_file_is_that_of_its_bytes(tmp_path: Path, size: int) -> None:
+    data = torch.arange(size, dtype=torch.int32).to(torch.uint8).numpy().tobytes()
+    (tmp_path / "file").write_bytes(data)
+    assert hash_of(tmp_path / "file") == xxhash.xxh3_128_hexdigest(data)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def become_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "none": (lambda _: None, "", ""),
+    "flipped": (flip, "", "does not have the content that was written: its xxh3-128 differs"),
+    "zeroed": (lambda path: path.write_bytes(bytes(1000)), "", "does not have the content that was written"),
+    "shorter": (lambda path: os.truncate(path, 999), *["has 999 bytes instead of 1,000"] * 2),
+    "longer": (lambda path: os.truncate(path, 1001), *["has 1,001 bytes instead of 1,000"] * 2),
+    "empty": (lambda path: os.truncate(path, 0), *["has 0 bytes instead of 1,000"] * 2),
+    "gone": (lambda path: path.unlink(), *["is missing"] * 2),
+    "folder": (become_folder, *[r"is missing|has [\d,]+ bytes instead of"] * 2),
+}
+
+
+@pytest.mark.parametrize("verify", ["full", "size"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damage_is_named_with_file_and_rank(tmp_path: Path, damage: str, verify: Verify) -> None:
+    path = tmp_path / "__3_0.distcp"
+    path.write_bytes(b"0123456789" * 100)
+    record = record_of(path, 3)
+    work, by_size, in_full = DAMAGES[damage]
+    work(path)
+    text = in_full if verify == "full" else by_size
+    if not text:
+        check_file(tmp_path, path.name, record, verify)
+        return
+    with pytest.raises(InvalidCheckpointError, match=rf"^__3_0\.distcp \(written by rank 3\) ({text})[^\n]*$"):
+        check_file(tmp_path, path.name, record, verify)
+
+
+def test_a_file_in_place_of_the_folder_is_a_damage(tmp_path: Path) -> None:
+    (tmp_path / "step-5").write_text("")
+    with pytest.raises(InvalidCheckpointError, match="is missing"):
+        check_file(tmp_path / "step-5", "a", FileRecord(0, 1, ""), "full")
+
+
+@pytest.mark.parametrize(("number", "damaged"), [(5, True), (13, False), (24, False)])
+def test_only_what_the_disk_cannot_read_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, damaged: bool
+) -> None:
+    """EIO is; no permission and too many open files may be mended without losing anything."""
+    (tmp_path / "a").write_bytes(b"a")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    record = record_of(tmp_path / "a")
+    monkeypatch.setattr(Path, "open", fail)
+    with pytest.raises(InvalidCheckpointError if damaged else OSError, match=os.strerror(number)):
+        check_file(tmp_path, "a", record, "full")
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
+
+
+def tensors_of_a_run() -> dict[str, torch.Tensor]:
+    """Each dtype sharded, as a plain tensor, and as a scalar."""
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    made = {}
+    for dtype in DTYPES:
+        values = torch.arange(12).reshape(3, 4).to(dtype)
+        made[f"sharded/{dtype}"] = distribute_tensor(values, mesh, [Shard(0)])
+        made[f"plain/{dtype}"] = values + 1
+        made[f"scalar/{dtype}"] = values[2, 3].clone()
+    return made
+
+
+@pytest.fixture
+def saved(tmp_path: Path, group: dist.ProcessGroup) -> tuple[Path, dict[str, FileRecord]]:
+    folder = tmp_path / "step-5"
+    folder.mkdir()
+    tensors = tensors_of_a_run()
+    local = {name: local_part(tensor) for name, tensor in tensors.items()}
+    return folder, save_tensors(folder, tensors, local, group)
+
+
+def test_saved_tensors_come_back_and_each_file_has_its_record(
+    saved: tuple[Path, dict[str, FileRecord]], group: dist.ProcessGroup
+) -> None:
+    folder, records = saved
+    assert records == {path.name: record_of(path) for path in folder.iterdir()}
+    assert len(records) == 2
+    expected = tensors_of_a_run()
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    load_tensors(folder, loaded, group)
+    for name, tensor in expected.items():
+        assert torch.equal(local_part(loaded[name]), local_part(tensor)), name
+    shapes = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in expected.items()}
+    assert read_shapes(folder) == shapes
+
+
+def test_the_data_are_those_of_the_copies(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    tensors = {"a": torch.zeros(3)}
+    save_tensors(tmp_path, tensors, {"a": torch.ones(3)}, group)
+    load_tensors(tmp_path, tensors, group)
+    assert torch.equal(tensors["a"], torch.ones(3))
+
+
+def test_a_tensor_that_is_missing_or_of_another_shape_is_named(
+    saved: tuple[Path, dict[str, FileRecord]], group: dist.ProcessGroup
+) -> None:
+    for name, shape in (("model/none", (3, 4)), ("plain/torch.float32", (4, 4))):
+        with pytest.raises(dcp.CheckpointException) as caught:
+            load_tensors(saved[0], {name: torch.zeros(shape)}, group)
+        assert name in str(first_failure(caught.value))
+
+
+class Canary:
+    """Unpickled by a plain pickle, it says so."""
+
+    heard: list[str] = []  # noqa: RUF012
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Canary.heard.append, ("executed",)
+
+
+def test_values_that_are_no_tensors_are_not_read(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    dcp.save({"a": Canary(), "b": torch.ones(2)}, checkpoint_id=tmp_path, process_group=group)
+    Canary.heard.clear()
+    with pytest.raises((dcp.CheckpointException, InvalidCheckpointError)) as caught:
+        load_tensors(tmp_path, {"a": torch.zeros(2), "b": torch.zeros(2)}, group)
+    assert "names" in str(caught.value) or "not a tensor" in str(caught.value)
+    assert Canary.heard == []
+
+
+def names_in(data: bytes) -> set[tuple[str, str]]:
+    """What a pickle makes its reader import."""
+    found = set()
+
+    class Noting(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            found.add((module, name))
+            return super().find_class(module, name)
+
+    Noting(io.BytesIO(data)).load()
+    return found
+
+
+def test_the_list_of_names_is_what_a_real_one_needs_and_no_more(saved: tuple[Path, dict[str, FileRecord]]) -> None:
+    assert names_in((saved[0] / METADATA_FILE).read_bytes()) == _ALLOWED
+
+
+FORBIDDEN = [
+    *(("os", "system"), ("posix", "system"), ("os", "open"), ("subprocess", "Popen"), ("shutil", "rmtree")),
+    *(("builtins", "eval"), ("builtins", "exec"), ("builtins", "getattr"), ("builtins", "__import__")),
+    *(("builtins", "open"), ("builtins", "set"), ("builtins", "dict"), ("io", "open"), ("pathlib", "PosixPath")),
+    *(("torch", "load"), ("torch", "save"), ("torch", "float16x"), ("torch", "tensor"), ("torch", "Tensor")),
+    *(("torch._utils", "_rebuild_tensor_v2"), ("torch.storage", "_load_from_bytes"), ("torch.hub", "load")),
+    *(("torch.serialization", "load"), ("torch.serialization", "_get_layout.__globals__"), ("_codecs", "encode")),
+    *(("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"), ("copyreg", "_reconstructor")),
+    *(("torch.distributed.checkpoint.metadata", "torch"), ("torch.distributed.checkpoint.filesystem", "os")),
+    *(("torch.distributed.checkpoint.filesystem", "os.system"), ("torch", "Size.__subclasses__"), ("pickle", "loads")),
+    *(("functools", "partial"), ("operator", "attrgetter"), ("collections", "OrderedDict"), ("runpy", "run_path")),
+]
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize(("module", "name"), FORBIDDEN)
+def test_every_other_name_is_refused(tmp_path: Path, module: str, name: str, protocol: int) -> None:
+    """By either of the two operations that a pickle has for it; the call behind it is never reached."""
+    if protocol == 2:
+        named = f"c{module}\n{name}\n".encode()
+    else:
+        named = b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name)) + b"\x93"
+    canary = tmp_path / "canary"
+    call = pickle.dumps((f"touch {canary}",), 2)[2:-1] + b"R."
+    (tmp_path / METADATA_FILE).write_bytes(bytes([0x80, protocol]) + named + call)
+    with pytest.raises(InvalidCheckpointError, match="which no checkpoint needs") as caught:
+        read_shapes(tmp_path)
+    assert f"names {module}.{name}," in str(caught.value)
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b"", b"x", b"\x80\x04", pickle.dumps({"a": 1}), pickle.dumps(None), b"\x80\x04" + b"(" * 100_000 + b"."),
+        *(pickle.dumps([[[1]]])[:-1], b"P1\n.", b"\x80\x04\x82\x01."),
+    ],
+    ids=lambda data: repr(data[:12]),
+)
+def test_what_is_no_metadata_is_said_to_be_none(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / METADATA_FILE).write_bytes(data)
+    with pytest.raises(InvalidCheckpointError, match=r"^\.metadata (cannot be read: |holds no metadata)"):
+        read_shapes(tmp_path)
+
+
+def test_missing_metadata_is_said(tmp_path: Path) -> None:
+    with pytest.raises(InvalidCheckpointError, match=r"\.metadata cannot be read: FileNotFoundError"):
+        read_shapes(tmp_path)
+
+
+def test_truncated_metadata_is_said(saved: tuple[Path, dict[str, FileRecord]]) -> None:
+    path = saved[0] / METADATA_FILE
+    data = path.read_bytes()
+    for length in range(0, len(data), 7):
+        path.write_bytes(data[:length])
+        with pytest.raises(InvalidCheckpointError, match=r"^\.metadata cannot be read"):
+            read_shapes(saved[0])

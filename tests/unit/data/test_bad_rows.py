@@ -1,0 +1,248 @@
+"""Nine kinds of faults in every kind of text: what is said of them, and at the same step on every mesh."""
+
+import functools
+import gzip
+import json
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from titanlite.data import index, streamed
+from titanlite.data.config import DataConfig
+from titanlite.data.hub import hub_files
+from titanlite.data.loader import Loader, build_loader
+from titanlite.data.sources import SourceConfig
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.runtime.errors import DataError
+
+STREAMS, SEQ_LEN, MAX_PIECE_BYTES = 4, 8, 200
+GOOD = [json.dumps({"text": f"the model reads row {n}"}).encode() for n in range(12)]
+LINE = b'{"text": "half a line of gzip'
+
+
+@dataclass(frozen=True)
+class Case:
+    """kind: of the source, and of its files. data: the file b; the files a and c are good. faults: (line, reason)."""
+
+    kind: str
+    fault: str
+    data: bytes | pa.Table
+    faults: tuple[tuple[int, str], ...]
+    streaming: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.kind}{'' if self.streaming else ' as Arrow'}: {self.fault}"
+
+
+def lines(*rows: bytes) -> bytes:
+    return b"".join(row + b"\n" for row in rows)
+
+
+def table(*texts: str | None, field: str = "text") -> pa.Table:
+    return pa.table({field: pa.array(texts, pa.string())})
+
+
+def broken_utf8() -> pa.Table:
+    texts = pa.array([b"good", b"caf\xe9", b"good"], pa.binary())
+    return pa.table({"text": pa.Array.from_buffers(pa.string(), 3, texts.buffers())})
+
+
+def json_cases(kind: str) -> Iterator[Case]:
+    def row(fault: str, bad: bytes, reason: str) -> Case:
+        return Case(kind, fault, lines(*GOOD[:3], bad, *GOOD[3:6]), ((4, reason),))
+
+    yield row("corrupt line", b'{"text": "open', "invalid JSON at character 9: Unterminated string starting at")
+    yield row("non-UTF-8", b'{"text": "caf\xe9"}', "invalid UTF-8 at byte 13: invalid continuation byte")
+    yield row("missing field", b'{"body": "x"}', "field 'text' is missing; there is 'body'")
+    yield row("wrongly typed field", b'{"text": 5}', "field 'text' is not text but a number")
+    yield row("null", b'{"text": null}', "field 'text' is not text but null")
+    yield row("empty text", b'{"text": ""}', "the text is empty")
+    yield Case(kind, "empty file", b"", ((1, "the file is empty"),))
+
+
+def parquet_cases(kind: str, streaming: bool) -> Iterator[Case]:
+    def case(fault: str, data: bytes | pa.Table, *faults: tuple[int, str]) -> Case:
+        return Case(kind, fault, data, faults, streaming)
+
+    yield case("non-UTF-8", broken_utf8(), (2, "invalid UTF-8 at byte 3: unexpected end of data"))
+    yield case("null", table("good", None, "good"), (2, "field 'text' is null"))
+    yield case("empty text", table("good", "", "good"), (2, "the text is empty"))
+    if streaming:  # `datasets` itself refuses the others, at the start
+        missing = "field 'text' is missing; there is 'body'"
+        yield case("missing field", table("x", "y", field="body"), (1, missing), (2, missing))
+        numbers = "field 'text' is not text but int64"
+        yield case("wrongly typed field", pa.table({"text": [1, 2]}), (1, numbers), (2, numbers))
+        yield case("empty file", b"", (1, "the file is empty"))
+
+
+def cases() -> Iterator[Case]:
+    yield Case("text", "non-UTF-8", lines(b"good", b"caf\xe9", b"good"), ((2, "invalid UTF-8 at byte 3"),))
+    yield Case("text", "empty file", b"", ((1, "the file is empty"),))
+    for kind in ("jsonl", "jsonl.gz", "hf jsonl", "hf jsonl.gz"):
+        yield from json_cases(kind)
+    for kind in ("jsonl.gz", "hf jsonl.gz"):
+        cut_off = gzip.compress(lines(*GOOD[:5]) + LINE)[:-8]
+        yield Case(kind, "truncated gz", cut_off, ((6, "the gzip data ends early after line 5"),))
+    yield from parquet_cases("parquet", streaming=True)
+    yield from parquet_cases("hf parquet", streaming=True)
+    yield from parquet_cases("hf parquet", streaming=False)
+
+
+@pytest.fixture(autouse=True)
+def hugging_face_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    for module in (streamed, index):  # the many loaders of a test need not ask each time
+        monkeypatch.setattr(module, "hub_files", functools.cache(hub_files))
+
+
+def write(file: Path, data: bytes | pa.Table) -> None:
+    if isinstance(data, pa.Table):
+        pq.write_table(data, file)
+    elif file.suffix == ".gz" and data[:2] != b"\x1f\x8b":
+        file.write_bytes(gzip.compress(data))
+    else:
+        file.write_bytes(data)
+
+
+def source_of(case: Case, folder: Path) -> SourceConfig:
+    """The case's three files."""
+    folder.mkdir()
+    suffix = {"text": "txt"}.get(case.kind, case.kind.removeprefix("hf "))
+    rows: bytes | pa.Table = table(*(f"row {n}" for n in range(6))) if suffix == "parquet" else lines(*GOOD[:6])
+    for name, data in (("a", rows), ("b", case.data), ("c", rows)):
+        write(folder / f"train-{name}.{suffix}", data)
+    kind = "hf" if case.kind.startswith("hf") else case.kind.removesuffix(".gz")
+    document = "line" if kind == "text" else ""
+    return SourceConfig(kind, path=str(folder), document=document, epochs=2, streaming=case.streaming)  # type: ignore[arg-type]
+
+
+class Run:
+    """The loaders of all data ranks of a mesh, in one process."""
+
+    def __init__(
+        self,
+        source: SourceConfig,
+        tokenizer: Tokenizer,
+        degree: int,
+        skip: bool,
+        limit: int = 100,
+        max_piece_bytes: int = MAX_PIECE_BYTES,
+    ) -> None:
+        section = DataConfig(
+            num_streams=STREAMS,
+            max_piece_bytes=max_piece_bytes,
+            on_bad_row="skip" if skip else "error",
+            max_bad_rows=limit,
+            sources=(source,),
+        )
+        facts = {"seq_len": SEQ_LEN, "vocab_size": 300, "global_batch_size": STREAMS, "local_batch_size": 1}
+        ranks = range(degree)
+        self.loaders: list[Loader] = [
+            build_loader(section, tokenizer, **facts, data_rank=rank, data_degree=degree) for rank in ranks
+        ]
+
+    def step(self) -> tuple[list[list[int]], int]:
+        """Tokens of the next step in the run's order, and all bad rows so far. Raises the first DataError."""
+        parts, errors = [], []
+        for loader in self.loaders:
+            try:
+                parts.append([row for batch in loader.next_step() for row in batch.tokens.tolist()])
+            except DataError as error:
+                errors.append(error)
+        if errors:
+            raise min(errors, key=lambda error: error.sequence)
+        rows = [row for same_place in zip(*parts, strict=True) for row in same_place]
+        return rows, sum(loader.bad_rows for loader in self.loaders)
+
+    @property
+    def ended(self) -> bool:
+        return all(all(loader.ended) for loader in self.loaders)
+
+    def state(self) -> torch.Tensor:
+        state = torch.empty((STREAMS, 5), dtype=torch.int64)
+        for loader in self.loaders:
+            state[list(loader.stream_ids)] = loader.state()
+        return state
+
+    def close(self) -> None:
+        for loader in self.loaders:
+            loader.close()
+
+
+def until_error(run: Run) -> tuple[int, str]:
+    """The step, and what is said."""
+    for step in range(1000):
+        try:
+            run.step()
+        except DataError as error:
+            run.close()
+            return step, str(error)
+    pytest.fail("there was no error")
+
+
+@pytest.mark.parametrize("case", [*cases()], ids=str)
+def test_a_fault_is_met_at_the_same_step_on_every_mesh(case: Case, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    source = source_of(case, tmp_path / "corpus")
+    told = [until_error(Run(source, tokenizer, degree, skip=False)) for degree in (1, 2, 4)]
+    assert told[0] == told[1] == told[2]
+    message = told[0][1]
+    assert message.startswith("bad row: ")
+    assert message.endswith('; mend it, or skip and count such rows: data.on_bad_row = "skip"')
+    if case.streaming:
+        where = [f"train-b.{case.kind.split()[-1].replace('text', 'txt')}, ", f" {case.faults[0][0]}: "]
+        assert all(part in message for part in where)
+    assert any(reason in message for _, reason in case.faults)
+
+    steps, runs = [], [Run(source, tokenizer, degree, skip=True) for degree in (1, 2, 4)]
+    states = []
+    while not runs[0].ended:
+        states.append(runs[0].state())
+        steps.append(runs[0].step())
+        assert steps[-1] == runs[1].step() == runs[2].step()
+    assert steps[-1][1] == len(case.faults)  # in two epochs, once
+    resumed = Run(source, tokenizer, 2, skip=True)
+    for begin in (told[0][0], told[0][0] + 1, len(steps) - 1):
+        for loader in resumed.loaders:
+            loader.load_state(states[begin])
+        assert [resumed.step() for _ in steps[begin:]] == steps[begin:]
+    for run in (*runs, resumed):
+        run.close()
+
+    step, message = until_error(Run(source, tokenizer, 2, skip=True, limit=0))
+    assert step == told[0][0]
+    assert message.startswith("more than data.max_bad_rows = 0 rows are bad; the last one: ")
+
+
+def test_every_fault_is_there() -> None:
+    found = {case.fault for case in cases()}
+    assert found == {
+        *("corrupt line", "non-UTF-8", "missing field", "wrongly typed field", "null", "empty text", "empty file"),
+        "truncated gz",
+    }  # and the 10 MB line, which is no fault
+
+
+LONG_BYTES = 10 * 2**20
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "jsonl.gz", "hf jsonl", "parquet", "hf parquet"])
+def test_a_line_of_10_mb_is_trained_on_in_pieces(kind: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    end = " " if kind == "text" else "\n"
+    text = "".join(f"{n} the model reads a few words and learns{end}" for n in range(LONG_BYTES // 45))
+    line = text.encode() if kind == "text" else json.dumps({"text": text}).encode()
+    source = source_of(Case(kind, "", table(text) if "parquet" in kind else line, ()), tmp_path / "corpus")
+    run = Run(source, tokenizer, 1, skip=False, max_piece_bytes=1024)
+    tracemalloc.start()
+    rows = [tuple(row) for _ in range(80) for row in run.step()[0]]
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    run.close()
+    assert len(set(rows)) > 50  # at least one stream reads nothing else
+    # The line, its text, the same in UTF-8, and its pieces; in other streams of the same file, the line as it passes.
+    assert peak_bytes < 8 * LONG_BYTES

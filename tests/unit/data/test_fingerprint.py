@@ -1,0 +1,268 @@
+"""What counts as the same data: content, order and the settings that decide tokens, and nothing else."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from titanlite.data import fingerprint as fingerprint_module
+from titanlite.data.config import DataConfig
+from titanlite.data.fingerprint import BLOCK_BYTES, SAMPLED_BLOCKS, data_fingerprint, describe_difference
+from titanlite.data.hub import HubFiles
+from titanlite.data.sources import SourceConfig
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.runtime.errors import UserError
+
+LARGE = 3 * SAMPLED_BLOCKS * BLOCK_BYTES
+
+
+def text_data(path: Path, **changes: Any) -> DataConfig:
+    section = DataConfig(num_streams=4, max_piece_bytes=1000, sources=(SourceConfig(kind="text", path=str(path)),))
+    return replace(section, **changes)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "a.txt").write_text("the first file")
+    (folder / "deep" / "b.txt").write_text("the second file")
+    (folder / "large.txt").write_bytes(bytes(range(250)) * (LARGE // 250) + b"x" * (LARGE % 250))
+    return folder
+
+
+def lines(before: DataConfig, after: DataConfig) -> list[str]:
+    return describe_difference(data_fingerprint(before), data_fingerprint(after))
+
+
+def test_it_is_small_json_that_a_person_can_read(corpus: Path) -> None:
+    for n in range(1000):
+        (corpus / f"more{n:04}.txt").write_text(str(n))
+    found = data_fingerprint(text_data(corpus))
+    assert json.loads(json.dumps(found)) == found
+    content = found["sources"][0].pop("content")
+    assert content.startswith("xxh3-128:")
+    assert len(content) == len("xxh3-128:") + 32
+    assert found == {
+        "stream_version": 2,
+        "shuffle": True,
+        "seed": 0,
+        "max_piece_bytes": 1000,
+        "add_bos": False,
+        "add_eos": True,
+        "packing": "concatenate",
+        "document_mask": False,
+        "sources": [
+            {
+                "name": f"text {corpus}",
+                "kind": "text",
+                "document": "file",
+                "weight": -1.0,
+                "epochs": -1,
+                "files": 1003,
+                "bytes": 29 + LARGE + sum(len(str(n)) for n in range(1000)),
+            }
+        ],
+    }
+
+
+def test_the_digest_of_known_files_never_changes(corpus: Path) -> None:
+    """If this fails, no run that was saved before can go on: DIGEST_VERSION has to change as well."""
+    assert fingerprint_module.DIGEST_VERSION == 1
+    assert data_fingerprint(text_data(corpus))["sources"][0]["content"] == "xxh3-128:e270adc15663c3d55a37008639783eb0"
+
+
+def test_a_corpus_that_was_moved_touched_or_renamed_in_order_is_the_same(corpus: Path, tmp_path: Path) -> None:
+    before = data_fingerprint(text_data(corpus))
+    other = Path(shutil.copytree(corpus, tmp_path / "elsewhere" / "copied", copy_function=shutil.copy))
+    (other / "a.txt").rename(other / "aa.txt")
+    os.utime(other / "large.txt", (1, 1))
+    named = SourceConfig(kind="text", path=str(other / "**" / "*.txt"), name="copy")
+    for after in (text_data(other), text_data(other, sources=(named,))):
+        assert describe_difference(before, data_fingerprint(after)) == []
+
+
+def test_other_order_of_the_files_is_other_data(corpus: Path) -> None:
+    before = data_fingerprint(text_data(corpus))
+    (corpus / "a.txt").rename(corpus / "z.txt")
+    (found,) = describe_difference(before, data_fingerprint(text_data(corpus)))
+    assert found == f"source 0 (text {corpus}): content differs"
+
+
+def overwrite(file: Path, position: int) -> None:
+    with open(file, "r+b") as opened:
+        opened.seek(position)
+        byte = opened.read(1)
+        opened.seek(position)
+        opened.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize("place", ["first byte", "last byte", "second block", "every byte of a small file"])
+def test_an_edit_of_the_same_size_is_seen_in_the_blocks(corpus: Path, place: str) -> None:
+    before = data_fingerprint(text_data(corpus))
+    second = (LARGE - BLOCK_BYTES) // (SAMPLED_BLOCKS - 1)
+    positions = {"first byte": [0], "last byte": [LARGE - 1], "second block": [second, second + BLOCK_BYTES - 1]}
+    file = corpus / ("large.txt" if place in positions else "a.txt")
+    for position in positions.get(place, range(len("the first file"))):
+        overwrite(file, position)
+        (found,) = describe_difference(before, data_fingerprint(text_data(corpus)))
+        assert found == f"source 0 (text {corpus}): content differs"
+        overwrite(file, position)
+    assert describe_difference(before, data_fingerprint(text_data(corpus))) == []
+
+
+def test_the_documented_limit_an_edit_between_the_blocks_is_not_seen(corpus: Path) -> None:
+    before = data_fingerprint(text_data(corpus))
+    overwrite(corpus / "large.txt", BLOCK_BYTES)
+    assert describe_difference(before, data_fingerprint(text_data(corpus))) == []
+    with open(corpus / "large.txt", "ab") as file:
+        file.write(b"y")
+    (found,) = describe_difference(before, data_fingerprint(text_data(corpus)))
+    assert f"bytes {29 + LARGE:,} -> {30 + LARGE:,}; content differs" in found
+
+
+def test_bytes_that_move_from_one_file_to_the_next_are_seen(corpus: Path) -> None:
+    before = data_fingerprint(text_data(corpus))
+    (corpus / "a.txt").write_text("the first")
+    (corpus / "deep" / "b.txt").write_text(" filethe second file")
+    assert describe_difference(before, data_fingerprint(text_data(corpus))) == [
+        f"source 0 (text {corpus}): content differs"
+    ]
+
+
+def test_settings_that_decide_tokens_and_those_that_do_not(corpus: Path) -> None:
+    before = text_data(corpus)
+    for change, expected in (
+        ({"seed": 1234}, "seed 0 -> 1234"),
+        ({"max_piece_bytes": 2000}, "max_piece_bytes 1000 -> 2000"),
+        ({"add_bos": True}, "add_bos false -> true"),
+        ({"add_eos": False}, "add_eos true -> false"),
+    ):
+        assert lines(before, replace(before, **change)) == [expected]
+    assert lines(before, replace(before, shuffle=False)) == ["shuffle true -> false", "seed 0 -> null"]
+    for change in ({"on_bad_row": "skip"}, {"max_bad_rows": 3}, {"num_streams": 8}):
+        assert lines(before, replace(before, **change)) == []
+    assert lines(replace(before, shuffle=False), replace(before, shuffle=False, seed=1)) == []
+
+
+def test_settings_of_a_source(corpus: Path, write_jsonl: Callable[..., Path]) -> None:
+    def of(**facts: Any) -> DataConfig:
+        return text_data(corpus, sources=(SourceConfig(**facts),))
+
+    text = {"kind": "text", "path": str(corpus)}
+    assert lines(of(**text), of(**text, document="file")) == []
+    assert lines(of(**text), of(**text, document="line")) == [f'source 0 (text {corpus}): document "file" -> "line"']
+    rows = {"kind": "jsonl", "path": str(write_jsonl(["one"])), "name": "rows"}
+    assert lines(of(**rows), of(**rows, field="text")) == []
+    assert lines(of(**rows), of(**rows, field="body")) == ['source 0 (rows): field "text" -> "body"']
+
+
+def test_token_files_know_no_settings_of_text(tmp_path: Path) -> None:
+    np.arange(50, dtype="<u2").tofile(tmp_path / "tokens.bin")
+    source = SourceConfig(kind="tokens", path=str(tmp_path / "tokens.bin"), dtype="uint16", name="ids")
+    before = text_data(tmp_path, sources=(source,))
+    assert lines(before, replace(before, add_eos=False, max_piece_bytes=5)) == []
+    other = replace(before, sources=(replace(source, dtype="uint32"),))
+    assert lines(before, other) == ['source 0 (ids): dtype "uint16" -> "uint32"']
+
+
+def test_a_folder_in_the_layout_of_the_hub(tmp_path: Path) -> None:
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    for name in ("train", "test"):
+        (folder / f"{name}.jsonl").write_text('{"text": "one"}\n')
+    source = SourceConfig(kind="hf", path=str(folder), name="rows")
+    before = text_data(folder, sources=(source,))
+    saved = data_fingerprint(before)
+    shutil.copytree(folder, tmp_path / "copy")
+    (folder / "test.jsonl").write_text('{"text": "not of this split"}\n')
+    for same in (
+        replace(source, split="train"),
+        replace(source, field="text"),
+        replace(source, path=f"{tmp_path}/copy"),
+    ):
+        assert describe_difference(saved, data_fingerprint(text_data(folder, sources=(same,)))) == []
+    other = text_data(folder, sources=(replace(source, streaming=False, split="test"),))
+    assert describe_difference(saved, data_fingerprint(other)) == [
+        'source 0 (rows): split "train" -> "test"; blocks [1024, 4194304] -> null; bytes 16 -> 30; content differs'
+    ]
+
+
+def test_a_dataset_on_the_hub_is_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = text_data(tmp_path, sources=(SourceConfig(kind="hf", path="user/dataset"),))
+    found = []
+    for commit in ("a" * 40, "b" * 40):
+        files = HubFiles((f"hf://datasets/user/dataset@{commit}/train.parquet",), commit)
+        monkeypatch.setattr(fingerprint_module, "hub_files", lambda _, files=files: files)
+        found.append(data_fingerprint(section))
+    assert describe_difference(*found) == [f'source 0 (hf user/dataset): commit "{"a" * 40}" -> "{"b" * 40}"']
+
+
+def test_sources_that_are_new_missing_or_swapped(corpus: Path) -> None:
+    one, two = (SourceConfig(kind="text", path=str(corpus / name), name=name) for name in ("a.txt", "deep/b.txt"))
+    single, both, swapped = (text_data(corpus, sources=sources) for sources in ((one,), (one, two), (two, one)))
+    assert lines(single, both) == ["source 1 (deep/b.txt) is new"]
+    assert lines(both, single) == ["source 1 (deep/b.txt) is missing"]
+    assert lines(both, swapped) == [
+        "source 0 (deep/b.txt): bytes 14 -> 15; content differs",
+        "source 1 (a.txt): bytes 15 -> 14; content differs",
+    ]
+
+
+def test_the_standard_library_and_its_split(stdlib: Path, tmp_path: Path) -> None:
+    train, validation = (text_data(tmp_path, sources=(SourceConfig(split=split),)) for split in ("", "validation"))
+    assert lines(train, validation) == ['source 0 (python-stdlib (validation)): split "train" -> "validation"']
+    before = data_fingerprint(train)
+    (stdlib / "test" / "left_out.py").write_text("changed = True\n")
+    assert describe_difference(before, data_fingerprint(train)) == []
+    (stdlib / "package0" / "new.py").write_text("new = True\n")
+    (found,) = describe_difference(before, data_fingerprint(train))
+    assert "files 47 -> 48" in found
+
+
+def test_what_another_version_saved_is_a_difference_and_no_error(corpus: Path) -> None:
+    now = data_fingerprint(text_data(corpus))
+    found = describe_difference({"stream_version": 0, "extra": 1}, now)
+    assert found[:3] == ["stream_version 0 -> 2", "extra 1 -> null", "shuffle null -> true"]
+    assert found[-1] == f"source 0 (text {corpus}) is new"
+
+
+def test_digests_are_computed_once(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    digest = fingerprint_module._file_digest
+    monkeypatch.setattr(fingerprint_module, "_file_digest", lambda file: (read.append(file), digest(file))[1])
+    first = data_fingerprint(text_data(corpus))
+    assert len(read) == 3
+    assert data_fingerprint(text_data(corpus)) == first
+    assert len(read) == 3
+    (corpus / "a.txt").write_text("the first life")
+    assert data_fingerprint(text_data(corpus)) != first
+    assert len(read) == 6
+
+
+def test_a_file_that_cannot_be_read_is_named(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint_module, "find_files", lambda _: [corpus / "deep"])
+    with pytest.raises(UserError, match="deep cannot be read"):
+        data_fingerprint(text_data(corpus))
+
+
+def test_a_tokenizer_is_what_decides_tokens(tokenizer_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tokenizer_folder, tmp_path / "copied"))
+    first = Tokenizer(tokenizer_folder / "tokenizer.json")
+    assert len(first.fingerprint) == 64
+    assert Tokenizer(folder / "tokenizer.json").fingerprint == first.fingerprint
+    (folder / "tokenizer_config.json").unlink()
+    without = Tokenizer(folder / "tokenizer.json")
+    with_bos = Tokenizer(folder / "tokenizer.json", bos="a")
+    with_eos = Tokenizer(folder / "tokenizer.json", eos="a")
+    changed = json.loads((folder / "tokenizer.json").read_text())
+    changed["model"]["merges"].pop()
+    (folder / "tokenizer.json").write_text(json.dumps(changed))
+    other = Tokenizer(folder / "tokenizer.json")
+    assert len({one.fingerprint for one in (first, without, with_bos, with_eos, other)}) == 5

@@ -1,0 +1,488 @@
+"""Datasets of the hub: in folders of its layout, and from a server that answers as it does."""
+
+import gzip
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from tests.unit.data.small_hub import COMMIT, small_hub
+from titanlite.data import blocks, streamed
+from titanlite.data.blocks import Position
+from titanlite.data.config import DataConfig, check_data
+from titanlite.data.corpus import Encoder, TokenPiece
+from titanlite.data.hub import check_hub, hub_files
+from titanlite.data.index import open_index, reader_of
+from titanlite.data.loader import build_loader
+from titanlite.data.pieces import BadRowError
+from titanlite.data.retry import retrying
+from titanlite.data.sources import SourceConfig, check_source
+from titanlite.data.streamed import Blocks, Division, StreamedPieces
+from titanlite.data.streams import Place
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.runtime.errors import UserError
+
+README = """---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: data/train-*
+  - split: test
+    path: data/test-*
+- config_name: french
+  data_files: french/*.jsonl.gz
+- config_name: table
+  data_files: table/*.csv
+---
+"""
+
+
+@pytest.fixture(autouse=True)
+def hugging_face_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    """Two Parquet files of 10 rows in row groups of 4, 4 and 2; 6 gzipped JSON lines; a table; a test split."""
+    root = tmp_path / "hub" / "user" / "dataset"
+    for folder in ("data", "french", "table"):
+        (root / folder).mkdir(parents=True)
+    for file in range(2):
+        table = pa.table({"text": [f"file {file} row {row}" for row in range(1, 11)], "number": range(10)})
+        pq.write_table(table, root / f"data/train-0000{file}-of-00002.parquet", row_group_size=4)
+    pq.write_table(pa.table({"text": ["test"], "number": [1]}), root / "data/test-00000-of-00001.parquet")
+    with gzip.open(root / "french" / "train.jsonl.gz", "wt") as lines:
+        lines.writelines(json.dumps({"text": f"ligne {line}"}) + "\n" for line in range(1, 7))
+    (root / "table" / "train.csv").write_text("text,number\none,1\ntwo,2\n")
+    (root / "README.md").write_text(README)
+    return root
+
+
+def source_of(dataset: Path, **changes: object) -> SourceConfig:
+    return replace(SourceConfig(kind="hf", path=str(dataset)), **changes)  # type: ignore[arg-type]
+
+
+def problems(source: SourceConfig) -> list[str]:
+    found = check_source(source, "data.sources.0") or check_hub(source, "data.sources.0")
+    return [f"{problem.key.removeprefix('data.sources.0.')}: {problem.rule}; {problem.remedy}" for problem in found]
+
+
+def test_sources_that_are_right(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(dataset / "data")
+    assert problems(source_of(Path(".."))) == problems(source_of(Path("../../dataset/"))) == []
+    for changes in ({}, {"subset": "french"}, {"split": "test"}, {"subset": "table", "streaming": False}):
+        assert problems(source_of(dataset, **changes)) == []
+    assert [os.path.basename(file) for file in hub_files(source_of(dataset)).files] == [
+        "train-00000-of-00002.parquet",
+        "train-00001-of-00002.parquet",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"subset": "german"}, "subset: one of the dataset's subsets; write subset = 'default' or 'french' or 'table'"),
+        ({"split": "dev"}, "split: one of the dataset's splits; write split = 'train' or 'test'"),
+        ({"field": "body"}, "field 'body' is missing; there is 'text', 'number'"),
+        ({"field": "number"}, "field 'number' is not text but int64"),
+        ({"subset": "french", "field": "body"}, "field 'body' is missing; there is 'text'"),
+        ({"subset": "table"}, "streaming: only for files of .parquet"),
+        ({"revision": "main"}, "revision: only for a name on the hub"),
+        ({"path": ""}, "path: a folder in the layout of the hub"),
+        ({"path": "/nowhere/at all"}, "there is no folder /nowhere/at all"),
+        ({"path": "../nowhere"}, "there is no folder"),
+        ({"path": "DATASET/README.md"}, "write its folder"),
+        ({"path": "DATASET/empty"}, "doesn't contain any data files"),
+        ({"path": "DATASET/outside"}, "a dataset whose files lie inside it"),
+        ({"document": "line"}, "document: only for kind = 'text'"),
+        ({"kind": "jsonl", "subset": "french"}, "subset: only for kind = 'hf'"),
+        ({"kind": "jsonl", "streaming": False}, "streaming: only for kind = 'hf'"),
+        ({"kind": "python-stdlib", "path": "", "split": "dev"}, 'split: "train" or "validation"'),
+    ],
+)
+def test_sources_that_are_wrong(changes: dict[str, str], expected: str, dataset: Path) -> None:
+    (dataset / "empty").mkdir()
+    (dataset / "outside").mkdir()
+    outside = "---\nconfigs:\n- config_name: default\n  data_files: ../data/train-*\n---\n"
+    (dataset / "outside" / "README.md").write_text(outside)
+    if "path" in changes:
+        changes = changes | {"path": changes["path"].replace("DATASET", str(dataset))}
+    (found,) = problems(source_of(dataset, **changes))
+    assert expected in found
+
+
+def test_a_folder_that_the_client_of_the_hub_has_filled(dataset: Path) -> None:
+    """Its files are links to others elsewhere."""
+    snapshot = dataset.parent / "snapshot"
+    (snapshot / "data").mkdir(parents=True)
+    for n, file in enumerate(sorted((dataset / "data").glob("train*"))):
+        (file.parent / f"blob{n}").write_bytes(file.read_bytes())
+        (snapshot / "data" / file.name).symlink_to(file.parent / f"blob{n}")
+    assert problems(source_of(snapshot)) == []
+    assert texts_of(source_of(snapshot), 1) == [ALL_ROWS]
+
+
+def test_a_file_that_is_gone_is_named(dataset: Path) -> None:
+    pieces = open_stream(divided(source_of(dataset), 2), stream=1)
+    (dataset / "data" / "train-00001-of-00002.parquet").unlink()
+    with pytest.raises(UserError, match=r"00002\.parquet of the source .* cannot be read any more"):
+        pieces.fetch(pieces.first(), 1)
+
+
+def test_in_a_mixture_a_streamed_dataset_needs_a_weight(dataset: Path) -> None:
+    facts = {"seq_len": 8, "global_batch_size": 8, "data_degree": 1, "vocab_size": 300}
+    sources = (source_of(dataset), source_of(dataset, split="test"))
+    (found,) = check_data(DataConfig(sources=sources), **facts)
+    assert found.key == "data.sources.0.weight"
+    weighted = tuple(replace(source, weight=1.0) for source in sources)
+    on_disk = tuple(replace(source, streaming=False) for source in sources)
+    assert check_data(DataConfig(sources=weighted), **facts) == check_data(DataConfig(sources=on_disk), **facts) == []
+    unknown = replace(weighted[1], subset="german")
+    assert [found.key for found in check_data(DataConfig(sources=(weighted[0], unknown)), **facts)] == [
+        "data.sources.1.subset"
+    ]
+
+
+def test_datasets_is_needed_for_this_kind_alone(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (found,) = problems(source_of(dataset))
+    assert found.startswith("kind: needs the Python package datasets; pip install datasets")
+
+
+class Letters:
+    """A tokenizer whose tokens are characters."""
+
+    bos_id = eos_id = None
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [[ord(letter) for letter in text] for text in texts]
+
+
+def open_stream(
+    division: Division, stream: int = 0, max_piece_bytes: int = 100, field: str = "text", epochs: int = -1
+) -> StreamedPieces:
+    encoder = Encoder(cast(Tokenizer, Letters()), add_bos=False, add_eos=False)
+    blocks = Blocks(division, stream, field=field, max_piece_bytes=max_piece_bytes)
+    return StreamedPieces(blocks, encoder, name="mine", epochs=epochs)
+
+
+def divided(source: SourceConfig, num_streams: int, seed: int | None = None) -> Division:
+    return Division(source, num_streams, None if seed is None else (seed,))
+
+
+def test_too_many_files_are_refused_at_the_start(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_UNIT_BITS", 0)
+    with pytest.raises(UserError, match="streaming goes up to 1 files or row groups"):
+        divided(source_of(dataset), 1)
+
+
+def walk(pieces: StreamedPieces, epoch: int = 0, place: Place | None = None) -> list[tuple[Place, str]]:
+    """(place, text or fault) from a place, or from the epoch's first, to the epoch's end."""
+    found = []
+    place = place or pieces.first()
+    while place.epoch <= epoch:
+        piece = pieces.fetch(place, 20)
+        if isinstance(piece, TokenPiece):
+            text = "".join(map(chr, piece.tokens))
+        else:
+            assert isinstance(piece, BadRowError), piece
+            text = f"BAD {piece}"
+        if text and place.epoch == epoch:
+            found.append((place, text))
+        place = pieces.after(place)
+    return found
+
+
+def texts_of(source: SourceConfig, num_streams: int, epoch: int = 0, seed: int | None = None) -> list[list[str]]:
+    """Of each stream the pieces of an epoch, in order."""
+    division = divided(source, num_streams, seed)
+    return [[text for _, text in walk(open_stream(division, stream), epoch)] for stream in range(num_streams)]
+
+
+ALL_ROWS = [f"file {file} row {row}" for file in range(2) for row in range(1, 11)]
+
+
+def test_in_order_it_is_the_files(dataset: Path) -> None:
+    assert texts_of(source_of(dataset), 1) == [ALL_ROWS]
+    assert texts_of(source_of(dataset, subset="french"), 1) == [[f"ligne {line}" for line in range(1, 7)]]
+
+
+@pytest.mark.parametrize(
+    ("num_streams", "what"),
+    [
+        (1, "2 files, streamed, each read by one stream"),
+        (2, "2 files, streamed, each read by one stream"),
+        (3, "6 row groups of 2 files, streamed, each read by one stream"),
+        (5, "6 row groups of 2 files, streamed, each read by one stream"),
+        (8, "2 files, streamed; too few for 8 streams: each is read by 4 of them, which keep one row in 4, so that 4 "),
+        (9, "2 files, streamed; too few for 9 streams: each is read by 9 of them, which keep one row in 9, so that 9 "),
+        (24, "2 files, streamed; too few for 24 streams: each is read by 12 of them"),
+    ],
+)
+@pytest.mark.parametrize("seed", [None, 7])
+def test_streams_share_all_rows_and_each_row_once(num_streams: int, what: str, seed: int | None, dataset: Path) -> None:
+    assert what in divided(source_of(dataset), num_streams, seed).description
+    for epoch in range(3):
+        streams = texts_of(source_of(dataset), num_streams, epoch, seed)
+        assert Counter(text for stream in streams for text in stream) == Counter(ALL_ROWS)
+        if "one stream" in what:  # whole units: nobody else reads them
+            owned = [{text.split(" row")[0] + str((int(text.split()[-1]) - 1) // 4) for text in one} for one in streams]
+            assert sum(map(len, owned)) == len(set.union(*owned)) == 6
+
+
+def test_streams_advance_evenly_over_the_epochs(dataset: Path) -> None:
+    """6 row groups for 5 streams, 20 rows for 8: an epoch serves some more than others, and all in turn."""
+    for num_streams, epochs in ((5, 5), (8, 4)):
+        served = [0] * num_streams
+        for epoch in range(epochs):
+            for stream, texts in enumerate(texts_of(source_of(dataset), num_streams, epoch, seed=1)):
+                served[stream] += len(texts)
+        assert sum(served) == epochs * 20
+        assert max(served) <= 1.6 * min(served)
+
+
+def test_each_epoch_has_its_own_order(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "MAX_BLOCK_ROWS", 5)
+    epochs = [texts_of(source_of(dataset), 1, epoch, seed=1)[0] for epoch in range(6)]
+    assert len({tuple(epoch) for epoch in epochs}) == 6
+    assert {epoch[0].split(" row")[0] for epoch in epochs} == {"file 0", "file 1"}  # files change places, too
+    for epoch in epochs:
+        for begin in range(0, 20, 5):  # a block is permuted inside: its rows are neighbours
+            rows = sorted(int(text.split()[-1]) for text in epoch[begin : begin + 5])
+            assert rows in ([1, 2, 3, 4, 5], [6, 7, 8, 9, 10])
+
+
+@pytest.mark.parametrize("subset", ["default", "french"])
+@pytest.mark.parametrize("num_streams", [1, 4])
+def test_a_stream_goes_on_from_any_piece(
+    subset: str, num_streams: int, dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "MAX_BLOCK_ROWS", 3)
+    division = divided(source_of(dataset, subset=subset), num_streams, seed=5)
+    for stream in range(num_streams):
+        whole = walk(open_stream(division, stream, max_piece_bytes=16), epoch=2)
+        assert len({place for place, _ in whole}) == len(whole)
+        for n, (place, _) in enumerate(whole):
+            pieces = open_stream(division, stream, max_piece_bytes=16)
+            assert pieces.has(place)
+            assert walk(pieces, 2, place) == whole[n:]
+        used = open_stream(division, stream, max_piece_bytes=16)
+        for place, text in random.Random(0).sample(whole, len(whole)):
+            piece = used.fetch(place, 1)
+            assert isinstance(piece, TokenPiece)
+            assert "".join(map(chr, piece.tokens)) == text
+
+
+def test_long_rows_are_cut_and_end_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "MAX_BLOCK_BYTES", 100)
+    rows = ["a\n" * 100, "short", "b\n" * 30, "end"]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    division = divided(source_of(tmp_path), 1)
+    pieces = open_stream(division, max_piece_bytes=50)
+    found = walk(pieces)
+    assert "".join(text for _, text in found) == "".join(rows)
+    assert [Position.of(place.position) for place, _ in found] == [
+        *[(0, 1, piece) for piece in range(4)],
+        *[(0, 2, piece) for piece in range(4)],
+    ]
+    first = pieces.fetch(found[0][0], 20)
+    numbers = [pieces.number(found[n][0]) for n in range(2) if n == 0 or pieces.fetch(found[n][0], 20)]
+    assert isinstance(first, TokenPiece)
+    assert numbers[1] == numbers[0] + 1  # parts of one document
+    assert first.starts.tolist() == [0]
+    monkeypatch.setattr(blocks, "MAX_ROW_PIECES", 3)
+    (bad, *_) = walk(open_stream(division, max_piece_bytes=50))
+    assert bad[1].endswith(
+        "train.jsonl, line 1: the text is 4 pieces of data.max_piece_bytes, and at most 3 are possible"
+    )
+
+
+def test_a_place_that_is_not_of_this_data(dataset: Path) -> None:
+    pieces = open_stream(divided(source_of(dataset), 2), stream=1)
+    assert [unit for unit in range(3) if pieces.has(Place(0, Position(unit, 1, 0).packed()))] == [1]
+    for position in (Position(1, 1, 10), Position(1, 11, 1)):
+        fault = pieces.fetch(Place(0, position.packed()), 10)
+        assert isinstance(fault, UserError)
+        assert "is not the earlier run's" in str(fault)
+    assert Position.of(Position(2**17 - 1, 2**29 - 1, 2**17 - 1).packed()) == (2**17 - 1, 2**29 - 1, 2**17 - 1)
+    with pytest.raises(UserError, match="set streaming = false"):
+        Position(2**17, 1, 0).packed()
+
+
+def test_a_finite_source_ends_with_its_last_row(dataset: Path) -> None:
+    pieces = open_stream(divided(source_of(dataset), 1), epochs=2)
+    place, texts = pieces.first(), []
+    while not pieces.has_ended(place):
+        assert isinstance(pieces.fetch(place, 1), TokenPiece)
+        texts.append(place)
+        place = pieces.after(place)
+    assert len(texts) == 40
+    assert pieces.patience == 1000  # at least; two epochs of a larger source
+
+
+def test_a_read_that_fails_for_a_while_loses_nothing(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is opened anew in the middle of it, and goes on with the block that could not be read."""
+    monkeypatch.setattr(blocks, "MAX_BLOCK_ROWS", 3)
+    monkeypatch.setattr(streamed, "retrying", partial(retrying, delays_s=(0, 0)))
+    rows, failures = streamed.read_rows, iter([2, 4, 0])
+
+    def failing(*arguments: object) -> object:
+        limit = next(failures, 10**6)
+        for n, row in enumerate(rows(*arguments)):  # type: ignore[arg-type]
+            if n == limit:
+                raise ConnectionResetError("the server went away")
+            yield row
+
+    monkeypatch.setattr(streamed, "read_rows", failing)
+    assert texts_of(source_of(dataset, split="train"), 1) == [ALL_ROWS]
+    assert next(failures, None) is None
+
+
+@pytest.mark.parametrize("folder", ["data", "french", "table"])
+def test_turned_into_arrow_files_it_is_a_corpus_with_an_index(
+    folder: str, dataset: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = source_of(dataset / folder, streaming=False)
+    index, reader = open_index(source, 8), reader_of(source)
+    expected = {"data": ALL_ROWS, "french": [f"ligne {line}" for line in range(1, 7)], "table": ["one", "two"]}
+    pieces = [index[n] for n in range(len(index))]
+    assert "".join(reader.read(index.files[piece.file], piece) for piece in pieces) == "".join(expected[folder])
+    assert max(piece.length for piece in pieces) <= 8
+    assert cache in index.files[0].parents
+    monkeypatch.setattr(datasets.DatasetBuilder, "download_and_prepare", lambda *_, **__: pytest.fail("built twice"))
+    assert len(open_index(source, 8)) == len(index)
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (['{"text": "one"}', '{"text": 2}'], "field 'text' is not text in all rows: `datasets` reads it as"),
+        (['{"text": "one"}', '{"text": "open'], "cannot be turned into Arrow files: JSON parse error"),
+    ],
+)
+def test_what_datasets_cannot_turn_into_text(lines: list[str], reason: str, tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.jsonl").write_text("\n".join(lines))
+    with pytest.raises(UserError, match=reason):
+        open_index(source_of(tmp_path / "rows", streaming=False), 100)
+
+
+def origins_of(section: DataConfig, tokenizer: Tokenizer, degree: int, state: torch.Tensor | None, steps: int) -> Any:
+    """Where each sequence of some steps comes from, in the run's order, and the state after them."""
+    facts = {"seq_len": 5, "vocab_size": 300, "global_batch_size": 8, "local_batch_size": 1, "data_degree": degree}
+    loaders = [build_loader(section, tokenizer, **facts, data_rank=rank) for rank in range(degree)]
+    found = []
+    after = torch.empty((section.num_streams, 5 * len(section.sources)), dtype=torch.int64)
+    for loader in loaders:
+        if state is not None:
+            loader.load_state(state)
+    for _ in range(steps):
+        each = []
+        for loader in loaders:
+            tokens = torch.cat([batch.tokens for batch in loader.next_step()]).tolist()
+            each.append([*zip(loader.sequences, loader.origins, tokens, strict=True)])
+        found += sorted(row for rows in each for row in rows)
+    for loader in loaders:
+        after[list(loader.stream_ids)] = loader.state()
+        loader.close()
+    return found, after
+
+
+@pytest.mark.parametrize("num_streams", [4, 8])
+def test_killed_anywhere_a_streamed_mixture_goes_on_on_any_mesh(
+    num_streams: int, dataset: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row groups of their own for 4 streams, shared files for 8; epoch edges in both."""
+    monkeypatch.setattr(blocks, "MAX_BLOCK_ROWS", 3)
+    sources = (source_of(dataset, weight=2.0), source_of(dataset, subset="french", weight=1.0))
+    section = DataConfig(num_streams=num_streams, max_piece_bytes=16, sources=sources)
+    whole, _ = origins_of(section, tokenizer, 1, None, 60)
+    assert max(origin.epoch for _, origin, _ in whole) > 3
+    rng = random.Random(num_streams)
+    for _ in range(3):
+        found, state = [], None
+        while len(found) < len(whole):
+            steps = min(rng.randrange(1, 30), (len(whole) - len(found)) // 8)
+            rows, state = origins_of(section, tokenizer, rng.choice([1, 2, 4]), state, steps)
+            found += rows
+        assert found == whole
+
+
+ON_THE_HUB = """
+import json, sys
+from dataclasses import replace
+from titanlite.data.hub import hub_commit
+from titanlite.data.sources import SourceConfig
+from titanlite.data.streamed import Division
+from titanlite.runtime.errors import ConfigError
+from tests.unit.data.test_hub import texts_of
+
+source = SourceConfig(kind="hf", path="user/dataset")
+pinned = replace(source, revision=hub_commit(source))
+division = Division(pinned, 3, (7,))
+found = texts_of(pinned, 3, epoch=1, seed=7)
+faults = []
+for change in ({"path": "user/missing"}, {"subset": "german"}, {"split": "dev"}, {"path": "user/script"}):
+    try:
+        hub_commit(replace(source, **change))
+    except ConfigError as error:
+        faults.append(str(error))
+print(json.dumps([pinned.revision, division.description, found, faults]))
+"""
+
+
+@pytest.mark.slow
+def test_from_a_hub_that_fails_for_a_while(dataset: Path, tmp_path: Path) -> None:
+    """The same rows in the same order as from the folder; the token goes to the hub and nowhere else."""
+    (dataset.parent / "script").mkdir()
+    (dataset.parent / "script" / "script.py").write_text("raise SystemExit('code from a dataset was run')")
+    with small_hub(tmp_path / "hub") as hub:
+        hub.failures = 2
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": hub.endpoint,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_TOKEN": "hf_canary",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        program = [sys.executable, "-c", ON_THE_HUB]
+        done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    commit, description, found, faults = json.loads(done.stdout.splitlines()[-1])
+    assert commit == COMMIT
+    assert f"hf user/dataset at commit {COMMIT}: 6 row groups of 2 files" in description
+    assert found == texts_of(source_of(dataset), 3, epoch=1, seed=7)
+    assert hub.failures == 0
+    assert "Bearer hf_canary" in hub.authorizations
+    assert "write subset = 'default' or 'french' or 'table'" in faults[1]
+    assert "write split = 'train' or 'test'" in faults[2]
+    assert "HF_TOKEN" in faults[0]
+    assert "scripts are no longer supported" in faults[3]
+    for place in [tmp_path / "home", tmp_path / "cache"]:
+        assert not any(b"hf_canary" in file.read_bytes() for file in place.rglob("*") if file.is_file())
+    assert "hf_canary" not in done.stdout + done.stderr
+
+
+def test_a_folder_and_its_copy_on_the_hub_are_the_only_ones_asked(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder needs no network."""
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a connection"))
+    shutil.copytree(dataset, dataset.parent / "copy")
+    assert problems(source_of(dataset.parent / "copy")) == []
+    assert texts_of(source_of(dataset.parent / "copy"), 1) == [ALL_ROWS]

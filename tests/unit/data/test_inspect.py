@@ -1,0 +1,208 @@
+"""What the inspect command says, against what is known of small corpora."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from titanlite.data import inspect, tokenize
+from titanlite.data.config import DataConfig
+from titanlite.data.loader import Batch, build_loader
+from titanlite.data.sources import SourceConfig
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.labels import IGNORE_INDEX
+from titanlite.runtime.errors import UserError
+
+ROWS = [f"the model reads {n} words\n" * (1 + n % 5) for n in range(40)]
+
+
+@pytest.fixture
+def config(tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_folder: Path) -> Path:
+    """40 documents of one to five pieces, two of them bad rows; sequences of 16 tokens, two a step."""
+    rows = write_jsonl([*ROWS, b"{", b"[]"])
+    file = tmp_path / "config.toml"
+    file.write_text(
+        "[model]\nvocab_size = 300\n[training]\nseq_len = 16\nglobal_batch_size = 2\nlocal_batch_size = 2\n"
+        f'[tokenizer]\npath = "{tokenizer_folder}"\n[data]\nmax_piece_bytes = 60\non_bad_row = "skip"\n'
+        f'[[data.sources]]\nkind = "jsonl"\nname = "rows"\npath = "{rows}"\n'
+    )
+    return file
+
+
+def printed(capsys: pytest.CaptureFixture[str], config: Path, *arguments: str) -> str:
+    inspect.main([str(config), *arguments])
+    return capsys.readouterr().out
+
+
+def number(text: str, before: str) -> float:
+    """The number behind some words."""
+    found = re.search(rf"{before}\D*?([\d,]+(\.\d+)?)", text)
+    assert found, text
+    return float(found[1].replace(",", ""))
+
+
+def test_statistics(config: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = [len(tokenizer.encode(row)) + 1 for row in ROWS]  # every cut is between two lines, and splits no token
+    text = printed(capsys, config, "--sequences", "0")
+    assert "documents     42; all read" in text  # a bad row is one until it is read
+    assert number(text, "tokens  ") == sum(lengths)
+    assert number(text, "mean") == pytest.approx(np.mean(lengths), abs=0.05)
+    assert number(text, "longest") == max(lengths)
+    assert number(text, "50 %:") == pytest.approx(np.median(lengths), abs=0.5)
+    assert "bad rows      2 of" in text
+    assert "line 41: invalid JSON" in text
+    assert "line 42: not a JSON object" in text
+    assert number(text, "an epoch") == round(sum(lengths) / 16)
+    assert "sequence 0" not in text
+
+
+def test_a_sample_says_so_and_is_about_right(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = printed(capsys, config, "--sequences", "0")
+    monkeypatch.setattr(inspect, "SAMPLED_DOCUMENTS", 15)
+    sample = printed(capsys, config, "--sequences", "0")
+    assert "documents     42; 15 of them, drawn at random, were read" in sample
+    assert number(sample, "tokens  ") == pytest.approx(number(whole, "tokens  "), rel=0.2)
+    assert "tokens        about " in sample
+    assert printed(capsys, config, "--sequences", "0", "--all") == whole
+
+
+def training_batches(section: DataConfig, tokenizer: Tokenizer, steps: int) -> list[Batch]:
+    """Those of the first steps, of one sequence each."""
+    loader = build_loader(
+        section,
+        tokenizer,
+        seq_len=16,
+        vocab_size=300,
+        global_batch_size=2,
+        local_batch_size=1,
+        data_rank=0,
+        data_degree=1,
+    )
+    batches = [batch for _ in range(steps) for batch in loader.next_step()]
+    loader.close()
+    return batches
+
+
+def blocks(text: str) -> list[list[tuple[str, str]]]:
+    """Of each sequence that was printed, its parts: the words of the rule, and the text."""
+    sequences = text.split("\n════ ")[1:]
+    return [re.findall(r"^──── (.*?) ────\n(.*?)(?=\n──── |\n?\Z)", one, re.DOTALL | re.MULTILINE) for one in sequences]
+
+
+@pytest.mark.parametrize("mask", ["true", "false"])
+def test_the_sequences_are_those_of_training(
+    mask: str, config: Path, tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = printed(capsys, config, "--sequences", "12", "--data.document_mask", mask)
+    source = SourceConfig(kind="jsonl", path=str(tmp_path / "rows.jsonl"))
+    section = DataConfig(
+        num_streams=2, max_piece_bytes=60, document_mask=mask == "true", on_bad_row="skip", sources=(source,)
+    )
+    expected = [
+        (batch.tokens[0].tolist(), batch.labels[0].tolist()) for batch in training_batches(section, tokenizer, 6)
+    ]
+    found = blocks(text)
+    assert len(found) == 12
+    boundaries = 0
+    for (tokens, labels), parts in zip(expected, found, strict=True):
+        assert "".join(part for _, part in parts) == tokenizer.decode(tokens)
+        for rule, part in parts:
+            begin, end = map(int, re.search(r"tokens (\d+) to (\d+)", rule).groups())  # type: ignore[union-attr]
+            assert part == tokenizer.decode(tokens[begin : end + 1])
+            masked = [place for place in range(begin, end + 1) if labels[place] == IGNORE_INDEX]
+            tail = f", masked labels at {', '.join(map(str, masked))}" if masked else ""
+            assert rule.endswith(f": rows, tokens {begin} to {end}{tail}")
+            assert begin == 0 or rule.startswith("document: rows, ")
+            boundaries += begin > 0
+    assert boundaries > 5
+    assert any(rule.startswith("document, begun before: rows, ") for (rule, _), *_ in found)
+    assert any(rule.startswith("part of a document: rows, ") for (rule, _), *_ in found)
+
+
+def test_padding_is_marked(config: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, config, "--sequences", "8", "--data.packing", "none", "--data.max_piece_bytes", "1000")
+    padded = [parts for parts in blocks(text) if "padding" in parts[-1][0]]
+    assert padded
+    for (rule, part), (padding, _) in padded:
+        length = int(re.search(r"to (\d+)", rule)[1]) + 1  # type: ignore[index]
+        assert padding == f"padding, masked: tokens {length} to 15"
+        assert part.endswith("<|endoftext|>")
+        assert len(tokenizer.encode(part.removesuffix("<|endoftext|>"))) == length - 1
+    assert number(text, "an epoch") == sum(-(-len(tokenizer.encode(row)) // 16) for row in ROWS)
+
+
+def test_a_mixture_has_shares(
+    config: Path, write_jsonl: Callable[..., Path], tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = write_jsonl(ROWS[:7], "more.jsonl")
+    with config.open("a") as file:
+        file.write(f'weight = 3\n[[data.sources]]\nkind = "jsonl"\npath = "{more}"\nname = "more"\nweight = 1\n')
+    text = printed(capsys, config, "--sequences", "0")
+    rows = config.with_name("rows.jsonl")
+    sources = tuple(
+        SourceConfig(kind="jsonl", path=str(path), weight=weight) for path, weight in ((rows, 3.0), (more, 1.0))
+    )
+    section = DataConfig(num_streams=2, max_piece_bytes=60, on_bad_row="skip", sources=sources)
+    drawn = [batch.sources for batch in training_batches(section, tokenizer, 100)]
+    shares = [sum(int((one == n).sum()) for one in drawn) / 200 for n in range(2)]
+    assert f"share         75.00% of the sequences (weight 3), {shares[0]:.2%} of those of the first 100 steps" in text
+    assert f"share         25.00% of the sequences (weight 1), {shares[1]:.2%}" in text
+    assert shares[0] == pytest.approx(0.75, abs=0.02)
+    per_step = 2 * 0.25
+    second = text[text.index("source 1, more") :]
+    sequences, steps = number(second, "an epoch"), number(second, "sequences,")
+    assert steps == pytest.approx(sequences / per_step, abs=1)
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_token_files(decodes: bool, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    tokenize.main([str(config), "--out", str(out), "--workers", "0"])
+    tokens = np.load(out / "tokens-00000.npy").tolist()
+    own = ["--data.sources.0.kind", "tokens", "--data.sources.0.path", str(out), "--data.sources.0.name", "files"]
+    arguments = [*own, "--data.shuffle", "false", "--sequences", "3"]
+    text = printed(capsys, config, *arguments, *([] if decodes else ["--tokenizer.path", ""]))
+    assert number(text[text.index("source 0") :], "documents  ") == 40
+    ends = [place for place, token in enumerate(tokens) if token == tokens[-1]]
+    assert number(text, "longest") == max(np.diff([-1, *ends]))
+    assert number(text, "mean") == pytest.approx(len(tokens) / 40, abs=0.05)
+    assert "made by" in text
+    assert number(text, "an epoch") == (len(tokens) - 1) // 16
+    if decodes:
+        assert "".join(part for parts in blocks(text) for _, part in parts).startswith(ROWS[0] + "<|endoftext|>")
+    else:
+        assert " ".join(part for parts in blocks(text) for _, part in parts) == " ".join(map(str, tokens[:48]))
+    (out / "tokens-00000.documents").unlink()
+    text = printed(capsys, config, *arguments)
+    assert "documents     not known" in text
+    assert [len(parts) for parts in blocks(text)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"), [("a\tb\n", "a\tb\n"), ("\x1b[31m", "\\x1b[31m"), ("é ©\u202e", "é ©\\u202e")]
+)
+def test_what_would_steer_a_terminal_is_written_out(text: str, shown: str) -> None:
+    assert inspect.printable(text) == shown
+
+
+def test_a_number_that_makes_no_sense(config: Path) -> None:
+    with pytest.raises(UserError, match="--sequences -1: at least 0"):
+        inspect.main([str(config), "--sequences", "-1"])
+
+
+def test_it_is_a_command(config: Path) -> None:
+    command = [sys.executable, "-m", "titanlite.data.inspect"]
+
+    def run(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, *arguments], capture_output=True, text=True, check=False, timeout=120)
+
+    done = run([str(config), "--training.seq_len", "8", "--data.seed", "-1", "--tokenizer.path", "nowhere"])
+    assert done.returncode == 2
+    assert "data.seed = -1" in done.stderr
+    assert "tokenizer.path = 'nowhere'" in done.stderr

@@ -1,0 +1,178 @@
+"""A run that is killed again and again, over mixtures, epochs and meshes: its ledger is that of a whole one."""
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from titanlite.data import ledger
+from titanlite.data.config import DataConfig
+from titanlite.data.ledger import Ledger, ledger_files, read_ledger
+from titanlite.data.loader import Loader, build_loader
+from titanlite.data.sources import SourceConfig
+from titanlite.data.streams import Origin
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.metrics.history import keep_rows
+
+STREAMS, STEPS = 8, 40
+
+
+def text_of(rng: random.Random) -> str:
+    words = ["the", "model", "reads", "a", "few", "words", "of", "a", "text"]
+    return " ".join(rng.choice(words) for _ in range(rng.choice([1, 5, 40])))
+
+
+@pytest.fixture
+def section(write_jsonl: Callable[..., Path], tmp_path: Path) -> DataConfig:
+    """Four sources whose epochs end within 40 steps: one is finite, one a dataset of three files that is streamed."""
+    rng = random.Random(1)
+    paths = [write_jsonl([text_of(rng) for _ in range(count)], f"{count}.jsonl") for count in (3, 25, 12)]
+    weights, epochs = (1.0, 4.0, 2.0), (-1, -1, 3)
+    sources = tuple(
+        SourceConfig(kind="jsonl", path=str(path), weight=weight, epochs=count)
+        for path, weight, count in zip(paths, weights, epochs, strict=True)
+    )
+    streamed = tmp_path / "dataset" / "data"
+    streamed.mkdir(parents=True)
+    for n in range(3):
+        rows = [json.dumps({"text": text_of(rng)}) + "\n" for _ in range(7 * n + 4)]
+        (streamed / f"train-0000{n}-of-00003.jsonl").write_text("".join(rows))
+    sources = (*sources, SourceConfig(kind="hf", path=str(streamed.parent), weight=3.0))
+    return DataConfig(num_streams=STREAMS, max_piece_bytes=64, sources=sources)
+
+
+class Run:
+    """One start on `degree` data ranks: its loaders and ledgers, and what they were given."""
+
+    def __init__(self, section: DataConfig, tokenizer: Tokenizer, folder: Path, degree: int, packing: str) -> None:
+        given = DataConfig(**vars(section) | {"packing": packing})
+        facts = {"seq_len": 12, "vocab_size": 300, "global_batch_size": 8, "local_batch_size": 1}
+        self.loaders = [
+            build_loader(given, tokenizer, **facts, data_rank=rank, data_degree=degree) for rank in range(degree)
+        ]
+        self.ledgers = [Ledger(folder, data_rank=rank, data_degree=degree) for rank in range(degree)]
+
+    def step(self, number: int) -> dict[int, Any]:
+        """Sequence -> its tokens and labels."""
+        rows = {}
+        for loader, its_ledger in zip(self.loaders, self.ledgers, strict=True):
+            for batch in loader.next_step():
+                for n, tokens, labels in zip(batch.sequences.tolist(), batch.tokens, batch.labels, strict=True):
+                    rows[n] = (tokens.tolist(), labels.tolist())
+            its_ledger.write(number, loader.sequences, loader.origins)
+        return rows
+
+    def state(self) -> torch.Tensor:
+        state = torch.zeros(STREAMS, self.loaders[0].state().shape[1], dtype=torch.int64)
+        for loader in self.loaders:
+            state[list(loader.stream_ids)] = loader.state()
+        return state
+
+    def close(self) -> None:
+        for part in (*self.loaders, *self.ledgers):
+            part.close()
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "none"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_killed_run_has_the_ledger_of_an_uninterrupted_one(
+    section: DataConfig, tokenizer: Tokenizer, tmp_path: Path, seed: int, packing: str
+) -> None:
+    rng = random.Random(seed)
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "killed").mkdir()
+    whole = Run(section, tokenizer, tmp_path / "whole", 1, packing)
+    expected = {number: whole.step(number) for number in range(1, STEPS + 1)}
+    assert len({tuple(origin) for origin in whole.loaders[0].origins}) > 1
+    assert whole.state()[:, ::5].max(0).values.min() >= 1, "not all sources have crossed epochs"
+    whole.close()
+
+    saved, saved_at, done = None, 0, 0
+    while done < STEPS:
+        for file in ledger_files(tmp_path / "killed"):
+            keep_rows(file, saved_at)
+        run = Run(section, tokenizer, tmp_path / "killed", rng.choice([1, 2, 4]), packing)
+        if saved is not None:
+            for loader in run.loaders:
+                loader.load_state(saved)
+        for done in range(saved_at + 1, min(STEPS, saved_at + rng.randrange(1, 12)) + 1):
+            assert run.step(done) == expected[done]
+            if rng.random() < 0.4 or done == STEPS:
+                saved, saved_at = run.state(), done
+        run.close()  # and what was done since it was saved is lost
+    assert list(read_ledger(tmp_path / "killed")) == list(read_ledger(tmp_path / "whole"))
+    assert [step for step, _ in read_ledger(tmp_path / "killed")] == list(range(1, STEPS + 1))
+
+
+def test_origins_say_where_the_tokens_are(write_jsonl: Callable[..., Path], tokenizer: Tokenizer) -> None:
+    texts = [f"{n} reads a few words {n}" for n in range(9)]
+    source = SourceConfig(kind="jsonl", path=str(write_jsonl(texts)), epochs=2)
+    facts = {"seq_len": 7, "vocab_size": 300, "global_batch_size": 2, "local_batch_size": 2}
+    loader: Loader = build_loader(
+        DataConfig(num_streams=2, max_piece_bytes=999, sources=(source,)),
+        tokenizer,
+        **facts,
+        data_rank=0,
+        data_degree=1,
+    )
+    seen = 0
+    while not loader.ended[0]:
+        (batch,) = loader.next_step()
+        for origin, tokens in zip(loader.origins, batch.tokens.tolist(), strict=True):
+            if origin == Origin(0, -1, -1, -1):
+                continue
+            piece = [*tokenizer.encode(texts[origin.piece]), tokenizer.eos_id][origin.offset :][:7]
+            assert tokens[: len(piece)] == piece
+            seen += 1
+    loader.close()
+    assert seen > 20
+
+
+def test_the_ledger_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    for rank in range(2):
+        one = Ledger(tmp_path, data_rank=rank, data_degree=2)
+        for step in (1, 2):
+            one.write(step, [2 * step - 2 + rank], [Origin(0, 0, 5, rank)])
+        one.close()
+    monkeypatch.setattr(sys, "argv", ["ledger", str(tmp_path)])
+    ledger.main()
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
+        {"step": 1, "sequences": [[0, 0, 0, 5, 0], [1, 0, 0, 5, 1]]},
+        {"step": 2, "sequences": [[2, 0, 0, 5, 0], [3, 0, 0, 5, 1]]},
+    ]
+    monkeypatch.setattr(sys, "argv", ["ledger", str(tmp_path / "none")])
+    with pytest.raises(SystemExit):
+        ledger.main()
+    assert "--data.ledger true" in capsys.readouterr().err
+
+
+def test_a_last_line_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
+    """What a crash leaves, and what is seen of a run that writes at this moment."""
+    one = Ledger(tmp_path, data_rank=0, data_degree=1)
+    for step in (1, 2):
+        one.write(step, [step - 1], [Origin(0, 0, 5, 0)])
+    one.close()
+    (file,) = ledger_files(tmp_path)
+    file.write_bytes(file.read_bytes()[:-9])
+    assert list(read_ledger(tmp_path)) == [(1, [[0, 0, 0, 5, 0]])]
+
+
+def test_it_ends_without_a_traceback_where_nobody_reads_on(tmp_path: Path) -> None:
+    one = Ledger(tmp_path, data_rank=0, data_degree=1)
+    for step in range(1, 3000):
+        one.write(step, [step], [Origin(0, 0, step, 0)])
+    one.close()
+    command = [sys.executable, "-m", "titanlite.data.ledger", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(60) == 1

@@ -1,0 +1,299 @@
+"""Token files: the same bytes whoever writes them and however often they are interrupted; refused where not whole."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from titanlite.data import encoding, tokenize
+from titanlite.data.command import UsableRows
+from titanlite.data.config import DataConfig
+from titanlite.data.encoding import Chunk, Encoder, Job, encoded
+from titanlite.data.fingerprint import data_fingerprint, describe_difference
+from titanlite.data.pieces import ENDS_DOCUMENT, STARTS_DOCUMENT, BadRowError
+from titanlite.data.sources import SourceConfig
+from titanlite.data.token_files import documents_file, file_digest
+from titanlite.data.tokenizer import Tokenizer, TokenizerConfig, check_tokenizer
+from titanlite.data.windows import check_tokens
+from titanlite.runtime.errors import UserError
+
+ROWS = [f"the model reads {n} words\n" * (1 + n % 7) for n in range(60)]
+
+
+@pytest.fixture
+def config(tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_folder: Path) -> Path:
+    """60 documents of one to six pieces."""
+    file = tmp_path / "config.toml"
+    file.write_text(
+        f'[tokenizer]\npath = "{tokenizer_folder}"\n[data]\nmax_piece_bytes = 60\non_bad_row = "skip"\n'
+        f'[[data.sources]]\nkind = "jsonl"\npath = "{write_jsonl(ROWS)}"\n'
+    )
+    return file
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two or three pieces each, so that documents and shards lie across them."""
+    monkeypatch.setattr(tokenize, "CHUNK_BYTES", 150)
+
+
+def run(config: Path, out: Path, *arguments: str, workers: int = 0, shard_tokens: int = 150) -> Path:
+    own = ["--out", str(out), "--workers", str(workers), "--shard_tokens", str(shard_tokens)]
+    tokenize.main([str(config), *own, *arguments])
+    return out
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_the_files_do_not_depend_on_the_number_of_workers(config: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    out = run(config, tmp_path / "0")
+    assert contents(run(config, tmp_path / "2", workers=2)) == contents(out)
+    manifest = json.loads((out / "tokens.json").read_text())
+    shards = manifest["shards"]
+    assert len(shards) > 5
+    assert {shard["file"] for shard in shards} == {file.name for file in out.glob("*.npy")}
+    assert manifest["documents"] == 60
+    assert manifest["tokenizer"]["fingerprint"] == tokenizer.fingerprint
+    assert manifest["sources"][0]["files"] == 1
+    documents: list[list[int]] = []
+    for shard in shards:
+        ids, starts = (np.load(file(out / shard["file"])) for file in (Path, documents_file))
+        assert (shard["tokens"], shard["documents"]) == (len(ids), len(starts))
+        assert shard["xxh3_128"] == file_digest(out / shard["file"])
+        assert starts[0] == 0
+        documents += [part.tolist() for part in np.split(ids, starts[1:])]
+    assert documents == [[*tokens, tokenizer.eos_id] for tokens in pieces_of_rows(tokenizer)]
+
+
+def pieces_of_rows(tokenizer: Tokenizer) -> list[list[int]]:
+    """The tokens of each row, cut behind the last line end within 60 bytes."""
+    lines = [row.splitlines(keepends=True) for row in ROWS]
+    per_piece = [60 // len(row[0]) for row in lines]
+    return [
+        [token for n in range(0, len(row), size) for token in tokenizer.encode("".join(row[n : n + size]))]
+        for row, size in zip(lines, per_piece, strict=True)
+    ]
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_an_interrupted_run_goes_on_after_the_last_complete_shard(
+    config: Path,
+    tmp_path: Path,
+    write_jsonl: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_jsonl([b"a bad row", *ROWS])
+    whole = run(config, tmp_path / "whole")
+    written: list[Any] = []
+
+    def write_two(*arguments: Any) -> None:
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(arguments)
+        original(*arguments)
+
+    original = tokenize.write_unfinished
+    monkeypatch.setattr(tokenize, "write_unfinished", write_two)
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        run(config, out)
+    monkeypatch.undo()
+    (problem,) = check_tokens(SourceConfig(kind="tokens", path=str(out)), "data.sources.0", 300, needs_documents=True)
+    assert "tokens.incomplete.json says that it was interrupted" in problem.remedy
+    with pytest.raises(UserError, match=r"begun with another configuration \(see settings in tokens.incomplete.json\)"):
+        run(config, out, "--data.add_eos", "false")
+    encoded_before = len(list(out.glob("*.npy")))
+    assert encoded_before == 3  # the last one is complete, but nobody has noted it: it is written again
+    assert contents(run(config, out)) == contents(whole)
+    assert "going on after tokens-00001.npy" in capsys.readouterr().out
+    with pytest.raises(UserError, match="is complete and is not overwritten"):
+        run(config, out)
+
+
+def test_a_worker_that_is_killed_ends_the_command(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+
+    def start(job: Job) -> Any:
+        started.append(original(job))
+        os.kill(started[0].process.pid, signal.SIGKILL)
+        return started[-1]
+
+    original = encoding._start_worker
+    monkeypatch.setattr(encoding, "_start_worker", start)
+    with pytest.raises(
+        UserError, match=r"the worker process \d+ was killed by SIGKILL .*fewer --workers.*goes on after"
+    ):
+        run(config, tmp_path / "out", workers=2)
+    assert [worker.process.poll() for worker in started] == [-signal.SIGKILL] * 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_error_in_a_worker_is_an_error_here(write_jsonl: Callable[..., Path], tokenizer: Tokenizer) -> None:
+    source = SourceConfig(kind="jsonl", path=str(write_jsonl(ROWS)))
+    job = Job((source,), 60, tokenizer.arguments, add_bos=False, add_eos=True)
+    encoder = Encoder(job)
+    moved = dataclasses.replace(job, tokenizer=job.tokenizer | {"file": "nowhere"})
+    with encoded(encoder, moved, [range(2)], 1) as chunks, pytest.raises(UserError, match="nowhere is not a tokenizer"):
+        next(chunks)
+    with encoded(encoder, job, [range(10**6)], 1) as chunks, pytest.raises(RuntimeError, match="IndexError"):
+        next(chunks)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_bad_rows_are_named_and_counted_where_they_are(
+    workers: int, config: Path, tmp_path: Path, write_jsonl: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_jsonl(["one", b"{", b"[]", *ROWS[:9], b"5"])
+    with pytest.raises(
+        UserError, match=r"more than data\.max_bad_rows = 2 rows are bad; the last one: .* line 13: not a"
+    ):
+        run(config, tmp_path / "no", "--data.max_bad_rows", "2", workers=workers)
+    with pytest.raises(UserError, match=r"bad row: .*rows\.jsonl, line 2"):
+        run(config, tmp_path / "neither", "--data.on_bad_row", "error", workers=workers)
+    capsys.readouterr()
+    manifest = json.loads((run(config, tmp_path / "out", workers=workers) / "tokens.json").read_text())
+    assert (manifest["documents"], manifest["bad_rows"], manifest["shards"][0]["bad_rows"]) == (10, 3, 2)
+    named = capsys.readouterr().err.splitlines()
+    assert [line.split(", ")[1].split(":")[0] for line in named] == ["line 2", "line 3", "line 13"]
+
+
+def test_a_document_that_begins_with_a_bad_or_empty_piece_starts_with_its_next(tmp_path: Path) -> None:
+    def chunks() -> Iterator[Chunk]:
+        start, end, both = STARTS_DOCUMENT, ENDS_DOCUMENT, STARTS_DOCUMENT | ENDS_DOCUMENT
+        ids = np.arange(9, dtype=np.uint16)
+        yield Chunk(ids[:5], [2, 0, 3], [both, start, 0], {1: BadRowError("no text")})
+        yield Chunk(ids[5:6], [1], [end], {})
+        yield Chunk(ids[6:], [0, 2, 0, 1], [start, end, both, both], {})
+
+    rows = UsableRows(DataConfig(on_bad_row="skip"))
+    (shard,) = tokenize.write_shards(tmp_path, chunks(), rows, np.dtype("<u2"), 100, 0)
+    starts = np.load(documents_file(tmp_path / "tokens-00000.npy"))
+    assert starts.tolist() == [0, 2, 6, 8]
+    assert (shard["tokens"], shard["pieces"], shard["bad_rows"]) == (9, 8, 1)
+
+
+def test_a_shard_ends_with_a_document(tmp_path: Path) -> None:
+    ids = np.arange(10, dtype=np.uint32)
+    flags = [STARTS_DOCUMENT, 0, ENDS_DOCUMENT, STARTS_DOCUMENT | ENDS_DOCUMENT]
+    rows = UsableRows(DataConfig())
+    shards = list(tokenize.write_shards(tmp_path, [Chunk(ids, [2, 3, 4, 1], flags, {})], rows, ids.dtype, 3, 7))
+    assert [(shard["file"], shard["tokens"]) for shard in shards] == [("tokens-00007.npy", 9), ("tokens-00008.npy", 1)]
+    assert np.load(tmp_path / "tokens-00007.npy").tolist() == list(range(9))
+    assert not list(tmp_path.glob("*.incomplete"))
+
+
+def remove(folder: Path) -> None:
+    (folder / "tokens-00001.npy").unlink()
+
+
+def shorten(folder: Path) -> None:
+    os.truncate(folder / "tokens-00001.npy", 300)
+
+
+def shorten_documents(folder: Path) -> None:
+    os.truncate(folder / "tokens-00001.documents", 128)
+
+
+def add(folder: Path) -> None:
+    shutil.copy(folder / "tokens-00000.npy", folder / "tokens-99999.npy")
+
+
+def spoil(folder: Path) -> None:
+    (folder / "tokens.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        (remove, "tokens-00001.npy is missing"),
+        (shorten, "tokens-00001.npy has 300 bytes instead of"),
+        (shorten_documents, "tokens-00001.documents has 128 bytes instead of"),
+        (add, "tokens-99999.npy is not one of them"),
+        (spoil, "tokens.json cannot be read"),
+    ],
+)
+def test_a_folder_that_is_not_as_it_says_is_refused(
+    change: Callable[[Path], None], remedy: str, config: Path, tmp_path: Path
+) -> None:
+    out = run(config, tmp_path / "out")
+    source = SourceConfig(kind="tokens", path=str(out))
+    assert check_tokens(source, "data.sources.0", 300, needs_documents=True) == []
+    change(out)
+    (problem,) = check_tokens(source, "data.sources.0", 300, needs_documents=True)
+    assert (problem.key, problem.value) == ("data.sources.0.path", str(out))
+    assert remedy in problem.remedy
+
+
+def test_a_part_of_a_folder_may_be_used_but_not_by_a_smaller_model(config: Path, tmp_path: Path) -> None:
+    out = run(config, tmp_path / "out")
+    remove(out)
+    some = SourceConfig(kind="tokens", path=str(out / "tokens-0000[0-3].npy"))
+    assert check_tokens(some, "data.sources.0", 300, needs_documents=True) == []
+    (problem,) = check_tokens(some, "data.sources.0", 299, needs_documents=True)
+    assert "vocab_size = 300" in problem.remedy
+
+
+def test_the_tokenizer_is_that_of_the_files(config: Path, tmp_path: Path, tokenizer_folder: Path) -> None:
+    sources = (SourceConfig(kind="tokens", path=str(run(config, tmp_path / "out"))),)
+    section = TokenizerConfig(path=str(tokenizer_folder))
+    assert check_tokenizer(section, sources=sources, vocab_size=300, add_bos=False) == []
+    other = dataclasses.replace(section, eos="a")
+    (problem,) = check_tokenizer(other, sources=sources, vocab_size=300, add_bos=False)
+    assert problem.key == "tokenizer.path"
+    assert "EOS '<|endoftext|>'" in problem.rule
+    assert "EOS 'a'" in problem.remedy
+
+
+def test_the_tokenizer_of_token_files_is_part_of_the_fingerprint(config: Path, tmp_path: Path) -> None:
+    out = run(config, tmp_path / "out")
+    section = DataConfig(sources=(SourceConfig(kind="tokens", path=str(out)),))
+    before = data_fingerprint(section)
+    manifest = json.loads((out / "tokens.json").read_text())
+    manifest["tokenizer"]["fingerprint"] = "another"
+    (out / "tokens.json").write_text(json.dumps(manifest))
+    (line,) = describe_difference(before, data_fingerprint(section))
+    assert '-> "another"' in line
+
+
+def test_where_documents_start_is_part_of_the_fingerprint_where_it_matters(config: Path, tmp_path: Path) -> None:
+    out = run(config, tmp_path / "out")
+    plain = DataConfig(sources=(SourceConfig(kind="tokens", path=str(out)),))
+    masked = dataclasses.replace(plain, document_mask=True)
+    before = [data_fingerprint(section) for section in (plain, masked)]
+    file = documents_file(out / "tokens-00001.npy")
+    content = bytearray(file.read_bytes())
+    content[-8] += 1
+    file.write_bytes(content)
+    after = [data_fingerprint(section) for section in (plain, masked)]
+    assert after[0] == before[0]
+    (line,) = describe_difference(before[1], after[1])
+    assert line.endswith(": the starts of documents differ")
+
+
+def test_two_commands_do_not_write_into_one_folder(config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "tokens-00000.npy.incomplete").touch()  # as a killed command leaves it
+    with tokenize._own_folder(out), pytest.raises(UserError, match="another process writes into"):
+        run(config, out)
+    assert "tokens-00000.npy.incomplete" not in contents(run(config, out))
+
+
+@pytest.mark.parametrize(("argument", "value"), [("--workers", "-1"), ("--shard_tokens", "0")])
+def test_numbers_that_make_no_sense(argument: str, value: str, config: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"{argument} {value}: at least"):
+        tokenize.main([str(config), "--out", str(tmp_path / "out"), argument, value])

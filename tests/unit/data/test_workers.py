@@ -1,0 +1,144 @@
+"""The same steps, states and errors from worker processes as from the thread; and no hang when one is gone."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from titanlite.data.config import DataConfig
+from titanlite.data.loader import Loader, build_loader
+from titanlite.data.sources import SourceConfig
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.worker import WorkerPool
+from titanlite.runtime.errors import DataError, UserError
+
+WORDS = ["the", "model", "reads", "a", "few", "words", "and", "learns", "which", "of", "them", "follow"]
+
+
+@pytest.fixture
+def section(write_jsonl: Callable[..., Path]) -> DataConfig:
+    texts = [" ".join(WORDS[n % 7 : n % 7 + 1 + n % 9]) + f" {n}" for n in range(40)]
+    one, other = write_jsonl(texts), write_jsonl([*texts[:20], b"{broken", *texts[20:]], "other.jsonl")
+    sources = (
+        SourceConfig(kind="jsonl", path=str(one), weight=2),
+        SourceConfig(kind="jsonl", path=str(other), weight=1),
+    )
+    return DataConfig(
+        num_streams=6, max_piece_bytes=1000, document_mask=True, on_bad_row="skip", sources=sources, num_workers=0
+    )
+
+
+@pytest.fixture
+def make(section: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[..., Loader]]:
+    """make(num_workers, ...): loaders that are closed when the test is over."""
+    made: list[Loader] = []
+
+    def one(num_workers: int, **changes: Any) -> Loader:
+        given = DataConfig(**vars(section) | {"num_workers": num_workers} | changes)
+        facts = {"seq_len": 16, "vocab_size": 300, "global_batch_size": 6, "local_batch_size": 2}
+        made.append(build_loader(given, tokenizer, **facts, data_rank=0, data_degree=1))
+        return made[-1]
+
+    yield one
+    for loader in made:
+        loader.close()
+
+
+def take(loader: Loader, steps: int) -> None:
+    for _ in range(steps):
+        loader.next_step()
+
+
+def same_steps(one: Loader, other: Loader, steps: int) -> bool:
+    for _ in range(steps):
+        for mine, its in zip(one.next_step(), other.next_step(), strict=True):
+            if not all(torch.equal(a, b) for a, b in zip(mine, its, strict=True)):
+                return False
+        if not (torch.equal(one.state(), other.state()) and one.origins == other.origins):
+            return False
+    return one.bad_rows == other.bad_rows and one.ended == other.ended
+
+
+@pytest.mark.parametrize("num_workers", [1, 4, 9])
+def test_steps_do_not_depend_on_the_number_of_workers(make: Callable[..., Loader], num_workers: int) -> None:
+    thread, workers = make(0), make(num_workers)
+    assert same_steps(thread, workers, 30)
+    assert thread.bad_rows == 1
+    state = thread.state()
+    for loader in (thread, workers):
+        loader.next_step()
+        loader.load_state(state)
+    assert same_steps(thread, workers, 5)
+
+
+def test_a_bad_row_is_raised_at_the_same_sequence(make: Callable[..., Loader]) -> None:
+    errors = []
+    for num_workers in (0, 2):
+        loader = make(num_workers, on_bad_row="error")
+        with pytest.raises(DataError) as raised:
+            take(loader, 40)
+        errors.append((str(raised.value), raised.value.sequence, loader.state().tolist()))
+    assert errors[0] == errors[1]
+    assert "other.jsonl, line 21: " in errors[0][0]
+
+
+def test_a_worker_with_an_error_ends_in_order(make: Callable[..., Loader], capfd: pytest.CaptureFixture[str]) -> None:
+    """It once aborted, with a line about a fatal error of the interpreter beside the message of the bad row."""
+    loader = make(1, on_bad_row="error")
+    with pytest.raises(DataError):
+        take(loader, 40)
+    assert isinstance(loader._producer, WorkerPool)
+    assert loader._producer._workers[0]._process.wait(20) == 0
+    assert capfd.readouterr().err == ""
+
+
+def test_warnings_of_workers_are_logged_here(make: Callable[..., Loader], caplog: pytest.LogCaptureFixture) -> None:
+    loader = make(2)
+    while not loader.bad_rows:
+        loader.next_step()
+    assert [record.getMessage()[:20] for record in caplog.records].count("skipped a bad row: /") == 1
+
+
+def pids(loader: Loader) -> list[int]:
+    assert isinstance(loader._producer, WorkerPool)
+    return [worker._process.pid for worker in loader._producer._workers]
+
+
+def test_a_killed_worker_is_an_error_at_once(make: Callable[..., Loader]) -> None:
+    loader = make(3)
+    loader.next_step()
+    os.kill(pids(loader)[1], signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(UserError, match=r"a data worker \(process \d+\) was killed by SIGKILL: .*num_workers = 0"):
+        take(loader, 5000)  # what the pipe still holds is used
+    assert time.monotonic() - begin < 10
+
+
+def test_close_ends_the_workers(make: Callable[..., Loader]) -> None:
+    loader = make(2)
+    loader.next_step()
+    (one, other) = pids(loader)
+    loader.close()
+    for pid in (one, other):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_worker_ends_with_the_process_that_reads_it() -> None:
+    """It has SIGTERM ignored, since a rank that is asked to stop trains on for a step: the closed pipe ends it."""
+    worker = subprocess.Popen([sys.executable, "-m", "titanlite.data.worker"], stdin=subprocess.PIPE)
+    assert worker.stdin is not None
+    worker.stdin.close()
+    assert worker.wait(20) == 0
+
+
+def test_workers_import_no_torch() -> None:
+    code = "import sys, titanlite.data.worker; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

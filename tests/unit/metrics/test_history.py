@@ -1,0 +1,156 @@
+"""The rows of earlier starts: what stays, what goes, and that no moment of a kill loses a row."""
+
+import json
+import logging
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from titanlite.metrics import history
+from titanlite.metrics.history import has_validation, keep_rows
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.logging import log
+
+
+@pytest.fixture(autouse=True)
+def _log_reaches_caplog(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(log, "propagate", True)
+    caplog.set_level(logging.INFO, logger="titanlite")
+
+
+def row(step: int, run: str = "a") -> bytes:
+    return json.dumps({"step": step, "loss": 1 / step, "grad_norm": "NaN", "run": run}).encode() + b"\n"
+
+
+def validation(step: int, run: str = "a") -> bytes:
+    return json.dumps({"step": step, "validation/loss": 2.0, "run": run}).encode() + b"\n"
+
+
+def test_which_steps_have_a_validation(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert not has_validation(path, 20)
+    path.write_bytes(row(20) + validation(10) + validation(30)[:-5])
+    assert [step for step in (10, 20, 30) if has_validation(path, step)] == [10]
+
+
+@pytest.mark.parametrize(
+    ("content", "kept", "said"),
+    [
+        (row(1) + row(10) + row(20) + row(30), row(1) + row(10) + row(20), "1 of steps after 20"),
+        (row(1) + row(10) + row(10, "b"), row(1) + row(10, "b"), "1 replaced by a later row of the same step"),
+        (row(1) + row(20) + row(10, "b"), row(1) + row(10, "b") + row(20), ""),
+        (row(1) + row(10)[:-7], row(1), "1 unfinished or unreadable"),
+        (row(1) + row(10)[:-1], row(1) + row(10), ""),
+        (row(1) + row(10)[:9] + b"\n" + row(20), row(1) + row(20), "1 unfinished or unreadable"),
+        (b"\0" * 4096 + b"\n" + row(20), row(20), "1 unfinished or unreadable"),
+        (row(1) + b"\0" * 4096, row(1), "1 unfinished or unreadable"),
+        (row(1) + b"\xff\xfe\n\n[1]\n7\n", row(1), "4 unfinished or unreadable"),
+        (b'{"step": 0}\n{"step": true}\n{"step": 2.0}\n{"loss": 1}\n' + row(3), row(3), "4 unfinished or unreadable"),
+        (row(30), b"", "1 of steps after 20"),
+        (
+            validation(20) + row(20) + validation(10) + validation(20, "b") + validation(30),
+            validation(10) + row(20) + validation(20, "b"),
+            "1 of steps after 20, where the run goes on, 1 replaced",
+        ),
+        (row(30) + row(30) + row(40)[:-3], b"", "3 rows removed: 2 of steps after 20"),
+    ],
+)
+def test_what_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes, kept: bytes, said: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(content)
+    keep_rows(path, 20)
+    assert path.read_bytes() == kept
+    assert list(tmp_path.iterdir()) == [path]
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == bool(said)
+    assert said in "".join(lines)
+    keep_rows(path, 20)  # and what is in order stays so, silently
+    assert path.read_bytes() == kept
+    assert len(caplog.records) == len(lines)
+
+
+@pytest.mark.parametrize("content", [None, b"", row(1) + row(10) + row(20)])
+def test_a_file_in_order_is_not_touched(
+    tmp_path: Path, content: bytes | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setattr(history, "_replace", None)
+    keep_rows(path, 20)
+    assert path.exists() == (content is not None)
+    assert not caplog.records
+
+
+def test_after_any_number_of_kills_and_resumes_there_is_one_row_per_step(tmp_path: Path) -> None:
+    """Starts that go on after a random earlier step, end at a random later one, and leave torn rows."""
+    path = tmp_path / "metrics.jsonl"
+    for seed in range(50):
+        rng = random.Random(seed)
+        path.unlink(missing_ok=True)
+        expected: dict[int, str] = {}
+        end = 0
+        for start in range(8):
+            after = rng.randint(1, end) if end else 0
+            if after:
+                keep_rows(path, after)
+            expected = {step: run for step, run in expected.items() if step <= after}
+            end = after + rng.randint(1, 30)
+            with path.open("ab") as file:
+                for step in range(after + 1, end + 1):
+                    file.write(row(step, str(start)))
+                    expected[step] = str(start)
+                file.write(row(end + 1)[: rng.randint(0, 20)])
+        keep_rows(path, end)
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert {found["step"]: found["run"] for found in rows} == expected
+        assert [found["step"] for found in rows] == list(range(1, end + 1))
+
+
+@pytest.mark.parametrize(("owner", "name"), [(os, "fsync"), (Path, "replace")])
+def test_a_rewrite_that_is_cut_short_leaves_the_old_file(
+    tmp_path: Path, owner: object, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    content = row(1) + row(10) + row(30)
+    path.write_bytes(content)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(owner, name, fail)
+        with pytest.raises(UserError, match=r"cannot read and rewrite .*metrics\.jsonl: No space left on device"):
+            keep_rows(path, 20)
+    assert path.read_bytes() == content
+    keep_rows(path, 20)
+    assert path.read_bytes() == row(1) + row(10)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_new_file_is_on_the_disk_before_it_takes_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(row(30))
+    calls: list[str] = []
+    sync, replace = os.fsync, Path.replace
+
+    def noted_sync(number: int) -> None:
+        calls.append("sync " + os.path.basename(os.readlink(f"/proc/self/fd/{number}")))
+        sync(number)
+
+    def noted_replace(self: Path, target: Path) -> Path:
+        calls.append("replace")
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(Path, "replace", noted_replace)
+    keep_rows(path, 20)
+    assert calls == ["sync metrics.jsonl.new", "replace", f"sync {tmp_path.name}"]
+
+
+def test_a_folder_in_the_way_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"cannot read and rewrite .*metrics\.jsonl: Is a directory"):
+        keep_rows(tmp_path / "metrics.jsonl", 20)

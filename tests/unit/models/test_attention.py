@@ -1,0 +1,258 @@
+"""The kernels behind `attend` agree, and what is built once is built once.
+
+FlexAttention is what GPUs use. Its arithmetic, forward and backward, is checked here on a CPU, where torch composes it
+of plain operations once it is not asked for a fused kernel; tests/gpu checks the kernel itself.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import BlockMask
+
+from titanlite.models import attention
+from titanlite.models.attention import (
+    additive_mask,
+    attend,
+    attention_mask,
+    block_mask,
+    document_arguments,
+    mask_form,
+    may_see,
+)
+from titanlite.models.llama3 import model as llama3
+from titanlite.models.llama3.config import Llama3Config
+from titanlite.models.llama3.plan import plan
+from titanlite.parallel.compile import CompileConfig, apply_compile
+from titanlite.parallel.recompute import ActivationCheckpointConfig, apply_recompute
+
+pytestmark = [  # of torch's compiler
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+SEQ_LEN = 150  # more than one block of 128
+STARTS = ([], [1], [40, 41, 149], [127, 128])
+HEADS = ((4, 2, 8), (3, 1, 24))
+"""Query heads, key and value heads, width of each."""
+
+
+def ids_of(*rows: list[int], seq_len: int = SEQ_LEN) -> Tensor:
+    """Documents of each row by the positions at which they start, beside 0."""
+    positions = torch.ones(len(rows), seq_len, dtype=torch.int64)
+    for row, starts in enumerate(rows):
+        positions[row, [0, *starts]] = 0
+    return document_arguments(positions)["document_ids"]
+
+
+def projections(heads: tuple[int, int, int], rows: int, dtype: torch.dtype, *, grad: bool = False) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    n_heads, n_kv_heads, head_dim = heads
+    shapes = [(rows, n, SEQ_LEN, head_dim) for n in (n_heads, n_kv_heads, n_kv_heads)]
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [tensor.requires_grad_(grad) for tensor in drawn]
+
+
+def by_definition(queries: Tensor, keys: Tensor, values: Tensor, document_ids: Tensor) -> Tensor:
+    group = queries.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    scores = queries @ keys.transpose(2, 3) / math.sqrt(queries.shape[3])
+    weights = torch.where(may_see(document_ids), scores.exp(), 0.0)
+    return weights / weights.sum(-1, keepdim=True) @ values
+
+
+@pytest.fixture
+def composed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """FlexAttention of plain operations, also backward, which torch refuses on a CPU for want of a fused kernel."""
+    torch._dynamo.reset()
+    once: dict[Callable[..., Any], Callable[..., Any]] = {
+        function: torch.compile(function, backend="aot_eager", dynamic=False)
+        for function in (attention.create_block_mask, attention.flex_attention)
+    }
+    monkeypatch.setattr(attention, "compiled", once.__getitem__)
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
+    yield
+    torch._dynamo.reset()
+
+
+def relative(value: Tensor, expected: Tensor) -> float:
+    return ((value - expected).norm() / expected.norm()).item()
+
+
+MASKS: dict[str, Callable[[Tensor, torch.dtype], Any]] = {
+    "additive": additive_mask,
+    "blocks": lambda document_ids, _dtype: block_mask(document_ids),
+}
+
+
+@pytest.mark.usefixtures("composed")
+@pytest.mark.parametrize("form", MASKS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_every_form_of_the_mask_is_the_definition(heads: tuple[int, int, int], form: str) -> None:
+    document_ids = ids_of(*STARTS)
+    inputs = projections(heads, len(STARTS), torch.float64, grad=True)
+    expected = by_definition(*inputs, document_ids)
+    out = attend(*inputs, MASKS[form](document_ids, torch.float64))
+    assert relative(out, expected) < 1e-14
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for found, wanted in zip(
+        torch.autograd.grad(out, inputs, upstream), torch.autograd.grad(expected, inputs, upstream), strict=True
+    ):
+        assert relative(found, wanted) < 1e-13
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_the_fused_kernel_on_a_cpu() -> None:
+    """Forward only, which is all that there is."""
+    torch._dynamo.reset()
+    document_ids = ids_of(*STARTS)
+    inputs = projections((4, 2, 16), len(STARTS), torch.float32)
+    out = attend(*inputs, block_mask(document_ids))
+    expected = attend(*inputs, additive_mask(document_ids, torch.float32))
+    assert relative(out, expected) < 1e-6
+
+
+@pytest.mark.usefixtures("composed")
+def test_other_documents_compile_nothing_anew() -> None:
+    inputs = projections((4, 2, 8), 2, torch.float64)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for starts in STARTS:
+            document_ids = ids_of(starts, [3], seq_len=SEQ_LEN)
+            out = attend(*inputs, block_mask(document_ids))
+            assert relative(out, by_definition(*inputs, document_ids)) < 1e-14
+
+
+@pytest.mark.usefixtures("composed")
+def test_blocks_that_nobody_sees_are_left_out() -> None:
+    mask = block_mask(ids_of([128, 256, 300], seq_len=512))
+    assert mask.to_dense()[0, 0].tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "form"),
+    [
+        ("cpu", torch.float32, 128, "scores"),
+        ("cuda", torch.float32, 128, "blocks"),
+        ("cuda", torch.bfloat16, 16, "blocks"),
+        ("cuda", torch.bfloat16, 8, "scores"),
+        ("cuda", torch.float64, 128, "scores"),
+    ],
+)
+def test_the_choice_of_the_kernel(
+    device: str, dtype: torch.dtype, head_dim: int, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert mask_form(device, dtype, head_dim) == form
+    monkeypatch.setattr(attention, "block_mask", lambda _ids: "blocks")
+    monkeypatch.setattr(attention, "additive_mask", lambda _ids, _dtype: "scores")
+    with FakeTensorMode():
+        document_ids = torch.zeros(2, 8, dtype=torch.int64, device=device)
+        assert attention_mask(document_ids, dtype, head_dim) == form
+
+
+def test_arguments_of_a_forward_pass() -> None:
+    assert document_arguments(None) == {}
+    assert attention_mask(None, torch.float32, 64) is None
+    positions = torch.tensor([[0, 1, 0, 0, 1, 2], [0, 1, 2, 3, 4, 5]])
+    arguments = document_arguments(positions)
+    assert arguments["positions"] is positions
+    assert arguments["document_ids"].tolist() == [[1, 1, 2, 3, 3, 3], [1] * 6]
+    assert arguments["document_ids"].dtype == torch.int64
+
+
+CONFIG = Llama3Config(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=50, max_seq_len=SEQ_LEN)
+
+
+def small_model() -> llama3.Llama3:
+    torch.manual_seed(0)
+    model = llama3.Llama3(CONFIG).to(torch.float64)
+    model.init_buffers(torch.device("cpu"))
+    return model
+
+
+def test_one_mask_for_all_blocks() -> None:
+    """Built once in a forward pass, and kept once for the backward pass."""
+    model, document_ids = small_model(), ids_of([40], [7])
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    tokens = torch.zeros(2, SEQ_LEN, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(tokens, document_ids=document_ids)
+    of_scores = [tensor for tensor in kept if tensor.shape[-2:] == (SEQ_LEN, SEQ_LEN)]
+    assert len(of_scores) == CONFIG.n_layers
+    assert len({tensor.data_ptr() for tensor in of_scores}) == 1
+
+
+def gradients(model: llama3.Llama3, document_ids: Tensor) -> dict[str, Tensor]:
+    tokens = torch.arange(SEQ_LEN).remainder(CONFIG.vocab_size).expand(len(document_ids), -1)
+    model.zero_grad()
+    model(tokens, document_ids=document_ids).square().sum().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one for each time that FlexAttention's operations compute attention in a forward pass."""
+    module = sys.modules["torch._higher_order_ops.flex_attention"]
+    times: list[int] = []
+    compute = module.math_attention
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        times.append(1)
+        return compute(*args, **kwargs)
+
+    monkeypatch.setattr(module, "math_attention", counted)
+    return times
+
+
+POLICIES = [
+    pytest.param(ActivationCheckpointConfig(), 1, id="none"),
+    pytest.param(ActivationCheckpointConfig("full"), 2, id="full"),
+    pytest.param(ActivationCheckpointConfig("selective", "op"), 1, id="op"),
+]
+"""And how often each block computes its attention."""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("composed")
+@pytest.mark.parametrize("compile_blocks", [False, True])
+@pytest.mark.parametrize(("policy", "per_block"), POLICIES)
+def test_blocks_of_scores_in_recomputed_and_compiled_blocks(
+    policy: ActivationCheckpointConfig,
+    per_block: int,
+    compile_blocks: bool,
+    computed: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU: a BlockMask goes into each transformer block, other documents compile nothing anew."""
+    document_ids = ids_of([40, 41], [127])
+    expected = gradients(small_model(), document_ids)
+    monkeypatch.setattr(attention, "additive_mask", lambda document_ids, _dtype: block_mask(document_ids))
+    model, units = small_model(), plan(CONFIG)
+    compilation = CompileConfig(enable=compile_blocks, backend="aot_eager")
+    by_op = policy.mode == "selective"
+    steps = [partial(apply_compile, section=compilation), partial(apply_recompute, section=policy)]
+    for apply in reversed(steps) if by_op else steps:
+        apply(model, units)
+    seen: list[Any] = []
+    model.layers["1"].register_forward_pre_hook(lambda _module, args: seen.append(args[2]))
+    gradients(model, ids_of([5], [2, 3]))
+    computed.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        found = gradients(model, document_ids)
+    assert len(computed) == per_block * CONFIG.n_layers
+    assert isinstance(seen[-1], BlockMask)
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert relative(gradient, expected[name]) < 1e-12, name

@@ -1,0 +1,131 @@
+"""State that is made ahead of the first update: what torch would make, and without effect on it."""
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from titanlite.optim.optimizer import GatedOptimizer, OptimizerConfig, build_optimizer
+
+IMPLEMENTATIONS = ["auto", "fused", "foreach", "for-loop"]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+
+
+def build(implementation: str, dtype: torch.dtype, *, name: str = "AdamW") -> tuple[nn.Module, GatedOptimizer]:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"wq": nn.Linear(4, 3), "norm": nn.RMSNorm(4)})
+    model.to(dtype)
+    model["wq"].weight.data = model["wq"].weight.data.T.contiguous().T  # the moments have the parameter's strides
+    section = OptimizerConfig(name=name, implementation=implementation, lr=0.1)  # type: ignore[arg-type]
+    return model, build_optimizer(section, [model], torch.device("cpu"))
+
+
+def train(model: nn.Module, optimizer: GatedOptimizer, steps: Iterable[int], *, ok: bool = True) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        optimizer.step_if(torch.tensor(ok))
+
+
+def described(optimizer: GatedOptimizer) -> dict[str, tuple[object, ...]]:
+    return {
+        name: (type(value), tuple(value.shape), value.dtype, value.device, value.stride())
+        for name, value in optimizer.named_state()
+    }
+
+
+def all_tensors(model: nn.Module, optimizer: GatedOptimizer) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters()} | dict(optimizer.named_state())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_it_is_the_state_that_torch_makes(implementation: str, dtype: torch.dtype) -> None:
+    _, ahead = build(implementation, dtype)
+    assert described(ahead) == {}
+    ahead.init_state()
+    model, at_the_first_step = build(implementation, dtype)
+    train(model, at_the_first_step, [1])
+    assert described(ahead) == described(at_the_first_step)
+    assert len(described(ahead)) == 3 * 3
+    assert all(not value.any() for _, value in ahead.named_state())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_training_after_it_is_the_same_bit_for_bit(implementation: str, dtype: torch.dtype) -> None:
+    with_state, without = build(implementation, dtype), build(implementation, dtype)
+    with_state[1].init_state()
+    for model, optimizer in (with_state, without):
+        train(model, optimizer, [0], ok=False)
+        train(model, optimizer, [1, 2, 3])
+    ahead, other = all_tensors(*with_state), all_tensors(*without)
+    assert ahead.keys() == other.keys()
+    for name, tensor in ahead.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+def test_state_that_is_there_stays() -> None:
+    model, optimizer = build("auto", torch.float32)
+    train(model, optimizer, [1, 2])
+    before = {name: (value, value.clone()) for name, value in optimizer.named_state()}
+    optimizer.init_state()
+    for name, value in optimizer.named_state():
+        assert value is before[name][0]
+        assert torch.equal(value, before[name][1])
+
+
+def test_state_written_in_place_is_what_the_next_update_starts_from() -> None:
+    """As loading a checkpoint does: the run goes on bit for bit."""
+    model, optimizer = build("auto", torch.float32)
+    train(model, optimizer, [1, 2])
+    other, other_optimizer = build("auto", torch.float32)
+    other_optimizer.init_state()
+    source = all_tensors(model, optimizer)
+    for name, tensor in all_tensors(other, other_optimizer).items():
+        tensor.copy_(source[name])
+    for one, its_optimizer in ((model, optimizer), (other, other_optimizer)):
+        train(one, its_optimizer, [3])
+    after = all_tensors(other, other_optimizer)
+    for name, tensor in all_tensors(model, optimizer).items():
+        assert torch.equal(tensor, after[name]), name
+
+
+@pytest.mark.parametrize("implementation", ["auto", "for-loop"])
+def test_sgd_has_none(implementation: str) -> None:
+    model, optimizer = build(implementation, torch.float32, name="SGD")
+    optimizer.init_state()
+    assert dict(optimizer.named_state()) == {}
+    train(model, optimizer, [1, 2])
+    assert dict(optimizer.named_state()) == {}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_of_sharded_parameters_the_moments_are_sharded_alike(implementation: str) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        found = []
+        for ahead in (True, False):
+            model = nn.Linear(4, 3, bias=False)
+            model.weight = nn.Parameter(distribute_tensor(torch.ones(3, 4), mesh, [Shard(0)]))
+            section = OptimizerConfig(implementation=implementation)  # type: ignore[arg-type]
+            optimizer = build_optimizer(section, [model], torch.device("cpu"))
+            if ahead:
+                optimizer.init_state()
+            else:
+                model.weight.grad = torch.ones_like(model.weight)
+                optimizer.step_if(torch.tensor(True))
+            placements = {
+                name: value.placements for name, value in optimizer.named_state() if isinstance(value, DTensor)
+            }
+            found.append((described(optimizer), placements))
+        assert found[0] == found[1]
+        assert list(found[0][1]) == ["weight/exp_avg", "weight/exp_avg_sq"]
+    finally:
+        dist.destroy_process_group()

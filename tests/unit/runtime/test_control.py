@@ -1,0 +1,98 @@
+"""Flags that all ranks agree on, one step late."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titanlite.runtime.control import Control, Flags
+from titanlite.runtime.launch import RankError, run_ranks
+
+# What each rank says at the end of each step, and what all have agreed on by the end of the next one.
+SAID = [
+    [Flags(), Flags(), Flags(stop=2), Flags(stop=2), Flags()],
+    [Flags(), Flags(save_failed=True), Flags(), Flags(stop=15), Flags()],
+]
+AGREED = [Flags(), Flags(save_failed=True), Flags(stop=2), Flags(stop=15), Flags()]
+
+
+def group(timeout_s: float = 30.0) -> dist.ProcessGroup:
+    made = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    assert made is not None
+    return made
+
+
+def agree(slow_rank: int) -> list[Any]:
+    rank = dist.get_rank()
+    control = Control(group())
+    found = []
+    for flags in SAID[rank]:
+        if rank == slow_rank:
+            time.sleep(0.1)
+        dist.all_reduce(torch.zeros(4))  # of the step itself, on a group of its own
+        found.append(control.exchange(flags))
+    return [*found, control.finish(), control.finish()]
+
+
+@pytest.mark.parametrize("slow_rank", [0, 1])
+def test_all_ranks_get_the_largest_of_the_step_before(slow_rank: int) -> None:
+    found = [[Flags(*flags) for flags in rank] for rank in run_ranks(agree, 2, slow_rank)]
+    assert found == [[Flags(), *AGREED, AGREED[-1]]] * 2
+
+
+def test_one_process_needs_no_group() -> None:
+    control = Control(None)
+    assert [control.exchange(flags) for flags in SAID[0]] == [Flags(), *SAID[0][:-1]]
+    assert control.finish() == SAID[0][-1]
+
+
+def launch_without_waiting() -> float:
+    """Rank 1 comes a second late: how long rank 0 was kept by the exchange of that step."""
+    control = Control(group())
+    control.exchange(Flags())
+    if dist.get_rank() == 1:
+        time.sleep(1)
+    begin = time.monotonic()
+    control.exchange(Flags())
+    kept_s = time.monotonic() - begin
+    control.finish()
+    return kept_s
+
+
+def test_an_exchange_does_not_wait_for_a_rank_that_is_late_in_the_same_step() -> None:
+    assert run_ranks(launch_without_waiting, 2)[0] < 0.5
+
+
+def lose_a_rank(how: str) -> Any:
+    """What rank 0 gets where rank 1 never comes to the second step."""
+    control = Control(group(timeout_s=2.0))
+    control.exchange(Flags())
+    if dist.get_rank() == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(6)
+        return None
+    begin = time.monotonic()
+    try:
+        control.exchange(Flags())
+        control.exchange(Flags())
+    except RuntimeError as error:
+        assert time.monotonic() - begin < 5
+        if how == "killed":
+            raise ValueError(f"raised: {error}") from None
+        return "raised"
+    return "not raised"
+
+
+def test_a_rank_that_hangs_raises_after_the_groups_timeout() -> None:
+    assert run_ranks(lose_a_rank, 2, "hangs") == ["raised", None]
+
+
+def test_a_rank_that_is_gone_raises() -> None:
+    with pytest.raises(RankError, match="ValueError: raised"):
+        run_ranks(lose_a_rank, 2, "killed")

@@ -1,0 +1,83 @@
+"""A process without its launcher. Each case has a process that starts another, and is then killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+if sys.platform != "linux":
+    pytest.skip("reads /proc", allow_module_level=True)
+
+# As torchrun, whose processes have sessions of their own.
+LAUNCHER = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+time.sleep(100)
+"""
+WORKER = """
+import os, sys, time
+from pathlib import Path
+from titanlite.runtime import orphans
+Path("{folder}/pid.new").write_text(str(os.getpid()))
+Path("{folder}/pid.new").rename("{folder}/pid")
+{before}
+orphans.WATCH_S = 0.05
+orphans.end_with_launcher()
+orphans.end_with_launcher()
+Path("{folder}/ready").touch()
+time.sleep(1000)
+"""
+WITHOUT_LAUNCHER = "while not Path('{folder}/killed').exists(): time.sleep(0.01)"
+NO_PRCTL = "sys.platform = 'darwin'"
+UNDER_TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}
+
+
+def wait_for(path: Path) -> None:
+    end = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def runs(pid: int) -> bool:
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+def outlives_its_launcher(folder: Path, before: str, environment: dict[str, str]) -> bool:
+    """Whether a worker still runs, and is ready, two seconds after its launcher was killed."""
+    worker = WORKER.format(folder=folder, before=before.format(folder=folder))
+    with subprocess.Popen([sys.executable, "-c", LAUNCHER, worker], env=environment) as launcher:
+        wait_for(folder / ("pid" if before == WITHOUT_LAUNCHER else "ready"))
+        launcher.kill()
+    pid = int((folder / "pid").read_text())
+    try:
+        (folder / "killed").touch()
+        end = time.monotonic() + 2
+        while time.monotonic() < end and runs(pid):
+            time.sleep(0.05)
+        return runs(pid) and (folder / "ready").exists()
+    finally:
+        if runs(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("before", ["", NO_PRCTL], ids=["kernel", "watched"])
+def test_a_rank_ends_with_its_torchrun(before: str, tmp_path: Path) -> None:
+    assert not outlives_its_launcher(tmp_path, before, UNDER_TORCHRUN)
+
+
+@pytest.mark.skipif(b"python" in Path("/proc/1/cmdline").read_bytes(), reason="process 1 could be a torchrun")
+def test_a_rank_whose_torchrun_was_gone_before_it_could_ask_ends_too(tmp_path: Path) -> None:
+    assert not outlives_its_launcher(tmp_path, WITHOUT_LAUNCHER, UNDER_TORCHRUN)
+
+
+@pytest.mark.parametrize("before", ["", NO_PRCTL])
+def test_a_process_of_its_own_outlives_its_shell(before: str, tmp_path: Path) -> None:
+    assert outlives_its_launcher(tmp_path, before, {})

@@ -1,0 +1,154 @@
+"""What a process does with signals once it remembers them. Each case is a process of its own."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from subprocess import PIPE, Popen
+
+import pytest
+
+LATER_S = 0.6
+BEGIN = """
+import ctypes, os, threading, time
+from titanlite.runtime import signals
+from titanlite.runtime.failure import end_on_interrupt
+from titanlite.runtime.signals import StopRequest
+end_on_interrupt()
+request = StopRequest()
+assert request.signal is None and request.number == 0
+"""
+# A main thread inside a library, where Python's own handlers do not run; a thread tells what is remembered.
+WAIT = """
+def tell():
+    while request.signal is None:
+        time.sleep(0.01)
+    print(request.signal, request.number, flush=True)
+threading.Thread(target=tell, daemon=True).start()
+print("ready", flush=True)
+libc = ctypes.CDLL(None)
+until = time.monotonic() + 60
+while time.monotonic() < until:
+    libc.sleep(60)
+"""
+ACTIVE = f"{BEGIN}request.activate(){WAIT}"
+QUICK = ACTIVE.replace("request.activate()", "signals.SAME_SIGNAL_S = LATER_S / 2; request.activate()").replace(
+    "LATER_S", str(LATER_S)
+)
+"""As ACTIVE, where LATER_S is late enough for a signal of its own."""
+
+Start = Callable[..., Popen[str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """start(program, rank): a process that has come to "ready"."""
+    started: list[Popen[str]] = []
+
+    def start_program(program: str, rank: int = 0) -> Popen[str]:
+        command = [sys.executable, "-c", program]
+        process = Popen(command, stdout=PIPE, stderr=PIPE, text=True, env={"RANK": str(rank)})
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    yield start_program
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def told(process: Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def still_runs(process: Popen[str], seconds: float = 0.7) -> bool:
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_the_first_signal_is_remembered_while_the_main_thread_is_in_a_library(name: str, start: Start) -> None:
+    process = start(ACTIVE)
+    process.send_signal(signal.Signals[name])
+    assert told(process) == f"{name} {signal.Signals[name].value}\n"
+    assert still_runs(process)
+
+
+@pytest.mark.parametrize(("second", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_second_one_ends_the_process_at_once(second: signal.Signals, code: int, rank: int, start: Start) -> None:
+    process = start(QUICK, rank)
+    process.send_signal(signal.SIGINT)
+    time.sleep(LATER_S)
+    assert process.poll() is None
+    begin = time.monotonic()
+    process.send_signal(second)
+    _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - begin < 5
+    assert process.returncode == code
+    assert errors == (f"\ntitanlite: {second.name} again: ended at once\n" if rank == 0 else "")
+
+
+def test_the_same_signal_by_two_ways_is_one(start: Start) -> None:
+    process = start(ACTIVE)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
+        process.send_signal(number)
+        time.sleep(0.05)
+    assert told(process) == "SIGINT 2\n"
+    assert still_runs(process)
+
+
+def test_an_early_warning_never_ends_the_process_nor_makes_the_next_signal_the_second(start: Start) -> None:
+    process = start(QUICK)
+    for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1):
+        process.send_signal(number)
+        time.sleep(LATER_S)
+    assert told(process) == f"SIGUSR1 {signal.SIGUSR1.value}\n"
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 143
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_before_it_is_active_nothing_changes(number: signal.Signals, code: int, start: Start) -> None:
+    process = start(BEGIN + WAIT)
+    process.send_signal(number)
+    assert process.wait(30) == code
+
+
+def test_a_signal_at_any_moment_of_the_activation_ends_the_process_or_is_remembered() -> None:
+    """In single steps of the activation, by a tracer that sends the signal before the n-th of its lines."""
+    program = f"""{BEGIN}
+import signal, sys
+number, line = int(os.environ["NUMBER"]), int(os.environ["LINE"])
+lines = 0
+def trace(frame, event, argument):
+    global lines
+    if event == "line" and frame.f_code.co_name in ("activate", "_leave_to_thread"):
+        lines += 1
+        if lines == line:
+            os.kill(os.getpid(), number)
+    return trace
+sys.settrace(trace)
+request.activate()
+sys.settrace(None)
+until = time.monotonic() + 10
+while request.signal is None and lines >= line and time.monotonic() < until:
+    time.sleep(0.01)
+os._exit(9 if lines < line else 5 if request.signal is None else 7)
+"""
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)):
+        codes = []
+        while 9 not in codes:
+            environment = {"NUMBER": str(number.value), "LINE": str(len(codes) + 1)}
+            codes.append(subprocess.run([sys.executable, "-c", program], env=environment, stderr=PIPE).returncode)
+        assert codes == sorted(codes, key=[code, 7, 9].index)
+        assert codes.count(7) >= 1
+        assert codes.count(code) >= 4

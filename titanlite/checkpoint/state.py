@@ -1,0 +1,113 @@
+"""What a checkpoint is: the tensors of a run under names that hold on every mesh, and a few counts."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from titanlite.data.loader import Loader, describe_state
+from titanlite.optim.optimizer import GatedOptimizer
+from titanlite.parallel.mesh import AXES
+
+MODEL, OPTIMIZER, STREAMS = "model/", "optimizer/", "data/streams"
+
+
+class RunState:
+    """The state of one run on this rank.
+
+    Named tensors, DTensors or plain: model/<parameter>; optimizer/<parameter>/<state>; data/streams, int64
+    (num_streams, fields of SourceState of each source), the whole of it on each rank. A tied parameter stands once,
+    under the first of its names. Learning rate and random numbers follow from step and seed: they have no state.
+    """
+
+    def __init__(
+        self, model_parts: Iterable[nn.Module], optimizer: GatedOptimizer, loader: Loader, mesh: DeviceMesh
+    ) -> None:
+        """mesh: with the axes pp, dp_replicate, dp_shard, tp."""
+        self._parameters = {MODEL + name: p.data for part in model_parts for name, p in part.named_parameters()}
+        self._optimizer = optimizer
+        self._loader = loader
+        pp, *data, tp = (mesh[axis].get_local_rank() for axis in AXES)
+        self._speaks_for_data_rank = pp == tp == 0
+        self._speaks_for_stage = tp == sum(data) == 0
+
+    def model(self) -> dict[str, Tensor]:
+        return dict(self._parameters)
+
+    def model_and_optimizer(self) -> dict[str, Tensor]:
+        """Of the run itself: writing into them changes it. Makes the optimizer's state where it has none yet."""
+        self._optimizer.init_state()
+        return self.model() | {OPTIMIZER + name: tensor for name, tensor in self._optimizer.named_state()}
+
+    def streams(self, group: dist.ProcessGroup) -> Tensor:
+        """The state of all streams after the steps handed out; a collective over all ranks, on gloo."""
+        loader = self._loader
+        own = loader.state()
+        state = torch.zeros(loader.num_streams, own.shape[1], dtype=torch.int64)
+        if self._speaks_for_data_rank:
+            state[list(loader.stream_ids)] = own
+        dist.all_reduce(state, group=group)
+        return state
+
+    def empty_streams(self) -> Tensor:
+        """Of the shape that `streams` has, to be filled."""
+        return torch.zeros(self._loader.num_streams, self._loader.state().shape[1], dtype=torch.int64)
+
+    def load_streams(self, state: Tensor) -> str:
+        """Returns where the data stand, for the log. Raises UserError where the state is not of this data."""
+        self._loader.load_state(state)
+        return describe_state(state, self._loader.source_names)
+
+    def num_bytes(self, group: dist.ProcessGroup) -> int:
+        """About the size of a checkpoint; a collective over all ranks, on gloo."""
+        own = sum(tensor.numel() * tensor.element_size() for tensor in self.model_and_optimizer().values())
+        total = torch.tensor(own if self._speaks_for_stage else 0)
+        dist.all_reduce(total, group=group)
+        return int(total)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor; shares its memory."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def first_not_finite(local: Mapping[str, Tensor]) -> str | None:
+    """The name of a tensor that holds a NaN or an infinity. Reads the device once where there is none."""
+    floating = {name: tensor for name, tensor in local.items() if tensor.is_floating_point() and tensor.numel()}
+    if not floating:
+        return None
+    # A sum is not finite where an element is not; that it may also overflow is looked at afterwards.
+    sums = torch.stack(
+        [tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in floating.values()]
+    )
+    suspects = (
+        name for name, sum_ in zip(floating, sums.tolist(), strict=True) if not -float("inf") < sum_ < float("inf")
+    )
+    return next((name for name in suspects if not floating[name].isfinite().all()), None)
+
+
+class HostCopy:
+    """Copies of tensors in host memory that is taken once and used again.
+
+    pinned: in page-locked memory, to which an accelerator copies without the host.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies, complete on return, valid until the next call."""
+        for name, tensor in local.items():
+            buffer = self._buffers.get(name)
+            if buffer is None:
+                buffer = self._buffers[name] = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self._pinned
+                )
+            buffer.copy_(tensor, non_blocking=self._pinned)
+        if self._pinned:
+            torch.accelerator.synchronize()
+        return {name: self._buffers[name] for name in local}

@@ -1,0 +1,200 @@
+"""From the [data] section to prepared steps: what the loader's thread does, or its workers. Imports no torch."""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from titanlite.data.config import DataConfig
+from titanlite.data.corpus import Encoder, TextCorpus, Texts
+from titanlite.data.indexed import IndexedSource
+from titanlite.data.mixture import Mixture
+from titanlite.data.permutation import Permutation
+from titanlite.data.sources import SourceConfig, source_name, source_names
+from titanlite.data.streamed import Division, StreamedSource
+from titanlite.data.streams import BadRowPolicy, Origin, Row, SourceStream, Stream, StreamPieces
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.windows import WindowCorpus
+from titanlite.runtime.errors import DataError, UserError
+
+Int64s = npt.NDArray[np.int64]
+
+
+class Source(Protocol):
+    """A source that is open. size: see size_unit. description: what there is, in one line."""
+
+    name: str
+    size: int
+    description: str
+
+    def pieces(self, stream: int, num_streams: int) -> StreamPieces:
+        """Those of one stream."""
+        ...
+
+
+class Sources:
+    """All sources of a [data] section, which is resolved (no -1).
+
+    names: of each, all different. mixture: their shares. description: of all. tokenizer: None where none of them is
+    text. speaks: whether rows that are skipped are named in warnings. Raises UserError where one is empty. Indexes
+    those that were not indexed before.
+    """
+
+    def __init__(
+        self, section: DataConfig, tokenizer: Tokenizer | None, *, seq_len: int, vocab_size: int, speaks: bool = True
+    ) -> None:
+        self._section = section
+        self._policy = replace(bad_row_policy(section), speaks=speaks)
+        self._seq_len = seq_len
+        self._open: list[Source] = []
+        for n, source in enumerate(section.sources):
+            self._open.append(_open(source, n, section, tokenizer, seq_len=seq_len, vocab_size=vocab_size))
+        self.names = source_names(section.sources)
+        weights = [source.weight for source in section.sources]
+        self.mixture = Mixture([source.size for source in self._open] if -1 in weights else weights, seed=section.seed)
+        self.description = "; ".join(self._described())
+
+    def _described(self) -> Iterator[str]:
+        for source, share in zip(self._open, self.mixture.shares, strict=True):
+            yield source.description + (f", {share:.2%} of the sequences" if len(self._open) > 1 else "")
+
+    def stream(self, number: int) -> Stream:
+        """One of the section's num_streams streams."""
+        section = self._section
+        sources = [
+            SourceStream(
+                source.pieces(number, section.num_streams),
+                seq_len=self._seq_len,
+                packing=section.packing,
+                policy=self._policy,
+            )
+            for source in self._open
+        ]
+        return Stream(number, sources, self.mixture)
+
+
+def bad_row_policy(section: DataConfig) -> BadRowPolicy:
+    """What data.on_bad_row and data.max_bad_rows say."""
+    return BadRowPolicy(section.on_bad_row == "skip", section.max_bad_rows)
+
+
+def _open(
+    source: SourceConfig,
+    number: int,
+    section: DataConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    seq_len: int,
+    vocab_size: int,
+) -> Source:
+    corpus: WindowCorpus | TextCorpus
+    seeds = (section.seed, number)
+    if source.kind == "tokens":
+        corpus = WindowCorpus(
+            source,
+            seq_len=seq_len,
+            vocab_size=vocab_size,
+            keep_tail=source.epochs != -1,
+            documents=section.document_mask,
+        )
+    else:
+        assert tokenizer is not None, "sources of text need a tokenizer"
+        if source.kind == "hf" and source.streaming:
+            return StreamedSource(
+                Division(source, section.num_streams, seeds if section.shuffle else None),
+                Encoder(tokenizer, add_bos=section.add_bos, add_eos=section.add_eos),
+                field=source.field or "text",
+                max_piece_bytes=section.max_piece_bytes,
+                epochs=source.epochs,
+            )
+        texts = Texts([source], section.max_piece_bytes)
+        corpus = TextCorpus(texts, tokenizer, add_bos=section.add_bos, add_eos=section.add_eos)
+    if corpus.size == 0 or corpus.count == 0:
+        # Empty and broken files count as a piece each, which says why.
+        bad = [str(found) for found in corpus.fetch(range(min(1, corpus.count))) if isinstance(found, Exception)]
+        remedy = "add data, or set a smaller training.seq_len" if corpus.windows else "add data"
+        raise UserError(f"there is nothing to train on: {bad[0] if bad else corpus.description}: {remedy}")
+    permutation = Permutation(corpus.count, seeds=seeds, shuffle=section.shuffle)
+    opened = IndexedSource(corpus, permutation, name=source_name(source), epochs=source.epochs)
+    if source.kind == "parquet" and section.shuffle:
+        opened.description += ", shuffled row by row: each rank decodes all row groups"
+    return opened
+
+
+class PreparedStep(NamedTuple):
+    """The sequences of some streams in one optimizer step, in the order of the run, and where the streams stand then.
+
+    tokens, labels, positions: (rows, seq_len); positions None where nobody asks for them. origins: (rows, fields of
+    Origin). states: (streams, values of a stream's state). ended: (sources,), 1 where a source has ended in all of
+    these streams.
+    """
+
+    tokens: Int64s
+    labels: Int64s
+    origins: Int64s
+    states: Int64s
+    ended: Int64s
+    positions: Int64s | None = None
+
+
+class Preparation:
+    """Prepares the part of `streams` in one step after the other; streams: numbers, ascending."""
+
+    def __init__(
+        self,
+        sources: Sources,
+        streams: Sequence[int],
+        *,
+        num_streams: int,
+        seq_len: int,
+        global_batch_size: int,
+        with_positions: bool,
+    ) -> None:
+        self._streams = {number: sources.stream(number) for number in streams}
+        self._num_streams = num_streams
+        self._seq_len = seq_len
+        self._global_batch_size = global_batch_size
+        self._with_positions = with_positions
+        self.next_sequence = 0
+
+    def load_state(self, states: Int64s, next_sequence: int) -> None:
+        """Continue with that sequence of the run. states: (streams, values). Raises UserError."""
+        for stream, values in zip(self._streams.values(), states.tolist(), strict=True):
+            stream.load_state(values)
+        self.next_sequence = next_sequence
+
+    def states(self) -> Int64s:
+        """(streams, values of a stream's state)."""
+        return np.array([stream.state() for stream in self._streams.values()], np.int64)
+
+    def ended(self) -> Int64s:
+        """Of each source, 1 where it has ended in all of these streams."""
+        ended: Int64s = np.array([stream.ended for stream in self._streams.values()], np.int64).min(axis=0)
+        return ended
+
+    def step(self) -> PreparedStep:
+        """Those of the next global_batch_size sequences of the run that are of these streams. Raises DataError."""
+        first = self.next_sequence
+        self.next_sequence = first + self._global_batch_size
+        mine = sequences_of(self._streams, self._num_streams, range(first, self.next_sequence))
+        shape = (len(mine), self._seq_len)
+        tokens, labels = np.empty(shape, np.int64), np.empty(shape, np.int64)
+        positions = np.empty(shape, np.int64) if self._with_positions else None
+        origins = np.empty((len(mine), len(Origin._fields)), np.int64)
+        for place, sequence in enumerate(mine):
+            row = Row(tokens[place], labels[place], None if positions is None else positions[place])
+            try:
+                origins[place] = self._streams[sequence % self._num_streams].next_sequence(row)
+            except UserError as error:
+                raise DataError(str(error), sequence) from error
+        return PreparedStep(tokens, labels, origins, self.states(), self.ended(), positions)
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+
+def sequences_of(streams: Collection[int], num_streams: int, sequences: range) -> list[int]:
+    """Those of the `sequences` of the run that come from these streams."""
+    return [sequence for sequence in sequences if sequence % num_streams in streams]

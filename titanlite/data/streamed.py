@@ -1,0 +1,311 @@
+"""Sources that cannot be indexed, a dataset of the hub: read in the order of its files, block by block.
+
+A unit is a file, or a row group of a Parquet file where there are fewer files than streams. Each epoch has an order of
+the units; the epochs' orders stand in a row, and of that row stream s of S reads the units s, s + S, s + 2S, … Where
+even row groups are too few, the units are those of files, and groups of streams read units in this way: there are
+gcd(units, S) groups, and the streams of a group share each of its units by row numbers. So each row belongs to one
+stream in each epoch.
+"""
+
+import json
+import math
+import resource
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from titanlite.data.blocks import Block, Position, take_block
+from titanlite.data.cache import built_once, cache_folder, content_key
+from titanlite.data.corpus import BYTES_PER_TOKEN, NOTHING, Encoder, TokenPiece
+from titanlite.data.hub import HubFiles, content_facts, hub_files
+from titanlite.data.indexed import MIN_PATIENCE, READ_AHEAD_PIECES
+from titanlite.data.permutation import shuffled
+from titanlite.data.pieces import BadRowError
+from titanlite.data.retry import reason, retrying
+from titanlite.data.rows import Row, Share, Unit, read_rows, row_group_sizes
+from titanlite.data.sources import SourceConfig, source_name
+from titanlite.data.streams import Place
+from titanlite.runtime.errors import UserError
+
+FORMAT_VERSION = 1
+READERS = 16
+
+
+class Division:
+    """The units of a source, and which of `num_streams` streams read them. Raises UserError.
+
+    seeds: of the order of the units; None: that of the files. description: what there is, and what sharing costs.
+    """
+
+    def __init__(self, source: SourceConfig, num_streams: int, seeds: tuple[int, ...] | None) -> None:
+        found = hub_files(source)
+        self.name = source_name(source)
+        self.seeds = seeds
+        self.file_numbers = {file: n for n, file in enumerate(found.files)}
+        self.units = [Unit(file) for file in found.files]
+        if len(self.units) < num_streams:
+            row_groups = _row_groups(source, found)
+            self.units = row_groups if len(row_groups) >= num_streams else self.units
+        Position(len(self.units) - 1, 1, 0).packed()  # too many are refused now, not when the first of them is reached
+        whole = len(self.units) >= num_streams
+        self.groups = num_streams if whole else math.gcd(len(self.units), num_streams)
+        self.sharers = num_streams // self.groups
+        self.description = self._describe(found, num_streams)
+
+    def _describe(self, found: HubFiles, num_streams: int) -> str:
+        what = f"row groups of {len(found.files):,} files" if self.units[0].group >= 0 else "files"
+        origin = f" at commit {found.commit}" if found.commit else ""
+        start = f"{self.name}{origin}: {len(self.units):,} {what}, streamed"
+        if self.sharers == 1:
+            return f"{start}, each read by one stream"
+        return (
+            f"{start}; too few for {num_streams} streams: each is read by {self.sharers} of them, which keep one row "
+            f"in {self.sharers}, so that {self.sharers} times the data is read (streaming = false reads it once)"
+        )
+
+    def order(self, epoch: int) -> list[Unit]:
+        """All units as they follow each other in an epoch."""
+        if self.seeds is None:
+            return self.units
+        return [self.units[n] for n in shuffled(len(self.units), *self.seeds, epoch)]
+
+    def share(self, stream: int, epoch: int) -> Share:
+        """Which rows of its units a stream keeps: others in each epoch, for where there are fewer rows than streams."""
+        return Share((stream // self.groups + epoch) % self.sharers, self.sharers)
+
+
+def _row_groups(source: SourceConfig, found: HubFiles) -> list[Unit]:
+    """The units that row groups make; from the cache, or read now. Raises UserError."""
+
+    def build(into: Path) -> None:
+        with ThreadPoolExecutor(READERS) as pool:
+            (into / "sizes.json").write_text(json.dumps(list(pool.map(_row_group_sizes, found.files))))
+
+    key = content_key(["row groups", FORMAT_VERSION, content_facts(found)])
+    built = built_once(cache_folder() / "row_groups" / key, f"the row groups of {source_name(source)}", build)
+    sizes = json.loads((built / "sizes.json").read_text())
+    return [unit for file, of_file in zip(found.files, sizes, strict=True) for unit in _units_of(file, of_file)]
+
+
+def _row_group_sizes(file: str) -> list[int]:
+    """Rows of each row group; [] for what is no Parquet file."""
+    if Unit(file).row_name != "row":
+        return []
+    try:
+        return retrying(file, lambda: row_group_sizes(file))
+    except BadRowError:  # found again, and said, by whoever reads its rows
+        return []
+
+
+def _units_of(file: str, sizes: list[int]) -> Iterator[Unit]:
+    """The row groups of a file that are not empty; the whole file where there is none, or these cannot be known."""
+    first = 1
+    for group, size in enumerate(sizes):
+        if size:
+            yield Unit(file, group, first)
+        first += size
+    if first == 1:
+        yield Unit(file)
+
+
+def _allow_open_files() -> None:
+    """As many as the system lets this process have: each stream keeps one open, and the usual limit is 1,024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # some systems do not grant what they promise
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+class StreamedSource:
+    """A dataset in blocks. epochs: how often it is read; -1: for ever. size: not known."""
+
+    size = 1
+
+    def __init__(self, division: Division, encoder: Encoder, *, field: str, max_piece_bytes: int, epochs: int) -> None:
+        self.name = division.name
+        self.description = division.description
+        self._division = division
+        self._encoder = encoder
+        self._field = field
+        self._max_piece_bytes = max_piece_bytes
+        self._epochs = epochs
+        _allow_open_files()
+
+    def pieces(self, stream: int, num_streams: int) -> "StreamedPieces":
+        """Those of one stream."""
+        assert num_streams == self._division.groups * self._division.sharers
+        blocks = Blocks(self._division, stream, field=self._field, max_piece_bytes=self._max_piece_bytes)
+        return StreamedPieces(blocks, self._encoder, name=self.name, epochs=self._epochs)
+
+
+class _Start(NamedTuple):
+    """Where a block begins: its unit's place in the epoch's order, and a row number."""
+
+    epoch: int
+    unit: int
+    row: int
+
+
+class Blocks:
+    """The blocks of one stream: one at a time is in memory, and its file stays open for the next.
+
+    To come back to a block, its row group is decoded from the beginning (Parquet), or its file is read from the
+    beginning (JSON lines). Reads that fail for a while are tried again; UserError after that.
+    """
+
+    def __init__(self, division: Division, stream: int, *, field: str, max_piece_bytes: int) -> None:
+        self._division = division
+        self._stream = stream
+        self._field = field
+        self._max_piece_bytes = max_piece_bytes
+        self._order: tuple[int, list[Unit]] = (-1, [])
+        self._block: tuple[_Start, Block] | None = None
+        self._rows: tuple[_Start, Iterator[Row]] | None = None
+
+    def first_unit(self) -> Place:
+        """The beginning of the stream's first unit."""
+        return self._place(self._stream % self._division.groups)
+
+    def next_unit(self, place: Place) -> Place:
+        """The beginning of the unit after that of a place."""
+        here = place.epoch * len(self._division.units) + Position.of(place.position).unit
+        return self._place(here + self._division.groups)
+
+    def _place(self, number: int) -> Place:
+        """Of the unit with that number of all epochs' orders in a row."""
+        epoch, unit = divmod(number, len(self._division.units))
+        return Place(epoch, Position(unit, 1, 0).packed())
+
+    def has(self, place: Place) -> bool:
+        """Whether the place is in a unit of this stream."""
+        unit = Position.of(place.position).unit
+        number = place.epoch * len(self._division.units) + unit
+        return unit < len(self._division.units) and (number - self._stream) % self._division.groups == 0
+
+    def block(self, place: Place) -> Block:
+        """The block of a place, its pieces in the order in which they are consumed; empty behind a unit's end."""
+        unit, row, _ = Position.of(place.position)
+        start = _Start(place.epoch, unit, row)
+        if self._block is None or self._block[0] != start:
+            self._block = None
+            what = f"{self._units(place.epoch)[unit].file} of the source {self._division.name!r}"
+            try:
+                self._block = (start, retrying(what, lambda: self._take(start)))
+            except OSError as error:
+                raise UserError(f"{what} cannot be read any more: {reason(error)}") from error
+        return self._block[1]
+
+    def number(self, block: Block, piece: int) -> int:
+        """A number for a piece that is the same in every epoch and for every number of streams."""
+        part = block.parts[piece]
+        file = self._division.file_numbers[block.unit.file]
+        return Position(file, block.rows[part.row].number, part.number).packed()
+
+    def _take(self, start: _Start) -> Block:
+        """Goes on in the open file where the block follows the one before, else opens it anew."""
+        unit = self._units(start.epoch)[start.unit]
+        going_on = self._rows is not None and self._rows[0] == start
+        share = self._division.share(self._stream, start.epoch)
+        rows = self._rows[1] if going_on and self._rows else read_rows(unit, self._field, start.row, share)
+        self._rows = None  # what has raised is at its end
+        block = take_block(unit, rows, self._max_piece_bytes)
+        if block.rows:
+            self._rows = (start._replace(row=block.rows[-1].number + 1), rows)
+        if self._division.seeds is None:
+            return block
+        order = shuffled(len(block.parts), *self._division.seeds, start.epoch, self._stream, start.unit, start.row)
+        return block._replace(parts=[block.parts[n] for n in order])
+
+    def _units(self, epoch: int) -> list[Unit]:
+        if self._order[0] != epoch:
+            self._order = (epoch, self._division.order(epoch))
+        return self._order[1]
+
+
+class StreamedPieces:
+    """StreamPieces of one stream. Place.position is a packed Position: the unit's place in the epoch's order, the row
+    from which on the block is, and the piece of the block."""
+
+    windows = False
+
+    def __init__(self, blocks: Blocks, encoder: Encoder, *, name: str, epochs: int) -> None:
+        self.name = name
+        self.patience = sys.maxsize  # until a whole epoch has been seen, nobody knows how many pieces it has
+        self._blocks = blocks
+        self._encoder = encoder
+        self._epochs = epochs
+        self._walked: int | None = None
+        self._after: tuple[Place, Place] | None = None
+        self._fetched: dict[Place, TokenPiece | Exception] = {}
+        self._numbers: dict[Place, int] = {}
+
+    def first(self) -> Place:
+        """Reads nothing, so there need be no piece."""
+        return self._blocks.first_unit()
+
+    def after(self, place: Place) -> Place:
+        """Past all that is empty, as far as the next epoch's first unit."""
+        if self._after is None or self._after[0] != place:  # asked for twice, it would lead back to an earlier block
+            self._after = (place, self._following(place))
+            self._count(place, self._after[1])
+        return self._after[1]
+
+    def _following(self, place: Place) -> Place:
+        unit, _, piece = Position.of(place.position)
+        block = self._blocks.block(place)
+        if piece + 1 < len(block.parts):
+            return Place(place.epoch, place.position + 1)
+        if block.rows:
+            following = Place(place.epoch, Position(unit, block.rows[-1].number + 1, 0).packed())
+            if self._blocks.block(following).rows:
+                return following
+        following = self._blocks.next_unit(place)
+        while following.epoch == place.epoch and not self._blocks.block(following).rows:
+            following = self._blocks.next_unit(following)
+        return following
+
+    def _count(self, place: Place, following: Place) -> None:
+        """Learn from a whole epoch how long to wait for a token: two of them."""
+        if following.epoch == place.epoch:
+            self._walked = None if self._walked is None else self._walked + 1
+            return
+        if self._walked is not None:
+            self.patience = max(MIN_PATIENCE, 2 * (self._walked + 1))
+        self._walked = 0
+
+    def has_ended(self, place: Place) -> bool:
+        return place.epoch >= self._epochs > 0
+
+    def has(self, place: Place) -> bool:
+        return self._blocks.has(place)
+
+    def number(self, place: Place) -> int:
+        """A packed Position: number of the file, of the row in it, and of the piece of that row."""
+        return self._numbers[place]
+
+    def fetch(self, place: Place, num_tokens: int) -> TokenPiece | Exception:
+        if place not in self._fetched:
+            self._fetched.clear()  # a state was loaded
+            self._fetch(place, num_tokens)
+        return self._fetched.pop(place)
+
+    def _fetch(self, place: Place, num_tokens: int) -> None:
+        """Tokenize it together with the next few of its block."""
+        block, first = self._blocks.block(place), Position.of(place.position).piece
+        if first >= max(1, len(block.parts)):
+            what = f"{self.name} has no piece {first} in {block.unit.file} {tuple(Position.of(place.position))}"
+            self._fetched[place] = UserError(f"{what}: the data, or data.max_piece_bytes, is not the earlier run's")
+            return
+        end, num_bytes = first, 0
+        while end < min(len(block.parts), first + READ_AHEAD_PIECES) and num_bytes < BYTES_PER_TOKEN * num_tokens:
+            num_bytes += block.parts[end].end - block.parts[end].begin
+            end += 1
+        ahead = range(first, end)
+        places = [Place(place.epoch, place.position + piece - first) for piece in ahead]
+        tokens = self._encoder.encode([(block.parts[piece].flags, block.read(piece)) for piece in ahead])
+        self._numbers = dict(zip(places, (self._blocks.number(block, piece) for piece in ahead), strict=True))
+        self._fetched.update(zip(places, tokens, strict=True))
+        if not ahead:  # a stream begins with a unit that has no row of its own
+            self._fetched[place] = NOTHING

@@ -1,0 +1,67 @@
+"""The numbers of one validation, as they are logged."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SetTotals:
+    """Sums over a data set. loss_sum: cross-entropy in nats, over num_valid targets. num_bytes: of the text that these
+    stand for; None: not known."""
+
+    loss_sum: float
+    num_valid: int
+    num_bytes: int | None
+
+    def numbers(self) -> dict[str, float]:
+        """The mean loss per target and what follows from it; nothing where there is no target."""
+        if not self.num_valid:
+            return {}
+        loss = self.loss_sum / self.num_valid
+        found = {"loss": loss, "perplexity": math.inf if loss > 700 else math.exp(loss)}  # it would raise
+        if self.num_bytes:
+            found["bits_per_byte"] = self.loss_sum / math.log(2) / self.num_bytes
+        return found
+
+
+def sum_of(sets: Iterable[SetTotals]) -> SetTotals:
+    """The totals of all together. Bytes that are not known of one set are not known of all."""
+    sets = [totals for totals in sets if totals.num_valid]
+    sizes = [totals.num_bytes for totals in sets if totals.num_bytes is not None]
+    return SetTotals(
+        math.fsum(totals.loss_sum for totals in sets),
+        sum(totals.num_valid for totals in sets),
+        sum(sizes) if len(sizes) == len(sets) else None,
+    )
+
+
+@dataclass(frozen=True)
+class ValidationRecord:
+    """One row of metrics.jsonl: the model after `step`, on each source of the validation data.
+
+    time_s: what it took.
+    """
+
+    step: int
+    by_source: Mapping[str, SetTotals]
+    time_s: float
+
+    def row(self) -> dict[str, int | float]:
+        """validation/loss, …, and, of several sources, validation/loss/NAME, …; what is not known is left out."""
+        total = sum_of(self.by_source.values())
+        row: dict[str, int | float] = {"step": self.step}
+        row |= {f"{PREFIX}{key}": value for key, value in total.numbers().items()}
+        row |= {f"{PREFIX}num_valid": total.num_valid, f"{PREFIX}time_s": self.time_s}
+        for name, totals in self.by_source.items() if len(self.by_source) > 1 else ():
+            row |= {f"{PREFIX}{key}/{name}": value for key, value in totals.numbers().items()}
+        return row
+
+
+PREFIX = "validation/"
+"""Of all keys of these rows but step."""
+
+
+def is_validation(row: Mapping[str, object]) -> bool:
+    """Whether a row of metrics.jsonl is one of these."""
+    return f"{PREFIX}loss" in row

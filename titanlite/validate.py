@@ -1,0 +1,242 @@
+"""Evaluation: the loss of a model over data that it is not trained on, each token once, whatever the mesh."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanlite.data.config import DataConfig, check_with_settings
+from titanlite.data.loader import Batch, Loader
+from titanlite.data.sources import SourceConfig
+from titanlite.labels import IGNORE_INDEX
+from titanlite.metrics.meter import Meter
+from titanlite.metrics.sinks import Sinks
+from titanlite.metrics.validation import SetTotals, ValidationRecord, sum_of
+from titanlite.parallel.data import wrapped_modules
+from titanlite.runtime.errors import DataError, Problem, UserError, require
+from titanlite.runtime.signals import StopRequest
+from titanlite.trainer import Trainer, on_device
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """The loss on data that is not trained on: [[validation.sources]] tables, with the keys of [[data.sources]].
+
+    Each of them is read once, in its own order; all else is as [data] says.
+    """
+
+    enable: bool = False
+    """Whether there is validation: after every interval-th step, and after the last one."""
+    interval: int = 1000
+    """Steps between validations."""
+    steps: int = -1
+    """Of each source at most so many batches of training.global_batch_size sequences; -1: the whole of it."""
+    sources: tuple[SourceConfig, ...] = ()
+    """The corpora, each read once and in its order: [[validation.sources]] tables."""
+
+
+def check_validation(
+    section: ValidationConfig, data: DataConfig, *, vocab_size: int, has_tokenizer: bool, looks_at_files: bool = True
+) -> list[Problem]:
+    """Problems of the [validation] section; of its sources only where it is enabled.
+
+    data: the [data] section, whose settings hold here too. vocab_size: the model's, 0 or less where it is not known.
+    has_tokenizer: whether the run has one.
+    """
+    key, sources = "validation", section.sources
+    problems = [
+        *require(section.interval >= 1, f"{key}.interval", section.interval, "at least 1", "1 validates every step"),
+        *require(
+            section.steps == -1 or section.steps >= 1, f"{key}.steps", section.steps, "-1 or at least 1", "leave it out"
+        ),
+    ]
+    if not section.enable:
+        return problems
+    problems += require(
+        bool(sources), f"{key}.sources", [], "at least one source", "add a [[validation.sources]] table"
+    )
+    problems += require(
+        has_tokenizer or all(source.kind == "tokens" for source in sources),
+        "tokenizer.path",
+        "",
+        "required for validation.sources of text, where data.sources are tokens",
+        "write the path of the tokenizer that made them, or use tokens sources",
+    )
+    for n, source in enumerate(sources):
+        for name in ("weight", "epochs"):
+            value = getattr(source, name)
+            rule = "not for validation, which reads each source once and weighs its tokens alike"
+            problems += require(value == -1, f"{key}.sources.{n}.{name}", value, rule, "leave it out")
+        problems += check_with_settings(
+            source, f"{key}.sources.{n}", data, vocab_size=vocab_size, looks_at_files=looks_at_files
+        )
+    return problems
+
+
+class StoppedError(Exception):
+    """All ranks have agreed to stop. number: of the signal that asks for it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Evaluator:
+    """Sums the loss of the trainer's model over whole data sets. All ranks call it alike.
+
+    group: of gloo, over all ranks: they agree there on each batch. token_bytes: int64 (vocab_size,), the bytes of text
+    that each token stands for, on the device; None: not known. stop: whether this rank has been asked to end.
+    """
+
+    def __init__(
+        self, trainer: Trainer, group: dist.ProcessGroup, token_bytes: Tensor | None, stop: StopRequest
+    ) -> None:
+        self._trainer = trainer
+        self._group = group
+        self._token_bytes = token_bytes
+        self._stop = stop
+
+    def totals(
+        self, loader: Loader, *, steps: int, on_data_error: Callable[[DataError], None]
+    ) -> tuple[SetTotals, int]:
+        """(the totals over all that the loader gives until it ends, the rows that it has skipped as bad).
+
+        steps: of the loader, at most; -1: all. The loader has given nothing yet, and is set to its beginning again.
+        Nothing of the trainer changes: not its weights, gradients, random state or place in the data. The device is
+        read once, at the end. Raises StoppedError on all ranks; DataError where this rank's data cannot be used, once
+        `on_data_error` has heard of those of all ranks in the same step.
+        """
+        trainer = self._trainer
+        # Its last three are counts, exact up to 2^53.
+        totals = torch.zeros(4, dtype=torch.float64, device=trainer.device)
+        try:
+            with forward_only(trainer):
+                for batches in self._batches(loader, steps, on_data_error):
+                    for batch in batches:
+                        totals[:3] += self._totals_of(on_device(batch, trainer.device))
+            totals[:3] *= trainer.counts_loss
+            totals[3] += loader.bad_rows * trainer.counts_rows
+        finally:
+            loader.restart()
+        dist.all_reduce(totals)
+        loss_sum, *counts = totals.tolist()
+        num_valid, num_bytes, bad_rows = (int(count) for count in counts)
+        return SetTotals(loss_sum, num_valid, None if self._token_bytes is None else num_bytes), bad_rows
+
+    def _batches(
+        self, loader: Loader, steps: int, on_data_error: Callable[[DataError], None]
+    ) -> Iterator[Sequence[Batch]]:
+        """Those of each step of the loader, on all ranks until it has ended on all: a rank's own may end before."""
+        done = 0
+        while done != steps:
+            batches, error, has_ended = None, None, all(loader.ended)
+            if not has_ended:
+                try:
+                    batches = loader.next_step()
+                except DataError as raised:
+                    error = raised
+                    on_data_error(error)
+            if not self._agree(goes_on=not has_ended):
+                return
+            if error is not None:
+                raise error
+            yield batches if batches is not None else loader.next_step()
+            done += 1
+
+    def _agree(self, *, goes_on: bool) -> bool:
+        """Whether any rank has something left. A collective of a few bytes between hosts. Raises StoppedError."""
+        said = torch.tensor([goes_on, self._stop.number], dtype=torch.int64)
+        dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self._group)
+        any_goes_on, stop = said.tolist()
+        if stop:
+            raise StoppedError(stop)
+        return bool(any_goes_on)
+
+    def _totals_of(self, batch: Batch) -> Tensor:
+        """float64 (3,): loss, targets and their bytes. On each rank that has them."""
+        valid = batch.labels != IGNORE_INDEX
+        num_bytes = torch.zeros((), device=valid.device)
+        if self._token_bytes is not None:
+            num_bytes = torch.where(valid, self._token_bytes[batch.labels.clamp(min=0)], 0).sum()
+        loss_sum = self._trainer.row_losses(batch).to(torch.float64).sum()
+        return torch.stack([value.to(torch.float64) for value in (loss_sum, valid.sum(), num_bytes)])
+
+
+@contextmanager
+def forward_only(trainer: Trainer) -> Iterator[None]:
+    """Inside, the model only computes. Afterwards its modes, torch's random numbers and its sharding are as before."""
+    parts, device = trainer.model_parts, trainer.device
+    modes = [part.training for part in parts]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+        for part in parts:
+            part.eval()
+        try:
+            yield
+        finally:
+            for part, mode in zip(parts, modes, strict=True):
+                part.train(mode)
+                # What stays gathered would be used again after the next update, with the weights of now.
+                for module in wrapped_modules(part):
+                    module.reshard()
+
+
+class Validation:
+    """Validation of a run: when, on which sources, and where the numbers go.
+
+    loaders: of this rank, by name of the source. max_bad_rows: as of [data], of each validation. missing: whether the
+    step that the run goes on after has none so far.
+    """
+
+    def __init__(
+        self,
+        section: ValidationConfig,
+        evaluator: Evaluator,
+        loaders: Mapping[str, Loader],
+        meter: Meter,
+        sinks: Sinks,
+        *,
+        max_bad_rows: int,
+        missing: bool,
+    ) -> None:
+        self._section = section
+        self._evaluator = evaluator
+        self._loaders = loaders
+        self._meter = meter
+        self._sinks = sinks
+        self._max_bad_rows = max_bad_rows
+        self.missing = missing
+
+    def after_step(self, step: int, *, last: bool, on_data_error: Callable[[DataError], None]) -> int:
+        """Validates where it is due, and writes a row; the number of the signal that has ended it before, else 0.
+
+        last: whether it is the last step of the run. A collective over all ranks. Raises UserError on all of them where
+        there is nothing to validate on or too much of it is bad, DataError as Evaluator.totals.
+        """
+        if step % self._section.interval and not last:
+            return 0
+        with self._meter.left_out() as clock:
+            found, bad_rows = {}, 0
+            try:
+                for name, loader in self._loaders.items():
+                    found[name], bad = self._evaluator.totals(
+                        loader, steps=self._section.steps, on_data_error=on_data_error
+                    )
+                    bad_rows += bad
+            except StoppedError as stopped:
+                return stopped.number
+            if bad_rows > self._max_bad_rows:
+                raise UserError(
+                    f"data.max_bad_rows = {self._max_bad_rows}: {bad_rows} rows of the validation data were skipped as "
+                    "bad; mend them, or raise data.max_bad_rows"
+                )
+            if not sum_of(found.values()).num_valid:
+                raise UserError("validation.sources: there is no token to predict in them: add data")
+            self._sinks.write(ValidationRecord(step, found, clock()))
+        return 0
+
+    def close(self) -> None:
+        """End the loaders' threads."""
+        for loader in self._loaders.values():
+            loader.close()
