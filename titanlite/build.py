@@ -26,7 +26,7 @@ from titanlite.data.ledger import LEDGER_FOLDER, Ledger, ledger_files
 from titanlite.data.loader import Loader, build_loader
 from titanlite.data.permutation import STREAM_VERSION
 from titanlite.data.sources import source_names
-from titanlite.data.tokenizer import Tokenizer, prepare_tokenizer
+from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, prepare_tokenizer
 from titanlite.loss import mean_loss_shares
 from titanlite.metrics.history import has_validation, keep_rows
 from titanlite.metrics.meter import Meter
@@ -121,7 +121,7 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
         start = checkpoints.resume()
         trainer.step = start.step
         describe_schedule_change(config, start)
-    prepare_outputs(config, world, start)
+    prepare_outputs(config, world, start, tokenizer)
     sinks = build_sinks(
         config.metrics,
         config.job.dump_folder,
@@ -450,16 +450,19 @@ def describe_schedule_change(config: JobConfig, start: Start) -> None:
         )
 
 
-def prepare_outputs(config: JobConfig, world: World, start: Start) -> None:
-    """The dump folder with the resolved configuration in it, free of another run's files unless the run goes on."""
+def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: Tokenizer | None) -> None:
+    """The dump folder with the resolved configuration and the tokenizer in it, free of another run's files unless the
+    run goes on."""
     if not start.goes_on:
-        outputs = [CONFIG_COPY, METRICS_FILE, LEDGER_FOLDER, config.metrics.folder]
+        outputs = [CONFIG_COPY, TOKENIZER_FOLDER, METRICS_FILE, LEDGER_FOLDER, config.metrics.folder]
         prepare_dump_folder(config.job.dump_folder, outputs, world.rank)
     else:
         for file in ledger_files(config.job.dump_folder)[world.rank :: world.size]:
             keep_rows(file, start.step)
     if world.rank == 0:
         Path(config.job.dump_folder, CONFIG_COPY).write_text(dump_config(for_later_starts(config)), encoding="utf-8")
+        if tokenizer is not None:
+            tokenizer.save(Path(config.job.dump_folder, TOKENIZER_FOLDER))
     dist.barrier()
 
 

@@ -15,13 +15,17 @@ LAYERS = [
         *["titanlite.models", "titanlite.data", "titanlite.optim", "titanlite.loss"],
         *[f"titanlite.parallel{part}" for part in ("", ".mesh", ".tensor", ".data", ".recompute", ".clip")],
     ],
-    ["titanlite.parallel.parallelize", "titanlite.parallel.pipeline", "titanlite.checkpoint", "titanlite.metrics"],
+    [
+        *["titanlite.parallel.parallelize", "titanlite.parallel.pipeline"],
+        *["titanlite.checkpoint", "titanlite.metrics", "titanlite.huggingface"],
+    ],
     ["titanlite.trainer", "titanlite.validate"],
-    ["titanlite.build", "titanlite.config"],
+    ["titanlite.build", "titanlite.config", "titanlite.saved_run"],
     [
         *["titanlite.train", "titanlite.parity", "titanlite.plan", "titanlite.config.document"],
         *["titanlite.data.command", "titanlite.data.tokenize", "titanlite.data.train_tokenizer"],
         "titanlite.data.inspect",
+        *["titanlite.convert", "titanlite.generate", "titanlite.evaluate"],
     ],
 ]
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names}

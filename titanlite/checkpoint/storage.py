@@ -5,6 +5,7 @@ import errno
 import io
 import os
 import pickle
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -150,12 +151,21 @@ def save_tensors(
     return files.records
 
 
-def load_tensors(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Fills `tensors` in place from the files of `folder`, whatever mesh wrote them; all ranks of `group` together.
+def load_tensors(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Fills `tensors` in place from the files of `folder`, whatever mesh wrote them; all ranks of `group` together, or
+    this process alone for None.
 
     Raises dcp.CheckpointException, a BaseException, on all ranks: for a tensor that is missing or of another shape.
     """
-    dcp.load(dict(tensors), storage_reader=_Reader(folder), planner=_TensorPlanner(), process_group=group)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        dcp.load(
+            dict(tensors),
+            storage_reader=_Reader(folder),
+            planner=_TensorPlanner(),
+            process_group=group,
+            no_dist=group is None,
+        )
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -3,7 +3,7 @@
 import os
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -72,6 +72,23 @@ def parse_config(argv: Sequence[str]) -> tuple[JobConfig, list[Problem]]:
     """The configuration as given, and the problems with names and types; keys with a problem have their default."""
     parsed = _parse(argv)
     return parsed.config, parsed.problems
+
+
+def config_from_values(values: Mapping[str, Mapping[str, Any]]) -> JobConfig:
+    """The configuration that a checkpoint's manifest holds, by section. Raises ConfigError where it is of another form,
+    as one that a later titanlite has written may be."""
+    tables = {name: dict(table) for name, table in values.items()}
+    tables["job"].pop("config_file", None)
+    model = tables["model"]
+    tables["model"] = model | model.pop("overrides", {})
+    problems: list[Problem] = []
+    family = model.get("family", ModelConfig.family)
+    sections = {
+        name: build_section(name, table, family, problems) for name, table in sections_of(tables, problems).items()
+    }
+    if problems:
+        raise ConfigError(problems)
+    return JobConfig(**sections)
 
 
 def dump_config(config: JobConfig) -> str:

@@ -3,9 +3,11 @@
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -15,6 +17,8 @@ from titanlite.data.token_files import manifests_of
 from titanlite.runtime.errors import Problem, UserError, require
 
 QUICKSTART_VOCAB_SIZE = 4096
+TOKENIZER_FOLDER = "tokenizer"
+"""Where a run keeps a copy of its tokenizer, inside job.dump_folder."""
 MAKE_ONE = "python -m titanlite.data.train_tokenizer CONFIG --out DIR"
 
 
@@ -42,6 +46,7 @@ class Tokenizer:
     def __init__(self, file: Path, *, bos: str = "", eos: str = "") -> None:
         """Raises UserError where the file is no tokenizer or its vocabulary lacks `bos` or `eos`."""
         self.arguments = {"file": str(file), "bos": bos, "eos": eos}
+        self._file = file
         try:
             data = file.read_bytes()
             self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
@@ -57,6 +62,22 @@ class Tokenizer:
         separators = json.dumps([self.bos_id, self.eos_id]).encode()
         self.fingerprint = hashlib.sha256(hashlib.sha256(data).digest() + separators).hexdigest()
         self.description = f"{file}: {self.vocab_size:,} tokens, BOS {bos_text}, EOS {eos_text}"
+
+    def save(self, folder: Path) -> None:
+        """Writes what transformers' AutoTokenizer reads, and what makes the same Tokenizer again. Raises OSError.
+
+        tokenizer.json as it is; tokenizer_config.json, the one beside it with the BOS and EOS that are used here;
+        a chat template, where there is one.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("tokenizer.json", "chat_template.jinja"):
+            source = self._file if name == "tokenizer.json" else self._file.with_name(name)
+            if source.is_file():
+                shutil.copyfile(source, folder / name)
+        config = {"tokenizer_class": "PreTrainedTokenizerFast"} | _config_beside(self._file)
+        for name, token_id in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
+            config[name] = None if token_id is None else self._tokenizer.id_to_token(token_id)
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     def encode(self, text: str) -> list[int]:
         """Token ids of one text."""
@@ -104,8 +125,8 @@ class Tokenizer:
         return token_id, f"{text!r} = {token_id} ({origin})"
 
 
-def _named_beside(file: Path) -> dict[str, str]:
-    """{"bos": text, "eos": text} as far as a tokenizer_config.json beside `file` names them. Raises UserError."""
+def _config_beside(file: Path) -> dict[str, Any]:
+    """The tokenizer_config.json beside `file`; {} where there is none. Raises UserError."""
     config_file = file.with_name("tokenizer_config.json")
     if not config_file.is_file():
         return {}
@@ -113,9 +134,15 @@ def _named_beside(file: Path) -> dict[str, str]:
         config = json.loads(config_file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{config_file} is not JSON: {error}") from None
+    return config if isinstance(config, dict) else {}
+
+
+def _named_beside(file: Path) -> dict[str, str]:
+    """{"bos": text, "eos": text} as far as a tokenizer_config.json beside `file` names them. Raises UserError."""
+    config = _config_beside(file)
     found = {}
     for name in ("bos", "eos"):
-        token = config.get(f"{name}_token") if isinstance(config, dict) else None
+        token = config.get(f"{name}_token")
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str) and text:
             found[name] = text

@@ -126,6 +126,26 @@ class ActivationBytes:
 
 
 @dataclass(frozen=True)
+class HuggingFace:
+    """How models of a family look in the format of Hugging Face's `transformers`.
+
+    Weights are the same there, number by number: (out, in), rotary pairs half a head apart. Their names differ.
+
+    model_type, architecture: what config.json calls the family, and the class that computes it.
+    names(config): the name there of each parameter of the whole model; a tied one stands once, under its first name.
+    config_json(config): what config.json says of the hyper-parameters.
+    config_from_json(fields): the hyper-parameters that config.json means. Raises UserError with the field's name where
+    it lacks one, or asks for something that the family does not compute.
+    """
+
+    model_type: str
+    architecture: str
+    names: Callable[[Any], dict[str, str]]
+    config_json: Callable[[Any], dict[str, Any]]
+    config_from_json: Callable[[Mapping[str, Any]], Any]
+
+
+@dataclass(frozen=True)
 class Family:
     """A model family. The hyper-parameters' type is the family's own frozen dataclass (`config_type`).
 
@@ -139,6 +159,7 @@ class Family:
     shrink(config, ranks): a tiny model of the same kind; every number that divides `ranks` and a size of `config`
     divides the same size of the result. Two pipeline stages per rank still have more units than one each, where they
     had in `config`. The vocabulary stays.
+    hugging_face: its models in the format of `transformers`.
     """
 
     name: str
@@ -152,3 +173,4 @@ class Family:
     unit_flops_per_token: Callable[[Any, int, str], int]
     activation_bytes: Callable[[Any, MicrobatchShape], ActivationBytes]
     shrink: Callable[[Any, int], Any]
+    hugging_face: HuggingFace

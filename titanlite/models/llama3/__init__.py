@@ -3,6 +3,7 @@
 from titanlite.models.family import Family
 from titanlite.models.llama3.activations import activation_bytes
 from titanlite.models.llama3.config import FLAVORS, Llama3Config, check, flops_per_token, shrink, unit_flops_per_token
+from titanlite.models.llama3.hf import HUGGING_FACE
 from titanlite.models.llama3.model import Llama3, init
 from titanlite.models.llama3.plan import plan
 
@@ -18,4 +19,5 @@ LLAMA3 = Family(
     unit_flops_per_token=unit_flops_per_token,
     activation_bytes=activation_bytes,
     shrink=shrink,
+    hugging_face=HUGGING_FACE,
 )

@@ -1,0 +1,137 @@
+"""A run that is on the disk, as the commands see it that use its model: one process, no mesh."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from titanlite.build import CONFIG_COPY
+from titanlite.checkpoint.agreement import first_failure
+from titanlite.checkpoint.config import CheckpointConfig
+from titanlite.checkpoint.folder import published_steps, step_folder
+from titanlite.checkpoint.manifest import MANIFEST_FILE, Manifest, UnknownFormatError, read_manifest
+from titanlite.checkpoint.state import MODEL
+from titanlite.checkpoint.storage import InvalidCheckpointError, check_file, load_tensors
+from titanlite.config.load import config_from_values, parse_config
+from titanlite.config.schema import JobConfig
+from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, prepare_tokenizer
+from titanlite.models import FAMILIES
+from titanlite.models.family import Family, LanguageModel
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.logging import log
+from titanlite.trainer import DTYPES
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """One whole checkpoint of a run. path: its folder, step-N."""
+
+    path: Path
+    manifest: Manifest
+    family: Family
+    hyper_parameters: Any
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return DTYPES[self.manifest.facts["dtype"]]
+
+    @property
+    def config(self) -> JobConfig:
+        """The resolved configuration that the run was saved with. Raises ConfigError."""
+        return config_from_values(self.manifest.config)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fills tensors, by the names of the model's parameters, in place; read are these alone. Raises UserError."""
+        try:
+            load_tensors(self.path, {MODEL + name: tensor for name, tensor in tensors.items()}, None)
+        except dcp.CheckpointException as error:
+            raise UserError(f"{self.path} cannot be loaded: {first_failure(error)}") from None
+
+    def model(self, device: torch.device, dtype: torch.dtype) -> LanguageModel:
+        """The whole model with its weights, in evaluation mode. Raises UserError."""
+        with torch.device("meta"):
+            model = self.family.build(self.hyper_parameters).to(dtype)
+        model.tie_weights()
+        model.to_empty(device=device)
+        model.tie_weights()
+        model.init_buffers(device)
+        self.load({name: parameter.data for name, parameter in model.named_parameters()})
+        return model.eval()
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The run's own: its copy in the dump folder, or as the configuration says; None where there is neither.
+
+        Raises UserError where what is there is another one by now.
+        """
+        fingerprint = self.manifest.facts["tokenizer"]
+        if fingerprint is None:
+            return None
+        depth = len(PurePath(self.config.checkpoint.folder).parts)
+        copy = self.path.absolute().parents[depth] / TOKENIZER_FOLDER / "tokenizer.json"
+        found = Tokenizer(copy) if copy.is_file() else self._configured_tokenizer()
+        if found is not None and found.fingerprint != fingerprint:
+            raise UserError(f"{self.path} was trained with another tokenizer than {found.description}")
+        return found
+
+    def _configured_tokenizer(self) -> Tokenizer | None:
+        config = self.config
+        try:
+            return prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=self.hyper_parameters.vocab_size)
+        except UserError:
+            return None
+
+
+def open_run(path: Path) -> SavedRun:
+    """The checkpoint that RUN means: one folder step-N, or the newest whole one of a dump folder or of a folder of
+    checkpoints.
+
+    Its files are verified in full; of several, damaged ones are left aside with a warning each. Raises UserError.
+    """
+    if (path / MANIFEST_FILE).exists():
+        try:
+            return _opened(path)
+        except InvalidCheckpointError as error:
+            raise UserError(f"{path} is damaged: {error}") from None
+    folder, steps = path, published_steps(path)
+    if not steps:
+        folder = path / _checkpoint_folder(path)
+        steps = published_steps(folder)
+    for step in reversed(steps):
+        try:
+            return _opened(step_folder(folder, step))
+        except InvalidCheckpointError as error:
+            log.warning("%s is damaged: %s; the one before it is looked at", step_folder(folder, step), error)
+    what = "no checkpoint that is whole" if steps else "no checkpoint"
+    raise UserError(
+        f"{path}: there is {what}; give the dump folder of a run with checkpoint.enable = true, or one of its folders "
+        "step-N"
+    )
+
+
+def _checkpoint_folder(dump_folder: Path) -> str:
+    """checkpoint.folder of the run in `dump_folder`."""
+    copy = dump_folder / CONFIG_COPY
+    if not copy.is_file():
+        return CheckpointConfig.folder
+    config, _ = parse_config(["--job.config_file", str(copy)])
+    return config.checkpoint.folder
+
+
+def _opened(path: Path) -> SavedRun:
+    """Raises InvalidCheckpointError, UserError."""
+    try:
+        manifest = read_manifest(path)
+    except UnknownFormatError as error:
+        raise UserError(f"{path}: {error}") from None
+    for name, record in manifest.files.items():
+        check_file(path, name, record, "full")
+    values = dict(manifest.facts["model"])
+    family = FAMILIES.get(values.pop("family"))
+    if family is None:
+        raise UserError(f"{path}: its model is of the family {manifest.facts['model']['family']!r}, unknown here")
+    return SavedRun(path, manifest, family, family.config_type(**values))
