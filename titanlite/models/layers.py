@@ -4,6 +4,7 @@ Every island of higher precision is promote_types(dtype, float32), so a float64 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -100,11 +101,14 @@ class Attention(nn.Module):
 
     Heads are counted off the projections' outputs, not off the configuration: where the projections are cut by heads,
     each rank attends with its own ones.
+
+    attend: what computes attention itself, models/attention.py's; whoever generates puts one there that remembers.
     """
 
     def __init__(self, dim: int, n_heads: int, n_kv_heads: int) -> None:
         super().__init__()
         self.head_dim = dim // n_heads
+        self.attend: Callable[[Tensor, Tensor, Tensor, AttentionMask | None], Tensor] = attend
         self.wq = nn.Linear(dim, n_heads * self.head_dim, bias=False)
         self.wk = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
@@ -116,7 +120,7 @@ class Attention(nn.Module):
         queries = rope.rotate(self.wq(x).view(batch, seq_len, -1, self.head_dim))
         keys = rope.rotate(self.wk(x).view(batch, seq_len, -1, self.head_dim))
         values = self.wv(x).view(batch, seq_len, -1, self.head_dim)
-        attended = attend(queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), mask)
+        attended = self.attend(queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), mask)
         out: Tensor = self.wo(attended.transpose(1, 2).flatten(2))
         return out
 
