@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import titanlite
 from titanlite.checkpoint.agreement import on_first
+from titanlite.checkpoint.config import imported_from
 from titanlite.checkpoint.folder import published_steps
 from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.start import RunFacts, Start
@@ -27,6 +28,8 @@ from titanlite.data.loader import Loader, build_loader
 from titanlite.data.permutation import STREAM_VERSION
 from titanlite.data.sources import source_names
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, prepare_tokenizer
+from titanlite.huggingface.folder import ModelFolder
+from titanlite.huggingface.source import PREFIX, fetch_source
 from titanlite.loss import mean_loss_shares
 from titanlite.metrics.history import has_validation, keep_rows
 from titanlite.metrics.meter import Meter
@@ -96,6 +99,7 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     apply_determinism(config.debug)
     require_no_checkpoints(config)
     config = pin_revisions(config, world, store)
+    imported = open_import(config, world, store)
     log.info("Job: %s, outputs in %s", config.job.description or "no description", config.job.dump_folder)
     log.info("Device: %s, %.1f GiB", device_name(world.device), device_memory_bytes(world.device) / 2**30)
     # Data comes before the ranks are tied together, so that a long index build by one of them runs into no timeout.
@@ -116,7 +120,7 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     stop, start, checkpoints = StopRequest(), Start(0, (), {}), None
     if config.checkpoint.enable or config.checkpoint.initial_load_path:
         state = RunState(model_parts, trainer.optimizer, loader, mesh)
-        checkpoints, control_group = build_checkpoints(config, state, meter, tokenizer, stop)
+        checkpoints, control_group = build_checkpoints(config, state, meter, tokenizer, stop, imported)
         groups = (*groups, control_group)
         start = checkpoints.resume()
         trainer.step = start.step
@@ -166,8 +170,21 @@ def pin_revisions(config: JobConfig, world: World, store: dist.Store) -> JobConf
     )
 
 
+def open_import(config: JobConfig, world: World, store: dist.Store) -> ModelFolder | None:
+    """The model in Hugging Face's format that the run starts with, where it does: downloaded, and checked."""
+    text = imported_from(config.checkpoint, config.job.dump_folder)
+    if not config.checkpoint.initial_load_path.startswith(PREFIX):
+        return None
+    return fetch_source(text, *resolve_model(config.model), world, store)
+
+
 def build_checkpoints(
-    config: JobConfig, state: RunState, meter: Meter, tokenizer: Tokenizer | None, stop: StopRequest
+    config: JobConfig,
+    state: RunState,
+    meter: Meter,
+    tokenizer: Tokenizer | None,
+    stop: StopRequest,
+    imported: ModelFolder | None,
 ) -> tuple[Checkpoints, dist.ProcessGroup]:
     """The run's checkpoints, and the group in which ranks agree at each step. A collective: it makes groups."""
     control_group, saving_group = (dist.new_group(backend="gloo") for _ in range(2))
@@ -183,6 +200,7 @@ def build_checkpoints(
         group=saving_group,
         control=Control(control_group),
         stop=stop,
+        imported=imported,
     )
     return checkpoints, control_group
 

@@ -15,7 +15,7 @@ from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.folder import published_steps, step_folder
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Manifest, UnknownFormatError, read_manifest
 from titanlite.checkpoint.state import MODEL
-from titanlite.checkpoint.storage import InvalidCheckpointError, check_file, load_tensors
+from titanlite.checkpoint.storage import InvalidCheckpointError, check_file, load_tensors, read_shapes
 from titanlite.config.load import config_from_values, parse_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, prepare_tokenizer
@@ -45,6 +45,14 @@ class SavedRun:
         """The resolved configuration that the run was saved with. Raises ConfigError."""
         return config_from_values(self.manifest.config)
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the model's parameters, by name. Raises UserError."""
+        try:
+            found = read_shapes(self.path)
+        except InvalidCheckpointError as error:
+            raise UserError(f"{self.path} is damaged: {error}") from None
+        return {name.removeprefix(MODEL): shape for name, (shape, _) in found.items() if name.startswith(MODEL)}
+
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Fills tensors, by the names of the model's parameters, in place; read are these alone. Raises UserError."""
         try:
@@ -54,12 +62,7 @@ class SavedRun:
 
     def model(self, device: torch.device, dtype: torch.dtype) -> LanguageModel:
         """The whole model with its weights, in evaluation mode. Raises UserError."""
-        with torch.device("meta"):
-            model = self.family.build(self.hyper_parameters).to(dtype)
-        model.tie_weights()
-        model.to_empty(device=device)
-        model.tie_weights()
-        model.init_buffers(device)
+        model = empty_model(self.family, self.hyper_parameters, device, dtype)
         self.load({name: parameter.data for name, parameter in model.named_parameters()})
         return model.eval()
 
@@ -84,6 +87,17 @@ class SavedRun:
             return prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=self.hyper_parameters.vocab_size)
         except UserError:
             return None
+
+
+def empty_model(family: Family, hyper_parameters: Any, device: torch.device, dtype: torch.dtype) -> LanguageModel:
+    """The whole model, its parameters yet to be filled."""
+    with torch.device("meta"):
+        model = family.build(hyper_parameters).to(dtype)
+    model.tie_weights()
+    model.to_empty(device=device)
+    model.tie_weights()
+    model.init_buffers(device)
+    return model
 
 
 def open_run(path: Path) -> SavedRun:

@@ -6,11 +6,12 @@ from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from titanlite.checkpoint.compatibility import Changeable
-from titanlite.checkpoint.folder import published_steps, step_folder
+from titanlite.checkpoint.folder import ever_published, published_steps, step_folder
 from titanlite.checkpoint.manifest import MANIFEST_FILE
 from titanlite.checkpoint.resume import newest_manifest, read_or_none
 from titanlite.checkpoint.saver import AsyncMode
 from titanlite.checkpoint.storage import Verify
+from titanlite.huggingface.source import PREFIX
 from titanlite.runtime.errors import Problem, require
 
 
@@ -34,7 +35,8 @@ class CheckpointConfig:
     load_step: int = -1
     """The step to start from; -1: the newest whole checkpoint. Going back sets the later ones aside."""
     initial_load_path: str = ""
-    """A step folder, or a folder of such, that a run without checkpoints of its own starts from."""
+    """What a run without checkpoints of its own starts from: a step folder, or a folder of such; "hf:FOLDER", a model
+    in the format of transformers, or "hf:ORGANISATION/NAME[@REVISION]", one of the hub: its weights alone."""
     initial_load_model_only: bool = True
     """Whether initial_load_path gives the parameters alone; otherwise also optimizer, step and place in the data."""
     verify: Verify = "full"
@@ -110,6 +112,14 @@ def check_start(section: CheckpointConfig, dump_folder: str) -> list[Problem]:
         )
     if not text or steps:  # the run goes on from its own
         return []
+    if text.startswith(PREFIX):
+        return require(
+            section.initial_load_model_only,
+            "checkpoint.initial_load_model_only",
+            False,
+            f"true with initial_load_path = {text!r}, which holds no optimizer and no place in the data",
+            "leave it out",
+        )
     if text.startswith("~"):
         return [Problem(key, text, 'a path as it is; "~" has no meaning here', f'write "{path.expanduser()}"')]
     return require(
@@ -121,13 +131,20 @@ def check_start(section: CheckpointConfig, dump_folder: str) -> list[Problem]:
     )
 
 
+def imported_from(section: CheckpointConfig, dump_folder: str) -> str:
+    """initial_load_path, where it is of "hf:" and the run does not go on from checkpoints of its own; else ""."""
+    goes_on = section.enable and (section.load_step >= 0 or ever_published(Path(dump_folder, section.folder)))
+    return section.initial_load_path if section.initial_load_path.startswith(PREFIX) and not goes_on else ""
+
+
 def earlier_config(section: CheckpointConfig, dump_folder: str) -> Mapping[str, Any]:
     """The resolved configuration of the checkpoint that a run will most likely go on from; {} where there is none.
 
     By the manifests alone, which may be read before the ranks know each other.
     """
     folders = [Path(dump_folder, section.folder)] if section.enable else []
-    if section.initial_load_path and not section.initial_load_model_only:
+    path = section.initial_load_path
+    if path and not path.startswith(PREFIX) and not section.initial_load_model_only:
         folders.append(Path(section.initial_load_path))
     for folder in folders:
         chosen = read_or_none(step_folder(folder, section.load_step)) if section.load_step >= 0 else None

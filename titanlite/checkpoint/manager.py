@@ -15,6 +15,7 @@ from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.saver import Retention, Saver
 from titanlite.checkpoint.start import RunFacts, Start, StartFinder
 from titanlite.checkpoint.state import STREAMS, RunState
+from titanlite.huggingface.folder import ModelFolder
 from titanlite.metrics.meter import Meter
 from titanlite.runtime.control import Control, Flags
 from titanlite.runtime.errors import UserError
@@ -25,7 +26,8 @@ class Checkpoints:
     """The checkpoints of one run, in `folder`; all ranks call everything alike.
 
     steps: of the whole run. group: of gloo, over all ranks, for everything but the flags; a thread saves with it.
-    control: what the ranks agree on at each step. stop: whether this rank has been asked to end.
+    control: what the ranks agree on at each step. stop: whether this rank has been asked to end. imported: the model
+    that a new run starts with, where it is not a checkpoint.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Checkpoints:
         group: dist.ProcessGroup,
         control: Control,
         stop: StopRequest,
+        imported: ModelFolder | None = None,
     ) -> None:
         self._section = section
         self._folder = folder
@@ -50,6 +53,7 @@ class Checkpoints:
         self._group = group
         self._control = control
         self._stop = stop
+        self._imported = imported
         self._start: Start | None = None
         self._saver: Saver | None = None
         self._begun = 0
@@ -60,7 +64,10 @@ class Checkpoints:
         """Loads what the run goes on from. Raises UserError on all ranks."""
         section = self._section
         finder = StartFinder(
-            section, self._folder, self._state, self._meter, self._about, steps=self._steps, group=self._group
+            *(section, self._folder, self._state, self._meter, self._about),
+            steps=self._steps,
+            group=self._group,
+            imported=self._imported,
         )
         self._start = finder.find()
         if section.enable:

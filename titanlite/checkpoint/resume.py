@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -109,22 +109,28 @@ def nothing_usable(folder: Path) -> UserError:
     )
 
 
-def check_tensors(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> list[str]:
+def check_tensors(
+    path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup, differences: Sequence[str] = ()
+) -> list[str]:
     """A line where the checkpoint at `path` has them in another dtype, to which they are converted when it is loaded.
 
-    Raises UserError where it lacks one of the tensors or has it in another shape.
+    Raises UserError where it lacks one of the tensors or has it in another shape. differences: between the two models,
+    for that case.
     """
+
+    what = "\n".join(f"  {line}" for line in differences)
+    remedy = f"\n{what}\n  remedy: write in [model] what is in the checkpoint, and use its tokenizer" if what else ""
 
     def check() -> tuple[str, list[str]]:
         there = read_shapes(path)
         for name, tensor in tensors.items():
             if name not in there:
-                return f"has no {name}: it is of another model", []
+                return f"has no {name}: it is of another model{remedy}", []
             shape, _ = there[name]
             if shape != tuple(tensor.shape):
                 return (
-                    f"has {name} of shape {shape}, and this model needs {tuple(tensor.shape)}: give [model] the sizes "
-                    "of that run's config.toml, its vocab_size as well"
+                    f"has {name} of shape {shape}, and this model needs {tuple(tensor.shape)}: no row or column is "
+                    f"made up or left out{remedy}"
                 ), []
         dtypes = {(there[name][1], str(tensor.dtype)) for name, tensor in tensors.items()}
         return "", [f"from {saved} to {now}" for saved, now in dtypes if saved != now]

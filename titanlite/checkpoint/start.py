@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from titanlite.checkpoint.agreement import on_first, together, warn_once
-from titanlite.checkpoint.compatibility import changed_settings, check_facts
+from titanlite.checkpoint.compatibility import changed_settings, check_facts, differences
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.folder import published_steps, step_folder, supersede_after
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch, Manifest
@@ -26,7 +27,9 @@ from titanlite.checkpoint.resume import (
     nothing_usable,
     prepare_folder,
 )
-from titanlite.checkpoint.state import STREAMS, RunState
+from titanlite.checkpoint.state import MODEL, STREAMS, RunState
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.huggingface.folder import ModelFolder
 from titanlite.metrics.meter import Meter, MeterState
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
@@ -69,6 +72,7 @@ class StartFinder:
         *,
         steps: int,
         group: dist.ProcessGroup,
+        imported: ModelFolder | None,
     ) -> None:
         self._section = section
         self._folder = folder
@@ -77,6 +81,7 @@ class StartFinder:
         self._about = about
         self._steps = steps
         self._group = group
+        self._imported = imported
 
     def find(self) -> Start:
         """Loads what the run goes on from. Raises UserError on all ranks."""
@@ -132,8 +137,10 @@ class StartFinder:
         return on_first(on_new_branch, self._group)
 
     def _begin(self) -> Start:
-        """A new run, from initial weights or from another run's checkpoint."""
+        """A new run, from initial weights, from another run's checkpoint, or from an imported model."""
         path = self._section.initial_load_path
+        if self._imported is not None:
+            return self._import(self._imported)
         if not path:
             log.info("Start: a new run, from step 0 with initial weights; no checkpoint in %s", self._folder)
             return Start(0, (_new_branch(0),), {})
@@ -141,10 +148,10 @@ class StartFinder:
         found = self._initial(Path(path), (lambda _: True) if model_only else self._is_full)
         if model_only:
             tensors = self._state.model()
-            for line in check_tensors(found.path, tensors, self._group):
+            model, own = found.manifest.facts.get("model"), self._about.facts.get("model")
+            for line in check_tensors(found.path, tensors, self._group, list(differences(model, own, "model"))):
                 log.info("%s", line)
-            if found.manifest.facts.get("tokenizer") != self._about.facts.get("tokenizer"):
-                warn_once(f"The weights of {found.path} were trained with another tokenizer than this one", self._group)
+            self._warn_of_tokenizer(found.manifest.facts.get("tokenizer"), str(found.path))
             load(found, tensors, self._group)
             log.info(
                 "Start: a new run, from step 0 with the weights of step %d in %s, %s",
@@ -155,6 +162,25 @@ class StartFinder:
         self._load_all(found)
         step = found.manifest.step
         return Start(step, (*found.manifest.lineage, _new_branch(step)), found.manifest.config)
+
+    def _import(self, folder: ModelFolder) -> Start:
+        """With the weights of a folder, of which each rank reads its own part."""
+        begin = time.perf_counter()
+        tensors = {name.removeprefix(MODEL): tensor for name, tensor in self._state.model().items()}
+        read = together(lambda: folder.fill_(tensors), self._group)
+        file = folder.tokenizer_file
+        fingerprint = on_first(lambda: Tokenizer(file).fingerprint if file else None, self._group)
+        self._warn_of_tokenizer(fingerprint, folder.name)
+        log.info(
+            "Start: a new run, from step 0 with the weights of %s, %s, %.1f MiB read by rank 0, %.2f s",
+            *(folder.name, folder.describe(next(iter(tensors.values())).dtype)),
+            *(read[0] / 2**20, time.perf_counter() - begin),
+        )
+        return Start(0, (_new_branch(0),), {})
+
+    def _warn_of_tokenizer(self, fingerprint: str | None, where: str) -> None:
+        if fingerprint != self._about.facts.get("tokenizer"):
+            warn_once(f"The weights of {where} were trained with another tokenizer than this one", self._group)
 
     def _initial(self, path: Path, usable: Usable) -> Found:
         """What initial_load_path means: that checkpoint, or the newest whole and usable one in that folder.

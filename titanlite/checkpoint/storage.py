@@ -131,21 +131,22 @@ class _LocalPlanner(dcp.DefaultSavePlanner):
 
 
 def save_tensors(
-    folder: Path, tensors: Mapping[str, Tensor], local: Mapping[str, Tensor], group: dist.ProcessGroup
+    folder: Path, tensors: Mapping[str, Tensor], local: Mapping[str, Tensor], group: dist.ProcessGroup | None
 ) -> dict[str, FileRecord]:
-    """Writes `tensors` into the empty `folder`, together with the other ranks of `group`; each file is on the disk on
-    return. Returns the records of the files that this rank has written.
+    """Writes `tensors` into the empty `folder`, together with the other ranks of `group`, or this process alone for
+    None; each file is on the disk on return. Returns the records of the files that this rank has written.
 
     tensors: DTensors, or plain ones that are equal on all ranks that have the name; only their shapes, placements and
-    dtypes are read. local: this rank's part of each, with the data. Where a rank fails, dcp.CheckpointException is
-    raised on all, which is a BaseException.
+    dtypes are read. local: this rank's part of each, with the data; asked for each but once, when it is written. Where
+    a rank fails, dcp.CheckpointException is raised on all, which is a BaseException.
     """
-    files = _HashingFileSystem(dist.get_rank())
+    files = _HashingFileSystem(0 if group is None else dist.get_rank())
     writer, planner = _Writer(folder, files), _LocalPlanner(local)
     crc32 = get_crc32_options()
     set_crc32_options(False)  # torch's own sum over each tensor: it costs more than HASH, and says less
     try:
-        dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group)
+        with _without_group_is_fine():
+            dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     finally:
         set_crc32_options(crc32)
     return files.records
@@ -157,8 +158,7 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor], group: dist.Proces
 
     Raises dcp.CheckpointException, a BaseException, on all ranks: for a tensor that is missing or of another shape.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    with _without_group_is_fine():
         dcp.load(
             dict(tensors),
             storage_reader=_Reader(folder),
@@ -166,6 +166,13 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor], group: dist.Proces
             process_group=group,
             no_dist=group is None,
         )
+
+
+@contextmanager
+def _without_group_is_fine() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -4,10 +4,11 @@ import os
 from dataclasses import replace
 from pathlib import Path, PurePath
 
-from titanlite.checkpoint.config import check_checkpoint, check_start
+from titanlite.checkpoint.config import check_checkpoint, check_start, imported_from
 from titanlite.config.schema import JobConfig, JobSection
 from titanlite.data.config import PIECE_BYTES_PER_POSITION, check_data
 from titanlite.data.tokenizer import check_tokenizer
+from titanlite.huggingface.source import check_source
 from titanlite.metrics.sinks import OWN_FILES, check_metrics
 from titanlite.models import check_model, resolve_model
 from titanlite.optim.optimizer import check_optimizer
@@ -43,6 +44,7 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, looks_
         )
     )
     layout = replace(config.parallelism, dp_shard=resolve_axes(config.parallelism, world_size)[2])
+    imported = imported_from(config.checkpoint, config.job.dump_folder) if looks_at_files else ""
     pipeline_problems = (
         []
         if model_problems
@@ -95,6 +97,7 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, looks_
             taken=(*OWN_FILES, *PurePath(config.metrics.folder).parts[:1]),
         ),
         *(check_start(config.checkpoint, config.job.dump_folder) if looks_at_files else ()),
+        *(check_source(imported, family, model) if imported else ()),
         *check_metrics(config.metrics),
         *check_debug(config.debug),
         *check_comm(config.comm),

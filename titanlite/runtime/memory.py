@@ -33,3 +33,16 @@ def device_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def available_memory_bytes() -> int:
+    """What processes can still take of this machine's memory, and of what its control group may take (Linux)."""
+    found = re.search(r"^MemAvailable:\s*(\d+) kB$", _text_of("/proc/meminfo"), re.MULTILINE)
+    free = int(found[1]) * 1024 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit, used = (_text_of(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
+    return min(free, int(limit) - int(used)) if limit.isdecimal() and used.isdecimal() else free
+
+
+def _text_of(path: str) -> str:
+    """Nothing where there is no such file."""
+    return Path(path).read_text() if Path(path).exists() else ""
