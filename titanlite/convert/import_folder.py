@@ -58,7 +58,7 @@ def write_run(source: ModelFolder, folder: Path, out: Path, dtype: DtypeName) ->
         records = save_tensors(writing, weights.without_values(), weights, None)
     except dcp.CheckpointException as error:
         raise UserError(f"{out} cannot be written: {first_failure(error)}") from None
-    about = about_run(config, tokenizer)
+    about = about_run(resolve_config(config, world_size=1, device_type="cpu"), tokenizer)
     manifest = Manifest(
         step=0,
         content="model",
@@ -88,7 +88,7 @@ def _config(source: ModelFolder, out: Path, dtype: DtypeName, tokenizer: Tokeniz
 
     flavor = min(source.family.flavors, key=differing)
     path = str(Path(out, TOKENIZER_FOLDER).absolute()) if tokenizer is not None else ""
-    config = JobConfig(
+    return JobConfig(
         job=JobSection(dump_folder=str(out.absolute()), description=f"weights of {source.name}"),
         model=ModelConfig(source.family.name, flavor, values),
         tokenizer=TokenizerConfig(path),
@@ -96,7 +96,6 @@ def _config(source: ModelFolder, out: Path, dtype: DtypeName, tokenizer: Tokeniz
         training=TrainingConfig(dtype=dtype, seq_len=min(TrainingConfig.seq_len, source.hyper_parameters.max_seq_len)),
         checkpoint=CheckpointConfig(enable=True),
     )
-    return resolve_config(config, world_size=1, device_type="cpu")
 
 
 class _Weights(Mapping[str, Tensor]):

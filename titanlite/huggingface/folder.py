@@ -31,6 +31,7 @@ OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 """A folder may hold the output layer's weights although they are tied to the embedding's; they have to be equal."""
 _COMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 """Folders of older versions hold the rotary frequencies, which follow from config.json."""
+_COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _MAX_JSON_BYTES = 100_000_000
 _MAX_FAULTS = 8
 
@@ -109,8 +110,8 @@ def open_folder(name: str, path: Path, inside: Path | None = None) -> ModelFolde
     for entry in (*TOKENIZER_FILES, GENERATION_FILE):
         if os.path.lexists(path / entry):
             files.find(entry)
-    family, hyper_parameters = _model_of(name, fields)
     found = _read_shards(files, *_listed_shards(files))
+    family, hyper_parameters = _model_of(name, fields, len(found))
     names = family.hugging_face.names(hyper_parameters)
     tied = None
     if EMBEDDING in names.values() and OUTPUT not in names.values():
@@ -178,17 +179,25 @@ class _Files:
             raise self.error(f"{entry}: {error}") from None
 
 
-def _model_of(name: str, fields: Mapping[str, Any]) -> tuple[Family, Any]:
+def _model_of(name: str, fields: Mapping[str, Any], num_tensors: int) -> tuple[Family, Any]:
     known = {family.hugging_face.model_type: family for family in FAMILIES.values()}
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in known:
         raise UserError(f"{name}: {CONFIG_FILE}: model_type is {kind!r}, and known are {', '.join(map(repr, known))}")
     if fields.get("quantization_config"):
         raise UserError(f"{name}: {CONFIG_FILE}: quantization_config: quantized models cannot be trained here")
+    for key in _COUNTS:  # before anything is computed from them
+        value = fields.get(key)
+        if type(value) is int and not 1 <= value <= (num_tensors if key == "num_hidden_layers" else 2**31):
+            raise UserError(f"{name}: {CONFIG_FILE}: {key} = {value}, and there are {num_tensors} tensors")
     try:
-        return known[kind], known[kind].hugging_face.config_from_json(fields)
+        hyper_parameters = known[kind].hugging_face.config_from_json(fields)
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
+    problems = known[kind].check(hyper_parameters, 1, 1, 1)
+    if problems:
+        raise UserError(f"{name}: {CONFIG_FILE} describes no model that can be computed:\n  {problems[0]}")
+    return known[kind], hyper_parameters
 
 
 def shard_of_tensors(index: Mapping[str, Any]) -> dict[str, str]:

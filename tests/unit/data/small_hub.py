@@ -14,7 +14,7 @@ COMMIT = "c0" * 20
 
 
 class SmallHub(ThreadingHTTPServer):
-    """Datasets `folder/user/name`, all at one commit, with the same files at every other.
+    """Datasets and models `folder/user/name`, all at one commit, with the same files at every other.
 
     failures: so many requests for data are still to be refused, as those of a server that is too busy.
     """
@@ -39,16 +39,19 @@ class Answer(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        """/api/datasets/USER/NAME[/revision/REV | /tree/REV/FOLDER], /datasets/USER/NAME/resolve/REV/FILE."""
+        """/api/datasets/USER/NAME[/revision/REV | /tree/REV/FOLDER], /datasets/USER/NAME/resolve/REV/FILE; of models
+        /api/models/… and /USER/NAME/resolve/REV/FILE."""
         parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
         length = int(self.headers.get("Content-Length") or 0)
         body = self.rfile.read(length)
         self.server.authorizations.add(self.headers.get("Authorization", ""))
         self.commit = next((part for part in parts if re.fullmatch("[0-9a-f]{40}", part)), self.server.commit)
-        if parts[:2] == ["api", "datasets"]:
+        if parts[:2] in (["api", "datasets"], ["api", "models"]):
             self.about(parts[2:], body)
         elif parts[0] == "datasets" and parts[3:4] == ["resolve"]:
             self.file(self.server.folder.joinpath(*parts[1:3], *parts[5:]))
+        elif parts[2:3] == ["resolve"]:
+            self.file(self.server.folder.joinpath(*parts[:2], *parts[4:]))
         else:
             self.send(404, b"")
 

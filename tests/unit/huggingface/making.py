@@ -1,0 +1,53 @@
+"""Model folders in the format of transformers, written by the format's own library."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from titanlite.models import FAMILIES
+from titanlite.models.family import Family
+
+
+def tiny(family: Family, **changes: Any) -> Any:
+    """Hyper-parameters of a tiny model; no size of it is another one's."""
+    small = family.shrink(family.flavors["debug"], 2)
+    return replace(small, **{"vocab_size": 131, "max_seq_len": 96, "n_layers": 2} | changes)
+
+
+def weights(family: Family, config: Any, seed: int = 0) -> dict[str, Tensor]:
+    """By the model's own names, float64; norms as well are no two alike."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.device("meta"):
+        model = family.build(config)
+    model.tie_weights()
+    return {
+        name: torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3
+        for name, parameter in model.named_parameters()
+    }
+
+
+def write_model(
+    folder: Path, family: str = "llama3", dtype: torch.dtype = torch.float64, shards: int = 1, **changes: Any
+) -> dict[str, Tensor]:
+    """A folder; returns its tensors by the names in it, as they are in it."""
+    found = FAMILIES[family]
+    config = tiny(found, **changes)
+    names = found.hugging_face.names(config)
+    tensors = {names[name]: tensor.to(dtype) for name, tensor in weights(found, config).items()}
+    folder.mkdir(parents=True)
+    about = {"model_type": found.hugging_face.model_type, "architectures": [found.hugging_face.architecture]}
+    (folder / "config.json").write_text(json.dumps(about | found.hugging_face.config_json(config)))
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return tensors
+    files = [f"model-{number + 1:05d}-of-{shards:05d}.safetensors" for number in range(shards)]
+    weight_map = {name: files[number % shards] for number, name in enumerate(tensors)}
+    for file in files:
+        save_file({name: t for name, t in tensors.items() if weight_map[name] == file}, folder / file, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return tensors
