@@ -254,7 +254,9 @@ def test_a_run_starts_from_the_weights_or_from_all_of_another_run(tmp_path: Path
     assert found["float32"].error == ""
     assert found["float32"].says("are converted from torch.float64 to torch.float32")
     assert all("torch.float32" in value for name, value in found["float32"].begin.items() if name in weights)
-    assert re.search(r"of shape \(131, 32\), and this model needs \(140, 32\).*vocab_size", found["vocabulary"].error)
+    assert re.search(r"of shape \(131, 32\), and this model needs \(140, 32\)", found["vocabulary"].error)
+    assert "\n  model.vocab_size: 131 in the checkpoint, 140 now\n" in found["vocabulary"].error
+    assert "remedy: write in [model] what is in the checkpoint, and use its tokenizer" in found["vocabulary"].error
     assert found["shape"].error.startswith(f"the run cannot go on from {folder}/step-4")
     assert (found["fallen back"].step, found["renamed"].step) == (2, 2)
     assert found["fallen back"].says(f"{tmp_path}/damaged/step-4 is damaged: ")

@@ -1,0 +1,191 @@
+"""Training that starts from a folder in Hugging Face's format, on any mesh; and the way back from any mesh."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed.gradients import Errors, replaced, step_errors
+from tests.distributed.reference import VOCAB_SIZE, plain_model, small_config
+from tests.distributed.resuming import Start, checkpoints_of, numbers, start_runs
+from titanlite.convert.__main__ import main as convert
+from titanlite.huggingface import folder as folder_module
+from titanlite.huggingface import safetensors
+from titanlite.huggingface.folder import ModelFolder, open_folder
+from titanlite.huggingface.safetensors import StoredTensor, write_tensors
+from titanlite.models import resolve_model
+from titanlite.optim.optimizer import GatedOptimizer
+from titanlite.runtime.launch import run_ranks
+from titanlite.trainer import Trainer
+
+pytestmark = pytest.mark.slow
+
+LAYOUTS = {
+    "tp2": ("parallelism.tp=2",),
+    "pp2": ("parallelism.pp=2",),
+    "dp_shard2": ("parallelism.dp_shard=2",),
+    "replicate2": ("parallelism.dp_replicate=2", "parallelism.dp_shard=1"),
+}
+
+
+def write_initial(folder: Path, *settings: str, dtype: torch.dtype = torch.float64) -> None:
+    """A folder with the initial weights of `small_config(1, *settings)`; its norms are not all ones."""
+    config = small_config(1, *settings)
+    family, hyper_parameters = resolve_model(config.model)
+    named = family.hugging_face.names(hyper_parameters)
+    parameters = dict(plain_model(config).named_parameters())
+    tensors = {named[name]: parameter.detach().to(dtype) for name, parameter in parameters.items()}
+    folder.mkdir(parents=True)
+    write_tensors(folder / "model.safetensors", tensors)
+    fields = {"model_type": family.hugging_face.model_type} | family.hugging_face.config_json(hyper_parameters)
+    (folder / "config.json").write_text(json.dumps(fields))
+
+
+def wrong_slice(out: torch.Tensor, stored: StoredTensor, offset: tuple[int, ...]) -> None:
+    """Each rank reads from the front."""
+    safetensors.read_box_(out, stored, (0,) * len(offset))
+
+
+def fill(folder: ModelFolder, trainer: Trainer) -> int:
+    """Nothing is left of what was there before."""
+    read = 0
+    for part in trainer.model_parts:
+        parameters = {name: parameter.data for name, parameter in part.named_parameters()}
+        for parameter in parameters.values():
+            parameter.fill_(float("nan"))
+        read += folder.fill_(parameters)
+    return read
+
+
+def steps_by_layout(path: str) -> list[tuple[str, dict[str, Any], int]]:
+    """(name, errors, bytes read by this rank) of one step after the import in each layout; then with a planted fault."""
+    folder = open_folder("it", Path(path))
+    read: list[int] = []
+
+    def step(settings: tuple[str, ...]) -> dict[str, Any]:
+        return vars(step_errors(settings, "uneven", 1, lambda trainer: read.append(fill(folder, trainer))))
+
+    found = [(name, step(settings), sum(read)) for name, settings in LAYOUTS.items() if not read.clear()]
+    for name in ("tp2", "dp_shard2"):
+        with replaced(folder_module, "read_box_", wrong_slice):
+            found.append((f"wrong slice {name}", step(LAYOUTS[name]), 0))
+    return found
+
+
+def test_a_step_after_an_import_is_that_of_one_process_on_four_layouts_and_ranks_read_their_part(
+    tmp_path: Path,
+) -> None:
+    write_initial(tmp_path / "model")
+    read: dict[str, list[int]] = {}
+    for found in run_ranks(steps_by_layout, 2, str(tmp_path / "model")):
+        for name, values, num_bytes in found:
+            errors = Errors(**values)
+            assert (errors.worst < 1e-12) != name.startswith("wrong slice"), (name, errors)
+            read.setdefault(name, []).append(num_bytes)
+    total = sum(tensor.nbytes for tensor in load_file(tmp_path / "model" / "model.safetensors").values())
+    norms = 5 * 32 * 8  # of two blocks and the end, which tp ranks share
+    assert sum(read["tp2"]) == total + norms
+    assert sum(read["pp2"]) == sum(read["dp_shard2"]) == total
+    assert sum(read["replicate2"]) == 2 * total
+    assert max(*read["tp2"], *read["dp_shard2"]) < 0.52 * total
+    assert max(read["pp2"]) < 0.6 * total
+
+
+@contextmanager
+def no_folder() -> Iterator[None]:
+    """Nothing of an import may be looked at."""
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("the import is read again")
+
+    with replaced(folder_module, "read_header", fail), replaced(folder_module, "read_box_", fail):
+        yield
+
+
+def test_a_run_starts_from_the_weights_and_resumes_from_its_own(tmp_path: Path) -> None:
+    """The weights are another seed's; the optimizer, the schedule and the data begin anew; the same on each layout."""
+    write_initial(tmp_path / "model", "debug.seed=7")
+    path = f"checkpoint.initial_load_path=hf:{tmp_path / 'model'}"
+    fresh, one, tp, pp, killed, resumed, full, vocabulary, single, wide = start_runs(
+        tmp_path,
+        [
+            Start(("debug.seed=7",), run="fresh"),
+            Start((path,), run="one"),
+            Start((path, *LAYOUTS["tp2"]), 2, run="tp"),
+            Start((path, *LAYOUTS["pp2"]), 2, run="pp"),
+            Start((path,), run="killed", kill=(6, 0)),
+            Start((path,), run="killed", around=no_folder),
+            Start((path, "checkpoint.initial_load_model_only=false"), run="full"),
+            Start((path, "model.vocab_size=140", "model.ffn_dim=64"), run="vocabulary"),
+            Start((path, "training.dtype=float32"), run="single"),
+            Start((path, "model.max_seq_len=64"), run="wide"),
+        ],
+    )
+    for found in (one, tp, pp, wide):
+        assert (found.error, found.step) == ("", 0)
+        weights = {name: value for name, value in found.begin.items() if not name.startswith("stream")}
+        assert weights.items() <= fresh.begin.items()  # those of seed 7, and an optimizer that has done nothing
+        assert any("in the optimizer" in name for name in weights)
+        assert found.says(f"from step 0 with the weights of hf:{tmp_path / 'model'}, 21 tensors, float64, ")
+    assert len({len(found.begin) for found in (one, tp, pp)}) == 1
+    rows = {name: numbers(tmp_path / name) for name in ("fresh", "one", "tp", "pp", "killed")}
+    for name in ("one", "tp", "pp", "killed"):
+        assert [row["step"] for row in rows[name]] == list(range(1, 9))
+        assert [row["lr"] for row in rows[name]] == [row["lr"] for row in rows["fresh"]]
+        for key in ("loss", "grad_norm"):
+            assert [row[key] for row in rows[name]] == pytest.approx([row[key] for row in rows["fresh"]], rel=1e-12)
+    assert (killed.killed, resumed.error, resumed.step) == (True, "", 4)
+    assert resumed.end == one.end
+    assert checkpoints_of(one) == ["step-2", "step-4", "step-6", "step-8"]
+    assert "checkpoint.initial_load_model_only = False" in full.error
+    assert "holds no optimizer and no place in the data" in full.error
+    assert "the configuration has 2 problems" in vocabulary.error
+    assert f"write vocab_size = {VOCAB_SIZE} in [model]: the embedding has a row for each token" in vocabulary.error
+    assert "write ffn_dim = 48 in [model]" in vocabulary.error
+    assert single.says("21 tensors, converted from float64 to float32")
+
+
+def test_export_from_four_ranks_has_the_bytes_of_one_process(tmp_path: Path) -> None:
+    """The same state, saved by one process and by tp 2 x pp 2; also what the import of that gives."""
+    four = ("parallelism.tp=2", "parallelism.pp=2", "training.global_batch_size=16")
+    first, moved = start_runs(
+        tmp_path,
+        [
+            Start(("training.steps=2",), run="one"),
+            Start(
+                (*four, "training.steps=2", f"checkpoint.initial_load_path={tmp_path / 'one' / 'checkpoint'}"),
+                4,
+                run="four",
+                around=no_update,
+            ),
+        ],
+    )
+    assert (first.error, moved.error) == ("", "")
+    for name in ("one", "four"):
+        convert(
+            [
+                "export",
+                str(tmp_path / name),
+                "--out",
+                str(tmp_path / f"{name}-out"),
+                "--shard-size",
+                "30KB",
+                "--no-verify",
+            ]
+        )
+    one, other = ({p.name: p.read_bytes() for p in (tmp_path / f"{n}-out").iterdir()} for n in ("one", "four"))
+    assert one == other
+    assert len(one) > 5
+    assert len(list((tmp_path / "four" / "checkpoint" / "step-2").glob("*.distcp"))) == 4
+
+
+@contextmanager
+def no_update() -> Iterator[None]:
+    """Steps are taken, and weights stay as they are."""
+    with replaced(GatedOptimizer, "step_if", lambda *_: None):
+        yield
