@@ -63,17 +63,20 @@ def fill(folder: ModelFolder, trainer: Trainer) -> int:
 
 
 def steps_by_layout(path: str) -> list[tuple[str, dict[str, Any], int]]:
-    """(name, errors, bytes read by this rank) of one step after the import in each layout; then with a planted fault."""
+    """(name, errors, bytes that this rank has read) of one step after the import; then with a planted fault."""
     folder = open_folder("it", Path(path))
-    read: list[int] = []
+    found = []
 
-    def step(settings: tuple[str, ...]) -> dict[str, Any]:
-        return vars(step_errors(settings, "uneven", 1, lambda trainer: read.append(fill(folder, trainer))))
+    def step(name: str, settings: tuple[str, ...]) -> None:
+        read: list[int] = []
+        errors = step_errors(settings, "uneven", 1, lambda trainer: read.append(fill(folder, trainer)))
+        found.append((name, vars(errors), sum(read)))
 
-    found = [(name, step(settings), sum(read)) for name, settings in LAYOUTS.items() if not read.clear()]
-    for name in ("tp2", "dp_shard2"):
-        with replaced(folder_module, "read_box_", wrong_slice):
-            found.append((f"wrong slice {name}", step(LAYOUTS[name]), 0))
+    for name, settings in LAYOUTS.items():
+        step(name, settings)
+    with replaced(folder_module, "read_box_", wrong_slice):
+        for name in ("tp2", "dp_shard2"):
+            step(f"wrong slice {name}", LAYOUTS[name])
     return found
 
 

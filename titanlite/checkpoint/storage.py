@@ -109,10 +109,10 @@ class _HashingFileSystem(FileSystem):
 
 
 class _Writer(dcp.FileSystemWriter):
-    """One file per rank. More threads than one would lose the errors of the others."""
+    """One file per rank, or per tensor. More threads than one would lose the errors of the others."""
 
-    def __init__(self, folder: Path, files: _HashingFileSystem) -> None:
-        super().__init__(folder, thread_count=1, sync_files=True)
+    def __init__(self, folder: Path, files: _HashingFileSystem, *, file_per_tensor: bool) -> None:
+        super().__init__(folder, single_file_per_rank=not file_per_tensor, thread_count=1, sync_files=True)
         self.fs = files
 
     def storage_meta(self) -> None:
@@ -131,17 +131,23 @@ class _LocalPlanner(dcp.DefaultSavePlanner):
 
 
 def save_tensors(
-    folder: Path, tensors: Mapping[str, Tensor], local: Mapping[str, Tensor], group: dist.ProcessGroup | None
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    local: Mapping[str, Tensor],
+    group: dist.ProcessGroup | None,
+    *,
+    file_per_tensor: bool = False,
 ) -> dict[str, FileRecord]:
     """Writes `tensors` into the empty `folder`, together with the other ranks of `group`, or this process alone for
     None; each file is on the disk on return. Returns the records of the files that this rank has written.
 
     tensors: DTensors, or plain ones that are equal on all ranks that have the name; only their shapes, placements and
-    dtypes are read. local: this rank's part of each, with the data; asked for each but once, when it is written. Where
-    a rank fails, dcp.CheckpointException is raised on all, which is a BaseException.
+    dtypes are read. local: this rank's part of each, with the data; each is asked for once, when it is written.
+    file_per_tensor: DCP then lets go of each tensor once it is written, and not of all in the end. Where a rank fails,
+    dcp.CheckpointException is raised on all, which is a BaseException.
     """
     files = _HashingFileSystem(0 if group is None else dist.get_rank())
-    writer, planner = _Writer(folder, files), _LocalPlanner(local)
+    writer, planner = _Writer(folder, files, file_per_tensor=file_per_tensor), _LocalPlanner(local)
     crc32 = get_crc32_options()
     set_crc32_options(False)  # torch's own sum over each tensor: it costs more than HASH, and says less
     try:

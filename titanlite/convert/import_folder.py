@@ -39,7 +39,7 @@ def kept_dtype(source: ModelFolder) -> DtypeName:
 
 
 def write_run(source: ModelFolder, folder: Path, out: Path, dtype: DtypeName) -> None:
-    """Writes into the empty `folder`, on the disk on return, what `out` will be; in memory is one tensor at a time.
+    """Writes into the empty `folder`, on the disk on return, what `out` will be; in memory are two tensors at a time.
 
     config.toml, the tokenizer where the source has one, and checkpoint/step-0 with the weights alone. Raises UserError,
     OSError.
@@ -55,7 +55,7 @@ def write_run(source: ModelFolder, folder: Path, out: Path, dtype: DtypeName) ->
     writing.mkdir(parents=True)
     weights = _Weights(source, DTYPES[dtype])
     try:
-        records = save_tensors(writing, weights.without_values(), weights, None)
+        records = save_tensors(writing, weights.without_values(), weights, None, file_per_tensor=True)
     except dcp.CheckpointException as error:
         raise UserError(f"{out} cannot be written: {first_failure(error)}") from None
     about = about_run(resolve_config(config, world_size=1, device_type="cpu"), tokenizer)
