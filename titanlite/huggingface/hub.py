@@ -106,6 +106,7 @@ def _client() -> Any:
     """The library, imported when it is needed: it takes a second."""
     try:
         import huggingface_hub
+        import huggingface_hub.utils
     except ImportError:
         raise UserError(
             "hf:ORGANISATION/NAME needs the Python package huggingface_hub: pip install huggingface_hub, or "
