@@ -91,7 +91,8 @@ def _logits_of_folder(folder: Path, compute: torch.dtype, tokens: Tensor) -> tup
         return "titanlite (transformers is not installed)", _logits(model, tokens)
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()
+    talk: Any = transformers.utils.logging
+    talk.disable_progress_bar()
     try:
         theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=compute, local_files_only=True)
     except Exception as error:  # whatever it meets in a folder that is not right

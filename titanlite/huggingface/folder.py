@@ -76,14 +76,14 @@ class ModelFolder:
         They may be plain or DTensors of any placement: this rank's part of each is read, nothing is communicated.
         Raises UserError.
         """
-        num_bytes = 0
+        num_bytes, names = 0, self.family.hugging_face.names(self.hyper_parameters)
         for name, parameter in parameters.items():
             local, shape, offset = local_region(parameter)
             stored = self.tensors[name]
             assert shape == stored.shape, f"{name} has shape {shape} here and {stored.shape} in {self.name}"
             try:
                 read_box_(local, stored, offset)
-                if self.tied is not None and self.family.hugging_face.names(self.hyper_parameters)[name] == EMBEDDING:
+                if self.tied is not None and names[name] == EMBEDDING:
                     self._require_equal(self.tied, local, offset)
             except OSError as error:
                 raise UserError(f"{stored.file} cannot be read: {error.strerror or error}") from None
