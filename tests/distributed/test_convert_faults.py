@@ -28,12 +28,12 @@ def convert(folder: Path, out: str, arguments: tuple[str, ...]) -> None:
     main([command, str(folder / source), "--out", str(folder / "outs" / out), *options])
 
 
-def doomed(folder: Path, out: str, arguments: tuple[str, ...], kill_at: int) -> int:
-    """How many file operations it takes."""
+def doomed(folder: Path, out: str, arguments: tuple[str, ...], kill_at: int) -> list[str]:
+    """What it does to files."""
     noted = Noted(kill_at)
     watch(folder / "outs", noted)
     convert(folder, out, arguments)
-    return len(noted.names)
+    return noted.names
 
 
 def limited(folder: Path, out: str, arguments: tuple[str, ...], num_bytes: int) -> None:
@@ -53,7 +53,7 @@ def sweep(folder: Path, arguments: tuple[str, ...], every: int) -> list[str]:
     (whole,) = fork_ranks(doomed, 1, folder, "whole", arguments, -1)
     assert whole.error is None, whole
     expected, bad, killed = contents(outs / "whole"), [], 0
-    kills = range(whole.result % every, whole.result, every)  # the last ones are those about the name
+    kills = range(len(whole.result) % every, len(whole.result), every)  # the last ones are those about the name
     for kill_at in kills:
         (end,) = fork_ranks(doomed, 1, folder, "out", arguments, kill_at)
         killed += end.was_killed
@@ -66,7 +66,17 @@ def sweep(folder: Path, arguments: tuple[str, ...], every: int) -> list[str]:
         shutil.rmtree(outs)
         outs.mkdir()
     assert killed == len(kills) > 5, (killed, whole)
-    return bad
+    return bad + not_on_the_disk(whole.result)
+
+
+def not_on_the_disk(operations: list[str]) -> list[str]:
+    """What a loss of power could take away once the folder has its name."""
+    named = max(number for number, operation in enumerate(operations) if operation.startswith("rename"))
+    before = [operation.replace("/.step-0.writing", "/step-0").partition(" ") for operation in operations[:named]]
+    made = {path.replace("/.metadata.tmp", "/.metadata") for kind, _, path in before if kind in ("create", "mkdir")}
+    synced = {path.replace("/.metadata.tmp", "/.metadata") for kind, _, path in before if kind == "fsync"}
+    lost = sorted(made - synced)
+    return lost if "fsync ." in operations[named:] else [*lost, "the name"]
 
 
 def contents(folder: Path) -> dict[str, Any]:

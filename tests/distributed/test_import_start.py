@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.gradients import Errors, replaced, step_errors
+from tests.distributed.program import Starter, rows
 from tests.distributed.reference import VOCAB_SIZE, plain_model, small_config
 from tests.distributed.resuming import Start, checkpoints_of, numbers, start_runs
+from tests.unit.data.small_hub import COMMIT, SmallHub, small_hub
 from titanlite.convert.__main__ import main as convert
 from titanlite.huggingface import folder as folder_module
 from titanlite.huggingface import safetensors
@@ -136,12 +138,14 @@ def test_a_run_starts_from_the_weights_and_resumes_from_its_own(tmp_path: Path) 
         assert any("in the optimizer" in name for name in weights)
         assert found.says(f"from step 0 with the weights of hf:{tmp_path / 'model'}, 21 tensors, float64, ")
     assert len({len(found.begin) for found in (one, tp, pp)}) == 1
-    rows = {name: numbers(tmp_path / name) for name in ("fresh", "one", "tp", "pp", "killed")}
+    found_rows = {name: numbers(tmp_path / name) for name in ("fresh", "one", "tp", "pp", "killed")}
     for name in ("one", "tp", "pp", "killed"):
-        assert [row["step"] for row in rows[name]] == list(range(1, 9))
-        assert [row["lr"] for row in rows[name]] == [row["lr"] for row in rows["fresh"]]
+        assert [row["step"] for row in found_rows[name]] == list(range(1, 9))
+        assert [row["lr"] for row in found_rows[name]] == [row["lr"] for row in found_rows["fresh"]]
         for key in ("loss", "grad_norm"):
-            assert [row[key] for row in rows[name]] == pytest.approx([row[key] for row in rows["fresh"]], rel=1e-12)
+            assert [row[key] for row in found_rows[name]] == pytest.approx(
+                [row[key] for row in found_rows["fresh"]], rel=1e-12
+            )
     assert (killed.killed, resumed.error, resumed.step) == (True, "", 4)
     assert resumed.end == one.end
     assert checkpoints_of(one) == ["step-2", "step-4", "step-6", "step-8"]
@@ -192,3 +196,36 @@ def no_update() -> Iterator[None]:
     """Steps are taken, and weights stay as they are."""
     with replaced(GatedOptimizer, "step_if", lambda *_: None):
         yield
+
+
+def test_two_ranks_start_from_the_hub_which_a_resume_does_not_ask(tmp_path: Path, start: Starter) -> None:
+    write_initial(tmp_path / "hub" / "org" / "model")
+    local = open_folder("it", tmp_path / "hub" / "org" / "model")
+    arguments = ("--checkpoint.enable", "true", "--lr_schedule.decay", "none", "--training.local_batch_size", "4")
+    path = ("--checkpoint.initial_load_path", "hf:org/model")
+
+    def train(hub: SmallHub, steps: int, *more: str, ranks: int = 0) -> tuple[int, str]:
+        environment = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_canary"}
+        program = start(
+            *(tmp_path, *arguments, *path, "--training.steps", str(steps), *more),
+            ranks=ranks,
+            environment=environment,
+            name="said",
+        )
+        return program.wait(), program.output
+
+    with small_hub(tmp_path / "hub") as hub:
+        code, said = train(hub, 2, ranks=2)
+        assert code == 0, said
+        assert f"with the weights of hf:org/model@{COMMIT}, {len(local.tensors)} tensors, float64" in said
+        downloads = [path for method, path, _ in hub.requests if method == "GET" and path.endswith("model.safetensors")]
+        assert len(downloads) == 1
+        code, refused = train(hub, 2, "--model.ffn_dim", "64", "--job.dump_folder", str(tmp_path / "other"), ranks=2)
+        assert code != 0
+        assert refused.count("write ffn_dim = 48 in [model]") == 1
+    code, said = train(hub, 4)  # the server is gone
+    assert code == 0, said
+    assert "Start: step 2, " in said
+    assert [row["step"] for row in rows(tmp_path / "out")] == [1, 2, 3, 4]
+    for file in [*(tmp_path / "out").rglob("*"), tmp_path / "said"]:
+        assert not file.is_file() or b"hf_canary" not in file.read_bytes()

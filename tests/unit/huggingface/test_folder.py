@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "no layers": (edit("config.json", lambda c: c.update(num_hidden_layers=-1)), "num_hidden_layers = -1"),
     "no heads": (edit("config.json", lambda c: c.update(num_attention_heads=0)), "num_attention_heads = 0"),
-    "odd heads": (edit("config.json", lambda c: c.update(num_key_value_heads=3)), "model.n_kv_heads = 3"),
+    "odd heads": (edit("config.json", lambda c: c.update(num_key_value_heads=3)), "divides model.n_heads"),
     "other vocabulary": (edit("config.json", lambda c: c.update(vocab_size=140)), f"{EMBEDDING} has shape (131,"),
     "missing field": (edit("config.json", lambda c: c.pop("hidden_size")), "config.json: hidden_size is missing"),
 }
