@@ -75,7 +75,7 @@ def not_on_the_disk(operations: list[str]) -> list[str]:
     before = [operation.replace("/.step-0.writing", "/step-0").partition(" ") for operation in operations[:named]]
     made = {path.replace("/.metadata.tmp", "/.metadata") for kind, _, path in before if kind in ("create", "mkdir")}
     synced = {path.replace("/.metadata.tmp", "/.metadata") for kind, _, path in before if kind == "fsync"}
-    lost = sorted(made - synced)
+    lost = sorted(made - synced - {"."})
     return lost if "fsync ." in operations[named:] else [*lost, "the name"]
 
 

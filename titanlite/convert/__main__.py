@@ -93,11 +93,10 @@ def import_folder(own: argparse.Namespace) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Where to write; it gets its name at the end of the block, on the disk, or never. Raises UserError."""
+    """Where to write what is on the disk at the end of the block: it gets its name then, or never. Raises UserError."""
     with appears_complete(out) as temporary:
         temporary.mkdir()
         yield temporary
-        sync_folder(temporary)
     sync_folder(out.absolute().parent)
 
 
