@@ -65,6 +65,8 @@ def export_run(own: argparse.Namespace) -> None:
     if own.verify is None and (reason := too_large(run, dtype)):
         why_not = f"{reason}; --verify does it all the same"
     log.info("Exporting %s: %s", run.path, conversion(run.dtype, dtype))
+    if run.tokenizer() is None and run.manifest.facts["tokenizer"] is not None:
+        log.warning("The run's tokenizer is not there any more: the folder will have none")
     with new_folder(own.out) as folder:
         files = write_folder(run, folder, dtype, own.shard_size)
         log.info("Wrote %d files of weights, %.1f MiB", len(files), weights_bytes(folder, files) / 2**20)
