@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def peak_bytes(function: Callable[[], object]) -> int:
     return max(accumulate(size for _, size in memory_events(profiler)), default=0)
 
 
-def memory_events(profiler: profile) -> list[tuple[int, int]]:
+def memory_events(profiler: Any) -> list[tuple[int, int]]:
     """(time, bytes allocated; negative: freed), of memory that was allocated while the profiler ran.
 
     Not of threads that it does not know: of what a collective's tensors are freed late, by the thread of gloo that lets
