@@ -12,7 +12,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -83,13 +84,10 @@ def main(argv: Sequence[str]) -> None:
         setup_logging(world.rank)
         failure.store = connect(world, CommConfig())
         saved = verified_run(own.run, world, failure.store)
-        try:
+        with reading(saved.path):
             tokenizer = saved.tokenizer()
             config = evaluated_config(saved, own, rest, world, has_tokenizer=tokenizer is not None)
             found = evaluate(config, saved, tokenizer, world, failure.store, failure.note_data_error)
-        except UserError:
-            require_there(saved.path)
-            raise
         if world.rank == 0:
             print("\n".join(report_lines(config, saved, found)), flush=True)
             if own.json is not None:
@@ -138,16 +136,18 @@ def verified_run(path: Path, world: World, store: dist.Store) -> SavedRun:
         return saved
     store.wait([CHECKPOINT_KEY], timedelta(seconds=CommConfig.save_timeout_s))
     path = Path(store.get(CHECKPOINT_KEY).decode())
-    try:
+    with reading(path):
         return open_run(path, verifies=False)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """An error of the user's inside is another one where the checkpoint is gone by then. Raises UserError."""
+    try:
+        yield
     except UserError:
-        require_there(path)
-        raise
-
-
-def require_there(path: Path) -> None:
-    """Raises UserError where the checkpoint is gone by now, which explains whatever failed."""
-    if not path.is_dir():
+        if path.is_dir():
+            raise
         raise UserError(
             f"{path} is gone: it was deleted while it was read, perhaps by the run itself (checkpoint.keep_latest_k); "
             "start again with the dump folder, which means its newest checkpoint"
