@@ -63,7 +63,7 @@ from titanlite.runtime.memory import device_memory_bytes
 from titanlite.runtime.peak_flops import device_peak_flops
 from titanlite.runtime.signals import StopRequest
 from titanlite.trainer import DTYPES, Trainer
-from titanlite.validate import Evaluator, Validation
+from titanlite.validate import Evaluator, Validation, build_token_bytes
 
 CONFIG_COPY = "config.toml"
 
@@ -405,9 +405,10 @@ def build_validation(
     group = dist.new_group(backend="gloo")
     set_timeout([group], config.comm.init_timeout_s)
     metrics_file = Path(config.job.dump_folder, METRICS_FILE)
+    _, hyper_parameters = resolve_model(config.model)
     validation = Validation(
         section,
-        Evaluator(trainer, group, build_token_bytes(config, tokenizer, trainer.device), stop),
+        Evaluator(trainer, group, build_token_bytes(tokenizer, hyper_parameters.vocab_size, trainer.device), stop),
         loaders,
         meter,
         sinks,
@@ -417,23 +418,6 @@ def build_validation(
         and on_first(lambda: not has_validation(metrics_file, start.step), group),
     )
     return validation, group
-
-
-def build_token_bytes(config: JobConfig, tokenizer: Tokenizer | None, device: torch.device) -> Tensor | None:
-    """The bytes of text that each token of the model stands for; None where the tokenizer does not say."""
-    sizes = tokenizer.token_bytes() if tokenizer else None
-    if sizes is None:
-        log.info("Validation: without bits per byte, since %s", why_no_bytes(tokenizer))
-        return None
-    _, hyper_parameters = resolve_model(config.model)
-    table = torch.zeros(hyper_parameters.vocab_size, dtype=torch.int64)
-    table[: len(sizes)] = torch.tensor(sizes)
-    return table.to(device)
-
-
-def why_no_bytes(tokenizer: Tokenizer | None) -> str:
-    """Of a tokenizer that does not say how many bytes its tokens stand for."""
-    return "there is no tokenizer" if tokenizer is None else "the tokenizer is not byte-level"
 
 
 def about_run(config: JobConfig, tokenizer: Tokenizer | None) -> RunFacts:

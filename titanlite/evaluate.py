@@ -25,10 +25,8 @@ import torch.distributed as dist
 from titanlite.build import (
     build_forward,
     build_model,
-    build_token_bytes,
     build_validation_data,
     pin_revisions,
-    why_no_bytes,
 )
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.config.check import check_config, resolve_config
@@ -52,7 +50,7 @@ from titanlite.runtime.errors import ConfigError, DataError, Problem, UserError
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.runtime.signals import StopRequest
 from titanlite.saved_run import SavedRun, open_run
-from titanlite.validate import Evaluator, check_validation
+from titanlite.validate import Evaluator, build_token_bytes, check_validation, why_no_bytes
 
 DESCRIPTION = """\
 Loss, perplexity and bits per byte of a saved run on any data, by the code of validation. Nothing is trained, and
@@ -218,7 +216,7 @@ def evaluate(
     set_timeout([control], config.comm.init_timeout_s)
     log.info("Loaded %s", saved.path)
     model = build_forward(config, parts, mesh, world.device)
-    token_bytes = build_token_bytes(config, tokenizer, world.device)
+    token_bytes = build_token_bytes(tokenizer, saved.hyper_parameters.vocab_size, world.device)
     evaluator = Evaluator(model, control, token_bytes, StopRequest())
     totals, time_s, start = {}, {}, perf_counter()
     for name, found in evaluator.totals_by_name(

@@ -11,6 +11,7 @@ from torch import Tensor
 from titanlite.data.config import DataConfig, check_with_settings
 from titanlite.data.loader import Batch, Loader
 from titanlite.data.sources import SourceConfig
+from titanlite.data.tokenizer import Tokenizer
 from titanlite.forward import ModelOnMesh, on_device
 from titanlite.labels import IGNORE_INDEX
 from titanlite.metrics.meter import Meter
@@ -18,6 +19,7 @@ from titanlite.metrics.sinks import Sinks
 from titanlite.metrics.validation import SetTotals, ValidationRecord
 from titanlite.parallel.data import wrapped_modules
 from titanlite.runtime.errors import DataError, Problem, UserError, require
+from titanlite.runtime.logging import log
 from titanlite.runtime.signals import StopRequest
 
 
@@ -74,6 +76,22 @@ def check_validation(
             source, f"{key}.sources.{n}", data, vocab_size=vocab_size, looks_at_files=looks_at_files
         )
     return problems
+
+
+def build_token_bytes(tokenizer: Tokenizer | None, vocab_size: int, device: torch.device) -> Tensor | None:
+    """The bytes of text that each token of the model stands for; None where the tokenizer does not say."""
+    sizes = tokenizer.token_bytes() if tokenizer else None
+    if sizes is None:
+        log.info("Validation: without bits per byte, since %s", why_no_bytes(tokenizer))
+        return None
+    table = torch.zeros(vocab_size, dtype=torch.int64)
+    table[: len(sizes)] = torch.tensor(sizes)
+    return table.to(device)
+
+
+def why_no_bytes(tokenizer: Tokenizer | None) -> str:
+    """Of a tokenizer that does not say how many bytes its tokens stand for."""
+    return "there is no tokenizer" if tokenizer is None else "the tokenizer is not byte-level"
 
 
 class StoppedError(Exception):
