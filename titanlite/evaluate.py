@@ -175,13 +175,19 @@ def evaluated_config(
     if not config.validation.sources:
         rule = "something to evaluate on: the run itself has no validation.sources"
         raise ConfigError([Problem(DATA, "", rule, f"write {DATA} and a file, a folder or a glob")])
+    rule = "tokens: the run has no tokenizer, neither in its dump folder nor where its configuration says"
+    remedy = "give it token files, or put its tokenizer back"
+    problems = [
+        Problem(f"validation.sources.{n}.kind", source.kind, rule, remedy)
+        for n, source in enumerate(config.validation.sources)
+        if source.kind != "tokens" and not has_tokenizer
+    ]
+    if problems:
+        raise ConfigError(problems)
     config = replace(config, job=JobSection(), checkpoint=CheckpointConfig())
     problems = check_config(config, world_size=world.size, device_type=world.device_type, looks_at_files=False)
     problems = problems or check_validation(
-        config.validation,
-        config.data,
-        vocab_size=saved.hyper_parameters.vocab_size,
-        has_tokenizer=has_tokenizer,
+        config.validation, config.data, vocab_size=saved.hyper_parameters.vocab_size, has_tokenizer=True
     )
     if problems:
         raise ConfigError(problems)
