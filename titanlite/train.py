@@ -8,23 +8,21 @@ if __name__ == "__main__":  # before the imports that take seconds
     end_on_interrupt()
 
 import os
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 
 import torch.distributed as dist
 
-from titanlite.build import CONFIG_COPY, Run, build_run
+from titanlite.build import Run, build_run
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
 from titanlite.metrics.meter import Record
-from titanlite.metrics.sinks import METRICS_FILE
 from titanlite.runtime.distributed import World, connect, set_timeout, world_from_environment
 from titanlite.runtime.job_lock import job_lock
 from titanlite.runtime.logging import log, setup_logging
+from titanlite.summary import summarize
 
 
 def main() -> None:
@@ -137,25 +135,6 @@ def after_step(run: Run, failure: FailureReport, step: int, last: bool) -> bool:
         run.checkpoints.stop_after(step, signal_number)
         return True
     return stops
-
-
-def summarize(config: JobConfig, record: Record, steps: int, train_s: float) -> None:
-    """What was done, where it is, and what one would do next. steps, train_s: of this start."""
-    tokens = steps * config.training.global_batch_size * config.training.seq_len
-    folder = Path(config.job.dump_folder)
-    again = f"CONFIG_FILE={shlex.quote(str(folder / CONFIG_COPY))}"  # all that was given, also on the command line
-    log.info(
-        "Done: %d steps, %s tokens, final loss %.4f, %s tokens/s",
-        record.step,
-        f"{record.tokens_seen:,}",
-        record.loss,
-        f"{tokens / train_s:,.0f}",
-    )
-    log.info("Outputs: %s (a row per logged step), %s (the configuration)", folder / METRICS_FILE, folder / CONFIG_COPY)
-    if record.step == config.training.steps and not config.checkpoint.last_save_model_only:  # else the data has ended
-        log.info("Next: train longer      %s ./run_train.sh --training.steps %d", again, 4 * record.step)
-    log.info("      on two processes  NGPU=2 %s ./run_train.sh", again)
-    log.info("      on your own text  see docs/data.md")
 
 
 if __name__ == "__main__":

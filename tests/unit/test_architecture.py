@@ -22,7 +22,7 @@ LAYERS = [
     ["titanlite.trainer", "titanlite.validate"],
     ["titanlite.build", "titanlite.config", "titanlite.saved_run"],
     [
-        *["titanlite.train", "titanlite.parity", "titanlite.plan", "titanlite.config.document"],
+        *["titanlite.train", "titanlite.summary", "titanlite.parity", "titanlite.plan", "titanlite.config.document"],
         *["titanlite.data.command", "titanlite.data.tokenize", "titanlite.data.train_tokenizer"],
         "titanlite.data.inspect",
         *["titanlite.convert", "titanlite.generate", "titanlite.evaluate"],

@@ -55,6 +55,12 @@ def _read_json(file: Path) -> dict[str, Any] | None:
         raise UserError(f"{file} cannot be read: {error}") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT_VERSION:
         raise UserError(f"{file} is not of the format {FORMAT_VERSION} that this version of titanlite knows")
+    shards = found.get("shards")
+    shards_are_whole = isinstance(shards, list) and all(
+        isinstance(shard, dict) and {"file", "bytes", "documents"} <= shard.keys() for shard in shards
+    )
+    if not shards_are_whole or not isinstance(found.get("tokenizer"), dict):
+        raise UserError(f"{file} does not list its shards and its tokenizer: make the files again")
     return found
 
 

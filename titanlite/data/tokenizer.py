@@ -3,8 +3,7 @@
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from titanlite.runtime.errors import Problem, UserError, require
 QUICKSTART_VOCAB_SIZE = 4096
 TOKENIZER_FOLDER = "tokenizer"
 """Where a run keeps a copy of its tokenizer, inside job.dump_folder."""
+CHAT_TEMPLATE = "chat_template.jinja"
 MAKE_ONE = "python -m titanlite.data.train_tokenizer CONFIG --out DIR"
 
 
@@ -46,21 +46,23 @@ class Tokenizer:
     def __init__(self, file: Path, *, bos: str = "", eos: str = "") -> None:
         """Raises UserError where the file is no tokenizer or its vocabulary lacks `bos` or `eos`."""
         self.arguments = {"file": str(file), "bos": bos, "eos": eos}
-        self._file = file
         try:
-            data = file.read_bytes()
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
+            self._data = file.read_bytes()  # kept, since a new run may rename the folder that it is from
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(self._data)
         except Exception as error:  # the library raises bare Exceptions
             raise UserError(f"{file} is not a tokenizer.json that can be read: {error}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        beside = _named_beside(file)
+        self._config_beside = _config_beside(file)
+        template = file.with_name(CHAT_TEMPLATE)
+        self._chat_template = template.read_bytes() if template.is_file() else None
+        beside = _named_in(self._config_beside)
         self.bos_id, bos_text = self._separator("bos", bos, beside)
         self.eos_id, eos_text = self._separator("eos", eos, beside)
         separators = json.dumps([self.bos_id, self.eos_id]).encode()
-        self.fingerprint = hashlib.sha256(hashlib.sha256(data).digest() + separators).hexdigest()
+        self.fingerprint = hashlib.sha256(hashlib.sha256(self._data).digest() + separators).hexdigest()
         self.description = f"{file}: {self.vocab_size:,} tokens, BOS {bos_text}, EOS {eos_text}"
 
     def save(self, folder: Path) -> None:
@@ -70,14 +72,14 @@ class Tokenizer:
         a chat template, where there is one.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        for name in ("tokenizer.json", "chat_template.jinja"):
-            source = self._file if name == "tokenizer.json" else self._file.with_name(name)
-            if source.is_file():
-                shutil.copyfile(source, folder / name)
-        config = {"tokenizer_class": "PreTrainedTokenizerFast"} | _config_beside(self._file)
+        config = {"tokenizer_class": "PreTrainedTokenizerFast"} | self._config_beside
         for name, token_id in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
             config[name] = None if token_id is None else self._tokenizer.id_to_token(token_id)
+        config.pop("auto_map", None)  # it names code, which is not ours to hand on
+        (folder / "tokenizer.json").write_bytes(self._data)
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if self._chat_template is not None:
+            (folder / CHAT_TEMPLATE).write_bytes(self._chat_template)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of one text."""
@@ -152,9 +154,8 @@ def _config_beside(file: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _named_beside(file: Path) -> dict[str, str]:
-    """{"bos": text, "eos": text} as far as a tokenizer_config.json beside `file` names them. Raises UserError."""
-    config = _config_beside(file)
+def _named_in(config: Mapping[str, Any]) -> dict[str, str]:
+    """{"bos": text, "eos": text} as far as a tokenizer_config.json names them."""
     found = {}
     for name in ("bos", "eos"):
         token = config.get(f"{name}_token")

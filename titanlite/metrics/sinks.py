@@ -15,7 +15,7 @@ from titanlite.runtime.job_lock import JOB_LOCK_FILE
 from titanlite.runtime.logging import log
 
 METRICS_FILE = "metrics.jsonl"
-OWN_FILES = ("config.toml", METRICS_FILE, JOB_LOCK_FILE, "ledger")
+OWN_FILES = ("config.toml", "tokenizer", METRICS_FILE, JOB_LOCK_FILE, "ledger")
 """What every run writes into job.dump_folder, beside the folders that the configuration names."""
 
 

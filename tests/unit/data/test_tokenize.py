@@ -216,6 +216,12 @@ def spoil(folder: Path) -> None:
     (folder / "tokens.json").write_text("{")
 
 
+def forget_the_shards(folder: Path) -> None:
+    manifest = json.loads((folder / "tokens.json").read_text())
+    del manifest["shards"]
+    (folder / "tokens.json").write_text(json.dumps(manifest))
+
+
 @pytest.mark.parametrize(
     ("change", "remedy"),
     [
@@ -224,6 +230,7 @@ def spoil(folder: Path) -> None:
         (shorten_documents, "tokens-00001.documents has 128 bytes instead of"),
         (add, "tokens-99999.npy is not one of them"),
         (spoil, "tokens.json cannot be read"),
+        (forget_the_shards, "tokens.json does not list its shards and its tokenizer"),
     ],
 )
 def test_a_folder_that_is_not_as_it_says_is_refused(

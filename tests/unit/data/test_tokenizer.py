@@ -201,3 +201,25 @@ def test_prepare_without_a_path(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_tokenizer_that_lacks_a_token_is_refused(folder: Path) -> None:
     with pytest.raises(UserError, match="no token '<no>'"):
         Tokenizer(folder / "tokenizer.json", eos="<no>")
+
+
+def test_what_is_saved_makes_the_same_tokenizer_again(folder: Path, tmp_path: Path) -> None:
+    config = {"bos_token": "other", "eos_token": {"content": EOS}, "model_max_length": 77, "auto_map": {"a": "b.c"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    tokenizer = Tokenizer(folder / "tokenizer.json", bos=EOS)
+    shutil.rmtree(folder)
+    tokenizer.save(tmp_path / "saved")
+    again = Tokenizer(tmp_path / "saved" / "tokenizer.json")
+    assert (again.fingerprint, again.bos_id, again.eos_id) == (
+        tokenizer.fingerprint,
+        tokenizer.bos_id,
+        tokenizer.eos_id,
+    )
+    assert json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text()) == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": EOS,
+        "eos_token": EOS,
+        "model_max_length": 77,
+    }
+    assert (tmp_path / "saved" / "chat_template.jinja").read_text() == "{{ messages }}"

@@ -1,0 +1,128 @@
+"""A run on the disk, as commands open it."""
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.program import start_program
+from titanlite.checkpoint.folder import step_folder
+from titanlite.data.bpe import train_bpe
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.runtime.errors import UserError
+from titanlite.saved_run import open_run
+
+TEXT = "the model reads what it is given, and says it again\n"
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with checkpoints of 3 steps in out/saved/here, and its tokenizer beside out."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text(TEXT * 100)
+    train_bpe(iter([TEXT] * 4), 280, folder)
+    program = start_program(
+        folder,
+        *("--data.sources.0.kind", "text", "--data.sources.0.path", str(folder / "text.txt")),
+        *("--tokenizer.path", str(folder), "--tokenizer.bos", "<|endoftext|>", "--data.add_bos", "true"),
+        *("--model.vocab_size", "300", "--model.flavor", "debug", "--model.tie_embeddings", "true"),
+        *("--training.steps", str(STEPS), "--checkpoint.enable", "true", "--checkpoint.interval", "1"),
+        *("--checkpoint.folder", "saved/here", "--checkpoint.keep_latest_k", "0"),
+    )
+    assert program.wait() == 0, program.output
+    assert f'-m titanlite.generate {folder}/out --prompt "The "' in program.output
+    assert f"--job.dump_folder {folder}/out-2" in program.output
+    return folder
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    return Path(shutil.copytree(trained / "out", tmp_path / "out"))
+
+
+def test_a_dump_folder_its_checkpoints_and_a_step(run: Path) -> None:
+    checkpoints = run / "saved" / "here"
+    for path, step in ((run, STEPS), (checkpoints, STEPS), (step_folder(checkpoints, 2), 2)):
+        found = open_run(path)
+        assert found.path == step_folder(checkpoints, step)
+        assert found.manifest.step == step
+    assert found.dtype == torch.float64
+    assert found.hyper_parameters.vocab_size == 300
+    assert found.hyper_parameters.tie_embeddings
+    assert found.config.training.seq_len == 16
+    assert found.config.model.overrides["tie_embeddings"] is True
+
+
+def test_the_model_is_whole_and_has_the_weights_of_its_step(run: Path) -> None:
+    models = [
+        open_run(step_folder(run / "saved" / "here", step)).model(torch.device("cpu"), torch.float64) for step in (2, 3)
+    ]
+    logits = [model(torch.arange(20).view(2, 10)) for model in models]
+    assert all(found.isfinite().all() for found in logits)
+    assert not torch.equal(*logits)
+    assert models[0].output.weight is models[0].tok_embeddings.weight
+    assert not models[0].training
+    whole = open_run(run).model(torch.device("cpu"), torch.bfloat16)
+    assert torch.equal(whole.norm.weight, models[1].norm.weight.to(torch.bfloat16))
+
+
+def test_tensors_are_read_one_by_one(run: Path) -> None:
+    found, weight = open_run(run), torch.zeros(32, dtype=torch.float64)
+    found.load({"norm.weight": weight})
+    assert torch.equal(weight, found.model(torch.device("cpu"), torch.float64).norm.weight)
+    with pytest.raises(UserError, match=r"step-3 cannot be loaded: .*nowhere\.weight"):
+        found.load({"nowhere.weight": weight})
+
+
+def test_a_damaged_checkpoint_is_left_aside_or_refused(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    newest = step_folder(run / "saved" / "here", STEPS)
+    file = max(newest.iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with caplog.at_level(logging.WARNING, logger="titanlite"):
+        assert open_run(run).manifest.step == STEPS - 1
+    assert f"step-{STEPS} is damaged: {file.name}" in caplog.text
+    with pytest.raises(UserError, match=f"step-{STEPS} is damaged: {file.name}"):
+        open_run(newest)
+    for folder in (run / "saved" / "here").iterdir():
+        (folder / "MANIFEST.json").write_text("{}")
+    with pytest.raises(UserError, match="there is no checkpoint that is whole"):
+        open_run(run)
+
+
+def test_where_there_is_no_run(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(UserError, match=rf"{path}: there is no checkpoint; give the dump folder"):
+            open_run(path)
+
+
+def test_the_tokenizer_is_the_copy_in_the_dump_folder(
+    trained: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Tokenizer(trained / "tokenizer.json", bos="<|endoftext|>")
+    found = open_run(run).tokenizer()
+    assert found is not None
+    assert str(run) in found.description
+    assert (found.fingerprint, found.bos_id) == (original.fingerprint, original.eos_id)
+    monkeypatch.chdir(run / "saved" / "here")
+    relative = open_run(Path("step-1")).tokenizer()
+    assert relative is not None
+    assert str(run) in relative.description
+
+
+def test_without_the_copy_the_tokenizer_is_that_of_the_configuration(trained: Path, run: Path) -> None:
+    shutil.rmtree(run / "tokenizer")
+    found = open_run(run).tokenizer()
+    assert found is not None
+    assert found.description.startswith(str(trained))
+
+
+def test_another_tokenizer_in_its_place_is_refused(run: Path) -> None:
+    train_bpe(iter([TEXT] * 4), 270, run / "tokenizer")
+    with pytest.raises(UserError, match=r"was trained with another tokenizer than .*tokenizer\.json: 270 tokens"):
+        open_run(run).tokenizer()
