@@ -124,6 +124,10 @@ class Tokenizer:
         decoder = json.loads(self._tokenizer.to_str())["decoder"] or {"type": "none"}
         return {part["type"] for part in (decoder, *decoder.get("decoders", ()))}
 
+    def has(self, token_id: int) -> bool:
+        """Whether the id is that of a token: a model's vocabulary may be larger."""
+        return self._tokenizer.id_to_token(token_id) is not None
+
     def knows(self, text: str) -> bool:
         """Whether `text` is one token of the vocabulary."""
         return self._tokenizer.token_to_id(text) is not None

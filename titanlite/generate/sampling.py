@@ -14,7 +14,7 @@ class Sampling:
 
     temperature: logits are divided by it; 0: the most likely token is taken, of equal ones the first, nothing is drawn.
     top_k: so many most likely tokens stay, and those that are equal to the last of them; None: all.
-    top_p: of these the fewest whose probabilities add up to top_p, the most likely one always; 1: all.
+    top_p: of these the fewest whose probabilities add up to top_p, of equal ones the first; 1: all.
     seed: of the draws; what a row draws depends on the seed, its index and how many tokens it has drawn, nothing else.
     """
 
@@ -30,15 +30,18 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     logits: (rows, vocab_size). The temperature is above 0.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    scores = (scores - scores.amax(-1, keepdim=True)) / sampling.temperature  # none overflows, however cold
+    temperature = max(
+        sampling.temperature, torch.finfo(scores.dtype).tiny
+    )  # what a smaller one would be rounded to is 0
+    scores = (scores - scores.amax(-1, keepdim=True)) / temperature  # so that none overflows
     if sampling.top_k is not None:
         last_kept = scores.topk(min(sampling.top_k, scores.shape[-1])).values[:, -1:]
         scores = scores.masked_fill(scores < last_kept, -torch.inf)
     if sampling.top_p < 1:
-        rising, tokens = scores.sort(dim=-1, stable=True)
-        tail = rising.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
-        tail[:, -1] = False
-        scores = scores.masked_fill(torch.empty_like(tail).scatter_(-1, tokens, tail), -torch.inf)
+        falling, tokens = scores.sort(dim=-1, descending=True, stable=True)
+        is_tail = torch.zeros_like(falling, dtype=torch.bool)
+        is_tail[:, 1:] = falling.softmax(-1).cumsum(-1)[:, :-1] >= sampling.top_p
+        scores = scores.masked_fill(torch.empty_like(is_tail).scatter_(-1, tokens, is_tail), -torch.inf)
     return scores.softmax(-1)
 
 

@@ -22,7 +22,9 @@ class TextStream:
         self._given = tokenizer.decode(prompt)
 
     def add(self, token: int) -> str:
-        """What is certain by now; "" where it is nothing new."""
+        """What is certain by now; "" where it is nothing new, as after an id that is no token."""
+        if not self._tokenizer.has(token):
+            return ""
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
         if token in self._byte_tokens or text.endswith(_UNDECODED) or len(text) <= len(self._given):
