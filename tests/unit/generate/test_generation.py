@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.generate.tiny import PROMPTS, tiny
+from tests.unit.generate.tiny import CONFIG, PROMPTS, tiny
 from titanlite.generate import generation
 from titanlite.generate.cache import remembering
 from titanlite.generate.generation import generate
@@ -103,6 +103,11 @@ def test_one_token_is_one_forward_of_one_column() -> None:
     model.register_forward_pre_hook(lambda _module, arguments: shapes.append(tuple(arguments[0].shape)))
     written(model, PROMPTS, count=5)
     assert shapes == [(4, 9), *[(4, 1)] * 4]
+
+
+def test_a_text_may_fill_the_whole_length() -> None:
+    (found,) = written(tiny(), PROMPTS[:1], count=CONFIG.max_seq_len - len(PROMPTS[0]))
+    assert len(found) + len(PROMPTS[0]) == CONFIG.max_seq_len
 
 
 def test_the_model_is_afterwards_as_it_was() -> None:
