@@ -158,6 +158,7 @@ def start(run: Path, *arguments: str) -> subprocess.Popen[bytes]:
         env=clean_environment() | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        bufsize=0,  # what a test does not read now stays in the pipe
     )
 
 
@@ -171,7 +172,10 @@ def test_an_interrupt_and_a_closed_pipe_end_it_and_leave_what_was_written(traine
         assert interrupted.stdout is not None
         assert unread.stdout is not None
         try:
-            begun, *_ = [process.stdout.read(60) for process in (interrupted, unread) if process.stdout is not None]
+            begun = b""
+            while len(begun) < 60:
+                begun += interrupted.stdout.read(60)
+            assert unread.stdout.read(1) == PROMPT[:1].encode()
             unread.stdout.close()
             interrupted.send_signal(signal.SIGINT)
             rest, said = interrupted.communicate(timeout=PATIENCE_S)
