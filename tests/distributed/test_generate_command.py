@@ -174,7 +174,9 @@ def test_an_interrupt_and_a_closed_pipe_end_it_and_leave_what_was_written(traine
         try:
             begun = b""
             while len(begun) < 60:
-                begun += interrupted.stdout.read(60)
+                more = interrupted.stdout.read(60)
+                assert more, interrupted.communicate()[1]
+                begun += more
             assert unread.stdout.read(1) == PROMPT[:1].encode()
             unread.stdout.close()
             interrupted.send_signal(signal.SIGINT)
