@@ -30,10 +30,9 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     logits: (rows, vocab_size). The temperature is above 0.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    temperature = max(
-        sampling.temperature, torch.finfo(scores.dtype).tiny
-    )  # what a smaller one would be rounded to is 0
-    scores = (scores - scores.amax(-1, keepdim=True)) / temperature  # so that none overflows
+    # A temperature below `tiny` might be rounded to 0. The highest score becomes 0, so that none overflows upwards.
+    temperature = max(sampling.temperature, torch.finfo(scores.dtype).tiny)
+    scores = (scores - scores.amax(-1, keepdim=True)) / temperature
     if sampling.top_k is not None:
         last_kept = scores.topk(min(sampling.top_k, scores.shape[-1])).values[:, -1:]
         scores = scores.masked_fill(scores < last_kept, -torch.inf)

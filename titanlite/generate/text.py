@@ -27,7 +27,7 @@ class TextStream:
             return ""
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
-        if token in self._byte_tokens or text.endswith(_UNDECODED) or len(text) <= len(self._given):
+        if token in self._byte_tokens or text.endswith(_UNDECODED):
             return ""
         return self._give(text)
 

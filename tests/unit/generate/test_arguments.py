@@ -150,16 +150,16 @@ def test_the_first_text_that_is_not_complete_appears_as_it_is_written(
     )
     a, b, c = (tokenizer.encode(text)[0] for text in "abc")
     half = tokenizer.encode("🦊")[0]
-    steps = [[a, b, c], [a, eos_id, c], [eos_id, None, c], [None, None, c], [None, None, half]]
+    steps = [[a, b, c], [half, eos_id, c], [eos_id, None, c], [None, None, c], [None, None, half]]
     out = Written()
     monkeypatch.setattr("sys.stdout", out)
     streams = [TextStream(tokenizer, prompt.ids) for prompt in prompts]
     assert print_texts(prompts, streams, steps, eos_id) == 10
-    first, rest = "--- 1 of 3\nx", "aa\n--- 2 of 3\nyb\n--- 3 of 3\nz"
+    first, rest = "--- 1 of 3\nx", "a�\n--- 2 of 3\nyb\n--- 3 of 3\nz"
     assert out == [
         first,
         f"{first}a",
-        f"{first}aa",
+        f"{first}a",
         f"{first}{rest}ccc",
         f"{first}{rest}cccc",
         f"{first}{rest}cccc",

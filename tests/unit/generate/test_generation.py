@@ -76,12 +76,25 @@ def test_logits_at_each_step_are_those_of_the_whole_row(parts: list[int], dtype:
             assert error <= bound, (row, float(error))
 
 
+def test_positions_count_from_a_rows_first_token() -> None:
+    """Attention with rotary embeddings would not tell: it knows distances only."""
+    model, found = tiny(), []
+    model.register_forward_pre_hook(lambda _module, arguments: found.append(arguments[1]))
+    with remembering(model, [0, 3], 6) as reading:
+        for count in (2, 3, 1):
+            reading.read(torch.ones(2, count, dtype=torch.int64))
+    assert torch.cat(found, dim=1).tolist() == [[0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 1, 2]]
+
+
 def test_what_stands_in_padding_is_seen_by_nobody() -> None:
     model, found = tiny(), []
     for filler in (0, 60):
         rows = torch.tensor([[7, 3, 50, 12], [filler, filler, filler, 5]])
         with remembering(model, [0, 3], 6) as reading:
-            found.append([reading.read(rows)[:, -1], reading.read(torch.tensor([[1], [2]]))])
+            first = reading.read(rows)
+            assert reading.mask is not None
+            assert (reading.mask == 0).any(-1).all(), "a softmax over nothing"
+            found.append([first[:, -1], reading.read(torch.tensor([[1], [2]]))])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
@@ -95,7 +108,8 @@ def test_each_row_ends_where_it_says_eos() -> None:
     for row, (tokens, end) in enumerate(zip(free, ends, strict=True)):
         assert [step[row] for step in steps] == tokens[:end] + [None] * (len(steps) - end)
     assert len(steps) == max(ends)
-    assert written(model, [PROMPTS[1]], eos_id=eos_id) == [free[1][: ends[1]]]
+    alone = list(generate(model, [PROMPTS[1]], GREEDY, max_new_tokens=NEW, eos_id=eos_id))
+    assert alone == [[token] for token in free[1][: ends[1]]]
 
 
 def test_one_token_is_one_forward_of_one_column() -> None:

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from titanlite.generate import sampling as sampling_module
 from titanlite.generate.sampling import Sampling, choose, probabilities
 
 
@@ -85,7 +86,15 @@ def test_draws_depend_on_seed_row_and_step_alone() -> None:
     assert len(first.unique()) > 10
 
 
-def test_a_token_of_no_probability_is_never_drawn() -> None:
-    scores = torch.full((4096, 5), -torch.inf)
-    scores[:, 2] = 0.0
-    assert choose(scores, Sampling(1.0), 0).unique().tolist() == [2]
+@pytest.mark.parametrize("number", [0.0, 1 - 2.0**-24])
+def test_the_ends_of_what_can_be_drawn_are_tokens_that_may_be_drawn(
+    number: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Probabilities in float32 add up to more or less than 1; the first and the last tokens have none."""
+    scores = 3 * torch.randn(300, 1000, generator=torch.Generator().manual_seed(1))
+    scores[:, :2] = scores[:, -2:] = -torch.inf
+    sums = probabilities(scores, Sampling(1.0)).double().sum(-1)
+    assert sums.min() < 1 - 1e-9 < 1 + 1e-9 < sums.max()
+    drawn = torch.full((300, 2), number, dtype=torch.float64)
+    monkeypatch.setattr(sampling_module, "uniform", lambda *_, **__: drawn)
+    assert choose(scores, Sampling(1.0), 0).unique().tolist() == [997 if number else 2]
