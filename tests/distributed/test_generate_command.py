@@ -113,6 +113,14 @@ def test_the_seed_decides_what_is_drawn(text_of: Callable[..., str]) -> None:
     assert text_of("--prompt", PROMPT, "--top-k", "1") == text_of("--prompt", PROMPT, "--temperature", "0")
 
 
+def test_a_terminal_that_is_not_utf8_shows_what_it_can(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    main([str(trained), "--prompt", "a🦊b", "--max-new-tokens", "1"])
+    terminal.seek(0)
+    assert terminal.read().startswith("a?b")
+
+
 def test_other_dtypes(text_of: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
     found = text_of("--prompt", PROMPT, "--temperature", "0", "--dtype", "float32", "--device", "cpu")
     assert found == text_of("--prompt", PROMPT, "--temperature", "0")

@@ -1,6 +1,7 @@
 """The command's arguments, and what it prints: text to stdout, all else to stderr. Exit code 2 for bad arguments."""
 
 import argparse
+import io
 import math
 import sys
 import time
@@ -37,6 +38,8 @@ def main(argv: Sequence[str]) -> None:
     """Raises UserError."""
     own = parse_arguments(argv)
     setup_logging(0, sys.stderr)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows what it can
     run = open_run(own.run)
     tokenizer = find_tokenizer(run, own.tokenizer)
     prompts = encode_prompts(
