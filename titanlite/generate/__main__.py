@@ -22,6 +22,8 @@ from titanlite.runtime.logging import log, setup_logging
 from titanlite.saved_run import SavedRun, open_run
 from titanlite.trainer import DTYPES
 
+USUAL_NEW_TOKENS = 200
+
 DESCRIPTION = """\
 Goes on writing where a prompt ends, with the model and the tokenizer of a run, whatever mesh saved it.
 
@@ -46,9 +48,12 @@ def main(argv: Sequence[str]) -> None:
         own.prompts,
         tokenizer,
         starts_with_bos=run.config.data.add_bos,
-        max_new_tokens=own.max_new_tokens,
+        max_new_tokens=own.max_new_tokens or 1,
         max_seq_len=run.hyper_parameters.max_seq_len,
     )
+    if own.max_new_tokens is None:
+        room = run.hyper_parameters.max_seq_len - max(len(prompt.ids) for prompt in prompts)
+        own.max_new_tokens = min(USUAL_NEW_TOKENS, room)
     eos_id = None if own.ignore_eos else tokenizer.eos_id
     announce(run, own, prompts, tokenizer)
     model = run.model(own.device, own.dtype or run.dtype)
@@ -75,8 +80,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help=text)
     text = "the same, all that a file holds; -: stdin"
     parser.add_argument("--prompt-file", action="append", default=[], metavar="FILE", help=text)
-    text = "at most so many; default: %(default)s"
-    parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help=text)
+    text = f"at most so many; default: {USUAL_NEW_TOKENS}, or what the model has positions for"
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help=text)
     text = "below 1 likely tokens become likelier; 0: always the likeliest one; default: %(default)s"
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help=text)
     text = "draw among the K likeliest tokens; default: all"
@@ -108,7 +113,13 @@ def check_arguments(own: argparse.Namespace) -> list[Problem]:
     no_gpu = own.device == "cuda" and not torch.cuda.is_available()
     no_tokenizer = own.tokenizer is not None and not tokenizer_file(own.tokenizer).is_file()
     return [
-        *require(own.max_new_tokens >= 1, "--max-new-tokens", own.max_new_tokens, "at least 1", "leave it out for 200"),
+        *require(
+            own.max_new_tokens is None or own.max_new_tokens >= 1,
+            "--max-new-tokens",
+            own.max_new_tokens,
+            "at least 1",
+            f"leave it out for {USUAL_NEW_TOKENS}",
+        ),
         *require(
             0 <= own.temperature < math.inf,
             "--temperature",

@@ -76,7 +76,7 @@ def test_a_prompt_is_needed() -> None:
 def test_defaults() -> None:
     own = command.parse_arguments(["run", "--prompt", "x"])
     assert own.sampling == Sampling(0.8, None, 1.0, 0)
-    assert (own.max_new_tokens, own.dtype, own.ignore_eos) == (200, None, False)
+    assert (own.max_new_tokens, own.dtype, own.ignore_eos) == (None, None, False)
     assert own.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
