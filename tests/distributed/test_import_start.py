@@ -116,7 +116,9 @@ def test_a_run_starts_from_the_weights_and_resumes_from_its_own(tmp_path: Path) 
     """The weights are another seed's; the optimizer, the schedule and the data begin anew; the same on each layout."""
     write_initial(tmp_path / "model", "debug.seed=7")
     path = f"checkpoint.initial_load_path=hf:{tmp_path / 'model'}"
-    fresh, one, tp, pp, killed, resumed, full, vocabulary, single, wide = start_runs(
+    convert(["import", str(tmp_path / "model"), "--out", str(tmp_path / "imported")])
+    step_0 = f"checkpoint.initial_load_path={tmp_path / 'imported' / 'checkpoint'}"
+    fresh, one, tp, pp, killed, resumed, full, vocabulary, single, wide, stepped, inside = start_runs(
         tmp_path,
         [
             Start(("debug.seed=7",), run="fresh"),
@@ -129,14 +131,17 @@ def test_a_run_starts_from_the_weights_and_resumes_from_its_own(tmp_path: Path) 
             Start((path, "model.vocab_size=140", "model.ffn_dim=64"), run="vocabulary"),
             Start((path, "training.dtype=float32"), run="single"),
             Start((path, "model.max_seq_len=64"), run="wide"),
+            Start((step_0,), run="stepped"),
+            Start(run="imported"),
         ],
     )
-    for found in (one, tp, pp, wide):
+    for found in (one, tp, pp, wide, stepped):
         assert (found.error, found.step) == ("", 0)
         weights = {name: value for name, value in found.begin.items() if not name.startswith("stream")}
         assert weights.items() <= fresh.begin.items()  # those of seed 7, and an optimizer that has done nothing
         assert any("in the optimizer" in name for name in weights)
-        assert found.says(f"from step 0 with the weights of hf:{tmp_path / 'model'}, 21 tensors, float64, ")
+        source = f"hf:{tmp_path / 'model'}, 21 tensors, float64, "
+        assert found.says(f"the weights of {'step 0 in ' if found is stepped else source}")
     assert len({len(found.begin) for found in (one, tp, pp)}) == 1
     found_rows = {name: numbers(tmp_path / name) for name in ("fresh", "one", "tp", "pp", "killed")}
     for name in ("one", "tp", "pp", "killed"):
@@ -154,6 +159,8 @@ def test_a_run_starts_from_the_weights_and_resumes_from_its_own(tmp_path: Path) 
     assert "the configuration has 2 problems" in vocabulary.error
     assert f"write vocab_size = {VOCAB_SIZE} in [model]: the embedding has a row for each token" in vocabulary.error
     assert "write ffn_dim = 48 in [model]" in vocabulary.error
+    assert "--checkpoint.initial_load_path FOLDER" in inside.error
+    assert stepped.end == one.end
     assert single.says("21 tensors, converted from float64 to float32")
 
 

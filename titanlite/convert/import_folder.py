@@ -1,7 +1,8 @@
 """A folder in the format of Hugging Face's transformers as the dump folder of a run that has not begun."""
 
+import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import reduce
 from pathlib import Path
@@ -21,7 +22,6 @@ from titanlite.checkpoint.storage import save_tensors, sync_folder
 from titanlite.config.check import resolve_config
 from titanlite.config.load import dump_config
 from titanlite.config.schema import JobConfig, JobSection
-from titanlite.data.config import DataConfig
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, TokenizerConfig
 from titanlite.huggingface.folder import ModelFolder
 from titanlite.huggingface.safetensors import sync_file
@@ -58,14 +58,15 @@ def write_run(source: ModelFolder, folder: Path, out: Path, dtype: DtypeName) ->
         records = save_tensors(writing, weights.without_values(), weights, None, file_per_tensor=True)
     except dcp.CheckpointException as error:
         raise UserError(f"{out} cannot be written: {first_failure(error)}") from None
-    about = about_run(resolve_config(config, world_size=1, device_type="cpu"), tokenizer)
+    resolved = resolve_config(config, world_size=1, device_type="cpu")
+    about = about_run(replace(resolved, data=replace(resolved.data, sources=())), tokenizer)  # it has seen no data
     manifest = Manifest(
         step=0,
         content="model",
         lineage=(Branch("imported", 0),),
         counts=asdict(MeterState(0, 0)),
         facts={**about.facts, "imported_from": source.name},
-        config=about.config,
+        config=json.loads(json.dumps(asdict(resolved))),
         versions=about.versions,
         created=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
         files=records,
@@ -92,7 +93,6 @@ def _config(source: ModelFolder, out: Path, dtype: DtypeName, tokenizer: Tokeniz
         job=JobSection(dump_folder=str(out.absolute()), description=f"weights of {source.name}"),
         model=ModelConfig(source.family.name, flavor, values),
         tokenizer=TokenizerConfig(path),
-        data=DataConfig(sources=()),
         training=TrainingConfig(dtype=dtype, seq_len=min(TrainingConfig.seq_len, source.hyper_parameters.max_seq_len)),
         checkpoint=CheckpointConfig(enable=True),
     )
