@@ -12,7 +12,7 @@ from tests.distributed.gradients import replaced
 from tests.distributed.layouts import BY_LAYER, BY_OP, COMPILE, FULL, PAIRS, TIED, Layout, depth, runs_here, schedule
 from titanlite.data.loader import Batch
 from titanlite.models.attention import AttentionMask
-from titanlite.models.llama3 import model as llama3
+from titanlite.models.decoder import model as decoder
 from titanlite.runtime.launch import run_ranks
 from titanlite.trainer import Trainer
 
@@ -63,7 +63,7 @@ def test_the_batch_has_documents_of_all_kinds() -> None:
     assert {1, 2, positions.shape[1]} < set(starts.tolist())
 
 
-attention_mask = llama3.attention_mask
+attention_mask = decoder.attention_mask
 
 
 def without_mask(_ids: Tensor | None, _dtype: torch.dtype, _head_dim: int) -> None:
@@ -105,7 +105,7 @@ def planted() -> dict[str, dict[str, Any]]:
     """What is found of each mistake."""
     found = {}
     for leak in LEAKS:
-        with replaced(llama3, "attention_mask", leak):
+        with replaced(decoder, "attention_mask", leak):
             found[leak.__name__] = documents_step(INTERLEAVED)
     for mutate in (last_part_is_not_told, positions_go_on):
         found[mutate.__name__] = documents_step(INTERLEAVED, mutate)
