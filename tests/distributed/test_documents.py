@@ -9,7 +9,19 @@ from torch import Tensor
 
 from tests.distributed.documents import documents_step, documents_steps, packed_batch
 from tests.distributed.gradients import replaced
-from tests.distributed.layouts import BY_LAYER, BY_OP, COMPILE, FULL, PAIRS, TIED, Layout, depth, runs_here, schedule
+from tests.distributed.layouts import (
+    BY_LAYER,
+    BY_OP,
+    COMPILE,
+    FULL,
+    PAIRS,
+    QWEN3,
+    TIED,
+    Layout,
+    depth,
+    runs_here,
+    schedule,
+)
 from titanlite.data.loader import Batch
 from titanlite.models.attention import AttentionMask
 from titanlite.models.decoder import model as decoder
@@ -22,7 +34,7 @@ QUICK = (
     Layout((1, 1, 1, 1), accumulation=2),
     Layout((1, 1, 1, 1), (*FULL, *TIED)),
     Layout((1, 1, 1, 1), BY_OP),
-    Layout((1, 1, 1, 2), BY_OP),
+    Layout((1, 1, 1, 2), (*QWEN3, *BY_OP)),
     INTERLEAVED,
 )
 SLOW = (
@@ -30,7 +42,9 @@ SLOW = (
     Layout((1, 1, 1, 1), (*COMPILE, *BY_OP)),
     Layout((1, 1, 2, 1), (*COMPILE, *FULL), accumulation=2),
     Layout((1, 2, 1, 1), BY_LAYER, accumulation=2),
+    Layout((1, 1, 1, 2), BY_OP),
     Layout((1, 1, 1, 2), (*COMPILE, *BY_OP)),
+    Layout((1, 1, 1, 2), (*QWEN3, *COMPILE, *FULL)),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *BY_OP)),
     Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *depth(3), *COMPILE, *BY_OP)),
     Layout((2, 1, 1, 1), (*schedule("InterleavedZeroBubble"), *COMPILE, *PAIRS)),
