@@ -8,7 +8,6 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,11 +21,11 @@ from transformers import modeling_rope_utils
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
+from tests.unit.models.shaken import shaken_model
 from titanlite.labels import IGNORE_INDEX
 from titanlite.loss import cross_entropy_by_row
 from titanlite.models import FAMILIES
 from titanlite.models.family import Family, LanguageModel
-from titanlite.models.init import init_parameters_
 from titanlite.models.llama3.config import Llama3Config
 from titanlite.models.qwen3.config import Qwen3Config
 
@@ -76,18 +75,6 @@ def float64_islands() -> Iterator[None]:
         one.stop()
 
 
-def model_of(family: Family, config: Any) -> LanguageModel:
-    """In float64, with weights of order 1 and norms that are not 1, so that no two of them can be taken for another."""
-    model = family.build(config).to(torch.float64)
-    model.init_buffers(torch.device("cpu"))
-    init_parameters_(model, 1, partial(family.init, config))
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=0.3)
-    return model
-
-
 def theirs(family: Family, config: Any, model: LanguageModel, names: dict[str, str]) -> nn.Module:
     """The model of transformers that config.json means, with the same weights under the names there."""
     fields = family.hugging_face.config_json(config) | {"attn_implementation": "eager"}
@@ -120,7 +107,7 @@ def relative(value: Tensor, expected: Tensor) -> float:
 
 def differences(family: Family, config: Any, change: Callable[[nn.Module], None] | None = None) -> dict[str, float]:
     """Relative errors of the logits, the loss and each parameter's gradient, by our names. change: to our model."""
-    model = model_of(family, config)
+    model = shaken_model(family, config)
     other = theirs(family, config, model, family.hugging_face.names(config))
     if change is not None:
         change(model)
@@ -218,7 +205,7 @@ def test_a_mistake_is_seen(mistake: str) -> None:
 def test_the_scaling_of_rotary_embeddings_is_seen() -> None:
     """A case would prove nothing about it where it changed nothing."""
     family = FAMILIES["llama3"]
-    plain, scaled = (model_of(family, config)(batch()[0]) for config in (LLAMA3, SCALED))
+    plain, scaled = (shaken_model(family, config)(batch()[0]) for config in (LLAMA3, SCALED))
     assert relative(plain, scaled) > 1e-3
 
 
