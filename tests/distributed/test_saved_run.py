@@ -1,13 +1,15 @@
 """A run on the disk, as commands open it."""
 
 import logging
+import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.distributed.program import start_program
+from tests.distributed.program import REPOSITORY, clean_environment, start_program
 from titanlite.checkpoint.folder import step_folder
 from titanlite.data.bpe import train_bpe
 from titanlite.data.tokenizer import Tokenizer
@@ -29,11 +31,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("--data.sources.0.kind", "text", "--data.sources.0.path", str(folder / "text.txt")),
         *("--tokenizer.path", str(folder), "--tokenizer.bos", "<|endoftext|>", "--data.add_bos", "true"),
         *("--model.vocab_size", "300", "--model.flavor", "debug", "--model.tie_embeddings", "true"),
+        *("--model.max_seq_len", "40"),  # too few for the usual number of new tokens
         *("--training.steps", str(STEPS), "--checkpoint.enable", "true", "--checkpoint.interval", "1"),
         *("--checkpoint.folder", "saved/here", "--checkpoint.keep_latest_k", "0"),
     )
     assert program.wait() == 0, program.output
-    assert f'-m titanlite.generate {folder}/out --prompt "The "' in program.output
     assert f"--job.dump_folder {folder}/out-2" in program.output
     return folder
 
@@ -42,6 +44,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(trained: Path, tmp_path: Path) -> Path:
     """A copy that a test may change."""
     return Path(shutil.copytree(trained / "out", tmp_path / "out"))
+
+
+def test_the_command_that_a_run_ends_with_works(trained: Path) -> None:
+    said = re.search(r"Next: see it write +(.*)", (trained / "output").read_text())
+    assert said is not None
+    environment = clean_environment() | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        said[1], shell=True, cwd=trained, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("The ")
 
 
 def test_a_dump_folder_its_checkpoints_and_a_step(run: Path) -> None:

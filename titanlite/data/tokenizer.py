@@ -99,8 +99,7 @@ class Tokenizer:
         They add up to the bytes of the text, as far as the tokenizer does not normalize it. Special tokens, such as BOS
         and EOS, stand for no text.
         """
-        decoder = json.loads(self._tokenizer.to_str())["decoder"] or {"type": "none"}
-        if "ByteLevel" not in {part["type"] for part in (decoder, *decoder.get("decoders", ()))}:
+        if "ByteLevel" not in self._decoders():
             return None
         sizes = [0] * self.vocab_size
         for text, token_id in self._tokenizer.get_vocab(with_added_tokens=False).items():
@@ -108,6 +107,26 @@ class Tokenizer:
         for token_id, token in self._tokenizer.get_added_tokens_decoder().items():
             sizes[token_id] = 0 if token.special else len(token.content.encode())
         return sizes
+
+    def byte_tokens(self) -> frozenset[int]:
+        """Ids of the tokens "<0xE2>" of a vocabulary with byte fallback; empty for any other.
+
+        Their text is known where a run of them ends: one that is not UTF-8 as a whole is not decoded in part either.
+        """
+        if "ByteFallback" not in self._decoders():
+            return frozenset()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
+        names = [f"<0x{byte:02X}>" for byte in range(256)]
+        return frozenset(vocabulary[name] for name in names if name in vocabulary)
+
+    def _decoders(self) -> set[str]:
+        """Types of the steps that make text of tokens."""
+        decoder = json.loads(self._tokenizer.to_str())["decoder"] or {"type": "none"}
+        return {part["type"] for part in (decoder, *decoder.get("decoders", ()))}
+
+    def has(self, token_id: int) -> bool:
+        """Whether the id is that of a token: a model's vocabulary may be larger."""
+        return self._tokenizer.id_to_token(token_id) is not None
 
     def knows(self, text: str) -> bool:
         """Whether `text` is one token of the vocabulary."""

@@ -28,14 +28,16 @@ class _Handler(logging.StreamHandler[TextIO]):
             super().handleError(record)
 
 
-def setup_logging(rank: int) -> None:
+def setup_logging(rank: int, stream: TextIO | None = None) -> None:
     """Direct the logger "titanlite": rank 0 to stdout, from INFO; other ranks to stderr, from WARNING, with their rank.
+
+    stream: in place of stdout, for a command whose stdout is its result.
 
     Each message is flushed when it is logged. A second call replaces what the first one set up, so no line is
     ever printed twice; nothing reaches the root logger, whose handlers belong to whoever imports titanlite.
     """
     if rank == 0:
-        handler, level, origin = _Handler(sys.stdout), logging.INFO, ""
+        handler, level, origin = _Handler(stream or sys.stdout), logging.INFO, ""
     else:
         handler, level, origin = _Handler(sys.stderr), logging.WARNING, f"[rank {rank}] "
     handler.setFormatter(_PlainFormatter(origin))

@@ -1,0 +1,204 @@
+"""The command that generates, on a run that two ranks have saved."""
+
+import io
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.program import PATIENCE_S, REPOSITORY, clean_environment, start_program
+from titanlite.checkpoint.folder import step_folder
+from titanlite.data.bpe import train_bpe
+from titanlite.generate.__main__ import main
+from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.logging import log
+from titanlite.saved_run import SavedRun, open_run
+
+TEXT = "the model reads what it is given, and says it again\n"
+STEPS = 3
+MAX_SEQ_LEN = 5000
+PROMPT = "the model"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The dump folder of a run with checkpoints of 3 steps, each in shards of two ranks."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text(TEXT * 100)
+    train_bpe(iter([TEXT] * 4), 280, folder)
+    program = start_program(
+        folder,
+        *("--data.sources.0.kind", "text", "--data.sources.0.path", str(folder / "text.txt")),
+        *("--tokenizer.path", str(folder), "--model.vocab_size", "300", "--model.max_seq_len", str(MAX_SEQ_LEN)),
+        *("--training.steps", str(STEPS), "--checkpoint.enable", "true", "--checkpoint.interval", "1"),
+        *("--checkpoint.keep_latest_k", "0", "--parallelism.tp", "2"),
+        ranks=2,
+    )
+    assert program.wait() == 0, program.output
+    return folder / "out"
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    before = log.handlers[:], log.level, log.propagate
+    yield
+    log.handlers[:], log.propagate = before[0], before[2]
+    log.setLevel(before[1])
+
+
+@pytest.fixture
+def text_of(trained: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What the command prints to stdout."""
+
+    def printed(*arguments: str) -> str:
+        capsys.readouterr()
+        main([str(trained), "--max-new-tokens", "20", *arguments])
+        return capsys.readouterr().out
+
+    return printed
+
+
+def greedy(run: Path, prompt: str, count: int) -> str:
+    """What the command is to print, without its code: the whole text anew for each token."""
+    saved = open_run(run)
+    model, tokenizer = saved.model(torch.device("cpu"), torch.float64), saved.tokenizer()
+    assert tokenizer is not None
+    given = tokens = tokenizer.encode(prompt)
+    for _ in range(count):
+        with torch.no_grad():
+            tokens = [*tokens, int(model(torch.tensor([tokens]))[0, -1].argmax())]
+    assert tokenizer.eos_id not in tokens
+    return prompt + tokenizer.decode(tokens)[len(tokenizer.decode(given)) :] + "\n"
+
+
+def test_greedy_text_is_that_of_the_whole_model(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(trained), "--prompt", PROMPT, "--temperature", "0", "--max-new-tokens", "20"])
+    printed = capsys.readouterr()
+    assert printed.out == greedy(trained, PROMPT, 20)
+    assert re.search(r"step-3: llama3, float64 on c\w+\n", printed.err)
+    assert re.search(r" 20 tokens in [\d.]+ s, [\d.]+ tokens/s\n$", printed.err)
+    assert "warning: the run saw 16 tokens at once" in printed.err
+    main(
+        [
+            str(step_folder(trained / "checkpoint", 1)),
+            *("--prompt", PROMPT, "--temperature", "0", "--max-new-tokens", "20"),
+        ]
+    )
+    assert capsys.readouterr().out != printed.out
+
+
+def test_several_texts_stand_one_under_the_other(
+    trained: Path, tmp_path: Path, text_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("says\n  it")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("é\n".encode())))
+    prompts = ("--prompt", PROMPT, "--prompt-file", str(tmp_path / "a.txt"), "--prompt-file", "-")
+    texts = [greedy(trained, prompt, 20) for prompt in (PROMPT, "says\n  it", "é\n")]
+    expected = "".join(f"--- {row} of 3\n{text}" for row, text in enumerate(texts, 1))
+    assert text_of("--temperature", "0", *prompts) == expected
+
+
+def test_the_seed_decides_what_is_drawn(text_of: Callable[..., str]) -> None:
+    drawn = ("--prompt", PROMPT, "--temperature", "1.5", "--top-k", "50", "--top-p", "0.99")
+    first = text_of(*drawn)
+    assert first == text_of(*drawn, "--seed", "0")
+    assert first != text_of(*drawn, "--seed", "1")
+    assert text_of("--prompt", PROMPT) == text_of("--prompt", PROMPT, "--temperature", "0.8", "--top-p", "1")
+    assert text_of("--prompt", PROMPT, "--top-k", "1") == text_of("--prompt", PROMPT, "--temperature", "0")
+
+
+def test_a_terminal_that_is_not_utf8_shows_what_it_can(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    main([str(trained), "--prompt", "a🦊b", "--max-new-tokens", "1"])
+    terminal.seek(0)
+    assert terminal.read().startswith("a?b")
+
+
+def test_other_dtypes(text_of: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    found = text_of("--prompt", PROMPT, "--temperature", "0", "--dtype", "float32", "--device", "cpu")
+    assert found == text_of("--prompt", PROMPT, "--temperature", "0")
+    assert text_of("--prompt", PROMPT, "--dtype", "bfloat16").startswith(PROMPT)
+    capsys.readouterr()
+
+
+def test_a_damaged_newest_checkpoint_is_left_aside(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "out"))
+    file = next(step_folder(run / "checkpoint", STEPS).glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+    main([str(run), "--prompt", PROMPT, "--max-new-tokens", "5", "--temperature", "0"])
+    printed = capsys.readouterr()
+    assert printed.out == greedy(step_folder(trained / "checkpoint", STEPS - 1), PROMPT, 5)
+    assert re.search(rf"warning: .*step-3 is damaged: {file.name}.*; the one before it is looked at", printed.err)
+
+
+def test_what_does_not_fit_is_refused_before_weights_are_read(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SavedRun, "model", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(ConfigError) as error:
+        main([str(trained), "--prompt", "", "--prompt", "~" * MAX_SEQ_LEN, "--prompt", PROMPT])
+    empty, long = error.value.problems
+    assert (empty.key, empty.value) == ("--prompt", "")
+    assert "a token at least: this run's documents start without BOS" in empty.rule
+    assert (long.key, long.value) == ("--prompt", "~" * 60 + "…")
+    assert long.rule == f"fewer tokens than model.max_seq_len = {MAX_SEQ_LEN}; it has {MAX_SEQ_LEN}"
+    with pytest.raises(ConfigError) as error:
+        main([str(trained), "--prompt", "~" * 10, "--max-new-tokens", "4991"])
+    (count,) = error.value.problems
+    assert (count.key, count.value, count.remedy) == ("--max-new-tokens", 4991, "4990, or a shorter prompt")
+
+
+def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no checkpoint; give the dump folder of a run"):
+        main([str(tmp_path), "--prompt", PROMPT])
+
+
+def start(run: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "titanlite.generate", str(run), "--prompt", PROMPT, "--temperature", "0", *arguments],
+        env=clean_environment() | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,  # what a test does not read now stays in the pipe
+    )
+
+
+@pytest.mark.slow
+def test_an_interrupt_and_a_closed_pipe_end_it_and_leave_what_was_written(trained: Path) -> None:
+    """In the middle of texts that would take many seconds more. A terminal's Ctrl-C is this signal."""
+    with (
+        start(trained, "--max-new-tokens", "4000") as interrupted,
+        start(trained, "--max-new-tokens", "4000") as unread,
+    ):
+        assert interrupted.stdout is not None
+        assert unread.stdout is not None
+        try:
+            begun = b""
+            while len(begun) < 60:
+                more = interrupted.stdout.read(60)
+                assert more, interrupted.communicate()[1]
+                begun += more
+            assert unread.stdout.read(1) == PROMPT[:1].encode()
+            unread.stdout.close()
+            interrupted.send_signal(signal.SIGINT)
+            rest, said = interrupted.communicate(timeout=PATIENCE_S)
+            assert unread.wait(PATIENCE_S) == 1
+            assert unread.stderr is not None
+            said += unread.stderr.read()
+        finally:
+            interrupted.kill()
+            unread.kill()
+    assert interrupted.returncode == 130
+    assert b"\ninterrupted\n" in said
+    assert b"Traceback" not in said
+    whole = greedy(trained, PROMPT, 60)[:-1].encode()
+    length = min(len(whole), len(begun + rest))
+    assert length > 60
+    assert (begun + rest)[:length] == whole[:length]
