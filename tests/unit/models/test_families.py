@@ -16,6 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit.models.shaken import shaken_model
+from titanlite.generate.generation import generate
+from titanlite.generate.sampling import Sampling
 from titanlite.models import FAMILIES, check_model
 from titanlite.models.family import Family, LanguageModel, ModelConfig
 from titanlite.models.init import init_parameters_
@@ -174,6 +176,16 @@ def test_packed_documents_equal_documents_alone(family: Family) -> None:
     found, expected = ([out, *torch.autograd.grad((out * weights).sum(), parameters)] for out in (packed, alone))
     for left, right in zip(found, expected, strict=True):
         assert ((left - right).norm() / right.norm()).item() < 1e-12
+
+
+@every_family
+def test_generation_goes_on_as_the_whole_text_would(family: Family) -> None:
+    """Keys and values that are kept are those of the whole text: no family keeps them by itself."""
+    model, prompt = shaken_model(family, small(family)).eval(), some_tokens(1, 5)[0].tolist()
+    steps = generate(model, [prompt], Sampling(), max_new_tokens=12, eos_id=None)
+    text = torch.tensor([[*prompt, *(token for (token,) in steps)]])
+    assert torch.equal(model(text)[0, len(prompt) - 1 : -1].argmax(-1), text[0, len(prompt) :])
+    assert len(set(text[0].tolist())) > 5
 
 
 @every_family
