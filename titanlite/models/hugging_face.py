@@ -6,11 +6,14 @@ from typing import Any
 from titanlite.runtime.errors import Problem, UserError
 
 _TOO_LARGE = 2**40
-"""No number of a model is; without a limit such a one could keep whoever computes with it busy for ever."""
+"""No number of a model is so large, and whoever computes with one that is may not end."""
 
 
 def given(fields: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:
-    """The value of a field, as `kind`; `default` where it is absent. Raises UserError where that is None too."""
+    """The value of a field, as `kind`; `default` where it is absent.
+
+    Raises UserError where that is None too, where it is of another kind, and where a number is too large for a model's.
+    """
     value = fields.get(name)
     value = default if value is None else value
     if type(value) is int and abs(value) >= _TOO_LARGE:
@@ -35,9 +38,10 @@ def refuse_invalid(problems: Sequence[Problem], names: Mapping[str, str]) -> Non
 
     names: of the fields, by the names of the hyper-parameters here.
     """
-    for problem in problems:
-        name = problem.key.removeprefix("model.")
-        raise UserError(f"config.json: {names.get(name, name)} = {problem.value!r}: {problem.rule} ({problem.key})")
+    if problems:
+        first = problems[0]
+        name = first.key.removeprefix("model.")
+        raise UserError(f"config.json: {names.get(name, name)} = {first.value!r}: {first.rule} (here: {first.key})")
 
 
 def rope_fields(fields: Mapping[str, Any], scaled: str | None) -> tuple[float, Mapping[str, Any]]:

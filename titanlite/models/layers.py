@@ -65,7 +65,8 @@ class RotaryTables:
 class RotaryEmbedding(nn.Module):
     """Tables of rotary position embeddings (Su et al., "RoFormer", 2021) for positions 0 … max_seq_len - 1.
 
-    The buffers `cos` and `sin` (max_seq_len, head_dim / 2) are garbage until `init_buffers`.
+    scaling: of the wavelengths; None: none. The buffers `cos` and `sin` (max_seq_len, head_dim / 2) are garbage until
+    `init_buffers`.
     """
 
     cos: Tensor
