@@ -27,6 +27,7 @@ from titanlite.data.loader import Loader, build_loader
 from titanlite.data.permutation import STREAM_VERSION
 from titanlite.data.sources import source_names
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, prepare_tokenizer
+from titanlite.forward import ModelOnMesh
 from titanlite.loss import mean_loss_shares
 from titanlite.metrics.history import has_validation, keep_rows
 from titanlite.metrics.meter import Meter
@@ -62,7 +63,7 @@ from titanlite.runtime.memory import device_memory_bytes
 from titanlite.runtime.peak_flops import device_peak_flops
 from titanlite.runtime.signals import StopRequest
 from titanlite.trainer import DTYPES, Trainer
-from titanlite.validate import Evaluator, Validation
+from titanlite.validate import Evaluator, Validation, build_token_bytes
 
 CONFIG_COPY = "config.toml"
 
@@ -249,10 +250,13 @@ def loader_of(config: JobConfig, section: DataConfig, world: World, tokenizer: T
     )
 
 
-def build_model(config: JobConfig, mesh: DeviceMesh, device: torch.device) -> list[LanguageModel]:
+def build_model(
+    config: JobConfig, mesh: DeviceMesh, device: torch.device, *, draws_weights: bool = True
+) -> list[LanguageModel]:
     """This rank's parts of the model with initial weights: the whole of it, or its pipeline stages.
 
     Built on meta, cut into stages, parallelized, and only then given memory: each rank draws its own share.
+    draws_weights: False where they are loaded next, and until then undefined.
     """
     training = config.training
     family, hyper_parameters = resolve_model(config.model)
@@ -286,11 +290,28 @@ def build_model(config: JobConfig, mesh: DeviceMesh, device: torch.device) -> li
         part.to_empty(device=device)
         part.tie_weights()
         part.init_buffers(device)
-        init_parameters_(part, config.debug.seed, lambda name: family.init(hyper_parameters, name))
+        if draws_weights:
+            init_parameters_(part, config.debug.seed, lambda name: family.init(hyper_parameters, name))
         parts.append(part)
     parameters, compute, reduce = running_dtypes(parts[0])
     log.info("Dtypes: parameters %s, compute %s, gradient reduction %s", parameters, compute, reduce)
     return parts
+
+
+def build_forward(
+    config: JobConfig, model_parts: list[LanguageModel], mesh: DeviceMesh, device: torch.device
+) -> ModelOnMesh:
+    """This rank's model parts with their loss, for a program that trains nothing."""
+    loss = compiled_loss(mean_loss_shares, config.compile)
+    return ModelOnMesh(
+        model_parts=model_parts,
+        pipeline=build_pipeline(config, model_parts, mesh, device, loss) if config.parallelism.pp > 1 else None,
+        loss=loss,
+        shard_logits=shard_logits(config.parallelism),
+        mesh=mesh,
+        device=device,
+        seed=config.debug.seed,
+    )
 
 
 def build_trainer(
@@ -384,9 +405,10 @@ def build_validation(
     group = dist.new_group(backend="gloo")
     set_timeout([group], config.comm.init_timeout_s)
     metrics_file = Path(config.job.dump_folder, METRICS_FILE)
+    _, hyper_parameters = resolve_model(config.model)
     validation = Validation(
         section,
-        Evaluator(trainer, group, build_token_bytes(config, tokenizer, trainer.device), stop),
+        Evaluator(trainer, group, build_token_bytes(tokenizer, hyper_parameters.vocab_size, trainer.device), stop),
         loaders,
         meter,
         sinks,
@@ -396,19 +418,6 @@ def build_validation(
         and on_first(lambda: not has_validation(metrics_file, start.step), group),
     )
     return validation, group
-
-
-def build_token_bytes(config: JobConfig, tokenizer: Tokenizer | None, device: torch.device) -> Tensor | None:
-    """The bytes of text that each token of the model stands for; None where the tokenizer does not say."""
-    sizes = tokenizer.token_bytes() if tokenizer else None
-    if sizes is None:
-        which = "there is no tokenizer" if tokenizer is None else "the tokenizer is not byte-level"
-        log.info("Validation: without bits per byte, since %s", which)
-        return None
-    _, hyper_parameters = resolve_model(config.model)
-    table = torch.zeros(hyper_parameters.vocab_size, dtype=torch.int64)
-    table[: len(sizes)] = torch.tensor(sizes)
-    return table.to(device)
 
 
 def about_run(config: JobConfig, tokenizer: Tokenizer | None) -> RunFacts:

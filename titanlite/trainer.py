@@ -12,20 +12,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.data.loader import Batch, Loader
+from titanlite.forward import ModelOnMesh, on_device
 from titanlite.labels import IGNORE_INDEX
 from titanlite.metrics.by_source import NUM_TOTALS, totals_by_source
 from titanlite.metrics.meter import Meter, Record, StepStats, is_log_step
 from titanlite.metrics.sinks import Sinks
-from titanlite.models.attention import document_arguments
 from titanlite.models.family import LanguageModel
-from titanlite.models.randomness import row_keys
 from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.parallel.clip import NormType, clip_grad_norm_
 from titanlite.parallel.data import gradient_sync
 from titanlite.parallel.mesh import GradientSync
 from titanlite.parallel.pipeline import Pipeline
 from titanlite.parallel.tensor import parallel_loss
-from titanlite.runtime.determinism import seed_microbatch
 from titanlite.runtime.errors import DataError, Problem, UserError, require
 from titanlite.runtime.garbage import PacedGarbageCollection
 
@@ -107,14 +105,11 @@ def check_training(section: TrainingConfig, data_degree: int, tp: int) -> list[P
     return problems
 
 
-class Trainer:
+class Trainer(ModelOnMesh):
     """Trains a model that is already on its mesh.
 
-    model_parts: the parts of the model on this rank: the whole of it, or its stages of the pipeline. loss: as
-    mean_loss_shares. sync: see gradient_sync. mesh: with the axes pp, dp_replicate, dp_shard, tp; data_group: the
-    process group of its data axes. shard_logits: whether logits are cut over tp. schedule: the learning rate by step.
-    Steps count from 1. seed: of all that the model draws. num_sources: of the data; where there are several, steps also
-    give their losses apart.
+    sync: see gradient_sync. data_group: the process group of the mesh's data axes. schedule: the learning rate by step.
+    Steps count from 1. num_sources: of the data; where there are several, steps also give their losses apart.
     """
 
     def __init__(
@@ -135,26 +130,23 @@ class Trainer:
         seed: int,
         num_sources: int,
     ) -> None:
-        self.model_parts = model_parts
-        self.pipeline = pipeline
-        self.loss = loss
-        self.shard_logits = shard_logits
+        super().__init__(
+            model_parts=model_parts,
+            pipeline=pipeline,
+            loss=loss,
+            shard_logits=shard_logits,
+            mesh=mesh,
+            device=device,
+            seed=seed,
+        )
         self.optimizer = optimizer
         self.schedule = schedule
         self.sync = sync
         self.pp_group = mesh.get_group("pp")
-        self.pp_rank = mesh["pp"].get_local_rank()
         self.data_group = data_group
-        # Ranks of one data rank see the same rows and, on the last stage's tp ranks, the same loss: one of them counts.
-        is_first_of_tp = mesh["tp"].get_local_rank() == 0
-        self.counts_loss = is_first_of_tp and (pipeline is None or pipeline.owns_last)
-        self.counts_rows = is_first_of_tp and self.pp_rank == 0
-        self.device = device
         self.max_norm = max_norm
         self.norm_type = norm_type
-        self.seed = seed
         self.num_sources = num_sources
-        self.step = 0
         parameter_dtype = next(model_parts[0].parameters()).dtype
         self.accum_dtype = torch.promote_types(parameter_dtype, torch.float32)
 
@@ -201,28 +193,6 @@ class Trainer:
             shares = self.loss(self.model_parts[0](batch.tokens, **keys), batch.labels, num_valid)
             shares.sum().backward()
             return shares.detach()
-
-    def row_losses(self, batch: Batch) -> Tensor:
-        """The sum of the cross-entropy of each row, (rows,), forward only; in a pipeline 0 but for the last stage."""
-        keys = self.keys_of(batch)
-        keys.pop("row_keys", None)  # without them nothing is drawn
-        with parallel_loss(shard_logits=self.shard_logits):
-            if self.pipeline is not None:
-                return self.pipeline.row_losses(batch, **keys)
-            one = torch.ones((), dtype=torch.int64, device=self.device)
-            return self.loss(self.model_parts[0](batch.tokens, **keys), batch.labels, one)
-
-    def keys_of(self, batch: Batch) -> dict[str, Tensor]:
-        """What the model's forward takes beside the tokens, by name, a row for each row of the batch.
-
-        positions and document_ids where the batch has positions; row_keys for a model that draws from them. Torch's
-        generators, from which all others draw, are seeded.
-        """
-        seed_microbatch(self.seed, self.step, batch.sequences.tolist()[0], self.pp_rank, self.device)
-        keys = document_arguments(batch.positions)
-        if self.model_parts[0].draws:
-            keys["row_keys"] = to_device(row_keys(self.seed, self.step, batch.sequences), self.device)
-        return keys
 
     def wait_for_ranks(self) -> None:
         """Until all data ranks have come to this step: takes part in its first collective, in place of the step."""
@@ -297,21 +267,3 @@ def mark_last(batches: Sequence[Batch]) -> Iterator[tuple[Batch, bool]]:
     """Each microbatch, and whether it is the last one of the step."""
     for index, batch in enumerate(batches):
         yield batch, index == len(batches) - 1
-
-
-def on_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch with all but its sequences on the device."""
-    return batch._replace(
-        tokens=to_device(batch.tokens, device),
-        labels=to_device(batch.labels, device),
-        sources=to_device(batch.sources, device),
-        positions=None if batch.positions is None else to_device(batch.positions, device),
-    )
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device, without waiting for the copy: from pinned memory it runs beside the host.
-
-    Pinned here, not in the loader's thread, whose current device would be the first GPU on every rank.
-    """
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

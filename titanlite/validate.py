@@ -11,14 +11,16 @@ from torch import Tensor
 from titanlite.data.config import DataConfig, check_with_settings
 from titanlite.data.loader import Batch, Loader
 from titanlite.data.sources import SourceConfig
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.forward import ModelOnMesh, on_device
 from titanlite.labels import IGNORE_INDEX
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.sinks import Sinks
-from titanlite.metrics.validation import SetTotals, ValidationRecord, sum_of
+from titanlite.metrics.validation import SetTotals, ValidationRecord
 from titanlite.parallel.data import wrapped_modules
 from titanlite.runtime.errors import DataError, Problem, UserError, require
+from titanlite.runtime.logging import log
 from titanlite.runtime.signals import StopRequest
-from titanlite.trainer import Trainer, on_device
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,22 @@ def check_validation(
     return problems
 
 
+def build_token_bytes(tokenizer: Tokenizer | None, vocab_size: int, device: torch.device) -> Tensor | None:
+    """The bytes of text that each token of the model stands for; None where the tokenizer does not say."""
+    sizes = tokenizer.token_bytes() if tokenizer else None
+    if sizes is None:
+        log.info("Validation: without bits per byte, since %s", why_no_bytes(tokenizer))
+        return None
+    table = torch.zeros(vocab_size, dtype=torch.int64)
+    table[: len(sizes)] = torch.tensor(sizes)
+    return table.to(device)
+
+
+def why_no_bytes(tokenizer: Tokenizer | None) -> str:
+    """Of a tokenizer that does not say how many bytes its tokens stand for."""
+    return "there is no tokenizer" if tokenizer is None else "the tokenizer is not byte-level"
+
+
 class StoppedError(Exception):
     """All ranks have agreed to stop. number: of the signal that asks for it."""
 
@@ -84,16 +102,16 @@ class StoppedError(Exception):
 
 
 class Evaluator:
-    """Sums the loss of the trainer's model over whole data sets. All ranks call it alike.
+    """Sums the loss of a model over whole data sets. All ranks call it alike.
 
     group: of gloo, over all ranks: they agree there on each batch. token_bytes: int64 (vocab_size,), the bytes of text
     that each token stands for, on the device; None: not known. stop: whether this rank has been asked to end.
     """
 
     def __init__(
-        self, trainer: Trainer, group: dist.ProcessGroup, token_bytes: Tensor | None, stop: StopRequest
+        self, model: ModelOnMesh, group: dist.ProcessGroup, token_bytes: Tensor | None, stop: StopRequest
     ) -> None:
-        self._trainer = trainer
+        self._model = model
         self._group = group
         self._token_bytes = token_bytes
         self._stop = stop
@@ -104,26 +122,53 @@ class Evaluator:
         """(the totals over all that the loader gives until it ends, the rows that it has skipped as bad).
 
         steps: of the loader, at most; -1: all. The loader has given nothing yet, and is set to its beginning again.
-        Nothing of the trainer changes: not its weights, gradients, random state or place in the data. The device is
+        Nothing of the model changes: not its weights, gradients, random state or place in the data. The device is
         read once, at the end. Raises StoppedError on all ranks; DataError where this rank's data cannot be used, once
         `on_data_error` has heard of those of all ranks in the same step.
         """
-        trainer = self._trainer
+        model = self._model
         # Its last three are counts, exact up to 2^53.
-        totals = torch.zeros(4, dtype=torch.float64, device=trainer.device)
+        totals = torch.zeros(4, dtype=torch.float64, device=model.device)
         try:
-            with forward_only(trainer):
+            with forward_only(model):
                 for batches in self._batches(loader, steps, on_data_error):
                     for batch in batches:
-                        totals[:3] += self._totals_of(on_device(batch, trainer.device))
-            totals[:3] *= trainer.counts_loss
-            totals[3] += loader.bad_rows * trainer.counts_rows
+                        totals[:3] += self._totals_of(on_device(batch, model.device))
+            totals[:3] *= model.counts_loss
+            totals[3] += loader.bad_rows * model.counts_rows
         finally:
             loader.restart()
         dist.all_reduce(totals)
         loss_sum, *counts = totals.tolist()
         num_valid, num_bytes, bad_rows = (int(count) for count in counts)
         return SetTotals(loss_sum, num_valid, None if self._token_bytes is None else num_bytes), bad_rows
+
+    def totals_by_name(
+        self,
+        loaders: Mapping[str, Loader],
+        *,
+        steps: int,
+        max_bad_rows: int,
+        on_data_error: Callable[[DataError], None],
+    ) -> Iterator[tuple[str, SetTotals]]:
+        """(name, its totals), one loader after the other; steps and on_data_error as of `totals`.
+
+        Raises also UserError, on all ranks alike, in the end: where more than `max_bad_rows` rows of all of them turned
+        out bad, or there was nothing to predict.
+        """
+        bad_rows, any_valid = 0, False
+        for name, loader in loaders.items():
+            totals, bad = self.totals(loader, steps=steps, on_data_error=on_data_error)
+            bad_rows += bad
+            any_valid |= totals.num_valid > 0
+            yield name, totals
+        if bad_rows > max_bad_rows:
+            raise UserError(
+                f"data.max_bad_rows = {max_bad_rows}: {bad_rows} rows of the validation data were skipped as bad; mend "
+                "them, or raise data.max_bad_rows"
+            )
+        if not any_valid:
+            raise UserError("validation.sources: there is no token to predict in them: add data")
 
     def _batches(
         self, loader: Loader, steps: int, on_data_error: Callable[[DataError], None]
@@ -160,14 +205,14 @@ class Evaluator:
         num_bytes = torch.zeros((), device=valid.device)
         if self._token_bytes is not None:
             num_bytes = torch.where(valid, self._token_bytes[batch.labels.clamp(min=0)], 0).sum()
-        loss_sum = self._trainer.row_losses(batch).to(torch.float64).sum()
+        loss_sum = self._model.row_losses(batch).to(torch.float64).sum()
         return torch.stack([value.to(torch.float64) for value in (loss_sum, valid.sum(), num_bytes)])
 
 
 @contextmanager
-def forward_only(trainer: Trainer) -> Iterator[None]:
+def forward_only(model: ModelOnMesh) -> Iterator[None]:
     """Inside, the model only computes. Afterwards its modes, torch's random numbers and its sharding are as before."""
-    parts, device = trainer.model_parts, trainer.device
+    parts, device = model.model_parts, model.device
     modes = [part.training for part in parts]
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         for part in parts:
@@ -217,22 +262,17 @@ class Validation:
         if step % self._section.interval and not last:
             return 0
         with self._meter.left_out() as clock:
-            found, bad_rows = {}, 0
             try:
-                for name, loader in self._loaders.items():
-                    found[name], bad = self._evaluator.totals(
-                        loader, steps=self._section.steps, on_data_error=on_data_error
+                found = dict(
+                    self._evaluator.totals_by_name(
+                        self._loaders,
+                        steps=self._section.steps,
+                        max_bad_rows=self._max_bad_rows,
+                        on_data_error=on_data_error,
                     )
-                    bad_rows += bad
+                )
             except StoppedError as stopped:
                 return stopped.number
-            if bad_rows > self._max_bad_rows:
-                raise UserError(
-                    f"data.max_bad_rows = {self._max_bad_rows}: {bad_rows} rows of the validation data were skipped as "
-                    "bad; mend them, or raise data.max_bad_rows"
-                )
-            if not sum_of(found.values()).num_valid:
-                raise UserError("validation.sources: there is no token to predict in them: add data")
             self._sinks.write(ValidationRecord(step, found, clock()))
         return 0
 

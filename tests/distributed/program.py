@@ -127,6 +127,21 @@ def start_program(
         arguments = ("--job.config_file", str(config), *arguments)
     if "--job.dump_folder" not in arguments:
         arguments = ("--job.dump_folder", str(workplace / "out"), *arguments)
+    return start_command(
+        workplace, *arguments, ranks=ranks, program=program, launcher=launcher, name=name, environment=environment
+    )
+
+
+def start_command(
+    workplace: Path,
+    *arguments: str,
+    ranks: int = 0,
+    program: Sequence[str] = TRAIN,
+    launcher: Sequence[str] = TORCHRUN,
+    name: str = "output",
+    environment: dict[str, str] | None = None,
+) -> Program:
+    """As start_program, with these arguments alone."""
     launched = (*launcher, "--nproc-per-node", str(ranks)) if ranks else ()
     output = workplace / name
     settings = {

@@ -4,12 +4,14 @@ import gc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from tests.distributed.gradients import build_on_mesh
 from tests.distributed.reference import small_config
@@ -18,6 +20,7 @@ from titanlite.data.loader import Batch
 from titanlite.models import resolve_model
 from titanlite.models.attention import document_arguments
 from titanlite.models.family import MicrobatchShape
+from titanlite.parallel.data import wrapped_modules
 from titanlite.parallel.mesh import shard_logits
 from titanlite.parallel.tensor import parallel_loss
 from titanlite.plan.estimate import estimate
@@ -59,19 +62,22 @@ STEP_LAYOUTS = {
 MICROBATCHES = 4  # of a step
 
 
-def allocated(function: Callable[[], object]) -> tuple[int, int]:
-    """(bytes left allocated while the result lives, most bytes at any time), over all CPU tensors of the process."""
+def peak_bytes(function: Callable[[], object]) -> int:
+    """Most bytes that `function` has allocated at any time, over all CPU tensors of the process."""
     gc.collect()  # what is freed inside should have been allocated inside
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        result = function()
-        gc.collect()
-    del result
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return now, most
+        function()
+    return max(accumulate(size for _, size in memory_events(profiler)), default=0)
+
+
+def memory_events(profiler: Any) -> list[tuple[int, int]]:
+    """(time, bytes allocated; negative: freed), of memory that was allocated while the profiler ran.
+
+    Not of threads that it does not know: of what a collective's tensors are freed late, by the thread of gloo that lets
+    go of them last, nothing is to be seen.
+    """
+    events = profiler.profiler.kineto_results.events()
+    return sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
 
 
 def configuration(world_size: int, settings: list[str], microbatches: int) -> tuple[JobConfig, list[Batch]]:
@@ -105,14 +111,27 @@ def forward_loss(trainer: Trainer, batch: Batch) -> Tensor:
         return trainer.loss(logits, batch.labels, torch.tensor(batch.labels.numel())).sum()
 
 
+def kept_by_forward(trainer: Trainer, batch: Batch) -> int:
+    """Bytes between forward and backward of one microbatch: those that are let go of with its loss and with the
+    gathered parameters. By this thread, so that they do not depend on when gloo's threads let go of theirs."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        loss = forward_loss(trainer, batch)
+        gc.collect()
+        with record_function("let go"):
+            del loss
+            gc.collect()
+            for module in wrapped_modules(trainer.model_parts[0]):
+                module.reshard()
+    (begin,) = (event for event in profiler.profiler.kineto_results.events() if event.name() == "let go")
+    return -sum(size for time, size in memory_events(profiler) if time >= begin.start_ns())
+
+
 def measured_kept(all_settings: list[list[str]]) -> list[int]:
-    """Bytes between forward and backward of one microbatch. The least of three: collectives of a forward pass are let
-    go of by another thread, sometimes after it."""
     found = []
     for settings in all_settings:
         config, batches = configuration(dist.get_world_size(), settings, 1)
-        least = min(allocated(partial(forward_loss, warm_trainer(config, batches), batches[0]))[0] for _ in range(3))
-        found.append(least)
+        found.append(kept_by_forward(warm_trainer(config, batches), batches[0]))
     return found
 
 
@@ -123,10 +142,7 @@ def measured_for_documents(all_settings: list[list[str]]) -> list[int]:
         config, (batch,) = configuration(dist.get_world_size(), settings, 1)
         trainer = warm_trainer(config, [batch])
         packed = batch._replace(positions=torch.arange(SEQ_LEN).remainder(100).expand(ROWS, -1))
-        plain, documents = (
-            min(allocated(partial(forward_loss, trainer, rows))[0] for _ in range(3)) for rows in (batch, packed)
-        )
-        found.append(documents - plain)
+        found.append(kept_by_forward(trainer, packed) - kept_by_forward(trainer, batch))
     return found
 
 
@@ -148,7 +164,7 @@ def measured_peaks(all_settings: list[list[str]]) -> list[int]:
     for settings in all_settings:
         config, batches = configuration(dist.get_world_size(), settings, MICROBATCHES)
         trainer = warm_trainer(config, batches)
-        found.append(allocated(partial(trainer.train_step, batches))[1])
+        found.append(peak_bytes(partial(trainer.train_step, batches)))
     return found
 
 
@@ -213,7 +229,7 @@ def test_what_documents_in_a_row_add() -> None:
 @pytest.mark.parametrize("layout", ["tp 2", "tp 2, whole logits"])
 def test_what_a_microbatch_keeps_with_tensor_parallelism(layout: str) -> None:
     errors = kept_errors(layout, "float32")
-    assert {mode: error for mode, error in errors.items() if abs(error) > 0.10} == {}
+    assert {mode: error for mode, error in errors.items() if abs(error) > 0.02} == {}
 
 
 @pytest.mark.slow

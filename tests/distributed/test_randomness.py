@@ -11,7 +11,7 @@ from tests.distributed.drawing import drawing_families
 from tests.distributed.gradients import build_on_mesh, compare, replaced, whole
 from tests.distributed.layouts import BOUNDS, COMPILE, FULL, Layout, depth, runs_here, schedule
 from tests.distributed.reference import global_batch, rank_batches, reference_step
-from titanlite import trainer as trainer_module
+from titanlite import forward as forward_module
 from titanlite.build import batch_rows
 from titanlite.runtime.launch import run_ranks
 from titanlite.trainer import Trainer
@@ -128,7 +128,7 @@ def seeded(layouts: Sequence[Layout]) -> list[list[list[int]]]:
     found = []
     for layout in layouts:
         calls: list[list[int]] = []
-        with replaced(trainer_module, "seed_microbatch", lambda *facts, calls=calls: calls.append([*facts[:4]])):
+        with replaced(forward_module, "seed_microbatch", lambda *facts, calls=calls: calls.append([*facts[:4]])):
             trainer, batches, _ = trainer_at(STEP, layout, "llama3", "debug.seed=3")
             trainer.train_step(batches)
         found.append(calls)

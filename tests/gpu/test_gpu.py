@@ -20,11 +20,12 @@ from tests.distributed.program import REPOSITORY, TORCHRUN, clean_environment, r
 from tests.distributed.reference import global_batch, rank_batches, reference_step
 from titanlite.build import batch_rows, build_model, build_trainer
 from titanlite.data.loader import Batch
+from titanlite.forward import on_device
 from titanlite.models.attention import attend, attention_mask, document_arguments
 from titanlite.models.randomness import row_keys, uniform
 from titanlite.parallel.mesh import build_mesh
 from titanlite.runtime.determinism import seed_microbatch
-from titanlite.trainer import Trainer, on_device
+from titanlite.trainer import Trainer
 
 GPUS = torch.cuda.device_count()
 pytestmark = [

@@ -19,7 +19,7 @@ LAYERS = [
         *["titanlite.parallel.parallelize", "titanlite.parallel.pipeline"],
         *["titanlite.checkpoint", "titanlite.metrics", "titanlite.huggingface"],
     ],
-    ["titanlite.trainer", "titanlite.validate"],
+    ["titanlite.forward", "titanlite.trainer", "titanlite.validate"],
     ["titanlite.build", "titanlite.config", "titanlite.saved_run"],
     [
         *["titanlite.train", "titanlite.summary", "titanlite.parity", "titanlite.plan", "titanlite.config.document"],

@@ -74,18 +74,22 @@ def parse_config(argv: Sequence[str]) -> tuple[JobConfig, list[Problem]]:
     return parsed.config, parsed.problems
 
 
-def config_from_values(values: Mapping[str, Mapping[str, Any]]) -> JobConfig:
-    """The configuration that a checkpoint's manifest holds, by section. Raises ConfigError where it is of another form,
-    as one that a later titanlite has written may be."""
+def config_from_values(values: Mapping[str, Mapping[str, Any]], argv: Sequence[str] = ()) -> JobConfig:
+    """The configuration that a checkpoint's manifest holds, by section; argv: `--section.key value` on top of it.
+
+    Raises ConfigError where it is of another form, as one that a later titanlite has written may be, and for argv.
+    """
+    arguments = split_arguments(argv)
     tables = {name: dict(table) for name, table in values.items()}
     tables["job"].pop("config_file", None)
     model = tables["model"]
     tables["model"] = model | model.pop("overrides", {})
-    problems: list[Problem] = []
+    problems = list(arguments.problems)
     family = model.get("family", ModelConfig.family)
-    sections = {
-        name: build_section(name, table, family, problems) for name, table in sections_of(tables, problems).items()
-    }
+    known = sections_of(tables, problems)
+    found = [put_argument(known, key, text, family) for key, text in arguments.texts.items()]
+    problems += [problem for problem in found if problem]
+    sections = {name: build_section(name, table, family, problems) for name, table in known.items()}
     if problems:
         raise ConfigError(problems)
     return JobConfig(**sections)

@@ -12,12 +12,14 @@ from typing import Literal
 
 from titanlite.runtime.errors import Problem, require
 
+Kind = Literal["text", "jsonl", "parquet", "hf", "tokens", "python-stdlib"]
+
 
 @dataclass(frozen=True)
 class SourceConfig:
     """One [[data.sources]] table."""
 
-    kind: Literal["text", "jsonl", "parquet", "hf", "tokens", "python-stdlib"] = "python-stdlib"
+    kind: Kind = "python-stdlib"
     """What the files are. hf: a dataset of the Hugging Face hub, or a folder in its layout. python-stdlib: the *.py of
     the running interpreter's standard library, no path needed."""
     path: str = ""
@@ -46,7 +48,7 @@ class SourceConfig:
     """How often it is read: a run ends when such a source has. -1: for ever."""
 
 
-SUFFIXES: dict[str, tuple[str, ...]] = {
+SUFFIXES: dict[Kind, tuple[str, ...]] = {
     "text": (".txt", ".md"),
     "jsonl": (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"),
     "parquet": (".parquet",),

@@ -1,0 +1,184 @@
+"""A saved run on any data: the numbers of its own validation, on every mesh, and nothing of the run changes."""
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.distributed.program import Program, own_tracebacks, rows, start_command, start_program
+from tests.distributed.reference import SEQ_LEN
+from titanlite.checkpoint.folder import step_folder
+from titanlite.config.schema import JobConfig
+from titanlite.data.bpe import train_bpe
+from titanlite.evaluate import evaluated_config, parse_arguments, reading
+from titanlite.runtime.distributed import World
+from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.job_lock import job_lock
+from titanlite.saved_run import open_run
+
+pytestmark = pytest.mark.slow
+
+TEXT = "the model reads what it is given, and says it again\n"
+HELD_OUT = "it says what it reads: né, the model!\n" * 9
+ONE = World(0, 0, 1, "cpu")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `out`, a run of 4 steps that was validated in the end, and its files."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text(TEXT * 100)
+    (folder / "held_out.txt").write_text(HELD_OUT)
+    lengths = (1, 40, 3, 700, 16, 17, 90)
+    (folder / "uneven.jsonl").write_text("".join(json.dumps({"text": (TEXT * 20)[:n]}) + "\n" for n in lengths))
+    train_bpe(iter([TEXT] * 4), 280, folder)
+    program = start_program(
+        folder,
+        *("--data.sources.0.kind", "text", "--data.sources.0.path", str(folder / "text.txt")),
+        *("--tokenizer.path", str(folder), "--model.vocab_size", "300", "--model.flavor", "debug"),
+        *("--training.steps", "4", "--checkpoint.enable", "true", "--data.document_mask", "true"),
+        *("--validation.enable", "true", "--validation.sources.0.path", str(folder / "held_out.txt")),
+        *("--validation.sources.0.kind", "text", "--validation.sources.0.name", "held out"),
+        *("--validation.sources.1.kind", "jsonl", "--validation.sources.1.path", str(folder / "uneven.jsonl")),
+        *("--validation.sources.1.name", "uneven"),
+    )
+    assert program.wait() == 0, program.output
+    return folder
+
+
+def start_evaluation(folder: Path, *arguments: str, ranks: int = 0) -> Program:
+    """Starts it on `out`; numbers go to result.json."""
+    own = (str(folder / "out"), "--json", str(folder / "result.json"))
+    return start_command(folder, *own, *arguments, ranks=ranks, program=("-m", "titanlite.evaluate"))
+
+
+def result(folder: Path) -> Any:
+    return json.loads((folder / "result.json").read_text())
+
+
+def state_of(folder: Path) -> dict[str, tuple[int, int]]:
+    """Of all files below it: when changed, and size."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_the_numbers_of_the_runs_own_validation(trained: Path, ranks: int) -> None:
+    """While a job uses the folder, in which nothing changes."""
+    (row,) = (row for row in rows(trained / "out") if "validation/loss" in row)
+    with job_lock(str(trained / "out"), 0, take_over=False, environment=os.environ):
+        before = state_of(trained / "out")
+        program = start_evaluation(trained, ranks=ranks)
+        assert program.wait() == 0, program.output
+        assert state_of(trained / "out") == before
+    found = result(trained)
+    assert (found["step"], found["num_streams"], found["document_mask"]) == (4, 16, True)
+    assert found["all"]["num_valid"] == row["validation/num_valid"]
+    for key in ("loss", "perplexity", "bits_per_byte"):
+        assert found["all"][key] == pytest.approx(row[f"validation/{key}"], rel=1e-12, abs=0)
+        for name in ("held out", "uneven"):
+            right = row[f"validation/{key}/{name}"]
+            assert found["sources"][name][key] == pytest.approx(right, rel=1e-12, abs=0)
+    assert "held out" in program.output
+    assert "uneven" in program.output
+
+
+def test_other_data_by_plain_torch_and_bytes_counted_in_the_text(trained: Path) -> None:
+    program = start_evaluation(
+        trained,
+        *("--data", str(trained / "held_out.txt"), "--data.num_streams", "1", "--data.document_mask", "false"),
+        *("--training.global_batch_size", "2", "--training.local_batch_size", "2"),
+    )
+    assert program.wait() == 0, program.output
+    found = result(trained)["all"]
+    saved = open_run(trained / "out")
+    tokenizer = saved.tokenizer()
+    assert tokenizer is not None
+    assert tokenizer.eos_id is not None
+    ids = torch.tensor([*tokenizer.encode(HELD_OUT), tokenizer.eos_id])
+    model = saved.model(torch.device("cpu"), torch.float64)
+    loss_sum = 0.0
+    with torch.no_grad():
+        for begin in range(0, len(ids) - 1, SEQ_LEN):
+            window = ids[begin : begin + SEQ_LEN + 1]
+            loss_sum += float(functional.cross_entropy(model(window[None, :-1])[0], window[1:], reduction="sum"))
+    assert found["num_valid"] == len(ids) - 1
+    assert found["loss"] == pytest.approx(loss_sum / (len(ids) - 1), rel=1e-12)
+    assert found["perplexity"] == pytest.approx(math.exp(loss_sum / (len(ids) - 1)), rel=1e-12)
+    first = len(tokenizer.decode([int(ids[0])]).encode())  # which nothing predicts
+    num_bytes = len(HELD_OUT.encode()) - first
+    assert found["num_bytes"] == num_bytes
+    assert found["bits_per_byte"] == pytest.approx(loss_sum / math.log(2) / num_bytes, rel=1e-12)
+
+
+def test_a_bad_row_ends_all_ranks_with_one_message(trained: Path) -> None:
+    (trained / "bad.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
+    program = start_evaluation(trained, "--data", str(trained / "bad.jsonl"), ranks=2)
+    assert program.wait() == 1
+    assert program.output.count("bad.jsonl, line 2: ") == 1
+    assert own_tracebacks(program.output) == 0
+
+
+def configured(folder: Path, *arguments: str, size: int = 1, has_tokenizer: bool = True) -> JobConfig:
+    own, rest = parse_arguments([str(folder), *arguments])
+    return evaluated_config(open_run(folder), own, rest, World(0, 0, size, "cpu"), has_tokenizer=has_tokenizer)
+
+
+def refusal(folder: Path, *arguments: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        configured(folder, *arguments)
+    assert len(caught.value.problems) == 1
+    return str(caught.value)
+
+
+def test_refusals(trained: Path, tmp_path: Path) -> None:
+    run = trained / "out"
+    assert "nothing matches" in refusal(run, "--data", str(tmp_path / "nowhere.txt"))
+    assert "these are none of them" in refusal(run, "--data", str(trained / "config.toml"))
+    assert "text and jsonl" in refusal(run, "--data", str(trained))
+    assert "--steps = 0" in refusal(run, "--steps", "0")
+    assert "--json = " in refusal(run, "--json", str(tmp_path / "nowhere" / "file"))
+    assert "model.dim = " in refusal(run, "--model.dim", "3")
+    assert "data.packing = 'most'" in refusal(run, "--data.packing", "most")
+    assert "validation.sources.0.path = ''" in refusal(run, "--validation.sources.0.kind", "jsonl")
+    assert "model.max_seq_len" in refusal(run, "--training.seq_len", "1000000")
+    assert "parallelism.tp = 2" in refusal(run, "--parallelism.tp", "2")
+
+
+def test_data_that_are_asked_for_take_the_place_of_the_runs_own(trained: Path, tmp_path: Path) -> None:
+    run = trained / "out"
+    named = configured(run, "--data", str(trained / "*.jsonl"), "--data", str(trained / "text.txt"), "--steps", "3")
+    assert [source.kind for source in named.validation.sources] == ["jsonl", "text"]
+    assert named.validation.steps == 3
+    by_key = configured(run, "--validation.sources.0.kind", "text", "--validation.sources.0.path", str(trained))
+    assert [source.name for source in by_key.validation.sources] == [""]
+    with_key = configured(run, "--data", str(trained / "text.txt"), "--validation.sources.0.document", "line")
+    assert with_key.validation.sources[0].document == "line"
+    # Wherever the data of training are by now, and whether or not one may write here.
+    shutil.copytree(run, tmp_path / "moved")
+    assert configured(tmp_path / "moved", size=2).parallelism.dp_shard == -1
+
+
+def test_what_a_run_lacks(trained: Path) -> None:
+    saved = open_run(trained / "out")
+    saved.manifest.config["validation"]["sources"] = []
+    own, rest = parse_arguments([str(trained / "out")])
+    with pytest.raises(ConfigError, match=r"--data = ''\n.*no validation.sources\n.*write --data"):
+        evaluated_config(saved, own, rest, ONE, has_tokenizer=True)
+    with pytest.raises(ConfigError, match=r"validation\.sources\.0\.kind = 'text'\n.*the run has no tokenizer"):
+        configured(trained / "out", "--data", str(trained / "text.txt"), has_tokenizer=False)
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_read(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "out", tmp_path / "out")
+    saved = open_run(tmp_path / "out")
+    assert saved.path == step_folder(tmp_path / "out" / "checkpoint", 4)
+    shutil.rmtree(saved.path)
+    with pytest.raises(UserError, match=r"step-4 is gone: it was deleted while it was read"), reading(saved.path):
+        saved.model(torch.device("cpu"), torch.float64)
