@@ -10,10 +10,11 @@ from torch import Tensor
 
 from titanlite.models import FAMILIES
 from titanlite.models.attention import AttentionMask, attention_mask
+from titanlite.models.decoder.model import Block
 from titanlite.models.layers import RotaryTables
 from titanlite.models.llama3 import LLAMA3
 from titanlite.models.llama3.config import Llama3Config
-from titanlite.models.llama3.model import Block, Llama3
+from titanlite.models.llama3.model import Llama3, attention
 from titanlite.models.randomness import dropout
 
 P = 0.25
@@ -23,7 +24,7 @@ class DrawingBlock(Block):
     """site: name of the block in the whole model; None: what is drawn comes from torch's own generators."""
 
     def __init__(self, config: Llama3Config, site: str | None) -> None:
-        super().__init__(config)
+        super().__init__(config, attention(config))
         self.site = site
 
     def forward(

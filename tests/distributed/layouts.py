@@ -75,8 +75,10 @@ COMPILE = ("compile.enable=true", AOT)
 FULL = ("activation_checkpoint.mode=full",)
 BY_OP = ("activation_checkpoint.mode=selective", "activation_checkpoint.selective_policy=op")
 BY_LAYER = ("activation_checkpoint.mode=selective", "activation_checkpoint.selective_policy=layer")
-UNSAID = (AOT, "activation_checkpoint.mode=selective")
+QWEN3 = ("model.family=qwen3", "model.head_dim=16")  # its heads are twice as wide as the residual stream
+UNSAID = (AOT, "activation_checkpoint.mode=selective", QWEN3[1])
 SHORT = {
+    QWEN3[0]: "qwen3",
     "compile.enable=true": "compile",
     FULL[0]: "recompute full",
     BY_OP[1]: "recompute op",
@@ -121,6 +123,11 @@ QUICK = (
     Layout((2, 1, 1, 1), (*schedule("InterleavedZeroBubble"), *COMPILE, *FULL, *PAIRS)),
     Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *COMPILE, *BY_OP)),
     Layout((2, 1, 1, 1), (*schedule("DualPipeV"), *FULL)),
+    Layout((1, 2, 1, 1), (*QWEN3, *BY_OP), accumulation=3, rows=24),
+    Layout((1, 1, 2, 1), (*QWEN3, *TIED, *FULL)),
+    Layout((1, 1, 1, 2), (*QWEN3, *COMPILE, *BY_OP), accumulation=3, rows=24),
+    Layout((1, 1, 1, 2), (*QWEN3, *WHOLE_LOGITS, *TIED, *FULL)),
+    Layout((2, 1, 1, 1), (*QWEN3, *schedule("Interleaved1F1B"))),
 )
 """One and two ranks."""
 
@@ -141,6 +148,10 @@ SLOW = (
     Layout((2, 1, 1, 2), (*schedule("DualPipeV"), *COMPILE)),
     Layout((4, 1, 1, 1), (*schedule("Interleaved1F1B"), *depth(7), *BY_LAYER)),
     Layout((4, 1, 1, 1), (*schedule("LoopedBFS"), *depth(6), *PAIRS, *COMPILE), accumulation=3, rows=24),
+    Layout((1, 1, 2, 2), (*QWEN3, *COMPILE, *FULL), accumulation=3, rows=24),
+    Layout((1, 2, 1, 2), (*QWEN3, *BY_OP)),
+    Layout((2, 1, 1, 2), (*QWEN3, *schedule("Interleaved1F1B"), *COMPILE, *BY_OP)),
+    Layout((2, 1, 2, 1), (*QWEN3, *schedule("ZBVZeroBubble"))),
     # hybrid sharding x tensor parallelism
     Layout((1, 2, 2, 2), accumulation=3, rows=24),
     # the pair: sharded or replicated, with the same loss curve

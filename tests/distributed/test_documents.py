@@ -9,10 +9,22 @@ from torch import Tensor
 
 from tests.distributed.documents import documents_step, documents_steps, packed_batch
 from tests.distributed.gradients import replaced
-from tests.distributed.layouts import BY_LAYER, BY_OP, COMPILE, FULL, PAIRS, TIED, Layout, depth, runs_here, schedule
+from tests.distributed.layouts import (
+    BY_LAYER,
+    BY_OP,
+    COMPILE,
+    FULL,
+    PAIRS,
+    QWEN3,
+    TIED,
+    Layout,
+    depth,
+    runs_here,
+    schedule,
+)
 from titanlite.data.loader import Batch
 from titanlite.models.attention import AttentionMask
-from titanlite.models.llama3 import model as llama3
+from titanlite.models.decoder import model as decoder
 from titanlite.runtime.launch import run_ranks
 from titanlite.trainer import Trainer
 
@@ -22,7 +34,7 @@ QUICK = (
     Layout((1, 1, 1, 1), accumulation=2),
     Layout((1, 1, 1, 1), (*FULL, *TIED)),
     Layout((1, 1, 1, 1), BY_OP),
-    Layout((1, 1, 1, 2), BY_OP),
+    Layout((1, 1, 1, 2), (*QWEN3, *BY_OP)),
     INTERLEAVED,
 )
 SLOW = (
@@ -30,7 +42,9 @@ SLOW = (
     Layout((1, 1, 1, 1), (*COMPILE, *BY_OP)),
     Layout((1, 1, 2, 1), (*COMPILE, *FULL), accumulation=2),
     Layout((1, 2, 1, 1), BY_LAYER, accumulation=2),
+    Layout((1, 1, 1, 2), BY_OP),
     Layout((1, 1, 1, 2), (*COMPILE, *BY_OP)),
+    Layout((1, 1, 1, 2), (*QWEN3, *COMPILE, *FULL)),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *BY_OP)),
     Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *depth(3), *COMPILE, *BY_OP)),
     Layout((2, 1, 1, 1), (*schedule("InterleavedZeroBubble"), *COMPILE, *PAIRS)),
@@ -63,7 +77,7 @@ def test_the_batch_has_documents_of_all_kinds() -> None:
     assert {1, 2, positions.shape[1]} < set(starts.tolist())
 
 
-attention_mask = llama3.attention_mask
+attention_mask = decoder.attention_mask
 
 
 def without_mask(_ids: Tensor | None, _dtype: torch.dtype, _head_dim: int) -> None:
@@ -105,7 +119,7 @@ def planted() -> dict[str, dict[str, Any]]:
     """What is found of each mistake."""
     found = {}
     for leak in LEAKS:
-        with replaced(llama3, "attention_mask", leak):
+        with replaced(decoder, "attention_mask", leak):
             found[leak.__name__] = documents_step(INTERLEAVED)
     for mutate in (last_part_is_not_told, positions_go_on):
         found[mutate.__name__] = documents_step(INTERLEAVED, mutate)

@@ -12,24 +12,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from tests.distributed.gradients import replaced
-from tests.distributed.layouts import BOUNDS, Layout, measure
+from tests.distributed.layouts import BOUNDS, QWEN3, Layout, measure
 from tests.distributed.test_mutations import without_last_sync
 from titanlite import build as build_module
 from titanlite import trainer as trainer_module
 from titanlite.data.loader import Batch
 from titanlite.labels import IGNORE_INDEX
 from titanlite.loss import cross_entropy_by_row
+from titanlite.models.family import TensorStyle
 from titanlite.models.init import Init
 from titanlite.parallel import clip as clip_module
+from titanlite.parallel import tensor as tensor_module
 from titanlite.parallel.data import wrapped_modules
 from titanlite.runtime.launch import run_ranks
 from titanlite.trainer import Trainer
 
 PP = Layout((2, 1, 1, 1))
 TP = Layout((1, 1, 1, 2))
+TP_QWEN3 = Layout((1, 1, 1, 2), QWEN3)
 REPLICATE = Layout((1, 2, 1, 1), accumulation=2)
 SHARD = Layout((1, 1, 2, 1), ("parallelism.gradient_sync=last",), accumulation=2)
 
@@ -178,6 +182,24 @@ def random_by_torch() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def heads_taken_for_all() -> Iterator[None]:
+    """The norm of queries and keys takes a rank's heads for all of them: its gradient stays that of these heads.
+
+    The loss of the step does not show it.
+    """
+    torch_style = tensor_module._torch_style
+
+    def style_of(style: TensorStyle, module: nn.Module, shard_logits: bool) -> ParallelStyle:
+        found = torch_style(style, module, shard_logits)
+        if style == "head_norm":
+            found.sequence_sharding = (Replicate(),)
+        return found
+
+    with replaced(tensor_module, "_torch_style", style_of):
+        yield
+
+
 MISTAKES = (
     Mistake("sum of losses divided only after the pipeline's backward pass", PP, divided_after_backward),
     Mistake("scale_grads=True on top of the division by tokens", PP, scaled_gradients),
@@ -193,6 +215,7 @@ MISTAKES = (
     Mistake("forward pass around the wrapper", SHARD, bypassed_wrapper),
     Mistake("a .float() in a norm", TP, norm_in_single_precision),
     Mistake("gradients of norms not summed over tp", TP, norms_not_summed_over_tp),
+    Mistake("gradients of the norms of queries and keys not summed over tp", TP_QWEN3, around=heads_taken_for_all),
     Mistake("loss counted on every tp rank", TP, loss_of_every_rank),
     Mistake("labels of another microbatch", PP, labels_of_the_next_microbatch),
 )

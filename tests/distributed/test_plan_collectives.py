@@ -31,6 +31,7 @@ LAYOUTS: dict[int, list[list[str]]] = {
         ["parallelism.fsdp_reshard_after_forward=always", *DEEP],
         ["parallelism.fsdp_reshard_after_forward=never", *DEEP],
         TP,
+        ["model.family=qwen3", "model.head_dim=16", *TP],
         ["parallelism.loss_parallel=false", "activation_checkpoint.mode=full", *TP],
         ["activation_checkpoint.mode=selective", *TP],
         ["activation_checkpoint.mode=selective", "activation_checkpoint.selective_policy=layer", *TP],

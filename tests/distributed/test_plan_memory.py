@@ -31,6 +31,7 @@ from titanlite.trainer import DTYPES, Trainer
 ROWS, SEQ_LEN, VOCAB_SIZE = 2, 256, 512
 SHAPE = ["model.dim=128", "model.n_layers=4", "model.n_heads=4", "model.ffn_dim=384", f"model.vocab_size={VOCAB_SIZE}"]
 SHAPE += [f"model.max_seq_len={SEQ_LEN}", f"training.seq_len={SEQ_LEN}", f"training.local_batch_size={ROWS}"]
+QWEN3 = ["model.family=qwen3", "model.head_dim=64"]  # twice as wide as the residual stream, normalised
 DTYPE = {
     "float32": ["training.dtype=float32"],
     "bfloat16": ["training.dtype=float32", "training.mixed_precision_param=bfloat16"],
@@ -45,6 +46,7 @@ KEPT_LAYOUTS = {
     "1 process": (1, []),
     "tp 2": (2, ["parallelism.tp=2"]),
     "tp 2, whole logits": (2, ["parallelism.tp=2", "parallelism.loss_parallel=false"]),
+    "1 process, qwen3": (1, QWEN3),
 }
 STEP_LAYOUTS = {
     "1 process": (1, []),
@@ -197,9 +199,11 @@ def peak_errors(layout: str, dtype: str) -> dict[str, list[float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_a_microbatch_keeps_in_one_process(dtype: str) -> None:
-    errors = kept_errors("1 process", dtype)
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [("1 process", "float32"), ("1 process", "bfloat16"), ("1 process, qwen3", "bfloat16")]
+)
+def test_what_a_microbatch_keeps_in_one_process(layout: str, dtype: str) -> None:
+    errors = kept_errors(layout, dtype)
     assert {mode: error for mode, error in errors.items() if abs(error) > 0.02} == {}
 
 

@@ -5,10 +5,12 @@ from typing import Any
 
 from titanlite.models.family import Family, ModelConfig
 from titanlite.models.llama3 import LLAMA3
+from titanlite.models.qwen3 import QWEN3
 from titanlite.runtime.errors import Problem
 
 FAMILIES: dict[str, Family] = {
     LLAMA3.name: LLAMA3,
+    QWEN3.name: QWEN3,
 }
 
 

@@ -25,7 +25,7 @@ class ModelConfig:
     """Hyper-parameters given beside the flavor, by name, e.g. {"vocab_size": 4096}; they stand in [model] itself."""
 
 
-TensorStyle = Literal["vocabulary", "norm", "gather", "column", "row", "logits"]
+TensorStyle = Literal["vocabulary", "norm", "head_norm", "gather", "column", "row", "logits"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class Plan:
         All of them keep the residual stream (batch, seq_len, dim) cut along seq_len outside of "gather" modules.
         "vocabulary": an embedding, cut by rows; its output is cut along seq_len.
         "norm": whole on every rank, each of which normalises its own positions.
+        "head_norm": whole on every rank, each of which normalises its own heads: of (batch, seq_len, heads, head_dim)
+        as the "column" layer before it left them.
         "gather": a module with parallel layers inside; its first input is gathered along seq_len before it.
         "column": a linear layer cut by output features, "row": by input features, its output summed and cut along
         seq_len.
@@ -148,6 +150,10 @@ class HuggingFace:
 @dataclass(frozen=True)
 class Family:
     """A model family. The hyper-parameters' type is the family's own frozen dataclass (`config_type`).
+
+    Each field has a string below it that says what it is, for --help and docs/config.md. Of the hyper-parameters others
+    read dim, the width of what blocks pass on, head_dim and vocab_size; `build`'s result has its parts by the plan's
+    names.
 
     check(config, seq_len, tp, pp): problems of the hyper-parameters, keys under "model.", for these degrees.
     build(config): the model; parameters on the default device (meta, in training), not initialised.

@@ -65,13 +65,14 @@ class RotaryTables:
 class RotaryEmbedding(nn.Module):
     """Tables of rotary position embeddings (Su et al., "RoFormer", 2021) for positions 0 … max_seq_len - 1.
 
-    The buffers `cos` and `sin` (max_seq_len, head_dim / 2) are garbage until `init_buffers`.
+    scaling: of the wavelengths; None: none. The buffers `cos` and `sin` (max_seq_len, head_dim / 2) are garbage until
+    `init_buffers`.
     """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, head_dim: int, max_seq_len: int, theta: float, scaling: RopeScaling) -> None:
+    def __init__(self, head_dim: int, max_seq_len: int, theta: float, scaling: RopeScaling | None) -> None:
         super().__init__()
         self.head_dim = head_dim
         self.max_seq_len = max_seq_len
@@ -83,7 +84,8 @@ class RotaryEmbedding(nn.Module):
     def init_buffers(self, device: torch.device, dtype: torch.dtype) -> None:
         """Compute the tables in float64 on the CPU (alike on every device), keep them as `dtype` on `device`."""
         exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu") / self.head_dim
-        inv_freq = self.scaling.apply(self.theta**-exponent)
+        inv_freq = self.theta**-exponent
+        inv_freq = inv_freq if self.scaling is None else self.scaling.apply(inv_freq)
         positions = torch.arange(self.max_seq_len, dtype=torch.float64, device="cpu")
         angles = torch.outer(positions, inv_freq)
         self.cos = angles.cos().to(device=device, dtype=dtype)
@@ -102,24 +104,33 @@ class Attention(nn.Module):
     Heads are counted off the projections' outputs, not off the configuration: where the projections are cut by heads,
     each rank attends with its own ones.
 
+    head_norm_eps: with it each head of queries and keys is normalised (RMSNorm, one weight for all heads of either)
+    before it is rotated; None: not.
     attend: what computes attention itself, models/attention.py's; whoever generates puts one there that remembers.
     """
 
-    def __init__(self, dim: int, n_heads: int, n_kv_heads: int) -> None:
+    def __init__(
+        self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int, head_norm_eps: float | None = None
+    ) -> None:
         super().__init__()
-        self.head_dim = dim // n_heads
+        self.head_dim = head_dim
         self.attend: Callable[[Tensor, Tensor, Tensor, AttentionMask | None], Tensor] = attend
-        self.wq = nn.Linear(dim, n_heads * self.head_dim, bias=False)
-        self.wk = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
-        self.wv = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
-        self.wo = nn.Linear(n_heads * self.head_dim, dim, bias=False)
+        self.wq = nn.Linear(dim, n_heads * head_dim, bias=False)
+        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
+        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
+        self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
+        self.q_norm = None if head_norm_eps is None else nn.RMSNorm(head_dim, head_norm_eps)
+        self.k_norm = None if head_norm_eps is None else nn.RMSNorm(head_dim, head_norm_eps)
 
     def forward(self, x: Tensor, rope: RotaryTables, mask: AttentionMask | None) -> Tensor:
         """x: (batch, seq_len, dim); mask: from attention_mask, None: causal. Returns (batch, seq_len, dim)."""
         batch, seq_len, _ = x.shape
-        queries = rope.rotate(self.wq(x).view(batch, seq_len, -1, self.head_dim))
-        keys = rope.rotate(self.wk(x).view(batch, seq_len, -1, self.head_dim))
+        queries = self.wq(x).view(batch, seq_len, -1, self.head_dim)
+        keys = self.wk(x).view(batch, seq_len, -1, self.head_dim)
         values = self.wv(x).view(batch, seq_len, -1, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        queries, keys = rope.rotate(queries), rope.rotate(keys)
         attended = self.attend(queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), mask)
         out: Tensor = self.wo(attended.transpose(1, 2).flatten(2))
         return out

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 from titanlite.models.family import LanguageModel, Plan, TensorStyle
 
 _SEQUENCE = Shard(1)
+_HEADS_DIM = 2
 
 
 def apply_tensor_parallel(model: LanguageModel, plan: Plan, mesh: DeviceMesh, *, shard_logits: bool) -> list[str]:
@@ -27,7 +28,8 @@ def apply_tensor_parallel(model: LanguageModel, plan: Plan, mesh: DeviceMesh, *,
 
     Between blocks activations are (batch, seq_len / tp, dim) on each rank. The logits are a DTensor cut along the
     vocabulary where `shard_logits`, to be used inside `parallel_loss`; else whole on every rank. The gradient of a
-    parameter that is whole on every rank (a norm's) is summed over tp in backward.
+    parameter that is whole on every rank (a norm's) is summed over tp in backward: each rank has seen a part of the
+    positions, or of the heads.
     """
     axis = mesh["tp"]
     if axis.size() == 1:
@@ -70,6 +72,9 @@ def _torch_style(style: TensorStyle, module: nn.Module, shard_logits: bool) -> P
             return RowwiseParallel(input_layouts=Replicate(), output_layouts=_SEQUENCE)
         case "norm":
             return SequenceParallel()
+        case "head_norm":
+            # Taken as a part of all heads, so that backward knows that the weight's gradient is a part too.
+            return SequenceParallel(sequence_dim=_HEADS_DIM, use_local_output=True)
         case "gather":
             others = (None,) * (len(inspect.signature(module.forward).parameters) - 1)
             return PrepareModuleInput(input_layouts=(_SEQUENCE, *others), desired_input_layouts=(Replicate(), *others))

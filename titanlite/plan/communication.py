@@ -140,9 +140,9 @@ def _tensor_parallel(
     elif last:
         logits = shape.positions * shape.vocab_size * shape.param_bytes
         found.append(Traffic("tp", "all-gather", count, count * logits, tp))
-    whole = sum(unit.replicated_over_tp for unit in stage.units)
+    whole = [elements for unit in stage.units for elements in unit.replicated_over_tp]
     times = reductions(shape, "dp_shard" if shape.sizes["dp_shard"] > 1 else "dp_replicate")
-    found.append(Traffic("tp", "all-reduce", whole * times, whole * times * shape.dim * shape.param_bytes, tp))
+    found.append(Traffic("tp", "all-reduce", len(whole) * times, sum(whole) * times * shape.param_bytes, tp))
     return found
 
 

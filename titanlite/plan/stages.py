@@ -27,13 +27,13 @@ class Unit:
     """One of the plan's units on one rank. name: of its first module.
 
     elements: of its parameters once gathered over dp_shard, padding included; tensors: how many parameters;
-    replicated_over_tp: how many of them every tp rank has whole.
+    replicated_over_tp: elements of each of them that every tp rank has whole.
     """
 
     name: str
     elements: int
     tensors: int
-    replicated_over_tp: int
+    replicated_over_tp: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,8 @@ def _units(model: LanguageModel, plan: Plan, dp_shard: int) -> Iterator[Unit]:
             rows, *others = _local(parameter).shape or (1,)
             # Coordinate 0 has a full shard, to whose size all others are padded.
             elements += rows * dp_shard * torch.Size(others).numel()
-        yield Unit(names[0], elements, len(parameters), sum(_is_whole_over_tp(parameter) for parameter in parameters))
+        whole = tuple(parameter.numel() for parameter in parameters if _is_whole_over_tp(parameter))
+        yield Unit(names[0], elements, len(parameters), whole)
 
 
 def _local(parameter: Tensor) -> Tensor:

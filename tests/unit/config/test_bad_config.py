@@ -9,6 +9,7 @@ import pytest
 
 from titanlite.config.load import load_config, parse_config
 from titanlite.config.names import full_keys
+from titanlite.models import FAMILIES
 from titanlite.runtime.errors import ConfigError, Problem
 
 
@@ -140,6 +141,8 @@ BAD = [
     Bad("model.family", 'one of "llama3"', 'did you mean "llama3"?', toml='model.family = "llama"\nmodel.dim = 64'),
     Bad("model.family", 'one of "llama3"', "write one of them", argv="--model.family gpt2 --model.n_embd 64"),
     Bad("model.family", 'one of "llama3"', "write one of them", toml="model.family = 3"),
+    Bad("model.rope_scaling_factor", "a key of [model]", "", argv="--model.family qwen3 --model.rope_scaling_factor 8"),
+    Bad("model.head_dim", "even, since rotary", "128 as all", argv="--model.family qwen3 --model.head_dim 63"),
     Bad("model.flavor", 'one of "debug", "1B"', 'did you mean "8B"?', argv="--model.flavor 8b"),
     Bad("model.dim", "an integer", "write 64", toml="model.dim = 64.0"),
     Bad("model.tie_embeddings", "true or false", "write true", argv="--model.tie_embeddings 1"),
@@ -379,9 +382,10 @@ GARBAGE = [
 def test_no_garbage_ends_in_anything_but_problems(seed: int) -> None:
     """Several bad values at once, in any combination: each part's check stands what the others' keys may be."""
     choose = random.Random(seed)
-    keys = [key for key in full_keys("llama3") if key != "job.config_file"]
+    family = list(FAMILIES)[seed % len(FAMILIES)]
+    keys = [key for key in full_keys(family) if key != "job.config_file"]
     for _ in range(40):
-        argv = [f"--{key}={choose.choice(GARBAGE)}" for key in choose.sample(keys, 6)]
+        argv = [f"--model.family={family}", *(f"--{key}={choose.choice(GARBAGE)}" for key in choose.sample(keys, 6))]
         report = report_of(argv, choose.choice([1, 2, 6]))
         assert len(set(report)) == len(report), argv
 

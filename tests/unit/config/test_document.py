@@ -9,15 +9,17 @@ from titanlite.config.document import document
 from titanlite.config.load import load_config, parse_config
 from titanlite.config.names import full_keys
 from titanlite.config.schema import JobConfig
+from titanlite.models import FAMILIES
+from titanlite.models.family import ModelConfig
 
 ROOT = Path(__file__).parents[3]
 
 
-def test_every_key_is_documented() -> None:
-    described = {
-        f"{section.name}.{key.name}": key.text for section in describe_config(JobConfig()) for key in section.keys
-    }
-    assert sorted(described) == sorted(full_keys("llama3"))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_key_is_documented(family: str) -> None:
+    config = JobConfig(model=ModelConfig(family))
+    described = {f"{section.name}.{key.name}": key.text for section in describe_config(config) for key in section.keys}
+    assert sorted(described) == sorted(full_keys(family))
     assert [key for key, text in described.items() if not text] == []
 
 
@@ -46,9 +48,10 @@ def test_help_comes_from_the_first_rank_only(
     assert capsys.readouterr().out == ""
 
 
-def test_help_shows_every_key_with_underscores() -> None:
-    words = set(help_text(JobConfig()).split())
-    assert [key for key in full_keys("llama3") if f"--{key}" not in words] == []
+@pytest.mark.parametrize("family", FAMILIES)
+def test_help_shows_every_key_with_underscores(family: str) -> None:
+    words = set(help_text(JobConfig(model=ModelConfig(family))).split())
+    assert [key for key in full_keys(family) if f"--{key}" not in words] == []
 
 
 def test_help_shows_the_values_in_force() -> None:
@@ -57,5 +60,6 @@ def test_help_shows_the_values_in_force() -> None:
     assert "--model.dim INT Width of the residual stream. (default: 64)" in shown
     assert "--model.n_layers INT Number of transformer blocks. (default: 32)" in shown
     assert "--data.shuffle {true,false}" in shown
+    assert "--model.family {llama3,qwen3}" in shown
     assert "anew in each epoch. (default: false)" in shown
     assert "--data.sources.1.kind {text,jsonl,parquet,hf,tokens,python-stdlib}" in shown

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from tests.unit.models.shaken import shaken_model
 from titanlite.models.attention import may_see
 from titanlite.models.init import init_parameters_
 from titanlite.models.layers import RopeScaling, RotaryEmbedding, RotaryTables
@@ -35,19 +36,6 @@ CONFIG = Llama3Config(
     max_seq_len=64,
 )
 CPU = torch.device("cpu")
-
-
-def _build(config: Llama3Config, dtype: torch.dtype = torch.float64) -> Llama3:
-    """Weights of order 1, so that nothing is near linear; norms that are not 1."""
-    model = Llama3(config).to(dtype)
-    model.init_buffers(CPU)
-    init_parameters_(model, 1, partial(LLAMA3.init, config))
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.add_(noise.to(dtype), alpha=0.3)
-    return model
 
 
 def _tokens(batch: int, seq_len: int) -> Tensor:
@@ -151,7 +139,7 @@ VARIANTS = [
 @pytest.mark.parametrize("config", VARIANTS, ids=["gqa", "mha", "mqa", "unscaled", "tied"])
 def test_logits_and_gradients_are_those_of_the_reference(config: Llama3Config) -> None:
     """In float64 to 1e-12: an operation in float32 anywhere would show as 1e-7."""
-    model, tokens = _build(config), _tokens(2, 33)
+    model, tokens = shaken_model(LLAMA3, config), _tokens(2, 33)
     expected = _reference(model, tokens, torch.arange(33).expand(2, 33), _causal(2, 33))
     logits = model(tokens)
     _assert_equal(logits, expected)
@@ -160,7 +148,7 @@ def test_logits_and_gradients_are_those_of_the_reference(config: Llama3Config) -
 
 
 def test_positions_and_documents_against_the_reference() -> None:
-    model, tokens = _build(CONFIG), _tokens(2, 12)
+    model, tokens = shaken_model(LLAMA3, CONFIG), _tokens(2, 12)
     positions = torch.randint(CONFIG.max_seq_len, (2, 12), generator=torch.Generator().manual_seed(3))
     document_ids = torch.tensor([[0] * 5 + [1] * 7, [4] * 1 + [2] * 6 + [4] * 5])
     visible = _causal(2, 12)
@@ -173,28 +161,14 @@ def test_positions_and_documents_against_the_reference() -> None:
     _assert_equal(logits, _reference(model, tokens, positions, visible))
 
 
-def test_packed_documents_equal_documents_alone() -> None:
-    model = _build(CONFIG)
-    lengths = [[3, 10, 1, 6], [12, 8]]
-    documents = [[_tokens(1, length) for length in row] for row in lengths]
-    tokens = torch.cat([torch.cat(row, 1) for row in documents])
-    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
-    ids = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths])
-    packed = model(tokens, positions, ids)
-    alone = torch.cat([torch.cat([model(document) for document in row], 1) for row in documents])
-    _assert_equal(packed, alone)
-    for gradient, expected in zip(_gradients(model, packed), _gradients(model, alone), strict=True):
-        _assert_equal(gradient, expected)
-
-
 def test_default_positions_and_documents_are_the_plain_row() -> None:
-    model, tokens = _build(CONFIG), _tokens(2, 9)
+    model, tokens = shaken_model(LLAMA3, CONFIG), _tokens(2, 9)
     positions = torch.arange(9).expand(2, 9)
     _assert_equal(model(tokens, positions, torch.zeros_like(tokens)), model(tokens))
 
 
 def test_no_position_sees_a_later_token() -> None:
-    model, tokens = _build(CONFIG), _tokens(1, 10)
+    model, tokens = shaken_model(LLAMA3, CONFIG), _tokens(1, 10)
     changed = tokens.clone()
     changed[0, 6:] = (changed[0, 6:] + 1) % CONFIG.vocab_size
     before, after = model(tokens), model(changed)
@@ -203,8 +177,8 @@ def test_no_position_sees_a_later_token() -> None:
 
 
 def test_tied_gradient_is_the_sum_of_both_uses() -> None:
-    tied = _build(replace(CONFIG, tie_embeddings=True))
-    untied = _build(CONFIG)
+    tied = shaken_model(LLAMA3, replace(CONFIG, tie_embeddings=True))
+    untied = shaken_model(LLAMA3, CONFIG)
     untied.load_state_dict(tied.state_dict())
     tokens = _tokens(2, 9)
     for model in (tied, untied):
@@ -216,36 +190,11 @@ def test_tied_gradient_is_the_sum_of_both_uses() -> None:
     _assert_equal(tied.tok_embeddings.weight.grad, embedding + output)
 
 
-@pytest.mark.parametrize("tie_embeddings", [False, True])
-def test_from_meta_to_the_same_model(tie_embeddings: bool) -> None:
-    """The way that training takes: meta, memory, tie, buffers, weights."""
-    config = replace(CONFIG, tie_embeddings=tie_embeddings)
-    with torch.device("meta"):
-        model = Llama3(config)
-    model.to_empty(device=CPU)
-    model.tie_weights()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_rotary_tables_are_in_float32_or_better(dtype: torch.dtype) -> None:
+    model = Llama3(CONFIG).to(dtype)
     model.init_buffers(CPU)
-    init_parameters_(model, 1, partial(LLAMA3.init, config))
-    assert (model.output.weight is model.tok_embeddings.weight) == tie_embeddings
-    assert ("output.weight" in dict(model.named_parameters())) != tie_embeddings
-
-    direct = Llama3(config)
-    direct.init_buffers(CPU)
-    init_parameters_(direct, 1, partial(LLAMA3.init, config))
-    assert torch.equal(model(_tokens(1, 8)), direct(_tokens(1, 8)))
-    assert not any("rope" in name for name in model.state_dict())
-
-
-def test_bfloat16_runs_in_bfloat16_with_tables_in_float32() -> None:
-    exact, rounded = _build(CONFIG), _build(CONFIG, torch.bfloat16)
-    assert (rounded.rope.cos.dtype, exact.rope.cos.dtype) == (torch.float32, torch.float64)
-    with torch.no_grad():
-        for left, right in zip(exact.parameters(), rounded.parameters(), strict=True):
-            left.copy_(right)
-        logits = rounded(_tokens(2, 33))
-        expected = exact(_tokens(2, 33))
-    assert logits.dtype == torch.bfloat16
-    assert ((logits - expected).norm() / expected.norm()).item() < 0.03
+    assert model.rope.cos.dtype == torch.promote_types(dtype, torch.float32)
 
 
 def test_rotation_in_bfloat16_rounds_once() -> None:

@@ -23,9 +23,9 @@ def test_a_smaller_size_has_the_same_divisors(size: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6, 8])
-@pytest.mark.parametrize("flavor", sorted(FAMILIES["llama3"].flavors))
-def test_a_shrunk_model_takes_the_tensor_degrees_that_the_model_takes(flavor: str, ranks: int) -> None:
-    family, model = resolve_model(ModelConfig(flavor=flavor))
+@pytest.mark.parametrize(("name", "flavor"), [(name, size) for name in FAMILIES for size in FAMILIES[name].flavors])
+def test_a_shrunk_model_takes_the_tensor_degrees_that_the_model_takes(name: str, flavor: str, ranks: int) -> None:
+    family, model = resolve_model(ModelConfig(name, flavor))
     small = family.shrink(model, ranks)
     assert family.check(small, 32, 1, 1) == []
     assert small.dim <= 128
@@ -33,8 +33,8 @@ def test_a_shrunk_model_takes_the_tensor_degrees_that_the_model_takes(flavor: st
     assert (small.n_heads > small.n_kv_heads) == (model.n_heads > model.n_kv_heads)
     assert small.n_layers == min(model.n_layers, 2 * ranks)
     for tp in (n for n in range(1, ranks + 1) if ranks % n == 0):
-        section = ModelConfig(flavor=flavor)
-        shrunk = ModelConfig(flavor=flavor, overrides={name: getattr(small, name) for name in vars(small)})
+        section = ModelConfig(name, flavor)
+        shrunk = ModelConfig(name, flavor, overrides={name: getattr(small, name) for name in vars(small)})
         taken = check_model(section, seq_len=64, tp=tp, pp=1) == []
         assert (check_model(shrunk, seq_len=64, tp=tp, pp=1) == []) == taken
 

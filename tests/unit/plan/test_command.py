@@ -54,10 +54,15 @@ def run_plan(*arguments: str) -> Done:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks", "parameters"),
-    [("8b", 8, "8,030,261,248"), ("70b", 256, "70,553,706,496"), ("405b", 4096, "405,853,388,800")],
+    [
+        ("llama3_8b", 8, "8,030,261,248"),
+        ("llama3_70b", 256, "70,553,706,496"),
+        ("llama3_405b", 4096, "405,853,388,800"),
+        ("qwen3_0_6b", 8, "596,049,920"),
+    ],
 )
 def test_shipped_configurations_fit(name: str, ranks: int, parameters: str) -> None:
-    done = run_plan(str(REPOSITORY / f"configs/llama3_{name}.toml"), "--world-size", str(ranks))
+    done = run_plan(str(REPOSITORY / f"configs/{name}.toml"), "--world-size", str(ranks))
     assert (done.code, done.errors) == (0, "")
     assert f"{parameters} parameters" in done.output
     assert f"= {ranks:,} ranks" in done.output

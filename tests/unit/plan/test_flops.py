@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from titanlite.models.llama3 import LLAMA3
+from titanlite.models import FAMILIES
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_units_add_up_to_the_model(tied: bool) -> None:
-    config = replace(LLAMA3.flavors["8B"], tie_embeddings=tied)
-    units = LLAMA3.plan(config).units
-    found = sum(LLAMA3.unit_flops_per_token(config, 8192, unit[0]) for unit in units)
-    assert found == LLAMA3.flops_per_token(config, 8192)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_units_add_up_to_the_model(name: str, tied: bool) -> None:
+    family = FAMILIES[name]
+    config = replace(family.flavors["8B"], tie_embeddings=tied)
+    units = family.plan(config).units
+    found = sum(family.unit_flops_per_token(config, 8192, unit[0]) for unit in units)
+    assert found == family.flops_per_token(config, 8192)

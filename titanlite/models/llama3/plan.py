@@ -1,32 +1,9 @@
-"""How parallelism reaches Llama 3."""
+"""How parallelism reaches Llama 3: as any decoder."""
 
-from titanlite.models.family import Plan, TensorStyle
+from titanlite.models.decoder.plan import TENSOR_STYLES, decoder_plan
+from titanlite.models.family import Plan
 from titanlite.models.llama3.config import Llama3Config
-
-TENSOR_STYLES: dict[str, TensorStyle] = {
-    "tok_embeddings": "vocabulary",
-    "layers.*.attention_norm": "norm",
-    "layers.*.attention": "gather",
-    "layers.*.attention.wq": "column",
-    "layers.*.attention.wk": "column",
-    "layers.*.attention.wv": "column",
-    "layers.*.attention.wo": "row",
-    "layers.*.ffn_norm": "norm",
-    "layers.*.feed_forward": "gather",
-    "layers.*.feed_forward.w1": "column",
-    "layers.*.feed_forward.w3": "column",
-    "layers.*.feed_forward.w2": "row",
-    "norm": "norm",
-    "output": "logits",
-}
 
 
 def plan(config: Llama3Config) -> Plan:
-    """The embedding, each block, and the end are units; tied, the embedding and the end share a parameter: one unit."""
-    blocks = {f"layers.{index}": index for index in range(config.n_layers)}
-    units: list[tuple[str, ...]] = [(block,) for block in blocks]
-    if config.tie_embeddings:
-        units = [*units, ("tok_embeddings", "norm", "output")]
-    else:
-        units = [("tok_embeddings",), *units, ("norm", "output")]
-    return Plan(tuple(units), blocks, TENSOR_STYLES)
+    return decoder_plan(config, TENSOR_STYLES)

@@ -1,0 +1,21 @@
+"""Models in which every parameter matters: none near zero, no norm that is 1."""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from titanlite.models.family import Family, LanguageModel
+from titanlite.models.init import init_parameters_
+
+
+def shaken_model(family: Family, config: Any) -> LanguageModel:
+    """In float64, with weights of order 1, so that nothing is near linear and no parameter can stand for another."""
+    model = family.build(config).to(torch.float64)
+    model.init_buffers(torch.device("cpu"))
+    init_parameters_(model, 1, partial(family.init, config))
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=0.3)
+    return model

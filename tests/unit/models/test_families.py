@@ -1,0 +1,230 @@
+"""What holds for every model family: a new one joins by its line in the table."""
+
+import ast
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.unit.models.shaken import shaken_model
+from titanlite.generate.generation import generate
+from titanlite.generate.sampling import Sampling
+from titanlite.models import FAMILIES, check_model
+from titanlite.models.family import Family, LanguageModel, ModelConfig
+from titanlite.models.init import init_parameters_
+from titanlite.parallel.tensor import tensor_style
+
+CPU = torch.device("cpu")
+FLAVORS = [(name, flavor) for name, family in FAMILIES.items() for flavor in family.flavors]
+every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+tied_or_not = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+
+
+def small(family: Family, **changes: Any) -> Any:
+    """A tiny configuration of the family's largest size."""
+    largest = list(family.flavors.values())[-1]
+    return replace(family.shrink(largest, 2), **{"vocab_size": 51, "max_seq_len": 64} | changes)
+
+
+def on_meta(family: Family, config: Any) -> LanguageModel:
+    with torch.device("meta"):
+        return family.build(config)
+
+
+def some_tokens(*shape: int) -> Tensor:
+    return torch.randint(51, shape, generator=torch.Generator().manual_seed(5))
+
+
+@every_family
+def test_every_hyper_parameter_is_documented(family: Family) -> None:
+    """A string after a field is its documentation: one for each."""
+    body = ast.parse(inspect.getsource(family.config_type)).body[0].body  # type: ignore[attr-defined]
+    documented = [
+        node.target.id
+        for node, after in pairwise(body)
+        if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+    ]
+    assert documented == [field.name for field in fields(family.config_type)]
+
+
+@every_family
+def test_a_family_says_who_it_is(family: Family) -> None:
+    assert FAMILIES[family.name] is family
+    assert "debug" in family.flavors
+    for config in family.flavors.values():
+        assert type(config) is family.config_type
+        assert min(config.dim, config.head_dim, config.vocab_size) > 0
+
+
+@pytest.mark.parametrize(("name", "flavor"), FLAVORS)
+def test_every_flavor_is_valid_and_built_without_memory(name: str, flavor: str) -> None:
+    family = FAMILIES[name]
+    config = family.flavors[flavor]
+    model = on_meta(family, config)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert family.check(config, 1024, 4, 1) == []
+
+
+@tied_or_not
+@every_family
+def test_flops_are_those_of_all_matrix_products(family: Family, tied: bool) -> None:
+    """torch's counter agrees to the last operation, for attention by plain matrix products."""
+    config = small(family, tie_embeddings=tied, n_kv_heads=4)  # shared heads would be counted without their copies
+    assert config.n_heads == 4
+    model, tokens = shaken_model(family, config), some_tokens(2, 16)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(tokens).sum().backward()
+    assert counter.get_total_flops() == family.flops_per_token(config, 16) * tokens.numel()
+
+
+@every_family
+def test_tied_embeddings_and_a_pipeline_are_refused_with_a_reason(family: Family) -> None:
+    tied = ModelConfig(family.name, "debug", {"tie_embeddings": True})
+    assert check_model(tied, seq_len=128, tp=2, pp=1) == []
+    (problem,) = check_model(tied, seq_len=128, tp=1, pp=2)
+    assert problem.key == "model.tie_embeddings"
+    assert "first stage" in problem.rule
+
+
+@every_family
+def test_every_parameter_has_a_tensor_style(family: Family) -> None:
+    config = small(family)
+    model, plan = on_meta(family, config), family.plan(config)
+    owners = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    assert [name for name in owners if tensor_style(plan, name) is None] == []
+    assert tensor_style(plan, "layers.1.attention.wo") == "row"
+    assert tensor_style(plan, "layers.1.attention.wo.weight") is None
+    modules = dict(model.named_modules())
+    unused = [style for style in plan.tensor_styles if style.replace("*", "0") not in modules]
+    assert unused == []
+
+
+@every_family
+def test_initial_distributions_by_role(family: Family) -> None:
+    config = family.flavors["debug"]
+    residual = 0.02 / (2 * config.n_layers) ** 0.5
+    for name, _ in on_meta(family, config).named_parameters():
+        init = family.init(config, name)
+        if "norm" in name:
+            assert init.kind == "ones"
+        else:
+            std = residual if name.endswith(("wo.weight", "w2.weight")) else 0.02
+            assert (init.kind, init.std) == ("normal", pytest.approx(std))
+    with pytest.raises(AssertionError, match="no initial distribution"):
+        family.init(config, "layers.0.attention.wx.weight")
+
+
+@pytest.mark.parametrize(("name", "flavor"), FLAVORS)
+def test_the_plan_covers_each_parameter_once(name: str, flavor: str) -> None:
+    family = FAMILIES[name]
+    config = replace(family.flavors[flavor], n_layers=3)
+    model = on_meta(family, config)
+    units = family.plan(config).units
+    owners: dict[int, set[int]] = {}
+    for index, unit in enumerate(units):
+        for part in unit:
+            for parameter in model.get_submodule(part).parameters():
+                owners.setdefault(id(parameter), set()).add(index)
+    assert owners.keys() == {id(parameter) for parameter in model.parameters()}
+    assert all(len(units_of_parameter) == 1 for units_of_parameter in owners.values())
+
+
+@tied_or_not
+@every_family
+def test_what_backward_needs_first_is_the_last_unit(family: Family, tied: bool) -> None:
+    """Tied or not: the reshard policy `default` keeps the last unit, and backward begins with the output."""
+    assert "output" in family.plan(small(family, tie_embeddings=tied)).units[-1]
+
+
+@tied_or_not
+@every_family
+def test_from_meta_to_the_same_model(family: Family, tied: bool) -> None:
+    """The way that training takes: meta, memory, tie, buffers, weights."""
+    config = small(family, tie_embeddings=tied)
+    model = on_meta(family, config)
+    model.to_empty(device=CPU)
+    model.tie_weights()
+    direct = family.build(config)
+    for one in (model, direct):
+        one.init_buffers(CPU)
+        init_parameters_(one, 1, partial(family.init, config))
+    assert ("output.weight" in dict(model.named_parameters())) != tied
+    assert torch.equal(model(some_tokens(1, 8)), direct(some_tokens(1, 8)))
+    assert model.state_dict().keys() == dict(model.named_parameters(remove_duplicate=False)).keys()
+
+
+@every_family
+def test_packed_documents_equal_documents_alone(family: Family) -> None:
+    model = shaken_model(family, small(family))
+    lengths = [3, 10, 1, 6]
+    tokens = some_tokens(1, sum(lengths))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None]
+    packed = model(tokens, positions, ids)
+    alone = torch.cat([model(part) for part in tokens.split(lengths, 1)], 1)
+    weights = torch.randn(packed.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    parameters = list(model.parameters())
+    found, expected = ([out, *torch.autograd.grad((out * weights).sum(), parameters)] for out in (packed, alone))
+    for left, right in zip(found, expected, strict=True):
+        assert ((left - right).norm() / right.norm()).item() < 1e-12
+
+
+@every_family
+def test_generation_goes_on_as_the_whole_text_would(family: Family) -> None:
+    """Keys and values that are kept are those of the whole text: no family keeps them by itself."""
+    model, prompt = shaken_model(family, small(family)).eval(), some_tokens(1, 5)[0].tolist()
+    steps = generate(model, [prompt], Sampling(), max_new_tokens=12, eos_id=None)
+    text = torch.tensor([[*prompt, *(token for (token,) in steps)]])
+    assert torch.equal(model(text)[0, len(prompt) - 1 : -1].argmax(-1), text[0, len(prompt) :])
+    assert len(set(text[0].tolist())) > 5
+
+
+@every_family
+def test_a_bfloat16_model_computes_in_bfloat16_between_islands(family: Family) -> None:
+    exact, rounded = shaken_model(family, small(family)), shaken_model(family, small(family)).bfloat16()
+    rounded.init_buffers(CPU)
+    with torch.no_grad():
+        for left, right in zip(exact.parameters(), rounded.parameters(), strict=True):
+            left.copy_(right)
+        logits, expected = rounded(some_tokens(2, 33)), exact(some_tokens(2, 33))
+    assert logits.dtype == torch.bfloat16
+    assert ((logits - expected).norm() / expected.norm()).item() < 0.05
+
+
+@tied_or_not
+@every_family
+def test_each_parameter_has_one_name_in_transformers(family: Family, tied: bool) -> None:
+    config = small(family, tie_embeddings=tied)
+    names = family.hugging_face.names(config)
+    assert names.keys() == dict(on_meta(family, config).named_parameters()).keys()
+    assert len(set(names.values())) == len(names)
+
+
+@pytest.mark.parametrize(("name", "flavor"), FLAVORS)
+def test_a_written_config_is_read_again(name: str, flavor: str) -> None:
+    family = FAMILIES[name]
+    written = json.loads(json.dumps(family.hugging_face.config_json(family.flavors[flavor]), allow_nan=False))
+    assert family.hugging_face.config_from_json(written) == family.flavors[flavor]
+
+
+def _without_layers(config: Any) -> Any:
+    return replace(config, n_layers=0)
+
+
+def _uneven_heads(config: Any) -> Any:
+    return replace(config, n_heads=6, n_kv_heads=4)
+
+
+@pytest.mark.parametrize("change", [_without_layers, _uneven_heads])
+@every_family
+def test_an_invalid_model_is_found(family: Family, change: Callable[[Any], Any]) -> None:
+    assert family.check(change(small(family)), 16, 1, 1) != []

@@ -1,0 +1,141 @@
+"""What config.json means, and that a field which is missing, wrong or not computed is named."""
+
+import json
+from typing import Any
+
+import pytest
+
+from titanlite.models import FAMILIES
+from titanlite.runtime.errors import UserError
+
+# As the published folders have them.
+LLAMA_3_2_1B = """{
+    "architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": 128001, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+    "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "llama",
+    "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8, "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+    "rope_theta": 500000.0, "tie_word_embeddings": true, "torch_dtype": "bfloat16", "use_cache": true,
+    "vocab_size": 128256
+}"""
+QWEN3_8B = """{
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 151643,
+    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "qwen3",
+    "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+    "rope_scaling": null, "rope_theta": 1000000, "sliding_window": null, "tie_word_embeddings": false,
+    "torch_dtype": "bfloat16", "use_cache": true, "use_sliding_window": false, "vocab_size": 151936
+}"""
+PUBLISHED = {"llama3": (LLAMA_3_2_1B, "1B"), "qwen3": (QWEN3_8B, "8B")}
+
+
+def read(family: str, changes: dict[str, Any] | None = None) -> Any:
+    """The hyper-parameters of the published fields with `changes`; None takes a field away."""
+    fields = json.loads(PUBLISHED[family][0]) | (changes or {})
+    kept = {name: value for name, value in fields.items() if value is not None or name not in (changes or {})}
+    return FAMILIES[family].hugging_face.config_from_json(kept)
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_published_folders(family: str) -> None:
+    assert read(family) == FAMILIES[family].flavors[PUBLISHED[family][1]]
+
+
+SCALING = json.loads(LLAMA_3_2_1B)["rope_scaling"]
+QWEN3_ROPE = {"rope_type": "default", "rope_theta": 1e6}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama3", {"rope_scaling": None, "rope_theta": None, "rope_parameters": SCALING | {"rope_theta": 500000.0}}),
+        ("llama3", {"rope_scaling": None, "rope_parameters": SCALING}),
+        ("llama3", {"head_dim": None, "attention_bias": None, "mlp_bias": None, "hidden_act": None}),
+        ("qwen3", {"rope_theta": None, "rope_parameters": QWEN3_ROPE}),
+        ("qwen3", {"rope_parameters": QWEN3_ROPE | {"rope_theta": 1e6}, "rope_theta": 5.0}),
+        ("qwen3", {"rope_scaling": {"type": "default"}}),
+        ("qwen3", {"head_dim": None, "use_sliding_window": None, "tie_word_embeddings": None}),
+        ("qwen3", {"sliding_window": 4096, "layer_types": ["full_attention"] * 36}),
+    ],
+    ids=str,
+)
+def test_other_forms_of_the_same(family: str, changes: dict[str, Any]) -> None:
+    assert read(family, changes) == read(family)
+
+
+def test_older_llamas_are_unscaled_and_share_no_heads() -> None:
+    config = read("llama3", {"rope_scaling": None, "num_key_value_heads": None, "tie_word_embeddings": None})
+    assert (config.rope_scaling_factor, config.n_kv_heads, config.tie_embeddings) == (1.0, 32, False)
+
+
+def test_a_factor_of_one_scales_nothing() -> None:
+    assert read("llama3", {"rope_scaling": SCALING | {"factor": 1}}).rope_scaling_factor == 1.0
+
+
+REQUIRED = ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"]
+REQUIRED += ["rms_norm_eps", "max_position_embeddings", "rope_theta"]
+WRONG: list[tuple[str, Any]] = [
+    *((name, None) for name in REQUIRED),
+    *((name, value) for name in REQUIRED for value in (0, -1, "8", True, [], {}, 10**400)),
+    *((name, value) for name in ("rms_norm_eps", "rope_theta") for value in (float("nan"), float("inf"))),
+    *(("num_key_value_heads", value) for value in (0, 3, 64, "8", 2.0)),
+    *(("head_dim", value) for value in (0, 7, -128, "128", 10**400)),
+    ("tie_word_embeddings", "yes"),
+    ("tie_word_embeddings", 1),
+    ("hidden_act", "gelu"),
+    ("attention_bias", True),
+    ("attention_dropout", 0.1),
+    ("quantization_config", {"bits": 4}),
+    ("partial_rotary_factor", 0.5),
+    ("rope_scaling", "llama3"),
+    ("rope_scaling", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}),
+    ("rope_scaling", {"type": "linear", "factor": 2.0}),
+    ("rope_scaling", {"rope_type": ["llama3"]}),
+    ("rope_parameters", [1]),
+]
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+@pytest.mark.parametrize(("name", "value"), WRONG, ids=lambda value: str(value)[:20])
+def test_a_wrong_field_is_named(family: str, name: str, value: Any) -> None:
+    with pytest.raises(UserError) as raised:
+        read(family, {"rope_scaling": None, name: value} if name == "rope_parameters" else {name: value})
+    assert str(raised.value).startswith("config.json: ")
+    assert name in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "name"),
+    [
+        ("llama3", {"mlp_bias": True}, "mlp_bias"),
+        ("llama3", {"head_dim": 128}, "head_dim"),
+        ("llama3", {"num_attention_heads": 24, "num_key_value_heads": 8}, "hidden_size"),
+        *(("llama3", {"rope_scaling": {**SCALING, field: None}}, field) for field in SCALING if "fac" in field),
+        *(("llama3", {"rope_scaling": {**SCALING, field: 0}}, field) for field in SCALING if field != "rope_type"),
+        ("llama3", {"rope_scaling": SCALING | {"low_freq_factor": 4.0}}, "low_freq_factor"),
+        ("llama3", {"rope_scaling": SCALING | {"factor": float("nan")}}, "factor"),
+        ("llama3", {"rope_scaling": SCALING | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("qwen3", {"rope_scaling": SCALING}, "rope_scaling.rope_type = 'llama3'"),
+        ("qwen3", {"rope_theta": None, "rope_parameters": {"full_attention": QWEN3_ROPE}}, "rope_theta is missing"),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = 'sliding_attention'"),
+        ("qwen3", {"layer_types": [["full_attention"]]}, "layer_types"),
+        ("qwen3", {"layer_types": "full_attention"}, "layer_types"),
+    ],
+    ids=str,
+)
+def test_what_a_family_does_not_compute_is_named(family: str, changes: dict[str, Any], name: str) -> None:
+    with pytest.raises(UserError) as raised:
+        read(family, changes)
+    assert name in str(raised.value)
+
+
+def test_what_is_written_is_read_by_older_versions_too() -> None:
+    """rope_theta outside of rope_scaling, which is null or names its rope_type: transformers 4.43 and later."""
+    written = {name: FAMILIES[name].hugging_face.config_json(read(name)) for name in PUBLISHED}
+    assert written["llama3"]["rope_theta"] == 500_000.0
+    assert written["llama3"]["rope_scaling"] == SCALING
+    assert (written["qwen3"]["rope_theta"], written["qwen3"]["rope_scaling"]) == (1_000_000.0, None)
+    assert not any("rope_parameters" in fields for fields in written.values())

@@ -1,0 +1,251 @@
+"""Both families against the models of Hugging Face's transformers: logits and the gradients of all parameters.
+
+transformers computes RMSNorm, rotary tables and the softmax in float32 whatever the model's dtype. For the exact
+comparison these are put into float64 in its modules; as they are, they bound it.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers import modeling_rope_utils
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen3 import modeling_qwen3
+
+from tests.unit.models.shaken import shaken_model
+from titanlite.labels import IGNORE_INDEX
+from titanlite.loss import cross_entropy_by_row
+from titanlite.models import FAMILIES
+from titanlite.models.family import Family, LanguageModel
+from titanlite.models.llama3.config import Llama3Config
+from titanlite.models.qwen3.config import Qwen3Config
+
+EXACT, AS_IT_IS = 1e-10, 1e-5
+VOCAB_SIZE, SEQ_LEN = 131, 40
+
+LLAMA3 = Llama3Config(32, 2, 4, 2, 48, VOCAB_SIZE, norm_eps=1e-3, rope_theta=1000.0, max_seq_len=64)
+SCALED = replace(
+    LLAMA3,
+    rope_scaling_factor=8.0,
+    rope_low_freq_factor=1.5,
+    rope_high_freq_factor=3.0,
+    rope_original_seq_len=32,
+)
+QWEN3 = Qwen3Config(32, 2, 4, 2, 48, VOCAB_SIZE, head_dim=16, norm_eps=1e-3, rope_theta=1000.0, max_seq_len=64)
+CASES = {
+    "llama3": ("llama3", LLAMA3),
+    "llama3, tied": ("llama3", replace(LLAMA3, tie_embeddings=True)),
+    "llama3, no shared heads": ("llama3", replace(LLAMA3, n_kv_heads=4)),
+    "llama3, one shared head": ("llama3", replace(LLAMA3, n_kv_heads=1)),
+    "llama3, scaled": ("llama3", SCALED),
+    "llama3, scaled and tied": ("llama3", replace(SCALED, tie_embeddings=True)),
+    "qwen3": ("qwen3", QWEN3),
+    "qwen3, tied": ("qwen3", replace(QWEN3, tie_embeddings=True)),
+    "qwen3, narrow heads": ("qwen3", replace(QWEN3, head_dim=6)),
+    "qwen3, no shared heads": ("qwen3", replace(QWEN3, n_kv_heads=4)),
+}
+every_case = pytest.mark.parametrize(("name", "config"), CASES.values(), ids=CASES)
+MODULES = (modeling_llama, modeling_qwen3, modeling_rope_utils)
+
+
+class WideTorch:
+    """torch, in which float32 is float64."""
+
+    def __getattr__(self, name: str) -> Any:
+        return torch.float64 if name in ("float32", "float") else getattr(torch, name)
+
+
+@pytest.fixture
+def float64_islands() -> Iterator[None]:
+    """What transformers asks of torch in float32 is computed in float64."""
+    patches = [patch.object(module, "torch", WideTorch()) for module in MODULES]
+    for one in patches:
+        one.start()
+    yield
+    for one in patches:
+        one.stop()
+
+
+def theirs(family: Family, config: Any, model: LanguageModel, names: dict[str, str]) -> nn.Module:
+    """The model of transformers that config.json means, with the same weights under the names there."""
+    fields = family.hugging_face.config_json(config) | {"attn_implementation": "eager"}
+    other = getattr(transformers, family.hugging_face.architecture)(
+        transformers.AutoConfig.for_model(family.hugging_face.model_type, **fields)
+    )
+    other = other.to(torch.float64)
+    weights = {names[name]: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        parameters = dict(other.named_parameters())
+        assert parameters.keys() == weights.keys()
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+    return other
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Tokens, and labels of which each row has another share, the last one none."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(VOCAB_SIZE, (3, SEQ_LEN), generator=generator)
+    labels = torch.randint(VOCAB_SIZE, (3, SEQ_LEN), generator=generator)
+    masked = torch.rand(3, SEQ_LEN, generator=generator) >= torch.tensor([[0.9], [0.3], [0.0]])
+    return tokens, labels.masked_fill(masked, IGNORE_INDEX)
+
+
+def relative(value: Tensor, expected: Tensor) -> float:
+    assert value.dtype == expected.dtype == torch.float64
+    return ((value - expected).norm() / expected.norm()).item()
+
+
+def differences(family: Family, config: Any, change: Callable[[nn.Module], None] | None = None) -> dict[str, float]:
+    """Relative errors of the logits, the loss and each parameter's gradient, by our names. change: to our model."""
+    model = shaken_model(family, config)
+    other = theirs(family, config, model, family.hugging_face.names(config))
+    if change is not None:
+        change(model)
+    tokens, labels = batch()
+    num_valid = (labels != IGNORE_INDEX).sum()
+    logits, expected = model(tokens), other(input_ids=tokens, use_cache=False).logits
+    loss = cross_entropy_by_row(logits, labels).sum() / num_valid
+    mean = F.cross_entropy(expected.flatten(0, 1), labels.flatten())  # of all valid tokens alike
+    loss.backward()
+    mean.backward()
+    gradients = dict(other.named_parameters())
+    found = {"logits": relative(logits, expected), "loss": relative(loss, mean)}
+    for name, there in family.hugging_face.names(config).items():
+        found[name] = relative(model.get_parameter(name).grad, gradients[there].grad)
+    return found
+
+
+@pytest.mark.usefixtures("float64_islands")
+@every_case
+def test_exactly_the_same_function_and_gradients(name: str, config: Any) -> None:
+    found = differences(FAMILIES[name], config)
+    assert {name: error for name, error in found.items() if not error <= EXACT} == {}
+
+
+@every_case
+def test_the_same_up_to_the_float32_islands_of_transformers(name: str, config: Any) -> None:
+    found = differences(FAMILIES[name], config)
+    assert {name: error for name, error in found.items() if not error <= AS_IT_IS} == {}
+    assert max(found.values()) > EXACT, "the islands are not seen: the exact comparison patches nothing"
+
+
+def neighbours_paired(model: nn.Module) -> None:
+    """wq and wk as in Meta's files, where rotary pairs are neighbours."""
+    for layer in model.layers.values():
+        for weight in (layer.attention.wq.weight, layer.attention.wk.weight):
+            heads = weight.detach().clone().unflatten(0, (-1, layer.attention.head_dim // 2, 2))
+            with torch.no_grad():
+                weight.copy_(heads.transpose(1, 2).flatten(0, 2))
+
+
+def head_not_normalised(model: nn.Module) -> None:
+    norm = model.layers["1"].attention.q_norm
+    norm.forward = lambda x: x * norm.weight
+
+
+def swapped(first: str, second: str) -> Callable[[nn.Module], None]:
+    def swap(model: nn.Module) -> None:
+        one, other = model.get_parameter(first), model.get_parameter(second)
+        with torch.no_grad():
+            kept = one.clone()
+            one.copy_(other)
+            other.copy_(kept)
+
+    return swap
+
+
+def other_theta(model: nn.Module) -> None:
+    model.rope.theta = 1001.0
+    model.init_buffers(torch.device("cpu"))
+
+
+def other_eps(model: nn.Module) -> None:
+    model.norm.eps = 1.001e-3
+
+
+def in_single_precision(model: nn.Module) -> None:
+    forward = model.layers["0"].forward
+    model.layers["0"].forward = lambda x, *others: forward(x.float().double(), *others)
+
+
+MISTAKES = {
+    "rotary pairs are neighbours": ("llama3", neighbours_paired),
+    "a norm of heads is missing": ("qwen3", head_not_normalised),
+    "w1 and w3 swapped": ("llama3", swapped("layers.0.feed_forward.w1.weight", "layers.0.feed_forward.w3.weight")),
+    "norms of a block swapped": ("llama3", swapped("layers.1.attention_norm.weight", "layers.1.ffn_norm.weight")),
+    "norms of heads swapped": (
+        "qwen3",
+        swapped("layers.1.attention.q_norm.weight", "layers.1.attention.k_norm.weight"),
+    ),
+    "another rotary base": ("qwen3", other_theta),
+    "another epsilon": ("qwen3", other_eps),
+    "something in float32": ("llama3", in_single_precision),
+}
+
+
+@pytest.mark.usefixtures("float64_islands")
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_seen(mistake: str) -> None:
+    name, change = MISTAKES[mistake]
+    found = differences(FAMILIES[name], {"llama3": SCALED, "qwen3": QWEN3}[name], change)
+    assert found["logits"] > 10 * EXACT
+    assert max(found.values()) > 100 * EXACT
+
+
+def test_the_scaling_of_rotary_embeddings_is_seen() -> None:
+    """A case would prove nothing about it where it changed nothing."""
+    family = FAMILIES["llama3"]
+    plain, scaled = (shaken_model(family, config)(batch()[0]) for config in (LLAMA3, SCALED))
+    assert relative(plain, scaled) > 1e-3
+
+
+class Warnings(logging.Handler):
+    """What transformers says."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    handler = Warnings()
+    logging.getLogger("transformers").addHandler(handler)
+    yield handler.said
+    logging.getLogger("transformers").removeHandler(handler)
+
+
+ALL_CONFIGS = [
+    *((name, config) for name, family in FAMILIES.items() for config in family.flavors.values()),
+    *CASES.values(),
+]
+
+
+def test_transformers_reads_what_is_written_and_is_read_again(tmp_path: Path, said: list[str]) -> None:
+    """Without a word, and its own form of it (that of version 5) means the same."""
+    for name, config in ALL_CONFIGS:
+        known = FAMILIES[name].hugging_face
+        fields = {"model_type": known.model_type, "architectures": [known.architecture]} | known.config_json(config)
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+        assert loaded.model_type == known.model_type
+        loaded.save_pretrained(tmp_path / "saved")
+        saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+        assert "rope_parameters" in saved
+        assert known.config_from_json(saved) == config
+    assert said == []
+    transformers.LlamaConfig(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 0.5})
+    assert said != [], "what it says is not heard"
