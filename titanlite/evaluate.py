@@ -22,12 +22,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from titanlite.build import (
-    build_forward,
-    build_model,
-    build_validation_data,
-    pin_revisions,
-)
+from titanlite.build.data import build_validation_data, pin_revisions
+from titanlite.build.model import build_forward, build_model
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.config.check import check_config, resolve_config
 from titanlite.config.load import config_from_values

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from titanlite.build import CONFIG_COPY
+from titanlite.build.run import CONFIG_COPY
 from titanlite.checkpoint.agreement import first_failure
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.folder import published_steps, step_folder

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from titanlite.build import CONFIG_COPY
+from titanlite.build.run import CONFIG_COPY
 from titanlite.config.schema import JobConfig
 from titanlite.data.tokenizer import TOKENIZER_FOLDER
 from titanlite.metrics.meter import Record

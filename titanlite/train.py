@@ -15,7 +15,7 @@ from time import perf_counter
 
 import torch.distributed as dist
 
-from titanlite.build import Run, build_run
+from titanlite.build.run import Run, build_run
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
 from titanlite.metrics.meter import Record

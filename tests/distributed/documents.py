@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.distributed.gradients import build_on_mesh, compare, whole
 from tests.distributed.layouts import Layout
 from tests.distributed.reference import SEQ_LEN, VOCAB_SIZE, Reference, plain_model, rank_batches
-from titanlite.build import batch_rows
+from titanlite.build.data import batch_rows
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Batch
 from titanlite.loss import IGNORE_INDEX

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.reference import Reference, global_batch, rank_batches, reference_step, small_config
-from titanlite.build import build_model, build_trainer
+from titanlite.build.model import build_model, build_trainer
 from titanlite.config.schema import JobConfig
 from titanlite.parallel.mesh import build_mesh
 from titanlite.trainer import Trainer

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.distributed.gradients import build_on_mesh, compare, difference, whole
 from tests.distributed.reference import global_batch, plain_model, rank_batches, reference_step, small_config
-from titanlite.build import batch_rows
+from titanlite.build.data import batch_rows
 from titanlite.config.schema import JobConfig
 from titanlite.loss import cross_entropy_by_row
 from titanlite.parallel.pipeline import SCHEDULES

@@ -22,7 +22,7 @@ from tests.distributed.gradients import replaced, whole
 from tests.distributed.program import rows
 from tests.distributed.reference import TOKENS, small_config
 from titanlite import train
-from titanlite.build import Run, build_run
+from titanlite.build.run import Run, build_run
 from titanlite.data.loader import Batch
 from titanlite.metrics.meter import Record
 from titanlite.runtime.distributed import World

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite import train
-from titanlite.build import Run
+from titanlite.build.run import Run
 from titanlite.checkpoint import saver
 from titanlite.checkpoint.storage import FileRecord
 from titanlite.config.schema import JobConfig

@@ -9,7 +9,7 @@ import torch
 from tests.distributed.gradients import build_on_mesh, compare
 from tests.distributed.layouts import Layout, schedule
 from tests.distributed.reference import Reference, global_batch, rank_batches, reference_step
-from titanlite.build import batch_rows
+from titanlite.build.data import batch_rows
 from titanlite.runtime.launch import run_ranks
 
 MAX_NORM = 0.01

@@ -20,7 +20,7 @@ from tests.distributed.layouts import (
     runs_here,
 )
 from tests.distributed.reference import global_batch, rank_batches
-from titanlite.build import batch_rows
+from titanlite.build.data import batch_rows
 from titanlite.parallel.mesh import PipelineSchedule
 from titanlite.runtime.determinism import DebugConfig, apply_determinism
 from titanlite.runtime.launch import run_ranks

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.distributed.gradients import build_on_mesh, replaced
 from tests.distributed.layouts import COMPILE, LAST, PAIRS, WHOLE_LOGITS, Layout, schedule
 from tests.distributed.reference import GLOBAL_BATCH, global_batch, plain_model, rank_batches
-from titanlite.build import batch_rows
+from titanlite.build.data import batch_rows
 from titanlite.data.loader import Batch
 from titanlite.loss import IGNORE_INDEX
 from titanlite.metrics.by_source import totals_by_source

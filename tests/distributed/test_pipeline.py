@@ -19,7 +19,7 @@ from tests.distributed.layouts import Layout, runs_here, schedule
 from tests.distributed.program import FAULTY, Starter, own_tracebacks, rows
 from tests.distributed.reference import global_batch, rank_batches, reference_step
 from tests.distributed.test_step import OperationCount
-from titanlite.build import batch_rows
+from titanlite.build.data import batch_rows
 from titanlite.metrics.meter import Meter
 from titanlite.models.family import Plan
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule

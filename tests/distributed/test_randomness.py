@@ -12,7 +12,7 @@ from tests.distributed.gradients import build_on_mesh, compare, replaced, whole
 from tests.distributed.layouts import BOUNDS, COMPILE, FULL, Layout, depth, runs_here, schedule
 from tests.distributed.reference import global_batch, rank_batches, reference_step
 from titanlite import forward as forward_module
-from titanlite.build import batch_rows
+from titanlite.build.data import batch_rows
 from titanlite.runtime.launch import run_ranks
 from titanlite.trainer import Trainer
 

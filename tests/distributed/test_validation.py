@@ -30,7 +30,7 @@ from tests.distributed.layouts import (
     split,
 )
 from tests.distributed.reference import SEQ_LEN, TOKENS, VOCAB_SIZE, global_batch, plain_model, rank_batches
-from titanlite.build import batch_rows, build_validation_data
+from titanlite.build.data import batch_rows, build_validation_data
 from titanlite.data.loader import Batch, Loader
 from titanlite.loss import IGNORE_INDEX
 from titanlite.runtime.distributed import World

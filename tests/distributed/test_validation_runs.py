@@ -11,7 +11,7 @@ import pytest
 from tests.distributed.program import REPOSITORY, Starter
 from tests.distributed.reference import TOKENS
 from tests.distributed.resuming import Outcome, Start, numbers, start_runs
-from titanlite.build import Run
+from titanlite.build.run import Run
 
 pytestmark = pytest.mark.slow
 

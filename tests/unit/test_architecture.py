@@ -173,7 +173,7 @@ def test_broken_rule_is_found(module: str, source: str, problem: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("titanlite.train", "from titanlite.build import build_run\nconfig: JobConfig"),
+        ("titanlite.train", "from titanlite.build.run import build_run\nconfig: JobConfig"),
         ("titanlite.config.check", "from titanlite.trainer import check_training"),
         ("titanlite.data.tokenize", "from titanlite.config.load import parse_config"),
         ("titanlite.models.llama3.model", "from titanlite.models.layers import X\nmodel.eval()"),

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from titanlite.build import CONFIG_COPY, about_run
+from titanlite.build.run import CONFIG_COPY, about_run
 from titanlite.checkpoint.agreement import first_failure
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.folder import publish, writing_folder

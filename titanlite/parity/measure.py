@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titanlite.build import build_data, build_model, build_tokenizer, build_trainer
+from titanlite.build.data import build_data, build_tokenizer
+from titanlite.build.model import build_model, build_trainer
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Batch
 from titanlite.labels import IGNORE_INDEX

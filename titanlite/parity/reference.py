@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
-from titanlite.build import build_data, build_tokenizer
+from titanlite.build.data import build_data, build_tokenizer
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Batch
 from titanlite.labels import IGNORE_INDEX

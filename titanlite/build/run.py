@@ -1,17 +1,17 @@
-"""From a JobConfig to finished parts, top to bottom in the order of construction: the only code that sees both."""
+"""A run, top to bottom in the order of construction."""
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 import titanlite
+from titanlite.build.data import build_data, build_tokenizer, build_validation_data, pin_revisions
+from titanlite.build.model import build_model, build_trainer
 from titanlite.checkpoint.agreement import on_first
 from titanlite.checkpoint.config import imported_from
 from titanlite.checkpoint.folder import published_steps
@@ -20,40 +20,24 @@ from titanlite.checkpoint.start import RunFacts, Start
 from titanlite.checkpoint.state import RunState
 from titanlite.config.load import dump_config
 from titanlite.config.schema import JobConfig
-from titanlite.data.config import DataConfig
 from titanlite.data.fingerprint import data_fingerprint
-from titanlite.data.hub import hub_commit
 from titanlite.data.ledger import LEDGER_FOLDER, Ledger, ledger_files
-from titanlite.data.loader import Loader, build_loader
+from titanlite.data.loader import Loader
 from titanlite.data.permutation import STREAM_VERSION
 from titanlite.data.sources import source_names
-from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, prepare_tokenizer
-from titanlite.forward import ModelOnMesh
+from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from titanlite.huggingface.folder import ModelFolder
 from titanlite.huggingface.source import PREFIX, fetch_source
-from titanlite.loss import mean_loss_shares
 from titanlite.metrics.history import has_validation, keep_rows
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.sinks import METRICS_FILE, Sinks, build_sinks
 from titanlite.models import resolve_model
-from titanlite.models.family import LanguageModel
-from titanlite.models.init import INIT_VERSION, init_parameters_
+from titanlite.models.init import INIT_VERSION
 from titanlite.models.randomness import DRAW_VERSION
-from titanlite.optim.optimizer import build_optimizer
-from titanlite.optim.schedule import build_schedule, depends_on_steps
-from titanlite.parallel.compile import compiled_loss
-from titanlite.parallel.data import resolve_gradient_sync, running_dtypes
-from titanlite.parallel.mesh import AXES, build_mesh, data_degree, data_rank, shard_logits, speaks_for_data_rank
-from titanlite.parallel.parallelize import parallelize
+from titanlite.optim.schedule import depends_on_steps
+from titanlite.parallel.mesh import AXES, build_mesh, data_degree, data_rank
 from titanlite.parallel.pipeline import (
-    Pipeline,
-    StageShapes,
-    describe_stages,
-    keep_units_,
-    local_stages,
-    resolve_reshard_after_forward,
     rows_per_batch,
-    split_stages,
 )
 from titanlite.runtime.control import Control, DataEnd
 from titanlite.runtime.determinism import apply_determinism
@@ -147,30 +131,6 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     return Run(trainer, loader, meter, sinks, data_end, ledger, groups, checkpoints, stop, start, validation)
 
 
-def pin_revisions(config: JobConfig, world: World, store: dist.Store) -> JobConfig:
-    """The configuration with the commit, the same on all ranks, for each revision of a dataset on the hub.
-
-    Rank 0 asks the hub and tells the others through the store. Raises ConfigError.
-    """
-    sections = (config.data, config.validation)
-    sources = [source for section in sections for source in section.sources]
-    if not any(source.kind == "hf" for source in sources):
-        return config
-    if world.rank == 0:
-        commits = [hub_commit(source) if source.kind == "hf" else "" for source in sources]
-        store.set("hub_commits", json.dumps(commits))
-    commits = json.loads(store.get("hub_commits"))
-    pinned = [
-        replace(source, revision=commit) if commit else source for source, commit in zip(sources, commits, strict=True)
-    ]
-    count = len(config.data.sources)
-    return replace(
-        config,
-        data=replace(config.data, sources=tuple(pinned[:count])),
-        validation=replace(config.validation, sources=tuple(pinned[count:])),
-    )
-
-
 def open_import(config: JobConfig, world: World, store: dist.Store) -> ModelFolder | None:
     """The model in Hugging Face's format that the run starts with, where it does: downloaded, and checked."""
     text = imported_from(config.checkpoint, config.job.dump_folder)
@@ -224,175 +184,6 @@ def build_ledger(config: JobConfig, world: World) -> Ledger | None:
         data_rank=data_rank(config.parallelism, world.rank, world.size),
         data_degree=data_degree(config.parallelism, world.size),
     )
-
-
-def build_tokenizer(config: JobConfig) -> Tokenizer | None:
-    """The tokenizer, on first use also trained; None where the sources hold tokens."""
-    _, hyper_parameters = resolve_model(config.model)
-    tokenizer = prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=hyper_parameters.vocab_size)
-    log.info("Tokenizer: %s", tokenizer.description if tokenizer else "none, the sources hold tokens")
-    return tokenizer
-
-
-def build_data(config: JobConfig, world: World, tokenizer: Tokenizer | None) -> Loader:
-    """This data rank's loader; on first use also the index."""
-    loader = loader_of(config, config.data, world, tokenizer)
-    log.info("Data: %s", loader.description)
-    return loader
-
-
-def build_validation_data(config: JobConfig, world: World, tokenizer: Tokenizer | None) -> dict[str, Loader]:
-    """This data rank's loaders of the validation data, by source. Each is read by itself: once, in its own order."""
-    sources = config.validation.sources if config.validation.enable else ()
-    loaders = {}
-    for name, source in zip(source_names(sources), sources, strict=True):
-        section = replace(config.data, sources=(replace(source, epochs=1),), shuffle=False, num_workers=0)
-        loaders[name] = loader_of(config, section, world, tokenizer)
-        log.info("Validation data: %s", loaders[name].description)
-    return loaders
-
-
-def loader_of(config: JobConfig, section: DataConfig, world: World, tokenizer: Tokenizer | None) -> Loader:
-    """The loader of the data of `section`, in the batches of training."""
-    _, hyper_parameters = resolve_model(config.model)
-    return build_loader(
-        section,
-        tokenizer,
-        seq_len=config.training.seq_len,
-        vocab_size=hyper_parameters.vocab_size,
-        global_batch_size=config.training.global_batch_size,
-        local_batch_size=batch_rows(config, world.size),
-        data_rank=data_rank(config.parallelism, world.rank, world.size),
-        data_degree=data_degree(config.parallelism, world.size),
-        speaks=speaks_for_data_rank(config.parallelism, world.rank, world.size),
-    )
-
-
-def build_model(
-    config: JobConfig, mesh: DeviceMesh, device: torch.device, *, draws_weights: bool = True
-) -> list[LanguageModel]:
-    """This rank's parts of the model with initial weights: the whole of it, or its pipeline stages.
-
-    Built on meta, cut into stages, parallelized, and only then given memory: each rank draws its own share.
-    draws_weights: False where they are loaded next, and until then undefined.
-    """
-    training = config.training
-    family, hyper_parameters = resolve_model(config.model)
-    parts: list[LanguageModel] = []
-    for stage in local_stages(config.parallelism, mesh["pp"].get_local_rank()):
-        with torch.device("meta"):
-            part = family.build(hyper_parameters).to(DTYPES[training.dtype])
-        part.tie_weights()
-        if not parts:
-            count = sum(parameter.numel() for parameter in part.parameters())
-            log.info("Model: %s %s, %s parameters", family.name, config.model.flavor, f"{count:,}")
-        plan = family.plan(hyper_parameters)
-        if config.parallelism.pp > 1:
-            stages = split_stages(part, plan, config.parallelism)
-            if not parts:
-                log.info("Pipeline: %s, stages %s", config.parallelism.pp_schedule, describe_stages(plan, stages))
-            plan = keep_units_(part, plan, stages[stage])
-        applied = parallelize(
-            part,
-            plan,
-            mesh,
-            shard_logits=shard_logits(config.parallelism),
-            recompute=config.activation_checkpoint,
-            compilation=config.compile,
-            param_dtype=DTYPES[training.mixed_precision_param],
-            reduce_dtype=DTYPES[training.mixed_precision_reduce],
-            reshard_after_forward=resolve_reshard_after_forward(config.parallelism),
-        )
-        for what in applied if not parts else ():
-            log.info("Applied %s to the model", what)
-        part.to_empty(device=device)
-        part.tie_weights()
-        part.init_buffers(device)
-        if draws_weights:
-            init_parameters_(part, config.debug.seed, lambda name: family.init(hyper_parameters, name))
-        parts.append(part)
-    parameters, compute, reduce = running_dtypes(parts[0])
-    log.info("Dtypes: parameters %s, compute %s, gradient reduction %s", parameters, compute, reduce)
-    return parts
-
-
-def build_forward(
-    config: JobConfig, model_parts: list[LanguageModel], mesh: DeviceMesh, device: torch.device
-) -> ModelOnMesh:
-    """This rank's model parts with their loss, for a program that trains nothing."""
-    loss = compiled_loss(mean_loss_shares, config.compile)
-    return ModelOnMesh(
-        model_parts=model_parts,
-        pipeline=build_pipeline(config, model_parts, mesh, device, loss) if config.parallelism.pp > 1 else None,
-        loss=loss,
-        shard_logits=shard_logits(config.parallelism),
-        mesh=mesh,
-        device=device,
-        seed=config.debug.seed,
-    )
-
-
-def build_trainer(
-    config: JobConfig,
-    model_parts: list[LanguageModel],
-    mesh: DeviceMesh,
-    data_mesh: DeviceMesh,
-    device: torch.device,
-) -> Trainer:
-    """The trainer of this rank's model parts."""
-    loss = compiled_loss(mean_loss_shares, config.compile)
-    return Trainer(
-        model_parts=model_parts,
-        pipeline=build_pipeline(config, model_parts, mesh, device, loss) if config.parallelism.pp > 1 else None,
-        loss=loss,
-        shard_logits=shard_logits(config.parallelism),
-        optimizer=build_optimizer(config.optimizer, model_parts, device),
-        schedule=build_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps),
-        sync=resolve_gradient_sync(config.parallelism.gradient_sync, mesh),
-        mesh=mesh,
-        data_group=data_mesh.get_group(),
-        device=device,
-        max_norm=config.training.max_norm,
-        norm_type=config.training.norm_type,
-        seed=config.debug.seed,
-        num_sources=len(config.data.sources),
-    )
-
-
-def build_pipeline(
-    config: JobConfig,
-    model_parts: list[LanguageModel],
-    mesh: DeviceMesh,
-    device: torch.device,
-    loss: Callable[[Tensor, Tensor, Tensor], Tensor],
-) -> Pipeline:
-    """The schedule of this rank's stages."""
-    section, training = config.parallelism, config.training
-    _, hyper_parameters = resolve_model(config.model)
-    rows = batch_rows(config, mesh.size())
-    shapes = StageShapes.of_microbatch(
-        section,
-        seq_len=training.seq_len,
-        dim=hyper_parameters.dim,
-        vocab_size=hyper_parameters.vocab_size,
-        dtype=DTYPES[training.mixed_precision_param],
-    )
-    return Pipeline(
-        model_parts,
-        section,
-        mesh,
-        device,
-        shapes=shapes,
-        num_microbatches=rows // section.pp_microbatch_size,
-        loss=loss,
-    )
-
-
-def batch_rows(config: JobConfig, world_size: int) -> int:
-    """Sequences in a batch of this rank, as the loader gives them: several make an optimizer step."""
-    training = config.training
-    degree = data_degree(config.parallelism, world_size)
-    return rows_per_batch(config.parallelism, training.local_batch_size, training.global_batch_size // degree)
 
 
 def build_meter(config: JobConfig, world: World, group: dist.ProcessGroup) -> Meter:

@@ -1,0 +1,1 @@
+"""From a JobConfig to finished parts: the only code that sees both."""

@@ -1,0 +1,91 @@
+"""The data of a run: its tokenizer and its loaders."""
+
+import json
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from titanlite.config.schema import JobConfig
+from titanlite.data.config import DataConfig
+from titanlite.data.hub import hub_commit
+from titanlite.data.loader import Loader, build_loader
+from titanlite.data.sources import source_names
+from titanlite.data.tokenizer import Tokenizer, prepare_tokenizer
+from titanlite.models import resolve_model
+from titanlite.parallel.mesh import data_degree, data_rank, speaks_for_data_rank
+from titanlite.parallel.pipeline import rows_per_batch
+from titanlite.runtime.distributed import World
+from titanlite.runtime.logging import log
+
+
+def pin_revisions(config: JobConfig, world: World, store: dist.Store) -> JobConfig:
+    """The configuration with the commit, the same on all ranks, for each revision of a dataset on the hub.
+
+    Rank 0 asks the hub and tells the others through the store. Raises ConfigError.
+    """
+    sections = (config.data, config.validation)
+    sources = [source for section in sections for source in section.sources]
+    if not any(source.kind == "hf" for source in sources):
+        return config
+    if world.rank == 0:
+        commits = [hub_commit(source) if source.kind == "hf" else "" for source in sources]
+        store.set("hub_commits", json.dumps(commits))
+    commits = json.loads(store.get("hub_commits"))
+    pinned = [
+        replace(source, revision=commit) if commit else source for source, commit in zip(sources, commits, strict=True)
+    ]
+    count = len(config.data.sources)
+    return replace(
+        config,
+        data=replace(config.data, sources=tuple(pinned[:count])),
+        validation=replace(config.validation, sources=tuple(pinned[count:])),
+    )
+
+
+def build_tokenizer(config: JobConfig) -> Tokenizer | None:
+    """The tokenizer, on first use also trained; None where the sources hold tokens."""
+    _, hyper_parameters = resolve_model(config.model)
+    tokenizer = prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=hyper_parameters.vocab_size)
+    log.info("Tokenizer: %s", tokenizer.description if tokenizer else "none, the sources hold tokens")
+    return tokenizer
+
+
+def build_data(config: JobConfig, world: World, tokenizer: Tokenizer | None) -> Loader:
+    """This data rank's loader; on first use also the index."""
+    loader = loader_of(config, config.data, world, tokenizer)
+    log.info("Data: %s", loader.description)
+    return loader
+
+
+def build_validation_data(config: JobConfig, world: World, tokenizer: Tokenizer | None) -> dict[str, Loader]:
+    """This data rank's loaders of the validation data, by source. Each is read by itself: once, in its own order."""
+    sources = config.validation.sources if config.validation.enable else ()
+    loaders = {}
+    for name, source in zip(source_names(sources), sources, strict=True):
+        section = replace(config.data, sources=(replace(source, epochs=1),), shuffle=False, num_workers=0)
+        loaders[name] = loader_of(config, section, world, tokenizer)
+        log.info("Validation data: %s", loaders[name].description)
+    return loaders
+
+
+def loader_of(config: JobConfig, section: DataConfig, world: World, tokenizer: Tokenizer | None) -> Loader:
+    """The loader of the data of `section`, in the batches of training."""
+    _, hyper_parameters = resolve_model(config.model)
+    return build_loader(
+        section,
+        tokenizer,
+        seq_len=config.training.seq_len,
+        vocab_size=hyper_parameters.vocab_size,
+        global_batch_size=config.training.global_batch_size,
+        local_batch_size=batch_rows(config, world.size),
+        data_rank=data_rank(config.parallelism, world.rank, world.size),
+        data_degree=data_degree(config.parallelism, world.size),
+        speaks=speaks_for_data_rank(config.parallelism, world.rank, world.size),
+    )
+
+
+def batch_rows(config: JobConfig, world_size: int) -> int:
+    """Sequences in a batch of this rank, as the loader gives them: several make an optimizer step."""
+    training = config.training
+    degree = data_degree(config.parallelism, world_size)
+    return rows_per_batch(config.parallelism, training.local_batch_size, training.global_batch_size // degree)
