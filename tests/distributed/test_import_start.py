@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.distributed.gradients import Errors, replaced, step_errors
 from tests.distributed.program import Starter, rows
@@ -115,10 +115,14 @@ def no_folder() -> Iterator[None]:
 def test_a_run_starts_from_the_weights_and_resumes_from_its_own(tmp_path: Path) -> None:
     """The weights are another seed's; the optimizer, the schedule and the data begin anew; the same on each layout."""
     write_initial(tmp_path / "model", "debug.seed=7")
+    write_initial(tmp_path / "infinite")
+    tensors = load_file(tmp_path / "infinite/model.safetensors")
+    tensors["model.embed_tokens.weight"][-1, -1] = float("inf")  # of a token that does not occur
+    save_file(tensors, tmp_path / "infinite/model.safetensors", {"format": "pt"})
     path = f"checkpoint.initial_load_path=hf:{tmp_path / 'model'}"
     convert(["import", str(tmp_path / "model"), "--out", str(tmp_path / "imported")])
     step_0 = f"checkpoint.initial_load_path={tmp_path / 'imported' / 'checkpoint'}"
-    fresh, one, tp, pp, killed, resumed, full, vocabulary, single, wide, stepped, inside = start_runs(
+    fresh, one, tp, pp, killed, resumed, full, vocabulary, single, wide, stepped, inside, infinite = start_runs(
         tmp_path,
         [
             Start(("debug.seed=7",), run="fresh"),
@@ -133,6 +137,7 @@ def test_a_run_starts_from_the_weights_and_resumes_from_its_own(tmp_path: Path) 
             Start((path, "model.max_seq_len=64"), run="wide"),
             Start((step_0,), run="stepped"),
             Start(run="imported"),
+            Start((f"checkpoint.initial_load_path=hf:{tmp_path / 'infinite'}", *LAYOUTS["tp2"]), 2, run="infinite"),
         ],
     )
     for found in (one, tp, pp, wide, stepped):
@@ -159,7 +164,10 @@ def test_a_run_starts_from_the_weights_and_resumes_from_its_own(tmp_path: Path) 
     assert "the configuration has 2 problems" in vocabulary.error
     assert f"write vocab_size = {VOCAB_SIZE} in [model]: the embedding has a row for each token" in vocabulary.error
     assert "write ffn_dim = 48 in [model]" in vocabulary.error
+    assert "these are an import's weights alone" in inside.error
+    assert 'imported_from"' not in inside.error  # no change that could be accepted
     assert "--checkpoint.initial_load_path FOLDER" in inside.error
+    assert "tok_embeddings.weight has values that are not finite in torch.float64" in infinite.error
     assert stepped.end == one.end
     assert single.says("21 tensors, converted from float64 to float32")
 

@@ -17,6 +17,7 @@ _REMEDIES = {
     "optimizer": "resume with the checkpoint's optimizer.name",
     "num_streams": "resume with the checkpoint's data.num_streams: leave the key out",
     "streams_version": "resume with a titanlite of that version",
+    "imported_from": "these are an import's weights alone, which no run goes on from: as the last line says",
 }
 _FRESH = "start a new run from these weights: --checkpoint.initial_load_path FOLDER --job.dump_folder ANOTHER"
 

@@ -122,13 +122,12 @@ def check_start(section: CheckpointConfig, dump_folder: str) -> list[Problem]:
         )
     if text.startswith("~"):
         return [Problem(key, text, 'a path as it is; "~" has no meaning here', f'write "{path.expanduser()}"')]
-    return require(
-        (path / MANIFEST_FILE).exists() or bool(published_steps(path)),
-        key,
-        text,
-        rule,
-        f"there is none at {path.absolute()}: mend the path (relative to the current folder)",
-    )
+    remedy = f"there is none at {path.absolute()}: mend the path (relative to the current folder)"
+    if published_steps(path / section.folder):
+        remedy = f'it is a dump folder: write "{path / section.folder}"'
+    elif (path / "config.json").is_file():
+        remedy = f'it is a model folder in the format of transformers: write "{PREFIX}{text}"'
+    return require((path / MANIFEST_FILE).exists() or bool(published_steps(path)), key, text, rule, remedy)
 
 
 def imported_from(section: CheckpointConfig, dump_folder: str) -> str:

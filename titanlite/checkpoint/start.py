@@ -27,7 +27,7 @@ from titanlite.checkpoint.resume import (
     nothing_usable,
     prepare_folder,
 )
-from titanlite.checkpoint.state import MODEL, STREAMS, RunState
+from titanlite.checkpoint.state import MODEL, STREAMS, RunState, first_not_finite, local_part
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.huggingface.folder import ModelFolder
 from titanlite.metrics.meter import Meter, MeterState
@@ -167,7 +167,18 @@ class StartFinder:
         """With the weights of a folder, of which each rank reads its own part."""
         begin = time.perf_counter()
         tensors = {name.removeprefix(MODEL): tensor for name, tensor in self._state.model().items()}
-        read = together(lambda: folder.fill_(tensors), self._group)
+
+        def fill() -> int:
+            num_bytes = folder.fill_(tensors)
+            name = first_not_finite({name: local_part(tensor) for name, tensor in tensors.items()})
+            if name is not None:  # no checkpoint of such a run could be published
+                raise UserError(
+                    f"checkpoint.initial_load_path: {folder.name}: {name} has values that are not finite in "
+                    f"{tensors[name].dtype}: give another folder, or a wider training.dtype if they are finite there"
+                )
+            return num_bytes
+
+        read = together(fill, self._group)
         file = folder.tokenizer_file
         fingerprint = on_first(lambda: Tokenizer(file).fingerprint if file else None, self._group)
         self._warn_of_tokenizer(fingerprint, folder.name)
@@ -198,9 +209,12 @@ class StartFinder:
                     raise UserError(f"{message}; give another one, or the folder of all, for the newest that is whole")
                 warn_once(f"{message}; the one before it is looked at", self._group)
         missing = "whole checkpoint" if steps else "checkpoint"
+        if not self._section.initial_load_model_only:
+            missing += " with optimizer and place in the data"
         raise UserError(
             f'checkpoint.initial_load_path = "{path}": there is no {missing} to start from; give a folder step-N of a '
             "run's checkpoint folder, or that folder"
+            + ("" if self._section.initial_load_model_only else "; from weights alone: initial_load_model_only = true")
         )
 
     def _whole(self, path: Path, usable: Usable) -> Found:

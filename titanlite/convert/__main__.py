@@ -114,10 +114,10 @@ def weights_bytes(folder: Path, files: Sequence[str]) -> int:
 def size(text: str) -> int:
     """Bytes: 5GB, 500MB, 2GiB, or a number of them."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", text.strip().upper())
-    number = int(float(found[1]) * UNITS[found[2] or ""]) if found else 0
-    if number < 1:
+    number = float(found[1]) * UNITS[found[2] or ""] if found else 0.0
+    if not 1 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is no size such as 5GB, 500MB or 2GiB")
-    return number
+    return int(number)
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ class UsableRows:
 
 def require_new(out: Path) -> None:
     """Raise UserError where `out` exists: nothing is overwritten."""
-    if out.exists():
+    if os.path.lexists(out):
         raise UserError(f"{out} exists already and is not overwritten: remove it, or write another --out")
 
 

@@ -26,11 +26,11 @@ _MAY_DIFFER = {"max_seq_len"}
 
 def open_source(text: str) -> ModelFolder:
     """What FOLDER or ORGANISATION/NAME[@REVISION] means, downloaded where it is on the hub. Raises UserError."""
-    if Path(text).is_dir():
+    if text and Path(text).is_dir():
         return open_folder(text, Path(text))
     model = parse_hub_name(text)
     if model is None:
-        raise UserError(f"{text} is neither a folder nor ORGANISATION/NAME[@REVISION] on the hub")
+        raise UserError(f"{text!r} is neither a folder nor ORGANISATION/NAME[@REVISION] on the hub")
     return open_snapshot(model, download(model))
 
 
@@ -40,7 +40,7 @@ def check_source(text: str, family: Family, hyper_parameters: Any) -> list[Probl
     path = Path(where)
     if where.startswith("~"):
         return [Problem(KEY, text, 'a path as it is; "~" has no meaning here', f'write "{PREFIX}{path.expanduser()}"')]
-    if not path.is_dir():
+    if not where or not path.is_dir():
         remedy = f"there is no folder {path.absolute()}: mend the path (relative to the current folder), or the name"
         return [] if parse_hub_name(where) else [Problem(KEY, text, RULE, remedy)]
     try:

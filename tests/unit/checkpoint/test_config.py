@@ -90,6 +90,13 @@ def test_another_runs_checkpoint_has_to_be_there_for_a_new_run(tmp_path: Path) -
     make(tmp_path / "other", 5)
     for path in (tmp_path / "other", tmp_path / "other/step-5"):
         assert check_start(replace(missing, initial_load_path=str(path)), str(tmp_path)) == []
+    make(tmp_path / "dump" / "checkpoint", 5)
+    (problem,) = check_start(replace(missing, initial_load_path=str(tmp_path / "dump")), str(tmp_path))
+    assert problem.remedy == f'it is a dump folder: write "{tmp_path}/dump/checkpoint"'
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").touch()
+    (problem,) = check_start(replace(missing, initial_load_path=str(tmp_path / "folder")), str(tmp_path))
+    assert problem.remedy.endswith(f'write "hf:{tmp_path}/folder"')
     make(tmp_path / "checkpoint", 3)
     assert check_start(replace(missing, initial_load_path="gone"), str(tmp_path)) == []
 

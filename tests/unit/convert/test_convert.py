@@ -180,7 +180,7 @@ def test_sizes(text: str, expected: int) -> None:
     assert size(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "0", "GB", "-5GB", "5 apples", "0.1"])
+@pytest.mark.parametrize("text", ["", "0", "GB", "-5GB", "5 apples", "0.1", "9" * 400])
 def test_what_is_no_size(text: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         export(run, tmp_path / "out", f"--shard-size={text}")
@@ -308,13 +308,18 @@ def test_nothing_is_overwritten_and_what_was_left_is_named(
     for arguments in (["export", str(run)], ["import", str(run.parent / "there")]):
         with pytest.raises(UserError, match="exists already and is not overwritten"):
             main([*arguments, "--out", str(out)])
+    (tmp_path / "link").symlink_to("gone")
+    with pytest.raises(UserError, match="link exists already"):
+        export(run, tmp_path / "link")
     (tmp_path / "new.incomplete-1").mkdir()
     export(run, tmp_path / "new", "--no-verify")
     assert f"{tmp_path}/new.incomplete-1 is what an interrupted conversion has left" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"nowhere: there is no checkpoint"):
         export(tmp_path / "nowhere", tmp_path / "x")
-    with pytest.raises(UserError, match=r"nowhere is neither a folder nor ORGANISATION/NAME"):
+    with pytest.raises(UserError, match=r"nowhere' is neither a folder nor ORGANISATION/NAME"):
         main(["import", str(tmp_path / "nowhere"), "--out", str(tmp_path / "x")])
+    with pytest.raises(UserError, match="'' is neither a folder"):  # not the current folder
+        main(["import", "", "--out", str(tmp_path / "x")])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143), OSError(28, "No space left on device")])
