@@ -69,7 +69,7 @@ def export_run(own: argparse.Namespace) -> None:
         log.warning("The run's tokenizer is not there any more: the folder will have none")
     with new_folder(own.out) as folder:
         files = write_folder(run, folder, dtype, own.shard_size)
-        log.info("Wrote %d files of weights, %.1f MiB", len(files), weights_bytes(folder, files) / 2**20)
+        log.info("Wrote %d file(s) of weights, %.1f MiB", len(files), weights_bytes(folder, files) / 2**20)
         if why_not is None:
             log.info("Verified: %s", verify(run, folder, dtype))
         else:

@@ -28,6 +28,7 @@ from titanlite.huggingface.safetensors import sync_file
 from titanlite.metrics.meter import MeterState
 from titanlite.models.family import ModelConfig
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.logging import log
 from titanlite.trainer import DTYPES, DtypeName, TrainingConfig
 
 
@@ -48,6 +49,11 @@ def write_run(source: ModelFolder, folder: Path, out: Path, dtype: DtypeName) ->
     if source.tokenizer_file is not None:
         Tokenizer(source.tokenizer_file).save(folder / TOKENIZER_FOLDER)
         tokenizer = Tokenizer(folder / TOKENIZER_FOLDER / "tokenizer.json")
+        if tokenizer.vocab_size > source.hyper_parameters.vocab_size:
+            log.warning(
+                "Its tokenizer has ids up to %d, and its model %d tokens: training refuses this tokenizer",
+                *(tokenizer.vocab_size - 1, source.hyper_parameters.vocab_size),
+            )
     config = _config(source, out, dtype, tokenizer)
     (folder / CONFIG_COPY).write_text(dump_config(config), encoding="utf-8")
     checkpoints = folder / CheckpointConfig.folder

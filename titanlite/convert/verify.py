@@ -106,10 +106,12 @@ def _logits_of_folder(folder: Path, compute: torch.dtype, tokens: Tensor) -> tup
         return "titanlite (transformers is not installed)", _logits(model, tokens)
     import transformers
 
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    chosen = {"dtype" if version >= (4, 56) else "torch_dtype": compute}
     talk: Any = transformers.utils.logging
     talk.disable_progress_bar()
     try:
-        theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=compute, local_files_only=True)
+        theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **chosen)
     except Exception as error:  # whatever it meets in a folder that is not right
         raise UserError(
             f"transformers {transformers.__version__} cannot load what was written, and the folder is not kept "

@@ -300,6 +300,14 @@ def test_the_import_is_a_run_that_has_not_begun(tmp_path: Path, tokenizer_files:
     assert f'path = "{tmp_path / "run" / "tokenizer"}"' in (tmp_path / "run" / "config.toml").read_text()
 
 
+def test_a_tokenizer_that_the_model_has_no_room_for_is_said(
+    tmp_path: Path, tokenizer_files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = source(tmp_path / "there", tokenizer_files, vocab_size=200)
+    main(["import", str(there), "--out", str(tmp_path / "run")])
+    assert "ids up to 279, and its model 200 tokens: training refuses this tokenizer" in capsys.readouterr().out
+
+
 def test_nothing_is_overwritten_and_what_was_left_is_named(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
