@@ -44,8 +44,9 @@ def summarize(config: JobConfig, record: Record, steps: int, train_s: float) -> 
 
 
 def prompt_for(config: JobConfig) -> str:
-    """A beginning that the model of a run may know how to go on from."""
-    return "def " if any(source.kind == "python-stdlib" for source in config.data.sources) else "The "
+    """A beginning that the model of a run may know how to go on from; no space behind it, which is a part of what comes
+    next to most tokenizers."""
+    return "def __init__(self" if any(source.kind == "python-stdlib" for source in config.data.sources) else "The"
 
 
 def python_command(environment: Mapping[str, str]) -> str:

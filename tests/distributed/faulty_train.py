@@ -10,7 +10,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from titanlite import build, train
+from titanlite import train
+from titanlite.build import run as build_module
 from titanlite.data.loader import Batch, Loader
 from titanlite.metrics.meter import StepStats
 from titanlite.runtime.errors import UserError
@@ -61,5 +62,5 @@ if __name__ == "__main__":
         elif os.environ["FAULT"] == "stage":
             Trainer.train_step = step_with_faulty_forward  # type: ignore[method-assign]
         else:
-            build.build_data = endless_build
+            build_module.build_data = endless_build
     train.main()

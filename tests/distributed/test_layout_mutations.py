@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from tests.distributed.gradients import replaced
 from tests.distributed.layouts import BOUNDS, QWEN3, Layout, measure
 from tests.distributed.test_mutations import without_last_sync
-from titanlite import build as build_module
 from titanlite import trainer as trainer_module
+from titanlite.build import model as build_module
 from titanlite.data.loader import Batch
 from titanlite.labels import IGNORE_INDEX
 from titanlite.loss import cross_entropy_by_row

@@ -56,7 +56,7 @@ def test_the_command_that_a_run_ends_with_works(trained: Path) -> None:
         said[1], shell=True, cwd=trained, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("The ")
+    assert done.stdout.startswith("The")
 
 
 def test_a_dump_folder_its_checkpoints_and_a_step(run: Path) -> None:

@@ -111,7 +111,10 @@ def _logits_of_folder(folder: Path, compute: torch.dtype, tokens: Tensor) -> tup
     try:
         theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=compute, local_files_only=True)
     except Exception as error:  # whatever it meets in a folder that is not right
-        raise UserError(f"transformers {transformers.__version__} cannot load what was written: {error}") from None
+        raise UserError(
+            f"transformers {transformers.__version__} cannot load what was written, and the folder is not kept "
+            f"(--no-verify, if that version is too old for the family): {error}"
+        ) from None
     return f"transformers {transformers.__version__}", theirs.eval().to(compute)(tokens).logits
 
 

@@ -1,7 +1,8 @@
 """Files in the safetensors format: headers read strictly, tensors read box by box and written one by one.
 
 Tensors are read by plain reads and not through a mapping of the file into memory: a rank reads the bytes of its own
-part alone and holds a few MiB of them at a time, and a file that is cut short meanwhile is an error, not a signal.
+part alone and holds a few MiB of them at a time, a file that is cut short meanwhile is an error, not a signal, and an
+audit of what is opened sees all of it.
 """
 
 import json
