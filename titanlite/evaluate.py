@@ -160,7 +160,7 @@ def evaluated_config(
     if problems:
         raise ConfigError(problems)
     values = {name: dict(table) for name, table in saved.manifest.config.items()}
-    validation = values["validation"] | {"enable": True}
+    validation = values["validation"]
     if sources or any(word.startswith("--validation.sources") for word in rest):
         tables = [asdict(source) for source in sources if isinstance(source, SourceConfig)]
         validation |= {"sources": tables, "steps": -1}
@@ -168,6 +168,7 @@ def evaluated_config(
         validation["steps"] = own.steps
     layout = values["parallelism"] | {axis: getattr(ParallelismConfig, axis) for axis in AXES}
     config = config_from_values(values | {"validation": validation, "parallelism": layout | {"pp_split": []}}, rest)
+    config = replace(config, validation=replace(config.validation, enable=True))
     if not config.validation.sources:
         rule = "something to evaluate on: the run itself has no validation.sources"
         raise ConfigError([Problem(DATA, "", rule, f"write {DATA} and a file, a folder or a glob")])

@@ -1,5 +1,6 @@
 """A run that is on the disk, as the commands see it that use its model."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -78,12 +79,18 @@ class SavedRun:
         fingerprint = self.manifest.facts["tokenizer"]
         if fingerprint is None:
             return None
-        depth = len(PurePath(self.config.checkpoint.folder).parts)
-        copy = self.path.absolute().parents[depth] / TOKENIZER_FOLDER / "tokenizer.json"
-        found = Tokenizer(copy) if copy.is_file() else self._configured_tokenizer()
+        copy = next((file for file in self._tokenizer_copies() if file.is_file()), None)
+        found = self._configured_tokenizer() if copy is None else Tokenizer(copy)
         if found is not None and found.fingerprint != fingerprint:
             raise UserError(f"{self.path} was trained with another tokenizer than {found.description}")
         return found
+
+    def _tokenizer_copies(self) -> list[Path]:
+        """Where the dump folder's copy may be: above the path as it is written, or, through links, above its target."""
+        depth = len(PurePath(self.config.checkpoint.folder).parts)
+        steps = (Path(os.path.abspath(self.path)), self.path.resolve())
+        folders = [step.parents[depth] for step in steps if len(step.parents) > depth]
+        return [folder / TOKENIZER_FOLDER / "tokenizer.json" for folder in folders]
 
     def _configured_tokenizer(self) -> Tokenizer | None:
         config = self.config
@@ -153,4 +160,12 @@ def _opened(path: Path, *, verifies: bool = True) -> SavedRun:
     family = FAMILIES.get(values.pop("family"))
     if family is None:
         raise UserError(f"{path}: its model is of the family {manifest.facts['model']['family']!r}, unknown here")
-    return SavedRun(path, manifest, family, family.config_type(**values))
+    try:
+        hyper_parameters = family.config_type(**values)
+    except TypeError as error:
+        reason = str(error).partition("() ")[2]
+        raise UserError(
+            f"{path}: another titanlite wrote its model of the family {family.name!r}, with other hyper-parameters: "
+            f"{reason}; use that one"
+        ) from None
+    return SavedRun(path, manifest, family, hyper_parameters)

@@ -149,6 +149,7 @@ def test_refusals(trained: Path, tmp_path: Path) -> None:
     assert "validation.sources.0.path = ''" in refusal(run, "--validation.sources.0.kind", "jsonl")
     assert "model.max_seq_len" in refusal(run, "--training.seq_len", "1000000")
     assert "parallelism.tp = 2" in refusal(run, "--parallelism.tp", "2")
+    assert configured(run, "--validation.enable", "false").validation.enable
 
 
 def test_data_that_are_asked_for_take_the_place_of_the_runs_own(trained: Path, tmp_path: Path) -> None:

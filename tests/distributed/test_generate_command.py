@@ -196,7 +196,7 @@ def test_an_interrupt_and_a_closed_pipe_end_it_and_leave_what_was_written(traine
             interrupted.kill()
             unread.kill()
     assert interrupted.returncode == 130
-    assert b"\ninterrupted\n" in said
+    assert b"\ntitanlite: interrupted\n" in said
     assert b"Traceback" not in said
     whole = greedy(trained, PROMPT, 60)[:-1].encode()
     length = min(len(whole), len(begun + rest))

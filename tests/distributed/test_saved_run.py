@@ -4,6 +4,7 @@ import logging
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from tests.distributed.program import REPOSITORY, clean_environment, start_program
 from titanlite.checkpoint.folder import step_folder
+from titanlite.checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from titanlite.data.bpe import train_bpe
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import UserError
@@ -108,6 +110,16 @@ def test_a_damaged_checkpoint_is_left_aside_or_refused(run: Path, caplog: pytest
         open_run(run)
 
 
+def test_hyper_parameters_of_another_version(run: Path) -> None:
+    path = step_folder(run / "saved" / "here", STEPS)
+    manifest = read_manifest(path)
+    (path / MANIFEST_FILE).unlink()
+    model = manifest.facts["model"] | {"number_to_come": 1}
+    write_manifest(path, replace(manifest, facts=manifest.facts | {"model": model}))
+    with pytest.raises(UserError, match=r"step-3: another titanlite wrote its model .*'number_to_come'; use that one"):
+        open_run(run)
+
+
 def test_where_there_is_no_run(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(UserError, match=rf"{path}: there is no checkpoint; give the dump folder"):
@@ -123,9 +135,16 @@ def test_the_tokenizer_is_the_copy_in_the_dump_folder(
     assert str(run) in found.description
     assert (found.fingerprint, found.bos_id) == (original.fingerprint, original.eos_id)
     monkeypatch.chdir(run / "saved" / "here")
-    relative = open_run(Path("step-1")).tokenizer()
-    assert relative is not None
-    assert str(run) in relative.description
+    (run.parent / "link").symlink_to(Path("step-1").absolute())
+    for path in (Path("step-1"), Path("step-2", "..", "step-1"), run.parent / "link"):
+        relative = open_run(path).tokenizer()
+        assert relative is not None
+        assert str(run) in relative.description
+    scratch = shutil.move(run / "saved", run.parent / "scratch")
+    (run / "saved").symlink_to(scratch)
+    linked = open_run(run).tokenizer()
+    assert linked is not None
+    assert str(run) in linked.description
 
 
 def test_without_the_copy_the_tokenizer_is_that_of_the_configuration(trained: Path, run: Path) -> None:

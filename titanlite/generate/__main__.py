@@ -1,5 +1,10 @@
 """The command's arguments, and what it prints: text to stdout, all else to stderr. Exit code 2 for bad arguments."""
 
+from titanlite.runtime.failure import end_on_interrupt
+
+if __name__ == "__main__":  # before the imports that take seconds
+    end_on_interrupt()
+
 import argparse
 import io
 import math

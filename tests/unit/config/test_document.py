@@ -60,6 +60,6 @@ def test_help_shows_the_values_in_force() -> None:
     assert "--model.dim INT Width of the residual stream. (default: 64)" in shown
     assert "--model.n_layers INT Number of transformer blocks. (default: 32)" in shown
     assert "--data.shuffle {true,false}" in shown
-    assert "--model.family {llama3,qwen3}" in shown
+    assert f"--model.family {{{','.join(FAMILIES)}}}" in shown
     assert "anew in each epoch. (default: false)" in shown
     assert "--data.sources.1.kind {text,jsonl,parquet,hf,tokens,python-stdlib}" in shown
