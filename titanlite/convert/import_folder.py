@@ -51,7 +51,7 @@ def write_run(source: ModelFolder, folder: Path, out: Path, dtype: DtypeName) ->
         tokenizer = Tokenizer(folder / TOKENIZER_FOLDER / "tokenizer.json")
         if tokenizer.vocab_size > source.hyper_parameters.vocab_size:
             log.warning(
-                "Its tokenizer has ids up to %d, and its model %d tokens: training refuses this tokenizer",
+                "Its tokenizer has ids up to %d, and its model %d tokens: training and generation refuse it",
                 *(tokenizer.vocab_size - 1, source.hyper_parameters.vocab_size),
             )
     config = _config(source, out, dtype, tokenizer)

@@ -150,21 +150,18 @@ def check_arguments(own: argparse.Namespace) -> list[Problem]:
 
 def find_tokenizer(run: SavedRun, path: str | None) -> Tokenizer:
     """The one at `path`; None: the run's own. Raises UserError where there is none, or the model has no room for it."""
-    if path is None:
-        own = run.tokenizer()
-        if own is None:
-            why = "was trained on tokens" if run.manifest.facts["tokenizer"] is None else "has lost its tokenizer"
-            raise ConfigError([Problem("--tokenizer", None, f"needed: {run.path} {why}", "write its tokenizer's path")])
-        return own
     section = run.config.tokenizer
-    tokenizer = Tokenizer(tokenizer_file(path), bos=section.bos, eos=section.eos)
+    tokenizer = run.tokenizer() if path is None else Tokenizer(tokenizer_file(path), bos=section.bos, eos=section.eos)
+    if tokenizer is None:
+        why = "was trained on tokens" if run.manifest.facts["tokenizer"] is None else "has lost its tokenizer"
+        raise ConfigError([Problem("--tokenizer", None, f"needed: {run.path} {why}", "write its tokenizer's path")])
     vocab_size = run.hyper_parameters.vocab_size
     if tokenizer.vocab_size > vocab_size:
         rule = f"at most the model's vocab_size = {vocab_size} tokens; it has {tokenizer.vocab_size}"
         raise ConfigError(
             [Problem("--tokenizer", path, rule, "write the path of the one that the run was trained with")]
         )
-    if run.manifest.facts["tokenizer"] not in (None, tokenizer.fingerprint):
+    if path is not None and run.manifest.facts["tokenizer"] not in (None, tokenizer.fingerprint):
         log.warning("%s was trained with another tokenizer than %s", run.path, tokenizer.description)
     return tokenizer
 

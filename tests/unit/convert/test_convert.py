@@ -305,7 +305,7 @@ def test_a_tokenizer_that_the_model_has_no_room_for_is_said(
 ) -> None:
     there = source(tmp_path / "there", tokenizer_files, vocab_size=200)
     main(["import", str(there), "--out", str(tmp_path / "run")])
-    assert "ids up to 279, and its model 200 tokens: training refuses this tokenizer" in capsys.readouterr().out
+    assert "ids up to 279, and its model 200 tokens: training and generation refuse it" in capsys.readouterr().out
 
 
 def test_nothing_is_overwritten_and_what_was_left_is_named(
