@@ -269,6 +269,23 @@ def test_without_transformers_it_is_read_back_by_this_package(
         export(run, tmp_path / "other")
 
 
+@pytest.mark.parametrize(("version", "name"), [("4.53.3", "torch_dtype"), ("4.56.0", "dtype"), ("6.0.dev0", "dtype")])
+def test_the_dtype_is_called_what_that_transformers_calls_it(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, name: str
+) -> None:
+    """An older one takes an unknown name as a field of config.json, and fails on a folder that is right."""
+    loaded, arguments = transformers.AutoModelForCausalLM.from_pretrained, []
+
+    def load(folder: Path, **chosen: Any) -> Any:
+        arguments.append(chosen)
+        return loaded(folder, dtype=chosen[name])
+
+    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load)
+    export(run, tmp_path / "out")
+    assert arguments == [{name: torch.float32, "local_files_only": True}]
+
+
 def test_what_transformers_cannot_load_is_not_kept(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch, config_json=lambda fields: fields | {"pad_token_id": 10**9})
     with pytest.raises(UserError, match=r"transformers [\d.]+ cannot load what was written, "):

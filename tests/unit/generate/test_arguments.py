@@ -112,6 +112,8 @@ def test_a_run_without_tokenizer_needs_one(tokenizer_folder: Path, tmp_path: Pat
     assert command.find_tokenizer(run_on(tmp_path, "f", found=found), None) is found
     with pytest.raises(ConfigError, match=f"at most the model's vocab_size = {SIZE - 1} tokens; it has {SIZE}"):
         command.find_tokenizer(run_on(tmp_path, None, SIZE - 1), str(tokenizer_folder))
+    with pytest.raises(ConfigError, match=r"--tokenizer = None\n.*at most the model's vocab_size"):
+        command.find_tokenizer(run_on(tmp_path, "f", SIZE - 1, found), None)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="is not a tokenizer"):
         command.find_tokenizer(run_on(tmp_path, None), str(tmp_path))
