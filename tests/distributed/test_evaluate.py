@@ -152,6 +152,17 @@ def test_refusals(trained: Path, tmp_path: Path) -> None:
     assert configured(run, "--validation.enable", "false").validation.enable
 
 
+def test_what_is_the_runs_own_and_does_not_fit_so_many_processes(trained: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        configured(trained / "out", size=3)
+    assert caught.value.problems
+    for problem in caught.value.problems:
+        if problem.key.startswith(("data.", "training.")):
+            assert problem.remedy == (
+                f"it is the run's own: use another number of processes, or give --{problem.key} for this evaluation"
+            )
+
+
 def test_data_that_are_asked_for_take_the_place_of_the_runs_own(trained: Path, tmp_path: Path) -> None:
     run = trained / "out"
     named = configured(run, "--data", str(trained / "*.jsonl"), "--data", str(trained / "text.txt"), "--steps", "3")
