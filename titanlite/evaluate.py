@@ -155,6 +155,8 @@ def evaluated_config(
     if own.steps is not None:
         validation["steps"] = own.steps
     layout = values.get("parallelism", {}) | {axis: getattr(ParallelismConfig, axis) for axis in AXES}
+    if own.tokenizer is not None:
+        values["tokenizer"] = values["tokenizer"] | {"path": own.tokenizer}
     config = config_from_values(values | {"validation": validation, "parallelism": layout | {"pp_split": []}}, rest)
     config = replace(config, validation=replace(config.validation, enable=True))
     if not config.validation.sources:

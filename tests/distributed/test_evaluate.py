@@ -187,6 +187,20 @@ def test_what_a_run_lacks(trained: Path) -> None:
         configured(trained / "out", "--data", str(trained / "text.txt"), has_tokenizer=False)
 
 
+def test_a_run_on_tokens_is_given_a_tokenizer(trained: Path) -> None:
+    saved = open_run(trained / "out")
+    tokenizer = saved.manifest.config["tokenizer"]["path"]
+    saved.manifest.config["tokenizer"]["path"] = ""
+    saved.manifest.config["data"]["sources"] = [{"kind": "tokens", "path": "anywhere"}]
+    for arguments in ((), ("--tokenizer", tokenizer)):
+        own, rest = parse_arguments([str(trained / "out"), "--data", str(trained / "text.txt"), *arguments])
+        if arguments:
+            assert evaluated_config(saved, own, rest, ONE, has_tokenizer=True).tokenizer.path == tokenizer
+        else:
+            with pytest.raises(ConfigError, match=r"remedy: give it token files, or --tokenizer PATH"):
+                evaluated_config(saved, own, rest, ONE, has_tokenizer=False)
+
+
 def test_a_checkpoint_that_is_deleted_while_it_is_read(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "out", tmp_path / "out")
     saved = open_run(tmp_path / "out")
