@@ -12,8 +12,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -45,7 +44,7 @@ from titanlite.runtime.distributed import (
 from titanlite.runtime.errors import ConfigError, DataError, Problem, UserError
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.runtime.signals import StopRequest
-from titanlite.saved_run import SavedRun, open_run
+from titanlite.saved_run import SavedRun, open_run, reading
 from titanlite.validate import Evaluator, build_token_bytes, check_validation, why_no_bytes
 
 DESCRIPTION = """\
@@ -55,6 +54,7 @@ data-parallel unless --parallelism.… says otherwise. Without --data: the run's
 """
 SECTIONS = ("validation", "data", "training", "parallelism", "compile", "comm")
 """Whose keys may be given: a model, its tokenizer and how it was trained are as they were saved."""
+BATCH_KEYS = ("data.num_streams", "training.global_batch_size", "training.local_batch_size")
 DATA = "--data"
 CHECKPOINT_KEY = "evaluated_checkpoint"
 """Key in the store: the folder that all ranks evaluate."""
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> None:
         failure.store = connect(world, CommConfig())
         saved = verified_run(own.run, world, failure.store)
         with reading(saved.path):
-            tokenizer = saved.tokenizer()
+            tokenizer = saved.tokenizer_at(own.tokenizer) if own.tokenizer else saved.tokenizer()
             config = evaluated_config(saved, own, rest, world, has_tokenizer=tokenizer is not None)
             found = evaluate(config, saved, tokenizer, world, failure.store, failure.note_data_error)
         if world.rank == 0:
@@ -104,6 +104,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument(DATA, metavar="SOURCE", action="append", default=[], help=text)
     text = "of each source at most N batches of training.global_batch_size sequences (default: the whole of it)"
     parser.add_argument("--steps", metavar="N", type=int, help=text)
+    text = "tokenizer.json or its folder, for a run on tokens that has none; default: the run's own"
+    parser.add_argument("--tokenizer", metavar="PATH", help=text)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the results there as well")
     own, rest = parser.parse_known_args(argv)
     problems = []
@@ -134,20 +136,6 @@ def verified_run(path: Path, world: World, store: dist.Store) -> SavedRun:
         return open_run(path, verifies=False)
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """An error of the user's inside is another one where the checkpoint is gone by then. Raises UserError."""
-    try:
-        yield
-    except UserError:
-        if path.is_dir():
-            raise
-        raise UserError(
-            f"{path} is gone: it was deleted while it was read, perhaps by the run itself (checkpoint.keep_latest_k); "
-            "start again with the dump folder, which means its newest checkpoint"
-        ) from None
-
-
 def evaluated_config(
     saved: SavedRun, own: argparse.Namespace, rest: Sequence[str], world: World, *, has_tokenizer: bool
 ) -> JobConfig:
@@ -160,20 +148,22 @@ def evaluated_config(
     if problems:
         raise ConfigError(problems)
     values = {name: dict(table) for name, table in saved.manifest.config.items()}
-    validation = values["validation"]
+    validation = values.get("validation", {})
     if sources or any(word.startswith("--validation.sources") for word in rest):
         tables = [asdict(source) for source in sources if isinstance(source, SourceConfig)]
         validation |= {"sources": tables, "steps": -1}
     if own.steps is not None:
         validation["steps"] = own.steps
-    layout = values["parallelism"] | {axis: getattr(ParallelismConfig, axis) for axis in AXES}
+    layout = values.get("parallelism", {}) | {axis: getattr(ParallelismConfig, axis) for axis in AXES}
+    if own.tokenizer is not None:
+        values["tokenizer"] = values["tokenizer"] | {"path": own.tokenizer}
     config = config_from_values(values | {"validation": validation, "parallelism": layout | {"pp_split": []}}, rest)
     config = replace(config, validation=replace(config.validation, enable=True))
     if not config.validation.sources:
         rule = "something to evaluate on: the run itself has no validation.sources"
         raise ConfigError([Problem(DATA, "", rule, f"write {DATA} and a file, a folder or a glob")])
     rule = "tokens: the run has no tokenizer, neither in its dump folder nor where its configuration says"
-    remedy = "give it token files, or put its tokenizer back"
+    remedy = "give it token files, or --tokenizer PATH"
     problems = [
         Problem(f"validation.sources.{n}.kind", source.kind, rule, remedy)
         for n, source in enumerate(config.validation.sources)
@@ -187,9 +177,17 @@ def evaluated_config(
         config.validation, config.data, vocab_size=saved.hyper_parameters.vocab_size, has_tokenizer=True
     )
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([_of_this_mesh(problem, rest) for problem in problems])
     config = resolve_config(config, world_size=world.size, device_type=world.device_type)
     return replace(config, data=replace(config.data, sources=()))  # those of training play no part
+
+
+def _of_this_mesh(problem: Problem, given: Sequence[str]) -> Problem:
+    """Of a value that is the run's own and does not fit so many processes: what to do about it here."""
+    if problem.key not in BATCH_KEYS or any(word.startswith(f"--{problem.key}") for word in given):
+        return problem
+    remedy = f"it is the run's own: use another number of processes, or give --{problem.key} for this evaluation"
+    return replace(problem, remedy=remedy)
 
 
 def evaluate(

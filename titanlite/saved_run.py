@@ -1,7 +1,8 @@
 """A run that is on the disk, as the commands see it that use its model."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -20,10 +21,10 @@ from titanlite.checkpoint.state import MODEL
 from titanlite.checkpoint.storage import InvalidCheckpointError, check_file, load_tensors, read_shapes
 from titanlite.config.load import config_from_values, parse_config
 from titanlite.config.schema import JobConfig
-from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, prepare_tokenizer
+from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, prepare_tokenizer, tokenizer_file
 from titanlite.models import FAMILIES
 from titanlite.models.family import Family, LanguageModel
-from titanlite.runtime.errors import UserError
+from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.logging import log
 from titanlite.trainer import DTYPES
 
@@ -44,8 +45,14 @@ class SavedRun:
 
     @property
     def config(self) -> JobConfig:
-        """The resolved configuration that the run was saved with. Raises ConfigError."""
-        return config_from_values(self.manifest.config)
+        """The resolved configuration that the run was saved with. Raises UserError."""
+        try:
+            return config_from_values(self.manifest.config)
+        except ConfigError as error:
+            version = self.manifest.versions["titanlite"]
+            raise UserError(
+                f"{self.path}: this titanlite cannot read what titanlite {version} has saved: {error}"
+            ) from None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the model's parameters, by name. Raises UserError."""
@@ -84,6 +91,30 @@ class SavedRun:
         if found is not None and found.fingerprint != fingerprint:
             raise UserError(f"{self.path} was trained with another tokenizer than {found.description}")
         return found
+
+    def tokenizer_at(self, path: str) -> Tokenizer:
+        """The one at `path`, a value of --tokenizer; a warning where it is not the run's.
+
+        Raises ConfigError where there is none, or the model has no room for it.
+        """
+        if not tokenizer_file(path).is_file():
+            rule = "a tokenizer.json, or a folder that holds one"
+            raise ConfigError([Problem("--tokenizer", path, rule, "leave it out for the run's own")])
+        section = self.config.tokenizer
+        tokenizer = Tokenizer(tokenizer_file(path), bos=section.bos, eos=section.eos)
+        self.require_room(tokenizer, path)
+        if self.manifest.facts["tokenizer"] not in (None, tokenizer.fingerprint):
+            log.warning("%s was trained with another tokenizer than %s", self.path, tokenizer.description)
+        return tokenizer
+
+    def require_room(self, tokenizer: Tokenizer, path: str | None) -> None:
+        """Raises ConfigError where the tokenizer has more tokens than the model. path: see `tokenizer_at`; None: the
+        run's own, which may be so in an import."""
+        vocab_size = self.hyper_parameters.vocab_size
+        if tokenizer.vocab_size > vocab_size:
+            rule = f"at most the model's vocab_size = {vocab_size} tokens; it has {tokenizer.vocab_size}"
+            remedy = "write the path of the one that the run was trained with"
+            raise ConfigError([Problem("--tokenizer", path, rule, remedy)])
 
     def _tokenizer_copies(self) -> list[Path]:
         """Where the dump folder's copy may be: above the path as it is written, or, through links, above its target."""
@@ -169,3 +200,17 @@ def _opened(path: Path, *, verifies: bool = True) -> SavedRun:
             f"{reason}; use that one"
         ) from None
     return SavedRun(path, manifest, family, hyper_parameters)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """An error of the user's inside is another one where the checkpoint is gone by then. Raises UserError."""
+    try:
+        yield
+    except UserError:
+        if path.is_dir():
+            raise
+        raise UserError(
+            f"{path} is gone: it was deleted while it was read, perhaps by the run itself (checkpoint.keep_latest_k); "
+            "start again with the dump folder, which means its newest checkpoint"
+        ) from None

@@ -152,6 +152,17 @@ def test_refusals(trained: Path, tmp_path: Path) -> None:
     assert configured(run, "--validation.enable", "false").validation.enable
 
 
+def test_what_is_the_runs_own_and_does_not_fit_so_many_processes(trained: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        configured(trained / "out", size=3)
+    assert caught.value.problems
+    for problem in caught.value.problems:
+        if problem.key.startswith(("data.", "training.")):
+            assert problem.remedy == (
+                f"it is the run's own: use another number of processes, or give --{problem.key} for this evaluation"
+            )
+
+
 def test_data_that_are_asked_for_take_the_place_of_the_runs_own(trained: Path, tmp_path: Path) -> None:
     run = trained / "out"
     named = configured(run, "--data", str(trained / "*.jsonl"), "--data", str(trained / "text.txt"), "--steps", "3")
@@ -174,6 +185,20 @@ def test_what_a_run_lacks(trained: Path) -> None:
         evaluated_config(saved, own, rest, ONE, has_tokenizer=True)
     with pytest.raises(ConfigError, match=r"validation\.sources\.0\.kind = 'text'\n.*the run has no tokenizer"):
         configured(trained / "out", "--data", str(trained / "text.txt"), has_tokenizer=False)
+
+
+def test_a_run_on_tokens_is_given_a_tokenizer(trained: Path) -> None:
+    saved = open_run(trained / "out")
+    tokenizer = saved.manifest.config["tokenizer"]["path"]
+    saved.manifest.config["tokenizer"]["path"] = ""
+    saved.manifest.config["data"]["sources"] = [{"kind": "tokens", "path": "anywhere"}]
+    for arguments in ((), ("--tokenizer", tokenizer)):
+        own, rest = parse_arguments([str(trained / "out"), "--data", str(trained / "text.txt"), *arguments])
+        if arguments:
+            assert evaluated_config(saved, own, rest, ONE, has_tokenizer=True).tokenizer.path == tokenizer
+        else:
+            with pytest.raises(ConfigError, match=r"remedy: give it token files, or --tokenizer PATH"):
+                evaluated_config(saved, own, rest, ONE, has_tokenizer=False)
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_read(trained: Path, tmp_path: Path) -> None:

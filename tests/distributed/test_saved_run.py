@@ -158,3 +158,12 @@ def test_another_tokenizer_in_its_place_is_refused(run: Path) -> None:
     train_bpe(iter([TEXT] * 4), 270, run / "tokenizer")
     with pytest.raises(UserError, match=r"was trained with another tokenizer than .*tokenizer\.json: 270 tokens"):
         open_run(run).tokenizer()
+
+
+def test_a_configuration_of_another_version_is_called_that(run: Path) -> None:
+    found = open_run(run)
+    found.manifest.config["optimizer"]["gone"] = 1
+    with pytest.raises(
+        UserError, match=r"step-3: this titanlite cannot read what titanlite \S+ has saved:[\s\S]*optimizer\.gone"
+    ):
+        _ = found.config

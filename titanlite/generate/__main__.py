@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from titanlite.data.command import run_command
-from titanlite.data.tokenizer import Tokenizer, tokenizer_file
+from titanlite.data.tokenizer import Tokenizer
 from titanlite.generate.generation import generate
 from titanlite.generate.printing import print_texts
 from titanlite.generate.prompts import Prompt, encode_prompts, read_prompts
@@ -24,7 +24,7 @@ from titanlite.generate.sampling import Sampling
 from titanlite.generate.text import TextStream
 from titanlite.runtime.errors import ConfigError, Problem, require
 from titanlite.runtime.logging import log, setup_logging
-from titanlite.saved_run import SavedRun, open_run
+from titanlite.saved_run import SavedRun, open_run, reading
 from titanlite.trainer import DTYPES
 
 USUAL_NEW_TOKENS = 200
@@ -61,7 +61,8 @@ def main(argv: Sequence[str]) -> None:
         own.max_new_tokens = min(USUAL_NEW_TOKENS, room)
     eos_id = None if own.ignore_eos else tokenizer.eos_id
     announce(run, own, prompts, tokenizer)
-    model = run.model(own.device, own.dtype or run.dtype)
+    with reading(run.path):
+        model = run.model(own.device, own.dtype or run.dtype)
     began = time.perf_counter()
     steps = generate(
         model, [prompt.ids for prompt in prompts], own.sampling, max_new_tokens=own.max_new_tokens, eos_id=eos_id
@@ -116,7 +117,6 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def check_arguments(own: argparse.Namespace) -> list[Problem]:
     """What can be said without the run."""
     no_gpu = own.device == "cuda" and not torch.cuda.is_available()
-    no_tokenizer = own.tokenizer is not None and not tokenizer_file(own.tokenizer).is_file()
     return [
         *require(
             own.max_new_tokens is None or own.max_new_tokens >= 1,
@@ -138,32 +138,19 @@ def check_arguments(own: argparse.Namespace) -> list[Problem]:
         *require(0 < own.top_p <= 1, "--top-p", own.top_p, "above 0 and at most 1", "1 to draw among all"),
         *require(0 <= own.seed < 2**63, "--seed", own.seed, "from 0 to 2^63 - 1", "any such number is as good"),
         *require(not no_gpu, "--device", "cuda", "a GPU that torch can use", "leave it out, or write cpu"),
-        *require(
-            not no_tokenizer,
-            "--tokenizer",
-            own.tokenizer,
-            "a tokenizer.json, or a folder that holds one",
-            "leave it out for the run's own",
-        ),
     ]
 
 
 def find_tokenizer(run: SavedRun, path: str | None) -> Tokenizer:
     """The one at `path`; None: the run's own. Raises UserError where there is none, or the model has no room for it."""
-    section = run.config.tokenizer
-    tokenizer = run.tokenizer() if path is None else Tokenizer(tokenizer_file(path), bos=section.bos, eos=section.eos)
-    if tokenizer is None:
-        why = "was trained on tokens" if run.manifest.facts["tokenizer"] is None else "has lost its tokenizer"
-        raise ConfigError([Problem("--tokenizer", None, f"needed: {run.path} {why}", "write its tokenizer's path")])
-    vocab_size = run.hyper_parameters.vocab_size
-    if tokenizer.vocab_size > vocab_size:
-        rule = f"at most the model's vocab_size = {vocab_size} tokens; it has {tokenizer.vocab_size}"
-        raise ConfigError(
-            [Problem("--tokenizer", path, rule, "write the path of the one that the run was trained with")]
-        )
-    if path is not None and run.manifest.facts["tokenizer"] not in (None, tokenizer.fingerprint):
-        log.warning("%s was trained with another tokenizer than %s", run.path, tokenizer.description)
-    return tokenizer
+    if path is None:
+        own = run.tokenizer()
+        if own is None:
+            why = "was trained on tokens" if run.manifest.facts["tokenizer"] is None else "has lost its tokenizer"
+            raise ConfigError([Problem("--tokenizer", None, f"needed: {run.path} {why}", "write its tokenizer's path")])
+        run.require_room(own, None)
+        return own
+    return run.tokenizer_at(path)
 
 
 def announce(run: SavedRun, own: argparse.Namespace, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> None:

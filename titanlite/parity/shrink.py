@@ -4,6 +4,7 @@ import tempfile
 from dataclasses import fields, replace
 from typing import Any
 
+from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.config.check import resolve_config
 from titanlite.config.schema import JobConfig, JobSection
 from titanlite.data.config import PIECE_BYTES_PER_POSITION
@@ -24,8 +25,8 @@ def comparable_config(config: JobConfig, ranks: int) -> JobConfig:
     No clipping: gradients are compared as backward leaves them, and the norm that clipping would use beside them.
     Plain SGD with the configuration's learning rate: it answers a rounding error by an update that is as small, where
     AdamW turns it into one of full size wherever a gradient is nearly zero. A global_batch_size of -1 is
-    local_batch_size x `ranks`, so that all layouts of so many ranks train on the same batch. The dump folder and the
-    metrics are not used.
+    local_batch_size x `ranks`, so that all layouts of so many ranks train on the same batch. The dump folder,
+    checkpoints and metrics are not used.
     """
     training = config.training
     if training.global_batch_size == -1:
@@ -33,6 +34,7 @@ def comparable_config(config: JobConfig, ranks: int) -> JobConfig:
     return replace(
         config,
         job=JobSection(dump_folder=tempfile.gettempdir()),
+        checkpoint=CheckpointConfig(),
         metrics=MetricsConfig(),
         training=replace(training, max_norm=0.0),
         optimizer=OptimizerConfig(name="SGD", lr=config.optimizer.lr, weight_decay=0.0),

@@ -1,5 +1,6 @@
 """What the command makes of its arguments, without a run; what it prints, without a model."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import train_bpe
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.generate import __main__ as command
@@ -15,7 +15,9 @@ from titanlite.generate.printing import print_texts
 from titanlite.generate.prompts import Prompt, encode_prompts
 from titanlite.generate.sampling import Sampling
 from titanlite.generate.text import TextStream
+from titanlite.models.llama3 import LLAMA3
 from titanlite.runtime.errors import ConfigError, Problem, UserError
+from titanlite.saved_run import SavedRun
 
 BAD = {
     "--max-new-tokens": ("0", "-1"),
@@ -23,7 +25,6 @@ BAD = {
     "--top-k": ("0", "-3"),
     "--top-p": ("0", "1.01", "-1", "nan"),
     "--seed": ("-1", str(2**63)),
-    "--tokenizer": ("nowhere",),
     "--prompt-file": ("nowhere", "."),
 }
 
@@ -92,15 +93,15 @@ def test_documents_that_start_with_bos(tokenizer_folder: Path) -> None:
         encode_prompts(prompts, without, starts_with_bos=True, **limits)
 
 
-def run_on(tokens: Path, fingerprint: str | None, vocab_size: int = 300, found: Tokenizer | None = None) -> Any:
-    """What find_tokenizer looks at of a SavedRun."""
-    return SimpleNamespace(
-        path=tokens,
-        tokenizer=lambda: found,
-        manifest=SimpleNamespace(facts={"tokenizer": fingerprint}),
-        hyper_parameters=SimpleNamespace(vocab_size=vocab_size),
-        config=JobConfig(),
-    )
+def run_on(folder: Path, fingerprint: str | None, vocab_size: int = 300, found: Tokenizer | None = None) -> SavedRun:
+    """As far as find_tokenizer looks at it; its own tokenizer is `found`."""
+
+    class Run(SavedRun):
+        def tokenizer(self) -> Tokenizer | None:
+            return found
+
+    manifest: Any = SimpleNamespace(facts={"tokenizer": fingerprint}, config={"job": {}, "model": {}})
+    return Run(folder, manifest, LLAMA3, replace(LLAMA3.flavors["debug"], vocab_size=vocab_size))
 
 
 def test_a_run_without_tokenizer_needs_one(tokenizer_folder: Path, tmp_path: Path) -> None:
@@ -114,6 +115,8 @@ def test_a_run_without_tokenizer_needs_one(tokenizer_folder: Path, tmp_path: Pat
         command.find_tokenizer(run_on(tmp_path, None, SIZE - 1), str(tokenizer_folder))
     with pytest.raises(ConfigError, match=r"--tokenizer = None\n.*at most the model's vocab_size"):
         command.find_tokenizer(run_on(tmp_path, "f", SIZE - 1, found), None)
+    with pytest.raises(ConfigError, match="--tokenizer = 'nowhere'"):
+        command.find_tokenizer(run_on(tmp_path, None), "nowhere")
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="is not a tokenizer"):
         command.find_tokenizer(run_on(tmp_path, None), str(tmp_path))
