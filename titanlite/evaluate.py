@@ -80,6 +80,8 @@ def main(argv: Sequence[str]) -> None:
         saved = verified_run(own.run, world, failure.store)
         with reading(saved.path):
             tokenizer = saved.tokenizer_at(own.tokenizer) if own.tokenizer else saved.tokenizer()
+            if tokenizer is not None:
+                saved.require_room(tokenizer, own.tokenizer)
             config = evaluated_config(saved, own, rest, world, has_tokenizer=tokenizer is not None)
             found = evaluate(config, saved, tokenizer, world, failure.store, failure.note_data_error)
         if world.rank == 0:

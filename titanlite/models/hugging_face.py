@@ -58,4 +58,9 @@ def rope_fields(fields: Mapping[str, Any], scaled: str | None) -> tuple[float, M
     if kind not in ("default", scaled):
         types = " and ".join(repr(one) for one in ("default", scaled) if one)
         raise UserError(f"config.json: {name}.rope_type = {kind!r}: this family computes {types} only")
+    if found.get("rope_theta") is None:
+        raise UserError(
+            "config.json: rope_theta is missing: write the one that the model was trained with; transformers takes "
+            "10000.0 then, which is that of Llama 1 and 2"
+        )
     return given(found, "rope_theta", float), found if kind == scaled else {}

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -21,8 +23,6 @@ from titanlite.models import FAMILIES
 from titanlite.models.family import HuggingFace
 from titanlite.runtime.errors import UserError
 from titanlite.saved_run import open_run
-
-transformers = pytest.importorskip("transformers")
 
 VOCAB_SIZE = 400
 TOKENS = torch.arange(60).view(2, 30) * 6 % VOCAB_SIZE
@@ -274,14 +274,15 @@ def test_the_dtype_is_called_what_that_transformers_calls_it(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, name: str
 ) -> None:
     """An older one takes an unknown name as a field of config.json, and fails on a folder that is right."""
-    loaded, arguments = transformers.AutoModelForCausalLM.from_pretrained, []
+    library: Any = sys.modules["transformers"]  # which puts another object there while it is used
+    loaded, arguments = library.AutoModelForCausalLM.from_pretrained, []
 
     def load(folder: Path, **chosen: Any) -> Any:
         arguments.append(chosen)
         return loaded(folder, dtype=chosen[name])
 
-    monkeypatch.setattr(transformers, "__version__", version)
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load)
+    monkeypatch.setattr(library, "__version__", version)
+    monkeypatch.setattr(library.AutoModelForCausalLM, "from_pretrained", load)
     export(run, tmp_path / "out")
     assert arguments == [{name: torch.float32, "local_files_only": True}]
 
