@@ -69,8 +69,15 @@ def all_products(backend: str, tp: int) -> dict[str, tuple[int, int]]:
     return {name: products_of_a_step([*settings, *compilation], tp) for name, (settings, _) in AGAIN.items()}
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("backend", ["", *(pytest.param(b, marks=pytest.mark.slow) for b in ("aot_eager", "inductor"))])
+@pytest.mark.parametrize(
+    ("backend", "tp"),
+    [
+        ("", 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("", 2), ("aot_eager", 1), ("aot_eager", 2))),
+        pytest.param("inductor", 1, marks=pytest.mark.soak),
+        pytest.param("inductor", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_only_what_is_not_kept_is_computed_again(backend: str, tp: int) -> None:
     """Early stop, without a compiler, leaves out a block's last product: nothing in backward needs its result."""
     for found in run_ranks(all_products, tp, backend, tp):
