@@ -36,10 +36,11 @@ def generate(
         for part in tokens.split(COLUMNS_AT_ONCE, dim=1):
             logits = reading.read(part)[:, -1]
         for step in range(max_new_tokens):
-            if not logits.isfinite().all():
-                raise UserError("the model's logits are not finite: its weights have diverged, or overflow in --dtype")
             chosen = choose(logits, sampling, step)
-            found = chosen.tolist()
+            # One read of the device for each token.
+            *found, all_finite = torch.cat([chosen, logits.isfinite().all().to(chosen.dtype).view(1)]).tolist()
+            if not all_finite:
+                raise UserError("the model's logits are not finite: its weights have diverged, or overflow in --dtype")
             yield [None if ended else token for token, ended in zip(found, has_ended, strict=True)]
             has_ended = [ended or token == eos_id for token, ended in zip(found, has_ended, strict=True)]
             if all(has_ended) or step + 1 == max_new_tokens:
