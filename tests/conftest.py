@@ -1,6 +1,15 @@
 """Settings of all tests."""
 
+import os
+from collections.abc import Iterator
+
 import pytest
+
+from tests.distributed.program import REPOSITORY
+from tests.durations import pytest_runtest_logreport, pytest_terminal_summary  # noqa: F401 these are hooks
+from tests.pool import close_pools
+
+os.environ["PYTHONPATH"] = str(REPOSITORY)  # for the fork server, which imports modules of the tests ahead of time
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -9,3 +18,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("soak"):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def pools() -> Iterator[None]:
+    """Ends the ranks that served the tests."""
+    yield
+    close_pools()

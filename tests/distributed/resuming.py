@@ -21,6 +21,7 @@ from torch import Tensor
 from tests.distributed.gradients import replaced, whole
 from tests.distributed.program import rows
 from tests.distributed.reference import TOKENS, small_config
+from tests.pool import run_ranks
 from titanlite import train
 from titanlite.build.run import Run, build_run
 from titanlite.data.loader import Batch
@@ -29,7 +30,6 @@ from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.job_lock import JOB_LOCK_FILE, job_lock
-from titanlite.runtime.launch import run_ranks
 from titanlite.runtime.logging import log, setup_logging
 
 OF_THE_CLOCK = {"tokens_per_second", "step_time_s", "data_time_s", "memory_gib"}

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from tests.distributed.gradients import build_on_mesh, difference, step_errors, whole
 from tests.distributed.reference import global_batch, rank_batches, reference_step, small_config
 from tests.distributed.test_step import OperationCount
-from titanlite.runtime.launch import run_ranks
+from tests.pool import run_ranks
 
 RESHARDS = ("default", "always", "never")
 

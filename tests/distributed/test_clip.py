@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from tests.distributed.gradients import difference, whole
+from tests.pool import run_ranks
 from titanlite.parallel.clip import NormType, clip_grad_norm_
 from titanlite.parallel.mesh import AXES
-from titanlite.runtime.launch import run_ranks
 
 Found = tuple[float, float, str]
 PARAMETERS: dict[str, tuple[int, tuple[str, ...], list[Placement]]] = {

@@ -7,9 +7,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed.gradients import step_errors
+from tests.pool import run_ranks
 from titanlite.parallel.data import gradient_sync
 from titanlite.parallel.mesh import GradientSync
-from titanlite.runtime.launch import run_ranks
 
 BOUNDS = {"float64": 1e-12, "float32": 1e-5}
 LAYOUTS = {

@@ -22,10 +22,10 @@ from tests.distributed.layouts import (
     runs_here,
     schedule,
 )
+from tests.pool import run_ranks
 from titanlite.data.loader import Batch
 from titanlite.models.attention import AttentionMask
 from titanlite.models.decoder import model as decoder
-from titanlite.runtime.launch import run_ranks
 from titanlite.trainer import Trainer
 
 BOUND = 1e-12

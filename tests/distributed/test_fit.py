@@ -10,12 +10,12 @@ import torch.distributed as dist
 from tests.distributed.gradients import build_on_mesh
 from tests.distributed.reference import global_batch, rank_batches, reference_step, small_config
 from tests.distributed.test_step import OperationCount
+from tests.pool import run_ranks
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Batch
 from titanlite.metrics.meter import Meter, Record
 from titanlite.metrics.sinks import Sinks
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.launch import run_ranks
 
 
 class StubLoader:

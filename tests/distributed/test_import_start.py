@@ -14,6 +14,7 @@ from tests.distributed.gradients import Errors, replaced, step_errors
 from tests.distributed.program import Starter, rows
 from tests.distributed.reference import VOCAB_SIZE, plain_model, small_config
 from tests.distributed.resuming import Start, checkpoints_of, numbers, start_runs
+from tests.pool import run_ranks
 from tests.unit.data.small_hub import COMMIT, SmallHub, small_hub
 from titanlite.convert.__main__ import main as convert
 from titanlite.huggingface import folder as folder_module
@@ -22,7 +23,6 @@ from titanlite.huggingface.folder import ModelFolder, open_folder
 from titanlite.huggingface.safetensors import StoredTensor, write_tensors
 from titanlite.models import resolve_model
 from titanlite.optim.optimizer import GatedOptimizer
-from titanlite.runtime.launch import run_ranks
 from titanlite.trainer import Trainer
 
 pytestmark = pytest.mark.slow

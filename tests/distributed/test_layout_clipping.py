@@ -9,8 +9,8 @@ import torch
 from tests.distributed.gradients import build_on_mesh, compare
 from tests.distributed.layouts import Layout, schedule
 from tests.distributed.reference import Reference, global_batch, rank_batches, reference_step
+from tests.pool import run_ranks
 from titanlite.build.data import batch_rows
-from titanlite.runtime.launch import run_ranks
 
 MAX_NORM = 0.01
 TWO = [Layout((1, 1, 1, 2)), Layout((2, 1, 1, 1), schedule("Interleaved1F1B"))]

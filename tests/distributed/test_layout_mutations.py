@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from tests.distributed.gradients import replaced
 from tests.distributed.layouts import BOUNDS, QWEN3, Layout, measure
 from tests.distributed.test_mutations import without_last_sync
+from tests.pool import run_ranks
 from titanlite import trainer as trainer_module
 from titanlite.build import model as build_module
 from titanlite.data.loader import Batch
@@ -28,7 +29,6 @@ from titanlite.models.init import Init
 from titanlite.parallel import clip as clip_module
 from titanlite.parallel import tensor as tensor_module
 from titanlite.parallel.data import wrapped_modules
-from titanlite.runtime.launch import run_ranks
 from titanlite.trainer import Trainer
 
 PP = Layout((2, 1, 1, 1))

@@ -20,10 +20,10 @@ from tests.distributed.layouts import (
     runs_here,
 )
 from tests.distributed.reference import global_batch, rank_batches
+from tests.pool import run_ranks
 from titanlite.build.data import batch_rows
 from titanlite.parallel.mesh import PipelineSchedule
 from titanlite.runtime.determinism import DebugConfig, apply_determinism
-from titanlite.runtime.launch import run_ranks
 
 
 def run(layouts: Sequence[Layout], dtype: str) -> list[dict[str, Any]]:

@@ -11,12 +11,12 @@ from torch import Tensor
 from tests.distributed.gradients import build_on_mesh, replaced
 from tests.distributed.layouts import COMPILE, LAST, PAIRS, WHOLE_LOGITS, Layout, schedule
 from tests.distributed.reference import GLOBAL_BATCH, global_batch, plain_model, rank_batches
+from tests.pool import run_ranks
 from titanlite.build.data import batch_rows
 from titanlite.data.loader import Batch
 from titanlite.loss import IGNORE_INDEX
 from titanlite.metrics.by_source import totals_by_source
 from titanlite.parallel.pipeline import Pipeline
-from titanlite.runtime.launch import run_ranks
 
 SOURCES = 3
 LAYOUTS = (

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.distributed.gradients import replaced, step_errors
+from tests.pool import run_ranks
 from titanlite import trainer as trainer_module
 from titanlite.data.loader import Batch
 from titanlite.labels import IGNORE_INDEX
 from titanlite.parallel.data import gradient_sync, wrapped_modules
-from titanlite.runtime.launch import run_ranks
 from titanlite.trainer import Trainer
 
 

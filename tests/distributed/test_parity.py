@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.program import CONFIG, REPOSITORY, clean_environment
 from tests.distributed.reference import small_config
+from tests.pool import run_ranks
 from titanlite.data.loader import Batch
 from titanlite.parallel import clip, pipeline
 from titanlite.parallel.data import gradient_sync, wrapped_modules
@@ -35,7 +36,6 @@ from titanlite.parity.run import run_reference
 from titanlite.parity.shrink import comparable_config, resolved_config
 from titanlite.parity.verdict import FLOAT64_BOUND, Bounds, judge, merge_ranks
 from titanlite.runtime.errors import ConfigError, UserError
-from titanlite.runtime.launch import run_ranks
 from titanlite.trainer import Trainer
 
 RUN = (sys.executable, "-m", "titanlite.parity")

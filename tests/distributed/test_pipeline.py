@@ -19,12 +19,13 @@ from tests.distributed.layouts import Layout, runs_here, schedule
 from tests.distributed.program import FAULTY, Starter, own_tracebacks, rows
 from tests.distributed.reference import global_batch, rank_batches, reference_step
 from tests.distributed.test_step import OperationCount
+from tests.pool import run_ranks
 from titanlite.build.data import batch_rows
 from titanlite.metrics.meter import Meter
 from titanlite.models.family import Plan
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
 from titanlite.parallel.pipeline import check_pipeline, local_stages, num_stages
-from titanlite.runtime.launch import RankError, run_ranks
+from titanlite.runtime.launch import RankError
 from titanlite.trainer import Trainer
 
 SOON_S = 15.0

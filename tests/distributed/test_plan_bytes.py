@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.gradients import build_on_mesh
 from tests.distributed.reference import global_batch, rank_batches, small_config
+from tests.pool import run_ranks
 from titanlite.parallel.pipeline import local_stages
 from titanlite.plan.stages import build_stage, simulated_mesh
-from titanlite.runtime.launch import run_ranks
 
 Bytes = tuple[int, int, int, int]
 ADAMW = ["optimizer.name=AdamW"]

@@ -9,8 +9,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.distributed.gradients import build_on_mesh
 from tests.distributed.reference import global_batch, rank_batches, small_config
+from tests.pool import run_ranks
 from titanlite.plan.estimate import estimate
-from titanlite.runtime.launch import run_ranks
 
 # Data parallelism and tensor parallelism call different operations of torch, which tells their axes apart.
 OPERATIONS = {

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from tests.distributed.gradients import build_on_mesh
 from tests.distributed.reference import small_config
+from tests.pool import run_ranks
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Batch
 from titanlite.models import resolve_model
@@ -25,7 +26,6 @@ from titanlite.parallel.mesh import shard_logits
 from titanlite.parallel.tensor import parallel_loss
 from titanlite.plan.estimate import estimate
 from titanlite.plan.memory import kept_bytes
-from titanlite.runtime.launch import run_ranks
 from titanlite.trainer import DTYPES, Trainer
 
 ROWS, SEQ_LEN, VOCAB_SIZE = 2, 256, 512

@@ -11,9 +11,9 @@ from tests.distributed.drawing import drawing_families
 from tests.distributed.gradients import build_on_mesh, compare, replaced, whole
 from tests.distributed.layouts import BOUNDS, COMPILE, FULL, Layout, depth, runs_here, schedule
 from tests.distributed.reference import global_batch, rank_batches, reference_step
+from tests.pool import run_ranks
 from titanlite import forward as forward_module
 from titanlite.build.data import batch_rows
-from titanlite.runtime.launch import run_ranks
 from titanlite.trainer import Trainer
 
 pytestmark = pytest.mark.slow

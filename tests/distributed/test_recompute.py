@@ -12,9 +12,9 @@ from tests.distributed.gradients import build_on_mesh
 from tests.distributed.layouts import BY_LAYER, BY_OP, FULL, Layout, depth, schedule
 from tests.distributed.reference import global_batch, rank_batches
 from tests.distributed.test_step import OperationCount
+from tests.pool import run_ranks
 from titanlite.build.data import batch_rows
 from titanlite.parallel.tensor import parallel_loss
-from titanlite.runtime.launch import run_ranks
 from titanlite.trainer import Trainer
 
 MODEL_ONLY = 'compile.components=["model"]'

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.gradients import build_on_mesh, whole
 from tests.distributed.reference import global_batch, plain_model, rank_batches, small_config
-from titanlite.runtime.launch import run_ranks
+from tests.pool import run_ranks
 from titanlite.trainer import Trainer
 
 

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed.gradients import difference, whole
+from tests.pool import run_ranks
 from titanlite.models.family import Plan
 from titanlite.parallel.data import apply_data_parallel, gradient_sync
 from titanlite.parallel.mesh import ParallelismConfig, build_mesh
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.launch import run_ranks
 
 PLAN = Plan(units=(("first",), ("second",)), blocks={}, tensor_styles={}, may_skip_parameters=True)
 CAN_REDUCE_MISSING = hasattr(FSDPModule, "set_reduce_scatter_unused_params")

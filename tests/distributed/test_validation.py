@@ -30,11 +30,11 @@ from tests.distributed.layouts import (
     split,
 )
 from tests.distributed.reference import SEQ_LEN, TOKENS, VOCAB_SIZE, global_batch, plain_model, rank_batches
+from tests.pool import run_ranks
 from titanlite.build.data import batch_rows, build_validation_data
 from titanlite.data.loader import Batch, Loader
 from titanlite.loss import IGNORE_INDEX
 from titanlite.runtime.distributed import World
-from titanlite.runtime.launch import run_ranks
 from titanlite.runtime.signals import StopRequest
 from titanlite.trainer import Trainer
 from titanlite.validate import Evaluator

@@ -1,6 +1,6 @@
 """Ranks for tests and commands: N processes on this machine, forked from one that has imported torch already.
 
-Importing torch is what costs when ranks start; forking them from a server that did it once saves it for all.
+Imports are what costs when ranks start: a fork server does them once for all ranks.
 """
 
 import json
@@ -13,14 +13,18 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 _LATE_NEWS_S = 2.0
-_PRELOAD = ("torch", "torch.distributed.tensor", "torch.distributed.fsdp")
+PRELOAD = (
+    *("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining"),
+    *("torch._dynamo", "torch._inductor.compile_fx"),  # else imported by the first optimizer, the first compiled block
+)
+"""What the fork server imports, beside the module of the first function."""
 
 
 class RankError(RuntimeError):
@@ -34,8 +38,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     LOCAL_RANK and WORLD_SIZE are set. One rank's error ends all others and is raised here as RankError, as is
     running longer than `timeout_s` seconds.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOAD))
+    context = fork_context(function.__module__)
     ranks: list[tuple[ForkServerProcess, Connection]] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -50,7 +53,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
                 process.start()
                 sender.close()
                 ranks.append((process, receiver))
-            return _collect(ranks, time.monotonic() + timeout_s)
+            return collect(ranks, time.monotonic() + timeout_s)
         finally:
             for process, receiver in ranks:
                 process.kill()
@@ -58,8 +61,21 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
                 receiver.close()
 
 
-def _collect(ranks: Sequence[tuple[ForkServerProcess, Connection]], deadline: float) -> list[Any]:
-    """What each rank returned. Raises RankError with all failures known by then, the first to happen in front."""
+def fork_context(*modules: str) -> ForkServerContext:
+    """Return the context whose processes are forked from the server.
+
+    The first process starts the server, which imports `modules` beside what all ranks need, and runs no operation.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOAD, *modules])
+    return context
+
+
+def collect(ranks: Sequence[tuple[ForkServerProcess, Connection]], deadline: float) -> list[Any]:
+    """Return the result of each rank. Raises RankError with all failures known by then, the first to happen in front.
+
+    deadline: of time.monotonic().
+    """
     results: dict[int, Any] = {}
     failures: list[tuple[float, str]] = []
     pending = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
@@ -89,7 +105,7 @@ def _collect(ranks: Sequence[tuple[ForkServerProcess, Connection]], deadline: fl
     return [results[rank] for rank in range(len(ranks))]
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Ends this rank once the process that launched it is gone, whatever the rank does or waits for."""
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -106,7 +122,7 @@ def _run_rank(
     sender: Connection,
     timeout_s: float,
 ) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     try:

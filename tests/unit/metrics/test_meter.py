@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.pool import run_ranks
 from titanlite.metrics import meter as meter_module
 from titanlite.metrics.meter import Meter, MeterState, Record, StepStats, is_log_step
-from titanlite.runtime.launch import run_ranks
 
 CPU = torch.device("cpu")
 KEYS = [
