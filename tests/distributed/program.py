@@ -1,22 +1,34 @@
-"""Runs the program as a user does, as processes of its own, and looks at what they say and leave behind."""
+"""Runs the program as a user does, as processes of its own, and looks at what they say and leave behind.
+
+By default these are forked from the fork server, which has imported everything, and get the environment that torchrun
+would give them. Tests of launching, signals and restarts say `launcher=TORCHRUN`, or `PYTHON` for a process alone.
+"""
 
 import json
 import os
 import re
+import runpy
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from tests.distributed.reference import GLOBAL_BATCH, MODEL, SEQ_LEN, TOKENS
+from titanlite.runtime.launch import fork_context
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATIENCE_S = 300.0  # of a test on a busy machine, where it is not about time
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+PYTHON = ()
 TRAIN = ("-m", "titanlite.train")
 FAULTY = (str(Path(__file__).with_name("faulty_train.py")),)
 
@@ -51,7 +63,7 @@ Starter = Callable[..., "Program"]
 class Program:
     """A started program. workplace: the folder of its files; all processes that it has started know it, too."""
 
-    process: subprocess.Popen[bytes]
+    process: "subprocess.Popen[bytes] | ForkedProcesses"
     workplace: Path
     output_file: Path
 
@@ -94,7 +106,11 @@ class Program:
         return {int(match[1]): pid for pid, match in found.items() if match}
 
     def processes(self) -> list[int]:
-        """All living processes that were started by this program, whoever is their parent now. Linux only."""
+        """All living processes that were started by this program, whoever is their parent now. Linux only.
+
+        Not for forked programs: /proc shows the environment that a process was started with.
+        """
+        assert isinstance(self.process, subprocess.Popen)
         mark = f"TITANLITE_CACHE={self.workplace / 'cache'}\0"
         folders = [folder for folder in Path("/proc").iterdir() if folder.name.isdecimal()]
         return [int(folder.name) for folder in folders if mark in read(folder / "environ")]
@@ -113,11 +129,13 @@ def start_program(
     *arguments: str,
     ranks: int = 0,
     program: Sequence[str] = TRAIN,
-    launcher: Sequence[str] = TORCHRUN,
+    launcher: Sequence[str] | None = None,
     name: str = "output",
     environment: dict[str, str] | None = None,
 ) -> Program:
-    """Starts training, with CONFIG unless the arguments say otherwise; ranks: under `launcher`, 0: plain Python.
+    """Starts training, with CONFIG unless the arguments say otherwise.
+
+    ranks: 0 for a process without a launcher. launcher: None forks the processes.
 
     Outputs go to workplace / "out"; what it says to the file workplace / name.
     """
@@ -137,29 +155,137 @@ def start_command(
     *arguments: str,
     ranks: int = 0,
     program: Sequence[str] = TRAIN,
-    launcher: Sequence[str] = TORCHRUN,
+    launcher: Sequence[str] | None = None,
     name: str = "output",
     environment: dict[str, str] | None = None,
 ) -> Program:
     """As start_program, with these arguments alone."""
-    launched = (*launcher, "--nproc-per-node", str(ranks)) if ranks else ()
-    output = workplace / name
     settings = {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(REPOSITORY),
         "TITANLITE_CACHE": str(workplace / "cache"),
     }
+    environment = clean_environment() | settings | (environment or {})
+    output = workplace / name
+    output.write_bytes(b"")
+    if launcher is None:
+        forked = ForkedProcesses(ranks, [*program, *arguments], workplace, environment, output)
+        return Program(forked, workplace, output)
+    launched = (*launcher, "--nproc-per-node", str(ranks)) if ranks else ()
     with output.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, *launched, *program, *arguments],
             cwd=workplace,
-            env=clean_environment() | settings | (environment or {}),
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
     return Program(process, workplace, output)
+
+
+class ForkedProcesses:
+    """A program's processes, forked by the fork server; what a test uses of subprocess.Popen.
+
+    ranks: 0 for one process without a launcher. Else all get torchrun's environment, with a store that outlives them,
+    and the first that fails ends the others: the exit code is 1, as torchrun's is.
+    """
+
+    def __init__(
+        self, ranks: int, command: Sequence[str], folder: Path, environment: dict[str, str], output: Path
+    ) -> None:
+        self._ranks = ranks
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks else None
+        self._ended = False
+        self._processes = []
+        for rank in range(max(1, ranks)):
+            given = environment
+            if self._store is not None:
+                given = torchrun_environment(rank, ranks, self._store.port) | environment
+            process = fork_context().Process(target=_run_program, args=(command, folder, given, output))
+            process.start()
+            self._processes.append(process)
+
+    def poll(self) -> int | None:
+        """The exit code once all processes have ended; None before."""
+        codes = [process.exitcode for process in self._processes]
+        if self._ranks and any(codes) and not self._ended:
+            self.terminate()
+        if None in codes:
+            return None
+        return codes[0] if not self._ranks else int(any(codes))
+
+    def wait(self, timeout: float) -> int:
+        """The exit code. Raises TimeoutError."""
+        end = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > end:
+                raise TimeoutError(f"processes {[p.pid for p in self._processes]} are still running")
+            running = [process.sentinel for process in self._processes if process.exitcode is None]
+            wait(running, timeout=max(0.0, end - time.monotonic()))
+        return code
+
+    @property
+    def pid(self) -> int:
+        """Of a program of one process."""
+        (process,) = self._processes
+        assert process.pid is not None
+        return process.pid
+
+    def terminate(self) -> None:
+        self._ended = True
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
+        """To all processes that still run."""
+        for process in self._processes:
+            if process.exitcode is None:
+                assert process.pid is not None
+                os.kill(process.pid, number)
+
+
+def torchrun_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """What torchrun sets for a rank of one node, where it holds the store itself."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "tests",
+    }
+
+
+def _run_program(command: Sequence[str], folder: Path, environment: dict[str, str], output: Path) -> None:
+    """`python COMMAND` in a process that has imported what it needs."""
+    os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, path, flags in (
+        (0, os.devnull, os.O_RDONLY),
+        *((n, output, os.O_WRONLY | os.O_APPEND) for n in (1, 2)),
+    ):
+        file = os.open(path, flags)
+        os.dup2(file, number)
+        os.close(file)
+    os.dup2(1, 2)
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115 they stay open
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    torch.set_num_threads(1)
+    if command[0] == "-m":
+        sys.modules.pop(command[1], None)  # it is run anew, as __main__
+        sys.argv = list(command[1:])
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(command)
+        runpy.run_path(command[0], run_name="__main__")
 
 
 def clean_environment() -> dict[str, str]:

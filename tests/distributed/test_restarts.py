@@ -163,10 +163,9 @@ def test_every_killed_rank_is_recovered_from(
 def test_every_killed_torchrun_is_recovered_from(
     kills: int, tmp_path: Path, start: Starter, undisturbed: Undisturbed
 ) -> None:
+    command = [*settings(kills), "--checkpoint.async_mode", "async"]
     survive_killed_launchers(
-        lambda name: start_saving(start, tmp_path, *settings(kills), "--checkpoint.async_mode", "async", name=name),
-        kills,
-        Random(4),
+        lambda name: start_saving(start, tmp_path, *command, launcher=TORCHRUN, name=name), kills, Random(4)
     )
     assert_as_undisturbed(tmp_path / "out", steps(kills), undisturbed(steps(kills)))
 

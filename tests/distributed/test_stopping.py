@@ -82,7 +82,7 @@ def test_who_asks_torchrun_again_does_not_wait_for_the_save(tmp_path: Path, star
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", ["torchrun", pytest.param("its process group", marks=pytest.mark.soak)])
 def test_a_killed_torchrun_takes_its_ranks_along(killed: str, tmp_path: Path, start: Starter) -> None:
-    program = start(tmp_path, "--training.steps", "1000000", ranks=2)
+    program = start(tmp_path, "--training.steps", "1000000", ranks=2, launcher=TORCHRUN)
     program.wait_for("step +3/")
     assert len(program.ranks()) == 2
     if killed == "torchrun":

@@ -13,6 +13,8 @@ import pytest
 from tests.distributed.program import (
     FAULTY,
     PATIENCE_S,
+    PYTHON,
+    TORCHRUN,
     Program,
     Starter,
     free_port,
@@ -146,7 +148,7 @@ def test_an_error_that_all_ranks_find_at_once_is_told_once(tokenizer: Path, tmp_
 
 def test_a_programming_error_on_one_rank_is_told_by_that_rank_alone(tmp_path: Path, start: Starter) -> None:
     faults = {"FAULT": "step", "FAULTY_RANK": "1"}
-    program = start(tmp_path, ranks=2, program=FAULTY, environment=faults)
+    program = start(tmp_path, ranks=2, program=FAULTY, launcher=TORCHRUN, environment=faults)
     program.wait_for("^titanlite: ")
     assert seconds_to_end(program) < SOON_S
     assert re.findall("^titanlite: .*$", program.output, re.MULTILINE) == [
@@ -168,6 +170,7 @@ def test_ranks_without_a_launcher_end_too(tmp_path: Path, start: Starter) -> Non
         start(
             tmp_path,
             program=FAULTY,
+            launcher=PYTHON,
             name=f"output{rank}",
             environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "FAULTY_RANK": "0"},
         )
@@ -204,7 +207,7 @@ def wait_until(program: Program, ranks: int, library: str) -> None:
 
 @needs_proc
 def test_ctrl_c_ends_one_process(tmp_path: Path, start: Starter) -> None:
-    program = start(tmp_path, *LONG)
+    program = start(tmp_path, *LONG, launcher=PYTHON)
     program.wait_for("step +3/")
     interrupt(program)
     assert program.wait() == 130
@@ -216,7 +219,7 @@ def test_ctrl_c_ends_one_process(tmp_path: Path, start: Starter) -> None:
 @needs_proc
 @pytest.mark.slow
 def test_ctrl_c_ends_all_ranks(tmp_path: Path, start: Starter) -> None:
-    program = start(tmp_path, *LONG, ranks=2)
+    program = start(tmp_path, *LONG, ranks=2, launcher=TORCHRUN)
     program.wait_for("step +3/")
     assert len(program.workers("libtorch")) == 2
     interrupt(program)
@@ -228,7 +231,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path, start: Starter) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_ctrl_c_ends_a_program_that_is_only_loading_its_libraries(ranks: int, tmp_path: Path, start: Starter) -> None:
-    program = start(tmp_path, *LONG, ranks=ranks)
+    program = start(tmp_path, *LONG, ranks=ranks, launcher=TORCHRUN if ranks else PYTHON)
     wait_until(program, max(1, ranks), "libtorch_cpu")
     interrupt(program)
     assert "Job:" not in program.output, "too late to show it"
@@ -240,7 +243,7 @@ def test_ctrl_c_ends_a_program_that_is_only_loading_its_libraries(ranks: int, tm
 @pytest.mark.slow
 def test_ctrl_c_ends_a_rank_that_waits_for_the_others(tmp_path: Path, start: Starter) -> None:
     faults = {"FAULT": "data", "FAULTY_RANK": "0"}
-    program = start(tmp_path, *LONG, ranks=2, program=FAULTY, environment=faults)
+    program = start(tmp_path, *LONG, ranks=2, program=FAULTY, launcher=TORCHRUN, environment=faults)
     program.wait_for("building data")
     time.sleep(3)  # rank 1 has built its data by then, and waits in torch
     interrupt(program)
@@ -250,7 +253,7 @@ def test_ctrl_c_ends_a_rank_that_waits_for_the_others(tmp_path: Path, start: Sta
 @needs_proc
 @pytest.mark.slow
 def test_a_launcher_that_is_terminated_takes_its_ranks_along(tmp_path: Path, start: Starter) -> None:
-    program = start(tmp_path, *LONG, ranks=2)
+    program = start(tmp_path, *LONG, ranks=2, launcher=TORCHRUN)
     program.wait_for("step +3/")
     os.kill(program.process.pid, signal.SIGTERM)
     assert seconds_to_end(program) < SOON_S

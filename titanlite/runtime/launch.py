@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 _LATE_NEWS_S = 2.0
-PRELOAD = (
+PRELOAD: tuple[str, ...] = (
     *("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining"),
     *("torch._dynamo", "torch._inductor.compile_fx"),  # else imported by the first optimizer, the first compiled block
 )
