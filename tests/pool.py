@@ -30,8 +30,8 @@ from titanlite.runtime.logging import log
 POOL_SIZES = (1, 2, 4)
 launch.PRELOAD = (*launch.PRELOAD, "titanlite.train", "titanlite.parity.measure", "tests.distributed.layouts")
 
-_WATCHED = ("titanlite", "torch.nn", "torch.distributed", "torch.optim")
-"""Packages whose functions and classes cases replace."""
+_WATCHED = ("titanlite", "torch.nn", "torch.distributed")
+"""Packages whose code cases replace. Not torch.optim, which wraps `step` of its classes when they are first used."""
 _RESET_S = 60.0
 
 
