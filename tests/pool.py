@@ -171,6 +171,7 @@ class _State:
         log.propagate = self._log[1]
         gc.enable()
         gc.collect()
+        gc.freeze()  # a training loop thaws what it found frozen
 
 
 def _replaceable_code() -> dict[tuple[str, ...], Any]:
