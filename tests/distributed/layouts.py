@@ -1,19 +1,17 @@
 """The layouts that are verified, as a table, and what is measured in each: the errors of three steps."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.distributed.gradients import build_on_mesh, compare, difference, whole
-from tests.distributed.reference import global_batch, plain_model, rank_batches, reference_step, small_config
-from titanlite.build.data import batch_rows
+from tests.distributed.gradients import build_on_mesh, compare, difference, has_weights, local_batches
+from tests.distributed.reference import global_batch, plain_model, reference_step, small_config
 from titanlite.config.schema import JobConfig
 from titanlite.loss import cross_entropy_by_row
 from titanlite.parallel.pipeline import SCHEDULES
-from titanlite.trainer import Trainer
 
 BOUNDS = {"float64": 1e-11, "float32": 1e-5}
 STEPS = 3
@@ -198,23 +196,33 @@ class Measured:
         return max(self.gradient, self.loss, self.grad_norm, self.trajectory)
 
 
-def reference_losses(config: JobConfig, steps: int, rows: int) -> list[Tensor]:
-    """Of plain gradient descent in one process, all rows at once."""
+_losses: dict[tuple[str, str, int], list[Tensor]] = {}
+
+
+def reference_losses(config: JobConfig, rows: int) -> list[Tensor]:
+    """Of STEPS steps of plain gradient descent in one process, all rows at once; computed once per process."""
+    key = (repr(config.model), config.training.dtype, rows)
+    if key not in _losses:
+        _losses[key] = _reference_losses(config, rows)
+    return _losses[key]
+
+
+def _reference_losses(config: JobConfig, rows: int) -> list[Tensor]:
     model = plain_model(config)
     losses = []
-    for step in range(steps):
+    for step in range(STEPS):
         batch = global_batch("silent_ranks", step, rows)
         num_valid = (batch.labels != -100).sum()
         loss = cross_entropy_by_row(model(batch.tokens), batch.labels).sum() / num_valid
         parameters = list(model.parameters())
         with torch.no_grad():
             for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-                parameter.sub_(config.optimizer.lr * gradient)
+                parameter.sub_(LEARNING_RATE * gradient)
         losses.append(loss.detach())
     return losses
 
 
-def measure(layout: Layout, *settings: str, mutate: Callable[[Trainer], None] | None = None) -> Measured:
+def measure(layout: Layout, *settings: str) -> Measured:
     """Builds what training would build, takes three steps of gradient descent, and compares with one process.
 
     Every odd row is masked as a whole, so that some microbatches, or some data ranks, have no valid token at all.
@@ -223,16 +231,12 @@ def measure(layout: Layout, *settings: str, mutate: Callable[[Trainer], None] | 
     config = layout.config(f"optimizer.lr={LEARNING_RATE}", "optimizer.weight_decay=0.0", *settings)
     batches = [global_batch("silent_ranks", step, layout.rows) for step in range(STEPS)]
     reference = reference_step(config, batches[0])
-    expected = reference_losses(config, STEPS, layout.rows)
+    expected = reference_losses(config, layout.rows)
     trainer, data = build_on_mesh(config)
-    initial = {name: whole(p.detach()) for part in trainer.model_parts for name, p in part.named_parameters()}
-    same = all(torch.equal(weight, reference.weights[name]) for name, weight in initial.items())
-    if mutate is not None:
-        mutate(trainer)
-    in_a_step = layout.rows // data.size() // batch_rows(config, layout.world_size)
+    same = has_weights(trainer, reference.weights)
     losses: list[Tensor] = []
     for step, batch in enumerate(batches):
-        stats = trainer.train_step(rank_batches(batch, data.get_local_rank(), data.size(), in_a_step))
+        stats = trainer.train_step(local_batches(config, data, batch))
         losses.append(stats.mean_loss.clone())
         if step == 0:
             first = compare(trainer, stats.mean_loss, stats.grad_norm, reference, same)

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.gradients import build_on_mesh, compare
+from tests.distributed.gradients import build_on_mesh, compare, local_batches
 from tests.distributed.layouts import Layout, schedule
-from tests.distributed.reference import Reference, global_batch, rank_batches, reference_step
+from tests.distributed.reference import Reference, global_batch, reference_step
 from tests.pool import run_ranks
-from titanlite.build.data import batch_rows
 
 MAX_NORM = 0.01
 TWO = [Layout((1, 1, 1, 2)), Layout((2, 1, 1, 1), schedule("Interleaved1F1B"))]
@@ -34,8 +33,7 @@ def clipped(layouts: list[Layout], norm_type: str) -> list[dict[str, Any]]:
         scale = MAX_NORM / (norm + 1e-6)
         gradients = {name: gradient * scale for name, gradient in whole.gradients.items()}
         trainer, data = build_on_mesh(config)
-        parts = layout.rows // data.size() // batch_rows(config, layout.world_size)
-        stats = trainer.train_step(rank_batches(batch, data.get_local_rank(), data.size(), parts))
+        stats = trainer.train_step(local_batches(config, data, batch))
         expected = Reference(whole.loss, norm, gradients, whole.weights)
         found.append(asdict(compare(trainer, stats.mean_loss, stats.grad_norm, expected, True)))
     return found

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.gradients import build_on_mesh
+from tests.distributed.gradients import build_on_mesh, local_batches
 from tests.distributed.layouts import (
     BOUNDS,
     LEARNING_RATE,
@@ -19,9 +19,8 @@ from tests.distributed.layouts import (
     measure_all,
     runs_here,
 )
-from tests.distributed.reference import global_batch, rank_batches
+from tests.distributed.reference import global_batch
 from tests.pool import run_ranks
-from titanlite.build.data import batch_rows
 from titanlite.parallel.mesh import PipelineSchedule
 from titanlite.runtime.determinism import DebugConfig, apply_determinism
 
@@ -100,8 +99,7 @@ def digests(repeats: int) -> list[list[str]]:
             seen = []
             for step in range(3):
                 batch = global_batch("uneven", step, layout.rows)
-                parts = layout.rows // data.size() // batch_rows(config, layout.world_size)
-                stats = trainer.train_step(rank_batches(batch, data.get_local_rank(), data.size(), parts))
+                stats = trainer.train_step(local_batches(config, data, batch))
                 seen += [stats.mean_loss, stats.grad_norm]
             seen += [p.detach() for part in trainer.model_parts for p in part.parameters()]
             whole = [getattr(tensor, "_local_tensor", tensor).contiguous().flatten() for tensor in seen]

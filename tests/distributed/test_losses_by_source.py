@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.distributed.gradients import build_on_mesh, replaced
+from tests.distributed.gradients import build_on_mesh, local_batches, replaced
 from tests.distributed.layouts import COMPILE, LAST, PAIRS, WHOLE_LOGITS, Layout, schedule
-from tests.distributed.reference import GLOBAL_BATCH, global_batch, plain_model, rank_batches
+from tests.distributed.reference import global_batch, plain_model
 from tests.pool import run_ranks
-from titanlite.build.data import batch_rows
 from titanlite.data.loader import Batch
 from titanlite.loss import IGNORE_INDEX
 from titanlite.metrics.by_source import totals_by_source
@@ -43,8 +42,7 @@ def totals_on_mesh(layout: Layout) -> tuple[list[list[float]], float, float]:
     torch._dynamo.reset()
     trainer, data = build_on_mesh(layout.config())
     trainer.num_sources = SOURCES
-    accumulation = GLOBAL_BATCH // data.size() // batch_rows(layout.config(), layout.world_size)
-    stats = trainer.train_step(rank_batches(mixed_batch(), data.get_local_rank(), data.size(), accumulation))
+    stats = trainer.train_step(local_batches(layout.config(), data, mixed_batch()))
     totals, loss = stats.by_source.clone(), stats.mean_loss.clone()
     dist.all_reduce(totals)
     dist.all_reduce(loss)

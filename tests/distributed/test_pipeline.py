@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from tests.distributed.gradients import build_on_mesh, difference
+from tests.distributed.gradients import build_on_mesh, difference, local_batches
 from tests.distributed.layouts import Layout, runs_here, schedule
 from tests.distributed.program import FAULTY, Starter, own_tracebacks, rows
-from tests.distributed.reference import global_batch, rank_batches, reference_step
+from tests.distributed.reference import global_batch, reference_step
 from tests.distributed.test_step import OperationCount
 from tests.pool import run_ranks
-from titanlite.build.data import batch_rows
 from titanlite.metrics.meter import Meter
 from titanlite.models.family import Plan
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
@@ -37,8 +36,7 @@ def built(layout: Layout) -> tuple[Trainer, list[Any], Any]:
     config = layout.config()
     batch = global_batch("silent_ranks", 0, layout.rows)
     trainer, data = build_on_mesh(config)
-    parts = layout.rows // data.size() // batch_rows(config, layout.world_size)
-    return trainer, rank_batches(batch, data.get_local_rank(), data.size(), parts), reference_step(config, batch)
+    return trainer, local_batches(config, data, batch), reference_step(config, batch)
 
 
 def count_forwards(trainer: Trainer) -> list[Counter[str]]:

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from tests.distributed.drawing import drawing_families
-from tests.distributed.gradients import build_on_mesh, compare, replaced, whole
+from tests.distributed.gradients import build_on_mesh, compare, local_batches, replaced, whole
 from tests.distributed.layouts import BOUNDS, COMPILE, FULL, Layout, depth, runs_here, schedule
-from tests.distributed.reference import global_batch, rank_batches, reference_step
+from tests.distributed.reference import global_batch, reference_step
 from tests.pool import run_ranks
 from titanlite import forward as forward_module
-from titanlite.build.data import batch_rows
 from titanlite.trainer import Trainer
 
 pytestmark = pytest.mark.slow
@@ -28,9 +27,8 @@ def trainer_at(step: int, layout: Layout, family: str, *settings: str) -> tuple[
     config = layout.config(f"model.family={family}", *settings)
     trainer, data = build_on_mesh(config)
     trainer.step = step - 1
-    parts = layout.rows // data.size() // batch_rows(config, layout.world_size)
     batch = global_batch("silent_ranks", step - 1, layout.rows)
-    return trainer, rank_batches(batch, data.get_local_rank(), data.size(), parts), config
+    return trainer, local_batches(config, data, batch), config
 
 
 def drawn_by_key(layouts: Sequence[Layout]) -> list[float]:

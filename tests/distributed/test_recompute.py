@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.gradients import build_on_mesh
+from tests.distributed.gradients import build_on_mesh, local_batches
 from tests.distributed.layouts import BY_LAYER, BY_OP, FULL, Layout, depth, schedule
-from tests.distributed.reference import global_batch, rank_batches
+from tests.distributed.reference import global_batch
 from tests.distributed.test_step import OperationCount
 from tests.pool import run_ranks
-from titanlite.build.data import batch_rows
 from titanlite.parallel.tensor import parallel_loss
 from titanlite.trainer import Trainer
 
@@ -115,8 +114,7 @@ def dtypes(axes: tuple[int, int, int, int]) -> list[str]:
     trainer, data = build_on_mesh(layout.config())
     seen: set[str] = set()
     watch(trainer, seen)
-    parts = layout.rows // data.size() // batch_rows(layout.config(), layout.world_size)
-    batches = rank_batches(global_batch("uneven"), data.get_local_rank(), data.size(), parts)
+    batches = local_batches(layout.config(), data, global_batch("uneven"))
     trainer.train_step(batches)  # a pipeline's first step also sets things up
     with OperationCount() as count:
         trainer.train_step(batches)

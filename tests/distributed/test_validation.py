@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from tests.distributed.gradients import build_on_mesh, replaced
+from tests.distributed.gradients import build_on_mesh, local_batches, replaced
 from tests.distributed.layouts import (
     BY_OP,
     COMPILE,
@@ -29,9 +29,9 @@ from tests.distributed.layouts import (
     schedule,
     split,
 )
-from tests.distributed.reference import SEQ_LEN, TOKENS, VOCAB_SIZE, global_batch, plain_model, rank_batches
+from tests.distributed.reference import SEQ_LEN, TOKENS, VOCAB_SIZE, global_batch, plain_model
 from tests.pool import run_ranks
-from titanlite.build.data import batch_rows, build_validation_data
+from titanlite.build.data import build_validation_data
 from titanlite.data.loader import Batch, Loader
 from titanlite.loss import IGNORE_INDEX
 from titanlite.runtime.distributed import World
@@ -129,7 +129,6 @@ def trained(
         return losses
 
     trainer.row_losses = without_graph  # type: ignore[method-assign]
-    in_a_step = layout.rows // data.size() // batch_rows(config, layout.world_size)
     validations, changed, numbers = [], [], {}
     for step in range(3):
         if validates:
@@ -137,8 +136,7 @@ def trained(
             validations.append(evaluate(evaluator, loaders, LIMITS[step]))
             changed += [f"{name} before step {step}" for name in differences(before, training_state(trainer))]
         if step < 2:
-            batches = rank_batches(global_batch("silent_ranks", step), data.get_local_rank(), data.size(), in_a_step)
-            stats = trainer.train_step(batches)
+            stats = trainer.train_step(local_batches(config, data, global_batch("silent_ranks", step)))
             numbers |= {f"loss {step}": stats.mean_loss.clone(), f"norm {step}": stats.grad_norm.clone()}
     for loader in loaders:
         loader.close()
