@@ -104,51 +104,52 @@ def split(*names: str) -> tuple[str, ...]:
 
 QUICK = (
     Layout((1, 1, 1, 1), accumulation=3, rows=24),
-    Layout((1, 1, 1, 1), (*COMPILE, *FULL)),
     Layout((1, 1, 1, 1), (*COMPILE, *BY_OP, *TIED)),
     Layout((1, 2, 1, 1), (*EVERY,), accumulation=3, rows=24),
-    Layout((1, 2, 1, 1), (*COMPILE, *BY_LAYER, *TIED)),
-    Layout((1, 1, 2, 1), (*COMPILE, *BY_OP, *LAST), accumulation=3, rows=24),
-    Layout((1, 1, 1, 2), (*TIED, *WHOLE_LOGITS, *FULL)),
-    Layout((1, 1, 1, 2), (*COMPILE, *BY_OP), accumulation=3, rows=24),
-    Layout((1, 1, 1, 2), (*COMPILE, *FULL)),
-    Layout((2, 1, 1, 1), (*schedule("GPipe"), *split("layers.1"))),
-    Layout((2, 1, 1, 1), (*schedule("1F1B"), *EVERY, *PAIRS), accumulation=3, rows=24),
-    # the last stage has the head only
-    Layout((2, 1, 1, 1), (*schedule("1F1B"), *depth(3), *split("norm"), *COMPILE)),
-    Layout((2, 1, 1, 1), (*schedule("LoopedBFS"), *depth(5), *BY_LAYER)),
-    Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *COMPILE, *LAST), accumulation=3, rows=24),
-    Layout((2, 1, 1, 1), (*schedule("InterleavedZeroBubble"), *COMPILE, *FULL, *PAIRS)),
-    Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *COMPILE, *BY_OP)),
-    Layout((2, 1, 1, 1), (*schedule("DualPipeV"), *FULL)),
-    Layout((1, 2, 1, 1), (*QWEN3, *BY_OP), accumulation=3, rows=24),
     Layout((1, 1, 2, 1), (*QWEN3, *TIED, *FULL)),
-    Layout((1, 1, 1, 2), (*QWEN3, *COMPILE, *BY_OP), accumulation=3, rows=24),
-    Layout((1, 1, 1, 2), (*QWEN3, *WHOLE_LOGITS, *TIED, *FULL)),
+    Layout((1, 1, 1, 2), (*TIED, *WHOLE_LOGITS, *FULL)),
+    Layout((2, 1, 1, 1), (*schedule("1F1B"), *EVERY, *PAIRS), accumulation=3, rows=24),
     Layout((2, 1, 1, 1), (*QWEN3, *schedule("Interleaved1F1B"))),
 )
 """One and two ranks."""
 
+# Compiled: each recompute policy once, and each way of wrapping blocks once (replicated, sharded, tensor parallel,
+# stages with one backward pass and with a split one). Compiling costs far more than all steps.
 SLOW = (
+    Layout((1, 1, 1, 1), (*COMPILE, *FULL)),
+    Layout((1, 2, 1, 1), (*COMPILE, *BY_LAYER, *TIED)),
+    Layout((1, 1, 2, 1), (*COMPILE, *BY_OP, *LAST), accumulation=3, rows=24),
+    Layout((1, 1, 1, 2), BY_OP, accumulation=3, rows=24),
+    Layout((2, 1, 1, 1), (*schedule("GPipe"), *split("layers.1"))),
+    # the last stage has the head only
+    Layout((2, 1, 1, 1), (*schedule("1F1B"), *depth(3), *split("norm"), *COMPILE)),
+    Layout((2, 1, 1, 1), (*schedule("LoopedBFS"), *depth(5), *BY_LAYER)),
+    Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *LAST), accumulation=3, rows=24),
+    Layout((2, 1, 1, 1), (*schedule("InterleavedZeroBubble"), *FULL, *PAIRS)),
+    Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *COMPILE, *BY_OP)),
+    Layout((2, 1, 1, 1), (*schedule("DualPipeV"), *FULL)),
+    Layout((1, 2, 1, 1), (*QWEN3, *BY_OP), accumulation=3, rows=24),
+    Layout((1, 1, 1, 2), (*QWEN3, *COMPILE, *BY_OP)),
+    Layout((1, 1, 1, 2), (*QWEN3, *WHOLE_LOGITS, *TIED, *FULL)),
     Layout((1, 4, 1, 1), (*LAST, *FULL)),
     Layout((1, 1, 4, 1), (*EVERY, *TIED)),
     Layout((1, 2, 2, 1), accumulation=3, rows=24),
     Layout((1, 1, 1, 4), (*FOUR_KV_HEADS, *BY_OP)),
     Layout((1, 1, 2, 2), (*TIED, *LAST), accumulation=3, rows=24),
-    Layout((1, 2, 1, 2), (*COMPILE, *BY_OP)),
+    Layout((1, 2, 1, 2), BY_OP),
     Layout((2, 1, 2, 1), (*schedule("GPipe"), *EVERY), accumulation=3, rows=24),
     Layout((2, 2, 1, 1), (*schedule("ZBVZeroBubble"), *PAIRS)),
     # stages of several sharded units whose backward pass is split
     Layout((2, 1, 2, 1), (*schedule("DualPipeV"), *depth(7))),
     Layout((2, 1, 2, 1), (*schedule("ZBVZeroBubble"), *depth(7), *EVERY), accumulation=3, rows=48),
-    Layout((2, 1, 1, 2), (*schedule("1F1B"), *COMPILE, *BY_OP)),
+    Layout((2, 1, 1, 2), (*schedule("1F1B"), *BY_OP)),
     Layout((2, 1, 1, 2), (*schedule("InterleavedZeroBubble"), *FULL, *WHOLE_LOGITS)),
     Layout((2, 1, 1, 2), (*schedule("DualPipeV"), *COMPILE)),
     Layout((4, 1, 1, 1), (*schedule("Interleaved1F1B"), *depth(7), *BY_LAYER)),
-    Layout((4, 1, 1, 1), (*schedule("LoopedBFS"), *depth(6), *PAIRS, *COMPILE), accumulation=3, rows=24),
-    Layout((1, 1, 2, 2), (*QWEN3, *COMPILE, *FULL), accumulation=3, rows=24),
+    Layout((4, 1, 1, 1), (*schedule("LoopedBFS"), *depth(6), *PAIRS), accumulation=3, rows=24),
+    Layout((1, 1, 2, 2), (*QWEN3, *FULL), accumulation=3, rows=24),
     Layout((1, 2, 1, 2), (*QWEN3, *BY_OP)),
-    Layout((2, 1, 1, 2), (*QWEN3, *schedule("Interleaved1F1B"), *COMPILE, *BY_OP)),
+    Layout((2, 1, 1, 2), (*QWEN3, *schedule("Interleaved1F1B"), *BY_OP)),
     Layout((2, 1, 2, 1), (*QWEN3, *schedule("ZBVZeroBubble"))),
     # hybrid sharding x tensor parallelism
     Layout((1, 2, 2, 2), accumulation=3, rows=24),
@@ -156,12 +157,12 @@ SLOW = (
     Layout((1, 1, 2, 4), FOUR_KV_HEADS),
     Layout((1, 2, 1, 4), FOUR_KV_HEADS),
     Layout((2, 2, 2, 1), (*schedule("Interleaved1F1B"), *EVERY), accumulation=3, rows=48),
-    Layout((2, 1, 2, 2), (*schedule("1F1B"), *depth(5), *COMPILE, *BY_LAYER)),
+    Layout((2, 1, 2, 2), (*schedule("1F1B"), *depth(5), *BY_LAYER)),
     Layout((2, 2, 1, 2), (*schedule("ZBVZeroBubble"), *depth(4), *FULL)),
     Layout((2, 1, 2, 2), (*schedule("LoopedBFS"), *WHOLE_LOGITS)),
     Layout((4, 1, 1, 2), (*schedule("GPipe"), *split("layers.0", "layers.1", "norm"))),
 )
-"""Four and eight ranks."""
+"""One to eight ranks."""
 
 
 def runs_here(layout: Layout) -> bool:

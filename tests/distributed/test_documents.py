@@ -30,20 +30,18 @@ QUICK = (
     INTERLEAVED,
 )
 SLOW = (
-    Layout((1, 1, 1, 1), COMPILE),
     Layout((1, 1, 1, 1), (*COMPILE, *BY_OP)),
-    Layout((1, 1, 2, 1), (*COMPILE, *FULL), accumulation=2),
+    Layout((1, 1, 2, 1), FULL, accumulation=2),
     Layout((1, 2, 1, 1), BY_LAYER, accumulation=2),
     Layout((1, 1, 1, 2), BY_OP),
-    Layout((1, 1, 1, 2), (*COMPILE, *BY_OP)),
     Layout((1, 1, 1, 2), (*QWEN3, *COMPILE, *FULL)),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *BY_OP)),
-    Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *depth(3), *COMPILE, *BY_OP)),
+    Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *depth(3), *BY_OP)),
     Layout((2, 1, 1, 1), (*schedule("InterleavedZeroBubble"), *COMPILE, *PAIRS)),
     Layout((2, 1, 1, 1), schedule("ZBVZeroBubble")),
     Layout((2, 1, 1, 1), (*schedule("DualPipeV"), *FULL)),
     Layout((2, 1, 1, 2), (*schedule("Interleaved1F1B"), *BY_OP)),
-    Layout((2, 1, 1, 2), (*schedule("1F1B"), *COMPILE, *FULL)),
+    Layout((2, 1, 1, 2), (*schedule("1F1B"), *FULL)),
 )
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.distributed.mistakes import averaging_reduction, changed
-from tests.distributed.program import CONFIG, REPOSITORY, clean_environment
+from tests.distributed.program import CONFIG, REPOSITORY, clean_environment, start_command
 from tests.distributed.reference import small_config
 from titanlite.data.loader import Batch
 from titanlite.parity import __main__ as command
@@ -105,11 +105,12 @@ def test_split_backward_passes_find_the_weights_of_freed_units(
 
 
 def test_a_problem_of_the_configuration_ends_with_2(config_file: Path) -> None:
-    done = program(config_file.parent, str(config_file), "--training.seq_lenn", "3", "--ranks", "0")
-    assert done.returncode == 2
-    assert "training.seq_lenn" in done.stderr
-    assert "--ranks = 0" in done.stderr
-    assert "Traceback" not in done.stderr
+    arguments = (str(config_file), "--training.seq_lenn", "3", "--ranks", "0")
+    done = start_command(config_file.parent, *arguments, program=("-m", "titanlite.parity"))
+    assert done.wait() == 2
+    assert "training.seq_lenn" in done.output
+    assert "--ranks = 0" in done.output
+    assert "Traceback" not in done.output
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("how", sorted(FAILURES))
+@pytest.mark.parametrize("how", ["kill", pytest.param("raise", marks=pytest.mark.slow)])
 def test_a_rank_that_fails_ends_the_run_with_its_error(
     config_file: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,6 +233,7 @@ def averaging_on_ranks(config: Any, layouts: Sequence[Layout], steps: int, folde
         return measure_layouts(config, layouts, steps, folder)
 
 
+@pytest.mark.slow
 def test_a_difference_ends_with_1(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,7 +50,7 @@ ONE = (
 )
 TWO = (
     Layout((1, 2, 1, 1), accumulation=2),
-    Layout((1, 1, 2, 1), (*COMPILE,)),
+    Layout((1, 1, 2, 1)),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *FULL)),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), "parallelism.gradient_sync=every"), accumulation=2),
     Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *depth(3), "parallelism.pp_microbatch_size=2")),
