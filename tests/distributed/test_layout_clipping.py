@@ -39,7 +39,8 @@ def clipped(cases: list[tuple[Layout, str]]) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("layouts", [TWO, pytest.param(FOUR, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", [TWO, FOUR])
 def test_clipped_gradients_are_those_of_one_process(layouts: list[Layout]) -> None:
     cases = [(layout, norm_type) for layout in layouts for norm_type in ("2", "inf")]
     for ranks in run_ranks(clipped, layouts[0].world_size, cases):

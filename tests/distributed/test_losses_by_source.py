@@ -19,10 +19,10 @@ from titanlite.parallel.pipeline import Pipeline
 
 SOURCES = 3
 LAYOUTS = (
-    Layout((1, 1, 1, 1), accumulation=4),
+    Layout((1, 1, 1, 1), COMPILE, accumulation=4),
     Layout((1, 2, 1, 1), accumulation=2),
     Layout((1, 1, 2, 1), (*LAST,), accumulation=2),
-    Layout((1, 1, 1, 2), (*COMPILE,), accumulation=2),
+    Layout((1, 1, 1, 2), accumulation=2),
     Layout((1, 1, 1, 2), (*WHOLE_LOGITS,)),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *PAIRS)),
     Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), "parallelism.gradient_sync=every"), accumulation=2),
