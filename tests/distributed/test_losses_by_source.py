@@ -78,7 +78,8 @@ def expected_totals() -> tuple[list[list[float]], float]:
     return totals, sum(totals[0]) / sum(totals[1])
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_totals_of_each_source_are_those_of_one_process(world_size: int) -> None:
     layouts = [layout for layout in LAYOUTS if layout.world_size == world_size]
     expected, mean_loss = expected_totals()

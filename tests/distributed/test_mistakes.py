@@ -117,6 +117,8 @@ def first_difference(ranks: Sequence[dict[str, Any]], expected: dict[str, Any]) 
 
 def shown(found: dict[str, float]) -> str:
     """The largest error, or what has none."""
+    if not found:
+        return "nothing"
     name = max(found, key=lambda name: found[name])
     return f"{name} {found[name]:.1e}" if found[name] else name
 
