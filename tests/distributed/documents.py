@@ -1,6 +1,6 @@
 """Rows of several documents, and what they are compared with: each document alone, in one process."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
@@ -9,15 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.distributed.gradients import build_on_mesh, compare, whole
+from tests.distributed.gradients import build_on_mesh, compare, has_weights, local_batches
 from tests.distributed.layouts import Layout
-from tests.distributed.reference import SEQ_LEN, VOCAB_SIZE, Reference, plain_model, rank_batches
-from titanlite.build.data import batch_rows
+from tests.distributed.reference import SEQ_LEN, VOCAB_SIZE, Reference, plain_model
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Batch
 from titanlite.loss import IGNORE_INDEX
 from titanlite.models.layers import RotaryEmbedding
-from titanlite.trainer import Trainer
 
 LENGTHS = ([SEQ_LEN], [1, SEQ_LEN - 1], [5, 1, 7, 3], [8, 8], [1] * SEQ_LEN, [13, 2, 1], [2, 3, 4, 7], [SEQ_LEN - 1, 1])
 """Of the documents of each row; the table begins anew where there are more rows."""
@@ -46,8 +44,19 @@ def documents(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
             yield tokens[None, start:end], labels[None, start:end]
 
 
+_alone: dict[tuple[str, int], Reference] = {}
+
+
 def documents_alone(config: JobConfig, batch: Batch) -> Reference:
-    """The sum over all documents, each a row of its own, without positions or mask."""
+    """The sum over all documents of a packed batch, each a row of its own; computed once per process and model."""
+    key = repr(config.model), len(batch.tokens)
+    if key not in _alone:
+        _alone[key] = _documents_alone(config, batch)
+    return _alone[key]
+
+
+def _documents_alone(config: JobConfig, batch: Batch) -> Reference:
+    """Without positions or mask."""
     model = plain_model(config)
     num_valid = int((batch.labels != IGNORE_INDEX).sum())
     mean_loss = torch.zeros((), dtype=torch.float64)
@@ -61,7 +70,7 @@ def documents_alone(config: JobConfig, batch: Batch) -> Reference:
     return Reference(mean_loss, norm, gradients, {name: p.detach() for name, p in model.named_parameters()})
 
 
-def documents_step(layout: Layout, mutate: Callable[[Trainer], None] | None = None) -> dict[str, Any]:
+def documents_step(layout: Layout) -> dict[str, Any]:
     """Errors of a step with packed rows, and whether each part of the model turned heads by the batch's positions.
 
     Rotary embeddings turn by differences of positions: gradients do not show where they begin.
@@ -71,13 +80,9 @@ def documents_step(layout: Layout, mutate: Callable[[Trainer], None] | None = No
     config = layout.config()
     reference = documents_alone(config, batch)
     trainer, data = build_on_mesh(config)
-    initial = {name: whole(p.detach()) for part in trainer.model_parts for name, p in part.named_parameters()}
-    same = all(torch.equal(weight, reference.weights[name]) for name, weight in initial.items())
-    if mutate is not None:
-        mutate(trainer)
+    same = has_weights(trainer, reference.weights)
     turned = [positions_seen(part) for part in trainer.model_parts]
-    in_a_step = layout.rows // data.size() // batch_rows(config, layout.world_size)
-    local = rank_batches(batch, data.get_local_rank(), data.size(), in_a_step)
+    local = local_batches(config, data, batch)
     stats = trainer.train_step(local)
     given = torch.cat([part.positions for part in local if part.positions is not None])
     restarts = all(torch.equal(torch.cat(seen), given) for seen in turned)

@@ -1,8 +1,9 @@
 """One training step on the ranks of a process group, compared with the one-process reference."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,9 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.reference import Reference, global_batch, rank_batches, reference_step, small_config
+from titanlite.build.data import batch_rows
 from titanlite.build.model import build_model, build_trainer
 from titanlite.config.schema import JobConfig
-from titanlite.parallel.mesh import build_mesh
+from titanlite.data.loader import Batch
+from titanlite.parallel.mesh import ParallelismConfig, build_mesh
 from titanlite.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -44,30 +47,65 @@ def difference(value: Tensor, expected: Tensor) -> float:
     return error if error == error else float("inf")
 
 
+_meshes: dict[tuple[Any, ParallelismConfig], tuple[DeviceMesh, DeviceMesh]] = {}
+
+
+def mesh_of(config: JobConfig) -> tuple[DeviceMesh, DeviceMesh]:
+    """The mesh and its data mesh, built once per process group and layout: each build opens several groups of gloo."""
+    world = dist.group.WORLD
+    if any(known is not world for known, _ in _meshes):
+        _meshes.clear()
+    pp, replicate, tp = config.parallelism.pp, config.parallelism.dp_replicate, config.parallelism.tp
+    axes = ParallelismConfig(pp=pp, dp_replicate=replicate, dp_shard=config.parallelism.dp_shard, tp=tp)
+    if (world, axes) not in _meshes:
+        _meshes[world, axes] = build_mesh(axes, "cpu", dist.get_world_size())
+    return _meshes[world, axes]
+
+
 def build_on_mesh(config: JobConfig) -> tuple[Trainer, DeviceMesh]:
     """The trainer that training itself would build, and its data mesh."""
-    mesh, data_mesh = build_mesh(config.parallelism, "cpu", dist.get_world_size())
+    mesh, data_mesh = mesh_of(config)
     return build_trainer(config, build_model(config, mesh, CPU), mesh, data_mesh, CPU), data_mesh
+
+
+def local_batches(config: JobConfig, data: DeviceMesh, batch: Batch, accumulation: int | None = None) -> list[Batch]:
+    """This rank's batches of an optimizer step on the rows of `batch`; None: as many as the configuration says."""
+    if accumulation is None:
+        accumulation = len(batch.tokens) // data.size() // batch_rows(config, dist.get_world_size())
+    return rank_batches(batch, data.get_local_rank(), data.size(), accumulation)
 
 
 def step_errors(
     settings: Sequence[str],
     masks: str,
     accumulation: int,
-    mutate: Callable[[Trainer], None] | None = None,
+    mutate: Callable[[Trainer], object] | None = None,
 ) -> Errors:
-    """Builds, takes one step, compares. mutate: changes the trainer first, to see that the comparison can fail."""
-    size = dist.get_world_size()
-    config = small_config(size, *settings)
-    batch = global_batch(masks)
+    """Builds, takes one step, compares. mutate: changes the trainer first."""
+    return errors_of_step(small_config(dist.get_world_size(), *settings), global_batch(masks), accumulation, mutate)
+
+
+def errors_of_step(
+    config: JobConfig,
+    batch: Batch,
+    accumulation: int | None = None,
+    mutate: Callable[[Trainer], object] | None = None,
+) -> Errors:
+    """As step_errors."""
     reference = reference_step(config, batch)
     trainer, data = build_on_mesh(config)
-    initial = {name: whole(p.detach()) for part in trainer.model_parts for name, p in part.named_parameters()}
-    same = all(torch.equal(weight, reference.weights[name]) for name, weight in initial.items())
+    same = has_weights(trainer, reference.weights)
     if mutate is not None:
         mutate(trainer)
-    stats = trainer.train_step(rank_batches(batch, data.get_local_rank(), data.size(), accumulation))
+    stats = trainer.train_step(local_batches(config, data, batch, accumulation))
     return compare(trainer, stats.mean_loss, stats.grad_norm, reference, same)
+
+
+def has_weights(trainer: Trainer, weights: Mapping[str, Tensor]) -> bool:
+    """Whether the parameters of this rank are those of the whole model, bit by bit."""
+    named = (item for part in trainer.model_parts for item in part.named_parameters())
+    found = [torch.equal(whole(parameter.detach()), weights[name]) for name, parameter in named]
+    return all(found)  # only now: each of them is a collective
 
 
 def compare(

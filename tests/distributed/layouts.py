@@ -1,19 +1,17 @@
 """The layouts that are verified, as a table, and what is measured in each: the errors of three steps."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.distributed.gradients import build_on_mesh, compare, difference, whole
-from tests.distributed.reference import global_batch, plain_model, rank_batches, reference_step, small_config
-from titanlite.build.data import batch_rows
+from tests.distributed.gradients import build_on_mesh, compare, difference, has_weights, local_batches
+from tests.distributed.reference import global_batch, plain_model, reference_step, small_config
 from titanlite.config.schema import JobConfig
 from titanlite.loss import cross_entropy_by_row
 from titanlite.parallel.pipeline import SCHEDULES
-from titanlite.trainer import Trainer
 
 BOUNDS = {"float64": 1e-11, "float32": 1e-5}
 STEPS = 3
@@ -106,51 +104,52 @@ def split(*names: str) -> tuple[str, ...]:
 
 QUICK = (
     Layout((1, 1, 1, 1), accumulation=3, rows=24),
-    Layout((1, 1, 1, 1), (*COMPILE, *FULL)),
     Layout((1, 1, 1, 1), (*COMPILE, *BY_OP, *TIED)),
     Layout((1, 2, 1, 1), (*EVERY,), accumulation=3, rows=24),
-    Layout((1, 2, 1, 1), (*COMPILE, *BY_LAYER, *TIED)),
-    Layout((1, 1, 2, 1), (*COMPILE, *BY_OP, *LAST), accumulation=3, rows=24),
-    Layout((1, 1, 1, 2), (*TIED, *WHOLE_LOGITS, *FULL)),
-    Layout((1, 1, 1, 2), (*COMPILE, *BY_OP), accumulation=3, rows=24),
-    Layout((1, 1, 1, 2), (*COMPILE, *FULL)),
-    Layout((2, 1, 1, 1), (*schedule("GPipe"), *split("layers.1"))),
-    Layout((2, 1, 1, 1), (*schedule("1F1B"), *EVERY, *PAIRS), accumulation=3, rows=24),
-    # the last stage has the head only
-    Layout((2, 1, 1, 1), (*schedule("1F1B"), *depth(3), *split("norm"), *COMPILE)),
-    Layout((2, 1, 1, 1), (*schedule("LoopedBFS"), *depth(5), *BY_LAYER)),
-    Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *COMPILE, *LAST), accumulation=3, rows=24),
-    Layout((2, 1, 1, 1), (*schedule("InterleavedZeroBubble"), *COMPILE, *FULL, *PAIRS)),
-    Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *COMPILE, *BY_OP)),
-    Layout((2, 1, 1, 1), (*schedule("DualPipeV"), *FULL)),
-    Layout((1, 2, 1, 1), (*QWEN3, *BY_OP), accumulation=3, rows=24),
     Layout((1, 1, 2, 1), (*QWEN3, *TIED, *FULL)),
-    Layout((1, 1, 1, 2), (*QWEN3, *COMPILE, *BY_OP), accumulation=3, rows=24),
-    Layout((1, 1, 1, 2), (*QWEN3, *WHOLE_LOGITS, *TIED, *FULL)),
+    Layout((1, 1, 1, 2), (*TIED, *WHOLE_LOGITS, *FULL)),
+    Layout((2, 1, 1, 1), (*schedule("1F1B"), *EVERY, *PAIRS), accumulation=3, rows=24),
     Layout((2, 1, 1, 1), (*QWEN3, *schedule("Interleaved1F1B"))),
 )
 """One and two ranks."""
 
+# Compiled: each recompute policy once, and each way of wrapping blocks once (replicated, sharded, tensor parallel,
+# stages with one backward pass and with a split one). Compiling costs far more than all steps.
 SLOW = (
+    Layout((1, 1, 1, 1), (*COMPILE, *FULL)),
+    Layout((1, 2, 1, 1), (*COMPILE, *BY_LAYER, *TIED)),
+    Layout((1, 1, 2, 1), (*COMPILE, *BY_OP, *LAST), accumulation=3, rows=24),
+    Layout((1, 1, 1, 2), BY_OP, accumulation=3, rows=24),
+    Layout((2, 1, 1, 1), (*schedule("GPipe"), *split("layers.1"))),
+    # the last stage has the head only
+    Layout((2, 1, 1, 1), (*schedule("1F1B"), *depth(3), *split("norm"), *COMPILE)),
+    Layout((2, 1, 1, 1), (*schedule("LoopedBFS"), *depth(5), *BY_LAYER)),
+    Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *LAST), accumulation=3, rows=24),
+    Layout((2, 1, 1, 1), (*schedule("InterleavedZeroBubble"), *FULL, *PAIRS)),
+    Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *COMPILE, *BY_OP)),
+    Layout((2, 1, 1, 1), (*schedule("DualPipeV"), *FULL)),
+    Layout((1, 2, 1, 1), (*QWEN3, *BY_OP), accumulation=3, rows=24),
+    Layout((1, 1, 1, 2), (*QWEN3, *COMPILE, *BY_OP)),
+    Layout((1, 1, 1, 2), (*QWEN3, *WHOLE_LOGITS, *TIED, *FULL)),
     Layout((1, 4, 1, 1), (*LAST, *FULL)),
     Layout((1, 1, 4, 1), (*EVERY, *TIED)),
     Layout((1, 2, 2, 1), accumulation=3, rows=24),
     Layout((1, 1, 1, 4), (*FOUR_KV_HEADS, *BY_OP)),
     Layout((1, 1, 2, 2), (*TIED, *LAST), accumulation=3, rows=24),
-    Layout((1, 2, 1, 2), (*COMPILE, *BY_OP)),
+    Layout((1, 2, 1, 2), BY_OP),
     Layout((2, 1, 2, 1), (*schedule("GPipe"), *EVERY), accumulation=3, rows=24),
     Layout((2, 2, 1, 1), (*schedule("ZBVZeroBubble"), *PAIRS)),
     # stages of several sharded units whose backward pass is split
     Layout((2, 1, 2, 1), (*schedule("DualPipeV"), *depth(7))),
     Layout((2, 1, 2, 1), (*schedule("ZBVZeroBubble"), *depth(7), *EVERY), accumulation=3, rows=48),
-    Layout((2, 1, 1, 2), (*schedule("1F1B"), *COMPILE, *BY_OP)),
+    Layout((2, 1, 1, 2), (*schedule("1F1B"), *BY_OP)),
     Layout((2, 1, 1, 2), (*schedule("InterleavedZeroBubble"), *FULL, *WHOLE_LOGITS)),
     Layout((2, 1, 1, 2), (*schedule("DualPipeV"), *COMPILE)),
     Layout((4, 1, 1, 1), (*schedule("Interleaved1F1B"), *depth(7), *BY_LAYER)),
-    Layout((4, 1, 1, 1), (*schedule("LoopedBFS"), *depth(6), *PAIRS, *COMPILE), accumulation=3, rows=24),
-    Layout((1, 1, 2, 2), (*QWEN3, *COMPILE, *FULL), accumulation=3, rows=24),
+    Layout((4, 1, 1, 1), (*schedule("LoopedBFS"), *depth(6), *PAIRS), accumulation=3, rows=24),
+    Layout((1, 1, 2, 2), (*QWEN3, *FULL), accumulation=3, rows=24),
     Layout((1, 2, 1, 2), (*QWEN3, *BY_OP)),
-    Layout((2, 1, 1, 2), (*QWEN3, *schedule("Interleaved1F1B"), *COMPILE, *BY_OP)),
+    Layout((2, 1, 1, 2), (*QWEN3, *schedule("Interleaved1F1B"), *BY_OP)),
     Layout((2, 1, 2, 1), (*QWEN3, *schedule("ZBVZeroBubble"))),
     # hybrid sharding x tensor parallelism
     Layout((1, 2, 2, 2), accumulation=3, rows=24),
@@ -158,12 +157,12 @@ SLOW = (
     Layout((1, 1, 2, 4), FOUR_KV_HEADS),
     Layout((1, 2, 1, 4), FOUR_KV_HEADS),
     Layout((2, 2, 2, 1), (*schedule("Interleaved1F1B"), *EVERY), accumulation=3, rows=48),
-    Layout((2, 1, 2, 2), (*schedule("1F1B"), *depth(5), *COMPILE, *BY_LAYER)),
+    Layout((2, 1, 2, 2), (*schedule("1F1B"), *depth(5), *BY_LAYER)),
     Layout((2, 2, 1, 2), (*schedule("ZBVZeroBubble"), *depth(4), *FULL)),
     Layout((2, 1, 2, 2), (*schedule("LoopedBFS"), *WHOLE_LOGITS)),
     Layout((4, 1, 1, 2), (*schedule("GPipe"), *split("layers.0", "layers.1", "norm"))),
 )
-"""Four and eight ranks."""
+"""One to eight ranks."""
 
 
 def runs_here(layout: Layout) -> bool:
@@ -198,23 +197,33 @@ class Measured:
         return max(self.gradient, self.loss, self.grad_norm, self.trajectory)
 
 
-def reference_losses(config: JobConfig, steps: int, rows: int) -> list[Tensor]:
-    """Of plain gradient descent in one process, all rows at once."""
+_losses: dict[tuple[str, str, int], list[Tensor]] = {}
+
+
+def reference_losses(config: JobConfig, rows: int) -> list[Tensor]:
+    """Of STEPS steps of plain gradient descent in one process, all rows at once; computed once per process."""
+    key = (repr(config.model), config.training.dtype, rows)
+    if key not in _losses:
+        _losses[key] = _reference_losses(config, rows)
+    return _losses[key]
+
+
+def _reference_losses(config: JobConfig, rows: int) -> list[Tensor]:
     model = plain_model(config)
     losses = []
-    for step in range(steps):
+    for step in range(STEPS):
         batch = global_batch("silent_ranks", step, rows)
         num_valid = (batch.labels != -100).sum()
         loss = cross_entropy_by_row(model(batch.tokens), batch.labels).sum() / num_valid
         parameters = list(model.parameters())
         with torch.no_grad():
             for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-                parameter.sub_(config.optimizer.lr * gradient)
+                parameter.sub_(LEARNING_RATE * gradient)
         losses.append(loss.detach())
     return losses
 
 
-def measure(layout: Layout, *settings: str, mutate: Callable[[Trainer], None] | None = None) -> Measured:
+def measure(layout: Layout, *settings: str) -> Measured:
     """Builds what training would build, takes three steps of gradient descent, and compares with one process.
 
     Every odd row is masked as a whole, so that some microbatches, or some data ranks, have no valid token at all.
@@ -223,16 +232,12 @@ def measure(layout: Layout, *settings: str, mutate: Callable[[Trainer], None] | 
     config = layout.config(f"optimizer.lr={LEARNING_RATE}", "optimizer.weight_decay=0.0", *settings)
     batches = [global_batch("silent_ranks", step, layout.rows) for step in range(STEPS)]
     reference = reference_step(config, batches[0])
-    expected = reference_losses(config, STEPS, layout.rows)
+    expected = reference_losses(config, layout.rows)
     trainer, data = build_on_mesh(config)
-    initial = {name: whole(p.detach()) for part in trainer.model_parts for name, p in part.named_parameters()}
-    same = all(torch.equal(weight, reference.weights[name]) for name, weight in initial.items())
-    if mutate is not None:
-        mutate(trainer)
-    in_a_step = layout.rows // data.size() // batch_rows(config, layout.world_size)
+    same = has_weights(trainer, reference.weights)
     losses: list[Tensor] = []
     for step, batch in enumerate(batches):
-        stats = trainer.train_step(rank_batches(batch, data.get_local_rank(), data.size(), in_a_step))
+        stats = trainer.train_step(local_batches(config, data, batch))
         losses.append(stats.mean_loss.clone())
         if step == 0:
             first = compare(trainer, stats.mean_loss, stats.grad_norm, reference, same)

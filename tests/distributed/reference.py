@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ def small_config(world_size: int, *overrides: str) -> JobConfig:
     """A tiny llama3 in float64 with plain SGD and no clipping; overrides are `section.key=value`."""
     settings = [
         *(f"model.{value}" for value in MODEL),
+        "model.max_seq_len=64",  # each build computes rotary tables of that length
         "data.sources.0.kind=tokens",
         f"data.sources.0.path={TOKENS}",
         f"training.seq_len={SEQ_LEN}",
@@ -93,8 +95,22 @@ def plain_model(config: JobConfig) -> LanguageModel:
     return model
 
 
+_references: dict[tuple[Any, ...], Reference] = {}
+
+
 def reference_step(config: JobConfig, batch: Batch, step: int = 1) -> Reference:
-    """Loss, gradient norm and gradients of the whole global batch at once, with initial weights. step: for draws."""
+    """Loss, gradient norm and gradients of the whole global batch at once, with initial weights. step: for draws.
+
+    Computed once per process, for all layouts of the same model.
+    """
+    rows = tuple(tensor.numpy().tobytes() for tensor in (batch.tokens, batch.labels, batch.sequences))
+    key = (repr(config.model), config.training.dtype, config.debug.seed, step, rows)
+    if key not in _references:
+        _references[key] = _reference_step(config, batch, step)
+    return _references[key]
+
+
+def _reference_step(config: JobConfig, batch: Batch, step: int) -> Reference:
     model = plain_model(config)
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     keys = {"row_keys": row_keys(config.debug.seed, step, batch.sequences)} if model.draws else {}

@@ -48,6 +48,7 @@ def timeouts_of_a_run(folder: str) -> tuple[list[float], list[float], bool]:
     return at_start, waits(), used <= {group.group_name for group in run.groups}
 
 
+@pytest.mark.slow
 def test_all_groups_wait_as_long_as_the_configuration_says(tmp_path: Path) -> None:
     for at_start, later, complete in run_ranks(timeouts_of_a_run, 4, str(tmp_path)):
         assert set(at_start) == {77.0}

@@ -57,6 +57,7 @@ def gathers() -> dict[str, dict[str, int]]:
     return {"separate": gathers_of_a_step("false"), "tied": gathers_of_a_step("true")}
 
 
+@pytest.mark.slow
 def test_units_are_gathered_as_often_as_the_policy_says() -> None:
     """Forward gathers each unit; backward those that were freed. Units: embedding, two blocks, head (tied: one)."""
     assert (

@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from tests.distributed.gradients import difference, whole
@@ -28,13 +28,12 @@ PARAMETERS: dict[str, tuple[int, tuple[str, ...], list[Placement]]] = {
 """Name: rows of three elements, the axes of its mesh, how it lies on them."""
 
 
-def clipped(sizes: tuple[int, int, int, int], dtype_name: str, max_norm: float, norm_type: NormType) -> Found:
+def clipped(world: DeviceMesh, dtype_name: str, max_norm: float, norm_type: NormType) -> Found:
     """Errors of the norm and of the gradients after it, against the whole gradients in float64; the norm's dtype."""
     dtype: torch.dtype = getattr(torch, dtype_name)
-    world = init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
     mesh = world["dp_replicate", "dp_shard", "tp"]
     # Each pp rank has a model of its own: the norm is over both.
-    models = [gradients_of(torch.Generator().manual_seed(stage), dtype) for stage in range(sizes[0])]
+    models = [gradients_of(torch.Generator().manual_seed(stage), dtype) for stage in range(world["pp"].size())]
     mine = models[world["pp"].get_local_rank()]
     model = nn.Module()
     for name, (rows, axes, placements) in PARAMETERS.items():
@@ -73,14 +72,19 @@ BOUNDS = {
 
 def all_clipped(sizes: tuple[int, int, int, int]) -> dict[str, list[Found]]:
     """max_norm 0.5 clips, 1,000 clips nothing, 0 and less only measure."""
+    world = init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
     return {
         dtype: [
-            clipped(sizes, dtype, max_norm, norm_type)
+            clipped(world, dtype, max_norm, norm_type)
             for max_norm in (0.5, 1e3, 0.0, -1.0)
             for norm_type in ("2", "inf")
         ]
         for dtype in BOUNDS
     }
+
+
+def clipped_on_meshes(meshes: list[tuple[int, int, int, int]]) -> list[dict[str, list[Found]]]:
+    return [all_clipped(sizes) for sizes in meshes]
 
 
 def test_the_norm_of_a_large_float32_gradient_is_exact() -> None:
@@ -92,24 +96,25 @@ def test_the_norm_of_a_large_float32_gradient_is_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        (1, 2, 2, 1),
-        (2, 1, 1, 2),
-        *(pytest.param(more, marks=pytest.mark.slow) for more in ((1, 1, 2, 2), (2, 2, 1, 1))),
-    ],
+    "meshes",
+    [[(1, 2, 2, 1)], pytest.param([(2, 1, 1, 2), (1, 1, 2, 2), (2, 2, 1, 1)], marks=pytest.mark.slow)],
 )
-def test_every_element_counts_once_and_is_scaled_once(sizes: tuple[int, int, int, int]) -> None:
-    for found in run_ranks(all_clipped, 4, sizes):
-        for dtype, (norm_dtype, norm_bound, gradient_bound) in BOUNDS.items():
-            assert len(found[dtype]) == 8
-            for norm_error, gradient_error, found_dtype in found[dtype]:
-                assert found_dtype == norm_dtype
-                assert norm_error <= norm_bound
-                assert gradient_error <= gradient_bound
+def test_every_element_counts_once_and_is_scaled_once(meshes: list[tuple[int, int, int, int]]) -> None:
+    for ranks in run_ranks(clipped_on_meshes, 4, meshes):
+        for sizes, found in zip(meshes, ranks, strict=True):
+            for dtype, (norm_dtype, norm_bound, gradient_bound) in BOUNDS.items():
+                assert len(found[dtype]) == 8
+                for norm_error, gradient_error, found_dtype in found[dtype]:
+                    assert found_dtype == norm_dtype, sizes
+                    assert norm_error <= norm_bound, sizes
+                    assert gradient_error <= gradient_bound, sizes
 
 
-def norms_with_a_nan(axis: str) -> list[list[float]]:
+def norms_with_a_nan() -> dict[str, list[list[float]]]:
+    return {axis: norms_with_a_nan_over(axis) for axis in ("pp", "dp_shard", "tp")}
+
+
+def norms_with_a_nan_over(axis: str) -> list[list[float]]:
     """For each norm and each rank that has the only NaN, in its part of a gradient: the norm."""
     world = init_device_mesh("cpu", tuple(2 if name == axis else 1 for name in AXES), mesh_dim_names=AXES)
     found = []
@@ -127,8 +132,8 @@ def norms_with_a_nan(axis: str) -> list[list[float]]:
     return found
 
 
-@pytest.mark.parametrize("axis", ["pp", "dp_shard", "tp"])
-def test_a_nan_on_one_rank_is_in_the_norm_of_all(axis: str) -> None:
+def test_a_nan_on_one_rank_is_in_the_norm_of_all() -> None:
     """A maximum over ranks may lose it."""
-    for found in run_ranks(norms_with_a_nan, 2, axis):
-        assert [math.isfinite(norm) for norms in found for norm in norms] == [False] * 4
+    for found in run_ranks(norms_with_a_nan, 2):
+        for axis, norms_of_axis in found.items():
+            assert [math.isfinite(norm) for norms in norms_of_axis for norm in norms] == [False] * 4, axis

@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.distributed.gradients import build_on_mesh, replaced
+from tests.distributed.gradients import build_on_mesh, local_batches, replaced
 from tests.distributed.layouts import COMPILE, LAST, PAIRS, WHOLE_LOGITS, Layout, schedule
-from tests.distributed.reference import GLOBAL_BATCH, global_batch, plain_model, rank_batches
+from tests.distributed.reference import global_batch, plain_model, reference_step
 from tests.pool import run_ranks
-from titanlite.build.data import batch_rows
 from titanlite.data.loader import Batch
 from titanlite.loss import IGNORE_INDEX
 from titanlite.metrics.by_source import totals_by_source
@@ -20,10 +19,10 @@ from titanlite.parallel.pipeline import Pipeline
 
 SOURCES = 3
 LAYOUTS = (
-    Layout((1, 1, 1, 1), accumulation=4),
-    Layout((1, 2, 1, 1), (*COMPILE,), accumulation=2),
+    Layout((1, 1, 1, 1), COMPILE, accumulation=4),
+    Layout((1, 2, 1, 1), accumulation=2),
     Layout((1, 1, 2, 1), (*LAST,), accumulation=2),
-    Layout((1, 1, 1, 2), (*COMPILE,), accumulation=2),
+    Layout((1, 1, 1, 2), accumulation=2),
     Layout((1, 1, 1, 2), (*WHOLE_LOGITS,)),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *PAIRS)),
     Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), "parallelism.gradient_sync=every"), accumulation=2),
@@ -43,24 +42,27 @@ def totals_on_mesh(layout: Layout) -> tuple[list[list[float]], float, float]:
     torch._dynamo.reset()
     trainer, data = build_on_mesh(layout.config())
     trainer.num_sources = SOURCES
-    accumulation = GLOBAL_BATCH // data.size() // batch_rows(layout.config(), layout.world_size)
-    stats = trainer.train_step(rank_batches(mixed_batch(), data.get_local_rank(), data.size(), accumulation))
+    stats = trainer.train_step(local_batches(layout.config(), data, mixed_batch()))
     totals, loss = stats.by_source.clone(), stats.mean_loss.clone()
     dist.all_reduce(totals)
     dist.all_reduce(loss)
     return totals.tolist(), loss.item(), stats.grad_norm.item()
 
 
-def all_totals(layouts: list[Layout], planted: bool) -> list[Any]:
-    """planted: the microbatches of a pipeline come in the wrong order."""
+def all_totals(layouts: list[Layout]) -> list[Any]:
+    return [totals_on_mesh(layout) for layout in layouts]
+
+
+def planted_totals(layouts: list[Layout]) -> list[Any]:
+    """The microbatches of a pipeline come in the wrong order."""
 
     def newest_first(pipeline: Pipeline, logits: Tensor, labels: Tensor) -> Tensor:
         shares = pipeline._loss(logits, labels, pipeline._num_valid)
         pipeline._row_shares.insert(0, shares.detach())
         return shares.sum()
 
-    with replaced(Pipeline, "_microbatch_share", newest_first if planted else Pipeline._microbatch_share):
-        return [totals_on_mesh(layout) for layout in layouts]
+    with replaced(Pipeline, "_microbatch_share", newest_first):
+        return all_totals(layouts)
 
 
 def expected_totals() -> tuple[list[list[float]], float]:
@@ -76,25 +78,27 @@ def expected_totals() -> tuple[list[list[float]], float]:
     return totals, sum(totals[0]) / sum(totals[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_totals_of_each_source_are_those_of_one_process(world_size: int) -> None:
     layouts = [layout for layout in LAYOUTS if layout.world_size == world_size]
     expected, mean_loss = expected_totals()
     assert expected[1][2] == 0 < expected[1][0] != expected[1][1]
-    (one,) = run_ranks(all_totals, 1, [LAYOUTS[0]], False)
-    for ranks in zip(*run_ranks(all_totals, world_size, layouts, False), strict=True):
+    right_norm = reference_step(LAYOUTS[0].config(), mixed_batch()).grad_norm.item()
+    for ranks in run_ranks(all_totals, world_size, layouts):
         for totals, loss, grad_norm in ranks:
             assert totals[1:] == expected[1:]
             assert totals[0] == pytest.approx(expected[0], rel=1e-12, abs=0)
             assert sum(totals[0]) / sum(totals[1]) == pytest.approx(loss, rel=1e-12)
             assert loss == pytest.approx(mean_loss, rel=1e-12)
-            assert grad_norm == pytest.approx(one[0][2], rel=1e-12)
+            assert grad_norm == pytest.approx(right_norm, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_rows_in_another_order_than_their_sources_are_seen() -> None:
-    layouts = [layout for layout in LAYOUTS if layout.axes[0] == 2]
+    layouts = [layout for layout in LAYOUTS if layout.schedule in ("1F1B", "Interleaved1F1B")]
     expected, mean_loss = expected_totals()
-    for totals, loss, _ in run_ranks(all_totals, 2, layouts, True)[0]:
+    for totals, loss, _ in run_ranks(planted_totals, 2, layouts)[0]:
         assert loss == pytest.approx(mean_loss, rel=1e-12)  # which is why the loss alone shows nothing
         assert abs(totals[0][0] - expected[0][0]) > 1e-3
 

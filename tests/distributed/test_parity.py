@@ -1,4 +1,4 @@
-"""`python -m titanlite.parity`: layouts agree, a mistake is named by the first thing it changes, nothing hangs."""
+"""`python -m titanlite.parity`: what it prints and refuses, and how it ends. Its comparison: test_mistakes.py."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,22 +19,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from tests.distributed.program import CONFIG, REPOSITORY, clean_environment
+from tests.distributed.mistakes import averaging_reduction, changed
+from tests.distributed.program import CONFIG, REPOSITORY, clean_environment, start_command
 from tests.distributed.reference import small_config
-from tests.pool import run_ranks
 from titanlite.data.loader import Batch
-from titanlite.parallel import clip, pipeline
-from titanlite.parallel.data import gradient_sync, wrapped_modules
 from titanlite.parity import __main__ as command
 from titanlite.parity import measure, reference, run
-from titanlite.parity.layouts import Layout, layout_from_text
-from titanlite.parity.measure import Measurement, in_float64, measure_layouts
+from titanlite.parity.layouts import Layout
+from titanlite.parity.measure import measure_layouts
 from titanlite.parity.reference import measure_reference
-from titanlite.parity.run import run_reference
-from titanlite.parity.shrink import comparable_config, resolved_config
-from titanlite.parity.verdict import FLOAT64_BOUND, Bounds, judge, merge_ranks
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.trainer import Trainer
 
@@ -111,11 +105,12 @@ def test_split_backward_passes_find_the_weights_of_freed_units(
 
 
 def test_a_problem_of_the_configuration_ends_with_2(config_file: Path) -> None:
-    done = program(config_file.parent, str(config_file), "--training.seq_lenn", "3", "--ranks", "0")
-    assert done.returncode == 2
-    assert "training.seq_lenn" in done.stderr
-    assert "--ranks = 0" in done.stderr
-    assert "Traceback" not in done.stderr
+    arguments = (str(config_file), "--training.seq_lenn", "3", "--ranks", "0")
+    done = start_command(config_file.parent, *arguments, program=("-m", "titanlite.parity"))
+    assert done.wait() == 2
+    assert "training.seq_lenn" in done.output
+    assert "--ranks = 0" in done.output
+    assert "Traceback" not in done.output
 
 
 @pytest.mark.parametrize(
@@ -162,7 +157,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("how", sorted(FAILURES))
+@pytest.mark.parametrize("how", ["kill", pytest.param("raise", marks=pytest.mark.slow)])
 def test_a_rank_that_fails_ends_the_run_with_its_error(
     config_file: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,165 +228,12 @@ def test_a_model_that_loses_precision_is_refused(
         command.main([str(config_file), "--layouts", "1x1x2x1"])
 
 
-# Mistakes -------------------------------------------------------------------------------------------------------------
-
-Mistake = Callable[[], AbstractContextManager[Any]]
-
-
-def changed_trainer(change: Callable[[Trainer], None]) -> AbstractContextManager[Any]:
-    """The trainer is built, and then changed."""
-    build = measure.build_trainer
-
-    def build_and_change(*args: Any) -> Trainer:
-        trainer = build(*args)
-        change(trainer)
-        return trainer
-
-    return patch.object(measure, "build_trainer", build_and_change)
-
-
-def averaging() -> AbstractContextManager[Any]:
-    """Reductions divide by the number of ranks."""
-
-    def average(trainer: Trainer) -> None:
-        for module in wrapped_modules(trainer.model_parts[0]):
-            module.set_gradient_divide_factor(2.0)
-
-    return changed_trainer(average)
-
-
-def own_count() -> AbstractContextManager[Any]:
-    """Each rank counts its own valid tokens only."""
-
-    def count(_: Trainer, batches: Sequence[Batch]) -> Tensor:
-        return torch.stack([(batch.labels != -100).sum() for batch in batches]).sum()
-
-    return patch.object(Trainer, "count_valid_tokens", count)
-
-
-def scaled_by_microbatches() -> AbstractContextManager[Any]:
-    """The pipeline divides gradients by its number of microbatches."""
-    get = pipeline.get_schedule_class
-
-    def scaling(name: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: get(name)(*args, **(kwargs | {"scale_grads": True}))
-
-    return patch.object(pipeline, "get_schedule_class", scaling)
-
-
-def random_init() -> AbstractContextManager[Any]:
-    """Each rank draws its shards from a generator of its own."""
-    build = measure.build_model
-
-    def build_randomly(*args: Any) -> Any:
-        parts = build(*args)
-        torch.manual_seed(dist.get_rank())
-        for parameter in parts[0].parameters():
-            if parameter.dim() == 2 and isinstance(parameter, DTensor):
-                parameter.to_local().detach().normal_(0.0, 0.02)
-        return parts
-
-    return patch.object(measure, "build_model", build_randomly)
-
-
-def same_rows_everywhere() -> AbstractContextManager[Any]:
-    """All data ranks read what the first one should."""
-    build = measure.build_data
-    return patch.object(
-        measure, "build_data", lambda config, world, tokenizer: build(config, replace(world, rank=0), tokenizer)
-    )
-
-
-def loss_counted_by_each_tp_rank() -> AbstractContextManager[Any]:
-    """The ranks that compute the same loss all report it."""
-    return changed_trainer(lambda trainer: setattr(trainer, "counts_loss", True))
-
-
-def replicated_counted_twice() -> AbstractContextManager[Any]:
-    """The norm adds up what tp ranks have alike."""
-
-    def groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
-        assert isinstance(parameter, DTensor)
-        mesh = parameter.device_mesh
-        return tuple(mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1)
-
-    return patch.object(clip, "_shard_groups", groups)
-
-
-def forgotten_last_sync() -> AbstractContextManager[Any]:
-    """No microbatch is ever the last one of its step."""
-
-    def forget(parts: Any, policy: Any, *, is_last: bool) -> AbstractContextManager[None]:
-        del is_last
-        return gradient_sync(parts, policy, is_last=False)
-
-    return patch("titanlite.trainer.gradient_sync", forget)
-
-
-def norm_of_one_stage() -> AbstractContextManager[Any]:
-    """The norm is not reduced over the stages."""
-    return patch("titanlite.trainer.clip_grad_norm_", _norm_without_pipeline)
-
-
-def _norm_without_pipeline(parts: Any, max_norm: float, norm_type: Any, _: dist.ProcessGroup) -> Tensor:
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    return clip.clip_grad_norm_(parts, max_norm, norm_type, alone[dist.get_rank()])
-
-
-MISTAKES: dict[str, tuple[Mistake, str, str]] = {
-    "averaging over shards": (averaging, "1x1x2x1", "gradient of"),
-    "averaging over replicas": (averaging, "1x2x1x1", "gradient of"),
-    "per-rank token counts": (own_count, "1x1x2x1", "valid tokens: the ranks disagree"),
-    "scale_grads": (scaled_by_microbatches, "2x1x1x1:1F1B", "gradient of"),
-    "random init": (random_init, "1x1x2x1", "initial weights: tok_embeddings.weight"),
-    "random init of replicas": (random_init, "1x2x1x1", "initial weights: tok_embeddings.weight (the ranks disagree)"),
-    "same rows everywhere": (same_rows_everywhere, "1x1x2x1", "step 1, tokens: sequence 1 of the run"),
-    "loss of each tp rank": (loss_counted_by_each_tp_rank, "1x1x1x2", "step 1, loss: "),
-    "replicated counted twice": (replicated_counted_twice, "1x1x1x2", "step 1, grad norm: "),
-    "forgotten last sync": (forgotten_last_sync, "1x2x1x1", "gradient of"),
-    "norm of one stage": (norm_of_one_stage, "2x1x1x1:1F1B", "step 1, grad norm: the ranks disagree"),
-}
-
-
-def mistaken(config: Any, folder: str) -> dict[str, Any]:
-    """On two ranks: each mistake in its layout."""
-    answers = {}
-    for name, (mistake, layout, _) in MISTAKES.items():
-        with mistake():
-            chosen = layout_from_text(layout, "1F1B")
-            assert isinstance(chosen, Layout)
-            answers[name] = measure_layouts(config, [chosen], 1, folder)[0][0]
-    return answers
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
-    """Mistake -> first difference."""
-    config = in_float64(resolved_config(comparable_config(small_config(1, "training.local_batch_size=2"), 2)))
-    folder = str(tmp_path_factory.mktemp("reference"))
-    (expected,) = run_reference(config, 1, folder)
-    answers = run_ranks(mistaken, 2, config, folder)
-    return {
-        name: judge(
-            merge_ranks([Measurement.of_json(rank[name]) for rank in answers]), expected, Bounds(FLOAT64_BOUND)
-        ).first_difference
-        for name in MISTAKES
-    }
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_seen_and_named(name: str, found: dict[str, str | None]) -> None:
-    first = found[name]
-    print(f"{name}: {first}")
-    assert first is not None
-    assert MISTAKES[name][2] in first
-
-
 def averaging_on_ranks(config: Any, layouts: Sequence[Layout], steps: int, folder: str) -> Any:
-    with averaging() if dist.get_world_size() > 1 else nullcontext():
+    with changed(averaging_reduction)() if dist.get_world_size() > 1 else nullcontext():
         return measure_layouts(config, layouts, steps, folder)
 
 
+@pytest.mark.slow
 def test_a_difference_ends_with_1(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,7 +82,8 @@ def planned_bytes(settings: list[str], world_size: int, rank: int, pp_rank: int)
 
 
 @pytest.mark.parametrize(
-    "world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.soak)]
+    "world_size",
+    [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4)), pytest.param(8, marks=pytest.mark.soak)],
 )
 def test_bytes_are_those_of_a_running_rank(world_size: int) -> None:
     layouts = [["training.local_batch_size=1", *settings] for settings in LAYOUTS[world_size]]

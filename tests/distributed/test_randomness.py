@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from tests.distributed.drawing import drawing_families
-from tests.distributed.gradients import build_on_mesh, compare, replaced, whole
+from tests.distributed.gradients import build_on_mesh, compare, local_batches, replaced, whole
 from tests.distributed.layouts import BOUNDS, COMPILE, FULL, Layout, depth, runs_here, schedule
-from tests.distributed.reference import global_batch, rank_batches, reference_step
+from tests.distributed.reference import global_batch, reference_step
 from tests.pool import run_ranks
 from titanlite import forward as forward_module
-from titanlite.build.data import batch_rows
 from titanlite.trainer import Trainer
 
 pytestmark = pytest.mark.slow
@@ -28,9 +27,8 @@ def trainer_at(step: int, layout: Layout, family: str, *settings: str) -> tuple[
     config = layout.config(f"model.family={family}", *settings)
     trainer, data = build_on_mesh(config)
     trainer.step = step - 1
-    parts = layout.rows // data.size() // batch_rows(config, layout.world_size)
     batch = global_batch("silent_ranks", step - 1, layout.rows)
-    return trainer, rank_batches(batch, data.get_local_rank(), data.size(), parts), config
+    return trainer, local_batches(config, data, batch), config
 
 
 def drawn_by_key(layouts: Sequence[Layout]) -> list[float]:
@@ -52,7 +50,7 @@ ONE = (
 )
 TWO = (
     Layout((1, 2, 1, 1), accumulation=2),
-    Layout((1, 1, 2, 1), (*COMPILE,)),
+    Layout((1, 1, 2, 1)),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *FULL)),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), "parallelism.gradient_sync=every"), accumulation=2),
     Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *depth(3), "parallelism.pp_microbatch_size=2")),

@@ -1,19 +1,19 @@
 """What is computed again in backward, counted where the CPU computes it; and the dtypes of a running model."""
 
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.gradients import build_on_mesh
+from tests.distributed.gradients import build_on_mesh, local_batches
 from tests.distributed.layouts import BY_LAYER, BY_OP, FULL, Layout, depth, schedule
-from tests.distributed.reference import global_batch, rank_batches
+from tests.distributed.reference import global_batch
 from tests.distributed.test_step import OperationCount
 from tests.pool import run_ranks
-from titanlite.build.data import batch_rows
 from titanlite.parallel.tensor import parallel_loss
 from titanlite.trainer import Trainer
 
@@ -64,28 +64,33 @@ AGAIN = {"none": ([], 0), "full": (FULL, LAYERS), "op": (BY_OP, 0), "layer": (BY
 """Settings, and how many of the blocks are computed again: of three layers, 0 and 2."""
 
 
-def all_products(backend: str, tp: int) -> dict[str, tuple[int, int]]:
+def all_products(backend: str, tp: int, modes: Sequence[str]) -> dict[str, tuple[int, int]]:
     compilation = [f"compile.enable={str(bool(backend)).lower()}", f"compile.backend={backend or 'eager'}", MODEL_ONLY]
-    return {name: products_of_a_step([*settings, *compilation], tp) for name, (settings, _) in AGAIN.items()}
+    return {name: products_of_a_step([*AGAIN[name][0], *compilation], tp) for name in modes}
 
 
 @pytest.mark.parametrize(
-    ("backend", "tp"),
+    ("backend", "tp", "modes"),
     [
-        ("", 1),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("", 2), ("aot_eager", 1), ("aot_eager", 2))),
-        pytest.param("inductor", 1, marks=pytest.mark.soak),
-        pytest.param("inductor", 2, marks=pytest.mark.slow),
+        ("", 1, AGAIN),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("", 2, AGAIN), ("aot_eager", 1, AGAIN), ("aot_eager", 2, ["full"]), ("inductor", 2, ["op"]))
+        ),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (("aot_eager", 2, AGAIN), ("inductor", 1, AGAIN), ("inductor", 2, AGAIN))
+        ),
     ],
 )
-def test_only_what_is_not_kept_is_computed_again(backend: str, tp: int) -> None:
+def test_only_what_is_not_kept_is_computed_again(backend: str, tp: int, modes: Sequence[str]) -> None:
     """Early stop, without a compiler, leaves out a block's last product: nothing in backward needs its result."""
-    for found in run_ranks(all_products, tp, backend, tp):
-        for name, (_, blocks) in AGAIN.items():
+    for found in run_ranks(all_products, tp, backend, tp, list(modes)):
+        for name in modes:
             forward, backward = found[name]
             assert forward == PRODUCTS, name
             per_block = IN_A_BLOCK if backend else IN_A_BLOCK - 1
-            assert backward == 2 * PRODUCTS + blocks * per_block, name
+            assert backward == 2 * PRODUCTS + AGAIN[name][1] * per_block, name
 
 
 def forwards_of_blocks() -> dict[str, int]:
@@ -115,8 +120,7 @@ def dtypes(axes: tuple[int, int, int, int]) -> list[str]:
     trainer, data = build_on_mesh(layout.config())
     seen: set[str] = set()
     watch(trainer, seen)
-    parts = layout.rows // data.size() // batch_rows(layout.config(), layout.world_size)
-    batches = rank_batches(global_batch("uneven"), data.get_local_rank(), data.size(), parts)
+    batches = local_batches(layout.config(), data, global_batch("uneven"))
     trainer.train_step(batches)  # a pipeline's first step also sets things up
     with OperationCount() as count:
         trainer.train_step(batches)
@@ -144,26 +148,31 @@ def watch(trainer: Trainer, seen: set[str]) -> None:
             part.register_forward_pre_hook(lambda _module, args: seen.add(f"between stages {args[0].dtype}"))
 
 
+def all_dtypes(meshes: list[tuple[int, int, int, int]]) -> list[list[str]]:
+    return [dtypes(axes) for axes in meshes]
+
+
 @pytest.mark.parametrize(
-    "axes",
+    "meshes",
     [
-        (1, 1, 1, 1),
-        (1, 1, 1, 2),
-        (2, 1, 1, 1),
-        *(pytest.param(a, marks=pytest.mark.slow) for a in ((2, 1, 1, 2), (1, 2, 2, 1))),
+        [(1, 1, 1, 1)],
+        *(
+            pytest.param(meshes, marks=pytest.mark.slow)
+            for meshes in ([(1, 1, 1, 2), (2, 1, 1, 1)], [(2, 1, 1, 2), (1, 2, 2, 1)])
+        ),
     ],
 )
-def test_mixed_precision_is_in_force_in_every_layout(axes: tuple[int, int, int, int]) -> None:
-    pp, replicate, shard, tp = axes
-    for found in run_ranks(dtypes, pp * replicate * shard * tp, axes):
-        expected = {
-            "in a block torch.bfloat16",
-            "between blocks torch.bfloat16",
-            "parameter torch.float32",
-            "gradient torch.float32",
-        }
-        if pp > 1:
-            expected.add("between stages torch.bfloat16")
-        reduced = {text for text in found if text.startswith("reduced")}
-        assert set(found) - reduced == expected
-        assert reduced <= {"reduced over data torch.float32"}
+def test_mixed_precision_is_in_force_in_every_layout(meshes: list[tuple[int, int, int, int]]) -> None:
+    for ranks in run_ranks(all_dtypes, math.prod(meshes[0]), meshes):
+        for axes, found in zip(meshes, ranks, strict=True):
+            expected = {
+                "in a block torch.bfloat16",
+                "between blocks torch.bfloat16",
+                "parameter torch.float32",
+                "gradient torch.float32",
+            }
+            if axes[0] > 1:
+                expected.add("between stages torch.bfloat16")
+            reduced = {text for text in found if text.startswith("reduced")}
+            assert set(found) - reduced == expected, axes
+            assert reduced <= {"reduced over data torch.float32"}, axes

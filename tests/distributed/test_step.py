@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed.gradients import build_on_mesh, whole
 from tests.distributed.reference import global_batch, plain_model, rank_batches, small_config
 from tests.pool import run_ranks
+from titanlite.data.loader import Batch
 from titanlite.trainer import Trainer
 
 
@@ -42,39 +43,44 @@ def on_mesh(*settings: str) -> tuple[Trainer, int, int]:
     return trainer, data_mesh.get_local_rank(), data_mesh.size()
 
 
-def collectives_of_a_step(settings: list[str], accumulation: int) -> dict[str, int]:
-    local_batch_size = 16 // (dist.get_world_size() * accumulation)
-    trainer, rank, degree = on_mesh(f"training.local_batch_size={local_batch_size}", *settings)
-    batches = rank_batches(global_batch("uneven"), rank, degree, accumulation)
-    trainer.train_step(batches)  # the first step also sets things up
-    with OperationCount() as count:
-        trainer.train_step(batches)
-    return dict(count.collectives)
+def collectives_of_steps(layouts: list[list[str]]) -> list[dict[str, int]]:
+    """Of a step of two microbatches, in each layout."""
+    found = []
+    for settings in layouts:
+        trainer, rank, degree = on_mesh(*settings)
+        batches = rank_batches(global_batch("uneven"), rank, degree, 2)
+        trainer.train_step(batches)  # the first step also sets things up
+        with OperationCount() as count:
+            trainer.train_step(batches)
+        found.append(dict(count.collectives))
+    return found
 
 
 GROUPS = 4  # embedding, two blocks, head: the units that the plan names
+REPLICATE = ["parallelism.dp_replicate=2", "parallelism.dp_shard=1"]
 
 
 def test_a_step_reads_nothing_on_the_host_and_reduces_as_often_as_its_policy_says() -> None:
-    replicate = ["parallelism.dp_replicate=2", "parallelism.dp_shard=1"]
-    for sync, reductions in (("last", GROUPS), ("hybrid", GROUPS), ("every", 4 * GROUPS)):
-        found = run_ranks(collectives_of_a_step, 2, [*replicate, f"parallelism.gradient_sync={sync}"], 4)
+    replicated = {"last": GROUPS, "hybrid": GROUPS, "every": 2 * GROUPS}
+    sharded = {"last": GROUPS, "hybrid": 2 * GROUPS, "every": 2 * GROUPS}
+    layouts = [[*REPLICATE, f"parallelism.gradient_sync={sync}"] for sync in replicated]
+    layouts += [[f"parallelism.gradient_sync={sync}"] for sync in sharded]
+    for found in run_ranks(collectives_of_steps, 2, layouts):
         # One more for the number of valid tokens.
-        assert found == [{"allreduce": reductions + 1}] * 2, sync
-    for sync, scatters in (("last", GROUPS), ("hybrid", 4 * GROUPS), ("every", 4 * GROUPS)):
-        for found_on_rank in run_ranks(collectives_of_a_step, 2, [f"parallelism.gradient_sync={sync}"], 4):
-            assert found_on_rank["reduce_scatter_base"] == scatters, sync
-            # The number of valid tokens, and the sum of squares of the gradient norm.
-            assert found_on_rank["allreduce"] == 2, sync
+        assert found[:3] == [{"allreduce": reductions + 1} for reductions in replicated.values()]
+        assert [counts["reduce_scatter_base"] for counts in found[3:]] == list(sharded.values())
+        # The number of valid tokens, and the sum of squares of the gradient norm.
+        assert [counts["allreduce"] for counts in found[3:]] == [2, 2, 2]
 
 
 @pytest.mark.slow
 def test_hybrid_sharding_reduces_over_replicas_once() -> None:
-    for sync, scatters, reductions in (("last", 1, 1), ("hybrid", 4, 1), ("every", 4, 4)):
-        settings = ["parallelism.dp_replicate=2", f"parallelism.gradient_sync={sync}"]
-        for found in run_ranks(collectives_of_a_step, 4, settings, 4):
-            assert found["reduce_scatter_base"] == scatters * GROUPS, sync
-            assert found["allreduce"] == reductions * GROUPS + 2, sync
+    policies = {"last": (1, 1), "hybrid": (2, 1), "every": (2, 2)}
+    layouts = [["parallelism.dp_replicate=2", f"parallelism.gradient_sync={sync}"] for sync in policies]
+    for ranks in run_ranks(collectives_of_steps, 4, layouts):
+        for found, (scatters, reductions) in zip(ranks, policies.values(), strict=True):
+            assert found["reduce_scatter_base"] == scatters * GROUPS, found
+            assert found["allreduce"] == reductions * GROUPS + 2, found
 
 
 OPTIMIZERS = {
@@ -106,53 +112,75 @@ def poison(trainer: Trainer, rank: int) -> Any:
     return trainer.model_parts[0].layers["0"].feed_forward.w1.register_forward_hook(hook)
 
 
-def withheld_update(settings: list[str], fault: str, first_step: bool) -> list[str]:
-    """Names of what a withheld update changed, and of what the step after it did otherwise than in a run without."""
-    trainer, rank, degree = on_mesh("lr_schedule.warmup_steps=0", *settings)
-    control, _, _ = on_mesh("lr_schedule.warmup_steps=0", *settings)
-    good = rank_batches(global_batch("uneven"), rank, degree, 1)
-    if not first_step:
-        for one in (trainer, control):
-            assert not bool(one.train_step(good).skipped)
-    before = state_of(trainer)
-    if fault == "no valid token":
-        stats = trainer.train_step(rank_batches(global_batch("none"), rank, degree, 1))
-        assert stats.mean_loss == stats.grad_norm == 0.0  # not 0 / 0
-    else:
-        handle = poison(trainer, rank)
-        stats = trainer.train_step(good)
-        handle.remove()
-    assert bool(stats.skipped)
-    after = state_of(trainer)
-    for name in after.keys() - before.keys():  # state that the withheld first step created: nothing has happened yet
-        before[name] = torch.zeros_like(after[name])
-    changed = [name for name, value in after.items() if not torch.equal(value, before[name])]
-    assert after.keys() == before.keys()
-    for one in (trainer, control):
-        assert not bool(one.train_step(good).skipped)
-    left, right = state_of(trainer), state_of(control)
-    return changed + [f"next step: {name}" for name in right if not torch.equal(left[name], right[name])]
+def good_batches(rank: int, degree: int) -> list[Batch]:
+    return rank_batches(global_batch("uneven"), rank, degree, 1)
 
 
-def all_withheld_updates(layout: list[str]) -> dict[str, list[str]]:
+def undisturbed_states(settings: list[str]) -> list[dict[str, Tensor]]:
+    """After the first step and after the second."""
+    trainer, rank, degree = on_mesh(*settings)
+    states = []
+    for _ in range(2):
+        assert not bool(trainer.train_step(good_batches(rank, degree)).skipped)
+        states.append(state_of(trainer))
+    return states
+
+
+def withheld_updates(settings: list[str], fault: str, undisturbed: list[dict[str, Tensor]]) -> list[str]:
+    """A withheld step before the first update and one before the second: names of what either changed, and of what the
+    step after it did otherwise than in a run without."""
+    trainer, rank, degree = on_mesh(*settings)
+    problems = []
+    for number, expected in enumerate(undisturbed, 1):
+        before = state_of(trainer)
+        if fault == "no valid token":
+            stats = trainer.train_step(rank_batches(global_batch("none"), rank, degree, 1))
+            assert stats.mean_loss == stats.grad_norm == 0.0  # not 0 / 0
+        else:
+            handle = poison(trainer, rank)
+            stats = trainer.train_step(good_batches(rank, degree))
+            handle.remove()
+        assert bool(stats.skipped)
+        after = state_of(trainer)
+        for name in after.keys() - before.keys():  # state that a withheld first step created: nothing happened yet
+            before[name] = torch.zeros_like(after[name])
+        assert after.keys() == before.keys()
+        problems += [f"{name} before update {number}" for name in after if not torch.equal(after[name], before[name])]
+        assert not bool(trainer.train_step(good_batches(rank, degree)).skipped)
+        state = state_of(trainer)
+        problems += [f"{name} by update {number}" for name in expected if not torch.equal(state[name], expected[name])]
+    return problems
+
+
+def all_withheld_updates(layout: list[str], optimizers: list[str]) -> dict[str, list[str]]:
     found = {}
-    for name, settings in OPTIMIZERS.items():
+    for name in optimizers:
+        settings = [*layout, *OPTIMIZERS[name], "lr_schedule.warmup_steps=0", "training.local_batch_size=8"]
+        undisturbed = undisturbed_states(settings)
         for fault in ("no valid token", "NaN on one rank"):
-            for first_step in (True, False):
-                case = f"{name}, {fault}, {'first' if first_step else 'second'} step"
-                found[case] = withheld_update([*layout, *settings, "training.local_batch_size=8"], fault, first_step)
+            found[f"{name}, {fault}"] = withheld_updates(settings, fault, undisturbed)
     return found
 
 
-@pytest.mark.parametrize("layout", [["parallelism.dp_replicate=2", "parallelism.dp_shard=1"], []])
-def test_an_update_happens_only_with_a_valid_token_and_a_finite_norm(layout: list[str]) -> None:
-    for found in run_ranks(all_withheld_updates, 2, layout):
-        assert len(found) == 4 * len(OPTIMIZERS)
+FUSED, *OTHERS = OPTIMIZERS
+
+
+@pytest.mark.parametrize(
+    ("layout", "optimizers"),
+    [
+        ([], [FUSED]),
+        pytest.param([], OTHERS, marks=pytest.mark.slow),
+        pytest.param(REPLICATE, ["fused AdamW", "foreach AdamW", "for-loop SGD"], marks=pytest.mark.slow),
+    ],
+)
+def test_an_update_happens_only_with_a_valid_token_and_a_finite_norm(layout: list[str], optimizers: list[str]) -> None:
+    for found in run_ranks(all_withheld_updates, 2, layout, optimizers):
+        assert len(found) == 2 * len(optimizers)
         assert {case: names for case, names in found.items() if names} == {}
 
 
-def digest_after_steps(settings: list[str]) -> tuple[str, str]:
-    """Digests of the weights after several steps and of the initial ones, by the whole tensors."""
+def digests_after_steps(settings: list[str]) -> tuple[str, str]:
+    """Digests of the initial weights and of those after several steps, by the whole tensors."""
     trainer, rank, degree = on_mesh("training.local_batch_size=2", "optimizer.name=AdamW", *settings)
     digests = []
     for steps in (0, 4):
@@ -165,13 +193,16 @@ def digest_after_steps(settings: list[str]) -> tuple[str, str]:
     return digests[0], digests[1]
 
 
+def repeated_digests(layouts: list[list[str]]) -> list[list[tuple[str, str]]]:
+    return [[digests_after_steps(settings) for _ in range(2)] for settings in layouts]
+
+
 @pytest.mark.slow
 def test_replicas_stay_alike_and_repeats_are_bit_identical() -> None:
-    for settings in (["parallelism.dp_replicate=4", "parallelism.dp_shard=1"], ["parallelism.dp_replicate=2"]):
-        ranks = [tuple(digests) for digests in run_ranks(digest_after_steps, 4, settings)]
-        again = [tuple(digests) for digests in run_ranks(digest_after_steps, 4, settings)]
-        assert len({*ranks, *again}) == 1
-        assert ranks[0][0] != ranks[0][1]
+    layouts = [["parallelism.dp_replicate=4", "parallelism.dp_shard=1"], ["parallelism.dp_replicate=2"]]
+    for ranks in zip(*run_ranks(repeated_digests, 4, layouts), strict=True):
+        ((initial, trained),) = {tuple(digests) for repeats in ranks for digests in repeats}
+        assert initial != trained
 
 
 def shapes_of_the_parameters(settings: list[str]) -> list[str]:
@@ -184,8 +215,7 @@ def shapes_of_the_parameters(settings: list[str]) -> list[str]:
 
 
 def test_replicated_parameters_live_on_a_mesh_of_one_axis() -> None:
-    replicate = ["parallelism.dp_replicate=2", "parallelism.dp_shard=1"]
-    assert run_ranks(shapes_of_the_parameters, 2, replicate) == [["('dp_replicate',) (Replicate(),)"]] * 2
+    assert run_ranks(shapes_of_the_parameters, 2, REPLICATE) == [["('dp_replicate',) (Replicate(),)"]] * 2
 
 
 def mixed_precision(settings: list[str]) -> list[str]:
@@ -208,6 +238,10 @@ def mixed_precision(settings: list[str]) -> list[str]:
     return sorted(seen)
 
 
+def mixed_precisions(layouts: list[list[str]]) -> list[list[str]]:
+    return [mixed_precision(settings) for settings in layouts]
+
+
 @pytest.mark.slow
 def test_mixed_precision_is_in_force_on_every_mesh() -> None:
     expected = [
@@ -217,11 +251,10 @@ def test_mixed_precision_is_in_force_on_every_mesh() -> None:
         "reduced torch.float32",
         "reduced torch.int64",  # the number of valid tokens
     ]
-    replicate = ["parallelism.dp_replicate=2", "parallelism.dp_shard=1"]
-    assert run_ranks(mixed_precision, 1, []) == [expected]
-    assert run_ranks(mixed_precision, 2, replicate) == [expected] * 2
     # one dtype for computing and reducing, and another one for the parameters
     both = [line if line != "reduced torch.float32" else "reduced torch.bfloat16" for line in expected]
-    assert run_ranks(mixed_precision, 1, ["training.mixed_precision_reduce=bfloat16"]) == [sorted(both)]
+    alone = [[], ["training.mixed_precision_reduce=bfloat16"]]
+    assert run_ranks(mixed_precisions, 1, alone) == [[expected, sorted(both)]]
     # the sum of squares of sharded gradients
-    assert run_ranks(mixed_precision, 2, []) == [sorted([*expected, "reduced torch.float64"])] * 2
+    sharded = sorted([*expected, "reduced torch.float64"])
+    assert run_ranks(mixed_precisions, 2, [REPLICATE, []]) == [[expected, sharded]] * 2

@@ -81,7 +81,9 @@ def all_errors(layouts: list[tuple[int, int]]) -> dict[str, float]:
 
 
 @pytest.mark.skipif(not CAN_REDUCE_MISSING, reason="this torch cannot reduce gradients that are missing on some ranks")
-@pytest.mark.parametrize(("world_size", "layouts"), [(2, [(2, 1), (1, 2)]), (4, [(2, 2)])])
+@pytest.mark.parametrize(
+    ("world_size", "layouts"), [(2, [(2, 1), (1, 2)]), pytest.param(4, [(2, 2)], marks=pytest.mark.slow)]
+)
 def test_missing_gradients_count_as_zero(world_size: int, layouts: list[tuple[int, int]]) -> None:
     for errors in run_ranks(all_errors, world_size, layouts):
         assert {case: error for case, error in errors.items() if error > 1e-12} == {}

@@ -1,0 +1,425 @@
+"""Known mistakes of distributed training, as a table: what each changes, and how the comparisons answer."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from tests.distributed import gradients
+from tests.distributed.gradients import replaced
+from tests.distributed.layouts import EVERY, LAST, PAIRS, QWEN3, Layout, schedule
+from titanlite import trainer as trainer_module
+from titanlite.build import model as build_module
+from titanlite.config.schema import JobConfig
+from titanlite.data.loader import Batch, Loader
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.labels import IGNORE_INDEX
+from titanlite.loss import cross_entropy_by_row
+from titanlite.models.attention import AttentionMask
+from titanlite.models.decoder import model as decoder
+from titanlite.models.family import TensorStyle
+from titanlite.models.init import Init
+from titanlite.parallel import clip as clip_module
+from titanlite.parallel import tensor as tensor_module
+from titanlite.parallel.data import gradient_sync, wrapped_modules
+from titanlite.parity import measure as parity_module
+from titanlite.runtime.distributed import World
+from titanlite.trainer import Trainer
+
+Change = Callable[[Trainer], None]
+Around = Callable[[], AbstractContextManager[None]]
+
+PP = Layout((2, 1, 1, 1), PAIRS)
+TP = Layout((1, 1, 1, 2))
+TP_QWEN3 = Layout((1, 1, 1, 2), QWEN3)
+REPLICATE = Layout((1, 2, 1, 1), LAST, accumulation=2)
+REPLICATE_EVERY = Layout((1, 2, 1, 1), EVERY, accumulation=2)
+SHARD = Layout((1, 1, 2, 1), LAST, accumulation=2)
+REPLICATED_STAGES = Layout((2, 2, 1, 1))
+INTERLEAVED = Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *PAIRS))
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """planted: what is wrong inside. seen: all that our comparison finds different, or the exception that ends it.
+    first: what `titanlite.parity` names first, or the exception.
+
+    documents: the rows hold several documents; `titanlite.parity` has no part in it.
+    """
+
+    name: str
+    layout: Layout
+    planted: Around
+    seen: set[str]
+    first: str = ""
+    documents: bool = False
+
+
+def changed(change: Change) -> Around:
+    """The trainer is built, and then changed."""
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        def build(*args: object) -> Trainer:
+            trainer = build_module.build_trainer(*args)  # type: ignore[arg-type]
+            change(trainer)
+            return trainer
+
+        with replaced(gradients, "build_trainer", build), replaced(parity_module, "build_trainer", build):
+            yield
+
+    return around
+
+
+# Data parallelism -----------------------------------------------------------------------------------------------------
+
+
+def mean_per_rank(trainer: Trainer) -> None:
+    """Each rank divides by its own count, as if all ranks had as many valid tokens."""
+
+    def count(batches: Sequence[Batch]) -> Tensor:
+        local = torch.stack([(batch.labels != IGNORE_INDEX).sum() for batch in batches]).sum()
+        return local * dist.get_world_size()
+
+    trainer.count_valid_tokens = count  # type: ignore[method-assign]
+
+
+def averaging_reduction(trainer: Trainer) -> None:
+    """The reduction divides by the number of ranks."""
+    for module in wrapped_modules(trainer.model_parts[0]):
+        module.set_gradient_divide_factor(float(dist.get_world_size()))
+
+
+def averaged_replicas(trainer: Trainer) -> None:
+    """The reduction divides by the number of replicas, which is what torch does unless told otherwise."""
+    for module in wrapped_modules(trainer.model_parts[0]):
+        module.set_force_sum_reduction_for_comms(False)
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            group.gradient_divide_factor = None
+
+
+def accumulated_sums_reduced_again(trainer: Trainer) -> None:
+    """After each microbatch the accumulated gradient, already reduced, is summed over the ranks once more."""
+    forward_backward = trainer.forward_backward
+
+    def reduce_again(batch: Batch, num_valid: Tensor) -> Tensor:
+        before = [p.grad is not None for p in trainer.model_parts[0].parameters()]
+        loss = forward_backward(batch, num_valid)
+        for parameter, was_there in zip(trainer.model_parts[0].parameters(), before, strict=True):
+            if was_there and parameter.grad is not None:
+                dist.all_reduce(parameter.grad.to_local())
+        return loss
+
+    trainer.forward_backward = reduce_again  # type: ignore[method-assign]
+
+
+def bypassed_wrapper(trainer: Trainer) -> None:
+    """The forward pass calls modules whose hooks are gone, so nothing gathers and nothing reduces."""
+    for module in trainer.model_parts[0].modules():
+        module._forward_pre_hooks.clear()
+        module._forward_hooks.clear()
+
+
+@contextmanager
+def without_last_sync() -> Iterator[None]:
+    """No microbatch is ever the last one of its step."""
+
+    @contextmanager
+    def forgetful(parts: Sequence[nn.Module], policy: str, *, is_last: bool) -> Iterator[None]:
+        del is_last
+        with gradient_sync(parts, policy, is_last=False):
+            yield
+
+    with replaced(trainer_module, "gradient_sync", forgetful):
+        yield
+
+
+@contextmanager
+def rows_of_the_first_rank() -> Iterator[None]:
+    """All data ranks read what the first one should."""
+    rank_batches, build_data = gradients.rank_batches, parity_module.build_data
+
+    def of_the_first(batch: Batch, rank: int, degree: int, accumulation: int) -> list[Batch]:
+        del rank
+        return rank_batches(batch, 0, degree, accumulation)
+
+    def data_of_the_first(config: JobConfig, world: World, tokenizer: Tokenizer | None) -> Loader:
+        return build_data(config, replace(world, rank=0), tokenizer)
+
+    with replaced(gradients, "rank_batches", of_the_first), replaced(parity_module, "build_data", data_of_the_first):
+        yield
+
+
+# Initial weights ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def random_by_torch() -> Iterator[None]:
+    """Initial weights come from torch's own normal_ on the parameters as they lie on the mesh, under one seed."""
+
+    def draw(module: nn.Module, seed: int, init: Callable[[str], Init]) -> None:
+        torch.manual_seed(seed)
+        for name, parameter in module.named_parameters():
+            distribution = init(name)
+            with torch.no_grad():
+                _ = parameter.fill_(1.0) if distribution.kind == "ones" else parameter.normal_(0.0, distribution.std)
+
+    with replaced(build_module, "init_parameters_", draw):
+        yield
+
+
+@contextmanager
+def random_by_rank() -> Iterator[None]:
+    """Each rank draws its part of the matrices from a generator of its own."""
+    init_parameters_ = build_module.init_parameters_
+
+    def draw(module: nn.Module, seed: int, init: Callable[[str], Init]) -> None:
+        init_parameters_(module, seed, init)
+        torch.manual_seed(dist.get_rank())
+        for parameter in module.parameters():
+            if parameter.dim() == 2 and isinstance(parameter, DTensor):
+                parameter.to_local().detach().normal_(0.0, 0.02)
+
+    with replaced(build_module, "init_parameters_", draw):
+        yield
+
+
+# Tensor parallelism ---------------------------------------------------------------------------------------------------
+
+
+def loss_of_every_rank(trainer: Trainer) -> None:
+    """All ranks of the tp axis add the same loss to the sum over the mesh."""
+    trainer.counts_loss = True
+
+
+def norms_not_summed_over_tp(trainer: Trainer) -> None:
+    """A norm's gradient stays that of the rank's own part of the sequence."""
+
+    def forget(module: nn.RMSNorm) -> None:
+        weight = module.weight
+        assert isinstance(weight, DTensor)
+        local = nn.Parameter(weight.to_local().detach().clone())
+        module.forward = lambda x: nn.functional.rms_norm(x.to_local(), local.shape, local, module.eps)
+        local.register_hook(lambda gradient: setattr(weight, "grad", _like(weight, gradient)))
+
+    for part in trainer.model_parts:
+        for module in part.modules():
+            if isinstance(module, nn.RMSNorm):
+                forget(module)
+
+
+def _like(weight: DTensor, gradient: Tensor) -> Tensor:
+    return DTensor.from_local(gradient, weight.device_mesh, weight.placements, run_check=False)
+
+
+def norm_in_single_precision(trainer: Trainer) -> None:
+    """A bare .float() in a norm of a float64 run."""
+    norm = next(module for module in trainer.model_parts[0].modules() if isinstance(module, nn.RMSNorm))
+    forward = norm.forward
+    norm.forward = lambda x: forward(x.float().to(x.dtype))  # type: ignore[method-assign]
+
+
+@contextmanager
+def heads_taken_for_all() -> Iterator[None]:
+    """The norm of queries and keys takes a rank's heads for all of them: its gradient stays that of these heads.
+
+    The loss of the step does not show it.
+    """
+    torch_style = tensor_module._torch_style
+
+    def style_of(style: TensorStyle, module: nn.Module, shard_logits: bool) -> ParallelStyle:
+        found = torch_style(style, module, shard_logits)
+        if style == "head_norm":
+            found.sequence_sharding = (Replicate(),)
+        return found
+
+    with replaced(tensor_module, "_torch_style", style_of):
+        yield
+
+
+# The gradient norm ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def norm_of_one_stage() -> Iterator[None]:
+    """The squared norm is not added up over pp."""
+    clip = clip_module.clip_grad_norm_
+
+    def of_this_stage(parts: Sequence[nn.Module], max_norm: float, norm_type: str, group: object) -> Tensor:
+        del group
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        return clip(parts, max_norm, norm_type, alone)  # type: ignore[arg-type]
+
+    with replaced(trainer_module, "clip_grad_norm_", of_this_stage):
+        yield
+
+
+@contextmanager
+def norm_of_own_shards() -> Iterator[None]:
+    """The squared norm is not added up over tp."""
+    with replaced(clip_module, "_shard_groups", lambda parameter: ()):  # noqa: ARG005
+        yield
+
+
+@contextmanager
+def replicas_counted_twice() -> Iterator[None]:
+    """Parameters that are whole on every rank of the tp axis are added up over it as if they were sharded."""
+
+    def all_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
+        assert isinstance(parameter, DTensor)
+        mesh = parameter.device_mesh
+        return tuple(mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1)
+
+    with replaced(clip_module, "_shard_groups", all_groups):
+        yield
+
+
+# Pipelines ------------------------------------------------------------------------------------------------------------
+
+
+def divided_after_backward(trainer: Trainer) -> None:
+    """The pipeline's backward pass sees the sum of losses; only the loss that is logged gets divided."""
+    assert trainer.pipeline is not None
+    forward_backward = trainer.pipeline.forward_backward
+    trainer.pipeline._loss = lambda logits, labels, num_valid: cross_entropy_by_row(logits, labels)  # noqa: ARG005
+    trainer.pipeline.forward_backward = lambda batch, num_valid: forward_backward(batch, num_valid) / num_valid
+
+
+def scaled_gradients(trainer: Trainer) -> None:
+    """scale_grads=True: the schedule divides gradients by its number of microbatches, on top of the loss."""
+    assert trainer.pipeline is not None
+    trainer.pipeline._schedule.scale_grads = True
+
+
+def labels_of_the_next_row(trainer: Trainer) -> None:
+    """The last stage compares its logits with the labels of the row after."""
+    assert trainer.pipeline is not None
+    forward_backward = trainer.pipeline.forward_backward
+
+    def shifted(batch: Batch, num_valid: Tensor) -> Tensor:
+        return forward_backward(batch._replace(labels=batch.labels.roll(1, 0)), num_valid)
+
+    trainer.pipeline.forward_backward = shifted  # type: ignore[method-assign]
+
+
+@contextmanager
+def stages_without_sync() -> Iterator[None]:
+    """The stages of a pipeline never reduce what they have accumulated."""
+    with replaced(PipelineStage, "perform_reduce_grad", lambda self, grad_scale_factor: None):  # noqa: ARG005
+        yield
+
+
+# Documents ------------------------------------------------------------------------------------------------------------
+
+_attention_mask = decoder.attention_mask
+
+
+def masked_by(mask: Callable[[Tensor | None, torch.dtype, int], AttentionMask | None]) -> Around:
+    return lambda: replaced(decoder, "attention_mask", mask)
+
+
+def without_mask(ids: Tensor | None, dtype: torch.dtype, head_dim: int) -> None:
+    """Attention leaks into all documents before."""
+    del ids, dtype, head_dim
+
+
+def one_position_late(ids: Tensor | None, dtype: torch.dtype, head_dim: int) -> AttentionMask | None:
+    """A document's first token belongs to the one before."""
+    return _attention_mask(None if ids is None else torch.cat((ids[:, :1], ids[:, :-1]), 1), dtype, head_dim)
+
+
+def of_the_first_row(ids: Tensor | None, dtype: torch.dtype, head_dim: int) -> AttentionMask | None:
+    """All rows of a microbatch have the documents of its first one."""
+    return _attention_mask(None if ids is None else ids[:1].expand_as(ids), dtype, head_dim)
+
+
+def last_part_is_not_told(trainer: Trainer) -> None:
+    """Of each rank's parts of the model, the last one takes its rows for one document each."""
+    forward = trainer.model_parts[-1].forward
+    trainer.model_parts[-1].forward = lambda tokens, **_keys: forward(tokens)  # type: ignore[method-assign]
+
+
+def positions_go_on(trainer: Trainer) -> None:
+    """Those of a row instead of those in a document; attention still stays inside documents."""
+    keys_of = trainer.keys_of
+
+    def along_the_row(batch: Batch) -> dict[str, Tensor]:
+        keys = keys_of(batch)
+        keys["positions"] = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
+        return keys
+
+    trainer.keys_of = along_the_row  # type: ignore[method-assign]
+
+
+# The table ------------------------------------------------------------------------------------------------------------
+
+GRADIENT = {"gradient", "grad norm"}
+NORM = {"grad norm"}
+LOSS = {"loss"}
+STEP = GRADIENT | LOSS
+WEIGHTS = STEP | {"initial weights"}
+POSITIONS = {"positions"}
+RUNTIME_ERROR = {"RuntimeError"}
+
+
+def on_both(name: str, planted: Around, seen: set[str], first: str) -> list[Mistake]:
+    """With replicated parameters, and with sharded ones."""
+    return [Mistake(name, layout, planted, seen, first) for layout in (REPLICATE, SHARD)]
+
+
+OF_DATA = (
+    *on_both("each rank divides by its own count", changed(mean_per_rank), STEP, "valid tokens: the ranks disagree"),
+    *on_both("the reduction averages over the ranks", changed(averaging_reduction), GRADIENT, "gradient of"),
+    Mistake("torch's own average over the replicas", REPLICATE, changed(averaged_replicas), GRADIENT, "gradient of"),
+    Mistake(
+        "gradients that are reduced already are summed again",
+        *(REPLICATE_EVERY, changed(accumulated_sums_reduced_again), GRADIENT, "gradient of"),
+    ),
+    *on_both("the last microbatch is not synchronized", without_last_sync, GRADIENT, "gradient of"),
+    *on_both("the forward pass bypasses the wrapper", changed(bypassed_wrapper), RUNTIME_ERROR, "RuntimeError"),
+    Mistake("all data ranks read the first one's rows", SHARD, rows_of_the_first_rank, STEP, "tokens: sequence 1 "),
+    *on_both("initial weights from a rank's own generator", random_by_rank, WEIGHTS, "weights: tok_embeddings.weight"),
+)
+OF_TENSORS = (
+    Mistake("initial weights by torch's random numbers on DTensors", TP, random_by_torch, WEIGHTS, "initial weights"),
+    Mistake("loss counted on every tp rank", TP, changed(loss_of_every_rank), LOSS, "step 1, loss: "),
+    Mistake("a .float() in a norm", TP, changed(norm_in_single_precision), {"gradient"}, "gradient of"),
+    Mistake("gradients of norms not summed over tp", TP, changed(norms_not_summed_over_tp), GRADIENT, "gradient of"),
+    Mistake(
+        "gradients of the norms of queries and keys not summed over tp (qwen3)",
+        *(TP_QWEN3, heads_taken_for_all, GRADIENT, "gradient of"),
+    ),
+    Mistake(
+        "parameters whole on each tp rank counted twice in the norm", TP, replicas_counted_twice, NORM, "grad norm: "
+    ),
+    Mistake("gradient norm not reduced over tp", TP, norm_of_own_shards, NORM, "grad norm: the ranks disagree"),
+)
+OF_PIPELINES = (
+    Mistake("initial weights by torch's random numbers on stages", PP, random_by_torch, WEIGHTS, "initial weights"),
+    Mistake("gradient norm not reduced over pp", PP, norm_of_one_stage, NORM, "grad norm: the ranks disagree"),
+    Mistake(
+        "losses divided after the backward pass only", PP, changed(divided_after_backward), GRADIENT, "gradient of"
+    ),
+    Mistake("scale_grads=True on top of the division", PP, changed(scaled_gradients), GRADIENT, "gradient of"),
+    Mistake("labels of another row", PP, changed(labels_of_the_next_row), STEP, "step 1, loss: "),
+    Mistake("stages that never reduce", REPLICATED_STAGES, stages_without_sync, GRADIENT, "gradient of"),
+)
+OF_DOCUMENTS = tuple(
+    Mistake(name, INTERLEAVED, planted, seen, documents=True)
+    for name, planted, seen in (
+        ("attention to all documents before", masked_by(without_mask), STEP),
+        ("documents begin a position late", masked_by(one_position_late), STEP),
+        ("documents of a microbatch's first row for all", masked_by(of_the_first_row), STEP),
+        ("a rank's last stage is not told of documents", changed(last_part_is_not_told), STEP | POSITIONS),
+        ("positions go on between documents", changed(positions_go_on), POSITIONS),
+    )
+)
+MISTAKES = (*OF_DATA, *OF_TENSORS, *OF_PIPELINES, *OF_DOCUMENTS)
+QUICK = ("torch's own average over the replicas", "gradient norm not reduced over pp")
+"""Names of those that the quick size plants."""

@@ -1,0 +1,149 @@
+"""The comparisons can fail: known mistakes, planted one at a time, are seen by ours and named by `titanlite.parity`.
+
+With -s the table of docs/numerics.md is printed: each mistake, the layout, and what gives it away.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.documents import documents_step
+from tests.distributed.gradients import errors_of_step, mesh_of
+from tests.distributed.layouts import BOUNDS, Layout
+from tests.distributed.mistakes import MISTAKES, QUICK, Around
+from tests.distributed.reference import global_batch
+from tests.pool import run_ranks
+from titanlite.config.schema import JobConfig
+from titanlite.parity import layouts as parity
+from titanlite.parity.measure import Measurement, measure_layout
+from titanlite.parity.reference import measure_reference
+from titanlite.parity.shrink import resolved_config
+from titanlite.parity.verdict import FLOAT64_BOUND, Bounds, judge, merge_ranks
+
+BOUND = 1e-12
+"""Of the comparison without a mistake."""
+
+
+def errors(layout: Layout, documents: bool) -> dict[str, Any]:
+    """Our comparison with one process: relative errors, whether initial weights and positions are right."""
+    if documents:
+        return documents_step(layout)
+    return asdict(errors_of_step(layout.config(), global_batch("uneven", 0, layout.rows)))
+
+
+def measured(layout: Layout, folder: Path) -> dict[str, Any]:
+    """What `titanlite.parity` measures on this rank."""
+    chosen = parity.Layout(*layout.axes, layout.schedule or None)  # type: ignore[arg-type]
+    config = parity.config_of(on_one_process(layout), chosen)
+    return asdict(measure_layout(config, *mesh_of(config), 1, folder / family_of(layout)))
+
+
+def on_one_process(layout: Layout) -> JobConfig:
+    return resolved_config(layout.config())
+
+
+def family_of(layout: Layout) -> str:
+    return layout.config().model.family
+
+
+def references(layouts: Sequence[Layout], folder: Path) -> dict[str, Any]:
+    """What `titanlite.parity` compares with, for each family. Rank 0 leaves files for all."""
+    found = {}
+    if dist.get_rank() == 0:
+        for family, layout in {family_of(layout): layout for layout in layouts}.items():
+            (folder / family).mkdir()
+            (found[family],) = measure_reference(on_one_process(layout), 1, str(folder / family))["measurements"]
+    dist.barrier()
+    return found
+
+
+def both(layout: Layout, documents: bool, folder: Path, planted: Around) -> list[dict[str, Any]]:
+    """The answers of the two comparisons; an exception by its name."""
+    found = []
+    for compare in (lambda: errors(layout, documents), lambda: {} if documents else measured(layout, folder)):
+        with planted():
+            try:
+                found.append(compare())
+            except (RuntimeError, AssertionError, AttributeError) as error:
+                found.append({"error": type(error).__name__})
+    return found
+
+
+def answers(numbers: Sequence[int], folder: str) -> dict[str, Any]:
+    """On a rank: of each layout without a mistake, of each mistake."""
+    cases = layouts_of(numbers)
+    expected = references([layout for layout, documents in cases if not documents], Path(folder))
+    right = [both(layout, documents, Path(folder), nullcontext) for layout, documents in cases]
+    mistakes = [MISTAKES[number] for number in numbers]
+    wrong = [both(mistake.layout, mistake.documents, Path(folder), mistake.planted) for mistake in mistakes]
+    return {"expected": expected, "right": right, "wrong": wrong}
+
+
+def layouts_of(numbers: Sequence[int]) -> list[tuple[Layout, bool]]:
+    """Each once, and whether its rows hold documents."""
+    mistakes = [MISTAKES[number] for number in numbers]
+    return list(dict.fromkeys((mistake.layout, mistake.documents) for mistake in mistakes))
+
+
+def different(ranks: Sequence[dict[str, Any]], bound: float) -> dict[str, float]:
+    """What our comparison finds on any rank, and by how much."""
+    found: dict[str, float] = {}
+    for rank in ranks:
+        if "error" in rank:
+            found[rank["error"]] = 0.0
+            continue
+        for name, key in {"gradient": "gradient", "loss": "loss", "grad norm": "grad_norm"}.items():
+            if not rank[key] <= bound:
+                found[name] = max(found.get(name, 0.0), rank[key])
+        if not rank["same_initial_weights"]:
+            found["initial weights"] = 0.0
+        if not rank.get("restarts", True):
+            found["positions"] = 0.0
+    return found
+
+
+def first_difference(ranks: Sequence[dict[str, Any]], expected: dict[str, Any]) -> str:
+    """What `titanlite.parity` names; "" for nothing."""
+    if "error" in ranks[0]:
+        return str(ranks[0]["error"])
+    merged = merge_ranks([Measurement.of_json(rank) for rank in ranks])
+    return judge(merged, Measurement.of_json(expected), Bounds(FLOAT64_BOUND)).first_difference or ""
+
+
+def shown(found: dict[str, float]) -> str:
+    """The largest error, or what has none."""
+    if not found:
+        return "nothing"
+    name = max(found, key=lambda name: found[name])
+    return f"{name} {found[name]:.1e}" if found[name] else name
+
+
+@pytest.mark.parametrize(
+    ("world_size", "quick"), [(2, True), *(pytest.param(size, False, marks=pytest.mark.slow) for size in (2, 4))]
+)
+def test_each_mistake_is_seen_and_named(world_size: int, quick: bool, tmp_path: Path) -> None:
+    selected = [mistake.layout.world_size == world_size and (mistake.name in QUICK) == quick for mistake in MISTAKES]
+    numbers = [number for number, chosen in enumerate(selected) if chosen]
+    ranks = run_ranks(answers, world_size, numbers, str(tmp_path))
+    expected = ranks[0]["expected"]
+    cases = layouts_of(numbers)
+    for (layout, documents), *case in zip(cases, *(rank["right"] for rank in ranks), strict=True):
+        ours, theirs = zip(*case, strict=True)
+        assert different(ours, BOUND) == {}, layout
+        assert documents or first_difference(theirs, expected[family_of(layout)]) == "", layout
+    unseen = []
+    for number, *case in zip(numbers, *(rank["wrong"] for rank in ranks), strict=True):
+        mistake = MISTAKES[number]
+        ours, theirs = zip(*case, strict=True)
+        found = different(ours, 10 * BOUNDS["float64"])
+        first = "" if mistake.documents else first_difference(theirs, expected[family_of(mistake.layout)])
+        named = first.removeprefix("step 1, ").partition(", bound")[0] or "not compared"
+        print(f"| {mistake.name} | {mistake.layout.name} | {shown(found)} | {named} |")
+        if found.keys() != mistake.seen or mistake.first not in first or not (first or mistake.documents):
+            unseen.append(f"{mistake.name}, {mistake.layout.name}: {found}; {first}")
+    assert unseen == []
