@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,7 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
+@cache
 def sources() -> dict[str, str]:
     return {module_of(path): path.read_text("utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
 

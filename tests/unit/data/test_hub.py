@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -53,7 +52,7 @@ configs:
 
 @pytest.fixture(autouse=True)
 def hugging_face_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "datasets"))
 
 
 @pytest.fixture
@@ -364,7 +363,7 @@ def test_turned_into_arrow_files_it_is_a_corpus_with_an_index(
     assert "".join(reader.read(index.files[piece.file], piece) for piece in pieces) == "".join(expected[folder])
     assert max(piece.length for piece in pieces) <= 8
     assert cache in index.files[0].parents
-    monkeypatch.setattr(datasets.DatasetBuilder, "download_and_prepare", lambda *_, **__: pytest.fail("built twice"))
+    monkeypatch.setattr("datasets.DatasetBuilder.download_and_prepare", lambda *_, **__: pytest.fail("built twice"))
     assert len(open_index(source, 8)) == len(index)
 
 
@@ -403,7 +402,7 @@ def origins_of(section: DataConfig, tokenizer: Tokenizer, degree: int, state: to
     return found, after
 
 
-@pytest.mark.parametrize("num_streams", [4, 8])
+@pytest.mark.parametrize("num_streams", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_killed_anywhere_a_streamed_mixture_goes_on_on_any_mesh(
     num_streams: int, dataset: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

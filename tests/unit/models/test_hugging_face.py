@@ -98,12 +98,16 @@ WRONG: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
-@pytest.mark.parametrize(("name", "value"), WRONG, ids=lambda value: str(value)[:20])
-def test_a_wrong_field_is_named(family: str, name: str, value: Any) -> None:
-    with pytest.raises(UserError) as raised:
-        read(family, {"rope_scaling": None, name: value} if name == "rope_parameters" else {name: value})
-    assert str(raised.value).startswith("config.json: ")
-    assert name in str(raised.value)
+def test_a_wrong_field_is_named(family: str) -> None:
+    def error(name: str, value: Any) -> str:
+        try:
+            read(family, {"rope_scaling": None, name: value} if name == "rope_parameters" else {name: value})
+        except UserError as raised:
+            return str(raised)
+        return "taken"
+
+    told = [(name, str(value)[:20], error(name, value)) for name, value in WRONG]
+    assert [case for case in told if not (case[2].startswith("config.json: ") and case[0] in case[2])] == []
 
 
 @pytest.mark.parametrize(

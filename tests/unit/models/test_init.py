@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from titanlite.models.init import BLOCK_NUMEL, CUT_STD, INIT_VERSION, Init, fill
 NORMAL = Init("normal", 0.02)
 
 
+@cache
 def _whole(name: str, *shape: int, seed: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     out = torch.empty(shape, dtype=dtype)
     fill_region_(out, seed, name, NORMAL, shape, (0,) * len(shape))
@@ -165,6 +167,7 @@ def test_values_do_not_depend_on_the_number_of_threads() -> None:
     assert torch.equal(weights[0], weights[2])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="the CPU has one instruction set only")
 def test_values_do_not_depend_on_the_instruction_set() -> None:
     code = f"from {Path(__file__).stem} import _digest, _whole; print(_digest(_whole('w', 1000, 100)))"

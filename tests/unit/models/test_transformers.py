@@ -15,11 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
-from transformers import modeling_rope_utils
-from transformers.models.llama import modeling_llama
-from transformers.models.qwen3 import modeling_qwen3
 
 from tests.unit.models.shaken import shaken_model
 from titanlite.labels import IGNORE_INDEX
@@ -54,7 +50,7 @@ CASES = {
     "qwen3, no shared heads": ("qwen3", replace(QWEN3, n_kv_heads=4)),
 }
 every_case = pytest.mark.parametrize(("name", "config"), CASES.values(), ids=CASES)
-MODULES = (modeling_llama, modeling_qwen3, modeling_rope_utils)
+MODULES = ("models.llama.modeling_llama", "models.qwen3.modeling_qwen3", "modeling_rope_utils")
 
 
 class WideTorch:
@@ -67,7 +63,7 @@ class WideTorch:
 @pytest.fixture
 def float64_islands() -> Iterator[None]:
     """What transformers asks of torch in float32 is computed in float64."""
-    patches = [patch.object(module, "torch", WideTorch()) for module in MODULES]
+    patches = [patch(f"transformers.{module}.torch", WideTorch()) for module in MODULES]
     for one in patches:
         one.start()
     yield
@@ -77,6 +73,8 @@ def float64_islands() -> Iterator[None]:
 
 def theirs(family: Family, config: Any, model: LanguageModel, names: dict[str, str]) -> nn.Module:
     """The model of transformers that config.json means, with the same weights under the names there."""
+    import transformers  # only here: the import takes seconds, which collecting the tests need not
+
     fields = family.hugging_face.config_json(config) | {"attn_implementation": "eager"}
     other = getattr(transformers, family.hugging_face.architecture)(
         transformers.AutoConfig.for_model(family.hugging_face.model_type, **fields)
@@ -132,6 +130,7 @@ def test_exactly_the_same_function_and_gradients(name: str, config: Any) -> None
     assert {name: error for name, error in found.items() if not error <= EXACT} == {}
 
 
+@pytest.mark.slow
 @every_case
 def test_the_same_up_to_the_float32_islands_of_transformers(name: str, config: Any) -> None:
     found = differences(FAMILIES[name], config)
@@ -193,6 +192,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64_islands")
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_seen(mistake: str) -> None:
@@ -234,8 +234,11 @@ ALL_CONFIGS = [
 ]
 
 
+@pytest.mark.slow
 def test_transformers_reads_what_is_written_and_is_read_again(tmp_path: Path, said: list[str]) -> None:
     """Without a word, and its own form of it (that of version 5) means the same."""
+    import transformers
+
     for name, config in ALL_CONFIGS:
         known = FAMILIES[name].hugging_face
         fields = {"model_type": known.model_type, "architectures": [known.architecture]} | known.config_json(config)

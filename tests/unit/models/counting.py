@@ -1,0 +1,20 @@
+"""The number of a model's parameters, without building all its blocks."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from titanlite.models.family import Family
+
+
+def count_parameters(family: Family, config: Any) -> int:
+    """Of a configuration with any number of blocks, which are alike; built without memory."""
+    counts = []
+    for n_layers in (1, 2):
+        with torch.device("meta"):
+            model = family.build(replace(config, n_layers=n_layers))
+        assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+        counts.append(sum(parameter.numel() for parameter in model.parameters()))
+    one, two = counts
+    return one + (config.n_layers - 1) * (two - one)
