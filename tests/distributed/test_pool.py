@@ -6,6 +6,7 @@ import random
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from tests import pool
 from tests.distributed.layouts import BOUNDS, Layout, measure
-from tests.distributed.test_mutations import averaging_reduction
+from tests.distributed.mistakes import averaging_reduction, changed
 from tests.pool import run_ranks
 from titanlite.runtime import launch
 from titanlite.runtime.launch import RankError
@@ -88,7 +89,8 @@ def gradient_error(plant: str) -> float:
     """Of a step of two replicas. plant: "mutate" spoils the trainer, "leave" its class."""
     if plant == "leave":
         Trainer.count_valid_tokens = lambda self, batches: torch.tensor(7)  # type: ignore[method-assign] # noqa: ARG005
-    return measure(REPLICATE, mutate=averaging_reduction if plant == "mutate" else None).gradient
+    with changed(averaging_reduction)() if plant == "mutate" else nullcontext():
+        return measure(REPLICATE).gradient
 
 
 def test_a_planted_bug_does_not_reach_the_next_case() -> None:
