@@ -128,7 +128,6 @@ SLOW = (
     Layout((2, 1, 1, 1), (*schedule("InterleavedZeroBubble"), *FULL, *PAIRS)),
     Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *COMPILE, *BY_OP)),
     Layout((2, 1, 1, 1), (*schedule("DualPipeV"), *FULL)),
-    Layout((1, 2, 1, 1), (*QWEN3, *BY_OP), accumulation=3, rows=24),
     Layout((1, 1, 1, 2), (*QWEN3, *COMPILE, *BY_OP)),
     Layout((1, 1, 1, 2), (*QWEN3, *WHOLE_LOGITS, *TIED, *FULL)),
     Layout((1, 4, 1, 1), (*LAST, *FULL)),
@@ -136,13 +135,11 @@ SLOW = (
     Layout((1, 2, 2, 1), accumulation=3, rows=24),
     Layout((1, 1, 1, 4), (*FOUR_KV_HEADS, *BY_OP)),
     Layout((1, 1, 2, 2), (*TIED, *LAST), accumulation=3, rows=24),
-    Layout((1, 2, 1, 2), BY_OP),
     Layout((2, 1, 2, 1), (*schedule("GPipe"), *EVERY), accumulation=3, rows=24),
     Layout((2, 2, 1, 1), (*schedule("ZBVZeroBubble"), *PAIRS)),
     # stages of several sharded units whose backward pass is split
     Layout((2, 1, 2, 1), (*schedule("DualPipeV"), *depth(7))),
     Layout((2, 1, 2, 1), (*schedule("ZBVZeroBubble"), *depth(7), *EVERY), accumulation=3, rows=48),
-    Layout((2, 1, 1, 2), (*schedule("1F1B"), *BY_OP)),
     Layout((2, 1, 1, 2), (*schedule("InterleavedZeroBubble"), *FULL, *WHOLE_LOGITS)),
     Layout((2, 1, 1, 2), (*schedule("DualPipeV"), *COMPILE)),
     Layout((4, 1, 1, 1), (*schedule("Interleaved1F1B"), *depth(7), *BY_LAYER)),
@@ -150,7 +147,6 @@ SLOW = (
     Layout((1, 1, 2, 2), (*QWEN3, *FULL), accumulation=3, rows=24),
     Layout((1, 2, 1, 2), (*QWEN3, *BY_OP)),
     Layout((2, 1, 1, 2), (*QWEN3, *schedule("Interleaved1F1B"), *BY_OP)),
-    Layout((2, 1, 2, 1), (*QWEN3, *schedule("ZBVZeroBubble"))),
     # hybrid sharding x tensor parallelism
     Layout((1, 2, 2, 2), accumulation=3, rows=24),
     # the pair: sharded or replicated, with the same loss curve
@@ -159,7 +155,6 @@ SLOW = (
     Layout((2, 2, 2, 1), (*schedule("Interleaved1F1B"), *EVERY), accumulation=3, rows=48),
     Layout((2, 1, 2, 2), (*schedule("1F1B"), *depth(5), *BY_LAYER)),
     Layout((2, 2, 1, 2), (*schedule("ZBVZeroBubble"), *depth(4), *FULL)),
-    Layout((2, 1, 2, 2), (*schedule("LoopedBFS"), *WHOLE_LOGITS)),
     Layout((4, 1, 1, 2), (*schedule("GPipe"), *split("layers.0", "layers.1", "norm"))),
 )
 """One to eight ranks."""

@@ -1,5 +1,6 @@
 """The plan's bytes of parameters, gradients, optimizer state and buffers are those of a running rank, to the byte."""
 
+import functools
 from collections.abc import Sequence
 
 import pytest
@@ -54,7 +55,7 @@ def size(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
-def bytes_of_a_running_rank(layouts: list[list[str]]) -> list[Bytes]:
+def bytes_of_a_running_rank(layouts: list[tuple[str, ...]]) -> list[Bytes]:
     found = []
     for settings in layouts:
         trainer, data = build_on_mesh(small_config(dist.get_world_size(), *settings))
@@ -69,7 +70,8 @@ def bytes_of_a_running_rank(layouts: list[list[str]]) -> list[Bytes]:
     return found
 
 
-def planned_bytes(settings: list[str], world_size: int, rank: int, pp_rank: int) -> Bytes:
+@functools.cache
+def planned_bytes(settings: tuple[str, ...], world_size: int, rank: int, pp_rank: int) -> Bytes:
     config = small_config(world_size, *settings)
     with simulated_mesh(config, world_size, rank) as mesh:
         stages = [build_stage(config, mesh, index) for index in local_stages(config.parallelism, pp_rank)]
@@ -86,7 +88,7 @@ def planned_bytes(settings: list[str], world_size: int, rank: int, pp_rank: int)
     [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4)), pytest.param(8, marks=pytest.mark.soak)],
 )
 def test_bytes_are_those_of_a_running_rank(world_size: int) -> None:
-    layouts = [["training.local_batch_size=1", *settings] for settings in LAYOUTS[world_size]]
+    layouts = [("training.local_batch_size=1", *settings) for settings in LAYOUTS[world_size]]
     ranks = run_ranks(bytes_of_a_running_rank, world_size, layouts)
     for number, settings in enumerate(layouts):
         per_pp_rank = world_size // small_config(world_size, *settings).parallelism.pp
@@ -100,6 +102,6 @@ def test_bytes_are_those_of_a_running_rank(world_size: int) -> None:
 
 @pytest.mark.parametrize("layout", [UNEVEN, ["parallelism.tp=2", *UNEVEN]])
 def test_ranks_of_a_stage_differ_where_shards_are_uneven(layout: list[str]) -> None:
-    layout = ["training.local_batch_size=1", *layout]
-    assert planned_bytes(layout, 8, 0, 0) > planned_bytes(layout, 8, 7, 0)
+    settings = ("training.local_batch_size=1", *layout)
+    assert planned_bytes(settings, 8, 0, 0) > planned_bytes(settings, 8, 7, 0)
     assert torch.distributed.is_initialized() is False

@@ -20,7 +20,7 @@ OPERATIONS = {
     "c10d::reduce_scatter_tensor_coalesced_": "tp reduce-scatter",
     "c10d::send": "pp send",
 }
-DEEP = ["model.n_layers=5", "training.local_batch_size=4"]
+DEEP = ["model.n_layers=3", "training.local_batch_size=4"]
 TP = ["parallelism.tp=2", "training.local_batch_size=8", "model.vocab_size=132"]
 PP = ["parallelism.pp=2", *DEEP, "model.n_layers=9"]
 

@@ -75,7 +75,7 @@ def all_products(backend: str, tp: int, modes: Sequence[str]) -> dict[str, tuple
         ("", 1, AGAIN),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("", 2, AGAIN), ("aot_eager", 1, AGAIN), ("aot_eager", 2, ["full"]), ("inductor", 2, ["op"]))
+            for case in (("", 2, AGAIN), ("aot_eager", 1, AGAIN), ("aot_eager", 2, ["full"]), ("inductor", 1, ["op"]))
         ),
         *(
             pytest.param(*case, marks=pytest.mark.soak)

@@ -185,6 +185,11 @@ def exact(model: Any, tokens: Tensor, limit: int | None) -> list[float]:
 
 
 TWO = (Layout((1, 1, 2, 1), accumulation=2), Layout((1, 1, 1, 2)), Layout((2, 1, 1, 1), schedule("Interleaved1F1B")))
+FOUR = (
+    Layout((1, 2, 2, 1), NEVER, accumulation=2),
+    Layout((2, 1, 1, 2), schedule("1F1B")),
+    Layout((2, 1, 2, 1), schedule("DualPipeV" if torch.__version__ >= "2.13" else "Interleaved1F1B")),
+)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +199,10 @@ TWO = (Layout((1, 1, 2, 1), accumulation=2), Layout((1, 1, 1, 2)), Layout((2, 1,
         pytest.param(LAYOUTS[1:2], id="one rank, compiled", marks=pytest.mark.slow),
         pytest.param(TWO, id="two ranks", marks=pytest.mark.slow),
         pytest.param([layout for layout in LAYOUTS if layout.world_size == 2], id="all of two", marks=pytest.mark.soak),
-        pytest.param([layout for layout in LAYOUTS if layout.world_size == 4], id="four ranks", marks=pytest.mark.slow),
+        pytest.param(FOUR, id="four ranks", marks=pytest.mark.slow),
+        pytest.param(
+            [layout for layout in LAYOUTS if layout.world_size == 4], id="all of four", marks=pytest.mark.soak
+        ),
     ],
 )
 def test_exact_on_every_mesh_and_without_a_trace_in_training(layouts: list[Layout], tmp_path: Path) -> None:
