@@ -45,15 +45,17 @@ def summary(output: str) -> list[str]:
 PASSED = "{0}.5 torch 2.13.0 passed: 7 tests in 1.50s"
 
 
-def pytest_calls(checkout: Checkout) -> list[str]:
-    return [call for call in checkout.calls().splitlines() if "-m pytest" in call]
+def pytest_calls(checkout: Checkout) -> list[tuple[str, str]]:
+    """(Python, arguments from its selection of tests on) of each call."""
+    calls = [call.partition(" -m pytest ") for call in checkout.calls().splitlines() if " -m pytest " in call]
+    return [(python, arguments[arguments.index("-m not slow") :]) for python, _, arguments in calls]
 
 
 def test_each_tested_python_that_is_found_runs_the_quick_size(checkout: Checkout) -> None:
     done = checkout.run(script=SCRIPT)
     assert done.returncode == 0, done.stderr
     assert summary(done.stdout) == [PASSED.format("3.11"), "3.12: not found", PASSED.format("3.13")]
-    assert pytest_calls(checkout) == [f"{checkout.bin}/python -m pytest -m not slow"] * 2
+    assert pytest_calls(checkout) == [(f"{checkout.bin}/python", "-m not slow")] * 2
     assert not list(checkout.repo.glob(".venv*"))
 
 
@@ -63,7 +65,7 @@ def test_incomplete_pythons_get_an_environment_each_and_keep_it(checkout: Checko
     assert done.returncode == 0, done.stderr
     venvs = [checkout.repo / f".venv-{version}" for version in ("3.11", "3.13")]
     assert sorted(checkout.repo.glob(".venv*")) == venvs
-    assert pytest_calls(checkout) == [f"{venv}/bin/python -m pytest -m not slow" for venv in venvs]
+    assert pytest_calls(checkout) == [(f"{venv}/bin/python", "-m not slow") for venv in venvs]
     assert done.stderr.count("creating .venv-3.1") == 2
     calls = checkout.calls()
     again = checkout.run(script=SCRIPT)
@@ -101,7 +103,7 @@ def test_named_pythons_and_arguments_of_pytest(checkout: Checkout) -> None:
     assert done.returncode == 0, done.stderr
     assert summary(done.stdout) == [PASSED.format("3.13"), PASSED.format("3.14")]
     assert pytest_calls(checkout) == [
-        f"{folder}/python -m pytest -m not slow tests/unit -k a b" for folder in (checkout.bin, other.parent)
+        (f"{folder}/python", "-m not slow tests/unit -k a b") for folder in (checkout.bin, other.parent)
     ]
 
 
