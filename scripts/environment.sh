@@ -1,10 +1,11 @@
 # shellcheck shell=bash
 # Finds or makes the Python environment. Sourced by run_train.sh, scripts/test.sh and .ci/run, under `set -euo pipefail`.
 # Sets `repo`, this checkout; `use_environment [EXTRA …]` then sets `python`. The current folder stays what it is.
+# `venv` may be set to another path in between. "$venv.incomplete" is there while a venv of ours is half-made.
 
 repo=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
 venv=$repo/.venv
-incomplete=$repo/.venv.incomplete # there while a .venv of ours is half-made
+tested=(3.11 3.12 3.13) # newer Pythons may work: a dependency may have no wheel for them yet
 
 say() { printf '%s: %s\n' "${0##*/}" "$*" >&2; }
 die() {
@@ -19,15 +20,18 @@ check() {
     "$interpreter" "$repo/scripts/check_environment.py" "$@"
 }
 
-# Sets `active` to the path of the active Python: $PYTHON, else python3, else python.
+# Sets `active` to the path of the active Python: $PYTHON, else python3, else python; `untested` to a remark, if any.
 find_active_python() {
     local names=(python3 python) name version found=""
+    untested=""
     [[ -z ${PYTHON:-} ]] || names=("$PYTHON")
     for name in "${names[@]}"; do
         version=$("$name" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue
         if [[ $version =~ ^3\.(1[1-9]|[2-9][0-9])$ ]]; then
             active=$(command -v "$name")
             [[ $active == /* ]] || active=$PWD/$active
+            [[ " ${tested[*]} " == *" $version "* ]] ||
+                untested="Python $version is untested: if it fails, delete ${venv##*/} and set PYTHON to one of ${tested[*]}"
             return
         fi
         found=${found:-$name is Python $version}
@@ -36,7 +40,7 @@ find_active_python() {
         "install one, or say where it is: PYTHON=/path/to/python3 $0"
 }
 
-# Sets `python` to one that has everything: the active one, else that of .venv, which is made or completed where need be.
+# Sets `python` to one that has everything: the active one, else that of `venv`, which is made or completed where need be.
 use_environment() {
     local missing
     find_active_python
@@ -49,7 +53,7 @@ use_environment() {
             venv_is_complete "$@" || set_up_venv "$missing" "$@"
             exec 9<&-
         elif [[ -n ${PYTHON:-} ]]; then
-            say "PYTHON=$PYTHON lacks ${missing//$'\n'/, }: using .venv"
+            say "PYTHON=$PYTHON lacks ${missing//$'\n'/, }: using ${venv##*/}"
         fi
     fi
     # The active Python's own PATH is left as it is
@@ -58,14 +62,14 @@ use_environment() {
 }
 
 venv_is_complete() {
-    [[ ! -e $incomplete && -x $venv/bin/python ]] && [[ -z $(check "$venv/bin/python" missing "$@" 2>&1 || echo all) ]]
+    [[ ! -e $venv.incomplete && -x $venv/bin/python ]] && [[ -z $(check "$venv/bin/python" missing "$@" 2>&1 || echo all) ]]
 }
 
 # Locks the checkout's folder, where the system can: of two starts at once the second waits and finds all done.
 one_at_a_time() {
     exec 9<"$repo"
     if command -v flock >/dev/null && ! flock -n 9; then
-        say "another set-up of .venv is under way: waiting for it"
+        say "another set-up of ${venv##*/} is under way: waiting for it"
         flock 9 || true
     fi
 }
@@ -76,21 +80,22 @@ set_up_venv() {
     shift
     extras=$(IFS=, && printf '%s' "$*")
     local own="to use your own environment instead, activate it and run: pip install -e '$repo${extras:+[$extras]}'"
-    if [[ -e $incomplete || ! -e $venv ]]; then
-        say "$active lacks $missing: creating .venv for them ($own)"
+    if [[ -e $venv.incomplete || ! -e $venv ]]; then
+        say "$active lacks $missing: creating ${venv##*/} for them ($own)"
+        [[ -z $untested ]] || say "$untested"
         create_venv
     elif [[ -x $python ]]; then
-        say "$active lacks $missing: completing .venv ($own)"
+        say "$active lacks $missing: completing ${venv##*/} ($own)"
     else
         die "$venv has no Python that runs: delete it, and start again"
     fi
     "$python" -P -m pip --version >/dev/null 2>&1 || "$python" -P -m ensurepip >&2 || die "$venv has no pip: install it there"
     (cd "$repo" && "$python" -P -m pip install --disable-pip-version-check --editable ".${extras:+[$extras]}") >&2 ||
-        die "pip could not install titanlite into .venv, for the reason above: mend it, and start again"
+        die "pip could not install titanlite into ${venv##*/}, for the reason above: fix it, and start again${untested:+. $untested}"
     make_torchrun
     missing=$(check "$python" missing "$@")
     [[ -z $missing ]] || die "$venv still lacks ${missing//$'\n'/, }: delete it, and start again"
-    rm -f "$incomplete"
+    rm -f "$venv.incomplete"
 }
 
 create_venv() {
@@ -98,7 +103,7 @@ create_venv() {
     package=$("$active" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')
     "$active" -P -c 'import venv, ensurepip' 2>/dev/null ||
         die "$active has no venv module: install it (Debian, Ubuntu: apt install $package), and start again"
-    : >"$incomplete"
+    : >"$venv.incomplete"
     "$active" -P -m venv --clear "$venv" >&2 || die "$active could not create $venv, for the reason above"
     # A torch that the active Python has is put on the path of the new one, where pip finds it as installed
     torch_folder=$(check "$active" torch-folder)

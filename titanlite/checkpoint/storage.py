@@ -39,12 +39,14 @@ class FileRecord:
 
 
 class _HashingFile(io.RawIOBase):
-    """A new file that is hashed as it is written, from front to end."""
+    """Hashes an open file as it is written, from front to end.
 
-    def __init__(self, path: Path) -> None:
+    The caller opens `file`: an object whose constructor fails is closed as well, when it is collected.
+    """
+
+    def __init__(self, file: io.FileIO) -> None:
         super().__init__()
-        self._path = path
-        self._file = path.open("xb", buffering=0)
+        self._file = file
         self._hash = xxhash.xxh3_128()
         self._bytes = 0
         self.failure: OSError | None = None
@@ -61,7 +63,7 @@ class _HashingFile(io.RawIOBase):
                 while written < len(rest):
                     written += self._file.write(rest[written:])
             except OSError as error:
-                self.failure = OSError(error.errno, error.strerror, str(self._path))
+                self.failure = OSError(error.errno, error.strerror, str(self._file.name))
                 raise self.failure from None
             self._hash.update(rest)
             self._bytes += written
@@ -74,8 +76,10 @@ class _HashingFile(io.RawIOBase):
         return self._file.fileno()
 
     def close(self) -> None:
-        self._file.close()
-        super().close()
+        try:
+            self._file.close()
+        finally:
+            super().close()
 
     def record(self, rank: int) -> FileRecord:
         return FileRecord(rank, self._bytes, self._hash.hexdigest())
@@ -94,7 +98,7 @@ class _HashingFileSystem(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        with _HashingFile(Path(path)) as file:
+        with _HashingFile(Path(path).open("xb", buffering=0)) as file:
             try:
                 yield file
             except Exception:

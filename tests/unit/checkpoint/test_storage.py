@@ -54,7 +54,7 @@ def record_of(path: Path, rank: int = 0) -> FileRecord:
 )
 def test_the_record_is_that_of_the_file_on_the_disk(tmp_path: Path, pieces: list[Any]) -> None:
     path = tmp_path / "file"
-    with _HashingFile(path) as file:
+    with _HashingFile(io.FileIO(path, "x")) as file:
         for piece in pieces:
             before = file.tell()
             assert file.write(piece) == memoryview(piece).nbytes
@@ -66,23 +66,19 @@ def test_the_record_is_that_of_the_file_on_the_disk(tmp_path: Path, pieces: list
 
 def test_a_file_is_never_written_over(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(FileExistsError):
-        _HashingFile(tmp_path / "file")
+    with pytest.raises(FileExistsError), _HashingFileSystem(0).create_stream(tmp_path / "file", "wb"):
+        pass
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_what_the_disk_takes_in_part_is_written_and_hashed_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_disk_takes_in_part_is_written_and_hashed_once(tmp_path: Path) -> None:
     class Reluctant(io.FileIO):
         def write(self, data: Any) -> int:
             return super().write(bytes(data)[:7])
 
-    monkeypatch.setattr(Path, "open", lambda path, mode, **_: Reluctant(path, mode.replace("b", "")))
     path = tmp_path / "file"
-    with _HashingFile(path) as file:
+    with _HashingFile(Reluctant(path, "x")) as file:
         assert file.write(b"0123456789" * 10) == 100
-        monkeypatch.undo()
         assert file.record(0) == record_of(path)
         assert path.stat().st_size == 100
 
@@ -92,7 +88,10 @@ def test_a_full_disk_is_said_with_the_file(tmp_path: Path) -> None:
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        with _HashingFile(tmp_path / "file") as file, pytest.raises(OSError, match="File too large") as caught:
+        with (
+            _HashingFile(io.FileIO(tmp_path / "file", "x")) as file,
+            pytest.raises(OSError, match="File too large") as caught,
+        ):
             file.write(bytes(1001))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -1,7 +1,6 @@
 """The cache: built once, whoever comes first, and again after any change of what it was made from."""
 
 import logging
-import multiprocessing
 import os
 import signal
 import time
@@ -16,6 +15,7 @@ from titanlite.data.cache import built_once, cache_folder, content_key
 from titanlite.data.index import open_index
 from titanlite.data.sources import SourceConfig
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.launch import fork_context
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
@@ -91,7 +91,7 @@ def build_in_child(folder: Path) -> None:
 
 
 def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
+    context = fork_context()
     children = [context.Process(target=build_in_child, args=(tmp_path / "new" / "thing",)) for _ in range(4)]
     for child in children:
         child.start()
@@ -103,7 +103,7 @@ def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
 
 def test_a_killed_builder_leaves_nothing_harmful(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "thing"
-    child = multiprocessing.get_context("fork").Process(target=build_in_child, args=(folder,))
+    child = fork_context().Process(target=build_in_child, args=(folder,))
     child.start()
     while not (tmp_path / "thing.incomplete" / "half").exists():
         time.sleep(0.01)
@@ -117,7 +117,7 @@ def test_a_killed_builder_leaves_nothing_harmful(tmp_path: Path, caplog: pytest.
 
 
 def test_waiting_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    child = multiprocessing.get_context("fork").Process(target=build_in_child, args=(tmp_path / "thing",))
+    child = fork_context().Process(target=build_in_child, args=(tmp_path / "thing",))
     child.start()
     while not (tmp_path / "thing.incomplete" / "half").exists():
         time.sleep(0.01)
