@@ -148,7 +148,12 @@ def train_anew(folder: Path, branch: str, steps: int) -> None:
 
 def saved(folder: Path, steps: int) -> None:
     """Lets two ranks save so many steps of branch "a"; for a process with a single thread."""
-    results(fork_ranks(train_anew, 2, folder, "a", steps))
+    on_ranks(train_anew, 2, folder, "a", steps)
+
+
+def on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """What `function(*args)` returns on each rank, none of which may fail; for a process with a single thread."""
+    return results(fork_ranks(function, world_size, *args))
 
 
 def results(ends: list[End]) -> list[Any]:
@@ -185,6 +190,6 @@ def start_in(folders: list[Path], section: dict[str, Any] | None = None, steps: 
     """By folder and rank, what `starts` finds."""
     found = []
     for first in range(0, len(folders), BATCH):
-        by_rank = results(fork_ranks(starts, 2, folders[first : first + BATCH], section or {}, steps))
+        by_rank = on_ranks(starts, 2, folders[first : first + BATCH], section or {}, steps)
         found += [list(answers) for answers in zip(*by_rank, strict=True)]
     return found

@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.forked import Parent, fork_ranks
-from tests.distributed.standin import Run, results, saved, start_in
+from tests.distributed.forked import Parent
+from tests.distributed.standin import Run, on_ranks, saved, start_in
 from titanlite.checkpoint import storage
 from titanlite.checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from titanlite.checkpoint.storage import _ALLOWED, METADATA_FILE, FileRecord, hash_of
@@ -220,13 +220,10 @@ def hashed_files(folder: Path) -> list[str]:
     return names
 
 
-def hashed_by_ranks(folder: Path) -> list[list[list[str]]]:
-    return [results(fork_ranks(hashed_files, world, folder)) for world in (1, 2, 3, 4)]
-
-
 def test_each_file_is_verified_by_exactly_one_rank(parent: Parent, model: Path, tmp_path: Path) -> None:
     (folder,) = copies(model, tmp_path, 1)
-    for ranks in parent(hashed_by_ranks, folder):
+    for world in (1, 2, 3, 4):
+        ranks = parent(on_ranks, hashed_files, world, folder)
         assert Counter(name for names in ranks for name in names) == dict.fromkeys(WRITTEN_BY, 1)
         assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
 
@@ -422,10 +419,6 @@ def unpickled_names(folder: Path) -> list[str]:
     return sorted(seen)
 
 
-def names_by_ranks(folder: Path) -> list[list[list[str]]]:
-    return [results(fork_ranks(unpickled_names, world, folder)) for world in (1, 2)]
-
-
 METADATA_NEEDS = {
     *(f"torch.{name}" for name in ("Size", "float32", "int64", "serialization._get_layout")),
     "torch.distributed.checkpoint.filesystem._StorageInfo",
@@ -452,8 +445,8 @@ def test_a_load_unpickles_only_what_metadata_needs_and_what_ranks_exchange(
     parent: Parent, model: Path, tmp_path: Path
 ) -> None:
     (folder,) = copies(model, tmp_path, 1)
-    for ranks in parent(names_by_ranks, folder):
-        for names in ranks:
+    for world in (1, 2):
+        for names in parent(on_ranks, unpickled_names, world, folder):
             assert set(names) == METADATA_NEEDS | RANKS_EXCHANGE
     allowed = {f"{module}.{name}" for module, name in _ALLOWED}
     assert allowed >= METADATA_NEEDS

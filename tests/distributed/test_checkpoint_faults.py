@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from tests.distributed.file_operations import Fault, FaultPoints, one_of_each
 from tests.distributed.forked import Parent, fork_ranks, logged
-from tests.distributed.standin import BATCH, Run, results, saved, start_in
+from tests.distributed.standin import BATCH, Run, on_ranks, results, saved, start_in
 from titanlite.checkpoint import probe as probe_module
 from titanlite.checkpoint.folder import published_steps, whole_manifest
 from titanlite.checkpoint.manifest import MANIFEST_FILE
@@ -194,11 +194,15 @@ def damaged_steps(folder: Path) -> list[int]:
     return [step for step in published_steps(folder) if not is_whole(step)]
 
 
+def outcomes(parent: Parent, root: Path, cases: list[Case]) -> list[Outcome]:
+    return [Outcome(case, *rest) for case, rest in zip(cases, parent(run_cases, root, cases), strict=True)]
+
+
 def sweep(parent: Parent, root: Path, cases: list[Case], judge: Callable[[Outcome], tuple[str, str]]) -> dict[str, int]:
     """How often each outcome was seen. Fails with a line for each bad one."""
-    outcomes = [Outcome(case, *rest) for case, rest in zip(cases, parent(run_cases, root, cases), strict=True)]
-    judged = [judge(outcome) for outcome in outcomes]
-    bad = [f"{outcome.case}: {text}" for outcome, (_, text) in zip(outcomes, judged, strict=True) if text]
+    found = outcomes(parent, root, cases)
+    judged = [judge(outcome) for outcome in found]
+    bad = [f"{outcome.case}: {text}" for outcome, (_, text) in zip(found, judged, strict=True) if text]
     assert not bad, "\n".join(bad)
     return dict(Counter(kind for kind, _ in judged))
 
@@ -207,8 +211,8 @@ def operations(parent: Parent, root: Path, scenario: Scenario, mode: str) -> lis
     """By rank, those at which a fault of the scenario can be."""
     steps = scenario.armed_at or scenario.steps
     case = Case(Scenario(**vars(scenario) | {"steps": steps}), mode)
-    ((_, _, lives, *_),) = parent(run_cases, root, [case])
-    return [life["operations"] for life in lives]
+    (outcome,) = outcomes(parent, root, [case])
+    return [life["operations"] for life in outcome.lives]
 
 
 def problems(found: dict[str, bool]) -> str:
@@ -412,42 +416,21 @@ def test_values_that_are_not_finite_on_one_rank_are_not_published_and_the_health
     sweep(parent, tmp_path, cases, judge_failed)
 
 
-def last_saves(folder: Path) -> list[Any]:
-    """A run of three steps that saves every second one: the error of its last save, then of its last but one."""
-    points = FaultPoints(folder)
-    found = []
-    for name, failing in (("last", 3), ("before", 2)):
-        logged().clear()
-        run = Run(folder / name, steps=3, interval=2, on_save_error="continue", async_mode="async")
-
-        def prepare(step: int, failing: int = failing) -> None:
-            if step == failing and dist.get_rank() == 1:
-                points.arm(Fault("full disk", 1, 500, file=writing("__1_0.distcp", failing)))
-
-        error = None
-        try:
-            run.train("a", 3, prepare)
-        except Exception as failure:
-            error = str(failure)
-        dist.barrier()
-        found.append([error, list(logged()), sorted(os.listdir(folder / name))])
-    return found
-
-
-def fork_last_saves(folder: Path) -> list[Any]:
-    return results(fork_ranks(last_saves, WORLD, folder))
-
-
+@pytest.mark.parametrize(("step", "names"), [(3, ["step-2"]), (2, ["step-3"])])
 def test_a_run_whose_last_save_fails_fails_and_one_whose_save_before_that_fails_says_so(
-    parent: Parent, tmp_path: Path
+    parent: Parent, tmp_path: Path, step: int, names: list[str]
 ) -> None:
-    for rank, ((last, _, there), (before, lines, names)) in enumerate(parent(fork_last_saves, tmp_path)):
-        assert re.match(r"step 3 could not be saved: rank 1: .*: File too large", last)
-        assert there == ["step-2"]
-        assert before is None
-        said = [line for line in lines if re.match("step 2 could not be saved: rank 1: .*: File too large", line)]
-        assert len(said) == (rank == 0)
-        assert names == ["step-3"]
+    scenario = Scenario(0, "a", 3, {"steps": 3, "interval": 2}, armed_at=step)
+    fault = Fault("full disk", 1, 500, file=writing("__1_0.distcp", step))
+    (outcome,) = outcomes(parent, tmp_path, [Case(scenario, "async", fault, "continue")])
+    assert outcome.names[0] == names
+    message = rf"step {step} could not be saved: rank 1: .*: File too large"
+    for rank, life in enumerate(outcome.lives):
+        if step == 3:
+            assert re.match(message, life["error"][1])
+        else:
+            assert life["error"] is None
+            assert sum(bool(re.match(message, line)) for line in life["lines"]) == (rank == 0)
 
 
 def probes(folder: Path) -> list[str]:
@@ -484,15 +467,11 @@ def probes(folder: Path) -> list[str]:
     return said
 
 
-def fork_probes(folder: Path) -> list[list[str]]:
-    folder.chmod(0o777)
-    (folder / "file").touch()
-    (folder / "read-only").mkdir(mode=0o555)
-    return results(fork_ranks(probes, WORLD, folder))
-
-
 def test_a_folder_that_cannot_be_used_is_refused_at_the_start_on_all_ranks(parent: Parent, tmp_path: Path) -> None:
-    one, other = parent(fork_probes, tmp_path)
+    tmp_path.chmod(0o777)
+    (tmp_path / "file").touch()
+    (tmp_path / "read-only").mkdir(mode=0o555)
+    one, other = parent(on_ranks, probes, WORLD, tmp_path)
     good, below, apart, huge, little, enough, no_space, read_only = one
     key = "UserError: checkpoint.folder: "
     assert (good, enough) == ("nothing", "nothing")

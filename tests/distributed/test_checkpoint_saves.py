@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.distributed.file_operations import watch
-from tests.distributed.forked import Parent, fork_ranks
-from tests.distributed.standin import Run, StandIn, results, start_in
+from tests.distributed.forked import Parent
+from tests.distributed.standin import Run, StandIn, on_ranks, start_in
 from titanlite.checkpoint import saver as saver_module
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch, Manifest
 from titanlite.checkpoint.saver import Retention, Saver
@@ -52,20 +52,14 @@ def operations_of_a_save(root: Path, mode: str) -> list[Any]:
     return noted
 
 
-def fork_operations(root: Path, mode: str) -> list[Any]:
-    """The operations of both ranks, in the order in which they happened."""
-    return sorted(
-        operation for found in results(fork_ranks(operations_of_a_save, 2, root, mode)) for operation in found
-    )
-
-
 @pytest.fixture(scope="module", params=["disabled", "async"])
 def noted(
     request: pytest.FixtureRequest, parent: Parent, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[Operation]]:
-    """The folder of a run's checkpoints, and what was done to it."""
+    """The folder of a run's checkpoints, and what both ranks did to it, in the order in which it happened."""
     root = tmp_path_factory.mktemp("power")
-    return root / "c", [Operation(*operation) for operation in parent(fork_operations, root, request.param)]
+    by_rank = parent(on_ranks, operations_of_a_save, 2, root, request.param)
+    return root / "c", [Operation(*operation) for operation in sorted(by_rank[0] + by_rank[1])]
 
 
 def violations(operations: list[Operation], folder: str, step: int, sizes: dict[str, int]) -> list[str]:
@@ -174,13 +168,9 @@ def change_while_saving(folder: Path) -> str:
     return "published before its time" if published else ""
 
 
-def changed_while_saving(folder: Path) -> Any:
-    return results(fork_ranks(change_while_saving, 2, folder)), start_in([folder])
-
-
 def test_what_is_saved_is_what_was_there_when_the_save_began(parent: Parent, tmp_path: Path) -> None:
-    said, ((one, other),) = parent(changed_while_saving, tmp_path)
-    assert said == [""] * 2
+    assert parent(on_ranks, change_while_saving, 2, tmp_path) == [""] * 2
+    ((one, other),) = parent(start_in, [tmp_path])
     assert (one["step"], one["branch"]) == (other["step"], other["branch"]) == (1, "a")
 
 
@@ -208,12 +198,8 @@ def places_of_saves(folder: Path) -> list[list[int]]:
     return [*places, [local_part(tensor).data_ptr() for tensor in run.state.model_and_optimizer().values()]]
 
 
-def fork_places(folder: Path) -> list[list[list[int]]]:
-    return results(fork_ranks(places_of_saves, 2, folder))
-
-
 def test_the_buffers_of_the_first_save_are_those_of_all(parent: Parent, tmp_path: Path) -> None:
-    for *saves, training in parent(fork_places, tmp_path):
+    for *saves, training in parent(on_ranks, places_of_saves, 2, tmp_path):
         assert len(saves) == 4
         assert saves[1:] == saves[:-1]
         assert not set(saves[0]) & set(training)
@@ -242,13 +228,9 @@ def crowded_saves(folder: Path) -> int:
     return most
 
 
-def fork_crowded(folder: Path) -> Any:
-    return results(fork_ranks(crowded_saves, 2, folder)), start_in([folder])
-
-
 def test_at_most_one_save_is_under_way(parent: Parent, tmp_path: Path) -> None:
-    most, ((one, other),) = parent(fork_crowded, tmp_path)
-    assert most == [1, 1]
+    assert parent(on_ranks, crowded_saves, 2, tmp_path) == [1, 1]
+    ((one, other),) = parent(start_in, [tmp_path])
     assert (one["step"], one["branch"]) == (other["step"], other["branch"]) == (6, "a")
     assert {path.name for path in tmp_path.iterdir()} == {f"step-{step}" for step in range(1, 7)}
 
@@ -288,10 +270,6 @@ def one_step(
         raise error
 
 
-def fork_ways_out(folder: Path) -> Any:
-    return results(fork_ranks(ways_out, 2, folder))
-
-
 def test_a_save_under_way_is_finished_on_the_way_out(parent: Parent, tmp_path: Path) -> None:
-    for found in parent(fork_ways_out, tmp_path):
+    for found in parent(on_ranks, ways_out, 2, tmp_path):
         assert found == [["step-1"], ["step-1"]]
