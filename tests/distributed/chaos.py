@@ -41,13 +41,17 @@ class Mesh:
 
 @dataclass
 class Chaos:
-    """A run with its faults. meshes: of its starts, in turn. said: of all programs that have ended, one text each."""
+    """A run with its faults. meshes: of its starts, in turn. said: of all programs that have ended, one text each.
+
+    launcher: LAUNCHER, or None for forked ranks, which nobody starts again.
+    """
 
     start: Starter
     workplace: Path
     steps: int
     random: Random
     meshes: Sequence[Mesh]
+    launcher: Sequence[str] | None = LAUNCHER
     said: list[str] = field(default_factory=list)
     damaged: list[int] = field(default_factory=list)
     """Steps whose checkpoints were."""
@@ -72,7 +76,7 @@ class Chaos:
                 *("--training.steps", str(self.steps)),
                 *mesh.arguments,
                 ranks=mesh.ranks,
-                launcher=LAUNCHER,
+                launcher=self.launcher,
                 name=f"output{number}",
             )
         return self.program
@@ -122,15 +126,22 @@ Fault = Callable[[Chaos], None]
 
 
 def kill_a_rank(chaos: Chaos) -> None:
-    """torchrun starts all of them again."""
+    """torchrun starts all of them again; without it the run ends."""
+    if chaos.launcher is None:
+        ended_by(chaos, lambda: os.kill(chaos.some_rank(), signal.SIGKILL))
+        return
     begun = chaos.go_on().output.count(START)
     os.kill(chaos.some_rank(), signal.SIGKILL)
     chaos.wait_until(lambda: chaos.go_on().output.count(START) > begun)
 
 
 def kill_torchrun(chaos: Chaos) -> None:
+    ended_by(chaos, chaos.go_on().process.kill)
+
+
+def ended_by(chaos: Chaos, kill: Callable[[], None]) -> None:
     newest = max([0, *chaos.published()])
-    chaos.go_on().process.kill()
+    kill()
     chaos.ended()
     assert newest <= max([0, *chaos.published()])
     chaos.expected = max([0, *chaos.published()])

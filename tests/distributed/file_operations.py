@@ -1,11 +1,14 @@
 """What a process does to the files of a folder, one operation at a time, and what can happen to it there."""
 
+import fcntl
 import os
+import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 _NAMED = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree", "os.listdir", "os.scandir"}
 Act = Callable[[str, str, int], None]
@@ -58,16 +61,66 @@ def watch(folder: Path, act: Act) -> None:
     sys.addaudithook(hook)
 
 
-class Noted:
-    """Remembers the operations, and ends the process at the one with the given number, from 0."""
+@dataclass(frozen=True)
+class Fault:
+    """What happens to one rank, once.
 
-    def __init__(self, kill_at: int = -1) -> None:
-        self.names: list[str] = []
-        self._kill_at = kill_at
+    at: the number of the operation, from 0; for a full disk the byte of `file` from which there is no room, for values
+    that are not finite nothing. error: the errno that the operation raises; 0 for a RuntimeError.
+    """
 
-    def __call__(self, operation: str, name: str, descriptor: int) -> None:
-        if len(self.names) == self._kill_at:
-            if operation == "written":
-                os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
-            os.kill(os.getpid(), signal.SIGKILL)
-        self.names.append(f"{operation} {name}")
+    kind: Literal["kill", "error", "full disk", "not finite"]
+    rank: int = 0
+    at: int = -1
+    error: int = 0
+    file: str = ""
+
+
+class FaultPoints:
+    """Notes this process's operations on the files of a folder, and lets one fault at a time happen there."""
+
+    def __init__(self, root: Path) -> None:
+        self.operations: list[str] = []
+        self._fault: Fault | None = None
+        self._limited = ""
+        self._soft, self._hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        watch(root, self._act)
+
+    def arm(self, fault: Fault | None) -> None:
+        """From now on; operations are noted anew, and counted. fault: None for none, and the end of any before it."""
+        self._make_room()
+        self.operations, self._fault = [], fault
+
+    def _make_room(self) -> None:
+        if self._limited:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self._soft, self._hard))
+            self._limited = ""
+
+    def _act(self, operation: str, name: str, descriptor: int) -> None:
+        if name != self._limited:
+            self._make_room()
+        number, fault = len(self.operations), self._fault
+        self.operations.append(f"{operation} {name}")
+        if fault is None:
+            return
+        if fault.kind == "full disk":
+            if operation == "create" and name.endswith(fault.file):
+                self._fault = None
+                resource.setrlimit(resource.RLIMIT_FSIZE, (fault.at, self._hard))
+                self._limited = name
+        elif fault.at == number:
+            self._fault = None
+            if fault.kind == "kill":
+                if operation == "written" and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
+                    os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fault.error:
+                raise OSError(fault.error, os.strerror(fault.error), name)
+            raise RuntimeError("the writer has failed")
+
+
+def one_of_each(operations: list[str], *kinds: str) -> Iterator[int]:
+    """Numbers of operations: of each kind, or of these, the one in the middle."""
+    for kind in kinds or sorted({operation.split()[0] for operation in operations}):
+        found = [number for number, operation in enumerate(operations) if operation.split()[0] == kind]
+        yield found[len(found) // 2]

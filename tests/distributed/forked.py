@@ -3,10 +3,8 @@
 titanlite.runtime.launch ends all ranks when one fails; here the others are left alone, to see what they do.
 """
 
-import importlib
 import json
 import logging
-import multiprocessing
 import os
 import shutil
 import signal
@@ -23,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titanlite.runtime.launch import fork_context
 from titanlite.runtime.logging import log
 
 PATIENCE_S = 120.0
@@ -48,7 +47,7 @@ class Parent:
     """A process with a single thread, from which ranks are forked: it has imported what they need, once for all."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("forkserver")
+        context = fork_context()
         self._connection, other = context.Pipe()
         self._process = context.Process(target=_serve, args=(other,))
         self._process.start()
@@ -73,7 +72,6 @@ class Parent:
 
 
 def _serve(connection: Connection) -> None:
-    importlib.import_module("torch._dynamo")  # which the first DTensor would import in each rank: seconds
     while True:
         try:
             function, args = connection.recv()

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.distributed.forked import fork_ranks, logged
+from tests.distributed.forked import End, fork_ranks, logged
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.start import RunFacts
@@ -141,23 +141,31 @@ class Run:
             self.checkpoints.close()
 
 
-def train_anew(folder: Path, branch: str, steps: int, section: dict[str, Any]) -> int:
-    """One process's life: from where the folder stands, so many steps further. Returns the step it started from."""
-    run = Run(folder, **section)
-    start = run.step
-    run.train(branch, steps)
-    return start
+def train_anew(folder: Path, branch: str, steps: int) -> None:
+    """One process's life: from where the folder stands, so many steps further."""
+    Run(folder).train(branch, steps)
 
 
 def saved(folder: Path, steps: int) -> None:
     """Lets two ranks save so many steps of branch "a"; for a process with a single thread."""
-    for end in fork_ranks(train_anew, 2, folder, "a", steps, {}):
-        assert end.error is None, end
+    on_ranks(train_anew, 2, folder, "a", steps)
 
 
-def starts(folders: list[Path], section: dict[str, Any]) -> list[dict[str, Any]]:
+def on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """What `function(*args)` returns on each rank, none of which may fail; for a process with a single thread."""
+    return results(fork_ranks(function, world_size, *args))
+
+
+def results(ends: list[End]) -> list[Any]:
+    """What the ranks returned, none of which has failed."""
+    for end in ends:
+        assert end.exit_code == 0 and end.error is None, end  # noqa: PT018 one look at how it ended
+    return [end.result for end in ends]
+
+
+def starts(folders: list[Path], section: dict[str, Any], steps: int) -> list[dict[str, Any]]:
     """What starts in each of the folders find, one after another: step and branch ("" where values are mixed, or none
-    was loaded), or error, its type and text; and lines, what was logged."""
+    was loaded), or error, its type and text; and lines, what was logged. steps: each then trains, on branch "c"."""
     found = []
     for folder in folders:
         logged().clear()
@@ -165,9 +173,12 @@ def starts(folders: list[Path], section: dict[str, Any]) -> list[dict[str, Any]]
             run = Run(folder, **section)
             branch = next((b for b in "abc" if run.state.is_that_of(run.step, b)), "")
             answer: dict[str, Any] = {"step": run.step, "branch": branch}
+            lines = list(logged())
+            run.train("c", steps)
         except (Exception, dcp.CheckpointException) as error:
             answer = {"error": [type(error).__name__, str(error)]}
-        found.append(answer | {"lines": list(logged())})
+            lines = list(logged())
+        found.append(answer | {"lines": lines})
     return found
 
 
@@ -175,12 +186,10 @@ BATCH = 20
 """Of runs that one process goes through one after another: the groups of each keep threads until it ends."""
 
 
-def start_in(folders: list[Path], section: dict[str, Any] | None = None) -> list[list[dict[str, Any]]]:
+def start_in(folders: list[Path], section: dict[str, Any] | None = None, steps: int = 0) -> list[list[dict[str, Any]]]:
     """By folder and rank, what `starts` finds."""
     found = []
     for first in range(0, len(folders), BATCH):
-        ends = fork_ranks(starts, 2, folders[first : first + BATCH], section or {})
-        for end in ends:
-            assert end.error is None, end
-        found += [list(answers) for answers in zip(*(end.result for end in ends), strict=True)]
+        by_rank = on_ranks(starts, 2, folders[first : first + BATCH], section or {}, steps)
+        found += [list(answers) for answers in zip(*by_rank, strict=True)]
     return found

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.file_operations import Noted, watch
+from tests.distributed.file_operations import Fault, FaultPoints, one_of_each
 from tests.distributed.forked import Parent, fork_ranks
 from tests.unit.huggingface.making import write_model
 from titanlite.convert.__main__ import main
@@ -30,10 +30,10 @@ def convert(folder: Path, out: str, arguments: tuple[str, ...]) -> None:
 
 def doomed(folder: Path, out: str, arguments: tuple[str, ...], kill_at: int) -> list[str]:
     """What it does to files."""
-    noted = Noted(kill_at)
-    watch(folder / "outs", noted)
+    points = FaultPoints(folder / "outs")
+    points.arm(Fault("kill", at=kill_at))
     convert(folder, out, arguments)
-    return noted.names
+    return points.operations
 
 
 def limited(folder: Path, out: str, arguments: tuple[str, ...], num_bytes: int) -> None:
@@ -45,21 +45,22 @@ def limited(folder: Path, out: str, arguments: tuple[str, ...], num_bytes: int) 
         resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
 
 
-def sweep(folder: Path, arguments: tuple[str, ...], every: int) -> list[str]:
-    """Kills at one of so many operations. A line for each kill after which the folder was there and not whole, or the
-    next conversion was not."""
+def sweep(folder: Path, arguments: tuple[str, ...], everywhere: bool) -> list[str]:
+    """Kills at an operation of each kind and at the last ones, about the name, or at all operations. A line for each
+    kill after which the folder was there and not whole, or the next conversion was not."""
     outs = folder / "outs"
     outs.mkdir()
     (whole,) = fork_ranks(doomed, 1, folder, "whole", arguments, -1)
     assert whole.error is None, whole
     expected, bad, killed = contents(outs / "whole"), [], 0
-    kills = range(len(whole.result) % every, len(whole.result), every)  # the last ones are those about the name
+    count = len(whole.result)
+    kills = range(count) if everywhere else sorted({*one_of_each(whole.result), *range(count - 4, count)})
     for kill_at in kills:
         (end,) = fork_ranks(doomed, 1, folder, "out", arguments, kill_at)
         killed += end.was_killed
         if (outs / "out").exists() and contents(outs / "out") != expected:
             bad.append(f"{kill_at}: a part of it")
-        if not (outs / "out").exists() and kill_at % 5 == 0:
+        if not (outs / "out").exists() and kill_at % 4 == 0:
             (again,) = fork_ranks(doomed, 1, folder, "out", arguments, -1)
             if again.error is not None or contents(outs / "out") != expected:
                 bad.append(f"{kill_at}: not afterwards, {again.error}")
@@ -103,12 +104,12 @@ def made(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("everywhere", [False, pytest.param(True, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("arguments", [EXPORT, IMPORT], ids=["export", "import"])
 def test_after_a_kill_at_any_operation_the_folder_is_whole_or_not_there(
-    made: Path, parent: Parent, arguments: tuple[str, ...], every: int
+    made: Path, parent: Parent, arguments: tuple[str, ...], everywhere: bool
 ) -> None:
-    assert parent(sweep, made, arguments, every) == []
+    assert parent(sweep, made, arguments, everywhere) == []
 
 
 @pytest.mark.parametrize("arguments", [EXPORT, IMPORT], ids=["export", "import"])

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.distributed.program import REPOSITORY, Starter
+from tests.distributed.program import Starter
 from tests.distributed.reference import TOKENS
 from tests.distributed.resuming import Outcome, Start, numbers, start_runs
+from tests.distributed.test_resume import write_text
 from titanlite.build.run import Run
 
 pytestmark = pytest.mark.slow
@@ -103,13 +104,11 @@ def says_stopped(outcome: Outcome, step: int) -> bool:
 def test_a_bad_row_ends_all_ranks_with_its_message_and_costs_no_checkpoint(start: Starter, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "def f(x):"}\n' * 20 + '{"text": 5}\n')
     sources = ("--validation.sources.0.kind", "jsonl", "--validation.sources.0.path", str(tmp_path / "bad.jsonl"))
+    text = (part for setting in write_text(tmp_path / "text") for part in f"--{setting}".split("=", 1))
     program = start(
         tmp_path,
-        "--job.config_file",
-        str(REPOSITORY / "configs" / "quickstart.toml"),
-        *("--training.steps", "2", "--training.seq_len", "8", "--model.n_layers", "1", "--model.dim", "32"),
-        *("--validation.sources.0.split", "", "--validation.steps", "-1", *sources),
-        *("--checkpoint.enable", "true", "--job.dump_folder", str(tmp_path / "out")),
+        *(*text, "--training.steps", "2", "--checkpoint.enable", "true"),
+        *("--validation.enable", "true", "--validation.interval", "100", "--validation.steps", "-1", *sources),
         ranks=2,
     )
     assert program.wait() == 1

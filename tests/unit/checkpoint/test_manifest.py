@@ -82,6 +82,7 @@ def assert_damaged(folder: Path, data: bytes) -> None:
         read_manifest(folder)
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     write_manifest(tmp_path, small())
     data = raw(tmp_path)

@@ -52,6 +52,10 @@ def damage(folder: Path, step: int, kind: str) -> None:
         (path / METADATA_FILE).unlink()
     elif kind == "short":
         (path / METADATA_FILE).write_bytes(data[:-1])
+    elif kind == "long":
+        (path / METADATA_FILE).write_bytes(data + b"\0")
+    elif kind == "empty":
+        (path / METADATA_FILE).write_bytes(b"")
     elif kind == "flipped":
         (path / METADATA_FILE).write_bytes(bytes([data[0] ^ 1]) + data[1:])
     elif kind == "another's":
@@ -66,13 +70,15 @@ SAID = {
     "torn manifest": "MANIFEST.json cannot be read: it is torn or damaged",
     "gone": ".metadata (written by rank 3) is missing",
     "short": ".metadata (written by rank 3) has 6 bytes instead of 7",
+    "long": ".metadata (written by rank 3) has 8 bytes instead of 7",
+    "empty": ".metadata (written by rank 3) has 0 bytes instead of 7",
     "flipped": ".metadata (written by rank 3) does not have the content that was written: its xxh3-128 differs",
     "another's": "MANIFEST.json is that of step 5",
     "another's file": ".metadata (written by rank 3) does not have the content that was written: its xxh3-128 differs",
 }
 SEEN_BY: dict[str, set[Verify]] = {
     "gone": {"full", "size"},
-    "short": {"full", "size"},
+    **{kind: {"full", "size"} for kind in ("short", "long", "empty")},
     "flipped": {"full"},
     "another's file": {"full"},
 }

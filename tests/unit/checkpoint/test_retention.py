@@ -254,13 +254,13 @@ def play_all(folder: Path, seeds: range) -> tuple[int, int, int]:
 
 @pytest.mark.slow
 def test_random_histories(in_memory: Path) -> None:
-    saves, kills, deletions = play_all(in_memory, range(2000))
-    assert saves > 5000
-    assert kills > 1000
-    assert deletions > 1000
+    saves, kills, deletions = play_all(in_memory, range(500))
+    assert saves > 1250
+    assert kills > 250
+    assert deletions > 250
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_many_more_random_histories(in_memory: Path) -> None:
-    play_all(in_memory, range(10_000, 55_000))
+    play_all(in_memory, range(500, 45_500))

@@ -54,7 +54,7 @@ def source(folder: Path, tokenizer: Path | None, family: str = "llama3", **optio
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_export_import_export_gives_the_same_bytes_which_transformers_loads(
     tmp_path: Path, tokenizer_files: Path, capsys: pytest.CaptureFixture[str], family: str, tied: bool
 ) -> None:
@@ -244,6 +244,7 @@ MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_folder_that_computes_something_else_is_never_there(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str

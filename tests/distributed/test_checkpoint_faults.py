@@ -1,0 +1,487 @@
+"""One fault at one point of a run's checkpoints: a kill, an operation that fails, a full disk, values that are bad.
+
+A case is a scenario (what is there, what the run does), a way to save, and a fault. All cases go through the same: a
+folder is made, two ranks train with the fault, a new start finds what is left, and goes on from it.
+"""
+
+import errno
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.file_operations import Fault, FaultPoints, one_of_each
+from tests.distributed.forked import Parent, fork_ranks, logged
+from tests.distributed.standin import BATCH, Run, on_ranks, results, saved, start_in
+from titanlite.checkpoint import probe as probe_module
+from titanlite.checkpoint.folder import published_steps, whole_manifest
+from titanlite.checkpoint.manifest import MANIFEST_FILE
+from titanlite.checkpoint.probe import probe
+from titanlite.checkpoint.storage import InvalidCheckpointError
+
+pytestmark = pytest.mark.slow
+
+WORLD = 2
+FAILING = 2
+"""The step whose save fails where a run is to survive a fault; the ones before and after it do not."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """before: steps that branch "a" has saved before. branch, steps: of the run with the fault. section: its settings.
+
+    armed_at: the step in whose save the fault is to happen; 0: it may happen from the start of the process on.
+    """
+
+    before: int
+    branch: str
+    steps: int
+    section: dict[str, Any] = field(default_factory=dict)
+    leftovers: bool = False
+    armed_at: int = 0
+
+    @property
+    def oldest(self) -> int:
+        """The step that a later start may not fall behind."""
+        return int(self.section.get("load_step", self.before))
+
+
+KILLED = {
+    "first": Scenario(0, "a", 2),
+    "beside": Scenario(2, "a", 2, {"keep_latest_k": 1}),  # the save of step 3 deletes step 1, that of step 4 step 3
+    "back": Scenario(4, "b", 1, {"load_step": 2}),
+    "leftovers": Scenario(2, "a", 1, leftovers=True),
+}
+SURVIVING = Scenario(0, "a", FAILING + 1, {"keep_latest_k": 1}, armed_at=FAILING)
+MODES, POLICIES = ("disabled", "async"), ("stop", "continue")
+
+
+@dataclass(frozen=True)
+class Case:
+    """fault: None for an undisturbed run."""
+
+    scenario: Scenario
+    mode: str
+    fault: Fault | None = None
+    policy: str = "stop"
+
+    @property
+    def section(self) -> dict[str, Any]:
+        return self.scenario.section | {"async_mode": self.mode, "on_save_error": self.policy}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """killed, exit_codes, lives: of the ranks of the run; None if a rank was to be killed.
+
+    newest: step of the newest manifest then; damaged: steps that are neither whole nor being deleted. starts: what a
+    new start found, by rank. names: in the folder, after the run, and after the start.
+    """
+
+    case: Case
+    killed: list[bool]
+    exit_codes: list[int | None]
+    lives: list[Any]
+    newest: int
+    damaged: list[int]
+    names: list[list[str]]
+    starts: list[dict[str, Any]]
+
+
+def live(root: Path, cases: list[Case], first: int) -> list[dict[str, Any]]:
+    """The runs of the cases on this rank, one after another; first: the number of the first one's folder."""
+    points = FaultPoints(root)
+    found = []
+    for number, case in enumerate(cases, first):
+        logged().clear()
+        scenario, fault = case.scenario, case.fault
+        mine = fault if fault is not None and fault.rank == dist.get_rank() else None
+        points.arm(None if scenario.armed_at else mine)
+        run = Run(root / f"{number}", **case.section)
+
+        def before_save(
+            step: int, run: Run = run, armed_at: int = scenario.armed_at, mine: Fault | None = mine
+        ) -> None:
+            if step == armed_at:
+                points.arm(mine)
+                if mine is not None and mine.kind == "not finite":
+                    run.state.poison()
+
+        error = None
+        try:
+            if scenario.armed_at:
+                run.train(scenario.branch, scenario.armed_at - 1)
+            run.train(scenario.branch, scenario.steps - max(0, scenario.armed_at - 1), before_save)
+        except Exception as failure:
+            error = [type(failure).__name__, str(failure)]
+        operations = points.operations
+        points.arm(None)
+        dist.barrier()
+        found.append({"error": error, "step": run.step, "lines": list(logged()), "operations": operations})
+    return found
+
+
+def prepare(folder: Path, scenario: Scenario) -> None:
+    folder.mkdir(parents=True)
+    if scenario.before:
+        saved(folder, scenario.before)
+    if scenario.leftovers:
+        shutil.copytree(folder / "step-1", folder / ".step-3.writing")
+        shutil.copytree(folder / "step-1", folder / ".step-1.deleting")
+        (folder / "step-1" / MANIFEST_FILE).rename(folder / "step-1" / f"{MANIFEST_FILE}.deleted")
+
+
+def run_cases(root: Path, cases: list[Case]) -> list[tuple[Any, ...]]:
+    """What is in an Outcome but for its case, for each case; for a process with a single thread."""
+    models: dict[str, Path] = {}
+    folders = [root / f"{number}" for number in range(len(cases))]
+    for case, folder in zip(cases, folders, strict=True):
+        key = f"{case.scenario}"
+        if key not in models:
+            models[key] = root / f"model-{len(models)}"
+            prepare(models[key], case.scenario)
+        shutil.copytree(models[key], folder)
+    found, first = [], 0
+    for batch in batches(cases):
+        ends = fork_ranks(live, WORLD, root, batch, first)
+        killed, codes = [end.was_killed for end in ends], [end.exit_code for end in ends]
+        by_rank = [[None] for _ in ends] if is_killed(batch[0]) else results(ends)
+        found += [(killed, codes, list(lives)) for lives in zip(*by_rank, strict=True)]
+        first += len(batch)
+    left = [(newest_step(folder), damaged_steps(folder), sorted(os.listdir(folder))) for folder in folders]
+    starts = start_in(folders, steps=int(is_killed(cases[0])))
+    return [
+        (*lives, newest, damaged, [names, sorted(os.listdir(folder))], start)
+        for folder, lives, (newest, damaged, names), start in zip(folders, found, left, starts, strict=True)
+    ]
+
+
+def batches(cases: list[Case]) -> Iterator[list[Case]]:
+    """Of cases for the same processes: one that is killed has its own."""
+    batch: list[Case] = []
+    for case in cases:
+        if batch and (is_killed(case) or is_killed(batch[0]) or len(batch) == BATCH):
+            yield batch
+            batch = []
+        batch.append(case)
+    yield batch
+
+
+def is_killed(case: Case) -> bool:
+    return case.fault is not None and case.fault.kind == "kill"
+
+
+def newest_step(folder: Path) -> int:
+    """Of all that have a manifest."""
+    steps = (path.parent.name.removeprefix("step-") for path in folder.glob(f"step-*/{MANIFEST_FILE}"))
+    return max((int(step) for step in steps if step.isdecimal()), default=0)
+
+
+def damaged_steps(folder: Path) -> list[int]:
+    def is_whole(step: int) -> bool:
+        try:
+            return whole_manifest(folder, step).step == step
+        except InvalidCheckpointError:
+            return False
+
+    return [step for step in published_steps(folder) if not is_whole(step)]
+
+
+def outcomes(parent: Parent, root: Path, cases: list[Case]) -> list[Outcome]:
+    return [Outcome(case, *rest) for case, rest in zip(cases, parent(run_cases, root, cases), strict=True)]
+
+
+def sweep(parent: Parent, root: Path, cases: list[Case], judge: Callable[[Outcome], tuple[str, str]]) -> dict[str, int]:
+    """How often each outcome was seen. Fails with a line for each bad one."""
+    found = outcomes(parent, root, cases)
+    judged = [judge(outcome) for outcome in found]
+    bad = [f"{outcome.case}: {text}" for outcome, (_, text) in zip(found, judged, strict=True) if text]
+    assert not bad, "\n".join(bad)
+    return dict(Counter(kind for kind, _ in judged))
+
+
+def operations(parent: Parent, root: Path, scenario: Scenario, mode: str) -> list[list[str]]:
+    """By rank, those at which a fault of the scenario can be."""
+    steps = scenario.armed_at or scenario.steps
+    case = Case(Scenario(**vars(scenario) | {"steps": steps}), mode)
+    (outcome,) = outcomes(parent, root, [case])
+    return [life["operations"] for life in outcome.lives]
+
+
+def problems(found: dict[str, bool]) -> str:
+    return ", ".join(text for text, holds in found.items() if holds)
+
+
+# SIGKILL
+
+
+def judge_killed(outcome: Outcome) -> tuple[str, str]:
+    """(outcome, what is bad about it, if anything): the next start finds a state that is whole, old or new."""
+    scenario, fault = outcome.case.scenario, outcome.case.fault
+    assert fault is not None
+    one, other = outcome.starts
+    if "error" in one or "error" in other:
+        return "bad", f"{outcome.starts}"
+    step, branch = one["step"], one["branch"]
+    wrong = {
+        "the run came to its end": not outcome.killed[fault.rank],
+        f"the other rank did not end by itself: {outcome.exit_codes}": outcome.exit_codes[1 - fault.rank] != 0,
+        "ranks differ": (step, branch) != (other["step"], other["branch"]),
+        f"step {step} was loaded, {outcome.newest} is the newest": step != outcome.newest,
+        "values are mixed": bool(step) and not branch,
+        "a step was lost": step < scenario.oldest,
+        f"steps {outcome.damaged} are neither whole nor being deleted": bool(outcome.damaged),
+        f"something counts as damaged: {outcome.names[1]}": any("invalid" in name for name in outcome.names[1]),
+        f"leftovers stay: {outcome.names[1]}": any(name.startswith(".") for name in outcome.names[1]),
+        "a new start was not said": not step and not any("a new run, from step 0" in line for line in one["lines"]),
+    }
+    kind = "anew" if not step else "new" if step > scenario.before or branch != "a" else "old"
+    return kind, problems(wrong)
+
+
+def kills(parent: Parent, root: Path, name: str, mode: str, kinds: list[list[str]] | None) -> list[Case]:
+    """kinds: for each rank, of what operations one is chosen; None: all operations."""
+    scenario, cases = KILLED[name], []
+    for rank, found in enumerate(operations(parent, root, scenario, mode)):
+        expected = {"create", "written", "fsync", "fsynced"} | ({"rename", "mkdir"} if rank == 0 else set())
+        assert expected <= {operation.split()[0] for operation in found}
+        numbers = range(len(found)) if kinds is None else one_of_each(found, *kinds[rank])
+        cases += [Case(scenario, mode, Fault("kill", rank, number)) for number in numbers]
+    return cases
+
+
+CHANGES = ["mkdir", "create", "written", "fsync", "fsynced", "rename", "remove", "rmdir"]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "kinds"),
+    [
+        ("first", "disabled", [["mkdir", "written", "rename"], ["written"]]),
+        ("beside", "disabled", [CHANGES, ["create", "written", "fsynced"]]),
+        ("beside", "async", [CHANGES, ["create", "written", "fsynced"]]),
+        ("back", "disabled", [["rename", "fsync"], ["fsync"]]),
+        ("leftovers", "disabled", [["shutil.rmtree", "rmdir"], ["written"]]),
+    ],
+)
+def test_a_kill_at_one_operation_of_each_kind_leaves_a_state_that_is_whole(
+    parent: Parent, tmp_path: Path, name: str, mode: str, kinds: list[list[str]]
+) -> None:
+    cases = kills(parent, tmp_path / "whole", name, mode, kinds)
+    counts = sweep(parent, tmp_path, cases, judge_killed)
+    assert sum(counts.values()) == sum(map(len, kinds))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", KILLED)
+def test_a_kill_at_any_operation_leaves_a_state_that_is_whole(
+    parent: Parent, tmp_path: Path, name: str, mode: str
+) -> None:
+    counts = sweep(parent, tmp_path, kills(parent, tmp_path / "whole", name, mode, None), judge_killed)
+    print(f"{name}, {mode}: {counts}")
+    assert set(counts) == ({"anew", "new"} if name == "first" else {"old", "new"})
+
+
+# Operations that fail
+
+
+def judge_survivor(outcome: Outcome) -> tuple[str, str]:
+    """As judge_killed, of an error with one operation of a save: the run goes on, and all ranks know alike."""
+    fault, names = outcome.case.fault, outcome.names[0]
+    assert fault is not None
+    one, other = outcome.lives
+    message = f"step {FAILING} could not be saved: rank {fault.rank}: "
+    said = [sum(line.startswith(message) for line in life["lines"]) for life in (one, other)]
+    wrong = {
+        f"the run has ended: {outcome.lives}": bool(one["error"] or other["error"]),
+        f"the next start does not go on from the last step: {outcome.starts}": any(
+            (start.get("step"), start.get("branch")) != (SURVIVING.steps, "a") for start in outcome.starts
+        ),
+        "something is damaged": any("damaged" in line for start in outcome.starts for line in start["lines"]),
+        "a temporary folder stays": any(name.startswith(f".step-{FAILING}") for name in names),
+        "said by each rank": said[1] > 0,
+        "said more than once": said[0] > 1,
+    }
+    undeleted = any("could not be deleted" in line for line in one["lines"])
+    return "failed" if said[0] else "saved, nothing deleted" if undeleted else "saved", problems(wrong)
+
+
+def errors(parent: Parent, root: Path, mode: str, *, everywhere: bool) -> list[Case]:
+    """At one operation of each kind of a save beside one that goes with it, or at all."""
+    return [
+        Case(SURVIVING, mode, Fault("error", rank, at, (errno.EIO, errno.ENOSPC, 0)[number % 3]), "continue")
+        for rank, found in enumerate(operations(parent, root, SURVIVING, mode))
+        for number, at in enumerate(range(len(found)) if everywhere else one_of_each(found))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "everywhere"),
+    [
+        *((mode, False) for mode in MODES),
+        *(pytest.param(mode, True, marks=[pytest.mark.soak, pytest.mark.timeout(0)]) for mode in MODES),
+    ],
+)
+def test_an_error_in_an_operation_of_a_save_is_known_to_all_ranks(
+    parent: Parent, tmp_path: Path, mode: str, everywhere: bool
+) -> None:
+    cases = errors(parent, tmp_path / "whole", mode, everywhere=everywhere)
+    counts = sweep(parent, tmp_path, cases, judge_survivor)
+    print(f"{mode}: {counts}")
+    assert counts["failed"] > 5
+
+
+# Saves that fail for sure
+
+FILES = {"__0_0.distcp": (0, 3154), "__1_0.distcp": (1, 7949), ".metadata.tmp": (0, 1749), MANIFEST_FILE: (0, 636)}
+"""Of the stand-in's checkpoint, by the name under which they are written: by which rank, and about how many bytes."""
+
+
+def writing(file: str, step: int = FAILING) -> str:
+    return f".step-{step}.writing/{file}"
+
+
+def full_disks(fractions: tuple[float, ...]) -> list[Case]:
+    """For each mode, policy, file and share of the file that still has room."""
+    return [
+        Case(SURVIVING, mode, Fault("full disk", rank, int(fraction * size), file=writing(file)), policy)
+        for mode in MODES
+        for policy in POLICIES
+        for file, (rank, size) in FILES.items()
+        for fraction in fractions
+    ]
+
+
+def judge_failed(outcome: Outcome) -> tuple[str, str]:
+    """The save has failed everywhere for the reason of the fault, and the policy has been followed."""
+    case, names, fault = outcome.case, outcome.names[0], outcome.case.fault
+    assert fault is not None
+    bad_values = fault.kind == "not finite"
+    file = rf"[^\n]*/{re.escape(fault.file)}: File too large"
+    reason = "optimizer/weight/exp_avg has values that are not finite" if bad_values else file
+    message = f"step {FAILING} could not be saved: rank {fault.rank}: {reason}"
+    stops = case.policy == "stop"
+    told = [
+        sum(bool(re.match(f"{message}.*; training goes on", line)) for line in life["lines"]) for life in outcome.lives
+    ]
+    kinds, texts = zip(*((life["error"] or ("", "")) for life in outcome.lives), strict=True)
+    steps = [life["step"] for life in outcome.lives]
+    newest = max(int(name.removeprefix("step-")) for name in names if not name.startswith("."))
+    last = FAILING + (case.mode == "async")
+    wrong = {
+        f"it is published: {names}": f"step-{FAILING}" in names,
+        f"something is left: {names}": any(name.startswith(".") for name in names),
+        f"told {told}": told != [int(not stops), 0],  # once, by rank 0
+        f"errors {kinds} {texts}": set(kinds) != ({"UserError"} if stops else {""}),
+        f"texts {texts}": stops and not all(re.match(message, text) for text in texts),
+        f"no remedy: {texts}": stops and not all("the checkpoints before it are whole" in text for text in texts),
+        f"steps {steps}": max(steps) > last if stops else steps != [SURVIVING.steps] * WORLD,
+        f"newest {newest}": newest != SURVIVING.steps and not stops,
+        f"the healthy one is gone: {names}": bad_values and stops and case.mode == "disabled" and names != ["step-1"],
+        f"starts {outcome.starts}": any(
+            (start.get("step"), start.get("branch")) != (newest, "a") for start in outcome.starts
+        ),
+    }
+    return "failed", problems(wrong)
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(full_disks((0.0, 0.6))[::3], id="some"),
+        pytest.param(
+            full_disks(tuple(n / 40 for n in range(40))), id="many", marks=[pytest.mark.soak, pytest.mark.timeout(0)]
+        ),
+    ],
+)
+def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_leaves_nothing_behind(
+    parent: Parent, tmp_path: Path, cases: list[Case]
+) -> None:
+    sweep(parent, tmp_path, cases, judge_failed)
+
+
+def test_values_that_are_not_finite_on_one_rank_are_not_published_and_the_healthy_ones_stay(
+    parent: Parent, tmp_path: Path
+) -> None:
+    chosen = ((0, "disabled", "stop"), (1, "disabled", "continue"), (1, "async", "stop"))
+    cases = [Case(SURVIVING, mode, Fault("not finite", rank), policy) for rank, mode, policy in chosen]
+    sweep(parent, tmp_path, cases, judge_failed)
+
+
+@pytest.mark.parametrize(("step", "names"), [(3, ["step-2"]), (2, ["step-3"])])
+def test_a_run_whose_last_save_fails_fails_and_one_whose_save_before_that_fails_says_so(
+    parent: Parent, tmp_path: Path, step: int, names: list[str]
+) -> None:
+    scenario = Scenario(0, "a", 3, {"steps": 3, "interval": 2}, armed_at=step)
+    fault = Fault("full disk", 1, 500, file=writing("__1_0.distcp", step))
+    (outcome,) = outcomes(parent, tmp_path, [Case(scenario, "async", fault, "continue")])
+    assert outcome.names[0] == names
+    message = rf"step {step} could not be saved: rank 1: .*: File too large"
+    for rank, life in enumerate(outcome.lives):
+        if step == 3:
+            assert re.match(message, life["error"][1])
+        else:
+            assert life["error"] is None
+            assert sum(bool(re.match(message, line)) for line in life["lines"]) == (rank == 0)
+
+
+def probes(folder: Path) -> list[str]:
+    """What is said about folders that cannot be used: by `rank 0` in the way, read-only, not shared, full."""
+    rank = dist.get_rank()
+    probe_module._PATIENCE_S = 0.2
+    group = dist.group.WORLD
+    assert group is not None
+    said = []
+
+    def note(path: Path, needed: int = 1) -> None:
+        try:
+            probe(path, needed, group)
+            said.append("nothing")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+
+    note(folder / "good")
+    note(folder / "file" / "below")
+    note(folder / f"of-rank-{rank}")
+    note(folder / "good", 10**18)
+    usage = shutil.disk_usage(folder)
+    if rank == 0:
+        shutil.disk_usage = lambda _: usage._replace(free=99)
+    note(folder / "good", 100)
+    note(folder / "good", 99)
+    points = FaultPoints(folder)
+    points.arm(Fault("error", 0, 1, errno.ENOSPC) if rank == 0 else None)
+    note(folder / "good", 1)
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+    note(folder / "read-only")
+    os.seteuid(os.getuid())
+    return said
+
+
+def test_a_folder_that_cannot_be_used_is_refused_at_the_start_on_all_ranks(parent: Parent, tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    (tmp_path / "file").touch()
+    (tmp_path / "read-only").mkdir(mode=0o555)
+    one, other = parent(on_ranks, probes, WORLD, tmp_path)
+    good, below, apart, huge, little, enough, no_space, read_only = one
+    key = "UserError: checkpoint.folder: "
+    assert (good, enough) == ("nothing", "nothing")
+    assert below.startswith(f"{key}{tmp_path / 'file' / 'below'} cannot be written: rank 0: ")
+    assert "Not a directory" in below
+    assert "is not the same folder for all ranks: rank 1: on " in apart
+    assert "choose a job.dump_folder that all nodes share" in apart
+    assert "and a checkpoint of this run takes 953,674,316,406.2 MiB: make room" in huge
+    assert little.startswith(f"{key}{tmp_path / 'good'} has 0.0 MiB of free space")
+    assert re.search(r"cannot be written: rank 0: .*\.probe\.writing: No space left on device", no_space)
+    assert re.search(r"cannot be written: rank 0: .*read-only.*: Permission denied", read_only)
+    for mine, of_other in zip(one, other, strict=True):
+        assert mine.split(":")[0] == of_other.split(":")[0]

@@ -1,0 +1,275 @@
+"""How a save goes: the order in which it brings things to the disk, and what holds while it runs beside training."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.distributed.file_operations import watch
+from tests.distributed.forked import Parent
+from tests.distributed.standin import Run, StandIn, on_ranks, start_in
+from titanlite.checkpoint import saver as saver_module
+from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch, Manifest
+from titanlite.checkpoint.saver import Retention, Saver
+from titanlite.checkpoint.state import STREAMS, local_part
+from titanlite.checkpoint.storage import FileRecord
+from titanlite.config.schema import JobConfig
+from titanlite.runtime.failure import FailureReport
+from titanlite.train import fit
+
+# Power loss: at any moment, what has its name is complete on the disk
+
+
+@dataclass(frozen=True)
+class Operation:
+    """time: on a clock that all ranks share. size: of the file that has been synced."""
+
+    time: float
+    kind: str
+    name: str
+    size: int
+
+
+def operations_of_a_save(root: Path, mode: str) -> list[Any]:
+    """What this rank does to the files below `root`, from the start of a run to the end of its second save."""
+    noted: list[Any] = []
+
+    def note(kind: str, name: str, descriptor: int) -> None:
+        noted.append([time.monotonic(), kind, name, os.fstat(descriptor).st_size if descriptor >= 0 else 0])
+
+    watch(root, note)
+    Run(root / "c", async_mode=mode, keep_latest_k=1).train("a", 2)
+    return noted
+
+
+@pytest.fixture(scope="module", params=["disabled", "async"])
+def noted(
+    request: pytest.FixtureRequest, parent: Parent, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[Operation]]:
+    """The folder of a run's checkpoints, and what both ranks did to it, in the order in which it happened."""
+    root = tmp_path_factory.mktemp("power")
+    by_rank = parent(on_ranks, operations_of_a_save, 2, root, request.param)
+    return root / "c", [Operation(*operation) for operation in sorted(by_rank[0] + by_rank[1])]
+
+
+def violations(operations: list[Operation], folder: str, step: int, sizes: dict[str, int]) -> list[str]:
+    """What could be lost of the checkpoint of `step`, at whose publication that of the step before goes.
+
+    folder: of the checkpoints. sizes: of the files that were published, by name.
+    """
+    writing = f"{folder}/.step-{step}.writing"
+    times = {f"{operation.kind} {operation.name}": operation.time for operation in operations}
+    published = times[f"rename {writing} -> step-{step}"]
+    renamed = {
+        new: name.removeprefix(f"{writing}/")
+        for name, _, new in (o.name.partition(" -> ") for o in operations if o.kind == "rename")
+        if name.startswith(f"{writing}/")
+    }
+    missing = float("inf")
+    synced_files = {}
+    wrong = []
+    for name, size in sizes.items():
+        synced = [
+            operation.time
+            for operation in operations
+            if operation.kind == "fsynced" and operation.name == f"{writing}/{renamed.get(name, name)}"
+            if operation.size == size  # later writes would not be on the disk
+        ]
+        synced_files[name] = min(synced, default=missing)
+        if synced_files[name] > published:
+            wrong.append(f"{name} may be incomplete: it is published before all of it is synced")
+    names_made = max(
+        operation.time
+        for operation in operations
+        if operation.kind in ("create", "rename") and operation.name.startswith(f"{writing}/")
+    )
+    synced_names = [o.time for o in operations if o.kind == "fsynced" and o.name == writing and o.time > names_made]
+    if min(synced_names, default=missing) > published:
+        wrong.append("files may be missing: the folder is published before their names are synced")
+    if times[f"create {writing}/{MANIFEST_FILE}"] < max(t for n, t in synced_files.items() if n != MANIFEST_FILE):
+        wrong.append("the manifest is written before what it lists is synced")
+    deleting = times[f"rename {folder}/step-{step - 1}/{MANIFEST_FILE} -> {MANIFEST_FILE}.deleted"]
+    if not any(o.kind == "fsynced" and o.name == folder and published < o.time < deleting for o in operations):
+        wrong.append("the name may be lost: it is not synced before an older one is deleted")
+    return wrong
+
+
+@pytest.mark.slow
+def test_what_is_published_is_on_the_disk(noted: tuple[Path, list[Operation]]) -> None:
+    folder, operations = noted
+    sizes = {path.name: path.stat().st_size for path in (folder / "step-2").iterdir()}
+    assert len(sizes) == 4
+    assert violations(operations, "c", 2, sizes) == []
+    (published,) = (number for number, o in enumerate(operations) if o.name == "c/.step-2.writing -> step-2")
+    synced = [
+        operation
+        for number, operation in enumerate(operations)
+        if operation.kind == "fsynced"
+        if operation.name.startswith("c/.step-2.writing") or (operation.name == "c" and number > published)
+    ]
+    assert len(synced) == 6, "each of four files, their folder, and the folder above it"
+    for left_out in synced:
+        assert violations([o for o in operations if o is not left_out], "c", 2, sizes), left_out
+
+
+@pytest.mark.slow
+def test_the_folder_of_the_checkpoints_is_itself_on_the_disk(noted: tuple[Path, list[Operation]]) -> None:
+    kinds = [f"{operation.kind} {operation.name}" for operation in noted[1]]
+    assert kinds.index("mkdir c") < kinds.index("fsynced .") < kinds.index("create c/.probe.writing")
+
+
+@pytest.mark.slow
+def test_a_deletion_takes_the_manifest_first(noted: tuple[Path, list[Operation]]) -> None:
+    """A folder that has lost some of its files is then no damaged checkpoint."""
+    kinds = [f"{operation.kind} {operation.name}" for operation in noted[1]]
+    published = kinds.index("rename c/.step-2.writing -> step-2")
+    steps = [
+        *("rename c/step-1/MANIFEST.json -> MANIFEST.json.deleted", "fsynced c/step-1"),
+        *("rename c/step-1 -> .step-1.deleting", "shutil.rmtree c/.step-1.deleting"),
+    ]
+    order = [published, kinds.index("fsynced c", published), *(kinds.index(step) for step in steps)]
+    assert order == sorted(order)
+
+
+# Saves beside training: of the values at their step, from buffers that are used again, one at a time, never lost
+
+
+def gate_before_shards(root: Path) -> threading.Event:
+    """Before a shard is written its thread waits for this."""
+    gate = threading.Event()
+
+    def wait(operation: str, name: str, descriptor: int) -> None:  # noqa: ARG001
+        if operation == "create" and name.endswith(".distcp"):
+            assert gate.wait(60)
+
+    watch(root, wait)
+    return gate
+
+
+def change_while_saving(folder: Path) -> str:
+    gate = gate_before_shards(folder)
+    run = Run(folder, async_mode="async")
+    run.state.become(1, "a")
+    run.checkpoints.after_step(1, False)
+    run.state.become(2, "a")
+    published = (folder / "step-1").exists()
+    gate.set()
+    run.checkpoints.close()
+    return "published before its time" if published else ""
+
+
+def test_what_is_saved_is_what_was_there_when_the_save_began(parent: Parent, tmp_path: Path) -> None:
+    assert parent(on_ranks, change_while_saving, 2, tmp_path) == [""] * 2
+    ((one, other),) = parent(start_in, [tmp_path])
+    assert (one["step"], one["branch"]) == (other["step"], other["branch"]) == (1, "a")
+
+
+def note_saves(note: Callable[[Mapping[str, Tensor]], None]) -> None:
+    """Calls it with what each save writes, when it does, and again with nothing when it has."""
+    original = saver_module.save_tensors
+
+    def noting(
+        folder: Path, tensors: Mapping[str, Tensor], local: Mapping[str, Tensor], group: dist.ProcessGroup
+    ) -> dict[str, FileRecord]:
+        note(local)
+        records = original(folder, tensors, local, group)
+        note({})
+        return records
+
+    saver_module.save_tensors = noting
+
+
+def places_of_saves(folder: Path) -> list[list[int]]:
+    """Where in memory each of four saves lies, and training's own values last."""
+    places: list[list[int]] = []
+    note_saves(lambda local: places.append([tensor.data_ptr() for tensor in local.values()]) if local else None)
+    run = Run(folder, async_mode="async")
+    run.train("a", 4)
+    return [*places, [local_part(tensor).data_ptr() for tensor in run.state.model_and_optimizer().values()]]
+
+
+def test_the_buffers_of_the_first_save_are_those_of_all(parent: Parent, tmp_path: Path) -> None:
+    for *saves, training in parent(on_ranks, places_of_saves, 2, tmp_path):
+        assert len(saves) == 4
+        assert saves[1:] == saves[:-1]
+        assert not set(saves[0]) & set(training)
+
+
+def crowded_saves(folder: Path) -> int:
+    """How many of six saves, begun as fast as possible, were ever under way at once."""
+    under_way, most = 0, 0
+
+    def note(local: Mapping[str, Tensor]) -> None:
+        nonlocal under_way, most
+        under_way += 1 if local else -1
+        most = max(most, under_way)
+        time.sleep(0.02)
+
+    note_saves(note)
+    group = dist.group.WORLD
+    assert group is not None
+    saver = Saver(folder, group, "async", Retention(0, 0, frozenset()))
+    state = StandIn()
+    for step in range(1, 7):
+        state.become(step, "a")
+        tensors = state.model_and_optimizer() | {STREAMS: state.streams(group)}
+        saver.begin(Manifest(step, "full", (Branch("a", 0),), asdict(state.state()), {}, {}, {}, "", {}), tensors)
+    assert saver.take_failure() is None
+    return most
+
+
+def test_at_most_one_save_is_under_way(parent: Parent, tmp_path: Path) -> None:
+    assert parent(on_ranks, crowded_saves, 2, tmp_path) == [1, 1]
+    ((one, other),) = parent(start_in, [tmp_path])
+    assert (one["step"], one["branch"]) == (other["step"], other["branch"]) == (6, "a")
+    assert {path.name for path in tmp_path.iterdir()} == {f"step-{step}" for step in range(1, 7)}
+
+
+def ways_out(folder: Path) -> list[list[str]]:
+    """What stands in the folder when training is left while its save waits: by its end, by an exception."""
+    gate = gate_before_shards(folder)
+    found = []
+    for number, error in enumerate((None, KeyboardInterrupt())):
+        gate.clear()
+        own = folder / f"{number}"
+        run = Run(own, async_mode="async")
+        trainer = SimpleNamespace(fit=partial(one_step, run, gate, error))
+        of_the_job = dict.fromkeys(("loader", "meter", "sinks", "groups", "ledger", "validation"))
+        job = SimpleNamespace(
+            trainer=trainer, checkpoints=run.checkpoints, stop=SimpleNamespace(activate=lambda: None), **of_the_job
+        )
+        with suppress(KeyboardInterrupt):
+            fit(JobConfig(), job, FailureReport())  # type: ignore[arg-type]
+        found.append(sorted(path.name for path in own.iterdir()))
+        dist.barrier()
+    return found
+
+
+def one_step(
+    run: Run,
+    gate: threading.Event,
+    error: BaseException | None,
+    *_: Any,
+    after_step: Callable[[int, bool], bool],
+    **settings: Any,  # noqa: ARG001
+) -> None:
+    run.state.become(1, "a")
+    after_step(1, False)
+    threading.Timer(0.2, gate.set).start()
+    if error is not None:
+        raise error
+
+
+def test_a_save_under_way_is_finished_on_the_way_out(parent: Parent, tmp_path: Path) -> None:
+    for found in parent(on_ranks, ways_out, 2, tmp_path):
+        assert found == [["step-1"], ["step-1"]]
