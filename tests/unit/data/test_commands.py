@@ -1,4 +1,3 @@
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
@@ -7,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.distributed.program import start_command
 from titanlite.data import tokenize, train_tokenizer
 from titanlite.data.command import run_command
 from titanlite.data.config import DataConfig
@@ -163,7 +163,7 @@ def test_exit_codes(
 
 
 @pytest.mark.parametrize("name", ["tokenize", "train_tokenizer"])
-def test_they_are_commands(name: str) -> None:
-    command = [sys.executable, "-m", f"titanlite.data.{name}", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert "--out" in done.stdout
+def test_they_are_commands(name: str, tmp_path: Path) -> None:
+    program = start_command(tmp_path, "--help", program=("-m", f"titanlite.data.{name}"))
+    assert program.wait() == 0, program.output
+    assert "--out" in program.output

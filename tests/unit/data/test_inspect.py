@@ -1,14 +1,13 @@
 """What the inspect command says, against what is known of small corpora."""
 
 import re
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.distributed.program import start_command
 from titanlite.data import inspect, tokenize
 from titanlite.data.config import DataConfig
 from titanlite.data.loader import Batch, build_loader
@@ -196,13 +195,10 @@ def test_a_number_that_makes_no_sense(config: Path) -> None:
         inspect.main([str(config), "--sequences", "-1"])
 
 
-def test_it_is_a_command(config: Path) -> None:
-    command = [sys.executable, "-m", "titanlite.data.inspect"]
-
-    def run(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, *arguments], capture_output=True, text=True, check=False, timeout=120)
-
-    done = run([str(config), "--training.seq_len", "8", "--data.seed", "-1", "--tokenizer.path", "nowhere"])
-    assert done.returncode == 2
-    assert "data.seed = -1" in done.stderr
-    assert "tokenizer.path = 'nowhere'" in done.stderr
+def test_it_is_a_command(config: Path, tmp_path: Path) -> None:
+    wrong = ("--training.seq_len", "8", "--data.seed", "-1", "--tokenizer.path", "nowhere")
+    program = start_command(tmp_path, str(config), *wrong, program=("-m", "titanlite.data.inspect"))
+    assert program.wait() == 2
+    assert program.output.startswith("error: ")
+    assert "data.seed = -1" in program.output
+    assert "tokenizer.path = 'nowhere'" in program.output

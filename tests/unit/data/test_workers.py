@@ -66,7 +66,9 @@ def same_steps(one: Loader, other: Loader, steps: int) -> bool:
     return one.bad_rows == other.bad_rows and one.ended == other.ended
 
 
-@pytest.mark.parametrize("num_workers", [1, 4, 9])
+@pytest.mark.parametrize(
+    "num_workers", [4, pytest.param(1, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.slow)]
+)  # of six streams
 def test_steps_do_not_depend_on_the_number_of_workers(make: Callable[..., Loader], num_workers: int) -> None:
     thread, workers = make(0), make(num_workers)
     assert same_steps(thread, workers, 30)
@@ -99,11 +101,18 @@ def test_a_worker_with_an_error_ends_in_order(make: Callable[..., Loader], capfd
     assert capfd.readouterr().err == ""
 
 
-def test_warnings_of_workers_are_logged_here(make: Callable[..., Loader], caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_of_workers_are_logged_here_and_close_ends_them(
+    make: Callable[..., Loader], caplog: pytest.LogCaptureFixture
+) -> None:
     loader = make(2)
     while not loader.bad_rows:
         loader.next_step()
     assert [record.getMessage()[:20] for record in caplog.records].count("skipped a bad row: /") == 1
+    (one, other) = pids(loader)
+    loader.close()
+    for pid in (one, other):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 def pids(loader: Loader) -> list[int]:
@@ -112,23 +121,13 @@ def pids(loader: Loader) -> list[int]:
 
 
 def test_a_killed_worker_is_an_error_at_once(make: Callable[..., Loader]) -> None:
-    loader = make(3)
+    loader = make(2)
     loader.next_step()
     os.kill(pids(loader)[1], signal.SIGKILL)
     begin = time.monotonic()
     with pytest.raises(UserError, match=r"a data worker \(process \d+\) was killed by SIGKILL: .*num_workers = 0"):
         take(loader, 5000)  # what the pipe still holds is used
     assert time.monotonic() - begin < 10
-
-
-def test_close_ends_the_workers(make: Callable[..., Loader]) -> None:
-    loader = make(2)
-    loader.next_step()
-    (one, other) = pids(loader)
-    loader.close()
-    for pid in (one, other):
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
 
 
 def test_a_worker_ends_with_the_process_that_reads_it() -> None:
