@@ -26,18 +26,22 @@ import os, sys, time
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.job_lock import job_lock
 folder, go, wait_s = sys.argv[1], sys.argv[2], float(sys.argv[3])
-print("ready", flush=True)
+
+def say(text):
+    os.write(1, f"{text}\\n".encode())  # a line in one piece
+
+say("ready")
 while go and not os.path.exists(go):
     time.sleep(0.0005)
 try:
     with job_lock(folder, 0, take_over=False, environment=os.environ, wait_s=wait_s):
-        print("inside", flush=True)
+        say("inside")
         sys.stdin.read()
 except UserError as error:
-    print("refused:", error, flush=True)
+    say(f"refused: {error}")
 """
-JOBS = JOB.replace('print("ready"', 'all(os.fork() for _ in range(7))\nprint("ready"').replace(
-    'print("inside"', 'print("inside", os.getpid()'
+JOBS = JOB.replace('say("ready")', 'all(os.fork() for _ in range(7))\nsay("ready")').replace(
+    'say("inside")', 'say(f"inside {os.getpid()}")'
 )
 """Eight of them, which have imported everything when they begin."""
 
@@ -320,13 +324,16 @@ def test_of_many_jobs_that_start_at_once_one_has_the_folder(tmp_path: Path, befo
             (folder / JOB_LOCK_FILE).touch()
         command = [sys.executable, "-c", JOBS, str(folder), str(go), "0"]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as jobs:
-            assert [says(jobs) for _ in range(8)] == ["ready"] * 8
-            go.touch()
-            *refused, winner = sorted((says(jobs) for _ in range(8)), key=lambda answer: answer.startswith("inside "))
-            pid = int(winner.removeprefix("inside "))
-            assert all(answer.startswith("refused: ") and f"process {pid} on" in answer for answer in refused)
-            assert owner_in(folder)["pid"] == pid
-            jobs.communicate()  # until the last of them has ended
+            try:
+                assert [says(jobs) for _ in range(8)] == ["ready"] * 8
+                go.touch()
+                *refused, winner = sorted((says(jobs) for _ in range(8)), key=lambda line: line.startswith("inside "))
+                pid = int(winner.removeprefix("inside "))
+                assert all(answer.startswith("refused: ") and f"process {pid} on" in answer for answer in refused)
+                assert owner_in(folder)["pid"] == pid
+            finally:
+                go.touch()
+                jobs.communicate()  # until the last of them has ended
         assert list(folder.iterdir()) == []
 
 
