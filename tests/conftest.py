@@ -8,6 +8,7 @@ import pytest
 from tests.distributed.program import REPOSITORY
 from tests.durations import pytest_runtest_logreport, pytest_terminal_summary  # noqa: F401 these are hooks
 from tests.pool import close_pools
+from titanlite.runtime.launch import fork_context
 
 os.environ["PYTHONPATH"] = str(REPOSITORY)  # for the fork server, which imports modules of the tests ahead of time
 
@@ -23,5 +24,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def pools() -> Iterator[None]:
     """Ends the ranks that served the tests."""
+    fork_context()  # before anything starts the fork server: what it imports
     yield
     close_pools()

@@ -12,18 +12,20 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 
 from tests.distributed.reference import GLOBAL_BATCH, MODEL, SEQ_LEN, TOKENS
-from titanlite.runtime.launch import fork_context
+from titanlite.runtime.launch import end_with_parent, fork_context
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATIENCE_S = 300.0  # of a test on a busy machine, where it is not about time
@@ -87,7 +89,10 @@ class Program:
     def close(self) -> None:
         """Ends it and its ranks, if a test did not come to that."""
         if self.process.poll() is None:
-            self.process.terminate()
+            if isinstance(self.process, ForkedProcesses):
+                self.process.kill()
+            else:
+                self.process.terminate()
             self.process.wait(PATIENCE_S)
 
     def workers(self, doing: str) -> list[int]:
@@ -102,17 +107,18 @@ class Program:
     def ranks(self) -> dict[int, int]:
         """Living processes that a launcher has started, by rank."""
         if isinstance(self.process, ForkedProcesses):
-            return self.process.running()
+            living = self.processes()
+            return {rank: pid for rank, pid in enumerate(self.process.pids) if pid in living}
         environments = {pid: read(Path(f"/proc/{pid}/environ")) for pid in self.processes()}
         found = {pid: re.search(r"(?:^|\0)RANK=(\d+)\0", text) for pid, text in environments.items()}
         return {int(match[1]): pid for pid, match in found.items() if match}
 
     def processes(self) -> list[int]:
         """All living processes that were started by this program, whoever is their parent now. Linux only."""
-        if isinstance(self.process, ForkedProcesses):  # /proc shows the environment of the fork server
-            return list(self.process.running().values())
-        mark = f"TITANLITE_CACHE={self.workplace / 'cache'}\0"
         folders = [folder for folder in Path("/proc").iterdir() if folder.name.isdecimal()]
+        if isinstance(self.process, ForkedProcesses):  # /proc shows the environment of the fork server
+            return [int(folder.name) for folder in folders if living_session(folder) in self.process.pids]
+        mark = f"TITANLITE_CACHE={self.workplace / 'cache'}\0"
         return [int(folder.name) for folder in folders if mark in read(folder / "environ")]
 
 
@@ -122,6 +128,12 @@ def read(file: Path) -> str:
         return file.read_text(errors="replace")
     except OSError:
         return ""
+
+
+def living_session(process: Path) -> int | None:
+    """The session of a process, by its folder in /proc; None where it has ended."""
+    fields = read(process / "stat").rpartition(")")[2].split()  # state, parent, process group, session, ...
+    return int(fields[3]) if fields and fields[0] != "Z" else None
 
 
 def start_program(
@@ -189,52 +201,74 @@ class ForkedProcesses:
     """A program's processes, forked by the fork server; what a test uses of subprocess.Popen.
 
     ranks: 0 for one process without a launcher. Else all get torchrun's environment, with a store that outlives them,
-    and the first that fails ends the others: the exit code is 1, as torchrun's is.
+    and the first that fails ends the others, as torchrun does it: SIGTERM after TERMINATE_S, SIGKILL after KILL_S more,
+    and exit code 1.
     """
+
+    TERMINATE_S = 0.5  # torchrun looks after its ranks every 0.1 s: more time for a rank to tell what it should not
+    KILL_S = 30.0
 
     def __init__(
         self, ranks: int, command: Sequence[str], folder: Path, environment: dict[str, str], output: Path
     ) -> None:
-        self._ranks = ranks
+        self._launched = ranks > 0
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks else None
-        self._ended = False
+        self._failed_at: float | None = None
+        self._terminated = False
+        run_id = str(uuid4())
         self._processes = []
-        for rank in range(max(1, ranks)):
-            given = environment
-            if self._store is not None:
-                given = torchrun_environment(rank, ranks, self._store.port) | environment
-            process = fork_context().Process(target=_run_program, args=(command, folder, given, output))
-            process.start()
-            self._processes.append(process)
+        try:
+            for rank in range(max(1, ranks)):
+                given = environment
+                if self._store is not None:
+                    given = torchrun_environment(rank, ranks, self._store.port, run_id) | environment
+                # A daemon: ended with pytest. It may have processes of its own all the same.
+                process = fork_context().Process(
+                    target=_run_program, args=(command, folder, given, output), daemon=True
+                )
+                process.start()
+                self._processes.append(process)
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """By rank, whether they still run or not."""
+        return [process.pid for process in self._processes if process.pid is not None]
+
+    @property
+    def pid(self) -> int:
+        """Of a program of one process."""
+        (pid,) = self.pids
+        return pid
 
     def poll(self) -> int | None:
-        """The exit code once all processes have ended; None before."""
+        """The exit code once all processes have ended; None before. Ends all where one has failed."""
         codes = [process.exitcode for process in self._processes]
-        if self._ranks and any(codes) and not self._ended:
-            self.terminate()
-        if None in codes:
-            return None
-        return codes[0] if not self._ranks else int(any(codes))
+        if None not in codes:
+            return int(any(codes)) if self._launched else codes[0]
+        if self._launched and any(codes):
+            now = time.monotonic()
+            self._failed_at = self._failed_at or now
+            if now > self._failed_at + self.TERMINATE_S + self.KILL_S:
+                self.kill()
+            elif now > self._failed_at + self.TERMINATE_S and not self._terminated:
+                self._terminated = True
+                self.terminate()
+        return None
 
     def wait(self, timeout: float) -> int:
         """The exit code. Raises TimeoutError."""
         end = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > end:
-                raise TimeoutError(f"processes {[p.pid for p in self._processes]} are still running")
+                raise TimeoutError(f"processes {self.pids} are still running")
             running = [process.sentinel for process in self._processes if process.exitcode is None]
-            wait(running, timeout=max(0.0, end - time.monotonic()))
+            wait(running, timeout=0.1)
         return code
 
-    @property
-    def pid(self) -> int:
-        """Of a program of one process."""
-        (process,) = self._processes
-        assert process.pid is not None
-        return process.pid
-
     def terminate(self) -> None:
-        self._ended = True
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
@@ -242,39 +276,37 @@ class ForkedProcesses:
 
     def send_signal(self, number: int) -> None:
         """To all processes that still run."""
-        for pid in self.running().values():
-            os.kill(pid, number)
-
-    def running(self) -> dict[int, int]:
-        """Process by rank."""
-        found = {rank: process.pid for rank, process in enumerate(self._processes) if process.exitcode is None}
-        return {rank: pid for rank, pid in found.items() if pid is not None}
+        for process in self._processes:
+            if process.exitcode is None and process.pid is not None:
+                os.kill(process.pid, number)
 
 
-def torchrun_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+def torchrun_environment(rank: int, ranks: int, port: int, run_id: str) -> dict[str, str]:
     """What torchrun sets for a rank of one node, where it holds the store itself."""
     return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
+        **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(ranks)),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RUN_ID": "tests",
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
 
 
 def _run_program(command: Sequence[str], folder: Path, environment: dict[str, str], output: Path) -> None:
     """`python COMMAND` in a process that has imported what it needs."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
     os.setsid()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    for number, path, flags in (
-        (0, os.devnull, os.O_RDONLY),
-        *((n, output, os.O_WRONLY | os.O_APPEND) for n in (1, 2)),
-    ):
+    for number, path, flags in ((0, os.devnull, os.O_RDONLY), (1, output, os.O_WRONLY | os.O_APPEND)):
         file = os.open(path, flags)
         os.dup2(file, number)
         os.close(file)
@@ -293,7 +325,7 @@ def _run_program(command: Sequence[str], folder: Path, environment: dict[str, st
 
 def clean_environment() -> dict[str, str]:
     """Without what a launcher has set around the tests."""
-    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    launched = torchrun_environment(0, 0, 0, "")
     return {name: value for name, value in os.environ.items() if name not in launched}
 
 

@@ -115,16 +115,17 @@ def test_a_users_error_on_one_rank_is_told_once_at_the_same_step(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late_rank", ["0", "1"])
-def test_of_bad_rows_in_one_step_every_mesh_names_the_same(
-    late_rank: str, tokenizer: Path, tmp_path: Path, start: Starter
-) -> None:
+def test_of_bad_rows_in_one_step_every_mesh_names_the_same(tokenizer: Path, tmp_path: Path, start: Starter) -> None:
     """Lines 34 and 35 are those of streams 1 and 2, which are of rank 1 and rank 0: whichever finds its own first."""
     write_rows(tmp_path / "rows.jsonl", {33: "[]", 34: "{}"})
     arguments = text_arguments(tokenizer, tmp_path / "rows.jsonl")
-    late = {"FAULT": "late", "FAULTY_RANK": late_rank}
-    for options in ({}, {"ranks": 2, "program": FAULTY, "environment": late}):
-        program = start(tmp_path, *arguments, **options)
+    late = [{"FAULT": "late", "FAULTY_RANK": rank} for rank in "01"]
+    meshes = [{}, *({"ranks": 2, "program": FAULTY, "environment": environment} for environment in late)]
+    programs = [
+        start(tmp_path, *arguments, "--job.dump_folder", str(tmp_path / f"out{n}"), name=f"output{n}", **mesh)
+        for n, mesh in enumerate(meshes)
+    ]
+    for program in programs:
         assert program.wait() == 1
         message = re.findall("^titanlite: (.*)$", program.output, re.MULTILINE)
         assert len(message) == 1, program.output
@@ -146,9 +147,12 @@ def test_an_error_that_all_ranks_find_at_once_is_told_once(tokenizer: Path, tmp_
     assert [row["bad_rows"] for row in rows(tmp_path / "out")][-1] == 2
 
 
-def test_a_programming_error_on_one_rank_is_told_by_that_rank_alone(tmp_path: Path, start: Starter) -> None:
+@pytest.mark.parametrize("launcher", [None, pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["forked", "torchrun"])
+def test_a_programming_error_on_one_rank_is_told_by_that_rank_alone(
+    launcher: tuple[str, ...] | None, tmp_path: Path, start: Starter
+) -> None:
     faults = {"FAULT": "step", "FAULTY_RANK": "1"}
-    program = start(tmp_path, ranks=2, program=FAULTY, launcher=TORCHRUN, environment=faults)
+    program = start(tmp_path, ranks=2, program=FAULTY, launcher=launcher, environment=faults)
     program.wait_for("^titanlite: ")
     assert seconds_to_end(program) < SOON_S
     assert re.findall("^titanlite: .*$", program.output, re.MULTILINE) == [
@@ -156,8 +160,9 @@ def test_a_programming_error_on_one_rank_is_told_by_that_rank_alone(tmp_path: Pa
     ]
     assert own_tracebacks(program.output) == 1
     assert program.output.count("ValueError: planted") == 2
-    # torchrun names the rank whose process ended first.
-    assert re.search(r"Root Cause(.*\n)+?  rank      : 1 ", program.output)
+    if launcher is not None:  # torchrun names the rank whose process ended first
+        assert re.search(r"Root Cause(.*\n)+?  rank      : 1 ", program.output)
+    assert program.wait() == 1
     assert len(rows(tmp_path / "out")) == 2
 
 
@@ -170,7 +175,6 @@ def test_ranks_without_a_launcher_end_too(tmp_path: Path, start: Starter) -> Non
         start(
             tmp_path,
             program=FAULTY,
-            launcher=PYTHON,
             name=f"output{rank}",
             environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "FAULTY_RANK": "0"},
         )
@@ -181,14 +185,18 @@ def test_ranks_without_a_launcher_end_too(tmp_path: Path, start: Starter) -> Non
     assert [program.wait() for program in programs] == [1, 1]
     assert [own_tracebacks(program.output) for program in programs] == [1, 0]
     assert len(re.findall("^titanlite: rank 1 lost the other ranks: ", programs[1].output, re.MULTILINE)) == 1
-    assert_all_gone(programs[0])
+    for program in programs:
+        assert_all_gone(program)
 
 
 LONG = ["--training.steps", "1000000"]
 
 
 def interrupt(program: Program) -> None:
-    """Ctrl-C where torchrun runs in front: the launcher gets it, its workers have sessions of their own."""
+    """Ctrl-C where torchrun runs in front: the launcher gets it, its workers have sessions of their own.
+
+    Of a forked program all ranks get it, as from torchrun.
+    """
     program.process.send_signal(signal.SIGINT)
     assert seconds_to_end(program) < SOON_S
     assert program.output.count("titanlite: interrupted") == 1, program.output
@@ -243,9 +251,9 @@ def test_ctrl_c_ends_a_program_that_is_only_loading_its_libraries(ranks: int, tm
 @pytest.mark.slow
 def test_ctrl_c_ends_a_rank_that_waits_for_the_others(tmp_path: Path, start: Starter) -> None:
     faults = {"FAULT": "data", "FAULTY_RANK": "0"}
-    program = start(tmp_path, *LONG, ranks=2, program=FAULTY, launcher=TORCHRUN, environment=faults)
+    program = start(tmp_path, *LONG, ranks=2, program=FAULTY, environment=faults)
     program.wait_for("building data")
-    time.sleep(3)  # rank 1 has built its data by then, and waits in torch
+    time.sleep(2)  # rank 1 has built its data by then, and waits in torch
     interrupt(program)
     assert_all_gone(program)
 

@@ -4,26 +4,26 @@ A change of these numbers is a change of numerics: every run of every user chang
 """
 
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+from tests.distributed.program import rows, start_command
+
 FOLDER = Path(__file__).parent
-REPOSITORY = FOLDER.parents[1]
 RECORD = FOLDER / "first_steps.json"
 
 
 def first_steps(dump_folder: Path) -> list[dict[str, float]]:
-    """Trains the golden configuration in one process, as a user would; loss and gradient norm of each step."""
+    """Trains the golden configuration in one process; loss and gradient norm of each step."""
     config = ["--job.config_file", str(FOLDER / "config.toml"), "--job.dump_folder", str(dump_folder)]
-    subprocess.run([sys.executable, "-m", "titanlite.train", *config], check=True, cwd=REPOSITORY, capture_output=True)
-    rows = [json.loads(line) for line in (dump_folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: row[key] for key in ("step", "loss", "grad_norm")} for row in rows]
+    program = start_command(dump_folder.parent, *config, "--data.sources.0.path", str(FOLDER / "tokens.npy"))
+    if program.wait() != 0:
+        raise RuntimeError(program.output)
+    return [{key: row[key] for key in ("step", "loss", "grad_norm")} for row in rows(dump_folder)]
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
-        rows = first_steps(Path(temporary))
-    RECORD.write_text("[\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n]\n")
-    print(f"{len(rows)} steps written to {RECORD}")
+        steps = first_steps(Path(temporary) / "out")
+    RECORD.write_text("[\n" + ",\n".join(f"  {json.dumps(step)}" for step in steps) + "\n]\n")
+    print(f"{len(steps)} steps written to {RECORD}")

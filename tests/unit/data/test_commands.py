@@ -164,6 +164,6 @@ def test_exit_codes(
 
 @pytest.mark.parametrize("name", ["tokenize", "train_tokenizer"])
 def test_they_are_commands(name: str, tmp_path: Path) -> None:
-    command = start_command(tmp_path, "--help", program=("-m", f"titanlite.data.{name}"))
-    assert command.wait() == 0
-    assert "--out" in command.output
+    program = start_command(tmp_path, "--help", program=("-m", f"titanlite.data.{name}"))
+    assert program.wait() == 0, program.output
+    assert "--out" in program.output

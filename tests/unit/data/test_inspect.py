@@ -197,7 +197,8 @@ def test_a_number_that_makes_no_sense(config: Path) -> None:
 
 def test_it_is_a_command(config: Path, tmp_path: Path) -> None:
     wrong = ("--training.seq_len", "8", "--data.seed", "-1", "--tokenizer.path", "nowhere")
-    command = start_command(tmp_path, str(config), *wrong, program=("-m", "titanlite.data.inspect"))
-    assert command.wait() == 2
-    assert "data.seed = -1" in command.output
-    assert "tokenizer.path = 'nowhere'" in command.output
+    program = start_command(tmp_path, str(config), *wrong, program=("-m", "titanlite.data.inspect"))
+    assert program.wait() == 2
+    assert program.output.startswith("error: ")
+    assert "data.seed = -1" in program.output
+    assert "tokenizer.path = 'nowhere'" in program.output

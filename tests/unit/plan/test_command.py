@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.program import REPOSITORY, Program, start_command
 from titanlite.config.load import load_config
 from titanlite.runtime.errors import ConfigError
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 CPU_SECONDS = 30.0
 RESIDENT_KIB = 1_000_000_000 // 1024
 
@@ -51,46 +51,58 @@ def run_plan(*arguments: str) -> Done:
         return Done(process.returncode, out.read(), err.read(), seconds, usage.ru_maxrss)
 
 
+def start_plan(folder: Path, name: str, *arguments: str) -> Program:
+    """On a shipped configuration, in an otherwise empty folder. Its output goes to the file `name` there."""
+    config = REPOSITORY / f"configs/{name}.toml"
+    return start_command(folder, str(config), *arguments, program=("-m", "titanlite.plan"), name=name)
+
+
+def assert_fits(output: str, ranks: int, parameters: str) -> None:
+    assert f"{parameters} parameters" in output
+    assert f"= {ranks:,} ranks" in output
+    assert "\nFits: " in output
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "ranks", "parameters"),
-    [
+def test_shipped_configurations_fit(tmp_path: Path) -> None:
+    configurations = [
         ("llama3_8b", 8, "8,030,261,248"),
         ("llama3_70b", 256, "70,553,706,496"),
-        ("llama3_405b", 4096, "405,853,388,800"),
         ("qwen3_0_6b", 8, "596,049,920"),
-    ],
-)
-def test_shipped_configurations_fit(name: str, ranks: int, parameters: str) -> None:
-    done = run_plan(str(REPOSITORY / f"configs/{name}.toml"), "--world-size", str(ranks))
+    ]
+    programs = [start_plan(tmp_path, name, "--world-size", str(ranks)) for name, ranks, _ in configurations]
+    for program, (_, ranks, parameters) in zip(programs, configurations, strict=True):
+        assert program.wait() == 0, program.output
+        assert_fits(program.output, ranks, parameters)
+    assert {path.name for path in tmp_path.iterdir()} == {name for name, *_ in configurations}
+
+
+@pytest.mark.slow
+def test_the_largest_one_fits_and_takes_little_time_and_memory() -> None:
+    done = run_plan(str(REPOSITORY / "configs/llama3_405b.toml"), "--world-size", "4096")
     assert (done.code, done.errors) == (0, "")
-    assert f"{parameters} parameters" in done.output
-    assert f"= {ranks:,} ranks" in done.output
-    assert "\nFits: " in done.output
+    assert_fits(done.output, 4096, "405,853,388,800")
     assert done.seconds < CPU_SECONDS
     assert done.resident_kib < RESIDENT_KIB
 
 
-def test_what_does_not_fit_says_what_takes_most_and_what_would_help() -> None:
-    done = run_plan(
-        str(REPOSITORY / "configs/llama3_8b.toml"), "--world-size", "8", "--activation_checkpoint.mode", "none"
-    )
-    assert done.code == 0
-    assert "\nDoes not fit: " in done.output
-    assert "Largest item: activations" in done.output
-    assert 'Try: activation_checkpoint.mode = "full"' in done.output
+def test_what_does_not_fit_says_what_takes_most_and_what_would_help(tmp_path: Path) -> None:
+    program = start_plan(tmp_path, "llama3_8b", "--world-size", "8", "--activation_checkpoint.mode", "none")
+    assert program.wait() == 0
+    assert "\nDoes not fit: " in program.output
+    assert "Largest item: activations" in program.output
+    assert 'Try: activation_checkpoint.mode = "full"' in program.output
 
 
-def test_refuses_what_training_would_refuse_and_looks_at_no_file() -> None:
-    done = run_plan(
-        str(REPOSITORY / "configs/llama3_8b.toml"), "--world-size", "24", "--parallelism.tp", "3", "--optimizer.lr", "0"
-    )
-    assert done.code == 2
-    assert done.output == ""
+def test_refuses_what_training_would_refuse_and_looks_at_no_file(tmp_path: Path) -> None:
+    wrong = ("--world-size", "24", "--parallelism.tp", "3", "--optimizer.lr", "0")
+    program = start_plan(tmp_path, "llama3_8b", *wrong)
+    assert program.wait() == 2
+    assert program.output.startswith("titanlite: the configuration has ")
     for key in ("model.n_heads = 32", "training.seq_len = 8192", "optimizer.lr = 0"):
-        assert key in done.errors
+        assert key in program.output
     for absent in ("tokenizer", "data.sources", "dump_folder", "Traceback"):
-        assert absent not in done.errors
+        assert absent not in program.output
 
 
 def test_the_same_report_as_training() -> None:

@@ -1,6 +1,5 @@
 """The end of a program that failed: who tells, what, and with which exit code. Each case is a process of its own."""
 
-import multiprocessing
 import os
 import re
 import signal
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from titanlite.runtime import failure
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.failure import FailureReport
+from titanlite.runtime.launch import fork_context
 
 WAITS = {"SILENT_WAIT_S": 0.5}
 PATIENCE_S = 200.0  # of this test on a busy machine, where it is not about time
@@ -65,8 +65,7 @@ Start = Callable[..., Program]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """start(function, *args, rank=0, local_rank=rank, **constants of the module) -> Program"""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
+    context = fork_context()
     programs: list[Program] = []
 
     def start_program(
@@ -152,14 +151,19 @@ def test_without_an_error_nothing_happens(start: Start) -> None:
 
 def test_once_connected_the_first_to_fail_tells_and_nobody_else(start: Start) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    for error in ("bug", "user", "config"):
-        first = start(fails, error, server.port, error, rank=1)
-        assert first.exit_code == (2 if error == "config" else 1)
-        assert str(ERRORS[error]) in told(first)
-        # On other ranks the same, a consequence, or by chance something else.
-        others = [start(fails, other, server.port, error, rank=rank) for rank, other in ((0, error), (2, "lost"))]
-        assert [told(other) for other in others] == ["", ""]
-        assert [other.exit_code for other in others] == [first.exit_code, 1]
+    errors = ("bug", "user", "config")
+    firsts = {error: start(fails, error, server.port, error, rank=1) for error in errors}
+    codes = {error: first.exit_code for error, first in firsts.items()}
+    assert codes == {"bug": 1, "user": 1, "config": 2}
+    # On other ranks the same, a consequence, or by chance something else.
+    others = {
+        error: [start(fails, other, server.port, error, rank=rank) for rank, other in ((0, error), (2, "lost"))]
+        for error in errors
+    }
+    for error in errors:
+        assert str(ERRORS[error]) in told(firsts[error])
+        assert [told(other) for other in others[error]] == ["", ""]
+        assert [other.exit_code for other in others[error]] == [codes[error], 1]
 
 
 def test_silent_ranks_end_after_the_one_that_tells(start: Start) -> None:
@@ -255,11 +259,10 @@ def fails_without_anyone_to_tell(what: str) -> None:
         raise ERRORS["user"]
 
 
-@pytest.mark.parametrize("what", ["piped", "closed"])
-def test_streams_that_nobody_reads_do_not_change_the_end(what: str, start: Start) -> None:
-    program = start(fails_without_anyone_to_tell, what)
-    assert program.exit_code == 1
-    assert told(program) == ("" if what == "closed" else "titanlite: no such corpus\n")
+def test_streams_that_nobody_reads_do_not_change_the_end(start: Start) -> None:
+    piped, closed = (start(fails_without_anyone_to_tell, what) for what in ("piped", "closed"))
+    assert [piped.exit_code, closed.exit_code] == [1, 1]
+    assert [told(piped), told(closed)] == ["titanlite: no such corpus\n", ""]
 
 
 def waits_in_a_library(port: int, timeout_s: float) -> None:
@@ -278,27 +281,27 @@ def computes(port: int, timeout_s: float) -> None:
             sum(range(1000))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("function", [waits_in_a_library, computes])
-def test_ctrl_c_ends_at_once_whatever_the_main_thread_does(
-    function: Callable[..., None], rank: int, start: Start
-) -> None:
+def test_ctrl_c_ends_at_once_whatever_the_main_thread_does(start: Start) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    program = start(function, server.port, 100.0, rank=rank)
-    program.wait_for("waiting")
+    places = [(function, rank) for function in (waits_in_a_library, computes) for rank in range(2)]
+    programs = [start(function, server.port, 100.0, rank=rank) for function, rank in places]
+    for program in programs:
+        program.wait_for("waiting")
     time.sleep(0.2)
     begin = time.monotonic()
-    os.kill(program.process.pid or 0, signal.SIGINT)
-    assert program.exit_code == 130
+    for program in programs:
+        os.kill(program.process.pid or 0, signal.SIGINT)
+    assert [program.exit_code for program in programs] == [130] * 4
     assert time.monotonic() - begin < 20
-    said = "\ntitanlite: interrupted\n" if rank == 0 else ""
-    assert program.text == f"running\nwaiting\n{said}"
+    for program, (_, rank) in zip(programs, places, strict=True):
+        said = "\ntitanlite: interrupted\n" if rank == 0 else ""
+        assert program.text == f"running\nwaiting\n{said}"
 
 
 def test_an_interrupted_rank_tells_of_no_lost_connection(start: Start) -> None:
     """Interrupted ranks end one after the other, and the last ones lose the first ones."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    program = start(waits_in_a_library, server.port, 2.0, rank=1, INTERRUPTED_WAIT_S=4.0)
+    program = start(waits_in_a_library, server.port, 1.0, rank=1, INTERRUPTED_WAIT_S=2.5)
     program.wait_for("waiting")
     os.kill(program.process.pid or 0, signal.SIGINT)
     assert program.exit_code == 130

@@ -26,16 +26,24 @@ import os, sys, time
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.job_lock import job_lock
 folder, go, wait_s = sys.argv[1], sys.argv[2], float(sys.argv[3])
-print("ready", flush=True)
+
+def say(text):
+    os.write(1, f"{text}\\n".encode())  # a line in one piece
+
+say("ready")
 while go and not os.path.exists(go):
     time.sleep(0.0005)
 try:
     with job_lock(folder, 0, take_over=False, environment=os.environ, wait_s=wait_s):
-        print("inside", flush=True)
+        say("inside")
         sys.stdin.read()
 except UserError as error:
-    print("refused:", error, flush=True)
+    say(f"refused: {error}")
 """
+JOBS = JOB.replace('say("ready")', 'all(os.fork() for _ in range(7))\nsay("ready")').replace(
+    'say("inside")', 'say(f"inside {os.getpid()}")'
+)
+"""Eight of them, which have imported everything when they begin."""
 
 
 @pytest.fixture(autouse=True)
@@ -314,19 +322,18 @@ def test_of_many_jobs_that_start_at_once_one_has_the_folder(tmp_path: Path, befo
         elif before == "empty":
             folder.mkdir()
             (folder / JOB_LOCK_FILE).touch()
-        command = [sys.executable, "-c", JOB, str(folder), str(go), "0"]
-        jobs = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(8)]
-        try:
-            assert [says(process) for process in jobs] == ["ready"] * 8
-            go.touch()
-            answers = [says(process) for process in jobs]
-            (winner,) = [process for process, answer in zip(jobs, answers, strict=True) if answer == "inside"]
-            assert sum(answer.startswith("refused: ") for answer in answers) == 7
-            assert all(f"process {winner.pid} on" in answer for answer in answers if answer != "inside")
-            assert owner_in(folder)["pid"] == winner.pid
-        finally:
-            for process in jobs:
-                process.communicate()
+        command = [sys.executable, "-c", JOBS, str(folder), str(go), "0"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as jobs:
+            try:
+                assert [says(jobs) for _ in range(8)] == ["ready"] * 8
+                go.touch()
+                *refused, winner = sorted((says(jobs) for _ in range(8)), key=lambda line: line.startswith("inside "))
+                pid = int(winner.removeprefix("inside "))
+                assert all(answer.startswith("refused: ") and f"process {pid} on" in answer for answer in refused)
+                assert owner_in(folder)["pid"] == pid
+            finally:
+                go.touch()
+                jobs.communicate()  # until the last of them has ended
         assert list(folder.iterdir()) == []
 
 
@@ -361,9 +368,10 @@ print(uses)
 """
 
 
-def test_no_two_jobs_are_ever_inside_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seconds", [1.0, pytest.param(30.0, marks=pytest.mark.soak)])
+def test_no_two_jobs_are_ever_inside_at_once(seconds: float, tmp_path: Path) -> None:
     """Six starters again and again: some leave in order, some die inside, some are refused."""
-    commands = [[sys.executable, "-c", USERS, str(tmp_path / "folder"), str(seed), "2.0"] for seed in range(6)]
+    commands = [[sys.executable, "-c", USERS, str(tmp_path / "folder"), str(seed), str(seconds)] for seed in range(6)]
     users = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
     outputs = [user.communicate()[0] for user in users]
     assert [user.returncode for user in users] == [0] * 6, outputs

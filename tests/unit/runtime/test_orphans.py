@@ -50,8 +50,8 @@ def runs(pid: int) -> bool:
         return False
 
 
-def outlives_its_launcher(folder: Path, before: str, environment: dict[str, str]) -> bool:
-    """Whether a worker still runs, and is ready, two seconds after its launcher was killed."""
+def outlives_its_launcher(folder: Path, before: str, environment: dict[str, str], within_s: float = 10.0) -> bool:
+    """Whether a worker still runs, and is ready, so long after its launcher was killed."""
     worker = WORKER.format(folder=folder, before=before.format(folder=folder))
     with subprocess.Popen([sys.executable, "-c", LAUNCHER, worker], env=environment) as launcher:
         wait_for(folder / ("pid" if before == WITHOUT_LAUNCHER else "ready"))
@@ -59,7 +59,7 @@ def outlives_its_launcher(folder: Path, before: str, environment: dict[str, str]
     pid = int((folder / "pid").read_text())
     try:
         (folder / "killed").touch()
-        end = time.monotonic() + 2
+        end = time.monotonic() + within_s
         while time.monotonic() < end and runs(pid):
             time.sleep(0.05)
         return runs(pid) and (folder / "ready").exists()
@@ -80,4 +80,4 @@ def test_a_rank_whose_torchrun_was_gone_before_it_could_ask_ends_too(tmp_path: P
 
 @pytest.mark.parametrize("before", ["", NO_PRCTL])
 def test_a_process_of_its_own_outlives_its_shell(before: str, tmp_path: Path) -> None:
-    assert outlives_its_launcher(tmp_path, before, {})
+    assert outlives_its_launcher(tmp_path, before, {}, within_s=1.0)

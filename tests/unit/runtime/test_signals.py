@@ -65,35 +65,31 @@ def told(process: Popen[str]) -> str:
     return process.stdout.readline()
 
 
-def still_runs(process: Popen[str], seconds: float = 0.7) -> bool:
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return True
-    return False
+def test_the_first_signal_is_remembered_while_the_main_thread_is_in_a_library(start: Start) -> None:
+    processes = {signal.Signals[name]: start(ACTIVE) for name in ("SIGTERM", "SIGINT", "SIGUSR1")}
+    for number, process in processes.items():
+        process.send_signal(number)
+    for number, process in processes.items():
+        assert told(process) == f"{number.name} {number.value}\n"
+    time.sleep(0.7)
+    assert [process.poll() for process in processes.values()] == [None] * 3
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
-def test_the_first_signal_is_remembered_while_the_main_thread_is_in_a_library(name: str, start: Start) -> None:
-    process = start(ACTIVE)
-    process.send_signal(signal.Signals[name])
-    assert told(process) == f"{name} {signal.Signals[name].value}\n"
-    assert still_runs(process)
-
-
-@pytest.mark.parametrize(("second", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_second_one_ends_the_process_at_once(second: signal.Signals, code: int, rank: int, start: Start) -> None:
-    process = start(QUICK, rank)
-    process.send_signal(signal.SIGINT)
+def test_a_second_one_ends_the_process_at_once(start: Start) -> None:
+    codes = {signal.SIGINT: 130, signal.SIGTERM: 143}
+    processes = [(second, rank, start(QUICK, rank)) for second in codes for rank in range(2)]
+    for *_, process in processes:
+        process.send_signal(signal.SIGINT)
     time.sleep(LATER_S)
-    assert process.poll() is None
+    assert [process.poll() for *_, process in processes] == [None] * 4
     begin = time.monotonic()
-    process.send_signal(second)
-    _, errors = process.communicate(timeout=30)
+    for second, _, process in processes:
+        process.send_signal(second)
+    for second, rank, process in processes:
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == codes[second]
+        assert errors == (f"\ntitanlite: {second.name} again: ended at once\n" if rank == 0 else "")
     assert time.monotonic() - begin < 5
-    assert process.returncode == code
-    assert errors == (f"\ntitanlite: {second.name} again: ended at once\n" if rank == 0 else "")
 
 
 def test_the_same_signal_by_two_ways_is_one(start: Start) -> None:
@@ -102,7 +98,8 @@ def test_the_same_signal_by_two_ways_is_one(start: Start) -> None:
         process.send_signal(number)
         time.sleep(0.05)
     assert told(process) == "SIGINT 2\n"
-    assert still_runs(process)
+    time.sleep(0.7)
+    assert process.poll() is None
 
 
 def test_an_early_warning_never_ends_the_process_nor_makes_the_next_signal_the_second(start: Start) -> None:
@@ -116,11 +113,12 @@ def test_an_early_warning_never_ends_the_process_nor_makes_the_next_signal_the_s
     assert process.wait(30) == 143
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
-def test_before_it_is_active_nothing_changes(number: signal.Signals, code: int, start: Start) -> None:
-    process = start(BEGIN + WAIT)
-    process.send_signal(number)
-    assert process.wait(30) == code
+def test_before_it_is_active_nothing_changes(start: Start) -> None:
+    codes = {signal.SIGINT: 130, signal.SIGTERM: -signal.SIGTERM}
+    processes = {number: start(BEGIN + WAIT) for number in codes}
+    for number, process in processes.items():
+        process.send_signal(number)
+    assert {number: process.wait(30) for number, process in processes.items()} == codes
 
 
 def test_a_signal_at_any_moment_of_the_activation_ends_the_process_or_is_remembered() -> None:

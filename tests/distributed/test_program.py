@@ -1,0 +1,109 @@
+"""Forked programs do what real ones do: output, exit code, files; and none is left behind."""
+
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.program import (
+    PATIENCE_S,
+    PYTHON,
+    TORCHRUN,
+    ForkedProcesses,
+    Program,
+    Starter,
+    rows,
+    start_program,
+)
+
+SCRIPT = """
+import os, signal, sys, time
+what = sys.argv[-1]
+if what == "imports":
+    print([name for name in ("datasets", "huggingface_hub", "transformers") if name in sys.modules])
+elif what == "raises":
+    raise ValueError("planted")
+elif what == "leaves" or os.environ["RANK"] == "1":
+    while what == "stays" and not os.path.exists("staying"):
+        time.sleep(0.01)
+    print("not flushed")
+    sys.exit(3)
+else:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("stays", flush=True)
+    open("staying", "w").close()
+    time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> tuple[str]:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    return (str(tmp_path / "script.py"),)
+
+
+def told(program: Program) -> list[str]:
+    """Its lines, without what the clock says, folders, and torchrun's own."""
+    titanlites = program.output.replace(str(program.workplace), "FOLDER")
+    lines = re.split(r"^[WE]\d{4} .* torch/distributed/elastic", titanlites, maxsplit=1, flags=re.MULTILINE)[0]
+    lines = re.sub(r"^\d\d:\d\d:\d\d ", "", lines, flags=re.MULTILINE)
+    return re.sub(r"[\d,]+ tokens/s.*", "", lines).splitlines()
+
+
+def files(program: Program) -> list[str]:
+    return sorted(str(path.relative_to(program.workplace)) for path in program.workplace.rglob("*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("arguments", [["--training.steps", "2"], ["--training.steps", "0", "--model.dim", "7"]])
+def test_a_forked_program_is_as_a_real_one(arguments: list[str], ranks: int, tmp_path: Path, start: Starter) -> None:
+    programs = []
+    for launcher in (None, TORCHRUN if ranks else PYTHON):
+        workplace = tmp_path / str(len(programs))
+        workplace.mkdir()
+        programs.append(start(workplace, *arguments, ranks=ranks, launcher=launcher))
+    forked, real = programs
+    assert forked.wait() == real.wait()
+    assert told(forked) == told(real)
+    assert files(forked) == files(real)
+    if forked.wait() == 0:
+        assert any(line.startswith("Done: 2 steps") for line in told(real))
+        numbers = [[(row["loss"], row["grad_norm"]) for row in rows(it.workplace / "out")] for it in programs]
+        assert numbers[0] == numbers[1]
+
+
+def test_how_a_forked_process_ends(script: tuple[str], tmp_path: Path, start: Starter) -> None:
+    codes = {"imports": 0, "raises": 1, "leaves": 3}
+    programs = {name: start(tmp_path, name, program=script, name=name) for name in codes}
+    assert {name: program.wait() for name, program in programs.items()} == codes
+    # Libraries that read the environment as they are imported: each program has its own.
+    assert programs["imports"].output == "[]\n"
+    assert programs["leaves"].output == "not flushed\n"
+    assert programs["raises"].output.endswith("\nValueError: planted\n")
+
+
+def test_the_first_rank_that_fails_ends_the_others_whatever_they_do(
+    script: tuple[str], tmp_path: Path, start: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ForkedProcesses, "KILL_S", 0.2)
+    program = start(tmp_path, "stays", ranks=2, program=script)
+    assert program.wait() == 1
+    assert sorted(program.output.split("\n")) == ["", "not flushed", "stays"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_program_that_is_closed_leaves_no_process(script: tuple[str], tmp_path: Path) -> None:
+    program = start_program(tmp_path, "stays", program=script, environment={"RANK": "0"})
+    program.wait_for("stays")
+    assert program.processes() == [program.process.pid]
+    program.process.send_signal(signal.SIGTERM)
+    program.close()
+    assert program.wait() == -signal.SIGKILL
+    end = time.monotonic() + PATIENCE_S
+    while program.processes():
+        assert time.monotonic() < end
+        time.sleep(0.01)
