@@ -40,6 +40,9 @@ def small_config(world_size: int, *overrides: str) -> JobConfig:
         "lr_schedule.decay=none",
     ]
     given = {item.split("=", 1)[0]: item.split("=", 1)[1] for item in (*settings, *overrides)}
+    if world_size > 2 and given["optimizer.name"] == "SGD":
+        # for many tensors at once, DTensor tries all placements on a mesh of several axes: seconds on each rank
+        given.setdefault("optimizer.implementation", "for-loop")
     return load_config([f"--{key}={value}" for key, value in given.items()], world_size=world_size, device_type="cpu")
 
 
