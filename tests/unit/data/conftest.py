@@ -1,5 +1,6 @@
 """Small corpora in temporary folders, and a cache folder of each test's own."""
 
+import functools
 import json
 import sysconfig
 from collections.abc import Callable
@@ -7,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from titanlite.data import index, streamed
 from titanlite.data.bpe import train_bpe
+from titanlite.data.hub import hub_files
 from titanlite.data.tokenizer import Tokenizer
 
 SENTENCE = "the model reads a few words and learns which of them follow the others in a text"
@@ -18,6 +21,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("TITANLITE_CACHE", str(folder))
     return folder
+
+
+@pytest.fixture
+def hub_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The many loaders of a test need not ask `datasets` each time."""
+    for module in (streamed, index):
+        monkeypatch.setattr(module, "hub_files", functools.cache(hub_files))
 
 
 @pytest.fixture(scope="session")

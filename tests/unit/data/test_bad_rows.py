@@ -1,6 +1,5 @@
 """Nine kinds of faults in every kind of text: what is said of them, and at the same step on every mesh."""
 
-import functools
 import gzip
 import json
 import tracemalloc
@@ -14,9 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from titanlite.data import index, streamed
 from titanlite.data.config import DataConfig
-from titanlite.data.hub import hub_files
 from titanlite.data.loader import Loader, build_loader
 from titanlite.data.sources import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
@@ -96,10 +93,8 @@ def cases() -> Iterator[Case]:
 
 
 @pytest.fixture(autouse=True)
-def hugging_face_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def hugging_face_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub_asked_once: None) -> None:  # noqa: ARG001
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    for module in (streamed, index):  # the many loaders of a test need not ask each time
-        monkeypatch.setattr(module, "hub_files", functools.cache(hub_files))
 
 
 def write(file: Path, data: bytes | pa.Table) -> None:
@@ -187,7 +182,7 @@ def until_error(run: Run) -> tuple[int, str]:
     pytest.fail("there was no error")
 
 
-SLOW_KINDS = ("jsonl.gz", "hf jsonl", "hf parquet")
+SLOW_KINDS = ("jsonl.gz", "hf jsonl", "hf jsonl.gz", "hf parquet")
 """Left out of the quick size, but for the fault that is theirs alone: the other kinds have their readers too."""
 
 

@@ -402,6 +402,7 @@ def origins_of(section: DataConfig, tokenizer: Tokenizer, degree: int, state: to
     return found, after
 
 
+@pytest.mark.usefixtures("hub_asked_once")
 @pytest.mark.parametrize("num_streams", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_killed_anywhere_a_streamed_mixture_goes_on_on_any_mesh(
     num_streams: int, dataset: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch

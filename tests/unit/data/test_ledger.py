@@ -79,6 +79,7 @@ class Run:
             part.close()
 
 
+@pytest.mark.usefixtures("hub_asked_once")
 @pytest.mark.parametrize("packing", ["concatenate", "none"])
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_a_killed_run_has_the_ledger_of_an_uninterrupted_one(

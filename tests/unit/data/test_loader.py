@@ -92,7 +92,7 @@ def test_sequence_n_is_the_next_of_stream_n_mod_s(
     assert [row for step in steps for row in step] == [(*streams[n % STREAMS][n // STREAMS], n) for n in range(160)]
 
 
-@pytest.mark.parametrize("global_batch_size", [16, 32])
+@pytest.mark.parametrize("global_batch_size", [16, pytest.param(32, marks=pytest.mark.slow)])
 def test_a_step_has_the_same_content_for_every_mesh(make: Any, global_batch_size: int) -> None:
     reference = make(local_batch_size=1, global_batch_size=global_batch_size)
     expected = steps_of([reference], 12)

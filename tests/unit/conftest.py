@@ -1,0 +1,19 @@
+"""Settings of all unit tests."""
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def one_file_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stdlib")
+    (folder / "module.py").write_text("# the only module\n")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def small_standard_library(one_file_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands in for python-stdlib, the default source: each check of a configuration lists its files."""
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(one_file_library)})
