@@ -101,16 +101,16 @@ class Program:
 
     def ranks(self) -> dict[int, int]:
         """Living processes that a launcher has started, by rank."""
-        if isinstance(self.process, ForkedProcesses):
-            return self.process.running()
         environments = {pid: read(Path(f"/proc/{pid}/environ")) for pid in self.processes()}
         found = {pid: re.search(r"(?:^|\0)RANK=(\d+)\0", text) for pid, text in environments.items()}
         return {int(match[1]): pid for pid, match in found.items() if match}
 
     def processes(self) -> list[int]:
-        """All living processes that were started by this program, whoever is their parent now. Linux only."""
-        if isinstance(self.process, ForkedProcesses):  # /proc shows the environment of the fork server
-            return list(self.process.running().values())
+        """All living processes that were started by this program, whoever is their parent now. Linux only.
+
+        Not for forked programs: /proc shows the environment that a process was started with.
+        """
+        assert isinstance(self.process, subprocess.Popen)
         mark = f"TITANLITE_CACHE={self.workplace / 'cache'}\0"
         folders = [folder for folder in Path("/proc").iterdir() if folder.name.isdecimal()]
         return [int(folder.name) for folder in folders if mark in read(folder / "environ")]
@@ -242,13 +242,10 @@ class ForkedProcesses:
 
     def send_signal(self, number: int) -> None:
         """To all processes that still run."""
-        for pid in self.running().values():
-            os.kill(pid, number)
-
-    def running(self) -> dict[int, int]:
-        """Process by rank."""
-        found = {rank: process.pid for rank, process in enumerate(self._processes) if process.exitcode is None}
-        return {rank: pid for rank, pid in found.items() if pid is not None}
+        for process in self._processes:
+            if process.exitcode is None:
+                assert process.pid is not None
+                os.kill(process.pid, number)
 
 
 def torchrun_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
