@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor.debug as dtensor
 
 from titanlite.runtime import launch
 from titanlite.runtime.logging import log
@@ -161,6 +162,7 @@ class _State:
         torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = self._cudnn
         torch.set_grad_enabled(True)
         torch._dynamo.reset()
+        dtensor._clear_sharding_prop_cache()  # its entries name the meshes, and so the process groups, of this case
         signal.set_wakeup_fd(-1)
         for number, handler in self._signals.items():
             signal.signal(number, handler)

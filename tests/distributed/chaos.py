@@ -41,17 +41,13 @@ class Mesh:
 
 @dataclass
 class Chaos:
-    """A run with its faults. meshes: of its starts, in turn. said: of all programs that have ended, one text each.
-
-    launcher: LAUNCHER, or None for forked ranks, which nobody starts again.
-    """
+    """A run with its faults. meshes: of its starts, in turn. said: of all programs that have ended, one text each."""
 
     start: Starter
     workplace: Path
     steps: int
     random: Random
     meshes: Sequence[Mesh]
-    launcher: Sequence[str] | None = LAUNCHER
     said: list[str] = field(default_factory=list)
     damaged: list[int] = field(default_factory=list)
     """Steps whose checkpoints were."""
@@ -76,7 +72,7 @@ class Chaos:
                 *("--training.steps", str(self.steps)),
                 *mesh.arguments,
                 ranks=mesh.ranks,
-                launcher=self.launcher,
+                launcher=LAUNCHER,
                 name=f"output{number}",
             )
         return self.program
@@ -126,22 +122,15 @@ Fault = Callable[[Chaos], None]
 
 
 def kill_a_rank(chaos: Chaos) -> None:
-    """torchrun starts all of them again; without it the run ends."""
-    if chaos.launcher is None:
-        ended_by(chaos, lambda: os.kill(chaos.some_rank(), signal.SIGKILL))
-        return
+    """torchrun starts all of them again."""
     begun = chaos.go_on().output.count(START)
     os.kill(chaos.some_rank(), signal.SIGKILL)
     chaos.wait_until(lambda: chaos.go_on().output.count(START) > begun)
 
 
 def kill_torchrun(chaos: Chaos) -> None:
-    ended_by(chaos, chaos.go_on().process.kill)
-
-
-def ended_by(chaos: Chaos, kill: Callable[[], None]) -> None:
     newest = max([0, *chaos.published()])
-    kill()
+    chaos.go_on().process.kill()
     chaos.ended()
     assert newest <= max([0, *chaos.published()])
     chaos.expected = max([0, *chaos.published()])

@@ -89,8 +89,8 @@ def start_runs(folder: Path, starts: Sequence[Start]) -> list[Outcome]:
     return [_merged([found[n] for found in by_rank if found[n] is not None]) for n in range(len(starts))]
 
 
-def write_corpus(path: Path, windows: int = 35, seq_len: int = 16) -> None:
-    """Small: of 8 streams the first three have an epoch of 5 steps, the others one of 4."""
+def write_corpus(path: Path, windows: int = 70, seq_len: int = 16) -> None:
+    """Small: of 16 streams the first have an epoch of 5 steps, the others one of 4."""
     np.save(path, np.load(TOKENS)[: windows * seq_len + 1])
 
 
@@ -186,8 +186,7 @@ def _start(folder: str, store: str, rank: int, start: Start) -> dict[str, Any]:
                 start.ranks,
                 *(f"job.dump_folder={folder}/{start.run}", f"data.sources.0.path={folder}/{CORPUS}"),
                 *("checkpoint.enable=true", "checkpoint.interval=2", "metrics.log_freq=1"),
-                *("training.steps=8", "training.global_batch_size=8", "training.local_batch_size=4"),
-                "training.max_norm=1.0",
+                *("training.steps=8", "training.local_batch_size=4", "training.max_norm=1.0"),
                 *("optimizer.name=AdamW", "optimizer.lr=1e-2", "lr_schedule.warmup_steps=3"),
                 *start.settings,
             )

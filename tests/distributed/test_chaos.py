@@ -1,13 +1,12 @@
 """A run through faults of all kinds ends as the run that nothing has happened to."""
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from tests.distributed.chaos import FAULTS, LAUNCHER, Chaos, Mesh, assert_gone_on_each_time, survive
+from tests.distributed.chaos import FAULTS, Chaos, Mesh, assert_gone_on_each_time, survive
 from tests.distributed.program import Starter
 from tests.distributed.recovered import Undisturbed, assert_as_undisturbed
 from tests.distributed.resuming import numbers
@@ -27,22 +26,17 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 @pytest.mark.parametrize(
-    ("steps", "names", "launcher"),
+    ("steps", "names"),
     [
-        pytest.param(30, SHORT, None, id="short", marks=pytest.mark.slow),
-        pytest.param(300, EACH_TWICE, LAUNCHER, id="long", marks=[pytest.mark.soak, pytest.mark.timeout(7200)]),
+        pytest.param(30, SHORT, id="short", marks=pytest.mark.soak),
+        pytest.param(300, EACH_TWICE, id="long", marks=[pytest.mark.soak, pytest.mark.timeout(7200)]),
     ],
 )
 def test_a_run_through_all_faults_ends_bit_for_bit_as_without_them(
-    steps: int,
-    names: list[str],
-    launcher: Sequence[str] | None,
-    tmp_path: Path,
-    start: Starter,
-    undisturbed: Undisturbed,
+    steps: int, names: list[str], tmp_path: Path, start: Starter, undisturbed: Undisturbed
 ) -> None:
     random = Random(4)
-    chaos = Chaos(start, tmp_path, steps, random, TWO_RANKS, launcher)
+    chaos = Chaos(start, tmp_path, steps, random, TWO_RANKS)
     survive(chaos, random.sample(names, len(names)))
     assert_gone_on_each_time(chaos.said)
     assert_as_undisturbed(tmp_path / "out", steps, undisturbed(steps))

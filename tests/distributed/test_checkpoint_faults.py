@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 WORLD = 2
 FAILING = 2
-"""The step whose save fails where a run is to survive a fault; the ones before and after it do not."""
+"""The step whose save fails where a run is to survive a fault; the one before it and those after it do not."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ KILLED = {
     "back": Scenario(4, "b", 1, {"load_step": 2}),
     "leftovers": Scenario(2, "a", 1, leftovers=True),
 }
-SURVIVING = Scenario(0, "a", FAILING + 1, {"keep_latest_k": 1}, armed_at=FAILING)
+SURVIVING = Scenario(0, "a", 4, {"keep_latest_k": 1}, armed_at=FAILING)
 MODES, POLICIES = ("disabled", "async"), ("stop", "continue")
 
 

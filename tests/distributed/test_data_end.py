@@ -64,12 +64,12 @@ def test_seven_rows_on_one_two_and_four_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_fewer_rows_than_ranks(tmp_path: Path) -> None:
-    """One row for two ranks: the second has only masked sequences, from the first step on."""
-    data = write_rows(tmp_path, 1)
-    (outcome,) = start_runs(tmp_path, [Start((*FINITE, *data), 2)])
+    """Three rows for four ranks: the fourth has only masked sequences, from the first step on."""
+    data = write_rows(tmp_path, 3)
+    (outcome,) = start_runs(tmp_path, [Start((*FINITE, *data), 4)])
     assert outcome.error == ""
     assert checkpoints_of(outcome) == ["step-1"]
-    assert trained_on(tmp_path / "run") == [(0, 0)]
+    assert trained_on(tmp_path / "run") == [(0, 0), (0, 1), (0, 2)]
 
 
 def finite_and_repeating(folder: Path) -> tuple[str, ...]:

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests import pool
 from tests.distributed.layouts import BOUNDS, Layout, measure
@@ -83,6 +85,21 @@ def test_the_process_is_as_new_for_each_case(tmp_path: Path) -> None:
     for rank in (*before, *new):
         del rank["python draws"]  # the interpreter seeds them anew in each forked process
     assert before == new
+
+
+def sum_of_a_sharded_tensor(earlier_groups: int) -> float:
+    """By DTensor, whose caches of operations name the mesh of the first case that used them."""
+    for _ in range(earlier_groups):
+        dist.new_group()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("shard", "alone"))["shard"]
+    tensor = distribute_tensor(torch.ones(6), mesh, [Shard(0)])
+    return float(tensor.detach().full_tensor().sum())
+
+
+def test_meshes_of_an_earlier_case_are_forgotten() -> None:
+    """Groups of a case have other names than those of the one before."""
+    for earlier_groups in (3, 0, 5):
+        assert run_ranks(sum_of_a_sharded_tensor, 2, earlier_groups) == [6.0, 6.0]
 
 
 def gradient_error(plant: str) -> float:

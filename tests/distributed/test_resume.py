@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 STEPS = 10
 KILLS = (
     (4, 1),  # between two microbatches of step 4; step 2 is saved
-    (5, 0),  # step 4 is saved: of 8 streams five stand at the beginning of their second epoch, three do not
+    (5, 0),  # step 4 is saved: of 16 streams ten stand at the beginning of their second epoch, six do not
     (5, 0),  # right after the resume
 )
 SETTINGS = (f"training.steps={STEPS}", "training.local_batch_size=2")
@@ -73,7 +73,7 @@ def write_text(folder: Path, vocabulary: str = "abcdefghijklmnopqrstuvwxyz ") ->
     tokenizer.save(str(folder / "tokenizer.json"))
     generator = torch.Generator().manual_seed(5)
     with (folder / "corpus.jsonl").open("w") as file:
-        for n in range(30):
+        for n in range(60):
             ids = torch.randint(26, (1 + 7 * (n % 9),), generator=generator)
             file.write(json.dumps({"text": "".join("abcdefghijklmnopqrstuvwxyz"[i] for i in ids)}) + "\n")
     return (

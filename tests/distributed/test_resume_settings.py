@@ -47,7 +47,7 @@ REFUSED = [
     ("model.n_layers=3", "model.n_layers: 2 in the checkpoint, 3 now", "resume with the model of the checkpoint"),
     ("model.vocab_size=140", "model.vocab_size: 131 in", "resume with the model of the checkpoint"),
     ("training.seq_len=8", "seq_len: 16 in the checkpoint, 8 now", "the checkpoint's training.seq_len"),
-    ("data.num_streams=4", "num_streams: 8 in the checkpoint, 4 now", "data.num_streams: leave the key out"),
+    ("data.num_streams=8", "num_streams: 16 in the checkpoint, 8 now", "data.num_streams: leave the key out"),
     ("training.dtype=float32", "dtype: float64 in the checkpoint, float32 now", "the checkpoint's training.dtype"),
     ("optimizer.name=SGD", "optimizer: AdamW in the checkpoint, SGD now", "the checkpoint's optimizer.name"),
     ("data.seed=3", "data: ", "--checkpoint.accept_changes '[\"data\"]'"),
@@ -95,7 +95,7 @@ def test_what_may_change_is_said_in_a_line_or_accepted_or_of_no_account(tmp_path
         ("base", (), 1, ()),
         (
             "base",
-            ("training.local_batch_size=2", "metrics.log_freq=4", "training.gc_freq=3", "parallelism.dp_shard=2"),
+            ("training.local_batch_size=8", "metrics.log_freq=4", "training.gc_freq=3", "parallelism.dp_shard=2"),
             2,
             (),
         ),
@@ -151,8 +151,8 @@ def ledger(outcome: Outcome) -> dict[int, str]:
 
 @pytest.mark.slow
 def test_a_changed_global_batch_goes_on_in_the_data_without_loss_or_repetition(tmp_path: Path) -> None:
-    """12 is no multiple of the 8 streams, 6 has fewer rows than there are streams."""
-    sizes = [("12", 1, "4"), ("6", 2, "3"), ("8", 1, "8")]
+    """24 is no multiple of the 16 streams, 6 has fewer rows than there are streams."""
+    sizes = [("24", 1, "4"), ("6", 2, "3"), ("16", 1, "16")]
     whole, first, *changed = start_runs(
         tmp_path,
         [
@@ -171,14 +171,14 @@ def test_a_changed_global_batch_goes_on_in_the_data_without_loss_or_repetition(t
         ],
     )
     expected, found = ledger(whole), ledger(first)
-    for outcome, before, (size, _, _) in zip(changed, ("8", "12", "6"), sizes, strict=True):
+    for outcome, before, (size, _, _) in zip(changed, ("16", "24", "6"), sizes, strict=True):
         assert outcome.error == ""
         said = [line for line in outcome.said if line.startswith("Changed since")]
         assert said == [
             f"Changed since the checkpoint: training.global_batch_size: {before} in the checkpoint, {size} now"
         ]
         found |= ledger(outcome)
-    handed_out = 3 * (8 + 12 + 6 + 8)
+    handed_out = 3 * (16 + 24 + 6 + 16)
     assert sorted(found) == list(range(handed_out))
     assert {n: found[n] for n in expected if n < handed_out} == {n: expected[n] for n in expected if n < handed_out}
     assert [row["tokens_seen"] for row in numbers(tmp_path / "run")][-1] == handed_out * 16

@@ -2,6 +2,7 @@
 
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,4 +17,9 @@ def one_file_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def small_standard_library(one_file_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stands in for python-stdlib, the default source: each check of a configuration lists its files."""
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(one_file_library)})
+    get_paths = sysconfig.get_paths
+
+    def small(*scheme: Any, **options: Any) -> dict[str, str]:
+        return get_paths(*scheme, **options) | ({} if scheme or options else {"stdlib": str(one_file_library)})
+
+    monkeypatch.setattr(sysconfig, "get_paths", small)
