@@ -15,4 +15,4 @@ use_environment test
 cd "$repo"
 export OMP_NUM_THREADS=1 # tests start several ranks
 # In the order of the files: the long ones, of several ranks, come first
-exec "$python" -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"
+exec "$python" -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"

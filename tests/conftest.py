@@ -10,7 +10,8 @@ from tests.durations import pytest_runtest_logreport, pytest_terminal_summary  #
 from tests.pool import close_pools
 from titanlite.runtime.launch import fork_context
 
-os.environ["PYTHONPATH"] = str(REPOSITORY)  # for the fork server, which imports modules of the tests ahead of time
+# For the fork server, which imports modules of the tests ahead of time
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
 
 
 @pytest.hookimpl(tryfirst=True)

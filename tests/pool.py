@@ -18,6 +18,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,10 +35,12 @@ launch.PRELOAD = (*launch.PRELOAD, "titanlite.train", "titanlite.parity.measure"
 _WATCHED = ("titanlite", "torch.nn", "torch.distributed")
 """Packages whose code cases replace. Not torch.optim, which wraps `step` of its classes when they are first used."""
 _RESET_S = 60.0
+_MOST_THREADS = 100
+"""Above which a pool is closed: gloo's threads outlive their process groups."""
 
 
 class Pool:
-    """Ranks that wait for cases. A case that fails, hangs or leaves replaced code behind closes it."""
+    """Ranks that wait for cases. A case that fails, hangs, or leaves replaced code or too many threads closes it."""
 
     def __init__(self, world_size: int) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -108,13 +111,10 @@ def _serve(rank: int, world_size: int, folder: str, connection: Connection) -> N
     before = _State()
     case = 0
     while True:
-        try:
-            function, args, timeout_s = connection.recv()
-        except EOFError:
-            return
-        code = _replaceable_code()
         case += 1
         try:
+            function, args, timeout_s = connection.recv()
+            code = _replaceable_code()
             store = dist.FileStore(f"{folder}/store-{case}", world_size)
             timeout = timedelta(seconds=timeout_s)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -128,8 +128,14 @@ def _serve(rank: int, world_size: int, folder: str, connection: Connection) -> N
             dist.destroy_process_group()
         before.restore()
         after = _replaceable_code()
-        replaced = any(after.get(name) is not value for name, value in code.items())
-        connection.send_bytes(json.dumps({"result": replaced}).encode())
+        is_spoiled = any(after.get(name) is not value for name, value in code.items()) or _threads() > _MOST_THREADS
+        connection.send_bytes(json.dumps({"result": is_spoiled}).encode())
+
+
+def _threads() -> int:
+    """Threads of this process, those of libraries included; 0 if the system does not tell."""
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.exists() else 0
 
 
 class _State:

@@ -90,6 +90,13 @@ def mean_per_rank(trainer: Trainer) -> None:
     trainer.count_valid_tokens = count  # type: ignore[method-assign]
 
 
+def own_count(trainer: Trainer) -> None:
+    """Each rank counts its own valid tokens only."""
+    trainer.count_valid_tokens = lambda batches: torch.stack(  # type: ignore[method-assign]
+        [(batch.labels != IGNORE_INDEX).sum() for batch in batches]
+    ).sum()
+
+
 def averaging_reduction(trainer: Trainer) -> None:
     """The reduction divides by the number of ranks."""
     for module in wrapped_modules(trainer.model_parts[0]):
@@ -375,6 +382,7 @@ def on_both(name: str, planted: Around, seen: set[str], first: str) -> list[Mist
 
 OF_DATA = (
     *on_both("each rank divides by its own count", changed(mean_per_rank), STEP, "valid tokens: the ranks disagree"),
+    Mistake("token counts of each rank", SHARD, changed(own_count), STEP, "valid tokens: the ranks disagree"),
     *on_both("the reduction averages over the ranks", changed(averaging_reduction), GRADIENT, "gradient of"),
     Mistake("torch's own average over the replicas", REPLICATE, changed(averaged_replicas), GRADIENT, "gradient of"),
     Mistake(
@@ -384,7 +392,14 @@ OF_DATA = (
     *on_both("the last microbatch is not synchronized", without_last_sync, GRADIENT, "gradient of"),
     *on_both("the forward pass bypasses the wrapper", changed(bypassed_wrapper), RUNTIME_ERROR, "RuntimeError"),
     Mistake("all data ranks read the first one's rows", SHARD, rows_of_the_first_rank, STEP, "tokens: sequence 1 "),
-    *on_both("initial weights from a rank's own generator", random_by_rank, WEIGHTS, "weights: tok_embeddings.weight"),
+    Mistake(
+        "initial weights from a rank's own generator",
+        *(REPLICATE, random_by_rank, WEIGHTS, "initial weights: tok_embeddings.weight (the ranks disagree)"),
+    ),
+    Mistake(
+        "initial weights from a rank's own generator",
+        *(SHARD, random_by_rank, WEIGHTS, "initial weights: tok_embeddings.weight"),
+    ),
 )
 OF_TENSORS = (
     Mistake("initial weights by torch's random numbers on DTensors", TP, random_by_torch, WEIGHTS, "initial weights"),

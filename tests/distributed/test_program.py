@@ -2,19 +2,23 @@
 
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
 from tests.distributed.program import (
     PATIENCE_S,
     PYTHON,
+    REPOSITORY,
     TORCHRUN,
     ForkedProcesses,
     Program,
     Starter,
+    clean_environment,
     rows,
     start_program,
 )
@@ -107,3 +111,34 @@ def test_a_program_that_is_closed_leaves_no_process(script: tuple[str], tmp_path
     while program.processes():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+COMMANDS = (
+    *("train", "parity", "plan", "generate", "evaluate", "convert"),
+    *("data.inspect", "data.tokenize", "data.train_tokenizer", "data.ledger"),
+)
+
+
+@pytest.mark.slow
+def test_each_command_imports_what_it_needs_and_tells_problems_on_stderr(tmp_path: Path) -> None:
+    """Really started: a forked program has modules that others have imported, and one file for both streams."""
+    processes = {}
+    for name in COMMANDS:
+        command = [sys.executable, "-m", f"titanlite.{name}", "--help"]
+        environment = clean_environment() | {"PYTHONPATH": str(REPOSITORY)}
+        processes[name] = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=PIPE, stderr=PIPE, text=True)
+    wrong = [
+        sys.executable,
+        "-m",
+        "titanlite.plan",
+        str(REPOSITORY / "configs" / "quickstart.toml"),
+        "--world-size",
+        "0",
+    ]
+    refused = subprocess.run(wrong, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "--world-size" in refused.stderr
+    for name, process in processes.items():
+        output, errors = process.communicate(timeout=PATIENCE_S)
+        assert (process.returncode, errors) == (0, ""), name
+        assert "usage" in output.lower(), name

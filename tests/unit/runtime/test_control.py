@@ -71,19 +71,19 @@ def test_an_exchange_does_not_wait_for_a_rank_that_is_late_in_the_same_step() ->
 
 def lose_a_rank(how: str) -> Any:
     """What rank 0 gets where rank 1 never comes to the second step."""
-    control = Control(group(timeout_s=1.0))
+    control = Control(group(timeout_s=2.0))
     control.exchange(Flags())
     if dist.get_rank() == 1:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(3)
+        time.sleep(6)
         return None
     begin = time.monotonic()
     try:
         control.exchange(Flags())
         control.exchange(Flags())
     except RuntimeError as error:
-        assert time.monotonic() - begin < 2.5
+        assert time.monotonic() - begin < 5
         if how == "killed":
             raise ValueError(f"raised: {error}") from None
         return "raised"
