@@ -35,8 +35,8 @@ launch.PRELOAD = (*launch.PRELOAD, "titanlite.train", "titanlite.parity.measure"
 _WATCHED = ("titanlite", "torch.nn", "torch.distributed")
 """Packages whose code cases replace. Not torch.optim, which wraps `step` of its classes when they are first used."""
 _RESET_S = 60.0
-_MOST_THREADS = 100
-"""Above which a pool is closed: gloo's threads outlive their process groups."""
+_MOST_THREADS = 20
+"""Above which a pool is closed: gloo's threads outlive their process groups, and poll (docs/LOG.md)."""
 
 
 class Pool:

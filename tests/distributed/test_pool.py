@@ -5,7 +5,9 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -105,18 +107,32 @@ def test_meshes_of_an_earlier_case_are_forgotten() -> None:
 def gradient_error(plant: str) -> float:
     """Of a step of two replicas. plant: "mutate" spoils the trainer, "leave" its class."""
     if plant == "leave":
-        Trainer.count_valid_tokens = lambda self, batches: torch.tensor(7)  # type: ignore[method-assign] # noqa: ARG005
+        replace_code()
     with changed(averaging_reduction)() if plant == "mutate" else nullcontext():
         return measure(REPLICATE).gradient
 
 
 def test_a_planted_bug_does_not_reach_the_next_case() -> None:
-    """Neither one that goes with its trainer, nor code that a case replaced and left so: that ends the pool."""
-    before = pids()
-    for plant, same_processes in (("mutate", True), ("leave", False)):
+    """Neither one that goes with its trainer, nor code that a case replaced and left so."""
+    for plant in ("mutate", "leave"):
         assert min(run_ranks(gradient_error, 2, plant)) > 1e-3
         assert max(run_ranks(gradient_error, 2, "")) <= BOUNDS["float64"]
-        assert (pids() == before) == same_processes
+
+
+def replace_code() -> None:
+    Trainer.count_valid_tokens = lambda self, batches: torch.tensor(7)  # type: ignore[method-assign] # noqa: ARG005
+
+
+def leave_threads() -> None:
+    for _ in range(30):
+        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+
+
+@pytest.mark.parametrize("case", [replace_code, leave_threads])
+def test_a_case_that_leaves_replaced_code_or_threads_ends_the_pool(case: Callable[[], None]) -> None:
+    before = pids()
+    run_ranks(case, 2)
+    assert not set(pids()) & set(before)
 
 
 def fail(how: str) -> None:
