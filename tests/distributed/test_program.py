@@ -52,7 +52,7 @@ def script(tmp_path: Path) -> tuple[str]:
 def told(program: Program) -> list[str]:
     """Its lines, without what the clock says, folders, and torchrun's own."""
     titanlites = program.output.replace(str(program.workplace), "FOLDER")
-    lines = re.split(r"^[WE]\d{4} .* torch/distributed/elastic", titanlites, maxsplit=1, flags=re.MULTILINE)[0]
+    lines = re.split(r"^[WE]\d{4} .*torch/distributed/elastic", titanlites, maxsplit=1, flags=re.MULTILINE)[0]
     lines = re.sub(r"^\d\d:\d\d:\d\d ", "", lines, flags=re.MULTILINE)
     return re.sub(r"[\d,]+ tokens/s.*", "", lines).splitlines()
 
