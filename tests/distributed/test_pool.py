@@ -146,6 +146,7 @@ def fail(how: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "message"),
     [
