@@ -2,16 +2,15 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.distributed.program import REPOSITORY
 from tests.durations import pytest_runtest_logreport, pytest_terminal_summary  # noqa: F401 these are hooks
-from tests.pool import close_pools
-from titanlite.runtime.launch import fork_context
 
 # For the fork server, which imports modules of the tests ahead of time
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+REPOSITORY = str(Path(__file__).resolve().parents[1])
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [REPOSITORY, os.environ.get("PYTHONPATH", "")]))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -25,6 +24,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def pools() -> Iterator[None]:
     """Ends the ranks that served the tests."""
+    # Here: pytest's first process starts its workers only when this file is imported, and runs no test itself
+    from tests.pool import close_pools
+    from titanlite.runtime.launch import fork_context
+
     fork_context()  # before anything starts the fork server: what it imports
     yield
     close_pools()

@@ -153,8 +153,8 @@ SLOW = (
     Layout((1, 1, 2, 4), FOUR_KV_HEADS),
     Layout((1, 2, 1, 4), FOUR_KV_HEADS),
     Layout((2, 2, 2, 1), (*schedule("Interleaved1F1B"), *EVERY), accumulation=3, rows=48),
-    Layout((2, 1, 2, 2), (*schedule("1F1B"), *depth(5), *BY_LAYER)),
-    Layout((2, 2, 1, 2), (*schedule("ZBVZeroBubble"), *depth(4), *FULL)),
+    Layout((2, 1, 2, 2), (*schedule("1F1B"), *depth(5), *BY_LAYER, *PAIRS)),
+    Layout((2, 2, 1, 2), (*schedule("ZBVZeroBubble"), *depth(4), *FULL, *PAIRS)),
     Layout((4, 1, 1, 2), (*schedule("GPipe"), *split("layers.0", "layers.1", "norm"), *PAIRS)),
 )
 """One to eight ranks."""
@@ -167,7 +167,7 @@ def runs_here(layout: Layout) -> bool:
     return torch.__version__ >= "2.13" or (shape.placement != "v" and not compiled_and_split)
 
 
-SIXTEEN = (Layout((2, 2, 2, 2), (*schedule("Interleaved1F1B"), *BY_OP), accumulation=3, rows=48),)
+SIXTEEN = (Layout((2, 2, 2, 2), (*schedule("Interleaved1F1B"), *BY_OP, *PAIRS), accumulation=3, rows=48),)
 
 
 @dataclass(frozen=True)

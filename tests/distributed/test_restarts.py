@@ -143,7 +143,7 @@ def settings(kills: int) -> list[str]:
 
 
 KILLS_OF_A_RANK = [
-    pytest.param(1, marks=pytest.mark.slow),
+    pytest.param(1, marks=pytest.mark.soak),  # by default: tests/distributed/test_slurm_script.py
     pytest.param(20, marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
 ]
 KILLS_OF_TORCHRUN = [

@@ -34,7 +34,7 @@ def stops(program: Program) -> dict[int, tuple[str, int, str]]:
 @pytest.mark.parametrize(
     ("name", "rank"),
     [
-        pytest.param(name, rank, marks=[] if (name, rank) == ("SIGUSR1", 1) else pytest.mark.soak)
+        pytest.param(name, rank, marks=pytest.mark.slow if (name, rank) == ("SIGUSR1", 1) else pytest.mark.soak)
         for name in SIGNALS
         for rank in range(2)
     ],

@@ -214,6 +214,7 @@ def wait_until(program: Program, ranks: int, library: str) -> None:
 
 
 @needs_proc
+@pytest.mark.slow
 def test_ctrl_c_ends_one_process(tmp_path: Path, start: Starter) -> None:
     program = start(tmp_path, *LONG, launcher=PYTHON)
     program.wait_for("step +3/")

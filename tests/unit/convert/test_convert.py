@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -37,6 +36,8 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def loaded(folder: Path, **options: Any) -> Any:
+    import transformers  # over a second: not for each worker of the tests as it collects them
+
     return transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
 
 
@@ -74,6 +75,8 @@ def test_export_import_export_gives_the_same_bytes_which_transformers_loads(
     assert found.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
     assert torch.equal(their_logits(tmp_path / "one"), their_logits(there))
+    import transformers
+
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "one", local_files_only=True)
     assert tokenizer.decode(tokenizer(TEXT, add_special_tokens=False)["input_ids"]) == TEXT
     assert (tokenizer.eos_token, tokenizer.model_max_length, tokenizer.chat_template) == (
@@ -94,6 +97,8 @@ def test_what_transformers_itself_has_saved_is_the_same_model(tmp_path: Path, fa
     fields = {"model_type": described.model_type} | described.config_json(config)
     (tmp_path / "fields").mkdir()
     (tmp_path / "fields" / "config.json").write_text(json.dumps(fields))
+    import transformers
+
     theirs = transformers.AutoConfig.from_pretrained(tmp_path / "fields")
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(theirs, dtype=torch.float64)

@@ -106,7 +106,7 @@ MASKS: dict[str, Callable[[Tensor, torch.dtype], Any]] = {
     [
         (HEADS[0], "additive"),
         (HEADS[1], "additive"),
-        (HEADS[0], "blocks"),
+        pytest.param(HEADS[0], "blocks", marks=pytest.mark.slow),
         pytest.param(HEADS[1], "blocks", marks=pytest.mark.slow),
     ],
 )
