@@ -15,7 +15,5 @@ use_environment test
 cd "$repo"
 export OMP_NUM_THREADS=1 # tests start several ranks
 unset PYTHONDONTWRITEBYTECODE # each worker and program compiles the tests anew without
-# One more than cores, since tests wait for their programs
-workers=$("$python" -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')
 # In the order of the files: the long ones, of several ranks, come first
-exec "$python" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "$@"
+exec "$python" -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"

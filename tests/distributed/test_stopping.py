@@ -18,8 +18,10 @@ SIGNALS = ["SIGTERM", "SIGINT", "SIGUSR1"]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-def start_loop(start: Starter, workplace: Path, **environment: str) -> Program:
-    program: Program = start(workplace, ranks=2, program=LOOP, launcher=PASSING_ON, environment=environment)
+def start_loop(
+    start: Starter, workplace: Path, launcher: tuple[str, ...] | None = PASSING_ON, **environment: str
+) -> Program:
+    program: Program = start(workplace, ranks=2, program=LOOP, launcher=launcher, environment=environment)
     program.wait_for(r"^step 3/ of rank 0")
     program.wait_for(r"^step 3/ of rank 1")
     return program
@@ -31,18 +33,12 @@ def stops(program: Program) -> dict[int, tuple[str, int, str]]:
     return {int(rank): (asked, int(step), agreed) for rank, asked, step, agreed in found}
 
 
-@pytest.mark.parametrize(
-    ("name", "rank"),
-    [
-        pytest.param(name, rank, marks=pytest.mark.slow if (name, rank) == ("SIGUSR1", 1) else pytest.mark.soak)
-        for name in SIGNALS
-        for rank in range(2)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "rank"), [("SIGTERM", 0), ("SIGINT", 1), ("SIGUSR1", 1)])
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     name: str, rank: int, tmp_path: Path, start: Starter
 ) -> None:
-    program = start_loop(start, tmp_path)
+    program = start_loop(start, tmp_path, launcher=None)
     os.kill(program.ranks()[rank], signal.Signals[name])
     assert program.wait() == 0, program.output
     found = stops(program)
@@ -52,9 +48,8 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     assert program.processes() == []
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "SIGINT" else pytest.mark.soak) for name in SIGNALS]
-)
+@pytest.mark.soak  # one of them by default: test_who_asks_torchrun_again_does_not_wait_for_the_save
+@pytest.mark.parametrize("name", SIGNALS)
 def test_a_signal_to_torchrun_stops_all_after_the_same_step(name: str, tmp_path: Path, start: Starter) -> None:
     program = start_loop(start, tmp_path, SAVE_S="2")
     os.kill(program.process.pid, signal.Signals[name])
@@ -69,7 +64,10 @@ def test_a_signal_to_torchrun_stops_all_after_the_same_step(name: str, tmp_path:
 def test_who_asks_torchrun_again_does_not_wait_for_the_save(tmp_path: Path, start: Starter) -> None:
     program = start_loop(start, tmp_path, SAVE_S="100")
     program.process.send_signal(signal.SIGINT)
+    program.wait_for("^rank 0, asked by SIGINT, stopped")
     program.wait_for("^rank 1, asked by SIGINT, stopped")
+    found = stops(program)
+    assert found == dict.fromkeys(range(2), ("SIGINT", found[0][1], "SIGINT")), program.output
     time.sleep(1.5)
     begin = time.monotonic()
     program.process.send_signal(signal.SIGINT)  # torchrun makes a SIGTERM of the second
@@ -79,8 +77,8 @@ def test_who_asks_torchrun_again_does_not_wait_for_the_save(tmp_path: Path, star
     assert program.processes() == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("killed", ["torchrun", pytest.param("its process group", marks=pytest.mark.soak)])
+@pytest.mark.soak  # by default: test_restarts.py kills torchruns
+@pytest.mark.parametrize("killed", ["torchrun", "its process group"])
 def test_a_killed_torchrun_takes_its_ranks_along(killed: str, tmp_path: Path, start: Starter) -> None:
     program = start(tmp_path, "--training.steps", "1000000", ranks=2, launcher=TORCHRUN)
     program.wait_for("step +3/")
