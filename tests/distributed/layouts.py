@@ -140,13 +140,13 @@ SLOW = (
     # stages of several sharded units whose backward pass is split
     Layout((2, 1, 2, 1), (*schedule("DualPipeV"), *depth(7))),
     Layout((2, 1, 2, 1), (*schedule("ZBVZeroBubble"), *depth(7), *EVERY), accumulation=3, rows=48),
-    Layout((2, 1, 1, 2), (*schedule("InterleavedZeroBubble"), *FULL, *WHOLE_LOGITS, *PAIRS)),
-    Layout((2, 1, 1, 2), (*schedule("DualPipeV"), *COMPILE, *PAIRS)),
+    Layout((2, 1, 1, 2), (*schedule("InterleavedZeroBubble"), *FULL, *WHOLE_LOGITS, *PAIRS), rows=8),
+    Layout((2, 1, 1, 2), (*schedule("DualPipeV"), *COMPILE, *PAIRS), rows=8),
     Layout((4, 1, 1, 1), (*schedule("Interleaved1F1B"), *depth(7), *BY_LAYER)),
     Layout((4, 1, 1, 1), (*schedule("LoopedBFS"), *depth(6), *PAIRS), accumulation=3, rows=24),
     Layout((1, 1, 2, 2), (*QWEN3, *FULL), accumulation=3, rows=24),
     Layout((1, 2, 1, 2), (*QWEN3, *BY_OP)),
-    Layout((2, 1, 1, 2), (*QWEN3, *schedule("Interleaved1F1B"), *BY_OP, *PAIRS)),
+    Layout((2, 1, 1, 2), (*QWEN3, *schedule("Interleaved1F1B"), *BY_OP, *PAIRS), rows=8),
     # hybrid sharding x tensor parallelism
     Layout((1, 2, 2, 2), accumulation=3, rows=24),
     # the pair: sharded or replicated, with the same loss curve
