@@ -1,0 +1,45 @@
+"""A run that an earlier version has saved goes on, and is exported, as that version did it.
+
+`expected.json` has what version 0aa755c made of it: the steps after the checkpoint, and the exported folder.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from tests.distributed.program import rows, start_command
+from titanlite.convert.__main__ import main as convert
+
+FOLDER = Path(__file__).parent
+EXPECTED = json.loads((FOLDER / "saved_run" / "expected.json").read_text())
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    """With the run in "run", its configuration and its data."""
+    shutil.copytree(FOLDER / "saved_run", tmp_path, dirs_exist_ok=True)
+    shutil.copy(FOLDER / "tokens.npy", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_it_goes_on_as_it_did(ranks: int, workplace: Path) -> None:
+    """On one process, and sharded over two."""
+    before = rows(workplace / "run")
+    program = start_command(workplace, "--job.config_file", "config.toml", "--job.dump_folder", "run", ranks=ranks)
+    assert program.wait() == 0, program.output
+    found = rows(workplace / "run")
+    assert found[:4] == before
+    steps = [{key: row[key] for key in ("step", "loss", "grad_norm")} for row in found[4:]]
+    for step, expected in zip(steps, EXPECTED["steps"], strict=True):
+        assert step == pytest.approx(expected, rel=1e-9, abs=0)  # other processors round differently
+
+
+def test_it_is_exported_to_the_same_bytes(workplace: Path) -> None:
+    convert(["export", str(workplace / "run"), "--out", str(workplace / "out")])
+    written = (workplace / "out" / "model.safetensors").read_bytes()
+    assert xxhash.xxh3_128_hexdigest(written) == EXPECTED["export"]["model.safetensors"]
+    assert json.loads((workplace / "out" / "config.json").read_text()) == EXPECTED["export"]["config.json"]
