@@ -23,16 +23,15 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.build.model import build_model, build_trainer
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
-from titanlite.data.loader import Batch, build_loader
+from titanlite.data.loader import build_loader
 from titanlite.data.tokenizer import prepare_tokenizer
-from titanlite.labels import IGNORE_INDEX
 from titanlite.metrics.meter import Meter
-from titanlite.metrics.sinks import Sinks
-from titanlite.models import resolve_model
 from titanlite.models.init import init_parameters_
+from titanlite.models.registry import resolve_model
 from titanlite.parallel.mesh import build_mesh
 from titanlite.runtime.launch import run_ranks
 
@@ -41,9 +40,6 @@ CPU = torch.device("cpu")
 
 class PreparedBatches:
     """Stands where the loader does, with batches that are there already."""
-
-    wait_s = 0.0
-    bad_rows = 0
 
     def __init__(self, steps: Sequence[list[Batch]]) -> None:
         self._steps = steps
@@ -104,26 +100,18 @@ def bare_loop(model: nn.Module, data: PreparedBatches) -> Callable[[int], None]:
 
 
 def trainer_loop(config: JobConfig, data: PreparedBatches) -> Callable[[int], None]:
-    """Steps of titanlite's Trainer.fit."""
+    """Steps of titanlite's Trainer, with what the loop around it does in each of them."""
     mesh, data_mesh = build_mesh(config.parallelism, "cpu", dist.get_world_size())
     trainer = build_trainer(config, build_model(config, mesh, CPU), mesh, data_mesh, CPU)
     assert dist.group.WORLD is not None
     meter = Meter(dist.group.WORLD, CPU, tokens_per_step=2048, flops_per_token=0.0, peak_flops=None)
+    meter.start()
 
     def run(steps: int) -> None:
-        trainer.fit(
-            data,  # type: ignore[arg-type]
-            meter,
-            Sinks(()),
-            steps=trainer.step + steps,
-            log_freq=10**9,
-            gc_freq=50,
-            max_bad_rows=0,
-            data_ended=lambda: False,
-            after_step=lambda *_: False,
-            after_first_step=lambda: None,
-            on_data_error=lambda _: None,
-        )
+        for _ in range(steps):
+            stats = trainer.train_step(data.next_step())
+            meter.update(trainer.step, stats, lr=trainer.schedule(trainer.step), data_wait_s=0.0, bad_rows=0)
+        meter.flush()
 
     return run
 
@@ -163,7 +151,6 @@ def compare(layout: Sequence[str], wrap: str, accumulation: int, rounds: int, st
     for round_ in range(rounds):
         times = {}
         for side in (0, 1) if round_ % 2 == 0 else (1, 0):
-            # Trainer.fit sets aside all objects when it starts: once in a run, so not a part of its steps.
             gc.collect()
             gc.freeze()
             dist.barrier()

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -41,7 +41,7 @@ from titanlite.runtime.distributed import (
     set_timeout,
     world_from_environment,
 )
-from titanlite.runtime.errors import ConfigError, DataError, Problem, UserError
+from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.runtime.signals import StopRequest
 from titanlite.saved_run import SavedRun, open_run, reading
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> None:
             if tokenizer is not None:
                 saved.require_room(tokenizer, own.tokenizer)
             config = evaluated_config(saved, own, rest, world, has_tokenizer=tokenizer is not None)
-            found = evaluate(config, saved, tokenizer, world, failure.store, failure.note_data_error)
+            found = evaluate(config, saved, tokenizer, world, failure.store, failure)
         if world.rank == 0:
             print("\n".join(report_lines(config, saved, found)), flush=True)
             if own.json is not None:
@@ -198,12 +198,9 @@ def evaluate(
     tokenizer: Tokenizer | None,
     world: World,
     store: dist.Store,
-    on_data_error: Callable[[DataError], None],
+    failure: FailureReport,
 ) -> Found:
-    """Builds the model without what training adds, loads it and goes through the data. On all ranks; raises UserError.
-
-    on_data_error: as of Evaluator.totals.
-    """
+    """Builds the model without what training adds, loads it, goes through the data. On all ranks; raises UserError."""
     apply_determinism(config.debug)
     config = pin_revisions(config, world, store)
     # As in training, data comes before the ranks are tied together: an index that one of them builds takes its time.
@@ -223,7 +220,7 @@ def evaluate(
     evaluator = Evaluator(model, control, token_bytes, StopRequest())
     totals, time_s, start = {}, {}, perf_counter()
     for name, found in evaluator.totals_by_name(
-        loaders, steps=config.validation.steps, max_bad_rows=config.data.max_bad_rows, on_data_error=on_data_error
+        loaders, steps=config.validation.steps, max_bad_rows=config.data.max_bad_rows, failure=failure
     ):
         totals[name], time_s[name] = found, perf_counter() - start
         start = perf_counter()

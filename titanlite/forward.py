@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.data.loader import Batch
+from titanlite.batch import Batch
 from titanlite.models.attention import document_arguments
 from titanlite.models.family import LanguageModel
 from titanlite.models.randomness import row_keys

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from titanlite.labels import IGNORE_INDEX
+from titanlite.batch import IGNORE_INDEX
 
 
 def cross_entropy_by_row(logits: Tensor, labels: Tensor) -> Tensor:

@@ -22,11 +22,11 @@ from titanlite.checkpoint.storage import InvalidCheckpointError, check_file, loa
 from titanlite.config.load import config_from_values, parse_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, prepare_tokenizer, tokenizer_file
-from titanlite.models import FAMILIES
 from titanlite.models.family import Family, LanguageModel
+from titanlite.models.registry import FAMILIES
+from titanlite.precision import DTYPES
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.logging import log
-from titanlite.trainer import DTYPES
 
 
 @dataclass(frozen=True)

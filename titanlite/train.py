@@ -9,24 +9,30 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from time import perf_counter
 
+import torch
 import torch.distributed as dist
 
+from titanlite.batch import Batch
 from titanlite.build.run import Run, build_run
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
-from titanlite.metrics.meter import Record
+from titanlite.forward import on_device
+from titanlite.metrics.meter import Record, is_log_step
 from titanlite.runtime.distributed import World, connect, set_timeout, world_from_environment
+from titanlite.runtime.errors import DataError, UserError
+from titanlite.runtime.garbage import PacedGarbageCollection
 from titanlite.runtime.job_lock import job_lock
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.summary import summarize
+from titanlite.trainer import Trainer
 
 
 def main() -> None:
-    """Config, build, fit; the same program on every rank."""
+    """Config, build, train; the same program on every rank."""
     end_with_launcher()
     with FailureReport() as failure:
         environment = dict(os.environ)
@@ -39,14 +45,14 @@ def main() -> None:
 
 
 def run_job(config: JobConfig, world: World, failure: FailureReport, environment: Mapping[str, str]) -> None:
-    """Build, fit and what is to be said about it. The dump folder is this job's own."""
+    """Build, train and what is to be said about it. The dump folder is this job's own."""
     assert failure.store is not None
     run = build_run(config, world, failure.store, environment)
     first_step = run.trainer.step + 1
     ended = run.data_end.before_training()
-    if run.validation is not None and run.validation.missing:
+    if run.validation is not None and run.validation.missing:  # a kill or a signal has prevented it
         last = any(ended) or first_step > config.training.steps
-        run.validation.after_step(run.start.step, last=last, on_data_error=failure.note_data_error)
+        run.validation.after_step(run.start.step, last, failure)
     if any(ended):
         log.info(
             "Nothing to do: the data has ended after step %d: %s", run.trainer.step, describe_end(config, run, ended)
@@ -61,7 +67,7 @@ def run_job(config: JobConfig, world: World, failure: FailureReport, environment
         )
     else:
         start = perf_counter()
-        record = fit(config, run, failure)
+        record = train(config, run, failure)
         if record is None:
             assert run.checkpoints is not None
             log.info(
@@ -94,47 +100,85 @@ def describe_end(config: JobConfig, run: Run, ended: Sequence[bool]) -> str:
     return f"{', '.join(keys)}; to read more of it, raise epochs (-1: for ever), with {accept}"
 
 
-def fit(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
-    """Trains to the end; returns the last step's record, None where a signal has ended training before."""
-    checkpoints = run.checkpoints
-    if checkpoints is not None:
-        run.stop.activate()
-    try:
-        return run.trainer.fit(
-            run.loader,
-            run.meter,
-            run.sinks,
-            steps=config.training.steps,
-            log_freq=config.metrics.log_freq,
-            gc_freq=config.training.gc_freq,
-            max_bad_rows=config.data.max_bad_rows,
-            after_first_step=lambda: set_timeout(run.groups, config.comm.train_timeout_s),
-            data_ended=lambda: any(run.data_end.after_step()),
-            after_step=partial(after_step, run, failure),
-            on_data_error=failure.note_data_error,
-        )
-    finally:
-        if checkpoints is not None:
-            checkpoints.close()
+def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
+    """All steps from where the run stands; returns the last one's record, None where a signal has ended training.
 
-
-def after_step(run: Run, failure: FailureReport, step: int, last: bool) -> bool:
-    """Notes what was trained on, saves and validates, where that is due; whether training stops here.
-
-    In this order, so that no fault of the validation data costs a checkpoint. A start from a step whose validation a
-    kill or a signal has prevented does it first.
+    What happens in a step stands here, in order. Saving comes before validation, so that no fault of its data costs a
+    checkpoint. Between two log steps the host only launches work: the device is asked nothing.
     """
-    if run.ledger is not None:
-        run.ledger.write(step, run.loader.sequences, run.loader.origins)
-    stops = run.checkpoints is not None and run.checkpoints.after_step(step, last)
-    if run.validation is None or (stops and not last):
-        return stops
-    signal_number = run.validation.after_step(step, last=last, on_data_error=failure.note_data_error)
-    if signal_number and not stops:
-        assert run.checkpoints is not None, "signals end a run without checkpoints at once"
-        run.checkpoints.stop_after(step, signal_number)
-        return True
-    return stops
+    trainer, loader, checkpoints = run.trainer, run.loader, run.checkpoints
+    assert trainer.step < config.training.steps, "nothing is left to train"
+    first_step = trainer.step + 1
+    with stoppable(run), PacedGarbageCollection(config.training.gc_freq) as garbage:
+        run.meter.start()
+        while True:
+            batches = next_batches(run, failure)
+            stats = trainer.train_step(batches)
+            step = trainer.step
+            bad_rows = loader.bad_rows if trainer.counts_rows else 0
+            run.meter.update(step, stats, lr=trainer.schedule(step), data_wait_s=loader.wait_s, bad_rows=bad_rows)
+            last = any(run.data_end.after_step()) or step == config.training.steps
+            if last or is_log_step(step, log_freq=config.metrics.log_freq, total_steps=config.training.steps):
+                record = run.meter.flush()
+                run.sinks.write(record)
+                require_few_bad_rows(record, config.data.max_bad_rows)
+            if step == first_step:
+                set_timeout(run.groups, config.comm.train_timeout_s)
+            if run.ledger is not None:
+                run.ledger.write(step, loader.sequences, loader.origins)
+            stops = checkpoints is not None and checkpoints.after_step(step, last)
+            if run.validation is not None and (last or not stops):
+                asked = run.validation.after_step(step, last, failure)
+                if asked and not stops:
+                    assert checkpoints is not None, "signals end a run without checkpoints at once"
+                    checkpoints.stop_after(step, asked)
+                    stops = True
+            if last:
+                return record
+            if stops:
+                return None
+            garbage.after_step(step)
+
+
+@contextmanager
+def stoppable(run: Run) -> Iterator[None]:
+    """Inside, signals ask training to stop; on every way out a save under way is finished. Only with checkpoints."""
+    if run.checkpoints is None:
+        yield
+        return
+    run.stop.activate()
+    with closing(run.checkpoints):
+        yield
+
+
+def next_batches(run: Run, failure: FailureReport) -> list[Batch]:
+    """This rank's microbatches of the next step, on the device.
+
+    Raises DataError where its data cannot be used, once `failure` has heard of those of all ranks in the same step.
+    """
+    try:
+        return [on_device(batch, run.trainer.device) for batch in run.loader.next_step()]
+    except DataError as error:
+        failure.note_data_error(error)
+        wait_for_ranks(run.trainer)
+        raise
+
+
+def wait_for_ranks(trainer: Trainer) -> None:
+    """Until all data ranks have come to this step: takes part in its first collective, in place of the step."""
+    with suppress(RuntimeError):  # a rank that is gone will not come
+        nothing = torch.zeros((), dtype=torch.int64, device=trainer.device)
+        dist.all_reduce(nothing, group=trainer.data_group)
+        nothing.tolist()
+
+
+def require_few_bad_rows(record: Record, max_bad_rows: int) -> None:
+    """Raises UserError, on all ranks alike."""
+    if record.bad_rows > max_bad_rows:
+        raise UserError(
+            f"data.max_bad_rows = {max_bad_rows}: {record.bad_rows} rows were skipped as bad by step {record.step}; "
+            "mend the data, or raise data.max_bad_rows"
+        )
 
 
 if __name__ == "__main__":

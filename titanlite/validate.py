@@ -1,6 +1,6 @@
 """Evaluation: the loss of a model over data that it is not trained on, each token once, whatever the mesh."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -8,17 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.data.config import DataConfig, check_with_settings
-from titanlite.data.loader import Batch, Loader
+from titanlite.data.loader import Loader
 from titanlite.data.sources import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.forward import ModelOnMesh, on_device
-from titanlite.labels import IGNORE_INDEX
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.sinks import Sinks
 from titanlite.metrics.validation import SetTotals, ValidationRecord
 from titanlite.parallel.data import wrapped_modules
 from titanlite.runtime.errors import DataError, Problem, UserError, require
+from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.logging import log
 from titanlite.runtime.signals import StopRequest
 
@@ -116,22 +117,20 @@ class Evaluator:
         self._token_bytes = token_bytes
         self._stop = stop
 
-    def totals(
-        self, loader: Loader, *, steps: int, on_data_error: Callable[[DataError], None]
-    ) -> tuple[SetTotals, int]:
+    def totals(self, loader: Loader, *, steps: int, failure: FailureReport) -> tuple[SetTotals, int]:
         """(the totals over all that the loader gives until it ends, the rows that it has skipped as bad).
 
         steps: of the loader, at most; -1: all. The loader has given nothing yet, and is set to its beginning again.
         Nothing of the model changes: not its weights, gradients, random state or place in the data. The device is
         read once, at the end. Raises StoppedError on all ranks; DataError where this rank's data cannot be used, once
-        `on_data_error` has heard of those of all ranks in the same step.
+        `failure` has heard of those of all ranks in the same step.
         """
         model = self._model
         # Its last three are counts, exact up to 2^53.
         totals = torch.zeros(4, dtype=torch.float64, device=model.device)
         try:
             with forward_only(model):
-                for batches in self._batches(loader, steps, on_data_error):
+                for batches in self._batches(loader, steps, failure):
                     for batch in batches:
                         totals[:3] += self._totals_of(on_device(batch, model.device))
             totals[:3] *= model.counts_loss
@@ -149,16 +148,16 @@ class Evaluator:
         *,
         steps: int,
         max_bad_rows: int,
-        on_data_error: Callable[[DataError], None],
+        failure: FailureReport,
     ) -> Iterator[tuple[str, SetTotals]]:
-        """(name, its totals), one loader after the other; steps and on_data_error as of `totals`.
+        """(name, its totals), one loader after the other; steps and failure as of `totals`.
 
         Raises also UserError, on all ranks alike, in the end: where more than `max_bad_rows` rows of all of them turned
         out bad, or there was nothing to predict.
         """
         bad_rows, any_valid = 0, False
         for name, loader in loaders.items():
-            totals, bad = self.totals(loader, steps=steps, on_data_error=on_data_error)
+            totals, bad = self.totals(loader, steps=steps, failure=failure)
             bad_rows += bad
             any_valid |= totals.num_valid > 0
             yield name, totals
@@ -170,9 +169,7 @@ class Evaluator:
         if not any_valid:
             raise UserError("validation.sources: there is no token to predict in them: add data")
 
-    def _batches(
-        self, loader: Loader, steps: int, on_data_error: Callable[[DataError], None]
-    ) -> Iterator[Sequence[Batch]]:
+    def _batches(self, loader: Loader, steps: int, failure: FailureReport) -> Iterator[Sequence[Batch]]:
         """Those of each step of the loader, on all ranks until it has ended on all: a rank's own may end before."""
         done = 0
         while done != steps:
@@ -182,7 +179,7 @@ class Evaluator:
                     batches = loader.next_step()
                 except DataError as raised:
                     error = raised
-                    on_data_error(error)
+                    failure.note_data_error(error)
             if not self._agree(goes_on=not has_ended):
                 return
             if error is not None:
@@ -253,7 +250,7 @@ class Validation:
         self._max_bad_rows = max_bad_rows
         self.missing = missing
 
-    def after_step(self, step: int, *, last: bool, on_data_error: Callable[[DataError], None]) -> int:
+    def after_step(self, step: int, last: bool, failure: FailureReport) -> int:
         """Validates where it is due, and writes a row; the number of the signal that has ended it before, else 0.
 
         last: whether it is the last step of the run. A collective over all ranks. Raises UserError on all of them where
@@ -268,7 +265,7 @@ class Validation:
                         self._loaders,
                         steps=self._section.steps,
                         max_bad_rows=self._max_bad_rows,
-                        on_data_error=on_data_error,
+                        failure=failure,
                     )
                 )
             except StoppedError as stopped:

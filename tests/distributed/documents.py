@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from tests.distributed.gradients import build_on_mesh, compare, has_weights, local_batches
 from tests.distributed.layouts import Layout
 from tests.distributed.reference import SEQ_LEN, VOCAB_SIZE, Reference, plain_model
+from titanlite.batch import Batch
 from titanlite.config.schema import JobConfig
-from titanlite.data.loader import Batch
 from titanlite.loss import IGNORE_INDEX
 from titanlite.models.layers import RotaryEmbedding
 

@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlite.models import FAMILIES
 from titanlite.models.attention import AttentionMask, attention_mask
 from titanlite.models.decoder.model import Block
 from titanlite.models.layers import RotaryTables
@@ -16,6 +15,7 @@ from titanlite.models.llama3 import LLAMA3
 from titanlite.models.llama3.config import Llama3Config
 from titanlite.models.llama3.model import Llama3, attention
 from titanlite.models.randomness import dropout
+from titanlite.models.registry import FAMILIES
 
 P = 0.25
 

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.reference import Reference, global_batch, rank_batches, reference_step, small_config
+from titanlite.batch import Batch
 from titanlite.build.data import batch_rows
 from titanlite.build.model import build_model, build_trainer
 from titanlite.config.schema import JobConfig
-from titanlite.data.loader import Batch
 from titanlite.parallel.mesh import ParallelismConfig, build_mesh
 from titanlite.trainer import Trainer
 

@@ -15,11 +15,11 @@ from tests.distributed import gradients
 from tests.distributed.gradients import replaced
 from tests.distributed.layouts import EVERY, LAST, PAIRS, QWEN3, Layout, schedule
 from titanlite import trainer as trainer_module
+from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.build import model as build_module
 from titanlite.config.schema import JobConfig
-from titanlite.data.loader import Batch, Loader
+from titanlite.data.loader import Loader
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.labels import IGNORE_INDEX
 from titanlite.loss import cross_entropy_by_row
 from titanlite.models.attention import AttentionMask
 from titanlite.models.decoder import model as decoder

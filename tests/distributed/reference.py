@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titanlite.batch import Batch
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
-from titanlite.data.loader import Batch
-from titanlite.models import resolve_model
 from titanlite.models.family import LanguageModel
 from titanlite.models.init import init_parameters_
 from titanlite.models.randomness import row_keys
+from titanlite.models.registry import resolve_model
 
 TOKENS = Path(__file__).parents[1] / "golden" / "tokens.npy"
 SEQ_LEN = 16

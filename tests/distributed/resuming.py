@@ -23,8 +23,8 @@ from tests.distributed.program import rows
 from tests.distributed.reference import TOKENS, small_config
 from tests.pool import run_ranks
 from titanlite import train
+from titanlite.batch import Batch
 from titanlite.build.run import Run, build_run
-from titanlite.data.loader import Batch
 from titanlite.metrics.meter import Record
 from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import UserError
@@ -174,14 +174,14 @@ def _start(folder: str, store: str, rank: int, start: Start) -> dict[str, Any]:
         _watch(run, start, found["rows"])
         return run
 
-    def fit(*args: Any) -> Record | None:
+    def train_and_look(*args: Any) -> Record | None:
         record = train_to_the_end(*args)
         found["end"] = tensors(runs[0])
         return record
 
-    train_to_the_end = train.fit
+    train_to_the_end = train.train
     try:
-        with start.around(), replaced(train, "build_run", build), replaced(train, "fit", fit):
+        with start.around(), replaced(train, "build_run", build), replaced(train, "train", train_and_look):
             config = small_config(
                 start.ranks,
                 *(f"job.dump_folder={folder}/{start.run}", f"data.sources.0.path={folder}/{CORPUS}"),

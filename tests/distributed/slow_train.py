@@ -14,18 +14,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite import train
+from titanlite.batch import Batch, StepStats
 from titanlite.build.run import Run
 from titanlite.checkpoint import saver
 from titanlite.checkpoint.storage import FileRecord
 from titanlite.config.schema import JobConfig
-from titanlite.data.loader import Batch, Loader
-from titanlite.metrics.meter import Record, StepStats
+from titanlite.data.loader import Loader
+from titanlite.metrics.meter import Record
 from titanlite.runtime.failure import FailureReport, end_process
 from titanlite.trainer import Trainer
 
 RANK = int(os.environ.get("RANK", "0"))
 SLOW_S = float(os.environ["SLOW_S"])
-fit, next_step, train_step, save_tensors = train.fit, Loader.next_step, Trainer.train_step, saver.save_tensors
+train_to_the_end, next_step, train_step, save_tensors = (
+    train.train,
+    Loader.next_step,
+    Trainer.train_step,
+    saver.save_tensors,
+)
 
 
 def say(text: str) -> None:
@@ -65,8 +71,8 @@ def slow_save(
     return save_tensors(folder, tensors, local, group)
 
 
-def fit_and_tell(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
-    record = fit(config, run, failure)
+def train_and_tell(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
+    record = train_to_the_end(config, run, failure)
     say(f"rank {RANK} ended after step {run.trainer.step}")
     return record
 
@@ -78,7 +84,7 @@ def plant(slow_part: str) -> None:
         "save": (saver, "save_tensors", slow_save),
     }
     setattr(*parts[slow_part])
-    train.fit = fit_and_tell
+    train.train = train_and_tell
 
 
 if __name__ == "__main__":

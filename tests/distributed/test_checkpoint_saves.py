@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +22,7 @@ from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch, Manifest
 from titanlite.checkpoint.saver import Retention, Saver
 from titanlite.checkpoint.state import STREAMS, local_part
 from titanlite.checkpoint.storage import FileRecord
-from titanlite.config.schema import JobConfig
-from titanlite.runtime.failure import FailureReport
-from titanlite.train import fit
+from titanlite.train import stoppable
 
 # Power loss: at any moment, what has its name is complete on the disk
 
@@ -243,31 +240,16 @@ def ways_out(folder: Path) -> list[list[str]]:
         gate.clear()
         own = folder / f"{number}"
         run = Run(own, async_mode="async")
-        trainer = SimpleNamespace(fit=partial(one_step, run, gate, error))
-        of_the_job = dict.fromkeys(("loader", "meter", "sinks", "groups", "ledger", "validation"))
-        job = SimpleNamespace(
-            trainer=trainer, checkpoints=run.checkpoints, stop=SimpleNamespace(activate=lambda: None), **of_the_job
-        )
-        with suppress(KeyboardInterrupt):
-            fit(JobConfig(), job, FailureReport())  # type: ignore[arg-type]
+        job = SimpleNamespace(checkpoints=run.checkpoints, stop=SimpleNamespace(activate=lambda: None))
+        with suppress(KeyboardInterrupt), stoppable(job):  # type: ignore[arg-type]
+            run.state.become(1, "a")
+            run.checkpoints.after_step(1, False)
+            threading.Timer(0.2, gate.set).start()
+            if error is not None:
+                raise error
         found.append(sorted(path.name for path in own.iterdir()))
         dist.barrier()
     return found
-
-
-def one_step(
-    run: Run,
-    gate: threading.Event,
-    error: BaseException | None,
-    *_: Any,
-    after_step: Callable[[int, bool], bool],
-    **settings: Any,  # noqa: ARG001
-) -> None:
-    run.state.become(1, "a")
-    after_step(1, False)
-    threading.Timer(0.2, gate.set).start()
-    if error is not None:
-        raise error
 
 
 def test_a_save_under_way_is_finished_on_the_way_out(parent: Parent, tmp_path: Path) -> None:

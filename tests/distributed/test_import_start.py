@@ -21,7 +21,7 @@ from titanlite.huggingface import folder as folder_module
 from titanlite.huggingface import safetensors
 from titanlite.huggingface.folder import ModelFolder, open_folder
 from titanlite.huggingface.safetensors import StoredTensor, write_tensors
-from titanlite.models import resolve_model
+from titanlite.models.registry import resolve_model
 from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.trainer import Trainer
 

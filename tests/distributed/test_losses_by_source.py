@@ -12,7 +12,7 @@ from tests.distributed.gradients import build_on_mesh, local_batches, replaced
 from tests.distributed.layouts import COMPILE, LAST, PAIRS, WHOLE_LOGITS, Layout, schedule
 from tests.distributed.reference import global_batch, plain_model, reference_step
 from tests.pool import run_ranks
-from titanlite.data.loader import Batch
+from titanlite.batch import Batch
 from titanlite.loss import IGNORE_INDEX
 from titanlite.metrics.by_source import totals_by_source
 from titanlite.parallel.pipeline import Pipeline

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tests.distributed.mistakes import averaging_reduction, changed
 from tests.distributed.program import CONFIG, REPOSITORY, clean_environment, start_command
 from tests.distributed.reference import small_config
-from titanlite.data.loader import Batch
+from titanlite.batch import Batch
 from titanlite.parity import __main__ as command
 from titanlite.parity import measure, reference, run
 from titanlite.parity.layouts import Layout

@@ -16,17 +16,18 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from tests.distributed.gradients import build_on_mesh
 from tests.distributed.reference import small_config
 from tests.pool import run_ranks
+from titanlite.batch import Batch
 from titanlite.config.schema import JobConfig
-from titanlite.data.loader import Batch
-from titanlite.models import resolve_model
 from titanlite.models.attention import document_arguments
 from titanlite.models.family import MicrobatchShape
+from titanlite.models.registry import resolve_model
 from titanlite.parallel.data import wrapped_modules
 from titanlite.parallel.mesh import shard_logits
 from titanlite.parallel.tensor import parallel_loss
 from titanlite.plan.estimate import estimate
 from titanlite.plan.memory import kept_bytes
-from titanlite.trainer import DTYPES, Trainer
+from titanlite.precision import DTYPES
+from titanlite.trainer import Trainer
 
 ROWS, SEQ_LEN, VOCAB_SIZE = 2, 256, 512
 SHAPE = ["model.dim=128", "model.n_layers=4", "model.n_heads=4", "model.ffn_dim=384", f"model.vocab_size={VOCAB_SIZE}"]

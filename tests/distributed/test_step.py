@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed.gradients import build_on_mesh, whole
 from tests.distributed.reference import global_batch, plain_model, rank_batches, small_config
 from tests.pool import run_ranks
-from titanlite.data.loader import Batch
+from titanlite.batch import Batch
 from titanlite.trainer import Trainer
 
 

@@ -31,10 +31,12 @@ from tests.distributed.layouts import (
 )
 from tests.distributed.reference import SEQ_LEN, TOKENS, VOCAB_SIZE, global_batch, plain_model
 from tests.pool import run_ranks
+from titanlite.batch import Batch
 from titanlite.build.data import build_validation_data
-from titanlite.data.loader import Batch, Loader
+from titanlite.data.loader import Loader
 from titanlite.loss import IGNORE_INDEX
 from titanlite.runtime.distributed import World
+from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.signals import StopRequest
 from titanlite.trainer import Trainer
 from titanlite.validate import Evaluator
@@ -87,7 +89,7 @@ def evaluate(evaluator: Evaluator, loaders: Iterable[Loader], steps: int = -1) -
     """(loss, targets, bytes) of each set."""
     found = []
     for loader in loaders:
-        totals, bad_rows = evaluator.totals(loader, steps=steps, on_data_error=lambda _: None)
+        totals, bad_rows = evaluator.totals(loader, steps=steps, failure=FailureReport())
         assert bad_rows == 0
         found.append([totals.loss_sum, totals.num_valid, totals.num_bytes])
     return found

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "titanlite"
 
 # A module's layer is that of its longest prefix here. It imports its own layer and those above it in this table only.
 LAYERS = [
-    ["titanlite", "titanlite.runtime", "titanlite.labels"],
+    ["titanlite", "titanlite.runtime", "titanlite.batch", "titanlite.precision"],
     [
         *["titanlite.models", "titanlite.data", "titanlite.optim", "titanlite.loss"],
         *[f"titanlite.parallel{part}" for part in ("", ".mesh", ".tensor", ".data", ".recompute", ".clip")],
@@ -91,8 +91,8 @@ def names_of(node: ast.AST) -> list[str]:
 def value_violations(module: str, tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         match node:
-            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=100)) if module != "titanlite.labels":
-                yield "has a literal -100: it is titanlite.labels.IGNORE_INDEX"
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=100)) if module != "titanlite.batch":
+                yield "has a literal -100: it is titanlite.batch.IGNORE_INDEX"
             case ast.Attribute(value=ast.Name(id="pickle"), attr="load" | "loads" as name):
                 yield f"uses pickle.{name}"
             case ast.ImportFrom(module="pickle", names=names) if {"load", "loads"} & {alias.name for alias in names}:
@@ -131,8 +131,8 @@ def test_no_module_breaks_a_rule() -> None:
     assert problems == []
 
 
-def test_ignore_index_is_defined_in_labels() -> None:
-    assert "IGNORE_INDEX = -100\n" in sources()["titanlite.labels"]
+def test_ignore_index_is_defined_in_batch() -> None:
+    assert "IGNORE_INDEX = -100\n" in sources()["titanlite.batch"]
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_broken_rule_is_found(module: str, source: str, problem: str) -> None:
         ("titanlite.config.check", "from titanlite.trainer import check_training"),
         ("titanlite.data.tokenize", "from titanlite.config.load import parse_config"),
         ("titanlite.models.llama3.model", "from titanlite.models.layers import X\nmodel.eval()"),
-        ("titanlite.labels", "IGNORE_INDEX = -100"),
+        ("titanlite.batch", "IGNORE_INDEX = -100"),
         ("titanlite.metrics.sinks", "def f():\n    import tensorboard"),
         ("titanlite.data.cache", "torch.load(path, weights_only=True)"),
     ],

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import titanlite
-from titanlite.labels import IGNORE_INDEX
+from titanlite.batch import IGNORE_INDEX
 from titanlite.loss import cross_entropy_by_row
 
 
@@ -70,4 +70,4 @@ def test_one_tensor_of_the_logits_size_is_kept_for_backward() -> None:
 def test_ignore_index_is_defined_once() -> None:
     definition = re.compile(r"^\s*IGNORE_INDEX\b.*=|[^\w.]-100\b", re.MULTILINE)
     sources = Path(titanlite.__file__).parent.rglob("*.py")
-    assert [path.name for path in sources if definition.search(path.read_text(encoding="utf-8"))] == ["labels.py"]
+    assert [path.name for path in sources if definition.search(path.read_text(encoding="utf-8"))] == ["batch.py"]

@@ -11,7 +11,7 @@ from titanlite.data.hub import hub_commit
 from titanlite.data.loader import Loader, build_loader
 from titanlite.data.sources import source_names
 from titanlite.data.tokenizer import Tokenizer, prepare_tokenizer
-from titanlite.models import resolve_model
+from titanlite.models.registry import resolve_model
 from titanlite.parallel.mesh import data_degree, data_rank, speaks_for_data_rank
 from titanlite.parallel.pipeline import rows_per_batch
 from titanlite.runtime.distributed import World

@@ -10,9 +10,9 @@ from titanlite.build.data import batch_rows
 from titanlite.config.schema import JobConfig
 from titanlite.forward import ModelOnMesh
 from titanlite.loss import mean_loss_shares
-from titanlite.models import resolve_model
 from titanlite.models.family import LanguageModel
 from titanlite.models.init import init_parameters_
+from titanlite.models.registry import resolve_model
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.schedule import build_schedule
 from titanlite.parallel.compile import compiled_loss
@@ -28,8 +28,9 @@ from titanlite.parallel.pipeline import (
     resolve_reshard_after_forward,
     split_stages,
 )
+from titanlite.precision import DTYPES
 from titanlite.runtime.logging import log
-from titanlite.trainer import DTYPES, Trainer
+from titanlite.trainer import Trainer
 
 
 def build_model(

@@ -13,9 +13,9 @@ import titanlite
 from titanlite.build.data import build_data, build_tokenizer, build_validation_data, pin_revisions
 from titanlite.build.model import build_model, build_trainer
 from titanlite.checkpoint.agreement import on_first
-from titanlite.checkpoint.config import imported_from
 from titanlite.checkpoint.folder import published_steps
 from titanlite.checkpoint.manager import Checkpoints
+from titanlite.checkpoint.preflight import imported_from
 from titanlite.checkpoint.start import RunFacts, Start
 from titanlite.checkpoint.state import RunState
 from titanlite.config.load import dump_config
@@ -31,14 +31,15 @@ from titanlite.huggingface.source import PREFIX, fetch_source
 from titanlite.metrics.history import has_validation, keep_rows
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.sinks import METRICS_FILE, Sinks, build_sinks
-from titanlite.models import resolve_model
 from titanlite.models.init import INIT_VERSION
 from titanlite.models.randomness import DRAW_VERSION
+from titanlite.models.registry import resolve_model
 from titanlite.optim.schedule import depends_on_steps
 from titanlite.parallel.mesh import AXES, build_mesh, data_degree, data_rank
 from titanlite.parallel.pipeline import (
     rows_per_batch,
 )
+from titanlite.precision import DTYPES
 from titanlite.runtime.control import Control, DataEnd
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import World, init_process_group, set_timeout
@@ -49,7 +50,7 @@ from titanlite.runtime.logging import log
 from titanlite.runtime.memory import device_memory_bytes
 from titanlite.runtime.peak_flops import device_peak_flops
 from titanlite.runtime.signals import StopRequest
-from titanlite.trainer import DTYPES, Trainer
+from titanlite.trainer import Trainer
 from titanlite.validate import Evaluator, Validation, build_token_bytes
 
 CONFIG_COPY = "config.toml"

@@ -1,13 +1,11 @@
 """What a resumed run has to agree with: refused with the difference, unless that is accepted in so many words."""
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
+from titanlite.checkpoint.config import Changeable
 from titanlite.data.fingerprint import describe_difference
 from titanlite.runtime.errors import UserError
-
-Changeable = Literal["data", "tokenizer", "init_version"]
-"""Facts that may be changed by checkpoint.accept_changes: the run goes on, but is no longer what one run would be."""
 
 # Facts that decide what the tensors of a checkpoint mean, with what to do about a change.
 _REMEDIES = {

@@ -64,6 +64,20 @@ def whole_manifest(folder: Path, step: int) -> Manifest:
     return manifest
 
 
+def read_or_none(path: Path) -> Manifest | None:
+    """The manifest of the checkpoint at `path`, where there is one that can be read."""
+    try:
+        return read_manifest(path)
+    except (InvalidCheckpointError, UnknownFormatError, OSError):
+        return None
+
+
+def newest_manifest(folder: Path) -> Manifest | None:
+    """That of the newest checkpoint in `folder` that has one which can be read."""
+    manifests = (read_or_none(step_folder(folder, step)) for step in reversed(published_steps(folder)))
+    return next((manifest for manifest in manifests if manifest is not None), None)
+
+
 def publish(folder: Path, step: int) -> None:
     """Gives the finished folder of `step` its name; it is on the disk on return. Raises OSError."""
     path = writing_folder(folder, step)

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from titanlite.checkpoint.agreement import first_failure, on_first, together
+from titanlite.checkpoint.config import Verify
 from titanlite.checkpoint.folder import (
     clear_leftovers,
     ever_published,
@@ -23,7 +24,7 @@ from titanlite.checkpoint.folder import (
 )
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Manifest, UnknownFormatError, read_manifest
 from titanlite.checkpoint.saver import size_of
-from titanlite.checkpoint.storage import InvalidCheckpointError, Verify, check_file, load_tensors, read_shapes
+from titanlite.checkpoint.storage import InvalidCheckpointError, check_file, load_tensors, read_shapes
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 
@@ -140,20 +141,6 @@ def check_tensors(
         if problem:
             raise UserError(f"checkpoint.initial_load_path: {path} {problem}")
     return [f"The weights of {path} are converted {how}" for how in sorted({how for _, part in found for how in part})]
-
-
-def read_or_none(path: Path) -> Manifest | None:
-    """The manifest of the checkpoint at `path`, where there is one that can be read."""
-    try:
-        return read_manifest(path)
-    except (InvalidCheckpointError, UnknownFormatError, OSError):
-        return None
-
-
-def newest_manifest(folder: Path) -> Manifest | None:
-    """That of the newest checkpoint in `folder` that has one which can be read."""
-    manifests = (read_or_none(step_folder(folder, step)) for step in reversed(published_steps(folder)))
-    return next((manifest for manifest in manifests if manifest is not None), None)
 
 
 def _read(path: Path) -> Manifest | str:

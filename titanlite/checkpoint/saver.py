@@ -6,20 +6,18 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from titanlite.checkpoint.agreement import RanksError, first_failure, on_first, together
+from titanlite.checkpoint.config import AsyncMode
 from titanlite.checkpoint.folder import publish, retain, step_folder, writing_folder
 from titanlite.checkpoint.manifest import Manifest, write_manifest
 from titanlite.checkpoint.state import HostCopy, first_not_finite, local_part
 from titanlite.checkpoint.storage import FileRecord, save_tensors
 from titanlite.runtime.logging import log
-
-AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
 
 
 @dataclass(frozen=True)

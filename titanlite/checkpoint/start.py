@@ -13,7 +13,7 @@ import torch.distributed as dist
 from titanlite.checkpoint.agreement import on_first, together, warn_once
 from titanlite.checkpoint.compatibility import changed_settings, check_facts, differences
 from titanlite.checkpoint.config import CheckpointConfig
-from titanlite.checkpoint.folder import published_steps, step_folder, supersede_after
+from titanlite.checkpoint.folder import newest_manifest, published_steps, step_folder, supersede_after
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch, Manifest
 from titanlite.checkpoint.probe import probe
 from titanlite.checkpoint.resume import (
@@ -22,7 +22,6 @@ from titanlite.checkpoint.resume import (
     check_tensors,
     load,
     look_at,
-    newest_manifest,
     newest_whole,
     nothing_usable,
     prepare_folder,

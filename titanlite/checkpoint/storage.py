@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.serialization import get_crc32_options, set_crc32_options
+
+from titanlite.checkpoint.config import Verify
 
 HASH = "xxh3-128"
 METADATA_FILE = ".metadata"
@@ -242,9 +244,6 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module, name) not in _ALLOWED:
             raise InvalidCheckpointError(f"{METADATA_FILE} names {module}.{name}, which no checkpoint needs")
         return super().find_class(module, name)
-
-
-Verify = Literal["full", "size", "off"]
 
 
 def check_file(folder: Path, name: str, record: FileRecord, verify: Verify) -> None:

@@ -4,13 +4,15 @@ import os
 from dataclasses import replace
 from pathlib import Path, PurePath
 
-from titanlite.checkpoint.config import check_checkpoint, check_start, imported_from
+from titanlite.checkpoint.config import check_checkpoint
+from titanlite.checkpoint.preflight import check_start, imported_from
 from titanlite.config.schema import JobConfig, JobSection
+from titanlite.config.training import check_training
 from titanlite.data.config import PIECE_BYTES_PER_POSITION, check_data
 from titanlite.data.tokenizer import check_tokenizer
 from titanlite.huggingface.source import check_source
 from titanlite.metrics.sinks import OWN_FILES, check_metrics
-from titanlite.models import check_model, resolve_model
+from titanlite.models.registry import check_model, resolve_model
 from titanlite.optim.optimizer import check_optimizer
 from titanlite.optim.schedule import check_schedule
 from titanlite.parallel.compile import check_compile, compiles_blocks
@@ -20,7 +22,6 @@ from titanlite.parallel.recompute import check_activation_checkpoint
 from titanlite.runtime.determinism import check_debug
 from titanlite.runtime.distributed import check_comm
 from titanlite.runtime.errors import Problem, require
-from titanlite.trainer import check_training
 from titanlite.validate import check_validation
 
 

@@ -14,8 +14,8 @@ from titanlite.config.names import SECTIONS, kinds_of, row_type, section_kinds
 from titanlite.config.schema import JobConfig
 from titanlite.config.tables import fields_of
 from titanlite.config.values import literal
-from titanlite.models import resolve_model
 from titanlite.models.family import ModelConfig
+from titanlite.models.registry import resolve_model
 
 PROGRAM = "python -m titanlite.train"
 

@@ -6,8 +6,8 @@ from titanlite.config.describe import Key, describe_config, field_texts, kind_in
 from titanlite.config.names import kinds_of
 from titanlite.config.schema import JobConfig
 from titanlite.config.values import literal
-from titanlite.models import FAMILIES
 from titanlite.models.family import Family
+from titanlite.models.registry import FAMILIES
 
 INTRODUCTION = """\
 # Configuration

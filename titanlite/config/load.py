@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from titanlite.checkpoint.config import earlier_config
+from titanlite.checkpoint.preflight import earlier_config
 from titanlite.config.arguments import split_arguments
 from titanlite.config.check import check_config, resolve_config
 from titanlite.config.describe import help_text
@@ -17,8 +17,8 @@ from titanlite.config.names import SECTIONS, kinds_of, row_type
 from titanlite.config.schema import JobConfig
 from titanlite.config.tables import build_section, fields_of, put_argument, sections_of
 from titanlite.config.values import literal
-from titanlite.models import FAMILIES
 from titanlite.models.family import ModelConfig
+from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import ConfigError, Problem
 
 CONFIG_FILE = "job.config_file"

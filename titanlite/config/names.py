@@ -6,8 +6,8 @@ from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from titanlite.config.schema import JobConfig
-from titanlite.models import FAMILIES
 from titanlite.models.family import ModelConfig
+from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import Problem
 
 # Names that users of other trainers know.

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from titanlite.checkpoint.config import CheckpointConfig
+from titanlite.config.training import TrainingConfig
 from titanlite.data.config import DataConfig
 from titanlite.data.tokenizer import TokenizerConfig
 from titanlite.metrics.sinks import MetricsConfig
@@ -14,7 +15,6 @@ from titanlite.parallel.mesh import ParallelismConfig
 from titanlite.parallel.recompute import ActivationCheckpointConfig
 from titanlite.runtime.determinism import DebugConfig
 from titanlite.runtime.distributed import CommConfig
-from titanlite.trainer import TrainingConfig
 from titanlite.validate import ValidationConfig
 
 

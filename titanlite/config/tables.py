@@ -7,8 +7,8 @@ from typing import Any
 from titanlite.config.arguments import missing_value
 from titanlite.config.names import SECTIONS, close_names, kinds_of, row_type, section_kinds, unknown_key
 from titanlite.config.values import read_value, value_from_text
-from titanlite.models import FAMILIES
 from titanlite.models.family import ModelConfig
+from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import Problem
 
 Tables = dict[str, dict[str, Any]]

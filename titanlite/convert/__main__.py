@@ -18,9 +18,9 @@ from titanlite.convert.import_folder import kept_dtype, write_run
 from titanlite.convert.verify import check_tokenizer, too_large, verify
 from titanlite.data.command import appears_complete, require_new, run_command
 from titanlite.huggingface.source import PREFIX, open_source
+from titanlite.precision import DTYPES
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.saved_run import open_run
-from titanlite.trainer import DTYPES
 
 EXPORT_DTYPES = DTYPES | {"float16": torch.float16}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -22,14 +22,15 @@ from titanlite.checkpoint.storage import save_tensors, sync_folder
 from titanlite.config.check import resolve_config
 from titanlite.config.load import dump_config
 from titanlite.config.schema import JobConfig, JobSection
+from titanlite.config.training import TrainingConfig
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, TokenizerConfig
 from titanlite.huggingface.folder import ModelFolder
 from titanlite.huggingface.safetensors import sync_file
 from titanlite.metrics.meter import MeterState
 from titanlite.models.family import ModelConfig
+from titanlite.precision import DTYPES, DtypeName
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
-from titanlite.trainer import DTYPES, DtypeName, TrainingConfig
 
 
 def kept_dtype(source: ModelFolder) -> DtypeName:

@@ -19,7 +19,7 @@ from titanlite.data.corpus import Texts
 from titanlite.data.pieces import BadRowError
 from titanlite.data.preparation import bad_row_policy
 from titanlite.data.tokenizer import check_tokenizer
-from titanlite.models import resolve_model
+from titanlite.models.registry import resolve_model
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 
 T = TypeVar("T")

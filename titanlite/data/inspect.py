@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from titanlite.batch import IGNORE_INDEX
 from titanlite.config.check import resolve_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.command import parse_arguments, run_command
@@ -30,8 +31,7 @@ from titanlite.data.streams import Origin
 from titanlite.data.token_files import documents_file, manifests_of
 from titanlite.data.tokenizer import Tokenizer, prepare_tokenizer
 from titanlite.data.windows import open_tokens
-from titanlite.labels import IGNORE_INDEX
-from titanlite.models import resolve_model
+from titanlite.models.registry import resolve_model
 from titanlite.runtime.errors import UserError
 
 SAMPLED_DOCUMENTS = 1000

@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from titanlite.batch import Batch
 from titanlite.data.config import DataConfig
 from titanlite.data.prefetch import Prefetcher
 from titanlite.data.preparation import Int64s, PreparedStep, Sources
@@ -16,22 +16,6 @@ from titanlite.data.worker import Assignment, WorkerPool
 from titanlite.runtime.errors import UserError
 
 STEPS_AHEAD = 2
-
-
-class Batch(NamedTuple):
-    """One microbatch of one data rank: tokens and labels, int64 (local_batch_size, seq_len), on the CPU.
-
-    labels: the next token at each position, IGNORE_INDEX where there is none. sequences: int64 (local_batch_size,), the
-    number of each row in the run, from 0, the same on every mesh; always on the CPU, since the host asks for it.
-    sources: int64 (local_batch_size,), which of [[data.sources]] each row comes from. positions: with
-    data.document_mask, int64 (local_batch_size, seq_len), 0 where a row and where a document in it begins; else None.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    sequences: Tensor
-    sources: Tensor
-    positions: Tensor | None = None
 
 
 class Loader:

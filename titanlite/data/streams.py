@@ -12,10 +12,10 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from titanlite.batch import IGNORE_INDEX
 from titanlite.data.corpus import TokenPiece
 from titanlite.data.mixture import Mixture
 from titanlite.data.pieces import BadRowError
-from titanlite.labels import IGNORE_INDEX
 from titanlite.runtime.errors import UserError
 
 logger = logging.getLogger("titanlite")

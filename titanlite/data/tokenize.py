@@ -31,7 +31,7 @@ from titanlite.data.token_files import (
     write_unfinished,
 )
 from titanlite.data.tokenizer import prepare_tokenizer
-from titanlite.models import resolve_model
+from titanlite.models.registry import resolve_model
 from titanlite.runtime.errors import UserError
 
 SHARD_TOKENS = 10**8

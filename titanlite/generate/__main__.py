@@ -22,10 +22,10 @@ from titanlite.generate.printing import print_texts
 from titanlite.generate.prompts import Prompt, encode_prompts, read_prompts
 from titanlite.generate.sampling import Sampling
 from titanlite.generate.text import TextStream
+from titanlite.precision import DTYPES
 from titanlite.runtime.errors import ConfigError, Problem, require
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.saved_run import SavedRun, open_run, reading
-from titanlite.trainer import DTYPES
 
 USUAL_NEW_TOKENS = 200
 

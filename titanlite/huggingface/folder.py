@@ -16,9 +16,9 @@ from torch import Tensor
 
 from titanlite.data.tokenizer import CHAT_TEMPLATE
 from titanlite.huggingface.safetensors import SUFFIX, StoredTensor, read_box_, read_header, read_object
-from titanlite.models import FAMILIES
 from titanlite.models.family import Family
 from titanlite.models.init import local_region
+from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import UserError
 
 CONFIG_FILE = "config.json"

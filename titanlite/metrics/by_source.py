@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from titanlite.labels import IGNORE_INDEX
+from titanlite.batch import IGNORE_INDEX
 
 NUM_TOTALS = 3
 """Per source: the sum of the cross-entropy in nats, the number of valid tokens, and of sequences that have one."""

@@ -8,30 +8,12 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
+from titanlite.batch import StepStats
 from titanlite.metrics.by_source import NUM_TOTALS
 from titanlite.runtime.memory import peak_memory_bytes
 
 # num_valid travels as two numbers below this, so that it stays exact in float32 as well (up to 2^48).
 _LIMB = 2**24
-
-
-@dataclass(frozen=True)
-class StepStats:
-    """What one optimizer step leaves behind: scalar tensors on the device, not yet read by the host.
-
-    mean_loss: this rank's share of the step's mean loss; the sum over all ranks is the mean. A rank without a share of
-        its own (it repeats another's, or computes no loss) has 0.
-    grad_norm: global norm before clipping, the same on all ranks.
-    num_valid: valid tokens of the global batch, the same on all ranks, int64.
-    skipped: 1 where the update was withheld, else 0 (integer or bool); the same on all ranks.
-    by_source: this rank's share of the step's totals by source (NUM_TOTALS, sources), as of totals_by_source.
-    """
-
-    mean_loss: torch.Tensor
-    grad_norm: torch.Tensor
-    num_valid: torch.Tensor
-    skipped: torch.Tensor
-    by_source: torch.Tensor
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from titanlite.data.loader import Batch
+from titanlite.batch import Batch
 from titanlite.models.family import Plan
 from titanlite.parallel.compile import can_split_compiled_backward
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule, ReshardAfterForward

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.build.data import build_data, build_tokenizer
 from titanlite.build.model import build_model, build_trainer
 from titanlite.config.schema import JobConfig
-from titanlite.data.loader import Batch
-from titanlite.labels import IGNORE_INDEX
 from titanlite.parallel.mesh import AXES, build_mesh
 from titanlite.parity.layouts import Layout, config_of
 from titanlite.runtime.distributed import World, set_timeout

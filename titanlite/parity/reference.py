@@ -12,15 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
+from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.build.data import build_data, build_tokenizer
 from titanlite.config.schema import JobConfig
-from titanlite.data.loader import Batch
-from titanlite.labels import IGNORE_INDEX
-from titanlite.models import resolve_model
 from titanlite.models.attention import document_arguments
 from titanlite.models.family import LanguageModel
 from titanlite.models.init import init_parameters_
 from titanlite.models.randomness import row_keys
+from titanlite.models.registry import resolve_model
 from titanlite.parity.layouts import ONE_PROCESS, config_of
 from titanlite.parity.measure import (
     CPU,
@@ -33,8 +32,8 @@ from titanlite.parity.measure import (
     passes,
     status_kept,
 )
+from titanlite.precision import DTYPES
 from titanlite.runtime.distributed import World
-from titanlite.trainer import DTYPES
 
 
 def measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from titanlite.config.schema import JobConfig, JobSection
 from titanlite.data.config import PIECE_BYTES_PER_POSITION
 from titanlite.data.tokenizer import prepare_tokenizer
 from titanlite.metrics.sinks import MetricsConfig
-from titanlite.models import resolve_model
+from titanlite.models.registry import resolve_model
 from titanlite.models.sizes import size_alike
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.schedule import ScheduleConfig

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from titanlite.parity.measure import Measurement, Step
-from titanlite.trainer import DTYPES
+from titanlite.precision import DTYPES
 
 FLOAT64_BOUND = 1e-11
 MULTIPLE = 4.0

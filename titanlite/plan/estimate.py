@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.schema import JobConfig
-from titanlite.models import resolve_model
 from titanlite.models.attention import mask_form
 from titanlite.models.family import MicrobatchShape
+from titanlite.models.registry import resolve_model
 from titanlite.parallel.data import resolve_gradient_sync
 from titanlite.parallel.mesh import AXES, data_degree, shard_logits
 from titanlite.parallel.pipeline import local_stages, rows_per_batch
@@ -17,7 +17,7 @@ from titanlite.plan.communication import StepShape, Traffic, stage_traffic
 from titanlite.plan.memory import Memory, rank_memory
 from titanlite.plan.schedule import bubble_share, schedule_order
 from titanlite.plan.stages import Stage, build_stage, simulated_mesh
-from titanlite.trainer import DTYPES
+from titanlite.precision import DTYPES
 
 
 @dataclass(frozen=True)

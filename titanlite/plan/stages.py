@@ -11,15 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import JobConfig
-from titanlite.models import resolve_model
 from titanlite.models.family import LanguageModel, Plan
+from titanlite.models.registry import resolve_model
 from titanlite.optim.optimizer import state_bytes
 from titanlite.parallel.compile import CompileConfig
 from titanlite.parallel.data import wrapped_modules
 from titanlite.parallel.mesh import build_mesh, shard_logits
 from titanlite.parallel.parallelize import parallelize
 from titanlite.parallel.pipeline import keep_units_, resolve_reshard_after_forward, split_stages
-from titanlite.trainer import DTYPES
+from titanlite.precision import DTYPES
 
 
 @dataclass(frozen=True)

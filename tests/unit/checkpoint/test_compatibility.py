@@ -6,7 +6,8 @@ from typing import Any, get_args
 
 import pytest
 
-from titanlite.checkpoint.compatibility import Changeable, changed_settings, check_facts, differences
+from titanlite.checkpoint.compatibility import changed_settings, check_facts, differences
+from titanlite.checkpoint.config import Changeable
 from titanlite.config.schema import JobConfig
 from titanlite.runtime.errors import UserError
 

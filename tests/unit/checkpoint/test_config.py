@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from tests.unit.checkpoint.making import make
-from titanlite.checkpoint.config import CheckpointConfig, check_checkpoint, check_start, earlier_config
+from titanlite.checkpoint.config import CheckpointConfig, check_checkpoint
 from titanlite.checkpoint.folder import set_aside, step_folder
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch
+from titanlite.checkpoint.preflight import check_start, earlier_config
 from titanlite.config.load import keep_earlier, load_config
 from titanlite.config.schema import JobConfig
 from titanlite.runtime.errors import ConfigError

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from tests.unit.checkpoint.making import content_of, make, write_unpublished
 from titanlite.checkpoint.agreement import RanksError
-from titanlite.checkpoint.folder import published_steps, step_folder
+from titanlite.checkpoint.config import Verify
+from titanlite.checkpoint.folder import published_steps, read_or_none, step_folder
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Manifest
 from titanlite.checkpoint.resume import (
     Found,
@@ -20,9 +21,8 @@ from titanlite.checkpoint.resume import (
     newest_whole,
     nothing_usable,
     prepare_folder,
-    read_or_none,
 )
-from titanlite.checkpoint.storage import METADATA_FILE, Verify, save_tensors
+from titanlite.checkpoint.storage import METADATA_FILE, save_tensors
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 

@@ -10,7 +10,7 @@ import pytest
 from tests.seeds import seeds
 from titanlite.config.load import load_config, parse_config
 from titanlite.config.names import full_keys
-from titanlite.models import FAMILIES
+from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import ConfigError, Problem
 
 

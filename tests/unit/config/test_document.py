@@ -9,8 +9,8 @@ from titanlite.config.document import document
 from titanlite.config.load import load_config, parse_config
 from titanlite.config.names import full_keys
 from titanlite.config.schema import JobConfig
-from titanlite.models import FAMILIES
 from titanlite.models.family import ModelConfig
+from titanlite.models.registry import FAMILIES
 
 ROOT = Path(__file__).parents[3]
 

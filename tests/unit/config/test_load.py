@@ -13,8 +13,8 @@ from titanlite.config.load import dump_config, load_config, parse_config
 from titanlite.config.names import SECTIONS, kinds_of, row_type, section_kinds
 from titanlite.config.schema import JobConfig
 from titanlite.config.values import literal
-from titanlite.models import FAMILIES
 from titanlite.models.family import ModelConfig
+from titanlite.models.registry import FAMILIES
 
 
 def config_of(tmp_path: Path, toml: str, *argv: str) -> JobConfig:

@@ -18,8 +18,8 @@ from tests.unit.huggingface.making import tiny, write_model
 from titanlite.convert import __main__ as command
 from titanlite.convert import export_run, verify
 from titanlite.convert.__main__ import main, size
-from titanlite.models import FAMILIES
 from titanlite.models.family import HuggingFace
+from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import UserError
 from titanlite.saved_run import open_run
 

@@ -6,12 +6,12 @@ from typing import Literal
 
 import numpy as np
 
+from titanlite.batch import IGNORE_INDEX
 from titanlite.data.corpus import AT_BEGIN, TokenPiece
 from titanlite.data.indexed import IndexedSource
 from titanlite.data.permutation import Permutation
 from titanlite.data.pieces import BadRowError
 from titanlite.data.streams import BadRowPolicy, Row, SourceStream
-from titanlite.labels import IGNORE_INDEX
 
 PAD = 0
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from tests.distributed.program import start_command
+from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.data import inspect, tokenize
 from titanlite.data.config import DataConfig
-from titanlite.data.loader import Batch, build_loader
+from titanlite.data.loader import build_loader
 from titanlite.data.sources import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.labels import IGNORE_INDEX
 from titanlite.runtime.errors import UserError
 
 ROWS = [f"the model reads {n} words\n" * (1 + n % 5) for n in range(40)]

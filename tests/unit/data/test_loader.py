@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from tests.unit.data.fake_corpus import FakeCorpus, expected_sequences, fake_source
+from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.data import preparation
 from titanlite.data.config import DataConfig, check_data
-from titanlite.data.loader import Batch, Loader, build_loader
+from titanlite.data.loader import Loader, build_loader
 from titanlite.data.preparation import Sources
 from titanlite.data.sources import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.worker import Assignment
-from titanlite.labels import IGNORE_INDEX
 from titanlite.runtime.errors import UserError
 
 STREAMS, SEQ_LEN = 8, 6

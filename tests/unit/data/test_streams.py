@@ -6,11 +6,11 @@ import pytest
 
 from tests.seeds import seeds
 from tests.unit.data.fake_corpus import PAD, FakeCorpus, empty_row, expected_sequences, make_stream, permutation_of
+from titanlite.batch import IGNORE_INDEX
 from titanlite.data.corpus import TokenPiece
 from titanlite.data.indexed import IndexedSource
 from titanlite.data.permutation import Permutation
 from titanlite.data.streams import BadRowPolicy, SourceState, SourceStream
-from titanlite.labels import IGNORE_INDEX
 from titanlite.runtime.errors import UserError
 
 

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import torch
 
+from titanlite.batch import IGNORE_INDEX
 from titanlite.data.config import DataConfig
 from titanlite.data.loader import Loader, build_loader
 from titanlite.data.sources import SourceConfig, check_source
 from titanlite.data.windows import check_tokens, find_invalid, open_tokens
-from titanlite.labels import IGNORE_INDEX
 from titanlite.runtime.errors import UserError
 
 SEQ_LEN = 10

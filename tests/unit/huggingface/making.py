@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from titanlite.models import FAMILIES
 from titanlite.models.family import Family
+from titanlite.models.registry import FAMILIES
 
 
 def tiny(family: Family, **changes: Any) -> Any:

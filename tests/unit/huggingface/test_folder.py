@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.unit.huggingface.making import write_model
 from titanlite.huggingface.folder import open_folder
-from titanlite.models import FAMILIES
+from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import UserError
 from titanlite.saved_run import empty_model
 

@@ -11,14 +11,15 @@ from huggingface_hub import constants
 
 from tests.unit.data.small_hub import COMMIT, SmallHub, small_hub
 from tests.unit.huggingface.making import tiny, write_model
-from titanlite.checkpoint.config import CheckpointConfig, check_start, imported_from
+from titanlite.checkpoint.config import CheckpointConfig
+from titanlite.checkpoint.preflight import check_start, imported_from
 from titanlite.data import retry
 from titanlite.huggingface import hub as hub_module
 from titanlite.huggingface import source as source_module
 from titanlite.huggingface.folder import ModelFolder
 from titanlite.huggingface.hub import HubModel, download, open_snapshot, parse_hub_name, pinned
 from titanlite.huggingface.source import check_source, fetch_source, open_source
-from titanlite.models import FAMILIES
+from titanlite.models.registry import FAMILIES
 from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 

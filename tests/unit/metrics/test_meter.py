@@ -15,8 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.pool import run_ranks
+from titanlite.batch import StepStats
 from titanlite.metrics import meter as meter_module
-from titanlite.metrics.meter import Meter, MeterState, Record, StepStats, is_log_step
+from titanlite.metrics.meter import Meter, MeterState, Record, is_log_step
 
 CPU = torch.device("cpu")
 KEYS = [

@@ -18,9 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.unit.models.shaken import shaken_model
 from titanlite.generate.generation import generate
 from titanlite.generate.sampling import Sampling
-from titanlite.models import FAMILIES, check_model
 from titanlite.models.family import Family, LanguageModel, ModelConfig
 from titanlite.models.init import init_parameters_
+from titanlite.models.registry import FAMILIES, check_model
 from titanlite.parallel.tensor import tensor_style
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from titanlite.models import FAMILIES
+from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import UserError
 
 # As the published folders have them.

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from tests.unit.models.counting import count_parameters
-from titanlite.models import FAMILIES, check_model, resolve_model
 from titanlite.models.family import ModelConfig
 from titanlite.models.llama3 import LLAMA3
 from titanlite.models.llama3.config import FLAVORS
+from titanlite.models.registry import FAMILIES, check_model, resolve_model
 
 PUBLISHED = {  # flavor: parameters, dim, layers, heads, key/value heads, feed-forward, rotary factor, tied
     "debug": (6_139_136, 256, 6, 16, 16, 768, 1.0, False),

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from tests.unit.models.counting import count_parameters
-from titanlite.models import check_model
 from titanlite.models.family import ModelConfig
 from titanlite.models.qwen3 import QWEN3
 from titanlite.models.qwen3.config import FLAVORS, Qwen3Config
+from titanlite.models.registry import check_model
 
 PUBLISHED = {  # flavor: parameters, dim, layers, heads, key/value heads, feed-forward, tied
     "0.6B": (596_049_920, 1024, 28, 16, 8, 3072, True),

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.distributed.reference import small_config
-from titanlite.models import FAMILIES, check_model, resolve_model
 from titanlite.models.family import ModelConfig
+from titanlite.models.registry import FAMILIES, check_model, resolve_model
 from titanlite.models.sizes import size_alike
 from titanlite.parity.layouts import ONE_PROCESS, candidate_layouts, check_layout
 from titanlite.parity.shrink import comparable_config, describe_shrinking, resolved_config, shrink_config

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from titanlite.models import FAMILIES
+from titanlite.models.registry import FAMILIES
 
 
 @pytest.mark.parametrize("tied", [False, True])

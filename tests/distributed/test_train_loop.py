@@ -12,11 +12,17 @@ from tests.distributed.gradients import build_on_mesh
 from tests.distributed.reference import global_batch, rank_batches, reference_step, small_config
 from tests.distributed.test_step import OperationCount
 from tests.pool import run_ranks
+from titanlite import train
+from titanlite.batch import Batch
+from titanlite.build.run import Run
+from titanlite.checkpoint.start import Start
 from titanlite.config.schema import JobConfig
-from titanlite.data.loader import Batch
 from titanlite.metrics.meter import Meter, Record
 from titanlite.metrics.sinks import Sinks
+from titanlite.runtime.control import DataEnd
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.failure import FailureReport
+from titanlite.runtime.signals import StopRequest
 
 
 class StubLoader:
@@ -50,12 +56,34 @@ def config_of_two(*settings: str) -> JobConfig:
     return small_config(2, "training.local_batch_size=4", "optimizer.name=AdamW", *settings)
 
 
-def fit(**limits: int) -> tuple[list[Record], list[str]]:
-    """Records, and the calls that came back, in order, of a run of 6 steps with a log line every 4."""
-    trainer, data = build_on_mesh(config_of_two())
+def run_of(config: JobConfig, *sinks: Keep) -> Run:
+    """Of the loop's parts, those that every run has."""
+    trainer, data = build_on_mesh(config)
     meter = Meter(data.get_group(), torch.device("cpu"), tokens_per_step=256, flops_per_token=0.0, peak_flops=None)
+    return Run(
+        trainer=trainer,
+        loader=StubLoader(dist.get_rank()),  # type: ignore[arg-type]
+        meter=meter,
+        sinks=Sinks(sinks),
+        data_end=DataEnd(list, list, None),
+        ledger=None,
+        groups=(),
+        checkpoints=None,
+        stop=StopRequest(),
+        start=Start(0, (), {}),
+        validation=None,
+    )
+
+
+def trained(max_bad_rows: int = 1000) -> tuple[list[Record], list[str]]:
+    """Records, and the calls that came back, in order, of a run of 6 steps with a log line every 4."""
+    config = config_of_two(
+        *("training.steps=6", "training.gc_freq=3", "metrics.log_freq=4", f"data.max_bad_rows={max_bad_rows}"),
+    )
     keep, calls = Keep(), []
-    train_step, collect, start = trainer.train_step, gc.collect, meter.start
+    run = run_of(config, keep)
+    trainer, meter = run.trainer, run.meter
+    train_step, collect, start, set_timeout = trainer.train_step, gc.collect, meter.start, train.set_timeout
 
     def started() -> None:
         calls.append("the clock starts")
@@ -72,26 +100,18 @@ def fit(**limits: int) -> tuple[list[Record], list[str]]:
     trainer.train_step = step
     meter.start = started
     gc.collect = collected
+    train.set_timeout = lambda *_: calls.append("after the first step")
     try:
-        trainer.fit(
-            StubLoader(dist.get_rank()),
-            meter,
-            Sinks([keep]),
-            **{"steps": 6, "log_freq": 4, "gc_freq": 3, "max_bad_rows": 1000, **limits},
-            after_first_step=lambda: calls.append("after the first step"),
-            data_ended=lambda: False,
-            after_step=lambda *_: False,
-            on_data_error=lambda _: None,
-        )
+        train.train(config, run, FailureReport())
     except UserError as error:
         calls.append(str(error))
     finally:
-        gc.collect = collect
+        gc.collect, train.set_timeout = collect, set_timeout
     return keep.records, calls
 
 
 def logged_and_called() -> tuple[list[list[float]], list[str]]:
-    records, calls = fit()
+    records, calls = trained()
     return [
         [r.step, r.loss, r.grad_norm, r.num_valid, r.tokens_seen, r.data_time_s, r.bad_rows] for r in records
     ], calls
@@ -120,22 +140,10 @@ def test_rows_are_those_of_their_steps_over_the_whole_mesh() -> None:
 
 def collectives_of_a_run(steps: int) -> dict[str, int]:
     """Collectives that are not a step's own, in a run with log lines at its first and last step only."""
-    trainer, data = build_on_mesh(config_of_two())
-    meter = Meter(data.get_group(), torch.device("cpu"), tokens_per_step=256, flops_per_token=0.0, peak_flops=None)
+    config = config_of_two(f"training.steps={steps}", "training.gc_freq=3", "metrics.log_freq=1000")
+    run = run_of(config)
     with OperationCount() as count:  # refuses reads of single values by the host
-        trainer.fit(
-            StubLoader(dist.get_rank()),
-            meter,
-            Sinks([]),
-            steps=steps,
-            log_freq=1000,
-            gc_freq=3,
-            max_bad_rows=1000,
-            after_first_step=lambda: None,
-            data_ended=lambda: False,
-            after_step=lambda *_: False,
-            on_data_error=lambda _: None,
-        )
+        train.train(config, run, FailureReport())
     return {"allgather": count.collectives["allgather"], "norms and counts": count.collectives["allreduce"]}
 
 
@@ -150,7 +158,7 @@ def test_between_log_lines_nothing_is_read_or_gathered() -> None:
 
 
 def stopped() -> str:
-    return fit(max_bad_rows=11)[1][-1]
+    return trained(max_bad_rows=11)[1][-1]
 
 
 def test_too_many_bad_rows_stop_all_ranks_at_the_next_log_line() -> None:

@@ -1,0 +1,143 @@
+"""The loop: what happens in a step, in which order, and when it ends."""
+
+from typing import Any
+from unittest.mock import MagicMock, Mock
+
+import pytest
+
+from titanlite import train as train_module
+from titanlite.config.schema import JobConfig
+from titanlite.config.training import TrainingConfig
+from titanlite.data.config import DataConfig
+from titanlite.metrics.sinks import MetricsConfig
+from titanlite.runtime.distributed import CommConfig
+from titanlite.runtime.errors import DataError, UserError
+from titanlite.train import train
+
+STEP = ["loader.next_step", "trainer.train_step", "meter.update", "data_end.after_step"]
+LOG = ["meter.flush", "sinks.write"]
+AFTER = ["ledger.write", "checkpoints.after_step", "validation.after_step"]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """A run of which nothing is real but the number of steps: `run.mock_calls` has all that the loop does with it."""
+    run = MagicMock()
+
+    def count(_: Any) -> None:
+        run.trainer.step += 1
+
+    run.trainer.step = 0
+    run.trainer.counts_rows = True
+    run.trainer.schedule = float
+    run.trainer.train_step.side_effect = count
+    run.loader.next_step.return_value = []
+    run.data_end.after_step.return_value = [False]
+    run.meter.flush.side_effect = lambda: Mock(step=run.trainer.step, bad_rows=run.trainer.step)
+    run.checkpoints.after_step.return_value = False
+    run.validation.after_step.return_value = 0
+    run.attach_mock(Mock(), "set_timeout")
+    run.attach_mock(MagicMock(), "garbage")
+    monkeypatch.setattr(train_module, "set_timeout", run.set_timeout)
+    monkeypatch.setattr(train_module, "PacedGarbageCollection", run.garbage)  # the real one goes through all objects
+    run.reset_mock()
+    return run
+
+
+def config(steps: int = 3, max_bad_rows: int = 100, log_freq: int = 3) -> JobConfig:
+    return JobConfig(
+        training=TrainingConfig(steps=steps, gc_freq=11),
+        metrics=MetricsConfig(log_freq=log_freq),
+        data=DataConfig(max_bad_rows=max_bad_rows),
+        comm=CommConfig(train_timeout_s=17),
+    )
+
+
+def events(run: MagicMock) -> list[str]:
+    return [name for name, *_ in run.mock_calls if not name.startswith("garbage")]
+
+
+def test_the_events_of_each_step_come_in_order(run: MagicMock) -> None:
+    failure = Mock()
+    record = train(config(), run, failure)
+    assert record is not None
+    assert record.step == 3
+    assert events(run) == [
+        *("stop.activate", "meter.start"),
+        *(*STEP, *LOG, "set_timeout", *AFTER),
+        *(*STEP, *AFTER),
+        *(*STEP, *LOG, *AFTER),
+        "checkpoints.close",
+    ]
+    run.set_timeout.assert_called_once_with(run.groups, 17)
+    run.garbage.assert_called_once_with(11)
+    paced = run.garbage.return_value.__enter__.return_value
+    assert [call.args for call in paced.after_step.call_args_list] == [(1,), (2,)]
+    assert [call.args for call in run.checkpoints.after_step.call_args_list] == [(1, False), (2, False), (3, True)]
+    expected = [(1, False, failure), (2, False, failure), (3, True, failure)]
+    assert [call.args for call in run.validation.after_step.call_args_list] == expected
+
+
+def test_without_what_is_optional(run: MagicMock) -> None:
+    run.ledger = run.checkpoints = run.validation = None
+    assert train(config(steps=1), run, Mock()) is not None
+    assert events(run) == ["meter.start", *STEP, *LOG, "set_timeout"]
+
+
+def test_the_end_of_the_data_is_the_last_step(run: MagicMock) -> None:
+    run.data_end.after_step.side_effect = [[False, False], [False, True]]
+    record = train(config(), run, Mock())
+    assert record is not None
+    assert record.step == 2
+    assert events(run)[-6:] == [*LOG, *AFTER, "checkpoints.close"]
+    assert run.checkpoints.after_step.call_args.args == (2, True)
+
+
+def test_a_signal_stops_after_the_save_and_without_validation(run: MagicMock) -> None:
+    run.checkpoints.after_step.side_effect = [False, True]
+    assert train(config(), run, Mock()) is None
+    assert events(run)[-3:] == ["ledger.write", "checkpoints.after_step", "checkpoints.close"]
+
+
+def test_a_signal_to_the_last_step_leaves_it_its_validation(run: MagicMock) -> None:
+    run.checkpoints.after_step.return_value = True
+    run.validation.after_step.return_value = 15
+    assert train(config(steps=1), run, Mock()) is not None
+    assert events(run)[-2:] == ["validation.after_step", "checkpoints.close"]
+
+
+def test_a_signal_in_the_validation_saves_what_is_not_saved(run: MagicMock) -> None:
+    run.validation.after_step.side_effect = [0, 15]
+    assert train(config(), run, Mock()) is None
+    assert events(run)[-3:] == ["validation.after_step", "checkpoints.stop_after", "checkpoints.close"]
+    run.checkpoints.stop_after.assert_called_once_with(2, 15)
+
+
+@pytest.mark.parametrize(
+    ("max_bad_rows", "log_freq", "logged"),
+    [(10, 5, [1, 5, 10]), (9, 5, [1, 5, 10]), (4, 5, [1, 5]), (0, 5, [1]), (3, 1, [1, 2, 3, 4])],
+)
+def test_more_bad_rows_than_allowed_end_the_run_at_the_next_log_step(
+    max_bad_rows: int, log_freq: int, logged: list[int], run: MagicMock
+) -> None:
+    """Ten steps over data with a bad row in each."""
+    if max_bad_rows == 10:
+        train(config(10, max_bad_rows, log_freq), run, Mock())
+    else:
+        with pytest.raises(UserError, match=rf"max_bad_rows = {max_bad_rows}: {logged[-1]} rows were skipped"):
+            train(config(10, max_bad_rows, log_freq), run, Mock())
+    assert [call.args[0].bad_rows for call in run.sinks.write.call_args_list] == logged
+    assert events(run)[-1] == "checkpoints.close"
+
+
+def test_data_that_cannot_be_used_are_noted_before_the_ranks_meet(
+    run: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = DataError("it is not UTF-8", 3)
+    run.loader.next_step.side_effect = error
+    run.attach_mock(Mock(), "failure")
+    run.attach_mock(Mock(), "wait_for_ranks")
+    monkeypatch.setattr(train_module, "wait_for_ranks", run.wait_for_ranks)
+    with pytest.raises(DataError):
+        train(config(), run, run.failure)
+    assert events(run)[2:] == ["loader.next_step", "failure.note_data_error", "wait_for_ranks", "checkpoints.close"]
