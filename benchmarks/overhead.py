@@ -32,7 +32,8 @@ from titanlite.data.tokenizer import prepare_tokenizer
 from titanlite.metrics.meter import Meter
 from titanlite.models.init import init_parameters_
 from titanlite.models.registry import resolve_model
-from titanlite.parallel.mesh import build_mesh
+from titanlite.parallel.mesh import Mesh
+from titanlite.runtime.distributed import World
 from titanlite.runtime.launch import run_ranks
 
 CPU = torch.device("cpu")
@@ -101,8 +102,9 @@ def bare_loop(model: nn.Module, data: PreparedBatches) -> Callable[[int], None]:
 
 def trainer_loop(config: JobConfig, data: PreparedBatches) -> Callable[[int], None]:
     """Steps of titanlite's Trainer, with what the loop around it does in each of them."""
-    mesh, data_mesh = build_mesh(config.parallelism, "cpu", dist.get_world_size())
-    trainer = build_trainer(config, build_model(config, mesh, CPU), mesh, data_mesh, CPU)
+    mesh = Mesh(config.parallelism, World(dist.get_rank(), dist.get_rank(), dist.get_world_size(), "cpu"))
+    mesh.connect(config.comm.init_timeout_s)
+    trainer = build_trainer(config, build_model(config, mesh, CPU), mesh, CPU)
     assert dist.group.WORLD is not None
     meter = Meter(dist.group.WORLD, CPU, tokens_per_step=2048, flops_per_token=0.0, peak_flops=None)
     meter.start()

@@ -31,7 +31,7 @@ from titanlite.data.kinds import source_from_path
 from titanlite.data.sources import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.metrics.validation import SetTotals, sum_of
-from titanlite.parallel.mesh import AXES, ParallelismConfig, build_mesh
+from titanlite.parallel.mesh import AXES, Mesh, ParallelismConfig
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import (
     CommConfig,
@@ -204,12 +204,11 @@ def evaluate(
     apply_determinism(config.debug)
     config = pin_revisions(config, world, store)
     # As in training, data comes before the ranks are tied together: an index that one of them builds takes its time.
-    loaders = build_validation_data(config, world, tokenizer)
-    groups = [init_process_group(world, store, config.comm)]
-    mesh, data_mesh = build_mesh(config.parallelism, world.device_type, world.size)
-    control = dist.new_group(backend="gloo")
-    groups += [*(mesh.get_group(axis) for axis in AXES), data_mesh.get_group(), control]
-    set_timeout(groups, config.comm.init_timeout_s)
+    mesh = Mesh(config.parallelism, world)
+    loaders = build_validation_data(config, mesh, tokenizer)
+    init_process_group(world, store, config.comm)
+    mesh.connect(config.comm.init_timeout_s)
+    control = mesh.new_group(config.comm.init_timeout_s)
     parts = build_model(config, mesh, world.device, draws_weights=False)
     set_timeout([control], config.comm.save_timeout_s)
     saved.load({name: p.data for part in parts for name, p in part.named_parameters()}, control)

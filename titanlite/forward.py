@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.batch import Batch
 from titanlite.models.attention import document_arguments
 from titanlite.models.family import LanguageModel
 from titanlite.models.randomness import row_keys
+from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.pipeline import Pipeline
 from titanlite.parallel.tensor import parallel_loss
 from titanlite.runtime.determinism import seed_microbatch
@@ -19,7 +19,7 @@ class ModelOnMesh:
     """A model that is already on its mesh, with its loss: no gradients, no optimizer.
 
     model_parts: the parts of the model on this rank: the whole of it, or its stages of the pipeline. loss: as
-    mean_loss_shares. shard_logits: whether logits are cut over tp. mesh: with the axes pp, dp_replicate, dp_shard, tp.
+    mean_loss_shares. shard_logits: whether logits are cut over tp.
     seed: of all that the model draws.
     """
 
@@ -30,7 +30,7 @@ class ModelOnMesh:
         pipeline: Pipeline | None,
         loss: Callable[[Tensor, Tensor, Tensor], Tensor],
         shard_logits: bool,
-        mesh: DeviceMesh,
+        mesh: Mesh,
         device: torch.device,
         seed: int,
     ) -> None:
@@ -38,11 +38,10 @@ class ModelOnMesh:
         self.pipeline = pipeline
         self.loss = loss
         self.shard_logits = shard_logits
-        self.pp_rank = mesh["pp"].get_local_rank()
+        self.pp_rank = mesh.place["pp"]
         # Ranks of one data rank see the same rows and, on the last stage's tp ranks, the same loss: one of them counts.
-        is_first_of_tp = mesh["tp"].get_local_rank() == 0
-        self.counts_loss = is_first_of_tp and (pipeline is None or pipeline.owns_last)
-        self.counts_rows = is_first_of_tp and self.pp_rank == 0
+        self.counts_loss = mesh.is_first(["tp"]) and (pipeline is None or pipeline.owns_last)
+        self.counts_rows = mesh.speaks_for_data_rank
         self.device = device
         self.seed = seed
         self.step = 0

@@ -22,7 +22,7 @@ from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device
 from titanlite.metrics.meter import Record, is_log_step
-from titanlite.runtime.distributed import World, connect, set_timeout, world_from_environment
+from titanlite.runtime.distributed import World, connect, world_from_environment
 from titanlite.runtime.errors import DataError, UserError
 from titanlite.runtime.garbage import PacedGarbageCollection
 from titanlite.runtime.job_lock import job_lock
@@ -123,7 +123,7 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
                 run.sinks.write(record)
                 require_few_bad_rows(record, config.data.max_bad_rows)
             if step == first_step:
-                set_timeout(run.groups, config.comm.train_timeout_s)
+                run.mesh.set_timeout(config.comm.train_timeout_s)
             if run.ledger is not None:
                 run.ledger.write(step, loader.sequences, loader.origins)
             stops = checkpoints is not None and checkpoints.after_step(step, last)

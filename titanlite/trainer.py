@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.batch import IGNORE_INDEX, Batch, StepStats
 from titanlite.forward import ModelOnMesh
@@ -14,7 +13,7 @@ from titanlite.models.family import LanguageModel
 from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.parallel.clip import NormType, clip_grad_norm_
 from titanlite.parallel.data import gradient_sync
-from titanlite.parallel.mesh import GradientSync
+from titanlite.parallel.mesh import GradientSync, Mesh
 from titanlite.parallel.pipeline import Pipeline
 from titanlite.parallel.tensor import parallel_loss
 
@@ -36,8 +35,7 @@ class Trainer(ModelOnMesh):
         optimizer: GatedOptimizer,
         schedule: Callable[[int], float],
         sync: GradientSync | None,
-        mesh: DeviceMesh,
-        data_group: dist.ProcessGroup,
+        mesh: Mesh,
         device: torch.device,
         max_norm: float,
         norm_type: NormType,
@@ -56,8 +54,8 @@ class Trainer(ModelOnMesh):
         self.optimizer = optimizer
         self.schedule = schedule
         self.sync = sync
-        self.pp_group = mesh.get_group("pp")
-        self.data_group = data_group
+        self.pp_group = mesh.group("pp")
+        self.data_group = mesh.data_group
         self.max_norm = max_norm
         self.norm_type = norm_type
         self.num_sources = num_sources

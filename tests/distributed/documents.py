@@ -79,10 +79,10 @@ def documents_step(layout: Layout) -> dict[str, Any]:
     batch = packed_batch(layout.rows)
     config = layout.config()
     reference = documents_alone(config, batch)
-    trainer, data = build_on_mesh(config)
+    trainer, mesh = build_on_mesh(config)
     same = has_weights(trainer, reference.weights)
     turned = [positions_seen(part) for part in trainer.model_parts]
-    local = local_batches(config, data, batch)
+    local = local_batches(config, mesh, batch)
     stats = trainer.train_step(local)
     given = torch.cat([part.positions for part in local if part.positions is not None])
     restarts = all(torch.equal(torch.cat(seen), given) for seen in turned)

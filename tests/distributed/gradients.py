@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.reference import Reference, global_batch, rank_batches, reference_step, small_config
@@ -16,7 +15,8 @@ from titanlite.batch import Batch
 from titanlite.build.data import batch_rows
 from titanlite.build.model import build_model, build_trainer
 from titanlite.config.schema import JobConfig
-from titanlite.parallel.mesh import ParallelismConfig, build_mesh
+from titanlite.parallel.mesh import Mesh, ParallelismConfig
+from titanlite.runtime.distributed import World
 from titanlite.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -47,32 +47,39 @@ def difference(value: Tensor, expected: Tensor) -> float:
     return error if error == error else float("inf")
 
 
-_meshes: dict[tuple[Any, ParallelismConfig], tuple[DeviceMesh, DeviceMesh]] = {}
+_meshes: dict[tuple[Any, ParallelismConfig], Mesh] = {}
 
 
-def mesh_of(config: JobConfig) -> tuple[DeviceMesh, DeviceMesh]:
-    """The mesh and its data mesh, built once per process group and layout: each build opens several groups of gloo."""
+def mesh_of(config: JobConfig) -> Mesh:
+    """Built once per process group and layout: each build opens several groups of gloo."""
     world = dist.group.WORLD
     if any(known is not world for known, _ in _meshes):
         _meshes.clear()
     pp, replicate, tp = config.parallelism.pp, config.parallelism.dp_replicate, config.parallelism.tp
     axes = ParallelismConfig(pp=pp, dp_replicate=replicate, dp_shard=config.parallelism.dp_shard, tp=tp)
     if (world, axes) not in _meshes:
-        _meshes[world, axes] = build_mesh(axes, "cpu", dist.get_world_size())
+        _meshes[world, axes] = connected_mesh(axes)
     return _meshes[world, axes]
 
 
-def build_on_mesh(config: JobConfig) -> tuple[Trainer, DeviceMesh]:
-    """The trainer that training itself would build, and its data mesh."""
-    mesh, data_mesh = mesh_of(config)
-    return build_trainer(config, build_model(config, mesh, CPU), mesh, data_mesh, CPU), data_mesh
+def connected_mesh(section: ParallelismConfig, device_type: str = "cpu") -> Mesh:
+    """On all ranks of torch's default group."""
+    mesh = Mesh(section, World(dist.get_rank(), dist.get_rank(), dist.get_world_size(), device_type))
+    mesh.connect(timeout_s=300)
+    return mesh
 
 
-def local_batches(config: JobConfig, data: DeviceMesh, batch: Batch, accumulation: int | None = None) -> list[Batch]:
+def build_on_mesh(config: JobConfig) -> tuple[Trainer, Mesh]:
+    """The trainer that training itself would build."""
+    mesh = mesh_of(config)
+    return build_trainer(config, build_model(config, mesh, CPU), mesh, CPU), mesh
+
+
+def local_batches(config: JobConfig, mesh: Mesh, batch: Batch, accumulation: int | None = None) -> list[Batch]:
     """This rank's batches of an optimizer step on the rows of `batch`; None: as many as the configuration says."""
     if accumulation is None:
-        accumulation = len(batch.tokens) // data.size() // batch_rows(config, dist.get_world_size())
-    return rank_batches(batch, data.get_local_rank(), data.size(), accumulation)
+        accumulation = len(batch.tokens) // mesh.data_degree // batch_rows(config, mesh)
+    return rank_batches(batch, mesh.data_rank, mesh.data_degree, accumulation)
 
 
 def step_errors(
@@ -93,11 +100,11 @@ def errors_of_step(
 ) -> Errors:
     """As step_errors."""
     reference = reference_step(config, batch)
-    trainer, data = build_on_mesh(config)
+    trainer, mesh = build_on_mesh(config)
     same = has_weights(trainer, reference.weights)
     if mutate is not None:
         mutate(trainer)
-    stats = trainer.train_step(local_batches(config, data, batch, accumulation))
+    stats = trainer.train_step(local_batches(config, mesh, batch, accumulation))
     return compare(trainer, stats.mean_loss, stats.grad_norm, reference, same)
 
 

@@ -228,11 +228,11 @@ def measure(layout: Layout, *settings: str) -> Measured:
     batches = [global_batch("silent_ranks", step, layout.rows) for step in range(STEPS)]
     reference = reference_step(config, batches[0])
     expected = reference_losses(config, layout.rows)
-    trainer, data = build_on_mesh(config)
+    trainer, mesh = build_on_mesh(config)
     same = has_weights(trainer, reference.weights)
     losses: list[Tensor] = []
     for step, batch in enumerate(batches):
-        stats = trainer.train_step(local_batches(config, data, batch))
+        stats = trainer.train_step(local_batches(config, mesh, batch))
         losses.append(stats.mean_loss.clone())
         if step == 0:
             first = compare(trainer, stats.mean_loss, stats.grad_norm, reference, same)

@@ -28,8 +28,8 @@ from titanlite.models.init import Init
 from titanlite.parallel import clip as clip_module
 from titanlite.parallel import tensor as tensor_module
 from titanlite.parallel.data import gradient_sync, wrapped_modules
+from titanlite.parallel.mesh import Mesh
 from titanlite.parity import measure as parity_module
-from titanlite.runtime.distributed import World
 from titanlite.trainer import Trainer
 
 Change = Callable[[Trainer], None]
@@ -156,8 +156,8 @@ def rows_of_the_first_rank() -> Iterator[None]:
         del rank
         return rank_batches(batch, 0, degree, accumulation)
 
-    def data_of_the_first(config: JobConfig, world: World, tokenizer: Tokenizer | None) -> Loader:
-        return build_data(config, replace(world, rank=0), tokenizer)
+    def data_of_the_first(config: JobConfig, mesh: Mesh, tokenizer: Tokenizer | None) -> Loader:
+        return build_data(config, Mesh(config.parallelism, replace(mesh.world, rank=0)), tokenizer)
 
     with replaced(gradients, "rank_batches", of_the_first), replaced(parity_module, "build_data", data_of_the_first):
         yield

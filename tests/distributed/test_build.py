@@ -14,7 +14,7 @@ from tests.pool import run_ranks
 from titanlite.batch import StepStats
 from titanlite.build import run as build_module
 from titanlite.build.run import Run, build_run
-from titanlite.runtime.distributed import World, set_timeout
+from titanlite.runtime.distributed import World
 
 
 def build(folder: str, *settings: str) -> Run:
@@ -33,11 +33,11 @@ def timeouts_of_a_run(folder: str) -> tuple[list[float], list[float], bool]:
     run = build(folder, "parallelism.dp_replicate=2", "comm.init_timeout_s=77", *settings)
 
     def waits() -> list[float]:
-        backends = [group._get_backend(torch.device("cpu")) for group in run.groups]
+        backends = [group._get_backend(torch.device("cpu")) for group in run.mesh.groups]
         return [backend.options._timeout / timedelta(seconds=1) for backend in backends]
 
     at_start = waits()
-    set_timeout(run.groups, 55)
+    run.mesh.set_timeout(55)
     used = {
         group.group_name
         for parameter in run.trainer.model_parts[0].parameters()
@@ -45,7 +45,7 @@ def timeouts_of_a_run(folder: str) -> tuple[list[float], list[float], bool]:
     }
     run.loader.close()
     run.sinks.close()
-    return at_start, waits(), used <= {group.group_name for group in run.groups}
+    return at_start, waits(), used <= {group.group_name for group in run.mesh.groups}
 
 
 @pytest.mark.slow

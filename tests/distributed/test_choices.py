@@ -43,8 +43,8 @@ def gathers_of_a_step(tied: str) -> dict[str, int]:
     found = {}
     for reshard in RESHARDS:
         settings = [f"parallelism.fsdp_reshard_after_forward={reshard}", f"model.tie_embeddings={tied}"]
-        trainer, data = build_on_mesh(small_config(2, *settings, "training.local_batch_size=8"))
-        batches = rank_batches(global_batch("uneven"), data.get_local_rank(), 2, 1)
+        trainer, mesh = build_on_mesh(small_config(2, *settings, "training.local_batch_size=8"))
+        batches = rank_batches(global_batch("uneven"), mesh.data_rank, 2, 1)
         trainer.train_step(batches)
         with OperationCount() as count:
             trainer.train_step(batches)
@@ -79,8 +79,8 @@ def weights_after_a_clipped_step(replicate: int) -> float:
     batch = global_batch("uneven")
     reference = reference_step(config, batch)
     assert reference.grad_norm > 0.1  # clipping is active
-    trainer, data = build_on_mesh(config)
-    trainer.train_step(rank_batches(batch, data.get_local_rank(), data.size(), 8 // size))
+    trainer, mesh = build_on_mesh(config)
+    trainer.train_step(rank_batches(batch, mesh.data_rank, mesh.data_degree, 8 // size))
     scale = 0.5 * 0.01 / (reference.grad_norm + 1e-6)
     return max(
         difference(whole(parameter.detach()) - reference.weights[name], -scale * reference.gradients[name])

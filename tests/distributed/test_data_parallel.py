@@ -33,14 +33,14 @@ def all_cases(layouts: list[tuple[int, int]], dtype: str) -> dict[str, tuple[flo
                 f"parallelism.dp_shard={shard}",
                 f"parallelism.gradient_sync={sync}",
             )
-            trainer, data = build_on_mesh(config)
+            trainer, mesh = build_on_mesh(config)
             trainer.optimizer.step_if = lambda _ok: None
             for masks in ("uneven", "silent_ranks"):
                 batch = global_batch(masks)
                 reference = reference_step(config, batch)
                 for accumulation in (1, 2, 4):
                     same = has_weights(trainer, reference.weights)
-                    stats = trainer.train_step(local_batches(config, data, batch, accumulation))
+                    stats = trainer.train_step(local_batches(config, mesh, batch, accumulation))
                     found = compare(trainer, stats.mean_loss, stats.grad_norm, reference, same)
                     case = f"replicate {replicate} x shard {shard}, {sync}, accumulation {accumulation}, {masks}"
                     errors[case] = (found.worst, found.parameter, found.same_initial_weights)

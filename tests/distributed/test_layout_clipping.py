@@ -32,8 +32,8 @@ def clipped(cases: list[tuple[Layout, str]]) -> list[dict[str, Any]]:
         assert norm > 2 * MAX_NORM  # clipping is active
         scale = MAX_NORM / (norm + 1e-6)
         gradients = {name: gradient * scale for name, gradient in whole.gradients.items()}
-        trainer, data = build_on_mesh(config)
-        stats = trainer.train_step(local_batches(config, data, batch))
+        trainer, mesh = build_on_mesh(config)
+        stats = trainer.train_step(local_batches(config, mesh, batch))
         expected = Reference(whole.loss, norm, gradients, whole.weights)
         found.append(asdict(compare(trainer, stats.mean_loss, stats.grad_norm, expected, True)))
     return found

@@ -95,11 +95,11 @@ def digests(repeats: int) -> list[list[str]]:
         config = layout.config("training.dtype=float32", f"optimizer.lr={LEARNING_RATE}")
         runs = []
         for _ in range(repeats):
-            trainer, data = build_on_mesh(config)
+            trainer, mesh = build_on_mesh(config)
             seen = []
             for step in range(3):
                 batch = global_batch("uneven", step, layout.rows)
-                stats = trainer.train_step(local_batches(config, data, batch))
+                stats = trainer.train_step(local_batches(config, mesh, batch))
                 seen += [stats.mean_loss, stats.grad_norm]
             seen += [p.detach() for part in trainer.model_parts for p in part.parameters()]
             whole = [getattr(tensor, "_local_tensor", tensor).contiguous().flatten() for tensor in seen]

@@ -40,9 +40,9 @@ def mixed_batch() -> Batch:
 def totals_on_mesh(layout: Layout) -> tuple[list[list[float]], float, float]:
     """The totals of a step over all ranks, its loss, and its gradient norm."""
     torch._dynamo.reset()
-    trainer, data = build_on_mesh(layout.config())
+    trainer, mesh = build_on_mesh(layout.config())
     trainer.num_sources = SOURCES
-    stats = trainer.train_step(local_batches(layout.config(), data, mixed_batch()))
+    stats = trainer.train_step(local_batches(layout.config(), mesh, mixed_batch()))
     totals, loss = stats.by_source.clone(), stats.mean_loss.clone()
     dist.all_reduce(totals)
     dist.all_reduce(loss)

@@ -35,8 +35,8 @@ def built(layout: Layout) -> tuple[Trainer, list[Any], Any]:
     """The trainer, its batches of one step, and the reference of that step."""
     config = layout.config()
     batch = global_batch("silent_ranks", 0, layout.rows)
-    trainer, data = build_on_mesh(config)
-    return trainer, local_batches(config, data, batch), reference_step(config, batch)
+    trainer, mesh = build_on_mesh(config)
+    return trainer, local_batches(config, mesh, batch), reference_step(config, batch)
 
 
 def count_forwards(trainer: Trainer) -> list[Counter[str]]:

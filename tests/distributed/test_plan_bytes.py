@@ -58,8 +58,8 @@ def size(tensors: Sequence[Tensor]) -> int:
 def bytes_of_a_running_rank(layouts: list[tuple[str, ...]]) -> list[Bytes]:
     found = []
     for settings in layouts:
-        trainer, data = build_on_mesh(small_config(dist.get_world_size(), *settings))
-        trainer.train_step(rank_batches(global_batch("uneven"), data.get_local_rank(), data.size(), 1))
+        trainer, mesh = build_on_mesh(small_config(dist.get_world_size(), *settings))
+        trainer.train_step(rank_batches(global_batch("uneven"), mesh.data_rank, mesh.data_degree, 1))
         parameters = [p for part in trainer.model_parts for p in part.parameters()]
         gradients = [p.grad for p in parameters if p.grad is not None]
         assert len(gradients) == len(parameters)

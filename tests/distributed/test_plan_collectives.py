@@ -60,11 +60,11 @@ def calls_and_bytes(layouts: list[list[str]]) -> list[tuple[dict[str, int], int]
     found = []
     for settings in layouts:
         config = small_config(dist.get_world_size(), *settings)
-        trainer, data = build_on_mesh(config)
-        rows = 16 // data.size()
+        trainer, mesh = build_on_mesh(config)
+        rows = 16 // mesh.data_degree
         pipelined = config.parallelism.pp > 1 and config.parallelism.gradient_sync != "every"
         accumulation = 1 if pipelined else rows // config.training.local_batch_size
-        batches = rank_batches(global_batch("uneven"), data.get_local_rank(), data.size(), accumulation)
+        batches = rank_batches(global_batch("uneven"), mesh.data_rank, mesh.data_degree, accumulation)
         trainer.train_step(batches)
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
             trainer.train_step(batches)

@@ -25,10 +25,10 @@ def trainer_at(step: int, layout: Layout, family: str, *settings: str) -> tuple[
     """The trainer with initial weights before `step`, its batches of that step, and the configuration."""
     torch._dynamo.reset()
     config = layout.config(f"model.family={family}", *settings)
-    trainer, data = build_on_mesh(config)
+    trainer, mesh = build_on_mesh(config)
     trainer.step = step - 1
     batch = global_batch("silent_ranks", step - 1, layout.rows)
-    return trainer, local_batches(config, data, batch), config
+    return trainer, local_batches(config, mesh, batch), config
 
 
 def drawn_by_key(layouts: Sequence[Layout]) -> list[float]:

@@ -117,10 +117,10 @@ def dtypes(axes: tuple[int, int, int, int]) -> list[str]:
         "training.mixed_precision_reduce=float32",
     )
     layout = Layout(axes, mixed)
-    trainer, data = build_on_mesh(layout.config())
+    trainer, mesh = build_on_mesh(layout.config())
     seen: set[str] = set()
     watch(trainer, seen)
-    batches = local_batches(layout.config(), data, global_batch("uneven"))
+    batches = local_batches(layout.config(), mesh, global_batch("uneven"))
     trainer.train_step(batches)  # a pipeline's first step also sets things up
     with OperationCount() as count:
         trainer.train_step(batches)

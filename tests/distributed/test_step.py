@@ -39,8 +39,8 @@ class OperationCount(TorchDispatchMode):
 
 def on_mesh(*settings: str) -> tuple[Trainer, int, int]:
     """(trainer, data rank, data degree)"""
-    trainer, data_mesh = build_on_mesh(small_config(dist.get_world_size(), *settings))
-    return trainer, data_mesh.get_local_rank(), data_mesh.size()
+    trainer, mesh = build_on_mesh(small_config(dist.get_world_size(), *settings))
+    return trainer, mesh.data_rank, mesh.data_degree
 
 
 def collectives_of_steps(layouts: list[list[str]]) -> list[dict[str, int]]:

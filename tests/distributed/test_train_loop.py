@@ -58,8 +58,8 @@ def config_of_two(*settings: str) -> JobConfig:
 
 def run_of(config: JobConfig, *sinks: Keep) -> Run:
     """Of the loop's parts, those that every run has."""
-    trainer, data = build_on_mesh(config)
-    meter = Meter(data.get_group(), torch.device("cpu"), tokens_per_step=256, flops_per_token=0.0, peak_flops=None)
+    trainer, mesh = build_on_mesh(config)
+    meter = Meter(mesh.data_group, torch.device("cpu"), tokens_per_step=256, flops_per_token=0.0, peak_flops=None)
     return Run(
         trainer=trainer,
         loader=StubLoader(dist.get_rank()),  # type: ignore[arg-type]
@@ -67,7 +67,7 @@ def run_of(config: JobConfig, *sinks: Keep) -> Run:
         sinks=Sinks(sinks),
         data_end=DataEnd(list, list, None),
         ledger=None,
-        groups=(),
+        mesh=mesh,
         checkpoints=None,
         stop=StopRequest(),
         start=Start(0, (), {}),
@@ -83,7 +83,7 @@ def trained(max_bad_rows: int = 1000) -> tuple[list[Record], list[str]]:
     keep, calls = Keep(), []
     run = run_of(config, keep)
     trainer, meter = run.trainer, run.meter
-    train_step, collect, start, set_timeout = trainer.train_step, gc.collect, meter.start, train.set_timeout
+    train_step, collect, start = trainer.train_step, gc.collect, meter.start
 
     def started() -> None:
         calls.append("the clock starts")
@@ -100,13 +100,13 @@ def trained(max_bad_rows: int = 1000) -> tuple[list[Record], list[str]]:
     trainer.train_step = step
     meter.start = started
     gc.collect = collected
-    train.set_timeout = lambda *_: calls.append("after the first step")
+    run.mesh.set_timeout = lambda _: calls.append("after the first step")  # type: ignore[method-assign]
     try:
         train.train(config, run, FailureReport())
     except UserError as error:
         calls.append(str(error))
     finally:
-        gc.collect, train.set_timeout = collect, set_timeout
+        gc.collect = collect
     return keep.records, calls
 
 

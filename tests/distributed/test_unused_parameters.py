@@ -6,11 +6,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from tests.distributed.gradients import difference, whole
+from tests.distributed.gradients import connected_mesh, difference, whole
 from tests.pool import run_ranks
 from titanlite.models.family import Plan
 from titanlite.parallel.data import apply_data_parallel, gradient_sync
-from titanlite.parallel.mesh import ParallelismConfig, build_mesh
+from titanlite.parallel.mesh import ParallelismConfig
 from titanlite.runtime.errors import UserError
 
 PLAN = Plan(units=(("first",), ("second",)), blocks={}, tensor_styles={}, may_skip_parameters=True)
@@ -52,7 +52,7 @@ def error_with_unused_parameters(replicate: int, shard: int, sync: str, accumula
     """Rank 0 alone uses every parameter, in its first microbatch only."""
     size, rank = dist.get_world_size(), dist.get_rank()
     reference, model = TwoBranches(), TwoBranches()
-    mesh, _ = build_mesh(ParallelismConfig(dp_replicate=replicate, dp_shard=shard), "cpu", size)
+    mesh = connected_mesh(ParallelismConfig(dp_replicate=replicate, dp_shard=shard)).device_mesh
     dtypes = {"param_dtype": torch.float64, "reduce_dtype": torch.float64}
     apply_data_parallel(model, PLAN, mesh, reshard_after_forward="default", **dtypes)
     for microbatch in range(accumulation):
@@ -90,7 +90,7 @@ def test_missing_gradients_count_as_zero(world_size: int, layouts: list[tuple[in
 
 
 def refusal() -> str:
-    mesh, _ = build_mesh(ParallelismConfig(), "cpu", 2)
+    mesh = connected_mesh(ParallelismConfig()).device_mesh
     del FSDPModule.set_reduce_scatter_unused_params
     dtypes = {"param_dtype": torch.float64, "reduce_dtype": torch.float64}
     try:

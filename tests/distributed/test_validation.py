@@ -35,7 +35,6 @@ from titanlite.batch import Batch
 from titanlite.build.data import build_validation_data
 from titanlite.data.loader import Loader
 from titanlite.loss import IGNORE_INDEX
-from titanlite.runtime.distributed import World
 from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.signals import StopRequest
 from titanlite.trainer import Trainer
@@ -119,9 +118,9 @@ def trained(
 ) -> tuple[list[Any], list[str], dict[str, Any]]:
     """Two steps: the validations before each and after; what these changed; losses, norms and state in the end."""
     torch._dynamo.reset()
-    config, rank = layout.config(*settings), dist.get_rank()
-    trainer, data = build_on_mesh(config)
-    loaders = build_validation_data(config, World(rank, rank, layout.world_size, "cpu"), None).values()
+    config = layout.config(*settings)
+    trainer, mesh = build_on_mesh(config)
+    loaders = build_validation_data(config, mesh, None).values()
     evaluator = Evaluator(trainer, dist.new_group(backend="gloo"), BYTES, StopRequest())
     row_losses = trainer.row_losses
 
@@ -138,7 +137,7 @@ def trained(
             validations.append(evaluate(evaluator, loaders, LIMITS[step]))
             changed += [f"{name} before step {step}" for name in differences(before, training_state(trainer))]
         if step < 2:
-            stats = trainer.train_step(local_batches(config, data, global_batch("silent_ranks", step)))
+            stats = trainer.train_step(local_batches(config, mesh, global_batch("silent_ranks", step)))
             numbers |= {f"loss {step}": stats.mean_loss.clone(), f"norm {step}": stats.grad_norm.clone()}
     for loader in loaders:
         loader.close()
@@ -230,8 +229,8 @@ def around_updates(settings: tuple[str, ...]) -> list[list[float]]:
 def around_an_update(settings: tuple[str, ...], planted: bool) -> list[float]:
     """The loss on the first set, before and after all weights are halved. planted: parameters stay gathered."""
     layout = Layout((1, 1, 2, 1), NEVER, rows=16)
-    trainer, _ = build_on_mesh(layout.config(*settings))
-    loaders = build_validation_data(layout.config(*settings), World(dist.get_rank(), 0, 2, "cpu"), None)
+    trainer, mesh = build_on_mesh(layout.config(*settings))
+    loaders = build_validation_data(layout.config(*settings), mesh, None)
     evaluator = Evaluator(trainer, dist.new_group(backend="gloo"), None, StopRequest())
     shards = [parameter.data for parameter in trainer.model_parts[0].parameters()]
     found = []

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from tests.distributed.documents import documents_alone, packed_batch
 from tests.distributed.drawing import drawing_families
-from tests.distributed.gradients import difference, whole
+from tests.distributed.gradients import connected_mesh, difference, whole
 from tests.distributed.layouts import BOUNDS, LEARNING_RATE, Layout, reference_losses, schedule
 from tests.distributed.program import REPOSITORY, TORCHRUN, clean_environment, rows
 from tests.distributed.reference import global_batch, rank_batches, reference_step
@@ -24,7 +24,6 @@ from titanlite.build.model import build_model, build_trainer
 from titanlite.forward import on_device
 from titanlite.models.attention import attend, attention_mask, document_arguments
 from titanlite.models.randomness import row_keys, uniform
-from titanlite.parallel.mesh import build_mesh
 from titanlite.runtime.determinism import seed_microbatch
 from titanlite.trainer import Trainer
 
@@ -115,11 +114,11 @@ def on_gpu(layout: Layout, settings: Sequence[str], batch: Batch | None = None) 
     """A trainer of the layout and its batches of one step, both on this rank's GPU. batch: all rows; None: some."""
     device = torch.device("cuda", torch.cuda.current_device())
     config = layout.config(*settings)
-    mesh, data = build_mesh(config.parallelism, "cuda", layout.world_size)
-    trainer = build_trainer(config, build_model(config, mesh, device), mesh, data, device)
-    parts = layout.rows // data.size() // batch_rows(config, layout.world_size)
+    mesh = connected_mesh(config.parallelism, "cuda")
+    trainer = build_trainer(config, build_model(config, mesh, device), mesh, device)
+    parts = layout.rows // mesh.data_degree // batch_rows(config, mesh)
     batch = global_batch("silent_ranks", 0, layout.rows) if batch is None else batch
-    local = rank_batches(batch, data.get_local_rank(), data.size(), parts)
+    local = rank_batches(batch, mesh.data_rank, mesh.data_degree, parts)
     return OneStep(trainer, [on_device(batch, device) for batch in local])
 
 

@@ -36,9 +36,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     run.meter.flush.side_effect = lambda: Mock(step=run.trainer.step, bad_rows=run.trainer.step)
     run.checkpoints.after_step.return_value = False
     run.validation.after_step.return_value = 0
-    run.attach_mock(Mock(), "set_timeout")
     run.attach_mock(MagicMock(), "garbage")
-    monkeypatch.setattr(train_module, "set_timeout", run.set_timeout)
     monkeypatch.setattr(train_module, "PacedGarbageCollection", run.garbage)  # the real one goes through all objects
     run.reset_mock()
     return run
@@ -64,12 +62,12 @@ def test_the_events_of_each_step_come_in_order(run: MagicMock) -> None:
     assert record.step == 3
     assert events(run) == [
         *("stop.activate", "meter.start"),
-        *(*STEP, *LOG, "set_timeout", *AFTER),
+        *(*STEP, *LOG, "mesh.set_timeout", *AFTER),
         *(*STEP, *AFTER),
         *(*STEP, *LOG, *AFTER),
         "checkpoints.close",
     ]
-    run.set_timeout.assert_called_once_with(run.groups, 17)
+    run.mesh.set_timeout.assert_called_once_with(17)
     run.garbage.assert_called_once_with(11)
     paced = run.garbage.return_value.__enter__.return_value
     assert [call.args for call in paced.after_step.call_args_list] == [(1,), (2,)]
@@ -81,7 +79,7 @@ def test_the_events_of_each_step_come_in_order(run: MagicMock) -> None:
 def test_without_what_is_optional(run: MagicMock) -> None:
     run.ledger = run.checkpoints = run.validation = None
     assert train(config(steps=1), run, Mock()) is not None
-    assert events(run) == ["meter.start", *STEP, *LOG, "set_timeout"]
+    assert events(run) == ["meter.start", *STEP, *LOG, "mesh.set_timeout"]
 
 
 def test_the_end_of_the_data_is_the_last_step(run: MagicMock) -> None:

@@ -12,7 +12,7 @@ from titanlite.data.loader import Loader, build_loader
 from titanlite.data.sources import source_names
 from titanlite.data.tokenizer import Tokenizer, prepare_tokenizer
 from titanlite.models.registry import resolve_model
-from titanlite.parallel.mesh import data_degree, data_rank, speaks_for_data_rank
+from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.pipeline import rows_per_batch
 from titanlite.runtime.distributed import World
 from titanlite.runtime.logging import log
@@ -50,25 +50,25 @@ def build_tokenizer(config: JobConfig) -> Tokenizer | None:
     return tokenizer
 
 
-def build_data(config: JobConfig, world: World, tokenizer: Tokenizer | None) -> Loader:
+def build_data(config: JobConfig, mesh: Mesh, tokenizer: Tokenizer | None) -> Loader:
     """This data rank's loader; on first use also the index."""
-    loader = loader_of(config, config.data, world, tokenizer)
+    loader = loader_of(config, config.data, mesh, tokenizer)
     log.info("Data: %s", loader.description)
     return loader
 
 
-def build_validation_data(config: JobConfig, world: World, tokenizer: Tokenizer | None) -> dict[str, Loader]:
+def build_validation_data(config: JobConfig, mesh: Mesh, tokenizer: Tokenizer | None) -> dict[str, Loader]:
     """This data rank's loaders of the validation data, by source. Each is read by itself: once, in its own order."""
     sources = config.validation.sources if config.validation.enable else ()
     loaders = {}
     for name, source in zip(source_names(sources), sources, strict=True):
         section = replace(config.data, sources=(replace(source, epochs=1),), shuffle=False, num_workers=0)
-        loaders[name] = loader_of(config, section, world, tokenizer)
+        loaders[name] = loader_of(config, section, mesh, tokenizer)
         log.info("Validation data: %s", loaders[name].description)
     return loaders
 
 
-def loader_of(config: JobConfig, section: DataConfig, world: World, tokenizer: Tokenizer | None) -> Loader:
+def loader_of(config: JobConfig, section: DataConfig, mesh: Mesh, tokenizer: Tokenizer | None) -> Loader:
     """The loader of the data of `section`, in the batches of training."""
     _, hyper_parameters = resolve_model(config.model)
     return build_loader(
@@ -77,15 +77,15 @@ def loader_of(config: JobConfig, section: DataConfig, world: World, tokenizer: T
         seq_len=config.training.seq_len,
         vocab_size=hyper_parameters.vocab_size,
         global_batch_size=config.training.global_batch_size,
-        local_batch_size=batch_rows(config, world.size),
-        data_rank=data_rank(config.parallelism, world.rank, world.size),
-        data_degree=data_degree(config.parallelism, world.size),
-        speaks=speaks_for_data_rank(config.parallelism, world.rank, world.size),
+        local_batch_size=batch_rows(config, mesh),
+        data_rank=mesh.data_rank,
+        data_degree=mesh.data_degree,
+        speaks=mesh.speaks_for_data_rank,
     )
 
 
-def batch_rows(config: JobConfig, world_size: int) -> int:
+def batch_rows(config: JobConfig, mesh: Mesh) -> int:
     """Sequences in a batch of this rank, as the loader gives them: several make an optimizer step."""
     training = config.training
-    degree = data_degree(config.parallelism, world_size)
-    return rows_per_batch(config.parallelism, training.local_batch_size, training.global_batch_size // degree)
+    rows_per_step = training.global_batch_size // mesh.data_degree
+    return rows_per_batch(config.parallelism, training.local_batch_size, rows_per_step)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.build.data import batch_rows
 from titanlite.config.schema import JobConfig
@@ -17,7 +16,7 @@ from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.schedule import build_schedule
 from titanlite.parallel.compile import compiled_loss
 from titanlite.parallel.data import resolve_gradient_sync, running_dtypes
-from titanlite.parallel.mesh import shard_logits
+from titanlite.parallel.mesh import Mesh, shard_logits
 from titanlite.parallel.parallelize import parallelize
 from titanlite.parallel.pipeline import (
     Pipeline,
@@ -34,7 +33,7 @@ from titanlite.trainer import Trainer
 
 
 def build_model(
-    config: JobConfig, mesh: DeviceMesh, device: torch.device, *, draws_weights: bool = True
+    config: JobConfig, mesh: Mesh, device: torch.device, *, draws_weights: bool = True
 ) -> list[LanguageModel]:
     """This rank's parts of the model with initial weights: the whole of it, or its pipeline stages.
 
@@ -44,7 +43,7 @@ def build_model(
     training = config.training
     family, hyper_parameters = resolve_model(config.model)
     parts: list[LanguageModel] = []
-    for stage in local_stages(config.parallelism, mesh["pp"].get_local_rank()):
+    for stage in local_stages(config.parallelism, mesh.place["pp"]):
         with torch.device("meta"):
             part = family.build(hyper_parameters).to(DTYPES[training.dtype])
         part.tie_weights()
@@ -60,7 +59,7 @@ def build_model(
         applied = parallelize(
             part,
             plan,
-            mesh,
+            mesh.device_mesh,
             shard_logits=shard_logits(config.parallelism),
             recompute=config.activation_checkpoint,
             compilation=config.compile,
@@ -81,9 +80,7 @@ def build_model(
     return parts
 
 
-def build_forward(
-    config: JobConfig, model_parts: list[LanguageModel], mesh: DeviceMesh, device: torch.device
-) -> ModelOnMesh:
+def build_forward(config: JobConfig, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device) -> ModelOnMesh:
     """This rank's model parts with their loss, for a program that trains nothing."""
     loss = compiled_loss(mean_loss_shares, config.compile)
     return ModelOnMesh(
@@ -100,8 +97,7 @@ def build_forward(
 def build_trainer(
     config: JobConfig,
     model_parts: list[LanguageModel],
-    mesh: DeviceMesh,
-    data_mesh: DeviceMesh,
+    mesh: Mesh,
     device: torch.device,
 ) -> Trainer:
     """The trainer of this rank's model parts."""
@@ -113,9 +109,8 @@ def build_trainer(
         shard_logits=shard_logits(config.parallelism),
         optimizer=build_optimizer(config.optimizer, model_parts, device),
         schedule=build_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps),
-        sync=resolve_gradient_sync(config.parallelism.gradient_sync, mesh),
+        sync=resolve_gradient_sync(config.parallelism.gradient_sync, mesh.device_mesh),
         mesh=mesh,
-        data_group=data_mesh.get_group(),
         device=device,
         max_norm=config.training.max_norm,
         norm_type=config.training.norm_type,
@@ -127,14 +122,14 @@ def build_trainer(
 def build_pipeline(
     config: JobConfig,
     model_parts: list[LanguageModel],
-    mesh: DeviceMesh,
+    mesh: Mesh,
     device: torch.device,
     loss: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Pipeline:
     """The schedule of this rank's stages."""
     section, training = config.parallelism, config.training
     _, hyper_parameters = resolve_model(config.model)
-    rows = batch_rows(config, mesh.size())
+    rows = batch_rows(config, mesh)
     shapes = StageShapes.of_microbatch(
         section,
         seq_len=training.seq_len,
@@ -145,7 +140,7 @@ def build_pipeline(
     return Pipeline(
         model_parts,
         section,
-        mesh,
+        mesh.device_mesh,
         device,
         shapes=shapes,
         num_microbatches=rows // section.pp_microbatch_size,

@@ -35,10 +35,8 @@ from titanlite.models.init import INIT_VERSION
 from titanlite.models.randomness import DRAW_VERSION
 from titanlite.models.registry import resolve_model
 from titanlite.optim.schedule import depends_on_steps
-from titanlite.parallel.mesh import AXES, build_mesh, data_degree, data_rank
-from titanlite.parallel.pipeline import (
-    rows_per_batch,
-)
+from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.pipeline import rows_per_batch
 from titanlite.precision import DTYPES
 from titanlite.runtime.control import Control, DataEnd
 from titanlite.runtime.determinism import apply_determinism
@@ -58,8 +56,7 @@ CONFIG_COPY = "config.toml"
 
 @dataclass(frozen=True)
 class Run:
-    """The finished parts of one run. groups: all process groups that training uses, with the start-up timeout.
-
+    """The finished parts of one run.
     checkpoints: None where none are written. stop: what asks the run to end; not yet active. start: where it begins.
     validation: None where there is none.
     """
@@ -70,7 +67,7 @@ class Run:
     sinks: Sinks
     data_end: DataEnd
     ledger: Ledger | None
-    groups: tuple[dist.ProcessGroup, ...]
+    mesh: Mesh
     checkpoints: Checkpoints | None
     stop: StopRequest
     start: Start
@@ -89,25 +86,25 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     log.info("Job: %s, outputs in %s", config.job.description or "no description", config.job.dump_folder)
     log.info("Device: %s, %.1f GiB", device_name(world.device), device_memory_bytes(world.device) / 2**30)
     # Data comes before the ranks are tied together, so that a long index build by one of them runs into no timeout.
+    mesh = Mesh(config.parallelism, world)
     tokenizer = build_tokenizer(config)
-    loader = build_data(config, world, tokenizer)
-    validation_data = build_validation_data(config, world, tokenizer)
+    loader = build_data(config, mesh, tokenizer)
+    validation_data = build_validation_data(config, mesh, tokenizer)
     group = init_process_group(world, store, config.comm)
-    mesh, data_mesh = build_mesh(config.parallelism, world.device_type, world.size)
-    groups = (group, *(mesh.get_group(axis) for axis in AXES), data_mesh.get_group())
-    set_timeout(groups, config.comm.init_timeout_s)  # torch makes a mesh's groups with its own default, 30 minutes
-    log.info("Building %d-D device mesh with %s, %s", mesh.ndim, list(AXES), list(mesh.shape))
+    mesh.connect(config.comm.init_timeout_s)
+    log.info(
+        "Building %d-D device mesh with %s, %s", len(mesh.degrees), list(mesh.degrees), list(mesh.degrees.values())
+    )
     model_parts = build_model(config, mesh, world.device)
-    trainer = build_trainer(config, model_parts, mesh, data_mesh, world.device)
-    describe_batch(config, data_degree(config.parallelism, world.size))
+    trainer = build_trainer(config, model_parts, mesh, world.device)
+    describe_batch(config, mesh.data_degree)
     for line in environment_lines(environment, os.environ):
         log.info("Environment: %s", line)
     meter = build_meter(config, world, group)
     stop, start, checkpoints = StopRequest(), Start(0, (), {}), None
     if config.checkpoint.enable or config.checkpoint.initial_load_path:
         state = RunState(model_parts, trainer.optimizer, loader, mesh)
-        checkpoints, control_group = build_checkpoints(config, state, meter, tokenizer, stop, imported)
-        groups = (*groups, control_group)
+        checkpoints = build_checkpoints(config, mesh, state, meter, tokenizer, stop, imported)
         start = checkpoints.resume()
         trainer.step = start.step
         describe_schedule_change(config, start)
@@ -119,17 +116,13 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
         config.training.steps,
         resume_step=start.step if start.goes_on else 0,
     )
-    data_end, data_group = build_data_end(config, loader)
-    groups = (*groups, *data_group)
-    ledger = build_ledger(config, world) if trainer.counts_rows else None
+    data_end = build_data_end(config, mesh, loader)
+    ledger = build_ledger(config, mesh) if trainer.counts_rows else None
     checkpoints = checkpoints if config.checkpoint.enable else None
     validation = None
     if config.validation.enable:
-        validation, control_group = build_validation(
-            config, trainer, validation_data, tokenizer, meter, sinks, stop, start
-        )
-        groups = (*groups, control_group)
-    return Run(trainer, loader, meter, sinks, data_end, ledger, groups, checkpoints, stop, start, validation)
+        validation = build_validation(config, mesh, trainer, validation_data, tokenizer, meter, sinks, stop, start)
+    return Run(trainer, loader, meter, sinks, data_end, ledger, mesh, checkpoints, stop, start, validation)
 
 
 def open_import(config: JobConfig, world: World, store: dist.Store) -> ModelFolder | None:
@@ -142,17 +135,18 @@ def open_import(config: JobConfig, world: World, store: dist.Store) -> ModelFold
 
 def build_checkpoints(
     config: JobConfig,
+    mesh: Mesh,
     state: RunState,
     meter: Meter,
     tokenizer: Tokenizer | None,
     stop: StopRequest,
     imported: ModelFolder | None,
-) -> tuple[Checkpoints, dist.ProcessGroup]:
-    """The run's checkpoints, and the group in which ranks agree at each step. A collective: it makes groups."""
-    control_group, saving_group = (dist.new_group(backend="gloo") for _ in range(2))
-    set_timeout([control_group], config.comm.init_timeout_s)
+) -> Checkpoints:
+    """The run's checkpoints. A collective: it makes groups."""
+    control_group = mesh.new_group(config.comm.init_timeout_s)
+    saving_group = dist.new_group(backend="gloo")  # its timeout stays what it is
     set_timeout([saving_group], config.comm.save_timeout_s)
-    checkpoints = Checkpoints(
+    return Checkpoints(
         config.checkpoint,
         Path(config.job.dump_folder, config.checkpoint.folder),
         state,
@@ -164,27 +158,20 @@ def build_checkpoints(
         stop=stop,
         imported=imported,
     )
-    return checkpoints, control_group
 
 
-def build_data_end(config: JobConfig, loader: Loader) -> tuple[DataEnd, list[dist.ProcessGroup]]:
-    """How the ranks agree on the end of the data, and their group for it. A collective where a source is finite."""
+def build_data_end(config: JobConfig, mesh: Mesh, loader: Loader) -> DataEnd:
+    """How the ranks agree on the end of the data. A collective where a source is finite: it makes a group."""
     if all(source.epochs == -1 for source in config.data.sources):
-        return DataEnd(list, list, None), []
-    group = dist.new_group(backend="gloo")
-    set_timeout([group], config.comm.init_timeout_s)
-    return DataEnd(lambda: loader.ended, loader.ended_after_next, group), [group]
+        return DataEnd(list, list, None)
+    return DataEnd(lambda: loader.ended, loader.ended_after_next, mesh.new_group(config.comm.init_timeout_s))
 
 
-def build_ledger(config: JobConfig, world: World) -> Ledger | None:
+def build_ledger(config: JobConfig, mesh: Mesh) -> Ledger | None:
     """That of this data rank, for the rank that speaks for it."""
     if not config.data.ledger:
         return None
-    return Ledger(
-        config.job.dump_folder,
-        data_rank=data_rank(config.parallelism, world.rank, world.size),
-        data_degree=data_degree(config.parallelism, world.size),
-    )
+    return Ledger(config.job.dump_folder, data_rank=mesh.data_rank, data_degree=mesh.data_degree)
 
 
 def build_meter(config: JobConfig, world: World, group: dist.ProcessGroup) -> Meter:
@@ -202,6 +189,7 @@ def build_meter(config: JobConfig, world: World, group: dist.ProcessGroup) -> Me
 
 def build_validation(
     config: JobConfig,
+    mesh: Mesh,
     trainer: Trainer,
     loaders: dict[str, Loader],
     tokenizer: Tokenizer | None,
@@ -209,14 +197,13 @@ def build_validation(
     sinks: Sinks,
     stop: StopRequest,
     start: Start,
-) -> tuple[Validation, dist.ProcessGroup]:
-    """Validation, and the group in which ranks agree at each of its batches. A collective: it makes the group."""
+) -> Validation:
+    """Validation of the run. A collective: it makes the group in which ranks agree at each of its batches."""
     section = config.validation
-    group = dist.new_group(backend="gloo")
-    set_timeout([group], config.comm.init_timeout_s)
+    group = mesh.new_group(config.comm.init_timeout_s)
     metrics_file = Path(config.job.dump_folder, METRICS_FILE)
     _, hyper_parameters = resolve_model(config.model)
-    validation = Validation(
+    return Validation(
         section,
         Evaluator(trainer, group, build_token_bytes(tokenizer, hyper_parameters.vocab_size, trainer.device), stop),
         loaders,
@@ -227,7 +214,6 @@ def build_validation(
         and not start.model_only
         and on_first(lambda: not has_validation(metrics_file, start.step), group),
     )
-    return validation, group
 
 
 def about_run(config: JobConfig, tokenizer: Tokenizer | None) -> RunFacts:

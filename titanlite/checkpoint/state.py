@@ -5,12 +5,11 @@ from collections.abc import Iterable, Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanlite.data.loader import Loader, describe_state
 from titanlite.optim.optimizer import GatedOptimizer
-from titanlite.parallel.mesh import AXES
+from titanlite.parallel.mesh import AXES, Mesh
 
 MODEL, OPTIMIZER, STREAMS = "model/", "optimizer/", "data/streams"
 
@@ -23,16 +22,12 @@ class RunState:
     under the first of its names. Learning rate and random numbers follow from step and seed: they have no state.
     """
 
-    def __init__(
-        self, model_parts: Iterable[nn.Module], optimizer: GatedOptimizer, loader: Loader, mesh: DeviceMesh
-    ) -> None:
-        """mesh: with the axes pp, dp_replicate, dp_shard, tp."""
+    def __init__(self, model_parts: Iterable[nn.Module], optimizer: GatedOptimizer, loader: Loader, mesh: Mesh) -> None:
         self._parameters = {MODEL + name: p.data for part in model_parts for name, p in part.named_parameters()}
         self._optimizer = optimizer
         self._loader = loader
-        pp, *data, tp = (mesh[axis].get_local_rank() for axis in AXES)
-        self._speaks_for_data_rank = pp == tp == 0
-        self._speaks_for_stage = tp == sum(data) == 0
+        self._speaks_for_data_rank = mesh.speaks_for_data_rank
+        self._speaks_for_stage = mesh.is_first(axis for axis in AXES if axis != "pp")
 
     def model(self) -> dict[str, Tensor]:
         return dict(self._parameters)

@@ -16,7 +16,7 @@ from titanlite.models.registry import check_model, resolve_model
 from titanlite.optim.optimizer import check_optimizer
 from titanlite.optim.schedule import check_schedule
 from titanlite.parallel.compile import check_compile, compiles_blocks
-from titanlite.parallel.mesh import check_parallelism, data_degree, resolve_axes
+from titanlite.parallel.mesh import check_parallelism, data_degree, resolve_degrees
 from titanlite.parallel.pipeline import check_pipeline, rows_per_batch, splits_backward
 from titanlite.parallel.recompute import check_activation_checkpoint
 from titanlite.runtime.determinism import check_debug
@@ -44,7 +44,7 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, looks_
             facts.parallelism, facts.training.local_batch_size, facts.training.global_batch_size // degree
         )
     )
-    layout = replace(config.parallelism, dp_shard=resolve_axes(config.parallelism, world_size)[2])
+    layout = replace(config.parallelism, dp_shard=resolve_degrees(config.parallelism, world_size)["dp_shard"])
     imported = imported_from(config.checkpoint, config.job.dump_folder) if looks_at_files else ""
     pipeline_problems = (
         []

@@ -1,13 +1,20 @@
-"""The device mesh pp x dp_replicate x dp_shard x tp: all four axes by name, size-1 ones included."""
+"""The mesh pp x dp_replicate x dp_shard x tp: the one place that knows axes, ranks and process groups."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from titanlite.runtime.distributed import World, set_timeout
 from titanlite.runtime.errors import Problem, require
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+"""From the outermost, whose ranks are farthest apart, to the innermost; each has its degree in ParallelismConfig."""
+DATA_AXES = ("dp_replicate", "dp_shard")
+"""Those along which ranks read other rows."""
 
 GradientSync = Literal["every", "last", "hybrid"]
 ReshardAfterForward = Literal["default", "always", "never"]
@@ -47,29 +54,84 @@ class ParallelismConfig:
     a schedule that splits the backward pass (InterleavedZeroBubble, ZBVZeroBubble, DualPipeV)."""
 
 
-def resolve_axes(section: ParallelismConfig, world_size: int) -> tuple[int, int, int, int]:
-    """Sizes of AXES; dp_shard = -1 becomes what is left of the world (0 where nothing fits)."""
-    fixed = section.pp * section.dp_replicate * section.tp
-    dp_shard = section.dp_shard
-    if dp_shard == -1:
-        dp_shard = world_size // fixed if fixed > 0 and world_size % fixed == 0 else 0
-    return section.pp, section.dp_replicate, dp_shard, section.tp
+def resolve_degrees(section: ParallelismConfig, world_size: int) -> dict[str, int]:
+    """Of each axis, in the order of AXES; dp_shard = -1 becomes what is left of the world (0 where nothing fits)."""
+    degrees = {axis: getattr(section, axis) for axis in AXES}
+    if section.dp_shard == -1:
+        fixed = math.prod(degree for axis, degree in degrees.items() if axis != "dp_shard")
+        degrees["dp_shard"] = world_size // fixed if fixed > 0 and world_size % fixed == 0 else 0
+    return degrees
 
 
 def data_degree(section: ParallelismConfig, world_size: int) -> int:
-    """Number of data-parallel ranks, dp_replicate x dp_shard; 0 where the section does not fit the world."""
-    _, dp_replicate, dp_shard, _ = resolve_axes(section, world_size)
-    return max(dp_replicate * dp_shard, 0)
+    """Number of data-parallel ranks; 0 where the section does not fit the world."""
+    degrees = resolve_degrees(section, world_size)
+    return max(0, math.prod(degrees[axis] for axis in DATA_AXES))
 
 
-def data_rank(section: ParallelismConfig, rank: int, world_size: int) -> int:
-    """Where a rank of the world stands on the data axis; what the data mesh says once there is one."""
-    return rank // section.tp % data_degree(section, world_size)
+class Mesh:
+    """Where this process stands on the axes, and its process groups: known at once, and once the ranks are connected.
 
+    degrees: of each axis. place: this process's on each axis, from 0. data_rank: its place on the data axis, which is
+    dp_replicate x dp_shard in that order: token counts, loss and data loading go by it. groups: all that training uses.
+    """
 
-def speaks_for_data_rank(section: ParallelismConfig, rank: int, world_size: int) -> bool:
-    """Whether it is the first of the ranks that read the same rows: first on tp, and first on pp."""
-    return rank % section.tp == 0 and rank < world_size // section.pp
+    def __init__(self, section: ParallelismConfig, world: World) -> None:
+        self.world = world
+        self.degrees = resolve_degrees(section, world.size)
+        self.place: dict[str, int] = {}
+        rest = world.rank
+        for axis, degree in reversed(self.degrees.items()):  # the last axis changes from rank to rank
+            rest, self.place[axis] = divmod(rest, degree)
+        self.data_degree, self.data_rank = 1, 0
+        for axis in DATA_AXES:
+            self.data_degree *= self.degrees[axis]
+            self.data_rank = self.data_rank * self.degrees[axis] + self.place[axis]
+        self._device_mesh: DeviceMesh | None = None
+        self.groups: list[dist.ProcessGroup] = []
+
+    def is_first(self, axes: Iterable[str]) -> bool:
+        """Whether this process is the first on all these axes: it speaks for the others on them."""
+        return all(self.place[axis] == 0 for axis in axes)
+
+    @property
+    def speaks_for_data_rank(self) -> bool:
+        """Whether it is the first of the ranks that read the same rows."""
+        return self.is_first(axis for axis in AXES if axis not in DATA_AXES)
+
+    def connect(self, timeout_s: int) -> None:
+        """Makes the process groups of all axes; a collective, once torch's default group is there.
+
+        timeout_s: of these groups and the default one, until set_timeout.
+        """
+        mesh = init_device_mesh(self.world.device_type, tuple(self.degrees.values()), mesh_dim_names=AXES)
+        assert dist.group.WORLD is not None
+        self._device_mesh = mesh
+        self.data_group = mesh[DATA_AXES]._flatten("dp").get_group()
+        self.groups += [dist.group.WORLD, *(mesh.get_group(axis) for axis in AXES), self.data_group]
+        self.set_timeout(timeout_s)  # torch gives a mesh's groups its own default, 30 minutes
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """With the axes AXES, size-1 ones included."""
+        assert self._device_mesh is not None, "the ranks are not connected"
+        return self._device_mesh
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The ranks that differ from this one on that axis only."""
+        found: dist.ProcessGroup = self.device_mesh.get_group(axis)
+        return found
+
+    def new_group(self, timeout_s: int) -> dist.ProcessGroup:
+        """Another group of all ranks, of gloo, for what the hosts tell each other; a collective."""
+        group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        set_timeout([group], timeout_s)
+        self.groups.append(group)
+        return group
+
+    def set_timeout(self, seconds: int) -> None:
+        """Collectives of all these groups fail after so many seconds from now on."""
+        set_timeout(self.groups, seconds)
 
 
 def shard_logits(section: ParallelismConfig) -> bool:
@@ -88,9 +150,8 @@ def check_parallelism(section: ParallelismConfig, world_size: int) -> list[Probl
         problems += require(valid, f"{key}.{axis}", degree, rule, "1 switches this axis off")
     if problems:
         return problems
-    sizes = dict(zip(AXES, resolve_axes(section, world_size), strict=True))
-    product = sizes["pp"] * sizes["dp_replicate"] * sizes["dp_shard"] * sizes["tp"]
-    if product != world_size:
+    sizes = resolve_degrees(section, world_size)
+    if math.prod(sizes.values()) != world_size:
         degrees = " x ".join(f"{axis} {getattr(section, axis)}" for axis in AXES)
         processes = f"{world_size} process{'es' if world_size != 1 else ''}"
         largest = max((axis for axis in AXES if axis != "dp_shard"), key=lambda axis: sizes[axis])
@@ -104,12 +165,3 @@ def check_parallelism(section: ParallelismConfig, world_size: int) -> list[Probl
             + ("" if section.dp_shard == -1 else f", or leave {key}.dp_shard at -1"),
         )
     return problems
-
-
-def build_mesh(section: ParallelismConfig, device_type: str, world_size: int) -> tuple[DeviceMesh, DeviceMesh]:
-    """(the mesh with the axes AXES, pp outermost and tp innermost; the derived data mesh of one axis "dp").
-
-    The data axis is dp_replicate x dp_shard, in that order: token counts, loss and data loading go by it.
-    """
-    mesh = init_device_mesh(device_type, resolve_axes(section, world_size), mesh_dim_names=AXES)
-    return mesh, mesh["dp_replicate", "dp_shard"]._flatten("dp")

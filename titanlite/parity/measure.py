@@ -15,16 +15,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.build.data import build_data, build_tokenizer
 from titanlite.build.model import build_model, build_trainer
 from titanlite.config.schema import JobConfig
-from titanlite.parallel.mesh import AXES, build_mesh
+from titanlite.parallel.mesh import Mesh
 from titanlite.parity.layouts import Layout, config_of
-from titanlite.runtime.distributed import World, set_timeout
+from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import UserError
 from titanlite.trainer import Trainer
 
@@ -89,33 +88,31 @@ def measure_layouts(config: JobConfig, layouts: Sequence[Layout], steps: int, fo
     # Gathering a parameter that two axes cut is no part of training, and its cost no news.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     results: list[list[Any]] = []
-    meshes: dict[tuple[int, ...], tuple[DeviceMesh, DeviceMesh]] = {}
+    meshes: dict[tuple[int, ...], Mesh] = {}
     for layout in layouts:
         results.append([])
         for settings in passes(config_of(config, layout)):
             with status_kept(f"{layout}, {settings.training.dtype}", folder):
                 degrees = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
                 if degrees not in meshes:
-                    mesh, data_mesh = build_mesh(settings.parallelism, "cpu", layout.world_size)
-                    groups = [*(mesh.get_group(axis) for axis in AXES), data_mesh.get_group()]
-                    set_timeout(groups, config.comm.init_timeout_s)
-                    meshes[degrees] = mesh, data_mesh
-                results[-1].append(asdict(measure_layout(settings, *meshes[degrees], steps, Path(folder))))
+                    rank = dist.get_rank()
+                    meshes[degrees] = Mesh(settings.parallelism, World(rank, rank, layout.world_size, "cpu"))
+                    meshes[degrees].connect(config.comm.init_timeout_s)
+                results[-1].append(asdict(measure_layout(settings, meshes[degrees], steps, Path(folder))))
     return results
 
 
-def measure_layout(config: JobConfig, mesh: DeviceMesh, data_mesh: DeviceMesh, steps: int, folder: Path) -> Measurement:
+def measure_layout(config: JobConfig, mesh: Mesh, steps: int, folder: Path) -> Measurement:
     """This rank's part of the steps, by the same parts that training itself is built of."""
     if config.compile.enable:
         torch._dynamo.reset()  # compiled blocks of all layouts share their code, and the limit on its versions
-    rank, size = dist.get_rank(), dist.get_world_size()
-    loader = build_data(config, World(rank, rank, size, "cpu"), build_tokenizer(config))
+    loader = build_data(config, mesh, build_tokenizer(config))
     try:
-        trainer = build_trainer(config, build_model(config, mesh, CPU), mesh, data_mesh, CPU)
+        trainer = build_trainer(config, build_model(config, mesh, CPU), mesh, CPU)
         weights = {name: hash_of(whole(parameter.detach())) for name, parameter in named_parameters(trainer)}
         measured = []
         for step in range(steps):
-            numbers = own_sequences(config, step, data_mesh.get_local_rank(), data_mesh.size())
+            numbers = own_sequences(config, step, mesh.data_rank, mesh.data_degree)
             batches, rows = mask_and_hash(loader.next_step(), numbers, config)
             stats = trainer.train_step(batches)
             measured.append(

@@ -20,6 +20,7 @@ from titanlite.models.family import LanguageModel
 from titanlite.models.init import init_parameters_
 from titanlite.models.randomness import row_keys
 from titanlite.models.registry import resolve_model
+from titanlite.parallel.mesh import Mesh
 from titanlite.parity.layouts import ONE_PROCESS, config_of
 from titanlite.parity.measure import (
     CPU,
@@ -54,7 +55,7 @@ def _measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, 
         {name: hash_of(parameter.detach().to(DTYPES[settings.training.dtype])) for name, parameter in named.items()}
         for settings in passes(config)
     ]
-    loader = build_data(config, World(0, 0, 1, "cpu"), build_tokenizer(config))
+    loader = build_data(config, Mesh(config.parallelism, World(0, 0, 1, "cpu")), build_tokenizer(config))
     watch = PrecisionWatch(model)
     measured = []
     try:

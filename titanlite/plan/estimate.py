@@ -3,14 +3,12 @@
 from collections import defaultdict
 from dataclasses import dataclass
 
-from torch.distributed.device_mesh import DeviceMesh
-
 from titanlite.config.schema import JobConfig
 from titanlite.models.attention import mask_form
 from titanlite.models.family import MicrobatchShape
 from titanlite.models.registry import resolve_model
 from titanlite.parallel.data import resolve_gradient_sync
-from titanlite.parallel.mesh import AXES, data_degree, shard_logits
+from titanlite.parallel.mesh import Mesh, data_degree, shard_logits
 from titanlite.parallel.pipeline import local_stages, rows_per_batch
 from titanlite.parallel.recompute import recomputes
 from titanlite.plan.communication import StepShape, Traffic, stage_traffic
@@ -62,13 +60,13 @@ def estimate(config: JobConfig, world_size: int, *, device_type: str) -> Estimat
     microbatches = rows_per_step // rows
     order = schedule_order(section, microbatches // schedule_steps)
     with simulated_mesh(config, world_size) as mesh:
-        axes = dict(zip(AXES, mesh.shape, strict=True))
+        axes = mesh.degrees
         ranks = []
         for pp_rank, actions in enumerate(order):
             stages = tuple(build_stage(config, mesh, index) for index in local_stages(section, pp_rank))
             shape = StepShape(
                 sizes=axes,
-                sync=resolve_gradient_sync(section.gradient_sync, mesh),
+                sync=resolve_gradient_sync(section.gradient_sync, mesh.device_mesh),
                 actions=actions,
                 schedule_steps=schedule_steps,
                 microbatches=microbatches,
@@ -85,11 +83,11 @@ def estimate(config: JobConfig, world_size: int, *, device_type: str) -> Estimat
 
 
 def _rank_plan(
-    config: JobConfig, mesh: DeviceMesh, pp_rank: int, stages: tuple[Stage, ...], shape: StepShape, device_type: str
+    config: JobConfig, mesh: Mesh, pp_rank: int, stages: tuple[Stage, ...], shape: StepShape, device_type: str
 ) -> RankPlan:
     section, recompute = config.parallelism, config.activation_checkpoint
     family, hyper_parameters = resolve_model(config.model)
-    tp = mesh["tp"].size()
+    tp = mesh.degrees["tp"]
     dtype = DTYPES[config.training.mixed_precision_param]
     form = mask_form(device_type, dtype, hyper_parameters.head_dim)
     microbatch = MicrobatchShape(

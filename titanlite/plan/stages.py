@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import JobConfig
@@ -16,10 +15,11 @@ from titanlite.models.registry import resolve_model
 from titanlite.optim.optimizer import state_bytes
 from titanlite.parallel.compile import CompileConfig
 from titanlite.parallel.data import wrapped_modules
-from titanlite.parallel.mesh import build_mesh, shard_logits
+from titanlite.parallel.mesh import Mesh, shard_logits
 from titanlite.parallel.parallelize import parallelize
 from titanlite.parallel.pipeline import keep_units_, resolve_reshard_after_forward, split_stages
 from titanlite.precision import DTYPES
+from titanlite.runtime.distributed import World
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,18 @@ class Stage:
 
 
 @contextmanager
-def simulated_mesh(config: JobConfig, world_size: int, rank: int = 0) -> Iterator[DeviceMesh]:
+def simulated_mesh(config: JobConfig, world_size: int, rank: int = 0) -> Iterator[Mesh]:
     """The mesh of a world in which only `rank` exists: its process groups answer at once and move nothing."""
     dist.init_process_group("fake", rank=rank, world_size=world_size)
     try:
-        mesh, _ = build_mesh(config.parallelism, "cpu", world_size)
+        mesh = Mesh(config.parallelism, World(rank, rank, world_size, "cpu"))
+        mesh.connect(config.comm.init_timeout_s)
         yield mesh
     finally:
         dist.destroy_process_group()
 
 
-def build_stage(config: JobConfig, mesh: DeviceMesh, index: int) -> Stage:
+def build_stage(config: JobConfig, mesh: Mesh, index: int) -> Stage:
     """What the rank of `mesh` would hold if it owned that stage of the pipeline.
 
     Ranks of a stage differ where a dimension is not divisible: shards are cut from the front, so that coordinate 0 of
@@ -89,7 +90,7 @@ def build_stage(config: JobConfig, mesh: DeviceMesh, index: int) -> Stage:
     parallelize(
         model,
         plan,
-        mesh,
+        mesh.device_mesh,
         shard_logits=shard_logits(config.parallelism),
         recompute=config.activation_checkpoint,
         compilation=CompileConfig(),  # a compiled block holds the same parameters
@@ -108,7 +109,7 @@ def build_stage(config: JobConfig, mesh: DeviceMesh, index: int) -> Stage:
         state_bytes(config.optimizer, parameter_bytes, len(shards)),
         sum(buffer.numel() * wide for buffer in model.buffers()),
         len(shards),
-        tuple(_units(model, plan, mesh["dp_shard"].size())),
+        tuple(_units(model, plan, mesh.degrees["dp_shard"])),
         tuple(plan.blocks.values()),
         next(wrapped_modules(model), None) is not None,
     )

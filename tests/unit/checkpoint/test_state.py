@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from titanlite.checkpoint.state import HostCopy, RunState, first_not_finite, local_part
 from titanlite.optim.optimizer import OptimizerConfig, build_optimizer
-from titanlite.parallel.mesh import AXES
+from titanlite.parallel.mesh import Mesh, ParallelismConfig
+from titanlite.runtime.distributed import World
 
 INF, NAN = float("inf"), float("nan")
 BIG = {torch.float32: 3e38, torch.float64: 1.7e308, torch.bfloat16: 3e38, torch.float16: 65000.0}
@@ -119,12 +120,12 @@ class FourStreams:
 
 
 @pytest.fixture
-def mesh(group: dist.ProcessGroup) -> DeviceMesh:
+def mesh(group: dist.ProcessGroup) -> Mesh:
     del group
-    return init_device_mesh("cpu", (1,) * len(AXES), mesh_dim_names=AXES)
+    return Mesh(ParallelismConfig(), World(0, 0, 1, "cpu"))
 
 
-def state_of(mesh: DeviceMesh, loader: Any, name: str = "AdamW") -> tuple[nn.ModuleDict, RunState]:
+def state_of(mesh: Mesh, loader: Any, name: str = "AdamW") -> tuple[nn.ModuleDict, RunState]:
     model = nn.ModuleDict({"wq": nn.Linear(4, 4, bias=False), "norm": nn.RMSNorm(4)})
     model["tied"] = nn.Linear(4, 4, bias=False)
     model["tied"].weight = model["wq"].weight
@@ -132,7 +133,7 @@ def state_of(mesh: DeviceMesh, loader: Any, name: str = "AdamW") -> tuple[nn.Mod
     return model, RunState([model], optimizer, loader, mesh)
 
 
-def test_names_are_those_of_the_parameters_and_a_tied_one_stands_once(mesh: DeviceMesh) -> None:
+def test_names_are_those_of_the_parameters_and_a_tied_one_stands_once(mesh: Mesh) -> None:
     model, state = state_of(mesh, FourStreams([0]))
     assert list(state.model()) == ["model/wq.weight", "model/norm.weight"]
     both = state.model_and_optimizer()
@@ -146,12 +147,12 @@ def test_names_are_those_of_the_parameters_and_a_tied_one_stands_once(mesh: Devi
     assert state.model_and_optimizer()["optimizer/wq.weight/exp_avg"].tolist() == [[5.0] * 4] * 4
 
 
-def test_sgd_adds_nothing(mesh: DeviceMesh) -> None:
+def test_sgd_adds_nothing(mesh: Mesh) -> None:
     _, state = state_of(mesh, FourStreams([0]), "SGD")
     assert list(state.model_and_optimizer()) == list(state.model())
 
 
-def test_streams_stand_in_their_rows(mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
+def test_streams_stand_in_their_rows(mesh: Mesh, group: dist.ProcessGroup) -> None:
     loader = FourStreams([2, 0])
     _, state = state_of(mesh, loader)
     rows = [[0, 0, 5, 2, 0], [0] * 5, [0, 20, 5, 2, 0], [0] * 5]
@@ -163,7 +164,7 @@ def test_streams_stand_in_their_rows(mesh: DeviceMesh, group: dist.ProcessGroup)
 @pytest.mark.parametrize(
     ("epochs", "text"), [([1, 1, 1, 1], "sequence 1,200 (epoch 1)"), ([1, 2, 3, 1], "sequence 1,200 (epochs 1 to 3)")]
 )
-def test_where_the_data_stand_is_said(mesh: DeviceMesh, epochs: list[int], text: str) -> None:
+def test_where_the_data_stand_is_said(mesh: Mesh, epochs: list[int], text: str) -> None:
     loader = FourStreams([0])
     _, state = state_of(mesh, loader)
     rows = torch.tensor([[epoch, 3, 0, 300, 0] for epoch in epochs])
@@ -171,6 +172,6 @@ def test_where_the_data_stand_is_said(mesh: DeviceMesh, epochs: list[int], text:
     assert loader.loaded is rows
 
 
-def test_the_size_of_a_checkpoint(mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
+def test_the_size_of_a_checkpoint(mesh: Mesh, group: dist.ProcessGroup) -> None:
     _, state = state_of(mesh, FourStreams([0]))
     assert state.num_bytes(group) == 3 * 4 * (16 + 4) + 2 * 4

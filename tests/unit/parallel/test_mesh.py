@@ -3,13 +3,13 @@
 import pytest
 
 from titanlite.parallel.mesh import (
+    Mesh,
     ParallelismConfig,
     check_parallelism,
     data_degree,
-    data_rank,
-    resolve_axes,
-    speaks_for_data_rank,
+    resolve_degrees,
 )
+from titanlite.runtime.distributed import World
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ from titanlite.parallel.mesh import (
 def test_what_is_left_goes_to_dp_shard(
     section: ParallelismConfig, world_size: int, axes: tuple[int, int, int, int]
 ) -> None:
-    assert resolve_axes(section, world_size) == axes
+    assert tuple(resolve_degrees(section, world_size).values()) == axes
     assert data_degree(section, world_size) == axes[1] * axes[2]
     assert (check_parallelism(section, world_size) == []) is (0 not in axes)
 
@@ -56,8 +56,29 @@ def test_the_rule_names_the_product_and_the_world() -> None:
     assert "2 processes" in problem.rule
 
 
+def meshes(section: ParallelismConfig, world_size: int) -> list[Mesh]:
+    return [Mesh(section, World(rank, rank, world_size, "cpu")) for rank in range(world_size)]
+
+
 def test_pp_is_the_outermost_axis_and_tp_the_innermost() -> None:
-    assert [data_rank(ParallelismConfig(dp_replicate=2), rank, 4) for rank in range(4)] == [0, 1, 2, 3]
-    section = ParallelismConfig(pp=2, dp_replicate=2, tp=2)
-    assert [data_rank(section, rank, 8) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert [speaks_for_data_rank(section, rank, 8) for rank in range(8)] == [True, False, True, *[False] * 5]
+    assert [mesh.data_rank for mesh in meshes(ParallelismConfig(dp_replicate=2), 4)] == [0, 1, 2, 3]
+    found = meshes(ParallelismConfig(pp=2, dp_replicate=2, tp=2), 8)
+    assert {mesh.data_degree for mesh in found} == {2}
+    assert [mesh.data_rank for mesh in found] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [mesh.speaks_for_data_rank for mesh in found] == [True, False, True, *[False] * 5]
+    assert [mesh.is_first(["dp_replicate", "dp_shard", "tp"]) for mesh in found] == [True, *[False] * 3] * 2
+    assert found[6].place == {"pp": 1, "dp_replicate": 1, "dp_shard": 0, "tp": 0}
+
+
+def test_the_data_axis_is_replicas_of_shards() -> None:
+    found = meshes(ParallelismConfig(dp_replicate=2, dp_shard=3, tp=2), 12)
+    assert [mesh.data_rank for mesh in found] == [rank // 2 for rank in range(12)]
+    places = [(mesh.place["dp_replicate"], mesh.place["dp_shard"]) for mesh in found]
+    assert [3 * replica + shard for replica, shard in places] == [mesh.data_rank for mesh in found]
+
+
+def test_groups_come_once_ranks_are_connected() -> None:
+    (mesh,) = meshes(ParallelismConfig(), 1)
+    assert mesh.groups == []
+    with pytest.raises(AssertionError, match="not connected"):
+        mesh.group("pp")
