@@ -1,7 +1,7 @@
 """The README's table of verified layouts, measured: `python -m scripts.layout_table [ranks]`, in the repository's root.
 
 For each layout of tests/distributed/layouts.py the largest relative error of any parameter's gradient, of the loss over
-three steps, and of the gradient norm, over all ranks: what tests/distributed/test_layouts.py bounds. ranks: only the
+two steps, and of the gradient norm, over all ranks: what tests/distributed/test_layouts.py bounds. ranks: only the
 layouts of at most so many.
 """
 
