@@ -13,12 +13,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from titanlite.build.run import CONFIG_COPY
-from titanlite.checkpoint.agreement import first_failure
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.folder import published_steps, step_folder
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Manifest, UnknownFormatError, read_manifest
 from titanlite.checkpoint.state import MODEL
-from titanlite.checkpoint.storage import InvalidCheckpointError, check_file, load_tensors, read_shapes
+from titanlite.checkpoint.storage import InvalidCheckpointError, check_file, first_failure, load_tensors, read_shapes
 from titanlite.config.load import config_from_values, parse_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, prepare_tokenizer, tokenizer_file

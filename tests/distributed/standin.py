@@ -18,7 +18,7 @@ from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.start import RunFacts
 from titanlite.checkpoint.state import STREAMS, local_part
 from titanlite.metrics.meter import MeterState
-from titanlite.runtime.control import Control
+from titanlite.runtime.agreement import Control
 from titanlite.runtime.signals import StopRequest
 
 SHAPES = {

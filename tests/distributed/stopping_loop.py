@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from titanlite.runtime.control import Control, Flags
+from titanlite.runtime.agreement import Control, Flags
 from titanlite.runtime.distributed import CommConfig, connect, init_process_group, world_from_environment
 from titanlite.runtime.failure import FailureReport, end_process
 from titanlite.runtime.orphans import end_with_launcher

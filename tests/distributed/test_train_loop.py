@@ -19,7 +19,7 @@ from titanlite.checkpoint.start import Start
 from titanlite.config.schema import JobConfig
 from titanlite.metrics.meter import Meter, Record
 from titanlite.metrics.sinks import Sinks
-from titanlite.runtime.control import DataEnd
+from titanlite.runtime.agreement import DataEnd
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.signals import StopRequest

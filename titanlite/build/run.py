@@ -12,7 +12,6 @@ import torch.distributed as dist
 import titanlite
 from titanlite.build.data import build_data, build_tokenizer, build_validation_data, pin_revisions
 from titanlite.build.model import build_model, build_trainer
-from titanlite.checkpoint.agreement import on_first
 from titanlite.checkpoint.folder import published_steps
 from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.preflight import imported_from
@@ -38,7 +37,7 @@ from titanlite.optim.schedule import depends_on_steps
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.pipeline import rows_per_batch
 from titanlite.precision import DTYPES
-from titanlite.runtime.control import Control, DataEnd
+from titanlite.runtime.agreement import Control, DataEnd, on_first
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import World, init_process_group, set_timeout
 from titanlite.runtime.dump_folder import prepare_dump_folder

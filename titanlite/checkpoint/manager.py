@@ -9,7 +9,6 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.checkpoint.agreement import RanksError, warn_once
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.saver import Retention, Saver
@@ -17,7 +16,7 @@ from titanlite.checkpoint.start import RunFacts, Start, StartFinder
 from titanlite.checkpoint.state import STREAMS, RunState
 from titanlite.huggingface.folder import ModelFolder
 from titanlite.metrics.meter import Meter
-from titanlite.runtime.control import Control, Flags
+from titanlite.runtime.agreement import Control, Flags, RanksError, warn_once
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.signals import StopRequest
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from titanlite.checkpoint.agreement import RanksError, on_first, together
 from titanlite.checkpoint.storage import sync_folder
+from titanlite.runtime.agreement import RanksError, on_first, together
 from titanlite.runtime.errors import UserError
 
 _PROBE = ".probe"

@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from titanlite.checkpoint.agreement import first_failure, on_first, together
 from titanlite.checkpoint.config import Verify
 from titanlite.checkpoint.folder import (
     clear_leftovers,
@@ -24,7 +23,8 @@ from titanlite.checkpoint.folder import (
 )
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Manifest, UnknownFormatError, read_manifest
 from titanlite.checkpoint.saver import size_of
-from titanlite.checkpoint.storage import InvalidCheckpointError, check_file, load_tensors, read_shapes
+from titanlite.checkpoint.storage import InvalidCheckpointError, check_file, first_failure, load_tensors, read_shapes
+from titanlite.runtime.agreement import on_first, together
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 

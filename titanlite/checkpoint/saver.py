@@ -11,12 +11,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from titanlite.checkpoint.agreement import RanksError, first_failure, on_first, together
 from titanlite.checkpoint.config import AsyncMode
 from titanlite.checkpoint.folder import publish, retain, step_folder, writing_folder
 from titanlite.checkpoint.manifest import Manifest, write_manifest
 from titanlite.checkpoint.state import HostCopy, first_not_finite, local_part
-from titanlite.checkpoint.storage import FileRecord, save_tensors
+from titanlite.checkpoint.storage import FileRecord, first_failure, save_tensors
+from titanlite.runtime.agreement import RanksError, on_first, together
 from titanlite.runtime.logging import log
 
 

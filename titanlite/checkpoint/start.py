@@ -10,7 +10,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from titanlite.checkpoint.agreement import on_first, together, warn_once
 from titanlite.checkpoint.compatibility import changed_settings, check_facts, differences
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.folder import newest_manifest, published_steps, step_folder, supersede_after
@@ -30,6 +29,7 @@ from titanlite.checkpoint.state import MODEL, STREAMS, RunState, first_not_finit
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.huggingface.folder import ModelFolder
 from titanlite.metrics.meter import Meter, MeterState
+from titanlite.runtime.agreement import on_first, together, warn_once
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 

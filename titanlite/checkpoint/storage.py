@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from titanlite.checkpoint.config import Verify
+from titanlite.runtime.agreement import RanksError, describe_failure
 
 HASH = "xxh3-128"
 METADATA_FILE = ".metadata"
@@ -178,6 +179,12 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor], group: dist.Proces
             process_group=group,
             no_dist=group is None,
         )
+
+
+def first_failure(error: dcp.CheckpointException) -> RanksError:
+    """What DCP raises on all ranks, as the error of the first rank that failed."""
+    rank, (cause, _) = min(error.failures.items())
+    return RanksError(f"rank {rank}: {describe_failure(cause)}")
 
 
 @contextmanager

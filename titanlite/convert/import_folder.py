@@ -13,12 +13,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from titanlite.build.run import CONFIG_COPY, about_run
-from titanlite.checkpoint.agreement import first_failure
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.folder import publish, writing_folder
 from titanlite.checkpoint.manifest import Branch, Manifest, write_manifest
 from titanlite.checkpoint.state import MODEL, first_not_finite
-from titanlite.checkpoint.storage import save_tensors, sync_folder
+from titanlite.checkpoint.storage import first_failure, save_tensors, sync_folder
 from titanlite.config.check import resolve_config
 from titanlite.config.load import dump_config
 from titanlite.config.schema import JobConfig, JobSection

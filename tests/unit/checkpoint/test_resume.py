@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from tests.unit.checkpoint.making import content_of, make, write_unpublished
-from titanlite.checkpoint.agreement import RanksError
 from titanlite.checkpoint.config import Verify
 from titanlite.checkpoint.folder import published_steps, read_or_none, step_folder
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Manifest
@@ -23,6 +22,7 @@ from titanlite.checkpoint.resume import (
     prepare_folder,
 )
 from titanlite.checkpoint.storage import METADATA_FILE, save_tensors
+from titanlite.runtime.agreement import RanksError
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 

@@ -16,7 +16,6 @@ import xxhash
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from titanlite.checkpoint.agreement import first_failure
 from titanlite.checkpoint.state import local_part
 from titanlite.checkpoint.storage import (
     _ALLOWED,
@@ -26,6 +25,7 @@ from titanlite.checkpoint.storage import (
     _HashingFile,
     _HashingFileSystem,
     check_file,
+    first_failure,
     hash_of,
     load_tensors,
     read_shapes,

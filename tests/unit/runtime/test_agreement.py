@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from titanlite.checkpoint.agreement import RanksError, first_failure, on_first, together
-from titanlite.checkpoint.storage import InvalidCheckpointError
+from titanlite.checkpoint.storage import InvalidCheckpointError, first_failure
+from titanlite.runtime.agreement import RanksError, on_first, together
 from titanlite.runtime.errors import UserError
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import run_ranks
-from titanlite.runtime.control import Control, Flags
+from titanlite.runtime.agreement import Control, Flags
 from titanlite.runtime.launch import RankError
 
 # What each rank says at the end of each step, and what all have agreed on by the end of the next one.
