@@ -1,9 +1,15 @@
-"""What a step is given, and what it leaves behind."""
+"""What a step is given, and what it leaves behind.
+
+Imports no torch, which the processes that tokenize and pack do without.
+"""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 IGNORE_INDEX = -100
 """Label of a position that takes no part in the loss: the one label that is no token."""

@@ -99,17 +99,18 @@ class Mesh:
         """Whether it is the first of the ranks that read the same rows."""
         return self.is_first(axis for axis in AXES if axis not in DATA_AXES)
 
-    def connect(self, timeout_s: int) -> None:
+    def connect(self, timeout_s: int | None) -> None:
         """Makes the process groups of all axes; a collective, once torch's default group is there.
 
-        timeout_s: of these groups and the default one, until set_timeout.
+        timeout_s: of these groups and the default one, until set_timeout; None for simulated ones, which know none.
         """
         mesh = init_device_mesh(self.world.device_type, tuple(self.degrees.values()), mesh_dim_names=AXES)
         assert dist.group.WORLD is not None
         self._device_mesh = mesh
         self.data_group = mesh[DATA_AXES]._flatten("dp").get_group()
         self.groups += [dist.group.WORLD, *(mesh.get_group(axis) for axis in AXES), self.data_group]
-        self.set_timeout(timeout_s)  # torch gives a mesh's groups its own default, 30 minutes
+        if timeout_s is not None:
+            self.set_timeout(timeout_s)  # torch gives a mesh's groups its own default, 30 minutes
 
     @property
     def device_mesh(self) -> DeviceMesh:
