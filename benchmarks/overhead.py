@@ -29,11 +29,13 @@ from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import build_loader
 from titanlite.data.tokenizer import prepare_tokenizer
+from titanlite.forward import on_device
 from titanlite.metrics.meter import Meter
 from titanlite.models.init import init_parameters_
 from titanlite.models.registry import resolve_model
 from titanlite.parallel.mesh import Mesh
 from titanlite.runtime.distributed import World
+from titanlite.runtime.garbage import PacedGarbageCollection
 from titanlite.runtime.launch import run_ranks
 
 CPU = torch.device("cpu")
@@ -110,9 +112,11 @@ def trainer_loop(config: JobConfig, data: PreparedBatches) -> Callable[[int], No
     meter.start()
 
     def run(steps: int) -> None:
-        for _ in range(steps):
-            stats = trainer.train_step(data.next_step())
-            meter.update(trainer.step, stats, lr=trainer.schedule(trainer.step), data_wait_s=0.0, bad_rows=0)
+        with PacedGarbageCollection(freq=50) as garbage:
+            for _ in range(steps):
+                stats = trainer.train_step([on_device(batch, CPU) for batch in data.next_step()])
+                meter.update(trainer.step, stats, lr=trainer.schedule(trainer.step), data_wait_s=0.0, bad_rows=0)
+                garbage.after_step(trainer.step)
         meter.flush()
 
     return run
@@ -153,6 +157,7 @@ def compare(layout: Sequence[str], wrap: str, accumulation: int, rounds: int, st
     for round_ in range(rounds):
         times = {}
         for side in (0, 1) if round_ % 2 == 0 else (1, 0):
+            # The trainer's side sets aside all objects when it starts: once in a run, so not a part of its steps.
             gc.collect()
             gc.freeze()
             dist.barrier()

@@ -1,4 +1,4 @@
-"""What a step is given, and what it leaves behind.
+"""The input and the result of one training step.
 
 Imports no torch, which the processes that tokenize and pack do without.
 """
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IGNORE_INDEX = -100
-"""Label of a position that takes no part in the loss: the one label that is no token."""
+"""Label of a position that takes no part in the loss."""
 
 
 class Batch(NamedTuple):
@@ -33,7 +33,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class StepStats:
-    """What one optimizer step leaves behind: scalar tensors on the device, not yet read by the host.
+    """The result of one optimizer step: scalar tensors on the device, not yet read by the host.
 
     mean_loss: this rank's share of the step's mean loss; the sum over all ranks is the mean. A rank without a share of
         its own (it repeats another's, or computes no loss) has 0.

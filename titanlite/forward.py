@@ -38,10 +38,10 @@ class ModelOnMesh:
         self.pipeline = pipeline
         self.loss = loss
         self.shard_logits = shard_logits
-        self.pp_rank = mesh.place["pp"]
+        self.pp_rank = mesh.coordinate["pp"]
         # Ranks of one data rank see the same rows and, on the last stage's tp ranks, the same loss: one of them counts.
         self.counts_loss = mesh.is_first(["tp"]) and (pipeline is None or pipeline.owns_last)
-        self.counts_rows = mesh.speaks_for_data_rank
+        self.counts_rows = mesh.is_data_leader
         self.device = device
         self.seed = seed
         self.step = 0

@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def run_job(config: JobConfig, world: World, failure: FailureReport, environment: Mapping[str, str]) -> None:
-    """Build, train and what is to be said about it. The dump folder is this job's own."""
+    """Builds, trains, and logs how the run ended. The dump folder is locked for this job."""
     assert failure.store is not None
     run = build_run(config, world, failure.store, environment)
     first_step = run.trainer.step + 1
@@ -128,10 +128,10 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
                 run.ledger.write(step, loader.sequences, loader.origins)
             stops = checkpoints is not None and checkpoints.after_step(step, last)
             if run.validation is not None and (last or not stops):
-                asked = run.validation.after_step(step, last, failure)
-                if asked and not stops:
+                requested = run.validation.after_step(step, last, failure)
+                if requested and not stops:
                     assert checkpoints is not None, "signals end a run without checkpoints at once"
-                    checkpoints.stop_after(step, asked)
+                    checkpoints.stop_after(step, requested)
                     stops = True
             if last:
                 return record
@@ -154,7 +154,7 @@ def stoppable(run: Run) -> Iterator[None]:
 def next_batches(run: Run, failure: FailureReport) -> list[Batch]:
     """This rank's microbatches of the next step, on the device.
 
-    Raises DataError where its data cannot be used, once `failure` has heard of those of all ranks in the same step.
+    Raises DataError where its data cannot be used, after all ranks have noted theirs of this step in `failure`.
     """
     try:
         return [on_device(batch, run.trainer.device) for batch in run.loader.next_step()]

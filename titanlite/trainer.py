@@ -21,8 +21,8 @@ from titanlite.parallel.tensor import parallel_loss
 class Trainer(ModelOnMesh):
     """Trains a model that is already on its mesh.
 
-    sync: see gradient_sync. data_group: the process group of the mesh's data axes. schedule: the learning rate by step.
-    Steps count from 1. num_sources: of the data; where there are several, steps also give their losses apart.
+    sync: see gradient_sync. schedule: the learning rate by step, from 1. num_sources: of the data; where there are
+    several, steps also give their losses apart.
     """
 
     def __init__(

@@ -44,12 +44,13 @@ def documents(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
             yield tokens[None, start:end], labels[None, start:end]
 
 
-_alone: dict[tuple[str, int], Reference] = {}
+_alone: dict[tuple[Any, ...], Reference] = {}
 
 
 def documents_alone(config: JobConfig, batch: Batch) -> Reference:
     """The sum over all documents of a packed batch, each a row of its own; computed once per process and model."""
-    key = repr(config.model), len(batch.tokens)
+    rows = tuple(tensor.numpy().tobytes() for tensor in batch if tensor is not None)
+    key = (repr(config.model), config.training.dtype, config.debug.seed, rows)
     if key not in _alone:
         _alone[key] = _documents_alone(config, batch)
     return _alone[key]

@@ -1,6 +1,6 @@
 """A run that an earlier version has saved goes on, and is exported, as that version did it.
 
-`expected.json` has what version 0aa755c made of it: the steps after the checkpoint, and the exported folder.
+`expected.json` has what that version made of it: the steps after the checkpoint, and the exported folder.
 """
 
 import json
@@ -34,8 +34,9 @@ def test_it_goes_on_as_it_did(ranks: int, workplace: Path) -> None:
     found = rows(workplace / "run")
     assert found[:4] == before
     steps = [{key: row[key] for key in ("step", "loss", "grad_norm")} for row in found[4:]]
-    for step, expected in zip(steps, EXPECTED["steps"], strict=True):
-        assert step == pytest.approx(expected, rel=1e-9, abs=0)  # other processors round differently
+    for step, expected in zip(steps, EXPECTED["steps"]["two ranks" if ranks else "one process"], strict=True):
+        # To the bit on the processor that made them. Others round differently, in float64; other numerics are far off.
+        assert step == pytest.approx(expected, rel=1e-12, abs=0)
 
 
 def test_it_is_exported_to_the_same_bytes(workplace: Path) -> None:

@@ -72,8 +72,17 @@ def test_the_events_of_each_step_come_in_order(run: MagicMock) -> None:
     paced = run.garbage.return_value.__enter__.return_value
     assert [call.args for call in paced.after_step.call_args_list] == [(1,), (2,)]
     assert [call.args for call in run.checkpoints.after_step.call_args_list] == [(1, False), (2, False), (3, True)]
+    numbers = {"data_wait_s": run.loader.wait_s, "bad_rows": run.loader.bad_rows}
+    updates = [(call.args[0], call.kwargs) for call in run.meter.update.call_args_list]
+    assert updates == [(step, {"lr": float(step), **numbers}) for step in (1, 2, 3)]
     expected = [(1, False, failure), (2, False, failure), (3, True, failure)]
     assert [call.args for call in run.validation.after_step.call_args_list] == expected
+
+
+def test_rows_are_counted_by_one_rank_of_those_that_read_them(run: MagicMock) -> None:
+    run.trainer.counts_rows = False
+    train(config(steps=1), run, Mock())
+    assert run.meter.update.call_args.kwargs["bad_rows"] == 0
 
 
 def test_without_what_is_optional(run: MagicMock) -> None:
@@ -139,3 +148,5 @@ def test_data_that_cannot_be_used_are_noted_before_the_ranks_meet(
     with pytest.raises(DataError):
         train(config(), run, run.failure)
     assert events(run)[2:] == ["loader.next_step", "failure.note_data_error", "wait_for_ranks", "checkpoints.close"]
+    run.failure.note_data_error.assert_called_once_with(error)
+    run.wait_for_ranks.assert_called_once_with(run.trainer)

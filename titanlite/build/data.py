@@ -80,7 +80,7 @@ def loader_of(config: JobConfig, section: DataConfig, mesh: Mesh, tokenizer: Tok
         local_batch_size=batch_rows(config, mesh),
         data_rank=mesh.data_rank,
         data_degree=mesh.data_degree,
-        speaks=mesh.speaks_for_data_rank,
+        speaks=mesh.is_data_leader,
     )
 
 

@@ -43,7 +43,7 @@ def build_model(
     training = config.training
     family, hyper_parameters = resolve_model(config.model)
     parts: list[LanguageModel] = []
-    for stage in local_stages(config.parallelism, mesh.place["pp"]):
+    for stage in local_stages(config.parallelism, mesh.coordinate["pp"]):
         with torch.device("meta"):
             part = family.build(hyper_parameters).to(DTYPES[training.dtype])
         part.tie_weights()

@@ -39,7 +39,7 @@ from titanlite.parallel.pipeline import rows_per_batch
 from titanlite.precision import DTYPES
 from titanlite.runtime.agreement import Control, DataEnd, on_first
 from titanlite.runtime.determinism import apply_determinism
-from titanlite.runtime.distributed import World, init_process_group, set_timeout
+from titanlite.runtime.distributed import World, init_process_group
 from titanlite.runtime.dump_folder import prepare_dump_folder
 from titanlite.runtime.environment import environment_lines
 from titanlite.runtime.errors import UserError
@@ -56,6 +56,7 @@ CONFIG_COPY = "config.toml"
 @dataclass(frozen=True)
 class Run:
     """The finished parts of one run.
+
     checkpoints: None where none are written. stop: what asks the run to end; not yet active. start: where it begins.
     validation: None where there is none.
     """
@@ -143,8 +144,7 @@ def build_checkpoints(
 ) -> Checkpoints:
     """The run's checkpoints. A collective: it makes groups."""
     control_group = mesh.new_group(config.comm.init_timeout_s)
-    saving_group = dist.new_group(backend="gloo")  # its timeout stays what it is
-    set_timeout([saving_group], config.comm.save_timeout_s)
+    saving_group = mesh.new_group(config.comm.save_timeout_s, keeps_timeout=True)
     return Checkpoints(
         config.checkpoint,
         Path(config.job.dump_folder, config.checkpoint.folder),
@@ -167,7 +167,7 @@ def build_data_end(config: JobConfig, mesh: Mesh, loader: Loader) -> DataEnd:
 
 
 def build_ledger(config: JobConfig, mesh: Mesh) -> Ledger | None:
-    """That of this data rank, for the rank that speaks for it."""
+    """That of this data rank, for its leader."""
     if not config.data.ledger:
         return None
     return Ledger(config.job.dump_folder, data_rank=mesh.data_rank, data_degree=mesh.data_degree)

@@ -1,4 +1,4 @@
-"""What the manifests on the disk say before the ranks know each other: whether and from what a run can start."""
+"""Checks of what a run starts from, by the manifests alone, before the ranks are connected."""
 
 from collections.abc import Mapping
 from pathlib import Path

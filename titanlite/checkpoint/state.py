@@ -26,8 +26,8 @@ class RunState:
         self._parameters = {MODEL + name: p.data for part in model_parts for name, p in part.named_parameters()}
         self._optimizer = optimizer
         self._loader = loader
-        self._speaks_for_data_rank = mesh.speaks_for_data_rank
-        self._speaks_for_stage = mesh.is_first(axis for axis in AXES if axis != "pp")
+        self._is_data_leader = mesh.is_data_leader
+        self._is_stage_leader = mesh.is_first(axis for axis in AXES if axis != "pp")
 
     def model(self) -> dict[str, Tensor]:
         return dict(self._parameters)
@@ -42,7 +42,7 @@ class RunState:
         loader = self._loader
         own = loader.state()
         state = torch.zeros(loader.num_streams, own.shape[1], dtype=torch.int64)
-        if self._speaks_for_data_rank:
+        if self._is_data_leader:
             state[list(loader.stream_ids)] = own
         dist.all_reduce(state, group=group)
         return state
@@ -59,7 +59,7 @@ class RunState:
     def num_bytes(self, group: dist.ProcessGroup) -> int:
         """About the size of a checkpoint; a collective over all ranks, on gloo."""
         own = sum(tensor.numel() * tensor.element_size() for tensor in self.model_and_optimizer().values())
-        total = torch.tensor(own if self._speaks_for_stage else 0)
+        total = torch.tensor(own if self._is_stage_leader else 0)
         dist.all_reduce(total, group=group)
         return int(total)
 

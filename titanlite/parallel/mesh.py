@@ -72,30 +72,32 @@ def data_degree(section: ParallelismConfig, world_size: int) -> int:
 class Mesh:
     """Where this process stands on the axes, and its process groups: known at once, and once the ranks are connected.
 
-    degrees: of each axis. place: this process's on each axis, from 0. data_rank: its place on the data axis, which is
-    dp_replicate x dp_shard in that order: token counts, loss and data loading go by it. groups: all that training uses.
+    degrees: of each axis. coordinate: of this process on each axis, from 0. data_rank: its coordinate on the data axis,
+    which is dp_replicate x dp_shard in that order: token counts, loss and data loading go by it. groups: the process
+    groups that training uses.
     """
 
     def __init__(self, section: ParallelismConfig, world: World) -> None:
         self.world = world
         self.degrees = resolve_degrees(section, world.size)
-        self.place: dict[str, int] = {}
+        self.coordinate: dict[str, int] = {}
         rest = world.rank
         for axis, degree in reversed(self.degrees.items()):  # the last axis changes from rank to rank
-            rest, self.place[axis] = divmod(rest, degree)
+            rest, self.coordinate[axis] = divmod(rest, degree)
         self.data_degree, self.data_rank = 1, 0
         for axis in DATA_AXES:
             self.data_degree *= self.degrees[axis]
-            self.data_rank = self.data_rank * self.degrees[axis] + self.place[axis]
+            self.data_rank = self.data_rank * self.degrees[axis] + self.coordinate[axis]
         self._device_mesh: DeviceMesh | None = None
+        self._data_group: dist.ProcessGroup | None = None
         self.groups: list[dist.ProcessGroup] = []
 
     def is_first(self, axes: Iterable[str]) -> bool:
-        """Whether this process is the first on all these axes: it speaks for the others on them."""
-        return all(self.place[axis] == 0 for axis in axes)
+        """Whether this process has coordinate 0 on all these axes."""
+        return all(self.coordinate[axis] == 0 for axis in axes)
 
     @property
-    def speaks_for_data_rank(self) -> bool:
+    def is_data_leader(self) -> bool:
         """Whether it is the first of the ranks that read the same rows."""
         return self.is_first(axis for axis in AXES if axis not in DATA_AXES)
 
@@ -107,8 +109,8 @@ class Mesh:
         mesh = init_device_mesh(self.world.device_type, tuple(self.degrees.values()), mesh_dim_names=AXES)
         assert dist.group.WORLD is not None
         self._device_mesh = mesh
-        self.data_group = mesh[DATA_AXES]._flatten("dp").get_group()
-        self.groups += [dist.group.WORLD, *(mesh.get_group(axis) for axis in AXES), self.data_group]
+        self._data_group = mesh[DATA_AXES]._flatten("dp").get_group()
+        self.groups += [dist.group.WORLD, *(mesh.get_group(axis) for axis in AXES), self._data_group]
         if timeout_s is not None:
             self.set_timeout(timeout_s)  # torch gives a mesh's groups its own default, 30 minutes
 
@@ -118,16 +120,26 @@ class Mesh:
         assert self._device_mesh is not None, "the ranks are not connected"
         return self._device_mesh
 
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks of the data axis."""
+        assert self._data_group is not None, "the ranks are not connected"
+        return self._data_group
+
     def group(self, axis: str) -> dist.ProcessGroup:
         """The ranks that differ from this one on that axis only."""
         found: dist.ProcessGroup = self.device_mesh.get_group(axis)
         return found
 
-    def new_group(self, timeout_s: int) -> dist.ProcessGroup:
-        """Another group of all ranks, of gloo, for what the hosts tell each other; a collective."""
+    def new_group(self, timeout_s: int, *, keeps_timeout: bool = False) -> dist.ProcessGroup:
+        """Another group of all ranks, of gloo, for what the hosts tell each other; a collective.
+
+        keeps_timeout: whatever set_timeout says later.
+        """
         group: dist.ProcessGroup = dist.new_group(backend="gloo")
         set_timeout([group], timeout_s)
-        self.groups.append(group)
+        if not keeps_timeout:
+            self.groups.append(group)
         return group
 
     def set_timeout(self, seconds: int) -> None:

@@ -65,15 +65,15 @@ def test_pp_is_the_outermost_axis_and_tp_the_innermost() -> None:
     found = meshes(ParallelismConfig(pp=2, dp_replicate=2, tp=2), 8)
     assert {mesh.data_degree for mesh in found} == {2}
     assert [mesh.data_rank for mesh in found] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert [mesh.speaks_for_data_rank for mesh in found] == [True, False, True, *[False] * 5]
+    assert [mesh.is_data_leader for mesh in found] == [True, False, True, *[False] * 5]
     assert [mesh.is_first(["dp_replicate", "dp_shard", "tp"]) for mesh in found] == [True, *[False] * 3] * 2
-    assert found[6].place == {"pp": 1, "dp_replicate": 1, "dp_shard": 0, "tp": 0}
+    assert found[6].coordinate == {"pp": 1, "dp_replicate": 1, "dp_shard": 0, "tp": 0}
 
 
 def test_the_data_axis_is_replicas_of_shards() -> None:
     found = meshes(ParallelismConfig(dp_replicate=2, dp_shard=3, tp=2), 12)
     assert [mesh.data_rank for mesh in found] == [rank // 2 for rank in range(12)]
-    places = [(mesh.place["dp_replicate"], mesh.place["dp_shard"]) for mesh in found]
+    places = [(mesh.coordinate["dp_replicate"], mesh.coordinate["dp_shard"]) for mesh in found]
     assert [3 * replica + shard for replica, shard in places] == [mesh.data_rank for mesh in found]
 
 
