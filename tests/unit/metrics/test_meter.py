@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 from unittest import mock
@@ -64,14 +64,6 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def collectives(self) -> int:
         return sum(count for name, count in self.calls.items() if name.startswith(("c10d", "_c10d")))
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def stats_of(
