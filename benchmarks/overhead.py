@@ -23,8 +23,8 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from titanlite.assembly.model import build_model, build_trainer
 from titanlite.batch import IGNORE_INDEX, Batch
-from titanlite.build.model import build_model, build_trainer
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import build_loader

@@ -30,7 +30,7 @@ from titanlite.runtime import launch
 from titanlite.runtime.logging import log
 
 POOL_SIZES = (1, 2, 4)
-launch.PRELOAD = (*launch.PRELOAD, "titanlite.train", "titanlite.parity.measure", "tests.distributed.layouts")
+launch.PRELOAD = (*launch.PRELOAD, "titanlite.train", "titanlite.tools.parity.measure", "tests.distributed.layouts")
 
 _WATCHED = ("titanlite", "torch.nn", "torch.distributed")
 """Packages whose code cases replace. Not torch.optim, which wraps `step` of its classes when they are first used."""

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from titanlite.build.run import CONFIG_COPY
+from titanlite.assembly.run import CONFIG_COPY
 from titanlite.config.schema import JobConfig
 from titanlite.data.tokenizer import TOKENIZER_FOLDER
 from titanlite.metrics.meter import Record
@@ -33,7 +33,7 @@ def summarize(config: JobConfig, record: Record, steps: int, train_s: float) -> 
     if config.checkpoint.enable:
         elsewhere = f" --job.dump_folder {shlex.quote(f'{folder}-2')}"
         if (folder / TOKENIZER_FOLDER).exists():
-            generate = f"{python_command(os.environ)} -m titanlite.generate {shlex.quote(str(folder))}"
+            generate = f"{python_command(os.environ)} -m titanlite.tools.generate {shlex.quote(str(folder))}"
             next_steps.append(("see it write", f'{generate} --prompt "{prompt_for(config)}"'))
     if not ended and not config.checkpoint.last_save_model_only:
         next_steps.append(("train longer", f"{again} ./run_train.sh --training.steps {4 * record.step}"))

@@ -16,8 +16,8 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
+from titanlite.assembly.run import Run, build_run
 from titanlite.batch import Batch
-from titanlite.build.run import Run, build_run
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device

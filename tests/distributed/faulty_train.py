@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from titanlite import train
+from titanlite.assembly import run as build_module
 from titanlite.batch import Batch, StepStats
-from titanlite.build import run as build_module
 from titanlite.data.loader import Loader
 from titanlite.runtime.errors import UserError
 from titanlite.trainer import Trainer

@@ -15,8 +15,8 @@ from tests.distributed import gradients
 from tests.distributed.gradients import replaced
 from tests.distributed.layouts import EVERY, LAST, PAIRS, QWEN3, Layout, schedule
 from titanlite import trainer as trainer_module
+from titanlite.assembly import model as build_module
 from titanlite.batch import IGNORE_INDEX, Batch
-from titanlite.build import model as build_module
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader
 from titanlite.data.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ from titanlite.parallel import clip as clip_module
 from titanlite.parallel import tensor as tensor_module
 from titanlite.parallel.data import gradient_sync, wrapped_modules
 from titanlite.parallel.mesh import Mesh
-from titanlite.parity import measure as parity_module
+from titanlite.tools.parity import measure as parity_module
 from titanlite.trainer import Trainer
 
 Change = Callable[[Trainer], None]
@@ -48,9 +48,9 @@ INTERLEAVED = Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *PAIRS))
 @dataclass(frozen=True)
 class Mistake:
     """planted: what is wrong inside. seen: all that our comparison finds different, or the exception that ends it.
-    first: what `titanlite.parity` names first, or the exception.
+    first: what `titanlite.tools.parity` names first, or the exception.
 
-    documents: the rows hold several documents; `titanlite.parity` has no part in it.
+    documents: the rows hold several documents; `titanlite.tools.parity` has no part in it.
     """
 
     name: str

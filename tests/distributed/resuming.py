@@ -23,8 +23,8 @@ from tests.distributed.program import rows
 from tests.distributed.reference import TOKENS, small_config
 from tests.pool import run_ranks
 from titanlite import train
+from titanlite.assembly.run import Run, build_run
 from titanlite.batch import Batch
-from titanlite.build.run import Run, build_run
 from titanlite.metrics.meter import Record
 from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import UserError

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite import train
+from titanlite.assembly.run import Run
 from titanlite.batch import Batch, StepStats
-from titanlite.build.run import Run
 from titanlite.checkpoint import saver
 from titanlite.checkpoint.storage import FileRecord
 from titanlite.config.schema import JobConfig

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from tests.distributed.gradients import replaced
 from tests.distributed.reference import GLOBAL_BATCH, SEQ_LEN, TOKENS, VOCAB_SIZE, small_config
 from tests.pool import run_ranks
+from titanlite.assembly import run as build_module
+from titanlite.assembly.run import Run, build_run
 from titanlite.batch import StepStats
-from titanlite.build import run as build_module
-from titanlite.build.run import Run, build_run
 from titanlite.runtime.distributed import World
 
 

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 from tests.distributed.file_operations import Fault, FaultPoints, one_of_each
 from tests.distributed.forked import Parent, fork_ranks
-from tests.unit.huggingface.making import write_model
-from titanlite.convert.__main__ import main
+from tests.unit.hf.making import write_model
 from titanlite.runtime.memory import peak_memory_bytes
-from titanlite.saved_run import open_run
+from titanlite.tools.convert.__main__ import main
+from titanlite.tools.saved_run import open_run
 
 pytestmark = pytest.mark.slow
 

@@ -16,11 +16,11 @@ from tests.distributed.reference import SEQ_LEN
 from titanlite.checkpoint.folder import step_folder
 from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import train_bpe
-from titanlite.evaluate import evaluated_config, parse_arguments, reading
 from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.job_lock import job_lock
-from titanlite.saved_run import open_run
+from titanlite.tools.evaluate import evaluated_config, parse_arguments, reading
+from titanlite.tools.saved_run import open_run
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +55,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start_evaluation(folder: Path, *arguments: str, ranks: int = 0) -> Program:
     """Starts it on `out`; numbers go to result.json."""
     own = (str(folder / "out"), "--json", str(folder / "result.json"))
-    return start_command(folder, *own, *arguments, ranks=ranks, program=("-m", "titanlite.evaluate"))
+    return start_command(folder, *own, *arguments, ranks=ranks, program=("-m", "titanlite.tools.evaluate"))
 
 
 def result(folder: Path) -> Any:

@@ -15,10 +15,10 @@ import torch
 from tests.distributed.program import PATIENCE_S, REPOSITORY, clean_environment, start_program
 from titanlite.checkpoint.folder import step_folder
 from titanlite.data.bpe import train_bpe
-from titanlite.generate.__main__ import main
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.logging import log
-from titanlite.saved_run import SavedRun, open_run
+from titanlite.tools.generate.__main__ import main
+from titanlite.tools.saved_run import SavedRun, open_run
 
 TEXT = "the model reads what it is given, and says it again\n"
 STEPS = 3
@@ -162,7 +162,17 @@ def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
 
 def start(run: Path, *arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "titanlite.generate", str(run), "--prompt", PROMPT, "--temperature", "0", *arguments],
+        [
+            sys.executable,
+            "-m",
+            "titanlite.tools.generate",
+            str(run),
+            "--prompt",
+            PROMPT,
+            "--temperature",
+            "0",
+            *arguments,
+        ],
         env=clean_environment() | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

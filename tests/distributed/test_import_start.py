@@ -16,13 +16,13 @@ from tests.distributed.reference import VOCAB_SIZE, plain_model, small_config
 from tests.distributed.resuming import Start, checkpoints_of, numbers, start_runs
 from tests.pool import run_ranks
 from tests.unit.data.small_hub import COMMIT, SmallHub, small_hub
-from titanlite.convert.__main__ import main as convert
-from titanlite.huggingface import folder as folder_module
-from titanlite.huggingface import safetensors
-from titanlite.huggingface.folder import ModelFolder, open_folder
-from titanlite.huggingface.safetensors import StoredTensor, write_tensors
+from titanlite.hf import folder as folder_module
+from titanlite.hf import safetensors
+from titanlite.hf.folder import ModelFolder, open_folder
+from titanlite.hf.safetensors import StoredTensor, write_tensors
 from titanlite.models.registry import resolve_model
 from titanlite.optim.optimizer import GatedOptimizer
+from titanlite.tools.convert.__main__ import main as convert
 from titanlite.trainer import Trainer
 
 pytestmark = pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The comparisons can fail: known mistakes, planted one at a time, are seen by ours and named by `titanlite.parity`.
+"""The comparisons can fail: known mistakes, planted one at a time, are seen by ours and named by `titanlite.tools.parity`.
 
 With -s the table of docs/numerics.md is printed: each mistake, the layout, and what gives it away.
 """
@@ -19,11 +19,11 @@ from tests.distributed.mistakes import MISTAKES, QUICK, Around
 from tests.distributed.reference import global_batch
 from tests.pool import run_ranks
 from titanlite.config.schema import JobConfig
-from titanlite.parity import layouts as parity
-from titanlite.parity.measure import Measurement, measure_layout
-from titanlite.parity.reference import measure_reference
-from titanlite.parity.shrink import resolved_config
-from titanlite.parity.verdict import FLOAT64_BOUND, Bounds, judge, merge_ranks
+from titanlite.tools.parity import layouts as parity
+from titanlite.tools.parity.measure import Measurement, measure_layout
+from titanlite.tools.parity.reference import measure_reference
+from titanlite.tools.parity.shrink import resolved_config
+from titanlite.tools.parity.verdict import FLOAT64_BOUND, Bounds, judge, merge_ranks
 
 BOUND = 1e-12
 """Of the comparison without a mistake."""
@@ -37,7 +37,7 @@ def errors(layout: Layout, documents: bool) -> dict[str, Any]:
 
 
 def measured(layout: Layout, folder: Path) -> dict[str, Any]:
-    """What `titanlite.parity` measures on this rank."""
+    """What `titanlite.tools.parity` measures on this rank."""
     chosen = parity.Layout(*layout.axes, layout.schedule or None)  # type: ignore[arg-type]
     config = parity.config_of(on_one_process(layout), chosen)
     return asdict(measure_layout(config, mesh_of(config), 1, folder / family_of(layout)))
@@ -52,7 +52,7 @@ def family_of(layout: Layout) -> str:
 
 
 def references(layouts: Sequence[Layout], folder: Path) -> dict[str, Any]:
-    """What `titanlite.parity` compares with, for each family. Rank 0 leaves files for all."""
+    """What `titanlite.tools.parity` compares with, for each family. Rank 0 leaves files for all."""
     found = {}
     if dist.get_rank() == 0:
         for family, layout in {family_of(layout): layout for layout in layouts}.items():
@@ -108,7 +108,7 @@ def different(ranks: Sequence[dict[str, Any]], bound: float) -> dict[str, float]
 
 
 def first_difference(ranks: Sequence[dict[str, Any]], expected: dict[str, Any]) -> str:
-    """What `titanlite.parity` names; "" for nothing."""
+    """What `titanlite.tools.parity` names; "" for nothing."""
     if "error" in ranks[0]:
         return str(ranks[0]["error"])
     merged = merge_ranks([Measurement.of_json(rank) for rank in ranks])

@@ -1,4 +1,4 @@
-"""`python -m titanlite.parity`: what it prints and refuses, and how it ends. Its comparison: test_mistakes.py."""
+"""`python -m titanlite.tools.parity`: what it prints and refuses, and how it ends. Its comparison: test_mistakes.py."""
 
 import json
 import os
@@ -24,15 +24,15 @@ from tests.distributed.mistakes import averaging_reduction, changed
 from tests.distributed.program import CONFIG, REPOSITORY, clean_environment, start_command
 from tests.distributed.reference import small_config
 from titanlite.batch import Batch
-from titanlite.parity import __main__ as command
-from titanlite.parity import measure, reference, run
-from titanlite.parity.layouts import Layout
-from titanlite.parity.measure import measure_layouts
-from titanlite.parity.reference import measure_reference
 from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.tools.parity import __main__ as command
+from titanlite.tools.parity import measure, reference, run
+from titanlite.tools.parity.layouts import Layout
+from titanlite.tools.parity.measure import measure_layouts
+from titanlite.tools.parity.reference import measure_reference
 from titanlite.trainer import Trainer
 
-RUN = (sys.executable, "-m", "titanlite.parity")
+RUN = (sys.executable, "-m", "titanlite.tools.parity")
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_split_backward_passes_find_the_weights_of_freed_units(
 
 def test_a_problem_of_the_configuration_ends_with_2(config_file: Path) -> None:
     arguments = (str(config_file), "--training.seq_lenn", "3", "--ranks", "0")
-    done = start_command(config_file.parent, *arguments, program=("-m", "titanlite.parity"))
+    done = start_command(config_file.parent, *arguments, program=("-m", "titanlite.tools.parity"))
     assert done.wait() == 2
     assert "training.seq_lenn" in done.output
     assert "--ranks = 0" in done.output
@@ -152,7 +152,7 @@ def raises_on_the_last_rank(config: Any, layouts: Sequence[Layout], steps: int, 
 
 
 FAILURES = {
-    "raise": "1x1x1x2, float64: ValueError: the cause in two lines (titanlite/parity/measure.py:",
+    "raise": "1x1x1x2, float64: ValueError: the cause in two lines (titanlite/tools/parity/measure.py:",
     "kill": "1x1x1x2, float64: rank 1 ended with exit code -9",
 }
 

@@ -158,6 +158,6 @@ def test_each_command_imports_what_it_needs_and_tells_problems_on_stderr(tmp_pat
     for name in COMMANDS:
         assert (tmp_path / f"{name}.err").read_text() == "", name
         assert "usage" in (tmp_path / f"{name}.out").read_text().lower(), name
-    refused = run("-m", "titanlite.plan", str(REPOSITORY / "configs" / "quickstart.toml"), "--world-size", "0")
+    refused = run("-m", "titanlite.tools.plan", str(REPOSITORY / "configs" / "quickstart.toml"), "--world-size", "0")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "--world-size" in refused.stderr

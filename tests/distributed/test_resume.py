@@ -13,7 +13,7 @@ import torch
 from tests.distributed.drawing import drawing_families
 from tests.distributed.program import Starter
 from tests.distributed.resuming import Outcome, Start, hashes, numbers, start_runs
-from titanlite.build.run import Run
+from titanlite.assembly.run import Run
 from titanlite.metrics.meter import MeterState
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 from tests.distributed.gradients import replaced
 from tests.distributed.resuming import CORPUS, Outcome, Start, checkpoints_of, hashes, numbers, start_runs
 from tests.distributed.test_resume import write_text
-from titanlite.build import run as build_module
+from titanlite.assembly import run as build_module
 
 pytestmark = pytest.mark.slow
 

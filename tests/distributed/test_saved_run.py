@@ -16,7 +16,7 @@ from titanlite.checkpoint.manifest import MANIFEST_FILE, read_manifest, write_ma
 from titanlite.data.bpe import train_bpe
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import UserError
-from titanlite.saved_run import open_run
+from titanlite.tools.saved_run import open_run
 
 TEXT = "the model reads what it is given, and says it again\n"
 STEPS = 3

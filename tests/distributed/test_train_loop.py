@@ -13,8 +13,8 @@ from tests.distributed.reference import global_batch, rank_batches, reference_st
 from tests.distributed.test_step import OperationCount
 from tests.pool import run_ranks
 from titanlite import train
+from titanlite.assembly.run import Run
 from titanlite.batch import Batch
-from titanlite.build.run import Run
 from titanlite.checkpoint.start import Start
 from titanlite.config.schema import JobConfig
 from titanlite.metrics.meter import Meter, Record

@@ -31,14 +31,14 @@ from tests.distributed.layouts import (
 )
 from tests.distributed.reference import SEQ_LEN, TOKENS, VOCAB_SIZE, global_batch, plain_model
 from tests.pool import run_ranks
+from titanlite.assembly.data import build_validation_data
 from titanlite.batch import Batch
-from titanlite.build.data import build_validation_data
 from titanlite.data.loader import Loader
 from titanlite.loss import IGNORE_INDEX
 from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.signals import StopRequest
 from titanlite.trainer import Trainer
-from titanlite.validate import Evaluator
+from titanlite.validation import Evaluator
 
 SETS = {"two batches": 16 * 21 + 6, "three windows": 16 * 3 + 1, "two tokens": 3}
 """Tokens of each; a global batch is 16 windows of 16."""

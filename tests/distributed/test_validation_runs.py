@@ -12,7 +12,7 @@ from tests.distributed.program import Starter
 from tests.distributed.reference import TOKENS
 from tests.distributed.resuming import Outcome, Start, numbers, start_runs
 from tests.distributed.test_resume import write_text
-from titanlite.build.run import Run
+from titanlite.assembly.run import Run
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from tests.distributed.program import rows, start_command
-from titanlite.convert.__main__ import main as convert
+from titanlite.tools.convert.__main__ import main as convert
 
 FOLDER = Path(__file__).parent
 EXPECTED = json.loads((FOLDER / "saved_run" / "expected.json").read_text())

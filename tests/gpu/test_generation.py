@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tests.unit.generate.tiny import PROMPTS, tiny
-from titanlite.generate.cache import remembering
-from titanlite.generate.generation import generate
-from titanlite.generate.sampling import Sampling
+from tests.unit.tools.generate.tiny import PROMPTS, tiny
+from titanlite.tools.generate.cache import remembering
+from titanlite.tools.generate.generation import generate
+from titanlite.tools.generate.sampling import Sampling
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,19 +18,25 @@ LAYERS = [
     ],
     [
         *["titanlite.parallel.parallelize", "titanlite.parallel.pipeline"],
-        *["titanlite.checkpoint", "titanlite.metrics", "titanlite.huggingface"],
+        *["titanlite.checkpoint", "titanlite.metrics", "titanlite.hf"],
     ],
-    ["titanlite.forward", "titanlite.trainer", "titanlite.validate"],
-    ["titanlite.build", "titanlite.config", "titanlite.saved_run"],
+    ["titanlite.forward", "titanlite.trainer", "titanlite.validation"],
+    ["titanlite.assembly", "titanlite.config", "titanlite.tools.saved_run"],
     [
-        *["titanlite.train", "titanlite.summary", "titanlite.parity", "titanlite.plan", "titanlite.config.document"],
-        *["titanlite.data.command", "titanlite.data.tokenize", "titanlite.data.train_tokenizer"],
-        "titanlite.data.inspect",
-        *["titanlite.convert", "titanlite.generate", "titanlite.evaluate"],
+        *[
+            "titanlite.train",
+            "titanlite.summary",
+            "titanlite.tools.parity",
+            "titanlite.tools.plan",
+            "titanlite.tools.document",
+        ],
+        *["titanlite.tools.command", "titanlite.tools.tokenize", "titanlite.tools.train_tokenizer"],
+        "titanlite.tools.inspect",
+        *["titanlite.tools.convert", "titanlite.tools.generate", "titanlite.tools.evaluate"],
     ],
 ]
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names}
-ASSEMBLY = LAYER["titanlite.build"]
+ASSEMBLY = LAYER["titanlite.assembly"]
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "components"}
 
 
@@ -138,8 +144,8 @@ def test_ignore_index_is_defined_in_batch() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "problem"),
     [
-        ("titanlite.trainer", "import titanlite.build", "imports titanlite.build, which lies above it"),
-        ("titanlite.trainer", "from titanlite import build", "imports titanlite.build, which lies above it"),
+        ("titanlite.trainer", "import titanlite.assembly", "imports titanlite.assembly, which lies above it"),
+        ("titanlite.trainer", "from titanlite import build", "imports titanlite.assembly, which lies above it"),
         (
             "titanlite.trainer",
             "from titanlite.config.schema import X",
@@ -147,8 +153,8 @@ def test_ignore_index_is_defined_in_batch() -> None:
         ),
         ("titanlite.runtime.logging", "from titanlite.metrics.meter import X", "which lies above it"),
         ("titanlite.parallel.data", "from titanlite.parallel.parallelize import X", "which lies above it"),
-        ("titanlite.build", "from titanlite.train import main", "which lies above it"),
-        ("titanlite.data.loader", "from titanlite.data.tokenize import X", "which lies above it"),
+        ("titanlite.assembly", "from titanlite.train import main", "which lies above it"),
+        ("titanlite.data.loader", "from titanlite.tools.tokenize import X", "which lies above it"),
         ("titanlite.optim.optimizer", "if TYPE_CHECKING:\n    from titanlite.trainer import X", "which lies above it"),
         ("titanlite.models.layers", "from titanlite.data.loader import X", "models know models/ and runtime/ only"),
         ("titanlite.train", "def f():\n    from titanlite.loss import X", "imports titanlite.loss inside f"),
@@ -175,9 +181,9 @@ def test_broken_rule_is_found(module: str, source: str, problem: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("titanlite.train", "from titanlite.build.run import build_run\nconfig: JobConfig"),
+        ("titanlite.train", "from titanlite.assembly.run import build_run\nconfig: JobConfig"),
         ("titanlite.config.check", "from titanlite.trainer import check_training"),
-        ("titanlite.data.tokenize", "from titanlite.config.load import parse_config"),
+        ("titanlite.tools.tokenize", "from titanlite.config.load import parse_config"),
         ("titanlite.models.llama3.model", "from titanlite.models.layers import X\nmodel.eval()"),
         ("titanlite.batch", "IGNORE_INDEX = -100"),
         ("titanlite.metrics.sinks", "def f():\n    import tensorboard"),

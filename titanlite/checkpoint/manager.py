@@ -14,7 +14,7 @@ from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.saver import Retention, Saver
 from titanlite.checkpoint.start import RunFacts, Start, StartFinder
 from titanlite.checkpoint.state import STREAMS, RunState
-from titanlite.huggingface.folder import ModelFolder
+from titanlite.hf.folder import ModelFolder
 from titanlite.metrics.meter import Meter
 from titanlite.runtime.agreement import Control, Flags, RanksError, warn_once
 from titanlite.runtime.errors import UserError

@@ -27,7 +27,7 @@ from titanlite.checkpoint.resume import (
 )
 from titanlite.checkpoint.state import MODEL, STREAMS, RunState, first_not_finite, local_part
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.huggingface.folder import ModelFolder
+from titanlite.hf.folder import ModelFolder
 from titanlite.metrics.meter import Meter, MeterState
 from titanlite.runtime.agreement import on_first, together, warn_once
 from titanlite.runtime.errors import UserError

@@ -10,7 +10,7 @@ from titanlite.config.schema import JobConfig, JobSection
 from titanlite.config.training import check_training
 from titanlite.data.config import PIECE_BYTES_PER_POSITION, check_data
 from titanlite.data.tokenizer import check_tokenizer
-from titanlite.huggingface.source import check_source
+from titanlite.hf.source import check_source
 from titanlite.metrics.sinks import OWN_FILES, check_metrics
 from titanlite.models.registry import check_model, resolve_model
 from titanlite.optim.optimizer import check_optimizer
@@ -22,7 +22,7 @@ from titanlite.parallel.recompute import check_activation_checkpoint
 from titanlite.runtime.determinism import check_debug
 from titanlite.runtime.distributed import check_comm
 from titanlite.runtime.errors import Problem, require
-from titanlite.validate import check_validation
+from titanlite.validation import check_validation
 
 
 def check_config(config: JobConfig, *, world_size: int, device_type: str, looks_at_files: bool = True) -> list[Problem]:

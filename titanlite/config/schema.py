@@ -15,7 +15,7 @@ from titanlite.parallel.mesh import ParallelismConfig
 from titanlite.parallel.recompute import ActivationCheckpointConfig
 from titanlite.runtime.determinism import DebugConfig
 from titanlite.runtime.distributed import CommConfig
-from titanlite.validate import ValidationConfig
+from titanlite.validation import ValidationConfig
 
 
 @dataclass(frozen=True)

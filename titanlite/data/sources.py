@@ -223,7 +223,9 @@ def _check_tokens(source: SourceConfig, key: str, files: list[Path]) -> list[Pro
     other = [file for file in files if file.suffix.lower() not in SUFFIXES["tokens"]]
     if other:
         rule = ".npy or raw .bin files"
-        return [Problem(f"{key}.path", source.path, rule, f"{other[0]} is neither: make it by titanlite.data.tokenize")]
+        return [
+            Problem(f"{key}.path", source.path, rule, f"{other[0]} is neither: make it by titanlite.tools.tokenize")
+        ]
     if raw and not source.dtype:
         remedy = f'write dtype = "uint16" or "uint32", whichever {raw[0].name} was written as'
         return [Problem(f"{key}.dtype", source.dtype, "required for .bin files", remedy)]

@@ -19,7 +19,7 @@ QUICKSTART_VOCAB_SIZE = 4096
 TOKENIZER_FOLDER = "tokenizer"
 """Where a run keeps a copy of its tokenizer, inside job.dump_folder."""
 CHAT_TEMPLATE = "chat_template.jinja"
-MAKE_ONE = "python -m titanlite.data.train_tokenizer CONFIG --out DIR"
+MAKE_ONE = "python -m titanlite.tools.train_tokenizer CONFIG --out DIR"
 
 
 @dataclass(frozen=True)

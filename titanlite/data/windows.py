@@ -54,7 +54,7 @@ def check_tokens(source: SourceConfig, key: str, vocab_size: int, *, needs_docum
         try:
             tokens = open_tokens(file, source.dtype)
         except UserError as error:
-            remedy = f"{error}: python -m titanlite.data.tokenize makes files that are"
+            remedy = f"{error}: python -m titanlite.tools.tokenize makes files that are"
             return [Problem(f"{key}.path", source.path, "1-D arrays of integers", remedy)]
         position = find_invalid(tokens[:CHECKED_TOKENS], vocab_size)
         if position is not None:
@@ -63,7 +63,7 @@ def check_tokens(source: SourceConfig, key: str, vocab_size: int, *, needs_docum
             return [Problem(f"{key}.path", source.path, rule, remedy)]
         if needs_documents and not documents_file(file).is_file():
             rule = f"not with token files of which it is not known where documents start ({file} of {key})"
-            remedy = "use files that titanlite.data.tokenize has written, or the text itself"
+            remedy = "use files that titanlite.tools.tokenize has written, or the text itself"
             return [Problem("data.document_mask", True, rule, remedy)]
     return []
 

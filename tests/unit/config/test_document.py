@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from titanlite.config.describe import describe_config, help_text
-from titanlite.config.document import document
 from titanlite.config.load import load_config, parse_config
 from titanlite.config.names import full_keys
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
+from titanlite.tools.document import document
 
 ROOT = Path(__file__).parents[3]
 
@@ -25,7 +25,7 @@ def test_every_key_is_documented(family: str) -> None:
 
 def test_the_documentation_is_current() -> None:
     current = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
-    assert current == document(), "run: python -m titanlite.config.document > docs/config.md"
+    assert current == document(), "run: python -m titanlite.tools.document > docs/config.md"
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from tests.distributed.program import start_command
-from titanlite.data import tokenize, train_tokenizer
-from titanlite.data.command import run_command
 from titanlite.data.config import DataConfig
 from titanlite.data.loader import build_loader
 from titanlite.data.sources import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.tools import tokenize, train_tokenizer
+from titanlite.tools.command import run_command
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ import pytest
 
 from tests.distributed.program import start_command
 from titanlite.batch import IGNORE_INDEX, Batch
-from titanlite.data import inspect, tokenize
 from titanlite.data.config import DataConfig
 from titanlite.data.loader import build_loader
 from titanlite.data.sources import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import UserError
+from titanlite.tools import inspect, tokenize
 
 ROWS = [f"the model reads {n} words\n" * (1 + n % 5) for n in range(40)]
 
@@ -197,7 +197,7 @@ def test_a_number_that_makes_no_sense(config: Path) -> None:
 
 def test_it_is_a_command(config: Path, tmp_path: Path) -> None:
     wrong = ("--training.seq_len", "8", "--data.seed", "-1", "--tokenizer.path", "nowhere")
-    program = start_command(tmp_path, str(config), *wrong, program=("-m", "titanlite.data.inspect"))
+    program = start_command(tmp_path, str(config), *wrong, program=("-m", "titanlite.tools.inspect"))
     assert program.wait() == 2
     assert program.output.startswith("error: ")
     assert "data.seed = -1" in program.output

@@ -12,10 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from titanlite.data import encoding, tokenize
-from titanlite.data.command import UsableRows
 from titanlite.data.config import DataConfig
-from titanlite.data.encoding import Chunk, Encoder, Job, encoded
 from titanlite.data.fingerprint import data_fingerprint, describe_difference
 from titanlite.data.pieces import ENDS_DOCUMENT, STARTS_DOCUMENT, BadRowError
 from titanlite.data.sources import SourceConfig
@@ -23,6 +20,9 @@ from titanlite.data.token_files import documents_file, file_digest
 from titanlite.data.tokenizer import Tokenizer, TokenizerConfig, check_tokenizer
 from titanlite.data.windows import check_tokens
 from titanlite.runtime.errors import UserError
+from titanlite.tools import encoding, tokenize
+from titanlite.tools.command import UsableRows
+from titanlite.tools.encoding import Chunk, Encoder, Job, encoded
 
 ROWS = [f"the model reads {n} words\n" * (1 + n % 7) for n in range(60)]
 

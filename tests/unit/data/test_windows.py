@@ -150,7 +150,7 @@ def test_a_file_that_is_no_npy_is_refused_in_numpys_own_words_about_the_format(c
     with pytest.raises(UserError, match=r"tokens.npy is not an array of tokens: .*magic string"):
         open_tokens(tmp_path / "tokens.npy", "")
     (problem,) = check_tokens(source(tmp_path), "data.sources.0", 10, needs_documents=False)
-    assert "titanlite.data.tokenize makes" in problem.remedy
+    assert "titanlite.tools.tokenize makes" in problem.remedy
     assert "pickle" not in problem.remedy
 
 

@@ -1,0 +1,301 @@
+"""Model folders: which are opened, which are refused, and that nothing outside of them is read."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.unit.hf.making import write_model
+from titanlite.hf.folder import open_folder
+from titanlite.models.registry import FAMILIES
+from titanlite.runtime.errors import UserError
+from titanlite.tools.saved_run import empty_model
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+NORM, Q, EMBEDDING = "model.norm.weight", "model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"
+W1 = "model.layers.1.mlp.gate_proj.weight"
+
+_opened: list[str] = []
+_watching: list[bool] = []
+
+
+def _note(event: str, args: tuple[Any, ...]) -> None:
+    if event == "open" and _watching and isinstance(args[0], str | bytes | os.PathLike):
+        _opened.append(os.path.abspath(os.fsdecode(args[0])))
+
+
+@contextmanager
+def opened_files() -> Iterator[list[str]]:
+    """The files that are opened meanwhile, those of Python's own left out."""
+    if not hasattr(sys, "_noted_for_model_folders"):
+        sys.addaudithook(_note)  # for good: there is no way to take it away
+        sys._noted_for_model_folders = True  # type: ignore[attr-defined]
+    _opened.clear()
+    _watching.append(True)
+    try:
+        yield _opened
+    finally:
+        _watching.clear()
+
+
+def edit(file: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Changes a JSON file."""
+
+    def apply(folder: Path) -> None:
+        content = json.loads((folder / file).read_text())
+        change(content)
+        (folder / file).write_text(json.dumps(content))
+
+    return apply
+
+
+def retensor(file: str, change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None]:
+    """Changes the tensors of a file."""
+
+    def apply(folder: Path) -> None:
+        tensors = load_file(folder / file)
+        change(tensors)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file)
+
+    return apply
+
+
+def both(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        for change in changes:
+            change(folder)
+
+    return apply
+
+
+def moved_out(file: str, link: str) -> Callable[[Path], None]:
+    """The file lies beside the folder, and a link in its place leads there."""
+
+    def apply(folder: Path) -> None:
+        shutil.move(folder / file, folder.parent / "outside")
+        os.symlink(link.format(folder.parent), folder / file)
+
+    return apply
+
+
+def in_index(name: str, file: str) -> Callable[[Path], None]:
+    return edit(INDEX, lambda index: index["weight_map"].update({name: file}))
+
+
+def place(folder: Path) -> str:
+    """The shard of W1."""
+    found: str = json.loads((folder / INDEX).read_text())["weight_map"][W1]
+    return found
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "up": (in_index(Q, f"../{FIRST}"), f"{Q} is in '../{FIRST}'"),
+    "up twice": (in_index(Q, "x/../../outside"), f"{Q} is in 'x/../../outside'"),
+    "below": (in_index(Q, f"inner/{FIRST}"), f"{Q} is in 'inner/{FIRST}'"),
+    "absolute": (in_index(Q, "/outside.safetensors"), f"{Q} is in '/outside.safetensors'"),
+    "backslash": (in_index(Q, f"..\\{FIRST}"), f"{Q} is in "),
+    "dots": (in_index(Q, ".."), f"{Q} is in '..'"),
+    "empty": (in_index(Q, ""), f"{Q} is in ''"),
+    "zero": (in_index(Q, "a\0.safetensors"), f"{Q} is in "),
+    "number": (in_index(Q, 7), f"{Q} is in 7"),  # type: ignore[arg-type]
+    "pickle": (in_index(Q, "pytorch_model.bin"), f"{Q} is in 'pytorch_model.bin'"),
+    "symlink": (moved_out(FIRST, "{}/outside"), f"{FIRST} is a link that leaves the folder"),
+    "relative symlink": (moved_out(FIRST, "../outside"), f"{FIRST} is a link that leaves the folder"),
+    "symlinked index": (moved_out(INDEX, "../outside"), f"{INDEX} is a link that leaves the folder"),
+    "symlinked config": (moved_out("config.json", "../outside"), "config.json is a link that leaves the folder"),
+    "symlinked tokenizer": (
+        lambda folder: os.symlink("/etc/passwd", folder / "tokenizer.json"),
+        "tokenizer.json is a link that leaves the folder",
+    ),
+    "symlinked template": (
+        lambda folder: os.symlink("/etc/passwd", folder / "chat_template.jinja"),
+        "chat_template.jinja is a link that leaves the folder",
+    ),
+    "dangling": (lambda f: ((f / FIRST).unlink(), os.symlink("gone", f / FIRST)), f"{FIRST} is missing"),
+    "loop": (lambda f: ((f / FIRST).unlink(), os.symlink(FIRST, f / FIRST)), f"{FIRST} is missing"),
+    "folder": (lambda f: ((f / FIRST).unlink(), (f / FIRST).mkdir()), f"{FIRST} is not a file"),
+    "pipe": (lambda f: ((f / FIRST).unlink(), os.mkfifo(f / FIRST)), f"{FIRST} is not a file"),
+    "stale shard": (
+        lambda f: shutil.copy(f / FIRST, f / "model-00003-of-00003.safetensors"),
+        "model-00003-of-00003.safetensors is there, which",
+    ),
+    "single beside index": (lambda f: shutil.copy(f / FIRST, f / SINGLE), f"{SINGLE} is there, which"),
+    "missing shard": (lambda f: (f / SECOND).unlink(), f"{SECOND} is missing"),
+    "torn shard": (lambda f: os.truncate(f / SECOND, 1000), f"{SECOND}: its "),
+    "longer shard": (lambda f: os.truncate(f / SECOND, (f / SECOND).stat().st_size + 8), f"{SECOND}: its tensors end"),
+    "no shard": (lambda f: (f / SECOND).write_text("version https://git-lfs"), f"{SECOND}: its header"),
+    "missing tensor": (
+        lambda f: both(
+            retensor(place(f), lambda tensors: tensors.pop(W1)), edit(INDEX, lambda index: index["weight_map"].pop(W1))
+        )(f),
+        f"{W1} is missing",
+    ),
+    "tensor in the index alone": (in_index("model.layers.9.x.weight", FIRST), "lacks model.layers.9.x.weight"),
+    "tensor in the shard alone": (
+        lambda f: retensor(FIRST, lambda tensors: tensors.update(extra=torch.zeros(2)))(f),
+        f"{FIRST} holds extra, which is nowhere by",
+    ),
+    "tensor in another shard": (
+        lambda f: in_index(W1, SECOND if place(f) == FIRST else FIRST)(f),
+        f"holds {W1}, which is in model-",
+    ),
+    "extra tensor": (
+        both(
+            retensor(FIRST, lambda tensors: tensors.update({"model.layers.0.bias": torch.zeros(2)})),
+            in_index("model.layers.0.bias", FIRST),
+        ),
+        "model.layers.0.bias is a tensor that this model does not have",
+    ),
+    "transposed": (
+        lambda f: retensor(place(f), lambda tensors: tensors.update({W1: tensors[W1].t()}))(f),
+        f"{W1} has shape ",
+    ),
+    "reshaped": (
+        lambda f: retensor(place(f), lambda tensors: tensors.update({W1: tensors[W1][1:]}))(f),
+        f"{W1} has shape ",
+    ),
+    "integers": (
+        lambda f: retensor(place(f), lambda tensors: tensors.update({W1: tensors[W1].to(torch.int8)}))(f),
+        f"{W1} is of dtype 'I8'",
+    ),
+    "index of nothing": (edit(INDEX, lambda index: index.update(weight_map={})), f"{INDEX} has no weight_map"),
+    "index twice": (
+        lambda f: (f / INDEX).write_text('{"weight_map": {"a": "a.safetensors", "a": "b.safetensors"}}'),
+        f"{INDEX} has 'a' twice",
+    ),
+    "index torn": (lambda f: (f / INDEX).write_text('{"weight_map": '), f"{INDEX} is not JSON"),
+    "no weights": (
+        lambda f: [(f / name).unlink() for name in (INDEX, FIRST, SECOND)],
+        f"has neither {SINGLE} nor {INDEX}",
+    ),
+    "pickles": (
+        lambda f: [(f / name).unlink() for name in (INDEX, FIRST)] + [(f / SECOND).rename(f / "pytorch_model.bin")],
+        "pytorch_model.bin, a pickle, which is not opened",
+    ),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json is missing"),
+    "no object": (lambda f: (f / "config.json").write_text("[]"), "config.json is not a JSON object"),
+    "other family": (edit("config.json", lambda c: c.update(model_type="gpt2")), "model_type is 'gpt2'"),
+    "no family": (edit("config.json", lambda c: c.update(model_type=["llama"])), "model_type is ['llama']"),
+    "quantized": (edit("config.json", lambda c: c.update(quantization_config={"a": 1})), "quantization_config"),
+    "other layers": (
+        edit("config.json", lambda c: c.update(num_hidden_layers=3)),
+        "model.layers.2.input_layernorm.weight is missing",
+    ),
+    "fewer layers": (edit("config.json", lambda c: c.update(num_hidden_layers=1)), "is a tensor that this model does"),
+    "endless layers": (
+        edit("config.json", lambda c: c.update(num_hidden_layers=10**12)),
+        "num_hidden_layers = 10000000",
+    ),
+    "no layers": (edit("config.json", lambda c: c.update(num_hidden_layers=-1)), "num_hidden_layers = -1"),
+    "no heads": (edit("config.json", lambda c: c.update(num_attention_heads=0)), "num_attention_heads = 0"),
+    "odd heads": (edit("config.json", lambda c: c.update(num_key_value_heads=3)), "divides model.n_heads"),
+    "other vocabulary": (edit("config.json", lambda c: c.update(vocab_size=140)), f"{EMBEDDING} has shape (131,"),
+    "missing field": (edit("config.json", lambda c: c.pop("hidden_size")), "config.json: hidden_size is missing"),
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made") / "model"
+    write_model(folder, shards=2)
+    return folder
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_wrong_is_refused_by_name_and_nothing_outside_is_read(made: Path, tmp_path: Path, case: str) -> None:
+    change, said = REFUSED[case]
+    folder = Path(shutil.copytree(made, tmp_path / "folder"))
+    (tmp_path / "outside").write_bytes((made / FIRST).read_bytes())
+    (tmp_path / FIRST).write_bytes((made / FIRST).read_bytes())
+    change(folder)
+    with opened_files() as opened, pytest.raises(UserError) as error:
+        open_folder("hf:it", folder)
+    assert str(error.value).startswith("hf:it")
+    assert said in str(error.value)
+    python = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[3]))
+    assert [path for path in opened if not path.startswith((f"{folder}/", *python))] == []
+
+
+def test_a_transposed_tensor_is_called_that(made: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(made, tmp_path / "folder"))
+    retensor(place(folder), lambda tensors: tensors.update({W1: tensors[W1].t()}))(folder)
+    with pytest.raises(UserError, match=r"asks for \(\d+, \d+\): it is transposed"):
+        open_folder("it", folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_whole_folder_is_read_into_the_model(tmp_path: Path, family: str, shards: int, tied: bool) -> None:
+    there = write_model(tmp_path / "it", family, torch.bfloat16, shards, tie_embeddings=tied)
+    folder = open_folder("it", tmp_path / "it")
+    names = folder.family.hugging_face.names(folder.hyper_parameters)
+    model = empty_model(folder.family, folder.hyper_parameters, torch.device("cpu"), torch.float32)
+    own = {name: parameter.data for name, parameter in model.named_parameters()}
+    with opened_files() as opened:
+        read = folder.fill_(own)
+    assert {os.path.dirname(path) for path in opened} == {str(tmp_path / "it")}
+    assert read == sum(tensor.nbytes for tensor in there.values())
+    assert {names[name] for name in own} == there.keys()
+    assert all(torch.equal(tensor, there[names[name]].float()) for name, tensor in own.items())
+    assert folder.describe(torch.float32) == f"{len(there)} tensors, converted from bfloat16 to float32"
+    assert folder.tied is None
+
+
+def with_more(folder: Path, more: dict[str, Tensor]) -> None:
+    save_file(load_file(folder / SINGLE) | more, folder / SINGLE)
+
+
+def test_a_copy_of_a_tied_embedding_has_to_be_one(tmp_path: Path) -> None:
+    there = write_model(tmp_path / "it", tie_embeddings=True)
+    with_more(tmp_path / "it", {"lm_head.weight": there[EMBEDDING].clone()})
+    folder = open_folder("it", tmp_path / "it")
+    out = {"tok_embeddings.weight": torch.empty_like(there[EMBEDDING])}
+    folder.fill_(out)
+    assert torch.equal(out["tok_embeddings.weight"], there[EMBEDDING])
+    other = there[EMBEDDING].clone()
+    other[-1, -1] += 1
+    with_more(tmp_path / "it", {"lm_head.weight": other})
+    with pytest.raises(UserError, match=r"lm_head.weight is another matrix than model.embed_tokens.weight"):
+        open_folder("it", tmp_path / "it").fill_(out)
+    with_more(tmp_path / "it", {"lm_head.weight": other[1:].clone()})
+    with pytest.raises(UserError, match=r"lm_head.weight has shape \(130, "):
+        open_folder("it", tmp_path / "it")
+
+
+def test_rotary_frequencies_of_old_folders_are_left_aside(tmp_path: Path) -> None:
+    write_model(tmp_path / "it")
+    with_more(tmp_path / "it", {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(4) for n in (0, 1)})
+    assert open_folder("it", tmp_path / "it").describe(torch.float64).endswith(", 2 rotary tables left aside")
+    with_more(tmp_path / "it", {"model.layers.x.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    with pytest.raises(UserError, match=r"layers\.x\..* is a tensor that this model does not have"):
+        open_folder("it", tmp_path / "it")
+
+
+def test_links_may_lead_into_a_folder_that_is_allowed(made: Path, tmp_path: Path) -> None:
+    """As in the hub's cache: snapshots are links to blobs beside them."""
+    repository = tmp_path / "models--a--b"
+    (repository / "snapshots").mkdir(parents=True)
+    shutil.copytree(made, repository / "blobs")
+    snapshot = repository / "snapshots" / ("c0" * 20)
+    snapshot.mkdir()
+    for file in (repository / "blobs").iterdir():
+        os.symlink(f"../../blobs/{file.name}", snapshot / file.name)
+    assert open_folder("it", snapshot, repository).tensors
+    with pytest.raises(UserError, match=r"config\.json is a link that leaves the folder"):
+        open_folder("it", snapshot)
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"it: config\.json is missing"):
+        open_folder("it", tmp_path / "nowhere")

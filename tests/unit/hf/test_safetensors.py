@@ -1,0 +1,146 @@
+"""Files in the safetensors format, against the format's own library."""
+
+import json
+import os
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from titanlite.hf import safetensors
+from titanlite.hf.safetensors import read_box_, read_header, write_tensors
+from titanlite.runtime.errors import UserError
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+SHAPES = ((7,), (5, 6), (3, 4, 5), (1, 9))
+
+
+def boxes(shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
+    """Some of each dimension: the whole, the front, the middle, one, none."""
+    of_dims = [[slice(0, n), slice(0, n // 2), slice(n // 3, n), slice(n - 1, n), slice(n, n)] for n in shape]
+    return list(product(*of_dims))
+
+
+@pytest.mark.parametrize("block_bytes", [24, 2**23])
+def test_each_box_is_what_the_library_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
+    """In every dtype, and converted to others; read are no bytes but its own."""
+    monkeypatch.setattr(safetensors, "_BLOCK_BYTES", block_bytes)
+    read: list[int] = []
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *args: read.append(preadv(*args)) or read[-1])
+    tensors = {f"{shape} {dtype}": torch.randn(shape).to(dtype) for shape in SHAPES for dtype in DTYPES}
+    save_file(tensors, tmp_path / "file")
+    header = read_header(tmp_path / "file")
+    assert header.keys() == tensors.keys()
+    with safe_open(tmp_path / "file", "pt") as reader:
+        for name, tensor in tensors.items():
+            assert (header[name].dtype, header[name].shape) == (tensor.dtype, tuple(tensor.shape))
+            for box in boxes(tuple(tensor.shape)):
+                expected = reader.get_slice(name)[box]
+                offset = tuple(part.start for part in box)
+                for dtype in (tensor.dtype, torch.float32):
+                    read.clear()
+                    out = torch.full(expected.shape, torch.nan, dtype=dtype)
+                    read_box_(out, header[name], offset)
+                    assert torch.equal(out, expected.to(dtype)), (name, box)
+                    assert sum(read) == expected.numel() * tensor.element_size(), (name, box)
+
+
+def test_a_part_that_is_not_contiguous_is_filled(tmp_path: Path) -> None:
+    tensor = torch.randn(6, 5)
+    save_file({"a": tensor}, tmp_path / "file")
+    out = torch.empty(3, 4).t()
+    read_box_(out, read_header(tmp_path / "file")["a"], (1, 2))
+    assert torch.equal(out, tensor[1:5, 2:5])
+
+
+def test_what_is_written_is_read_by_the_library(tmp_path: Path) -> None:
+    tensors = {f"t{number}": torch.randn(3, number + 1).to(dtype) for number, dtype in enumerate(DTYPES)}
+    for name in ("one", "two"):
+        write_tensors(tmp_path / name, tensors)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    found = load_file(tmp_path / "one")
+    assert list(read_header(tmp_path / "one")) == list(tensors)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    with safe_open(tmp_path / "one", "pt") as reader:
+        assert reader.metadata() == {"format": "pt"}
+
+
+def test_a_file_that_becomes_shorter_is_an_error(tmp_path: Path) -> None:
+    save_file({"a": torch.randn(100)}, tmp_path / "file")
+    stored = read_header(tmp_path / "file")["a"]
+    os.truncate(tmp_path / "file", 200)
+    with pytest.raises(UserError, match="has become shorter"):
+        read_box_(torch.empty(100), stored, (0,))
+
+
+Header = dict[str, Any]
+
+
+def changed(name: str, **entry: Any) -> Callable[[Header], None]:
+    return lambda header: header[name].update(entry)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (changed("b", data_offsets=[0, 8]), "begins at byte"),  # over a
+        (changed("b", data_offsets=[12, 20]), "begins at byte"),
+        (changed("b", data_offsets=[8, 2**70]), "whole numbers"),
+        (changed("b", data_offsets=[8, 4]), "b, F32 of shape (2,), has -4 bytes and not 8"),
+        (changed("b", data_offsets=[-8, 0]), "whole numbers"),
+        (changed("b", data_offsets=[8.0, 16]), "whole numbers"),
+        (changed("b", data_offsets=[8, 16, 24]), "whole numbers"),
+        (changed("b", data_offsets=[8, 16 + 2**40], shape=[2 + 2**38]), "tensors end at byte"),
+        (changed("b", shape=[2, True]), "whole numbers"),
+        (changed("b", shape=[3]), "b, F32 of shape (3,), has 8 bytes and not 12"),
+        (changed("b", shape=[2**40, 2**40]), "has 8 bytes and not"),
+        (changed("b", dtype="I8"), "b is of dtype 'I8'"),
+        (changed("b", dtype=["F32"]), "b is of dtype ['F32']"),
+        (changed("b", more=1), "b is not described"),
+        (lambda header: header.pop("b"), "tensors end at byte"),
+        (lambda header: header.update(b=7), "b is not described"),
+    ],
+)
+def test_a_header_that_is_wrong_is_refused(tmp_path: Path, change: Callable[[Header], Any], said: str) -> None:
+    header: Header = {
+        "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+        "b": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]},
+    }
+    change(header)
+    refuses(tmp_path, json.dumps(header).encode(), said)
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b"[1]", "not a JSON object"),
+        (b'{"a": ', "is not JSON"),
+        (b"\xff\xff", "is not JSON"),
+        (b'{"a": 1, "a": 2}', "has 'a' twice"),
+        (b"[" * 10**5, "is not JSON"),
+    ],
+)
+def test_a_header_that_is_none_is_refused(tmp_path: Path, raw: bytes, said: str) -> None:
+    refuses(tmp_path, raw, said)
+
+
+def refuses(folder: Path, raw: bytes, said: str) -> None:
+    (folder / "file").write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(16))
+    with pytest.raises(UserError) as error:
+        read_header(folder / "file")
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"abc", (2**60).to_bytes(8, "little"), (9).to_bytes(8, "little") + b"12345678"]
+)
+def test_a_torn_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(UserError, match="does not fit into its"):
+        read_header(tmp_path / "file")

@@ -1,0 +1,368 @@
+"""python -m titanlite.tools.convert: there and back, against transformers."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.unit.hf.making import tiny, write_model
+from tests.unit.tools.convert.conftest import TEMPLATE, TEXT
+from titanlite.models.family import HuggingFace
+from titanlite.models.registry import FAMILIES
+from titanlite.runtime.errors import UserError
+from titanlite.tools.convert import __main__ as command
+from titanlite.tools.convert import export_run, verify
+from titanlite.tools.convert.__main__ import main, size
+from titanlite.tools.saved_run import open_run
+
+VOCAB_SIZE = 400
+TOKENS = torch.arange(60).view(2, 30) * 6 % VOCAB_SIZE
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def loaded(folder: Path, **options: Any) -> Any:
+    import transformers  # over a second: not for each worker of the tests as it collects them
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
+
+
+@torch.no_grad()
+def their_logits(folder: Path, **options: Any) -> Tensor:
+    logits: Tensor = loaded(folder, **options).eval()(TOKENS).logits
+    return logits
+
+
+def source(folder: Path, tokenizer: Path | None, family: str = "llama3", **options: Any) -> Path:
+    write_model(folder, family, **{"vocab_size": VOCAB_SIZE} | options)
+    if tokenizer is not None:
+        shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_export_import_export_gives_the_same_bytes_which_transformers_loads(
+    tmp_path: Path, tokenizer_files: Path, capsys: pytest.CaptureFixture[str], family: str, tied: bool
+) -> None:
+    there = source(tmp_path / "there", tokenizer_files, family, shards=3, tie_embeddings=tied)
+    main(["import", str(there), "--out", str(tmp_path / "run")])
+    main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "one"), "--shard-size", "20KB"])
+    main(["import", f"hf:{tmp_path / 'one'}", "--out", str(tmp_path / "again")])
+    step = tmp_path / "again" / "checkpoint" / "step-0"
+    main(["export", str(step), "--out", str(tmp_path / "two"), "--shard-size", "20KB"])
+    said = capsys.readouterr().out
+    assert said.count("Verified: logits of the folder by transformers") == 2
+    assert "warning" not in said
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    assert len(list((tmp_path / "one").glob("*.safetensors"))) > 3
+
+    found, expected = tensors_of(tmp_path / "one"), tensors_of(there)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    assert torch.equal(their_logits(tmp_path / "one"), their_logits(there))
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "one", local_files_only=True)
+    assert tokenizer.decode(tokenizer(TEXT, add_special_tokens=False)["input_ids"]) == TEXT
+    assert (tokenizer.eos_token, tokenizer.model_max_length, tokenizer.chat_template) == (
+        *("<|endoftext|>", 77),
+        TEMPLATE,
+    )
+    own = open_run(tmp_path / "run").tokenizer()
+    assert own is not None
+    assert own.eos_id == loaded(tmp_path / "one").generation_config.eos_token_id == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_itself_has_saved_is_the_same_model(tmp_path: Path, family: str) -> None:
+    """Its own fields and file names; with rotary tables that are stretched, where the family knows that."""
+    described, config = FAMILIES[family].hugging_face, tiny(FAMILIES[family], vocab_size=VOCAB_SIZE)
+    if hasattr(config, "rope_scaling_factor"):
+        config = replace(config, rope_scaling_factor=4.0, rope_original_seq_len=16)
+    fields = {"model_type": described.model_type} | described.config_json(config)
+    (tmp_path / "fields").mkdir()
+    (tmp_path / "fields" / "config.json").write_text(json.dumps(fields))
+    import transformers
+
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path / "fields")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(theirs, dtype=torch.float64)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(tmp_path / "there", max_shard_size="30KB")
+    main(["import", str(tmp_path / "there"), "--out", str(tmp_path / "run")])
+    run = open_run(tmp_path / "run")
+    assert run.hyper_parameters == config
+    with torch.no_grad():
+        own = run.model(torch.device("cpu"), torch.float64)(TOKENS)
+        assert torch.allclose(own, model(TOKENS).logits, rtol=0, atol=1e-5 * float(own.abs().max()))
+
+
+def export(run: Path, out: Path, *arguments: str) -> None:
+    main(["export", str(run), "--out", str(out), *arguments])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of float32, without a tokenizer."""
+    folder = tmp_path_factory.mktemp("imported")
+    main(["import", str(source(folder / "there", None, dtype=torch.float32)), "--out", str(folder / "run")])
+    return folder / "run"
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
+def test_other_dtypes(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str) -> None:
+    export(run, tmp_path / "out", "--dtype", dtype, "--verify")
+    wanted, before = getattr(torch, dtype), tensors_of(run.parent / "there")
+    found = tensors_of(tmp_path / "out")
+    assert all(torch.equal(tensor, before[name].to(wanted)) for name, tensor in found.items())
+    assert loaded(tmp_path / "out").dtype == wanted
+    said = capsys.readouterr().out
+    assert f"converted from float32 to {dtype}" in said
+    assert f"tokens in {'float64' if dtype == 'float64' else 'float32'}: " in said
+    main(["import", str(tmp_path / "out"), "--out", str(tmp_path / "back")])
+    kept = "float32" if dtype == "float16" else dtype  # no run can have float16
+    assert open_run(tmp_path / "back").dtype == getattr(torch, kept)
+    if dtype == "float16":
+        assert "converted from float16 to float32" in capsys.readouterr().out
+
+
+def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
+    there = source(tmp_path / "there", None)
+    tensors = load_file(there / "model.safetensors")
+    tensors["model.norm.weight"][3] = 1e5
+    save_file(tensors, there / "model.safetensors")
+    main(["import", str(there), "--out", str(tmp_path / "run")])
+    with pytest.raises(UserError, match=r"--dtype float16: norm.weight has values that it cannot hold"):
+        export(tmp_path / "run", tmp_path / "out", "--dtype", "float16")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, there / "model.safetensors")
+    with pytest.raises(UserError, match=r"norm.weight has values that are not finite"):
+        main(["import", str(there), "--out", str(tmp_path / "other")])
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "cache") == ["run", "there"]
+
+
+def test_shards_keep_to_their_size_and_the_index_names_each_tensor(run: Path, tmp_path: Path) -> None:
+    limit = 10_000
+    export(run, tmp_path / "out", "--shard-size", "10KB", "--no-verify")
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    expected = {f"model-{n + 1:05d}-of-{len(files):05d}.safetensors" for n in range(len(files))}
+    assert {file.name for file in files} == expected == set(index["weight_map"].values())
+    total = 0
+    for file in files:
+        found = load_file(file)
+        assert {name for name, shard in index["weight_map"].items() if shard == file.name} == found.keys()
+        num_bytes = sum(tensor.nbytes for tensor in found.values())
+        assert num_bytes <= limit or len(found) == 1
+        total += num_bytes
+    assert index["metadata"]["total_size"] == total
+    assert sum(1 for file in files if len(load_file(file)) > 1) > 2
+    export(run, tmp_path / "single", "--no-verify")
+    assert [file.name for file in (tmp_path / "single").glob("*.safetensors*")] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("5GB", 5 * 10**9), ("1.5 GiB", 3 * 2**29), ("500mb", 5 * 10**8), ("7", 7), ("3KB", 3000)],
+)
+def test_sizes(text: str, expected: int) -> None:
+    assert size(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "0", "GB", "-5GB", "5 apples", "0.1", "9" * 400])
+def test_what_is_no_size(text: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        export(run, tmp_path / "out", f"--shard-size={text}")
+    assert "is no size such as 5GB" in capsys.readouterr().err
+
+
+Names = Mapping[str, str]
+
+
+def swapped(one: str, other: str) -> Callable[[Names], Names]:
+    def swap(names: Names) -> Names:
+        return {name: names[name.replace(one, "?").replace(other, one).replace("?", other)] for name in names}
+
+    return swap
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, **changes: Callable[[Any], Any]) -> None:
+    """Llama 3 is written by functions whose results are changed."""
+    family = FAMILIES["llama3"]
+    described: HuggingFace = family.hugging_face
+
+    def wrapped(name: str, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda config: change(getattr(described, name)(config))
+
+    wrong = {name: wrapped(name, change) for name, change in changes.items()}
+    monkeypatch.setitem(FAMILIES, "llama3", replace(family, hugging_face=replace(described, **wrong)))
+
+
+def interleaved(tensor: Tensor) -> Tensor:
+    """Rows of each head of 8 as with rotary pairs side by side."""
+    return tensor.view(-1, 2, 4, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+
+
+def written_with(change: Callable[[str, Tensor], Tensor]) -> Callable[[Path, Mapping[str, Tensor]], None]:
+    original = export_run.write_tensors
+    return lambda file, tensors: original(file, {name: change(name, tensor) for name, tensor in tensors.items()})
+
+
+def unused_row_changed(tensor: Tensor) -> Tensor:
+    """Of a token that is not among those whose logits are compared."""
+    used = torch.randint(VOCAB_SIZE, (verify.ROWS, verify.SEQ_LEN), generator=torch.Generator().manual_seed(0))
+    row = next(row for row in range(VOCAB_SIZE) if row not in used)
+    return tensor.index_fill(0, torch.tensor([row]), 0.0)
+
+
+MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "keys and values": lambda patch: planted(patch, names=swapped("wk", "wv")),
+    "gate and up": lambda patch: planted(patch, names=swapped("w1", "w3")),
+    "norms": lambda patch: planted(patch, names=swapped("attention_norm", "ffn_norm")),
+    "embedding and output": lambda patch: planted(patch, names=swapped("tok_embeddings", "output")),
+    "theta": lambda patch: planted(patch, config_json=lambda fields: fields | {"rope_theta": 10_000.0}),
+    "epsilon": lambda patch: planted(patch, config_json=lambda fields: fields | {"rms_norm_eps": 1e-2}),
+    "rotary layout": lambda patch: patch.setattr(
+        export_run,
+        "write_tensors",
+        written_with(lambda name, t: interleaved(t) if "q_proj" in name or "k_proj" in name else t),
+    ),
+    "one value": lambda patch: patch.setattr(
+        export_run, "write_tensors", written_with(lambda name, t: unused_row_changed(t) if "embed" in name else t)
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_folder_that_computes_something_else_is_never_there(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str
+) -> None:
+    MISTAKES[mistake](monkeypatch)
+    with pytest.raises(UserError, match="the folder is not the run's model, and is not kept: ") as error:
+        export(run, tmp_path / "out")
+    by_logits = mistake not in ("rotary layout", "one value")
+    assert ("(bound 1e-04)" if by_logits else "has other values there") in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == []
+
+
+def test_without_transformers_it_is_read_back_by_this_package(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verify, "_has_transformers", lambda: False)
+    export(run, tmp_path / "out", "--dtype", "bfloat16")
+    said = capsys.readouterr().out
+    assert "by titanlite (transformers is not installed) against" in said
+    assert "largest difference 0, 0 of the largest logit (bound 0e+00)" in said
+    MISTAKES["one value"](monkeypatch)
+    with pytest.raises(UserError, match="is not the run's model"):
+        export(run, tmp_path / "other")
+
+
+@pytest.mark.parametrize(("version", "name"), [("4.53.3", "torch_dtype"), ("4.56.0", "dtype"), ("6.0.dev0", "dtype")])
+def test_the_dtype_is_called_what_that_transformers_calls_it(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, name: str
+) -> None:
+    """An older one takes an unknown name as a field of config.json, and fails on a folder that is right."""
+    library: Any = sys.modules["transformers"]  # which puts another object there while it is used
+    loaded, arguments = library.AutoModelForCausalLM.from_pretrained, []
+
+    def load(folder: Path, **chosen: Any) -> Any:
+        arguments.append(chosen)
+        return loaded(folder, dtype=chosen[name])
+
+    monkeypatch.setattr(library, "__version__", version)
+    monkeypatch.setattr(library.AutoModelForCausalLM, "from_pretrained", load)
+    export(run, tmp_path / "out")
+    assert arguments == [{name: torch.float32, "local_files_only": True}]
+
+
+def test_what_transformers_cannot_load_is_not_kept(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch, config_json=lambda fields: fields | {"pad_token_id": 10**9})
+    with pytest.raises(UserError, match=r"transformers [\d.]+ cannot load what was written, "):
+        export(run, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == []
+
+
+def test_a_model_that_does_not_fit_twice_is_not_verified_unless_asked(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verify, "available_memory_bytes", lambda: 1000)
+    export(run, tmp_path / "out")
+    said = capsys.readouterr().out
+    assert "Not verified: two copies of the model take 0.0 GiB, and 0.0 GiB are free; --verify does it all" in said
+    export(run, tmp_path / "asked", "--verify")
+    assert "Verified: " in capsys.readouterr().out
+    export(run, tmp_path / "not", "--no-verify")
+    assert "Not verified: --no-verify" in capsys.readouterr().out
+    assert contents(tmp_path / "out") == contents(tmp_path / "asked") == contents(tmp_path / "not")
+
+
+def test_the_import_is_a_run_that_has_not_begun(tmp_path: Path, tokenizer_files: Path) -> None:
+    there = source(tmp_path / "there", tokenizer_files, rope_theta=123_456.0)
+    main(["import", str(there), "--out", str(tmp_path / "run"), "--dtype", "float32"])
+    found = open_run(tmp_path / "run")
+    assert (found.manifest.step, found.manifest.content, found.dtype) == (0, "model", torch.float32)
+    assert found.manifest.facts["imported_from"] == str(there)
+    assert found.config.model.overrides["rope_theta"] == 123_456.0
+    assert f'path = "{tmp_path / "run" / "tokenizer"}"' in (tmp_path / "run" / "config.toml").read_text()
+
+
+def test_a_tokenizer_that_the_model_has_no_room_for_is_said(
+    tmp_path: Path, tokenizer_files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = source(tmp_path / "there", tokenizer_files, vocab_size=200)
+    main(["import", str(there), "--out", str(tmp_path / "run")])
+    assert "ids up to 279, and its model 200 tokens: training and generation refuse it" in capsys.readouterr().out
+
+
+def test_nothing_is_overwritten_and_what_was_left_is_named(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    for arguments in (["export", str(run)], ["import", str(run.parent / "there")]):
+        with pytest.raises(UserError, match="exists already and is not overwritten"):
+            main([*arguments, "--out", str(out)])
+    (tmp_path / "link").symlink_to("gone")
+    with pytest.raises(UserError, match="link exists already"):
+        export(run, tmp_path / "link")
+    (tmp_path / "new.incomplete-1").mkdir()
+    export(run, tmp_path / "new", "--no-verify")
+    assert f"{tmp_path}/new.incomplete-1 is what an interrupted conversion has left" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"nowhere: there is no checkpoint"):
+        export(tmp_path / "nowhere", tmp_path / "x")
+    with pytest.raises(UserError, match=r"nowhere' is neither a folder nor ORGANISATION/NAME"):
+        main(["import", str(tmp_path / "nowhere"), "--out", str(tmp_path / "x")])
+    with pytest.raises(UserError, match="'' is neither a folder"):  # not the current folder
+        main(["import", "", "--out", str(tmp_path / "x")])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143), OSError(28, "No space left on device")])
+def test_an_interrupted_export_leaves_nothing(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(command, "verify", fail)
+    with pytest.raises((KeyboardInterrupt, SystemExit, UserError)) as raised:
+        export(run, tmp_path / "out")
+    assert isinstance(error, OSError) == ("out cannot be written: [Errno 28] No space left" in str(raised.value))
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,172 @@
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.unit.tools.generate.tiny import CONFIG, PROMPTS, tiny
+from titanlite.models.attention import attend
+from titanlite.models.family import LanguageModel
+from titanlite.models.layers import Attention
+from titanlite.runtime.errors import UserError
+from titanlite.tools.generate import generation
+from titanlite.tools.generate.cache import remembering
+from titanlite.tools.generate.generation import generate
+from titanlite.tools.generate.sampling import Sampling, choose
+
+NEW = 30
+GREEDY = Sampling()
+DRAWN = Sampling(0.9, 40, 0.95, seed=11)
+
+
+def written(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling = GREEDY,
+    *,
+    count: int = NEW,
+    eos_id: int | None = None,
+) -> list[list[int]]:
+    """All new tokens of each prompt."""
+    steps = list(generate(model, prompts, sampling, max_new_tokens=count, eos_id=eos_id))
+    return [[token for token in row if token is not None] for row in zip(*steps, strict=True)]
+
+
+def without_cache(model: LanguageModel, prompt: Sequence[int], sampling: Sampling, row: int) -> list[int]:
+    """The whole text anew for each token; the row's index among the prompts decides what is drawn."""
+    tokens = list(prompt)
+    for step in range(NEW):
+        with torch.no_grad():
+            last = model(torch.tensor([tokens]))[:, -1]
+        tokens.append(int(choose(last.expand(row + 1, -1), sampling, step)[row]))
+    return tokens[len(prompt) :]
+
+
+@cache
+def texts_without_cache(sampling: Sampling) -> list[list[int]]:
+    return [without_cache(tiny(), prompt, sampling, row) for row, prompt in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize("at_once", [512, pytest.param(4, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
+def test_a_text_is_the_one_without_cache_and_without_the_others(
+    sampling: Sampling, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "COLUMNS_AT_ONCE", at_once)
+    model = tiny()
+    found = written(model, PROMPTS, sampling)
+    assert found == texts_without_cache(sampling)
+    assert found == written(model, PROMPTS, sampling)
+    assert found[0] == written(model, PROMPTS[:1], sampling)[0]
+    assert all(len(set(tokens)) > 5 for tokens in found), "too monotonous to find a fault"
+
+
+@pytest.mark.parametrize("parts", [[9], [4, 4, 1], [1] * 9, [8, 1]])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_logits_at_each_step_are_those_of_the_whole_row(parts: list[int], dtype: torch.dtype) -> None:
+    """Padded rows, and the same without: read in parts, then token by token."""
+    bound = 1e-12 if dtype == torch.float64 else 1e-4
+    model = tiny(dtype)
+    texts = torch.randint(61, (3, 40), generator=torch.Generator().manual_seed(3))
+    for padding in ([0, 8, 3], [0, 0, 0]):
+        rows = [[0] * missing + text[: 40 - missing] for missing, text in zip(padding, texts.tolist(), strict=True)]
+        columns = torch.tensor(rows).split([*parts, *[1] * 31], dim=1)
+        with remembering(model, padding, 40) as reading:
+            found = torch.cat([reading.read(part) for part in columns], dim=1)
+        assert found.isfinite().all()
+        for row, missing in enumerate(padding):
+            with torch.no_grad():
+                expected = model(texts[row : row + 1, : 40 - missing])[0]
+            error = (found[row, missing:] - expected).abs().max() / expected.abs().max()
+            assert error <= bound, (row, float(error))
+
+
+def test_positions_count_from_a_rows_first_token() -> None:
+    """Attention with rotary embeddings would not tell: it knows distances only."""
+    model, found = tiny(), []
+    model.register_forward_pre_hook(lambda _module, arguments: found.append(arguments[1]))
+    with remembering(model, [0, 3], 6) as reading:
+        for count in (2, 3, 1):
+            reading.read(torch.ones(2, count, dtype=torch.int64))
+    assert torch.cat(found, dim=1).tolist() == [[0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 1, 2]]
+
+
+def test_what_stands_in_padding_is_seen_by_nobody() -> None:
+    model, found = tiny(), []
+    for filler in (0, 60):
+        rows = torch.tensor([[7, 3, 50, 12], [filler, filler, filler, 5]])
+        with remembering(model, [0, 3], 6) as reading:
+            first = reading.read(rows)
+            assert reading.mask is not None
+            assert (reading.mask == 0).any(-1).all(), "a softmax over nothing"
+            found.append([first[:, -1], reading.read(torch.tensor([[1], [2]]))])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_each_row_ends_where_it_says_eos() -> None:
+    model = tiny()
+    free = written(model, PROMPTS)
+    eos_id = free[1][6]
+    ends = [tokens.index(eos_id) + 1 if eos_id in tokens else NEW for tokens in free]
+    assert len(set(ends)) > 1
+    steps = list(generate(model, PROMPTS, GREEDY, max_new_tokens=NEW, eos_id=eos_id))
+    for row, (tokens, end) in enumerate(zip(free, ends, strict=True)):
+        assert [step[row] for step in steps] == tokens[:end] + [None] * (len(steps) - end)
+    assert len(steps) == max(ends)
+    alone = list(generate(model, [PROMPTS[1]], GREEDY, max_new_tokens=NEW, eos_id=eos_id))
+    assert alone == [[token] for token in free[1][: ends[1]]]
+
+
+def test_one_token_is_one_forward_of_one_column() -> None:
+    model, shapes = tiny(), []
+    model.register_forward_pre_hook(lambda _module, arguments: shapes.append(tuple(arguments[0].shape)))
+    written(model, PROMPTS, count=5)
+    assert shapes == [(4, 9), *[(4, 1)] * 4]
+
+
+def test_a_text_may_fill_the_whole_length() -> None:
+    (found,) = written(tiny(), PROMPTS[:1], count=CONFIG.max_seq_len - len(PROMPTS[0]))
+    assert len(found) + len(PROMPTS[0]) == CONFIG.max_seq_len
+
+
+def test_the_model_is_afterwards_as_it_was() -> None:
+    model = tiny()
+    tokens = torch.tensor([PROMPTS[0]])
+    before = model(tokens)
+    steps = generate(model, PROMPTS, GREEDY, max_new_tokens=9, eos_id=None)
+    next(steps)
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    assert not any(layer.attend is attend for layer in layers)
+    steps.close()
+    assert all(layer.attend is attend for layer in layers)
+    after = model(tokens)
+    assert torch.equal(after, before)
+    after.sum().backward()
+
+
+def test_a_family_without_attention_that_can_remember_is_refused() -> None:
+    class Other(LanguageModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.output = nn.Linear(1, 1)
+
+        def forward(
+            self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None
+        ) -> Tensor: ...
+
+        def tie_weights(self) -> None: ...
+
+        def init_buffers(self, device: torch.device) -> None: ...
+
+    steps: Iterator[list[int | None]] = generate(Other(), PROMPTS, GREEDY, max_new_tokens=1, eos_id=None)
+    with pytest.raises(TypeError, match=r"Other cannot generate: it has no module of titanlite\.models\.layers"):
+        next(steps)
+
+
+def test_weights_that_have_diverged_are_named() -> None:
+    model = tiny()
+    with torch.no_grad():
+        model.norm.weight[3] = torch.nan
+    with pytest.raises(UserError, match="the model's logits are not finite"):
+        written(model, PROMPTS)

@@ -1,0 +1,94 @@
+"""How layouts are written, and which ones are chosen."""
+
+from math import prod
+from typing import get_args
+
+import pytest
+
+from tests.distributed.reference import small_config
+from titanlite.parallel.mesh import PipelineSchedule
+from titanlite.runtime.errors import Problem
+from titanlite.tools.parity.layouts import (
+    Layout,
+    by_world_size,
+    candidate_layouts,
+    choose_layouts,
+    config_of,
+    layout_from_text,
+)
+
+SCHEDULES = set(get_args(PipelineSchedule))
+
+
+@pytest.mark.parametrize(
+    ("text", "layout"),
+    [
+        ("1x2x3x4", Layout(1, 2, 3, 4)),
+        ("2x1x2x1", Layout(2, 1, 2, 1, "GPipe")),
+        ("2x1x2x1:ZBVZeroBubble", Layout(2, 1, 2, 1, "ZBVZeroBubble")),
+    ],
+)
+def test_a_named_layout(text: str, layout: Layout) -> None:
+    assert layout_from_text(text, "GPipe") == layout
+    assert layout_from_text(str(layout), "1F1B") == layout
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("2x2", "PPxDP_REPLICATE"),
+        ("0x1x1x1", "each degree at least 1"),
+        ("-1x1x1x1", "each degree at least 1"),
+        ("2x1x1x1:", "PPxDP_REPLICATE"),
+        ("2x1x1x1:1f1b", "the schedules: GPipe"),
+        ("1x1x2x1:GPipe", "pp above 1"),
+    ],
+)
+def test_a_layout_that_is_none(text: str, rule: str) -> None:
+    problem = layout_from_text(text, "1F1B")
+    assert isinstance(problem, Problem)
+    assert (problem.key, problem.value) == ("--layouts", text)
+    assert rule in problem.rule
+
+
+def test_candidates_are_all_factorizations_with_all_schedules() -> None:
+    found = list(candidate_layouts(12, "DualPipeV"))
+    degrees = [(x.pp, x.dp_replicate, x.dp_shard, x.tp) for x, *_ in found]
+    assert all(prod(one) == 12 for one in degrees)
+    assert len(degrees) == len(set(degrees)) == 10 * 4  # of 2^2: 10, of 3: 4
+    for candidates in found:
+        names = [layout.schedule for layout in candidates]
+        assert names == [None] if candidates[0].pp == 1 else set(names) == SCHEDULES
+        assert names[0] == (None if candidates[0].pp == 1 else "DualPipeV")
+
+
+def test_four_ranks_have_each_factorization_and_each_schedule() -> None:
+    accepted, refused = choose_layouts(small_config(1, "model.n_layers=6", "model.n_kv_heads=4"), 4)
+    assert refused == []
+    assert len({(x.pp, x.dp_replicate, x.dp_shard, x.tp) for x in accepted}) == 10
+    assert {x.schedule for x in accepted} == {None, *SCHEDULES}
+    pipelines = [x for x in accepted if x.pp > 1]
+    assert len(pipelines) == 4 * 3
+    assert sum(x.schedule == "1F1B" for x in pipelines) == 4
+
+
+def test_refused_layouts_come_with_the_checks_own_words() -> None:
+    accepted, refused = choose_layouts(small_config(1), 4)  # 2 key/value heads, 2 layers
+    assert "1x1x1x4" in [str(refusal.layout) for refusal in refused]
+    by_name = {str(refusal.layout): refusal.problems for refusal in refused}
+    assert by_name["1x1x1x4"][0].key == "model.n_kv_heads"
+    assert all(problem.key == "parallelism.pp" for problem in by_name["4x1x1x1:LoopedBFS"])
+    assert {str(layout) for layout in accepted} >= {"1x1x2x2", "4x1x1x1:1F1B", "4x1x1x1:GPipe"}
+    assert not {str(layout) for layout in accepted} & by_name.keys()
+
+
+def test_the_split_of_a_pipeline_stays_where_it_makes_as_many_stages() -> None:
+    config = small_config(1, 'parallelism.pp_split=["layers.1"]')
+    assert config_of(config, Layout(2, 1, 1, 1, "1F1B")).parallelism.pp_split == ("layers.1",)
+    assert config_of(config, Layout(2, 1, 1, 1, "ZBVZeroBubble")).parallelism.pp_split == ()
+    assert config_of(config, Layout(1, 1, 2, 1)).parallelism.pp_split == ()
+
+
+def test_layouts_of_one_size_run_together() -> None:
+    first, second, third = Layout(2, 1, 1, 1, "GPipe"), Layout(1, 1, 1, 1), Layout(1, 2, 1, 1)
+    assert by_world_size([first, second, third]) == {1: [second], 2: [first, third]}

@@ -1,0 +1,151 @@
+"""What counts as agreement, which difference is the first, and what would prove nothing."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from titanlite.tools.parity.measure import Measurement, Step
+from titanlite.tools.parity.verdict import (
+    FLOAT64_BOUND,
+    Bounds,
+    dead_parameters,
+    errors_of,
+    judge,
+    merge_ranks,
+    own_bounds,
+    vacuous,
+)
+
+REFERENCE = Measurement(
+    {"a": "hash a", "b": "hash b", "c": "hash c"},
+    [Step(2.0, 5.0, 7, False, {"0": "row 0", "1": "row 1"}, {"a": 3.0, "b": 4.0, "c": 1e-9})],
+)
+SAME = replace(REFERENCE, steps=[replace(REFERENCE.steps[0], gradients={"a": 0.0, "b": 0.0, "c": 0.0})])
+EXACT = Bounds(FLOAT64_BOUND)
+
+
+def changed(**values: Any) -> Measurement:
+    return replace(SAME, steps=[replace(SAME.steps[0], **values)])
+
+
+def test_the_same_agrees() -> None:
+    verdict = judge(SAME, REFERENCE, EXACT)
+    assert verdict.first_difference is None
+    assert (verdict.loss_difference, verdict.grad_norm_ratio, verdict.error) == (0.0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("measured", "first"),
+    [
+        (replace(SAME, weights={**SAME.weights, "b": "x"}), "initial weights: b"),
+        (replace(SAME, weights={"a": "hash a", "c": "hash c"}), "initial weights: b is on no rank"),
+        (replace(SAME, weights={**SAME.weights, "d": "x"}), "initial weights: d is unknown to the reference"),
+        (changed(rows={"0": "row 0", "1": "x"}), "step 1, tokens: sequence 1 of the run"),
+        (changed(rows={"0": "row 0"}), "step 1, tokens: sequence 1 of the run is on no rank"),
+        (changed(num_valid=6), "step 1, valid tokens: 6, and the reference has 7"),
+        (changed(loss=2.0 + 1e-9), "step 1, loss: 2, and the reference has 2: relative difference 5.0e-10, bound"),
+        (changed(loss=math.nan), "step 1, loss: the ranks disagree"),
+        (changed(gradients={"a": 1e-9, "b": 1e-8, "c": 0.0}), "step 1, gradient of b: relative error 2.5e-09, bound"),
+        (changed(gradients={"a": math.nan, "b": 0.0, "c": 0.0}), "step 1, gradient of a: relative error inf"),
+        (changed(gradients={"a": 0.0, "b": 0.0, "c": None}), "step 1, gradient of c: on no rank"),
+        (changed(gradients={"a": 0.0, "b": 0.0}), "step 1, gradient of c: on no rank"),
+        (changed(grad_norm=10.0), "step 1, grad norm: 10, and the reference has 5: relative difference 1.0e+00"),
+        (changed(grad_norm=math.inf), "step 1, grad norm: inf"),
+        (changed(skipped=True), "step 1: no update was made"),
+    ],
+)
+def test_each_difference_is_named(measured: Measurement, first: str) -> None:
+    found = judge(measured, REFERENCE, EXACT).first_difference
+    assert found is not None
+    assert found.startswith(first)
+
+
+def test_causes_come_before_effects() -> None:
+    step = replace(
+        SAME.steps[0], rows={}, num_valid=1, loss=9.0, gradients={"a": 1.0, "b": 1.0, "c": 1.0}, grad_norm=9.0
+    )
+    everything = Measurement({**SAME.weights, "a": "x"}, [step])
+    mends = ["weights", "rows", "num_valid", "loss", "gradients", "grad_norm"]
+    starts = ["initial weights", "step 1, tokens", "step 1, valid", "step 1, loss", "step 1, gradient", "step 1, grad "]
+    for mend, start in zip(mends, starts, strict=True):
+        found = judge(everything, REFERENCE, EXACT).first_difference
+        assert found is not None
+        assert found.startswith(start)
+        if mend == "weights":
+            everything = replace(everything, weights=SAME.weights)
+        else:
+            step = replace(step, **{mend: getattr(SAME.steps[0], mend)})
+            everything = replace(everything, steps=[step])
+    assert judge(everything, REFERENCE, EXACT).first_difference is None
+
+
+def test_a_gradient_of_nearly_zero_is_measured_against_a_share_of_the_whole() -> None:
+    (errors,) = errors_of(changed(gradients={"a": 3e-6, "b": 0.0, "c": 1e-9}), REFERENCE)
+    assert errors.gradients["a"] == pytest.approx(1e-6)
+    assert errors.gradients["c"] == pytest.approx(1e-9 / (1e-4 * 5.0))
+    assert errors.gradients["c"] > FLOAT64_BOUND  # all of it wrong, and seen
+
+
+def test_own_dtypes_are_held_against_the_one_process_run() -> None:
+    eps = 2.0**-7
+    alone = own_bounds(("float32", "bfloat16", "float32"), None)
+    assert alone.loss(0) == alone.gradient(0, "a") == 100 * eps
+    one_process = errors_of(changed(loss=2.2, grad_norm=5.5, gradients={"a": 0.3, "b": 0.0, "c": 0.0}), REFERENCE)
+    bounds = own_bounds(("float32", "bfloat16", "float32"), one_process)
+    assert bounds.gradient(0, "a") == pytest.approx(4 * 0.1 + 4 * eps)
+    assert bounds.gradient(0, "b") == pytest.approx(4 * eps)
+    assert bounds.loss(0) == bounds.grad_norm(0) == pytest.approx(4 * 0.1 + 4 * eps)
+
+
+def test_ranks_are_merged() -> None:
+    first = Measurement({"a": "x"}, [Step(1.0, 5.0, 7, False, {"0": "r"}, {"a": 0.5})])
+    second = Measurement({"a": "x", "b": "y"}, [Step(0.5, 5.0, 7, True, {"1": "s"}, {"a": 0.25, "b": 1.0})])
+    merged = merge_ranks([first, second])
+    assert merged == Measurement(
+        {"a": "x", "b": "y"}, [Step(1.5, 5.0, 7, True, {"0": "r", "1": "s"}, {"a": 0.5, "b": 1.0})]
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "first"),
+    [
+        ({"rows": {"0": "x"}}, "step 1, tokens: sequence 0 of the run (the ranks disagree)"),
+        ({"num_valid": 6}, "step 1, valid tokens: the ranks disagree"),
+        ({"grad_norm": 5.000001}, "step 1, grad norm: the ranks disagree"),
+    ],
+)
+def test_ranks_have_to_agree_with_each_other(values: dict[str, Any], first: str) -> None:
+    merged = merge_ranks([SAME, changed(loss=0.0, **values)])
+    found = judge(merged, REFERENCE, EXACT).first_difference
+    assert found is not None
+    assert found.startswith(first)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"num_valid": 0}, "no valid token"),
+        ({"loss": math.nan}, "not finite"),
+        ({"gradients": {"a": math.inf, "b": 1.0, "c": 1.0}}, "not finite"),
+        ({"loss": 0.0}, "exactly zero"),
+        ({"grad_norm": 0.0}, "all gradients of step 1 are zero"),
+        ({"gradients": {"a": 0.0, "b": 0.0, "c": 1.0}}, "2 of 3 parameters never get a gradient, a among them"),
+    ],
+)
+def test_agreement_with_nothing_is_refused(values: dict[str, Any], reason: str) -> None:
+    assert vacuous(REFERENCE) is None
+    found = vacuous(replace(REFERENCE, steps=[replace(REFERENCE.steps[0], **values)]))
+    assert found is not None
+    assert reason in found
+
+
+def test_no_step_is_refused() -> None:
+    assert vacuous(replace(REFERENCE, steps=[])) == "no step was taken"
+
+
+def test_a_parameter_that_gets_its_gradient_later_is_alive() -> None:
+    late = replace(REFERENCE.steps[0], gradients={"a": 0.0, "b": 0.0, "c": 1.0})
+    assert dead_parameters(replace(REFERENCE, steps=[late])) == ["a", "b"]
+    assert dead_parameters(replace(REFERENCE, steps=[late, REFERENCE.steps[0]])) == []

@@ -1,0 +1,129 @@
+"""The command as a user starts it: the shipped configurations, refusals, verdicts."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.program import REPOSITORY, Program, start_command
+from titanlite.config.load import load_config
+from titanlite.runtime.errors import ConfigError
+
+CPU_SECONDS = 30.0
+RESIDENT_KIB = 1_000_000_000 // 1024
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended. seconds: of CPU time, which other work on the machine does not change."""
+
+    code: int
+    output: str
+    errors: str
+    seconds: float
+    resident_kib: int
+
+
+def run_plan(*arguments: str) -> Done:
+    """In a process of its own, in an empty folder, which stays empty."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryFile("w+") as out,
+        tempfile.TemporaryFile("w+") as err,
+    ):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "titanlite.tools.plan", *arguments],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+            stdout=out,
+            stderr=err,
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert list(Path(folder).iterdir()) == []
+        out.seek(0)
+        err.seek(0)
+        seconds = usage.ru_utime + usage.ru_stime
+        return Done(process.returncode, out.read(), err.read(), seconds, usage.ru_maxrss)
+
+
+def start_plan(folder: Path, name: str, *arguments: str) -> Program:
+    """On a shipped configuration, in an otherwise empty folder. Its output goes to the file `name` there."""
+    config = REPOSITORY / f"configs/{name}.toml"
+    return start_command(folder, str(config), *arguments, program=("-m", "titanlite.tools.plan"), name=name)
+
+
+def assert_fits(output: str, ranks: int, parameters: str) -> None:
+    assert f"{parameters} parameters" in output
+    assert f"= {ranks:,} ranks" in output
+    assert "\nFits: " in output
+
+
+@pytest.mark.slow
+def test_shipped_configurations_fit(tmp_path: Path) -> None:
+    configurations = [
+        ("llama3_8b", 8, "8,030,261,248"),
+        ("llama3_70b", 256, "70,553,706,496"),
+        ("qwen3_0_6b", 8, "596,049,920"),
+    ]
+    programs = [start_plan(tmp_path, name, "--world-size", str(ranks)) for name, ranks, _ in configurations]
+    for program, (_, ranks, parameters) in zip(programs, configurations, strict=True):
+        assert program.wait() == 0, program.output
+        assert_fits(program.output, ranks, parameters)
+    assert {path.name for path in tmp_path.iterdir()} == {name for name, *_ in configurations}
+
+
+@pytest.mark.slow
+def test_the_largest_one_fits_and_takes_little_time_and_memory() -> None:
+    done = run_plan(str(REPOSITORY / "configs/llama3_405b.toml"), "--world-size", "4096")
+    assert (done.code, done.errors) == (0, "")
+    assert_fits(done.output, 4096, "405,853,388,800")
+    assert done.seconds < CPU_SECONDS
+    assert done.resident_kib < RESIDENT_KIB
+
+
+def test_what_does_not_fit_says_what_takes_most_and_what_would_help(tmp_path: Path) -> None:
+    program = start_plan(tmp_path, "llama3_8b", "--world-size", "8", "--activation_checkpoint.mode", "none")
+    assert program.wait() == 0
+    assert "\nDoes not fit: " in program.output
+    assert "Largest item: activations" in program.output
+    assert 'Try: activation_checkpoint.mode = "full"' in program.output
+
+
+def test_refuses_what_training_would_refuse_and_looks_at_no_file(tmp_path: Path) -> None:
+    wrong = ("--world-size", "24", "--parallelism.tp", "3", "--optimizer.lr", "0")
+    program = start_plan(tmp_path, "llama3_8b", *wrong)
+    assert program.wait() == 2
+    assert program.output.startswith("titanlite: the configuration has ")
+    for key in ("model.n_heads = 32", "training.seq_len = 8192", "optimizer.lr = 0"):
+        assert key in program.output
+    for absent in ("tokenizer", "data.sources", "dump_folder", "Traceback"):
+        assert absent not in program.output
+
+
+def test_the_same_report_as_training() -> None:
+    settings = [f"--{key}" for key in ("parallelism.pp=3", "training.global_batch_size=7", "model.n_layers=2")]
+    with pytest.raises(ConfigError) as refused:
+        load_config(settings, world_size=4, device_type="cpu")
+    with pytest.raises(ConfigError) as planned:
+        load_config(settings, world_size=4, device_type="cpu", looks_at_files=False)
+    assert str(planned.value) == str(refused.value)
+
+
+def test_files_are_looked_at_in_training_only() -> None:
+    settings = ["--data.sources.0.kind=jsonl", "--data.sources.0.path=/nowhere/*.jsonl", "--tokenizer.path=/nowhere"]
+    settings += ["--job.dump_folder=/dev/null/outputs"]
+    with pytest.raises(ConfigError) as refused:
+        load_config(settings, world_size=1, device_type="cpu")
+    assert {problem.key for problem in refused.value.problems} == {
+        "data.sources.0.path",
+        "tokenizer.path",
+        "job.dump_folder",
+    }
+    load_config(settings, world_size=1, device_type="cpu", looks_at_files=False)
+    with pytest.raises(ConfigError, match="only for kind"):
+        load_config([*settings, "--data.sources.0.split=train"], world_size=1, device_type="cpu", looks_at_files=False)

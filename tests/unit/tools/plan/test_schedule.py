@@ -1,0 +1,62 @@
+"""Orders of pipeline schedules: idle time against the published formulas, memory in flight, gathers."""
+
+import pytest
+
+from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
+from titanlite.parallel.pipeline import SCHEDULES, num_stages
+from titanlite.tools.plan.schedule import (
+    Action,
+    bubble_share,
+    count_gathers,
+    one_stage_order,
+    peak_in_flight,
+    schedule_order,
+    simulated_bubble_share,
+)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("pp", "microbatches"), [(2, 4), (4, 8), (4, 16), pytest.param(8, 32, marks=pytest.mark.slow)])
+def test_running_the_order_gives_the_formula(name: PipelineSchedule, pp: int, microbatches: int) -> None:
+    section = ParallelismConfig(pp=pp, pp_schedule=name)
+    stages = num_stages(section)
+    order = schedule_order(section, microbatches)
+    for rank, actions in enumerate(order):
+        done = [action for action in actions if action.kind in ("backward", "input_gradient")]
+        owned = {rank, stages - 1 - rank} if SCHEDULES[name].placement == "v" else {rank, rank + stages - pp}
+        assert {(a.stage, a.microbatch) for a in done} == {(s, m) for s in owned for m in range(microbatches)}
+    simulated = simulated_bubble_share(order, stages)
+    if SCHEDULES[name].splits_backward:
+        # The weight gradients fill all gaps but those of the first and last forward passes.
+        assert simulated == pytest.approx((pp - 1) / (6 * microbatches + pp - 1))
+    assert bubble_share(section, microbatches) == pytest.approx(simulated)
+
+
+def test_without_a_pipeline_nobody_waits() -> None:
+    assert bubble_share(ParallelismConfig(), 4) == 0.0
+    assert schedule_order(ParallelismConfig(), 2) == [one_stage_order(0, 0, 2)]
+
+
+@pytest.mark.parametrize(("name", "expected"), [("GPipe", [8, 8, 8, 8]), ("1F1B", [4, 3, 2, 1])])
+def test_microbatches_in_flight(name: PipelineSchedule, expected: list[int]) -> None:
+    order = schedule_order(ParallelismConfig(pp=4, pp_schedule=name), 8)
+    assert [peak_in_flight(actions, lambda _: 10) for actions in order] == [
+        (10 * count, {rank: count}) for rank, count in enumerate(expected)
+    ]
+
+
+def test_the_peak_is_where_bytes_are_most_not_microbatches() -> None:
+    order = [Action("forward", 0, 0), Action("forward", 0, 1), Action("backward", 0, 0), Action("backward", 0, 1)]
+    order += [Action("forward", 1, 0), Action("weight_gradient", 1, 0)]
+    assert peak_in_flight(order, lambda stage: [1, 5][stage]) == (5, {0: 0, 1: 1})
+
+
+@pytest.mark.parametrize(
+    ("frees_after_forward", "frees_after_backward", "gathers"),
+    [(True, {0: True, 1: True}, 4), (True, {1: True}, 3), (False, {0: True, 1: True}, 2), (False, {1: True}, 1)],
+)
+def test_gathers_by_policy(frees_after_forward: bool, frees_after_backward: dict[int, bool], gathers: int) -> None:
+    order = one_stage_order(0, 0, 2)
+    found = count_gathers(order, 0, frees_after_forward=frees_after_forward, frees_after_backward=frees_after_backward)
+    assert found == gathers
+    assert count_gathers(order, 1, frees_after_forward=True, frees_after_backward={}) == 0

@@ -1,0 +1,148 @@
+"""The model on its mesh, and the trainer."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from titanlite.assembly.data import batch_rows
+from titanlite.config.schema import JobConfig
+from titanlite.forward import ModelOnMesh
+from titanlite.loss import mean_loss_shares
+from titanlite.models.family import LanguageModel
+from titanlite.models.init import init_parameters_
+from titanlite.models.registry import resolve_model
+from titanlite.optim.optimizer import build_optimizer
+from titanlite.optim.schedule import build_schedule
+from titanlite.parallel.compile import compiled_loss
+from titanlite.parallel.data import resolve_gradient_sync, running_dtypes
+from titanlite.parallel.mesh import Mesh, shard_logits
+from titanlite.parallel.parallelize import parallelize
+from titanlite.parallel.pipeline import (
+    Pipeline,
+    StageShapes,
+    describe_stages,
+    keep_units_,
+    local_stages,
+    resolve_reshard_after_forward,
+    split_stages,
+)
+from titanlite.precision import DTYPES
+from titanlite.runtime.logging import log
+from titanlite.trainer import Trainer
+
+
+def build_model(
+    config: JobConfig, mesh: Mesh, device: torch.device, *, draws_weights: bool = True
+) -> list[LanguageModel]:
+    """This rank's parts of the model with initial weights: the whole of it, or its pipeline stages.
+
+    Built on meta, cut into stages, parallelized, and only then given memory: each rank draws its own share.
+    draws_weights: False where they are loaded next, and until then undefined.
+    """
+    training = config.training
+    family, hyper_parameters = resolve_model(config.model)
+    parts: list[LanguageModel] = []
+    for stage in local_stages(config.parallelism, mesh.coordinate["pp"]):
+        with torch.device("meta"):
+            part = family.build(hyper_parameters).to(DTYPES[training.dtype])
+        part.tie_weights()
+        if not parts:
+            count = sum(parameter.numel() for parameter in part.parameters())
+            log.info("Model: %s %s, %s parameters", family.name, config.model.flavor, f"{count:,}")
+        plan = family.plan(hyper_parameters)
+        if config.parallelism.pp > 1:
+            stages = split_stages(part, plan, config.parallelism)
+            if not parts:
+                log.info("Pipeline: %s, stages %s", config.parallelism.pp_schedule, describe_stages(plan, stages))
+            plan = keep_units_(part, plan, stages[stage])
+        applied = parallelize(
+            part,
+            plan,
+            mesh.device_mesh,
+            shard_logits=shard_logits(config.parallelism),
+            recompute=config.activation_checkpoint,
+            compilation=config.compile,
+            param_dtype=DTYPES[training.mixed_precision_param],
+            reduce_dtype=DTYPES[training.mixed_precision_reduce],
+            reshard_after_forward=resolve_reshard_after_forward(config.parallelism),
+        )
+        for what in applied if not parts else ():
+            log.info("Applied %s to the model", what)
+        part.to_empty(device=device)
+        part.tie_weights()
+        part.init_buffers(device)
+        if draws_weights:
+            init_parameters_(part, config.debug.seed, lambda name: family.init(hyper_parameters, name))
+        parts.append(part)
+    parameters, compute, reduce = running_dtypes(parts[0])
+    log.info("Dtypes: parameters %s, compute %s, gradient reduction %s", parameters, compute, reduce)
+    return parts
+
+
+def build_forward(config: JobConfig, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device) -> ModelOnMesh:
+    """This rank's model parts with their loss, for a program that trains nothing."""
+    loss = compiled_loss(mean_loss_shares, config.compile)
+    return ModelOnMesh(
+        model_parts=model_parts,
+        pipeline=build_pipeline(config, model_parts, mesh, device, loss) if config.parallelism.pp > 1 else None,
+        loss=loss,
+        shard_logits=shard_logits(config.parallelism),
+        mesh=mesh,
+        device=device,
+        seed=config.debug.seed,
+    )
+
+
+def build_trainer(
+    config: JobConfig,
+    model_parts: list[LanguageModel],
+    mesh: Mesh,
+    device: torch.device,
+) -> Trainer:
+    """The trainer of this rank's model parts."""
+    loss = compiled_loss(mean_loss_shares, config.compile)
+    return Trainer(
+        model_parts=model_parts,
+        pipeline=build_pipeline(config, model_parts, mesh, device, loss) if config.parallelism.pp > 1 else None,
+        loss=loss,
+        shard_logits=shard_logits(config.parallelism),
+        optimizer=build_optimizer(config.optimizer, model_parts, device),
+        schedule=build_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps),
+        sync=resolve_gradient_sync(config.parallelism.gradient_sync, mesh.device_mesh),
+        mesh=mesh,
+        device=device,
+        max_norm=config.training.max_norm,
+        norm_type=config.training.norm_type,
+        seed=config.debug.seed,
+        num_sources=len(config.data.sources),
+    )
+
+
+def build_pipeline(
+    config: JobConfig,
+    model_parts: list[LanguageModel],
+    mesh: Mesh,
+    device: torch.device,
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Pipeline:
+    """The schedule of this rank's stages."""
+    section, training = config.parallelism, config.training
+    _, hyper_parameters = resolve_model(config.model)
+    rows = batch_rows(config, mesh)
+    shapes = StageShapes.of_microbatch(
+        section,
+        seq_len=training.seq_len,
+        dim=hyper_parameters.dim,
+        vocab_size=hyper_parameters.vocab_size,
+        dtype=DTYPES[training.mixed_precision_param],
+    )
+    return Pipeline(
+        model_parts,
+        section,
+        mesh.device_mesh,
+        device,
+        shapes=shapes,
+        num_microbatches=rows // section.pp_microbatch_size,
+        loss=loss,
+    )

@@ -1,0 +1,301 @@
+"""A run, top to bottom in the order of construction."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import titanlite
+from titanlite.assembly.data import build_data, build_tokenizer, build_validation_data, pin_revisions
+from titanlite.assembly.model import build_model, build_trainer
+from titanlite.checkpoint.folder import published_steps
+from titanlite.checkpoint.manager import Checkpoints
+from titanlite.checkpoint.preflight import imported_from
+from titanlite.checkpoint.start import RunFacts, Start
+from titanlite.checkpoint.state import RunState
+from titanlite.config.load import dump_config
+from titanlite.config.schema import JobConfig
+from titanlite.data.fingerprint import data_fingerprint
+from titanlite.data.ledger import LEDGER_FOLDER, Ledger, ledger_files
+from titanlite.data.loader import Loader
+from titanlite.data.permutation import STREAM_VERSION
+from titanlite.data.sources import source_names
+from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
+from titanlite.hf.folder import ModelFolder
+from titanlite.hf.source import PREFIX, fetch_source
+from titanlite.metrics.history import has_validation, keep_rows
+from titanlite.metrics.meter import Meter
+from titanlite.metrics.sinks import METRICS_FILE, Sinks, build_sinks
+from titanlite.models.init import INIT_VERSION
+from titanlite.models.randomness import DRAW_VERSION
+from titanlite.models.registry import resolve_model
+from titanlite.optim.schedule import depends_on_steps
+from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.pipeline import rows_per_batch
+from titanlite.precision import DTYPES
+from titanlite.runtime.agreement import Control, DataEnd, on_first
+from titanlite.runtime.determinism import apply_determinism
+from titanlite.runtime.distributed import World, init_process_group
+from titanlite.runtime.dump_folder import prepare_dump_folder
+from titanlite.runtime.environment import environment_lines
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.logging import log
+from titanlite.runtime.memory import device_memory_bytes
+from titanlite.runtime.peak_flops import device_peak_flops
+from titanlite.runtime.signals import StopRequest
+from titanlite.trainer import Trainer
+from titanlite.validation import Evaluator, Validation, build_token_bytes
+
+CONFIG_COPY = "config.toml"
+
+
+@dataclass(frozen=True)
+class Run:
+    """The finished parts of one run.
+
+    checkpoints: None where none are written. stop: what asks the run to end; not yet active. start: where it begins.
+    validation: None where there is none.
+    """
+
+    trainer: Trainer
+    loader: Loader
+    meter: Meter
+    sinks: Sinks
+    data_end: DataEnd
+    ledger: Ledger | None
+    mesh: Mesh
+    checkpoints: Checkpoints | None
+    stop: StopRequest
+    start: Start
+    validation: Validation | None
+
+
+def build_run(config: JobConfig, world: World, store: dist.Store, environment: Mapping[str, str]) -> Run:
+    """Builds everything, a line in the log for each part.
+
+    config: checked and resolved. store: where the ranks meet. environment: as the program found it.
+    """
+    apply_determinism(config.debug)
+    require_no_checkpoints(config)
+    config = pin_revisions(config, world, store)
+    imported = open_import(config, world, store)
+    log.info("Job: %s, outputs in %s", config.job.description or "no description", config.job.dump_folder)
+    log.info("Device: %s, %.1f GiB", device_name(world.device), device_memory_bytes(world.device) / 2**30)
+    # Data comes before the ranks are tied together, so that a long index build by one of them runs into no timeout.
+    mesh = Mesh(config.parallelism, world)
+    tokenizer = build_tokenizer(config)
+    loader = build_data(config, mesh, tokenizer)
+    validation_data = build_validation_data(config, mesh, tokenizer)
+    group = init_process_group(world, store, config.comm)
+    mesh.connect(config.comm.init_timeout_s)
+    log.info(
+        "Building %d-D device mesh with %s, %s", len(mesh.degrees), list(mesh.degrees), list(mesh.degrees.values())
+    )
+    model_parts = build_model(config, mesh, world.device)
+    trainer = build_trainer(config, model_parts, mesh, world.device)
+    describe_batch(config, mesh.data_degree)
+    for line in environment_lines(environment, os.environ):
+        log.info("Environment: %s", line)
+    meter = build_meter(config, world, group)
+    stop, start, checkpoints = StopRequest(), Start(0, (), {}), None
+    if config.checkpoint.enable or config.checkpoint.initial_load_path:
+        state = RunState(model_parts, trainer.optimizer, loader, mesh)
+        checkpoints = build_checkpoints(config, mesh, state, meter, tokenizer, stop, imported)
+        start = checkpoints.resume()
+        trainer.step = start.step
+        describe_schedule_change(config, start)
+    prepare_outputs(config, world, start, tokenizer)
+    sinks = build_sinks(
+        config.metrics,
+        config.job.dump_folder,
+        world.rank,
+        config.training.steps,
+        resume_step=start.step if start.goes_on else 0,
+    )
+    data_end = build_data_end(config, mesh, loader)
+    ledger = build_ledger(config, mesh) if trainer.counts_rows else None
+    checkpoints = checkpoints if config.checkpoint.enable else None
+    validation = None
+    if config.validation.enable:
+        validation = build_validation(config, mesh, trainer, validation_data, tokenizer, meter, sinks, stop, start)
+    return Run(trainer, loader, meter, sinks, data_end, ledger, mesh, checkpoints, stop, start, validation)
+
+
+def open_import(config: JobConfig, world: World, store: dist.Store) -> ModelFolder | None:
+    """The model in Hugging Face's format that the run starts with, where it does: downloaded, and checked."""
+    text = imported_from(config.checkpoint, config.job.dump_folder)
+    if not config.checkpoint.initial_load_path.startswith(PREFIX):
+        return None
+    return fetch_source(text, *resolve_model(config.model), world, store)
+
+
+def build_checkpoints(
+    config: JobConfig,
+    mesh: Mesh,
+    state: RunState,
+    meter: Meter,
+    tokenizer: Tokenizer | None,
+    stop: StopRequest,
+    imported: ModelFolder | None,
+) -> Checkpoints:
+    """The run's checkpoints. A collective: it makes groups."""
+    control_group = mesh.new_group(config.comm.init_timeout_s)
+    saving_group = mesh.new_group(config.comm.save_timeout_s, keeps_timeout=True)
+    return Checkpoints(
+        config.checkpoint,
+        Path(config.job.dump_folder, config.checkpoint.folder),
+        state,
+        meter,
+        on_first(lambda: about_run(config, tokenizer), saving_group),
+        steps=config.training.steps,
+        group=saving_group,
+        control=Control(control_group),
+        stop=stop,
+        imported=imported,
+    )
+
+
+def build_data_end(config: JobConfig, mesh: Mesh, loader: Loader) -> DataEnd:
+    """How the ranks agree on the end of the data. A collective where a source is finite: it makes a group."""
+    if all(source.epochs == -1 for source in config.data.sources):
+        return DataEnd(list, list, None)
+    return DataEnd(lambda: loader.ended, loader.ended_after_next, mesh.new_group(config.comm.init_timeout_s))
+
+
+def build_ledger(config: JobConfig, mesh: Mesh) -> Ledger | None:
+    """That of this data rank, for its leader."""
+    if not config.data.ledger:
+        return None
+    return Ledger(config.job.dump_folder, data_rank=mesh.data_rank, data_degree=mesh.data_degree)
+
+
+def build_meter(config: JobConfig, world: World, group: dist.ProcessGroup) -> Meter:
+    """Counts over all ranks; the peak of the device only where it is known."""
+    family, hyper_parameters = resolve_model(config.model)
+    return Meter(
+        group,
+        world.device,
+        tokens_per_step=config.training.global_batch_size * config.training.seq_len,
+        flops_per_token=family.flops_per_token(hyper_parameters, config.training.seq_len),
+        peak_flops=device_peak_flops(world.device, DTYPES[config.training.mixed_precision_param]),
+        sources=source_names(config.data.sources),
+    )
+
+
+def build_validation(
+    config: JobConfig,
+    mesh: Mesh,
+    trainer: Trainer,
+    loaders: dict[str, Loader],
+    tokenizer: Tokenizer | None,
+    meter: Meter,
+    sinks: Sinks,
+    stop: StopRequest,
+    start: Start,
+) -> Validation:
+    """Validation of the run. A collective: it makes the group in which ranks agree at each of its batches."""
+    section = config.validation
+    group = mesh.new_group(config.comm.init_timeout_s)
+    metrics_file = Path(config.job.dump_folder, METRICS_FILE)
+    _, hyper_parameters = resolve_model(config.model)
+    return Validation(
+        section,
+        Evaluator(trainer, group, build_token_bytes(tokenizer, hyper_parameters.vocab_size, trainer.device), stop),
+        loaders,
+        meter,
+        sinks,
+        max_bad_rows=config.data.max_bad_rows,
+        missing=start.goes_on
+        and not start.model_only
+        and on_first(lambda: not has_validation(metrics_file, start.step), group),
+    )
+
+
+def about_run(config: JobConfig, tokenizer: Tokenizer | None) -> RunFacts:
+    """What checkpoints say about the run. For one process: it reads samples of the data."""
+    _, hyper_parameters = resolve_model(config.model)
+    facts = {
+        "model": {"family": config.model.family, **asdict(hyper_parameters)},
+        "seq_len": config.training.seq_len,
+        "dtype": config.training.dtype,
+        "optimizer": config.optimizer.name,
+        "num_streams": config.data.num_streams,
+        "data": data_fingerprint(config.data),
+        "tokenizer": tokenizer.fingerprint if tokenizer else None,
+        "streams_version": STREAM_VERSION,
+        "init_version": INIT_VERSION,
+    }
+    versions = {"titanlite": titanlite.__version__, "torch": torch.__version__, "draws": DRAW_VERSION}
+    return RunFacts(*(json.loads(json.dumps(part)) for part in (facts, asdict(config), versions)))
+
+
+def require_no_checkpoints(config: JobConfig) -> None:
+    """Raises UserError where a run without checkpoints would begin anew beside those of a run."""
+    folder = Path(config.job.dump_folder, config.checkpoint.folder)
+    if not config.checkpoint.enable and published_steps(folder):
+        raise UserError(
+            f"checkpoint.enable = false: {folder} holds checkpoints, and a run without begins anew beside them; "
+            "go on with --checkpoint.enable true, or give another --job.dump_folder"
+        )
+
+
+def describe_schedule_change(config: JobConfig, start: Start) -> None:
+    """A line where learning rates to come differ from those of the earlier start, since the run ends elsewhere now."""
+    earlier = start.config.get("training", {}).get("steps", config.training.steps)
+    if start.step < config.training.steps != earlier and depends_on_steps(config.lr_schedule):
+        log.info(
+            "Changed since the checkpoint: training.steps: %d in the checkpoint, %d now; the decay moves "
+            'with it (lr_schedule.decay = "none", or decay_steps, would not depend on it)',
+            *(earlier, config.training.steps),
+        )
+
+
+def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: Tokenizer | None) -> None:
+    """The dump folder with the resolved configuration and the tokenizer in it, free of another run's files unless the
+    run goes on."""
+    if not start.goes_on:
+        outputs = [CONFIG_COPY, TOKENIZER_FOLDER, METRICS_FILE, LEDGER_FOLDER, config.metrics.folder]
+        prepare_dump_folder(config.job.dump_folder, outputs, world.rank)
+    else:
+        for file in ledger_files(config.job.dump_folder)[world.rank :: world.size]:
+            keep_rows(file, start.step)
+    if world.rank == 0:
+        Path(config.job.dump_folder, CONFIG_COPY).write_text(dump_config(for_later_starts(config)), encoding="utf-8")
+        if tokenizer is not None:
+            tokenizer.save(Path(config.job.dump_folder, TOKENIZER_FOLDER))
+    dist.barrier()
+
+
+def for_later_starts(config: JobConfig) -> JobConfig:
+    """Without what was said for this start alone."""
+    job = replace(config.job, take_over=False)
+    return replace(config, job=job, checkpoint=replace(config.checkpoint, load_step=-1, accept_changes=()))
+
+
+def describe_batch(config: JobConfig, degree: int) -> None:
+    """What one step consumes, and how many there are."""
+    training = config.training
+    rows = rows_per_batch(config.parallelism, training.local_batch_size, training.global_batch_size // degree)
+    if config.parallelism.pp > 1:
+        size = config.parallelism.pp_microbatch_size
+        log.info("Pipeline: %d microbatches of %d sequences go through it at once", rows // size, size)
+    log.info(
+        "Batch: local %d, global %d, accumulation %d, sequence length %d, steps %d, warm-up %d",
+        training.local_batch_size,
+        training.global_batch_size,
+        training.global_batch_size // (rows * degree),
+        training.seq_len,
+        training.steps,
+        config.lr_schedule.warmup_steps,
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """As torch names it; a CPU by its threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu, {torch.get_num_threads()} threads"

@@ -1,0 +1,132 @@
+"""A folder in the format of Hugging Face's transformers as the dump folder of a run that has not begun."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from functools import reduce
+from pathlib import Path
+from typing import get_args
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from titanlite.assembly.run import CONFIG_COPY, about_run
+from titanlite.checkpoint.config import CheckpointConfig
+from titanlite.checkpoint.folder import publish, writing_folder
+from titanlite.checkpoint.manifest import Branch, Manifest, write_manifest
+from titanlite.checkpoint.state import MODEL, first_not_finite
+from titanlite.checkpoint.storage import first_failure, save_tensors, sync_folder
+from titanlite.config.check import resolve_config
+from titanlite.config.load import dump_config
+from titanlite.config.schema import JobConfig, JobSection
+from titanlite.config.training import TrainingConfig
+from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, TokenizerConfig
+from titanlite.hf.folder import ModelFolder
+from titanlite.hf.safetensors import sync_file
+from titanlite.metrics.meter import MeterState
+from titanlite.models.family import ModelConfig
+from titanlite.precision import DTYPES, DtypeName
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.logging import log
+
+
+def kept_dtype(source: ModelFolder) -> DtypeName:
+    """The one that holds all its values: its own, or the next wider one that a run can have."""
+    widest = reduce(torch.promote_types, source.dtypes)
+    names: tuple[DtypeName, ...] = get_args(DtypeName)
+    return next((name for name in names if DTYPES[name] == widest), "float32")
+
+
+def write_run(source: ModelFolder, folder: Path, out: Path, dtype: DtypeName) -> None:
+    """Writes into the empty `folder`, on the disk on return, what `out` will be; in memory are two tensors at a time.
+
+    config.toml, the tokenizer where the source has one, and checkpoint/step-0 with the weights alone. Raises UserError,
+    OSError.
+    """
+    tokenizer = None
+    if source.tokenizer_file is not None:
+        Tokenizer(source.tokenizer_file).save(folder / TOKENIZER_FOLDER)
+        tokenizer = Tokenizer(folder / TOKENIZER_FOLDER / "tokenizer.json")
+        if tokenizer.vocab_size > source.hyper_parameters.vocab_size:
+            log.warning(
+                "Its tokenizer has ids up to %d, and its model %d tokens: training and generation refuse it",
+                *(tokenizer.vocab_size - 1, source.hyper_parameters.vocab_size),
+            )
+    config = _config(source, out, dtype, tokenizer)
+    (folder / CONFIG_COPY).write_text(dump_config(config), encoding="utf-8")
+    checkpoints = folder / CheckpointConfig.folder
+    writing = writing_folder(checkpoints, 0)
+    writing.mkdir(parents=True)
+    weights = _Weights(source, DTYPES[dtype])
+    try:
+        records = save_tensors(writing, weights.without_values(), weights, None, file_per_tensor=True)
+    except dcp.CheckpointException as error:
+        raise UserError(f"{out} cannot be written: {first_failure(error)}") from None
+    resolved = resolve_config(config, world_size=1, device_type="cpu")
+    about = about_run(replace(resolved, data=replace(resolved.data, sources=())), tokenizer)  # it has seen no data
+    manifest = Manifest(
+        step=0,
+        content="model",
+        lineage=(Branch("imported", 0),),
+        counts=asdict(MeterState(0, 0)),
+        facts={**about.facts, "imported_from": source.name},
+        config=json.loads(json.dumps(asdict(resolved))),
+        versions=about.versions,
+        created=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+        files=records,
+    )
+    write_manifest(writing, manifest)
+    publish(checkpoints, 0)
+    for path in [*folder.rglob("*"), folder]:
+        if path.is_dir():
+            sync_folder(path)
+        elif path.parent in (folder, folder / TOKENIZER_FOLDER):
+            sync_file(path)
+
+
+def _config(source: ModelFolder, out: Path, dtype: DtypeName, tokenizer: Tokenizer | None) -> JobConfig:
+    """Of a run that has trained nothing; all hyper-parameters stand in [model], over the flavor that is nearest."""
+    values = asdict(source.hyper_parameters)
+
+    def differing(name: str) -> int:
+        return sum(values[key] != value for key, value in asdict(source.family.flavors[name]).items())
+
+    flavor = min(source.family.flavors, key=differing)
+    path = str(Path(out, TOKENIZER_FOLDER).absolute()) if tokenizer is not None else ""
+    return JobConfig(
+        job=JobSection(dump_folder=str(out.absolute()), description=f"weights of {source.name}"),
+        model=ModelConfig(source.family.name, flavor, values),
+        tokenizer=TokenizerConfig(path),
+        training=TrainingConfig(dtype=dtype, seq_len=min(TrainingConfig.seq_len, source.hyper_parameters.max_seq_len)),
+        checkpoint=CheckpointConfig(enable=True),
+    )
+
+
+class _Weights(Mapping[str, Tensor]):
+    """The parameters in `dtype`, by their names in a checkpoint: each is read when it is asked for, and not kept."""
+
+    def __init__(self, source: ModelFolder, dtype: torch.dtype) -> None:
+        self._source = source
+        self._dtype = dtype
+
+    def without_values(self) -> dict[str, Tensor]:
+        return {
+            MODEL + name: torch.empty(stored.shape, dtype=self._dtype, device="meta")
+            for name, stored in self._source.tensors.items()
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        own_name = name.removeprefix(MODEL)
+        tensor = torch.empty(self._source.tensors[own_name].shape, dtype=self._dtype)
+        self._source.fill_({own_name: tensor})
+        if first_not_finite({own_name: tensor}) is not None:
+            raise UserError(f"{self._source.name}: {own_name} has values that are not finite in {self._dtype}")
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return (MODEL + name for name in self._source.tensors)
+
+    def __len__(self) -> int:
+        return len(self._source.tensors)

@@ -1,0 +1,48 @@
+"""Tokens that a model writes after prompts."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from titanlite.models.family import LanguageModel
+from titanlite.runtime.errors import UserError
+from titanlite.tools.generate.cache import remembering
+from titanlite.tools.generate.sampling import Sampling, choose
+
+COLUMNS_AT_ONCE = 512
+"""A prompt is read in parts of so many tokens: logits of all its tokens at once would take more than the model does."""
+
+
+def generate(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    max_new_tokens: int,
+    eos_id: int | None,
+) -> Iterator[list[int | None]]:
+    """Yields the next token of each prompt, up to max_new_tokens times; None for one that ended before, with eos_id.
+
+    What is written after a prompt does not depend on the others, up to rounding; what is drawn does on its index. Each
+    prompt has a token at least. Until the iterator has ended, or is closed, the model is good for nothing else. Raises
+    UserError where the model computes no finite logits.
+    """
+    longest = max(map(len, prompts))
+    padding = [longest - len(prompt) for prompt in prompts]
+    rows = [[0] * missing + list(prompt) for missing, prompt in zip(padding, prompts, strict=True)]
+    tokens = torch.tensor(rows, device=next(model.parameters()).device)
+    has_ended = [False] * len(prompts)
+    with remembering(model, padding, longest + max_new_tokens) as reading:
+        for part in tokens.split(COLUMNS_AT_ONCE, dim=1):
+            logits = reading.read(part)[:, -1]
+        for step in range(max_new_tokens):
+            chosen = choose(logits, sampling, step)
+            # One read of the device for each token.
+            *found, all_finite = torch.cat([chosen, logits.isfinite().all().to(chosen.dtype).view(1)]).tolist()
+            if not all_finite:
+                raise UserError("the model's logits are not finite: its weights have diverged, or overflow in --dtype")
+            yield [None if ended else token for token, ended in zip(found, has_ended, strict=True)]
+            has_ended = [ended or token == eos_id for token, ended in zip(found, has_ended, strict=True)]
+            if all(has_ended) or step + 1 == max_new_tokens:
+                return
+            logits = reading.read(chosen.unsqueeze(1))[:, -1]

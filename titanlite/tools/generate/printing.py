@@ -1,0 +1,47 @@
+"""Texts on stdout while they are written."""
+
+import sys
+from collections.abc import Iterable, Sequence
+
+from titanlite.tools.generate.prompts import Prompt
+from titanlite.tools.generate.text import TextStream
+
+
+def print_texts(
+    prompts: Sequence[Prompt], streams: Sequence[TextStream], steps: Iterable[Sequence[int | None]], eos_id: int | None
+) -> int:
+    """Print each prompt and what `steps` say of it, one under the other; how many tokens these are.
+
+    steps: as of `generate`. The first text that is not complete appears as it is written, those below it wait for it;
+    of several each has a heading. A text ends with eos_id, which is not shown, or with `steps`, and with a newline.
+    """
+    count = len(prompts)
+    titles = [f"--- {row} of {count}\n" if count > 1 else "" for row in range(1, count + 1)]
+    waiting = [title + prompt.text for title, prompt in zip(titles, prompts, strict=True)]
+    is_complete = [False] * count
+    shown, num_tokens = _show(waiting, is_complete, 0), 0
+    for step in steps:
+        for row, token in enumerate(step):
+            if token is None:
+                continue
+            num_tokens += 1
+            is_complete[row] = token == eos_id
+            waiting[row] += streams[row].rest() + "\n" if is_complete[row] else streams[row].add(token)
+        shown = _show(waiting, is_complete, shown)
+    for row in range(count):
+        if not is_complete[row]:
+            waiting[row] += streams[row].rest() + "\n"
+    _show(waiting, [True] * count, shown)
+    return num_tokens
+
+
+def _show(waiting: list[str], is_complete: Sequence[bool], first: int) -> int:
+    """Print what waits of the text `first` and of those after it, up to one that is not complete: its index."""
+    for row in range(first, len(waiting)):
+        sys.stdout.write(waiting[row])
+        waiting[row] = ""
+        if not is_complete[row]:
+            break
+        first = row + 1
+    sys.stdout.flush()
+    return first

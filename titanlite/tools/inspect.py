@@ -1,0 +1,320 @@
+"""Command: what the sources of a configuration hold, and what the model sees of them.
+
+python -m titanlite.tools.inspect CONFIG [--sequences N] [--all] [--section.key value ...]
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from titanlite.batch import IGNORE_INDEX
+from titanlite.config.check import resolve_config
+from titanlite.config.schema import JobConfig
+from titanlite.data.config import DataConfig
+from titanlite.data.index import open_index
+from titanlite.data.loader import Loader, build_loader
+from titanlite.data.mixture import Mixture
+from titanlite.data.permutation import shuffled
+from titanlite.data.pieces import BAD_FILE, STARTS_DOCUMENT, BadRowError, Piece
+from titanlite.data.preparation import Sources
+from titanlite.data.sources import SourceConfig, find_files, size_unit, source_name
+from titanlite.data.streams import Origin
+from titanlite.data.token_files import documents_file, manifests_of
+from titanlite.data.tokenizer import Tokenizer, prepare_tokenizer
+from titanlite.data.windows import open_tokens
+from titanlite.models.registry import resolve_model
+from titanlite.runtime.errors import UserError
+from titanlite.tools.command import parse_arguments, run_command
+from titanlite.tools.encoding import BATCH_PIECES, Encoder, Job
+
+SAMPLED_DOCUMENTS = 1000
+"""So many documents of each source are read for what is said about their lengths, drawn by data.seed."""
+
+STEPS = 100
+"""The realised shares are those of the sequences of so many steps."""
+
+SHOWN_BAD_ROWS = 3
+PERCENTILES = (5, 25, 50, 75, 95)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print what there is, and the first sequences as text. Raises UserError."""
+    parser = argparse.ArgumentParser(
+        "titanlite.tools.inspect", description="Look at the data that a configuration trains on.", allow_abbrev=False
+    )
+    text = "so many of the run's first sequences are shown; default: %(default)s"
+    parser.add_argument("--sequences", type=int, default=3, metavar="N", help=text)
+    text = f"read all documents for the statistics, not {SAMPLED_DOCUMENTS:,} of each source"
+    parser.add_argument("--all", action="store_true", help=text)
+    own, config = parse_arguments(parser, argv, needs_tokenizer=True, reads_tokens=True)
+    if own.sequences < 0:
+        raise UserError(f"--sequences {own.sequences}: at least 0")
+    config = resolved(config)
+    vocab_size = resolve_model(config.model)[1].vocab_size
+    tokenizer = prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=vocab_size)
+    print(f"tokenizer: {tokenizer.description if tokenizer else 'none, the sources hold tokens'}")
+    describe_sources(config, tokenizer, vocab_size, reads_all=own.all)
+    for sequence in islice(packed_sequences(config, tokenizer, vocab_size), own.sequences):
+        print("\n".join(shown(sequence, tokenizer)))
+
+
+def resolved(config: JobConfig) -> JobConfig:
+    """Without any -1, for the layout that is written; dp_shard = -1 counts as 1, since the machine is not known."""
+    section = config.parallelism
+    size = section.pp * section.dp_replicate * max(1, section.dp_shard) * section.tp
+    return resolve_config(config, world_size=size, device_type="cpu")
+
+
+@dataclass
+class Statistics:
+    """What was found in documents: all, or a sample.
+
+    lengths: tokens of each that has any. size: about their bytes, as the index has them. sequences: those that they
+    fill where each piece is packed alone. pieces: how many were read. bad_rows: how many of these are bad; faults: what
+    the first of them are.
+    """
+
+    lengths: list[int] = field(default_factory=list)
+    size: int = 0
+    sequences: int = 0
+    pieces: int = 0
+    bad_rows: int = 0
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+
+def describe_sources(config: JobConfig, tokenizer: Tokenizer | None, vocab_size: int, *, reads_all: bool) -> None:
+    """Print a paragraph for each source."""
+    data, training = config.data, config.training
+    mixture = Sources(data, tokenizer, seq_len=training.seq_len, vocab_size=vocab_size).mixture
+    realised = realised_shares(mixture, data.num_streams, STEPS * training.global_batch_size)
+    for n, source in enumerate(data.sources):
+        print(f"\nsource {n}, {source_name(source)}")
+        if source.kind == "tokens":
+            sequences = describe_token_files(source, training.seq_len)
+        elif size_unit(source) == "":
+            print("  size          not known: it is streamed")
+            sequences = None
+        else:
+            assert tokenizer is not None, "sources of text have a tokenizer"
+            sequences = describe_text(source, data, tokenizer, training.seq_len, reads_all=reads_all)
+        if len(data.sources) > 1:
+            weight = "by size" if source.weight == -1 else f"weight {source.weight:g}"
+            share = f"{mixture.shares[n]:.2%} of the sequences ({weight})"
+            print(f"  share         {share}, {realised[n]:.2%} of those of the first {STEPS} steps")
+        if sequences is not None:
+            steps = sequences / (training.global_batch_size * mixture.shares[n])
+            of = f"{training.global_batch_size:,} sequences of {training.seq_len:,} tokens"
+            print(f"  an epoch      {sequences:,.0f} sequences, {steps:,.1f} steps of {of}")
+
+
+def realised_shares(mixture: Mixture, num_streams: int, sequences: int) -> list[float]:
+    """Of each source, its part of the run's first sequences."""
+    counts = [0] * len(mixture.shares)
+    for n in range(sequences):
+        counts[mixture.source(n % num_streams, n // num_streams)] += 1
+    return [count / sequences for count in counts]
+
+
+def describe_token_files(source: SourceConfig, seq_len: int) -> float:
+    """Print what token files hold; the sequences in them."""
+    files = find_files(source)
+    sizes = [len(open_tokens(file, source.dtype)) for file in files]
+    lengths: list[int] = []
+    for file, size in zip(files, sizes, strict=True):
+        if documents_file(file).is_file():
+            lengths += np.diff(np.load(documents_file(file)), append=size).tolist()
+    print(f"  size          {len(files):,} files, {sum(file.stat().st_size for file in files):,} bytes")
+    print(f"  tokens        {sum(sizes):,}")
+    for folder, manifest in manifests_of(files).items():
+        print(f"  made by       {manifest['tokenizer']['description']} (in {folder})")
+    if lengths:
+        print(f"  documents     {len(lengths):,}")
+        print(f"  tokens each   {describe_lengths(lengths)}")
+    else:
+        print("  documents     not known: no .documents files beside these")
+    return sum(max(0, size - 1) // seq_len for size in sizes)
+
+
+def describe_text(
+    source: SourceConfig, data: DataConfig, tokenizer: Tokenizer, seq_len: int, *, reads_all: bool
+) -> float:
+    """Print what there is in a source of text; the sequences in it, estimated where it was not read as a whole."""
+    index = open_index(source, data.max_piece_bytes)
+    flags = index.records[:, Piece._fields.index("flags")]
+    begins = np.flatnonzero(flags & (STARTS_DOCUMENT | BAD_FILE))
+    documents = int(np.count_nonzero(flags & STARTS_DOCUMENT))
+    print(f"  size          {len(index.files):,} files, {index.text_bytes:,} bytes, {len(index):,} pieces")
+    chosen = np.arange(len(begins))
+    if not reads_all and len(begins) > SAMPLED_DOCUMENTS:
+        chosen = np.sort(shuffled(len(begins), data.seed)[:SAMPLED_DOCUMENTS])
+    read = "all" if len(chosen) == len(begins) else f"{len(chosen):,} of them, drawn at random, were"
+    print(f"  documents     {documents:,}; {read} read")
+    ends = np.append(begins[1:], len(index))
+    ranges = [range(begins[n], ends[n]) for n in chosen.tolist()]
+    job = Job((source,), data.max_piece_bytes, tokenizer.arguments, add_bos=data.add_bos, add_eos=data.add_eos)
+    found = read_documents(Encoder(job), ranges, seq_len)
+    about = "" if len(chosen) == len(begins) else "about "
+    scale = index.text_bytes / found.size if found.size else 0.0
+    if found.lengths:
+        each = found.tokens / found.size
+        print(f"  tokens        {about}{found.tokens * scale:,.0f}, {each:.3f} per byte")
+        print(f"  tokens each   {describe_lengths(found.lengths)}")
+    print(f"  bad rows      {found.bad_rows:,} of {found.pieces:,} pieces that were read")
+    for fault in found.faults:
+        print(f"                {fault}")
+    return scale * (found.sequences if data.packing == "none" else found.tokens / seq_len)
+
+
+def read_documents(encoder: Encoder, documents: Sequence[range], seq_len: int) -> Statistics:
+    """Read and tokenize documents, each given by its pieces. Raises UserError where a file cannot be read."""
+    found = Statistics()
+    bar = tqdm(documents, desc="reading", unit=" documents", disable=not sys.stderr.isatty(), leave=False)
+    for batch in _batches(bar):
+        pieces = [piece for document in batch for piece in document]
+        found.pieces += len(pieces)
+        found.size += sum(encoder.texts.num_bytes(piece) for piece in pieces)
+        chunk = encoder.encode(pieces)
+        for error in chunk.errors.values():
+            if not isinstance(error, BadRowError):
+                raise error
+            found.bad_rows += 1
+            found.faults += [str(error)] if found.bad_rows <= SHOWN_BAD_ROWS else []
+        lengths = iter(chunk.lengths)
+        for document in batch:
+            parts = list(islice(lengths, len(document)))
+            found.lengths += [sum(parts)] if sum(parts) else []
+            found.sequences += sum(-(-(part - 1) // seq_len) for part in parts if part > 1)
+    return found
+
+
+def _batches(documents: Iterable[range]) -> Iterator[list[range]]:
+    """Of about BATCH_PIECES pieces."""
+    batch: list[range] = []
+    for document in documents:
+        batch.append(document)
+        if sum(map(len, batch)) >= BATCH_PIECES:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def describe_lengths(lengths: Sequence[int]) -> str:
+    """Mean, percentiles and maximum, in one line."""
+    values = zip(PERCENTILES, np.percentile(lengths, PERCENTILES).tolist(), strict=True)
+    between = ", ".join(f"{percent} %: {value:,.0f}" for percent, value in values)
+    return f"mean {np.mean(lengths):,.1f}; {between}; longest {max(lengths):,}"
+
+
+class PackedSequence(NamedTuple):
+    """A sequence of the run. head: what its first token belongs to. length: its tokens, the rest is padding. starts:
+    where documents start in them, None where that is not known. labels: as the model gets them."""
+
+    number: int
+    source: str
+    origin: Origin
+    head: str
+    tokens: list[int]
+    length: int
+    starts: list[int] | None
+    labels: list[int]
+
+
+def packed_sequences(config: JobConfig, tokenizer: Tokenizer | None, vocab_size: int) -> Iterator[PackedSequence]:
+    """Those of the run in order, as the trainer's loader yields them."""
+    data, training = config.data, config.training
+
+    def loader(document_mask: bool) -> Loader:
+        return build_loader(
+            replace(data, document_mask=document_mask, num_workers=0),
+            tokenizer,
+            seq_len=training.seq_len,
+            vocab_size=vocab_size,
+            global_batch_size=training.global_batch_size,
+            local_batch_size=training.global_batch_size,
+            data_rank=0,
+            data_degree=1,
+        )
+
+    # Masking tells where documents start, and changes labels: so it is done beside, where it is not what is configured.
+    with ExitStack() as stack:
+        plain = stack.enter_context(closing(loader(False)))
+        marked = stack.enter_context(closing(loader(True))) if documents_are_known(data.sources) else None
+        while not all(plain.ended):
+            (batch,) = plain.next_step()
+            (masked,) = marked.next_step() if marked else (batch,)
+            for row, origin in enumerate(plain.origins):
+                labels = (masked if data.document_mask else batch).labels[row]
+                starts = None if masked.positions is None else (masked.positions[row] == 0).nonzero().flatten().tolist()
+                yield PackedSequence(
+                    number=int(batch.sequences[row]),
+                    source=plain.source_names[origin.source],
+                    origin=origin,
+                    head=head_of(origin, data),
+                    tokens=batch.tokens[row].tolist(),
+                    length=unpadded_length(batch.labels[row].tolist()),
+                    starts=starts,
+                    labels=labels.tolist(),
+                )
+
+
+def head_of(origin: Origin, data: DataConfig) -> str:
+    """What the first token of a sequence belongs to."""
+    source = data.sources[origin.source]
+    if source.kind == "tokens":
+        return "window"
+    if origin.offset > 0:
+        return "document, begun before"
+    if size_unit(source) == "" or origin.piece < 0:
+        return "document"
+    piece = open_index(source, data.max_piece_bytes)[origin.piece]
+    return "document" if piece.flags & STARTS_DOCUMENT else "part of a document"
+
+
+def documents_are_known(sources: Sequence[SourceConfig]) -> bool:
+    """Whether it is known where documents start, which token files of other programs do not say."""
+    files = [file for source in sources if source.kind == "tokens" for file in find_files(source)]
+    return all(documents_file(file).is_file() for file in files)
+
+
+def unpadded_length(labels: Sequence[int]) -> int:
+    """Tokens of a row without a mask inside: each has a label but the last, whose label may lie behind the row."""
+    targets = sum(label != IGNORE_INDEX for label in labels)
+    return min(targets + 1, len(labels)) if targets else 0
+
+
+def shown(sequence: PackedSequence, tokenizer: Tokenizer | None) -> Iterator[str]:
+    """The lines of a sequence, decoded where there is a tokenizer, with a rule where a document or padding begins."""
+    origin, length = sequence.origin, sequence.length
+    where = f"epoch {origin.epoch}, from token {origin.offset} of piece {origin.piece}" if length else "at its end"
+    yield f"\n════ sequence {sequence.number} of the run: {sequence.source}, {where} ════"
+    begins = [start for start in sequence.starts or [0] if start < length]
+    for begin, end in zip(begins, [*begins[1:], length], strict=True):
+        what = "document" if begin else sequence.head
+        masked = [place for place in range(begin, end) if sequence.labels[place] == IGNORE_INDEX]
+        rest = f", masked labels at {', '.join(map(str, masked))}" if masked else ""
+        yield f"──── {what}: {sequence.source}, tokens {begin} to {end - 1}{rest} ────"
+        ids = sequence.tokens[begin:end]
+        yield printable(tokenizer.decode(ids)) if tokenizer else " ".join(map(str, ids))
+    if length < len(sequence.tokens):
+        yield f"──── padding, masked: tokens {length} to {len(sequence.tokens) - 1} ────"
+
+
+def printable(text: str) -> str:
+    """The text with what would steer a terminal written out."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+if __name__ == "__main__":
+    run_command(main)

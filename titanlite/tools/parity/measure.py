@@ -1,0 +1,239 @@
+"""What is measured on ranks, by the trainer, one layout after the other."""
+
+import hashlib
+import json
+import logging
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titanlite.assembly.data import build_data, build_tokenizer
+from titanlite.assembly.model import build_model, build_trainer
+from titanlite.batch import IGNORE_INDEX, Batch
+from titanlite.config.schema import JobConfig
+from titanlite.parallel.mesh import Mesh
+from titanlite.runtime.distributed import World
+from titanlite.runtime.errors import UserError
+from titanlite.tools.parity.layouts import Layout, config_of
+from titanlite.trainer import Trainer
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Step:
+    """Of one optimizer step, before its update. Lists and keys as JSON has them.
+
+    loss: this rank's share of the mean loss; in the reference, all of it. rows: number of each sequence of this rank
+    in the run -> hash of its tokens, labels and positions. gradients: name -> norm of the difference between the whole
+    gradient and the reference's, None where the reference does not know the name; in the reference, norm of the
+    gradient.
+    """
+
+    loss: float
+    grad_norm: float
+    num_valid: int
+    skipped: bool
+    rows: dict[str, str]
+    gradients: dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """weights: name -> hash of the whole initial parameter."""
+
+    weights: dict[str, str]
+    steps: list[Step]
+
+    @staticmethod
+    def of_json(value: Any) -> "Measurement":
+        return Measurement(value["weights"], [Step(**step) for step in value["steps"]])
+
+
+def own_dtypes(config: JobConfig) -> tuple[str, str, str]:
+    """(parameters, compute, reduction) of a resolved configuration."""
+    training = config.training
+    return training.dtype, training.mixed_precision_param, training.mixed_precision_reduce
+
+
+def in_float64(config: JobConfig) -> JobConfig:
+    """The configuration with every dtype float64."""
+    training = replace(
+        config.training, dtype="float64", mixed_precision_param="float64", mixed_precision_reduce="float64"
+    )
+    return replace(config, training=training)
+
+
+def passes(config: JobConfig) -> list[JobConfig]:
+    """In float64, and in the configuration's own dtypes where these are others."""
+    wide = in_float64(config)
+    return [wide] if own_dtypes(config) == own_dtypes(wide) else [wide, config]
+
+
+def measure_layouts(config: JobConfig, layouts: Sequence[Layout], steps: int, folder: str) -> list[list[Any]]:
+    """On a rank of run_ranks: for each layout, a Measurement of each pass, as JSON.
+
+    config: resolved. folder: holds the reference's gradients; see status_kept.
+    """
+    # Gathering a parameter that two axes cut is no part of training, and its cost no news.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    results: list[list[Any]] = []
+    meshes: dict[tuple[int, ...], Mesh] = {}
+    for layout in layouts:
+        results.append([])
+        for settings in passes(config_of(config, layout)):
+            with status_kept(f"{layout}, {settings.training.dtype}", folder):
+                degrees = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
+                if degrees not in meshes:
+                    rank = dist.get_rank()
+                    meshes[degrees] = Mesh(settings.parallelism, World(rank, rank, layout.world_size, "cpu"))
+                    meshes[degrees].connect(config.comm.init_timeout_s)
+                results[-1].append(asdict(measure_layout(settings, meshes[degrees], steps, Path(folder))))
+    return results
+
+
+def measure_layout(config: JobConfig, mesh: Mesh, steps: int, folder: Path) -> Measurement:
+    """This rank's part of the steps, by the same parts that training itself is built of."""
+    if config.compile.enable:
+        torch._dynamo.reset()  # compiled blocks of all layouts share their code, and the limit on its versions
+    loader = build_data(config, mesh, build_tokenizer(config))
+    try:
+        trainer = build_trainer(config, build_model(config, mesh, CPU), mesh, CPU)
+        weights = {name: hash_of(whole(parameter.detach())) for name, parameter in named_parameters(trainer)}
+        measured = []
+        for step in range(steps):
+            numbers = own_sequences(config, step, mesh.data_rank, mesh.data_degree)
+            batches, rows = mask_and_hash(loader.next_step(), numbers, config)
+            stats = trainer.train_step(batches)
+            measured.append(
+                Step(
+                    stats.mean_loss.item(),
+                    stats.grad_norm.item(),
+                    int(stats.num_valid),
+                    bool(stats.skipped),
+                    rows,
+                    gradient_differences(trainer, load_gradients(folder, step)),
+                )
+            )
+        return Measurement(weights, measured)
+    finally:
+        loader.close()
+
+
+def named_parameters(trainer: Trainer) -> Iterator[tuple[str, nn.Parameter]]:
+    """Those of all parts of the model on this rank."""
+    for part in trainer.model_parts:
+        yield from part.named_parameters()
+
+
+def gradient_differences(trainer: Trainer, reference: dict[str, Tensor]) -> dict[str, float | None]:
+    """Step.gradients: of this rank's parameters, each gathered in turn. A gradient that is missing counts as zero."""
+    differences: dict[str, float | None] = {}
+    for name, parameter in named_parameters(trainer):
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        value = whole(gradient.detach()).to(torch.float64)
+        expected = reference.get(name)
+        if expected is None or expected.shape != value.shape:
+            differences[name] = None
+        else:
+            differences[name] = torch.linalg.vector_norm(value - expected).item()
+    return differences
+
+
+def load_gradients(folder: Path, step: int) -> dict[str, Tensor]:
+    """The reference's, float64, mapped from the file and so read one by one."""
+    loaded: dict[str, Tensor] = torch.load(gradient_file(folder, step), mmap=True, weights_only=True)
+    return loaded
+
+
+def gradient_file(folder: Path, step: int) -> Path:
+    """Where the reference leaves the gradients of a step, counted from 0."""
+    return folder / f"gradients-{step}.pt"
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The global tensor; a collective of its mesh where it is cut."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def status_kept(what: str, folder: str) -> Iterator[None]:
+    """`what` this rank is at inside, and an error that it ends with, in folder/rank-R.json, for the command to tell."""
+    file = Path(folder, f"rank-{dist.get_rank()}.json")
+    file.write_text(json.dumps({"what": what}))
+    try:
+        yield
+    except Exception as error:
+        file.write_text(json.dumps({"what": what, "error": _one_line(error), "time": time.time()}))
+        raise
+
+
+def _one_line(error: Exception) -> str:
+    """What went wrong; where it is no fault of the user's, also where in our own code."""
+    text = " ".join(str(error).split())
+    if isinstance(error, UserError):
+        return text
+    package = Path(__file__).parents[1]
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(str(package))]
+    own = [frame for frame in own if frame.name != status_kept.__name__]
+    where = f" ({Path(own[-1].filename).relative_to(package.parent)}:{own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {text}{where}"
+
+
+def mask_and_hash(
+    batches: Sequence[Batch], numbers: Sequence[int], config: JobConfig
+) -> tuple[list[Batch], dict[str, str]]:
+    """The batches with labels masked by `keep_label`, and the hash of each row's tokens, labels and, where there are
+    any, positions, by its number.
+
+    numbers: those of the rows in the run, in the order of the batches' rows.
+    """
+    rows: dict[str, str] = {}
+    masked = []
+    left = iter(numbers)
+    for batch in batches:
+        labels = batch.labels.clone()
+        for index, row in enumerate(labels):
+            number = next(left)
+            row[~keep_label(config, number)] = IGNORE_INDEX
+            positions = [] if batch.positions is None else [batch.positions[index]]
+            rows[str(number)] = hash_of(torch.stack([batch.tokens[index], row, *positions]))
+        masked.append(batch._replace(labels=labels))
+    assert next(left, None) is None, "the loader gave fewer rows than a step has"
+    return masked, rows
+
+
+def keep_label(config: JobConfig, number: int) -> Tensor:
+    """bool (seq_len): which labels of sequence `number` of the run stay valid.
+
+    A function of debug.seed and the number alone. Each sequence keeps its own share, anything from 0 to 1; of each
+    global batch the first one keeps none, the second one all. A batch of one sequence keeps about half.
+    """
+    seq_len, batch = config.training.seq_len, config.training.global_batch_size
+    random = np.random.default_rng([config.debug.seed, number])
+    share, drawn = random.random(), random.random(seq_len)
+    fixed = {0: 0.0, 1: 1.0} if batch > 1 else {0: 0.5}
+    return torch.from_numpy(drawn < fixed.get(number % batch, share))
+
+
+def own_sequences(config: JobConfig, step: int, data_rank: int, data_degree: int) -> range:
+    """Numbers in the run of the sequences that a data rank consumes in a step, in the loader's order."""
+    batch = config.training.global_batch_size
+    return range(step * batch + data_rank, (step + 1) * batch, data_degree)
+
+
+def hash_of(tensor: Tensor) -> str:
+    """Of the bytes of a whole tensor."""
+    assert tensor.numel(), "nothing to hash"
+    data: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,157 @@
+"""What all layouts are compared with: one process, plain torch, float64, no code of the trainer."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.module_tracker import ModuleTracker
+
+from titanlite.assembly.data import build_data, build_tokenizer
+from titanlite.batch import IGNORE_INDEX, Batch
+from titanlite.config.schema import JobConfig
+from titanlite.models.attention import document_arguments
+from titanlite.models.family import LanguageModel
+from titanlite.models.init import init_parameters_
+from titanlite.models.randomness import row_keys
+from titanlite.models.registry import resolve_model
+from titanlite.parallel.mesh import Mesh
+from titanlite.precision import DTYPES
+from titanlite.runtime.distributed import World
+from titanlite.tools.parity.layouts import ONE_PROCESS, config_of
+from titanlite.tools.parity.measure import (
+    CPU,
+    Measurement,
+    Step,
+    gradient_file,
+    hash_of,
+    mask_and_hash,
+    own_sequences,
+    passes,
+    status_kept,
+)
+
+
+def measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, Any]:
+    """On one rank of run_ranks. measurements: one per pass, which differ in the dtype of the hashed weights alone.
+    imprecise: what was computed below float64, None where nothing was.
+
+    Plain torch: the model of the family, the sum of the cross-entropies of the whole global batch over its number of
+    valid tokens, updates w -= lr * gradient. Gradients are written to `folder`.
+    """
+    with status_kept("the reference", folder):
+        return _measure_reference(config_of(config, ONE_PROCESS), steps, folder)
+
+
+def _measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, Any]:
+    model = plain_model(config)
+    named = dict(model.named_parameters())
+    weights = [
+        {name: hash_of(parameter.detach().to(DTYPES[settings.training.dtype])) for name, parameter in named.items()}
+        for settings in passes(config)
+    ]
+    loader = build_data(config, Mesh(config.parallelism, World(0, 0, 1, "cpu")), build_tokenizer(config))
+    watch = PrecisionWatch(model)
+    measured = []
+    try:
+        for step in range(steps):
+            batches, rows = mask_and_hash(loader.next_step(), own_sequences(config, step, 0, 1), config)
+            num_valid = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
+            model.zero_grad()
+            with watch:
+                loss = sum(forward_backward(model, batch, num_valid, config.debug.seed, step + 1) for batch in batches)
+            gradients = {
+                name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                for name, parameter in named.items()
+            }
+            torch.save(gradients, gradient_file(Path(folder), step))
+            norms: dict[str, float | None] = {name: torch.linalg.vector_norm(g).item() for name, g in gradients.items()}
+            norm = _global_norm(gradients.values(), config.training.norm_type)
+            measured.append(Step(loss, norm, num_valid, False, rows, norms))
+            with torch.no_grad():
+                for name, parameter in named.items():
+                    parameter.sub_(gradients[name], alpha=config.optimizer.lr)
+    finally:
+        loader.close()
+    return {"measurements": [asdict(Measurement(hashes, measured)) for hashes in weights], "imprecise": watch.found}
+
+
+def forward_backward(model: LanguageModel, batch: Batch, num_valid: int, seed: int, step: int) -> float:
+    """Adds the gradient of these rows' share of the mean loss to the parameters; returns the share.
+
+    seed, step: from 1; what a model that draws random numbers draws them from.
+    """
+    keys = document_arguments(batch.positions)
+    if model.draws:
+        keys["row_keys"] = row_keys(seed, step, batch.sequences)
+    logits, labels = model(batch.tokens, **keys).flatten(0, 1), batch.labels.flatten()
+    total = functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    share = total / max(num_valid, 1)
+    share.backward()
+    return share.item()
+
+
+class PrecisionWatch:
+    """found: the first operation inside `with` whose result has less than float64 precision, and the module it is in.
+
+    The layouts have the model's code in common with the reference, so comparing them would not show it: what is
+    rounded alike everywhere agrees.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.found: str | None = None
+        self._model = type(model).__name__
+        self._modules = ModuleTracker()
+        self._mode = _ResultMode(self._look)
+
+    def __enter__(self) -> None:
+        self._modules.__enter__()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._modules.__exit__(*error)
+
+    def _look(self, operation: Any, result: Any) -> None:
+        if self.found is not None:
+            return
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+                dtype = value.dtype
+                if torch.promote_types(dtype, torch.float64) != dtype:
+                    inner = max(self._modules.parents, key=len)
+                    self.found = f"{operation} gives {dtype} in {inner.removeprefix(self._model + '.')}"
+
+
+class _ResultMode(TorchDispatchMode):
+    """Shows each operation and its result to `look`."""
+
+    def __init__(self, look: Callable[[Any, Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._look = look
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._look(func, result)
+        return result
+
+
+def plain_model(config: JobConfig) -> LanguageModel:
+    """The family's model in one piece, in float64, with its initial weights."""
+    family, hyper_parameters = resolve_model(config.model)
+    model = family.build(hyper_parameters).to(torch.float64)
+    model.tie_weights()
+    model.init_buffers(CPU)
+    init_parameters_(model, config.debug.seed, lambda name: family.init(hyper_parameters, name))
+    return model
+
+
+def _global_norm(gradients: Iterable[Tensor], norm_type: str) -> float:
+    if norm_type == "inf":
+        return max(gradient.abs().max().item() for gradient in gradients)
+    return float(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).square().sum().sqrt())

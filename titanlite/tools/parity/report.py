@@ -1,0 +1,163 @@
+"""What is told: the head, the table row by row, the end; and the same as JSON."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.schema import JobConfig
+from titanlite.runtime.errors import UserError
+from titanlite.tools.parity.layouts import Layout, Refusal
+from titanlite.tools.parity.measure import Measurement
+from titanlite.tools.parity.run import Result, combined_hash
+from titanlite.tools.parity.verdict import FLOAT64_BOUND, FLOOR_EPS, MULTIPLE, ONE_PROCESS_EPS, dead_parameters
+
+COLUMNS = ("layout", "dtypes", "loss difference", "grad norm ratio", "worst parameter", "its error", "bound", "verdict")
+AGREES = "agrees"
+DIFFERS = "DIFFERS"
+
+
+def dtypes_in_short(dtypes: Sequence[str]) -> str:
+    """ "float64", or where they are not all one, parameters/compute/reduction."""
+    return dtypes[0] if len(set(dtypes)) == 1 else "/".join(dtypes)
+
+
+def refusal_lines(refused: Sequence[Refusal]) -> Iterator[str]:
+    """Each reason once, with the layouts that it concerns."""
+    by_reason: dict[str, list[str]] = {}
+    for refusal in refused:
+        reason = "; ".join(f"{problem.key} = {problem.value!r}: {problem.rule}" for problem in refusal.problems)
+        by_reason.setdefault(reason, []).append(str(refusal.layout))
+    for reason, names in by_reason.items():
+        yield f"refused by the configuration's checks: {', '.join(names)}\n    {reason}"
+
+
+def head_lines(config: JobConfig, steps: int, references: Sequence[Measurement]) -> Iterator[str]:
+    """What is compared with what."""
+    training, reference = config.training, references[0]
+    labels = training.global_batch_size * training.seq_len
+    valid = ", ".join(str(step.num_valid) for step in reference.steps)
+    yield (
+        f"reference: one process, plain torch, float64; {steps} step{'s' if steps > 1 else ''} of "
+        f"{training.global_batch_size} sequences x {training.seq_len} tokens"
+    )
+    yield f"           valid labels per step, the others masked on purpose: {valid} of {labels}"
+    losses = ", ".join(f"{step.loss:.6f}" for step in reference.steps)
+    norms = ", ".join(f"{step.grad_norm:.6f}" for step in reference.steps)
+    tokens = {name: value for step in reference.steps for name, value in step.rows.items()}
+    yield f"           loss {losses}; grad norm {norms}; {len(reference.weights)} parameters"
+    yield f"           sha256 of initial weights {combined_hash(reference.weights)}, of tokens {combined_hash(tokens)}"
+    dead = dead_parameters(reference)
+    if dead:
+        yield f"note: nothing is shown about {len(dead)} parameters that get no gradient: {', '.join(dead)}"
+
+
+def bound_lines(own_dtypes: Sequence[str]) -> Iterator[str]:
+    """The rule of agreement."""
+    yield f"bounds on relative errors: float64 {FLOAT64_BOUND:.0e}"
+    if set(own_dtypes) != {"float64"}:
+        yield (
+            f"    {dtypes_in_short(own_dtypes)}, against float64: {MULTIPLE:g} x the one-process run's own error + "
+            f"{FLOOR_EPS:g} eps; that run itself {ONE_PROCESS_EPS:g} eps"
+        )
+
+
+class Table:
+    """Rows of fixed width, so that they can be told as they come."""
+
+    def __init__(self, layouts: Sequence[Layout], own_dtypes: Sequence[str], parameters: Sequence[str]) -> None:
+        layout = max(len(str(layout)) for layout in layouts)
+        parameter = max(len(name) for name in (*parameters, COLUMNS[4]))
+        dtypes = max(len("float64"), len(dtypes_in_short(own_dtypes)))
+        self._widths = (max(layout, len("1x1x1x1")), dtypes, 15, 15, parameter, 9, 7, len(DIFFERS))
+
+    def head(self) -> str:
+        rule = "  ".join("-" * width for width in self._widths)
+        return f"{self._row(COLUMNS)}\n{rule}"
+
+    def row(self, result: Result) -> str:
+        """One layout in one pass; below it, where it differs, the first thing that does."""
+        verdict = result.verdict
+        cells = (
+            str(result.layout),
+            dtypes_in_short(result.dtypes),
+            f"{verdict.loss_difference:.1e}",
+            f"{verdict.grad_norm_ratio:.9f}",
+            verdict.parameter,
+            f"{verdict.error:.1e}",
+            f"{verdict.bound:.1e}",
+            DIFFERS if verdict.first_difference else AGREES,
+        )
+        below = f"\n    first difference: {verdict.first_difference}" if verdict.first_difference else ""
+        return self._row(cells) + below
+
+    def _row(self, cells: Sequence[str]) -> str:
+        return "  ".join(cell.ljust(width) for cell, width in zip(cells, self._widths, strict=True)).rstrip()
+
+
+def last_line(results: Sequence[Result]) -> str:
+    """How many agree; of the others, the first."""
+    layouts = list(dict.fromkeys(result.layout for result in results))
+    different = [result for result in results if result.verdict.first_difference]
+    if not different:
+        return f"all {len(layouts)} layouts agree with the reference"
+    first = different[0]
+    return (
+        f"{len({result.layout for result in different})} of {len(layouts)} layouts differ; the first: {first.layout}, "
+        f"{dtypes_in_short(first.dtypes)}: {first.verdict.first_difference}"
+    )
+
+
+def write_json(
+    file: Path,
+    config_file: str,
+    config: JobConfig,
+    steps: int,
+    references: Sequence[Measurement],
+    results: Sequence[Result],
+    refused: Sequence[Refusal],
+) -> None:
+    """All that the table says, and each step's error of each parameter. Raises UserError."""
+    reference = references[0]
+    content = {
+        "agree": all(result.verdict.first_difference is None for result in results),
+        "config_file": config_file,
+        "steps": steps,
+        "global_batch_size": config.training.global_batch_size,
+        "seq_len": config.training.seq_len,
+        "reference": {
+            "weights": combined_hash(reference.weights),
+            "steps": [
+                {
+                    "loss": step.loss,
+                    "grad_norm": step.grad_norm,
+                    "num_valid": step.num_valid,
+                    "gradients": step.gradients,
+                }
+                for step in reference.steps
+            ],
+        },
+        "layouts": [
+            {"layout": str(result.layout), "dtypes": list(result.dtypes), **asdict(result.verdict)}
+            for result in results
+        ],
+        "refused": [
+            {"layout": str(refusal.layout), "problems": [asdict(problem) for problem in refusal.problems]}
+            for refusal in refused
+        ],
+    }
+    try:
+        file.write_text(json.dumps(_json_values(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--json {file} cannot be written: {error}") from error
+
+
+def _json_values(value: Any) -> Any:
+    """Numbers that are not finite as the texts "inf" and "nan"."""
+    if isinstance(value, dict):
+        return {key: _json_values(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_values(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,96 @@
+"""The configuration that is compared: what no comparison needs is set aside, and on request everything gets smaller."""
+
+import tempfile
+from dataclasses import fields, replace
+from typing import Any
+
+from titanlite.checkpoint.config import CheckpointConfig
+from titanlite.config.check import resolve_config
+from titanlite.config.schema import JobConfig, JobSection
+from titanlite.data.config import PIECE_BYTES_PER_POSITION
+from titanlite.data.tokenizer import prepare_tokenizer
+from titanlite.metrics.sinks import MetricsConfig
+from titanlite.models.registry import resolve_model
+from titanlite.models.sizes import size_alike
+from titanlite.optim.optimizer import OptimizerConfig
+from titanlite.optim.schedule import ScheduleConfig
+from titanlite.tools.parity.layouts import ONE_PROCESS, config_of
+
+SHRUNK_SEQ_LEN = 32
+
+
+def comparable_config(config: JobConfig, ranks: int) -> JobConfig:
+    """The same training without what would hide or change what is compared.
+
+    No clipping: gradients are compared as backward leaves them, and the norm that clipping would use beside them.
+    Plain SGD with the configuration's learning rate: it answers a rounding error by an update that is as small, where
+    AdamW turns it into one of full size wherever a gradient is nearly zero. A global_batch_size of -1 is
+    local_batch_size x `ranks`, so that all layouts of so many ranks train on the same batch. The dump folder,
+    checkpoints and metrics are not used.
+    """
+    training = config.training
+    if training.global_batch_size == -1:
+        training = replace(training, global_batch_size=training.local_batch_size * ranks)
+    return replace(
+        config,
+        job=JobSection(dump_folder=tempfile.gettempdir()),
+        checkpoint=CheckpointConfig(),
+        metrics=MetricsConfig(),
+        training=replace(training, max_norm=0.0),
+        optimizer=OptimizerConfig(name="SGD", lr=config.optimizer.lr, weight_decay=0.0),
+        lr_schedule=ScheduleConfig(warmup_steps=0, decay="none"),
+    )
+
+
+def resolved_config(config: JobConfig) -> JobConfig:
+    """With every -1 and "auto" replaced as on one process on the CPU; the same for all layouts from here on."""
+    return resolve_config(config_of(config, ONE_PROCESS), world_size=1, device_type="cpu")
+
+
+def shrink_config(config: JobConfig, ranks: int) -> JobConfig:
+    """A small configuration of the same kind: what divides the sizes of `config` among `ranks` divides its own.
+
+    The vocabulary is the tokenizer's own where the model's is larger; tokens of files may have any id, and keep it. The
+    text is cut into the same pieces, so an index that is there serves.
+    """
+    family, model = resolve_model(config.model)
+    tokenizer = prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=model.vocab_size)
+    small = replace(
+        family.shrink(model, ranks),
+        vocab_size=min(model.vocab_size, tokenizer.vocab_size) if tokenizer else model.vocab_size,
+    )
+    training, data = config.training, config.data
+    if data.max_piece_bytes == -1:
+        data = replace(data, max_piece_bytes=PIECE_BYTES_PER_POSITION * training.seq_len)
+    # One batch must fill a pipeline of all ranks twice over, as the most demanding schedule asks.
+    local = 2 * ranks if config.parallelism.gradient_sync == "every" else 1
+    training = replace(
+        training,
+        seq_len=size_alike(training.seq_len, SHRUNK_SEQ_LEN, ranks),
+        local_batch_size=local,
+        global_batch_size=max(2, local) * ranks,
+    )
+    return replace(
+        config,
+        model=replace(config.model, overrides=_values(small)),
+        training=training,
+        data=data,
+        parallelism=replace(config.parallelism, pp_microbatch_size=1, pp_split=()),
+    )
+
+
+def describe_shrinking(before: JobConfig, after: JobConfig) -> str:
+    """What became smaller, in one line."""
+    changed = []
+    models = [resolve_model(config.model)[1] for config in (before, after)]
+    for section, (old, new) in {"model": models, "training": [before.training, after.training]}.items():
+        changed += [
+            f"{section}.{field.name} {getattr(old, field.name)} -> {getattr(new, field.name)}"
+            for field in fields(old)
+            if getattr(old, field.name) != getattr(new, field.name)
+        ]
+    return ", ".join(changed) or "nothing: all of it is as small already"
+
+
+def _values(hyper_parameters: Any) -> dict[str, Any]:
+    return {field.name: getattr(hyper_parameters, field.name) for field in fields(hyper_parameters)}

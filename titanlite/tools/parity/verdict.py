@@ -1,0 +1,239 @@
+"""Whether a layout computed what the reference did: pure functions of what was measured.
+
+Errors are relative: |value - reference| / |reference| for loss and grad norm, ||value - reference|| / ||reference|| for
+the gradient of a parameter. A parameter whose gradient is below SMALL_SHARE of the whole gradient's norm is measured
+against that share, since what is nearly zero by cancellation has no relative precision.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from titanlite.precision import DTYPES
+from titanlite.tools.parity.measure import Measurement, Step
+
+FLOAT64_BOUND = 1e-11
+MULTIPLE = 4.0
+FLOOR_EPS = 4.0
+ONE_PROCESS_EPS = 100.0
+SMALL_SHARE = 1e-4
+RANKS_DISAGREE = "the ranks disagree"
+
+
+@dataclass(frozen=True)
+class StepErrors:
+    """Relative errors of one step; infinite where a value is not finite. grad_norm_ratio: of the rank farthest off."""
+
+    loss: float
+    grad_norm: float
+    grad_norm_ratio: float
+    gradients: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The largest errors that count as agreement: multiple x those of the one-process run, plus floor."""
+
+    floor: float
+    multiple: float = 0.0
+    one_process: Sequence[StepErrors] = ()
+
+    def loss(self, step: int) -> float:
+        return self.floor + self._times(self.one_process[step].loss if self.one_process else 0.0)
+
+    def grad_norm(self, step: int) -> float:
+        return self.floor + self._times(self.one_process[step].grad_norm if self.one_process else 0.0)
+
+    def gradient(self, step: int, name: str) -> float:
+        return self.floor + self._times(self.one_process[step].gradients[name] if self.one_process else 0.0)
+
+    def _times(self, error: float) -> float:
+        return self.multiple * error
+
+
+def own_bounds(dtypes: Sequence[str], one_process: Sequence[StepErrors] | None) -> Bounds:
+    """In a configuration's own dtypes. one_process: its errors; None: the bounds of that run itself.
+
+    A run of one process has nothing to be compared with but the precision of its coarsest dtype.
+    """
+    eps = max(torch.finfo(DTYPES[name]).eps for name in dtypes)
+    if one_process is None:
+        return Bounds(ONE_PROCESS_EPS * eps)
+    return Bounds(FLOOR_EPS * eps, MULTIPLE, one_process)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """first_difference: None where all agrees. The numbers are the worst over the steps; parameter: the one whose error
+    is largest for its bound."""
+
+    first_difference: str | None
+    loss_difference: float
+    grad_norm_ratio: float
+    parameter: str
+    error: float
+    bound: float
+    errors: tuple[StepErrors, ...]
+
+
+def merge_ranks(ranks: Sequence[Measurement]) -> Measurement:
+    """One measurement of all ranks' own. What two ranks should have alike and have not is RANKS_DISAGREE."""
+    weights: dict[str, str] = {}
+    for rank in ranks:
+        _merge_hashes(weights, rank.weights)
+    return Measurement(weights, [_merge_steps(steps) for steps in zip(*(rank.steps for rank in ranks), strict=True)])
+
+
+def _merge_hashes(merged: dict[str, str], found: Mapping[str, str]) -> None:
+    for name, value in found.items():
+        if merged.setdefault(name, value) != value:
+            merged[name] = RANKS_DISAGREE
+
+
+def _merge_steps(steps: Sequence[Step]) -> Step:
+    rows: dict[str, str] = {}
+    gradients: dict[str, float | None] = {}
+    for step in steps:
+        _merge_hashes(rows, step.rows)
+        for name, value in step.gradients.items():
+            gradients[name] = _larger(gradients[name], value) if name in gradients else value
+    counts = {step.num_valid for step in steps}
+    return Step(
+        loss=sum(step.loss for step in steps),
+        grad_norm=_farthest([step.grad_norm for step in steps]),
+        num_valid=counts.pop() if len(counts) == 1 else -1,
+        skipped=any(step.skipped for step in steps),
+        rows=rows,
+        gradients=gradients,
+    )
+
+
+def _larger(one: float | None, other: float | None) -> float | None:
+    if one is None or other is None:
+        return None
+    return max(_finite(one), _finite(other))
+
+
+def _farthest(values: Sequence[float]) -> float:
+    """The value on all ranks; NaN where they differ, since it should be one number."""
+    return values[0] if all(value == values[0] for value in values) else math.nan
+
+
+def errors_of(measured: Measurement, reference: Measurement) -> tuple[StepErrors, ...]:
+    """Of each step. Both measurements know the same parameters."""
+    errors = []
+    for step, expected in zip(measured.steps, reference.steps, strict=True):
+        norms = {name: norm or 0.0 for name, norm in expected.gradients.items()}
+        least = SMALL_SHARE * math.sqrt(sum(norm * norm for norm in norms.values()))
+        gradients = {
+            name: _finite(difference / max(norms[name], least))
+            for name, difference in step.gradients.items()
+            if difference is not None and name in norms
+        }
+        ratio = step.grad_norm / expected.grad_norm
+        loss = abs(step.loss - expected.loss) / abs(expected.loss)
+        errors.append(StepErrors(_finite(loss), _finite(abs(ratio - 1.0)), ratio, gradients))
+    return tuple(errors)
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else math.inf
+
+
+def judge(measured: Measurement, reference: Measurement, bounds: Bounds) -> Verdict:
+    """measured: of all ranks. reference: with the weights' hashes in the same dtype; not vacuous."""
+    errors = errors_of(measured, reference)
+    ranked = [
+        (error / bounds.gradient(index, name), error, name, bounds.gradient(index, name))
+        for index, step in enumerate(errors)
+        for name, error in step.gradients.items()
+    ]
+    _, error, parameter, bound = max(ranked, default=(math.inf, math.inf, "none", 0.0))
+    return Verdict(
+        next(differences(measured, reference, errors, bounds), None),
+        max(step.loss for step in errors),
+        max((step.grad_norm_ratio for step in errors), key=lambda ratio: _finite(abs(ratio - 1.0))),
+        parameter,
+        error,
+        bound,
+        errors,
+    )
+
+
+def differences(
+    measured: Measurement, reference: Measurement, errors: Sequence[StepErrors], bounds: Bounds
+) -> Iterator[str]:
+    """All that differs, causes before effects."""
+    yield from _different_hashes("initial weights: {}", measured.weights, reference.weights)
+    for index, (step, expected, error) in enumerate(zip(measured.steps, reference.steps, errors, strict=True)):
+        at = f"step {index + 1}"
+        yield from _different_hashes(f"{at}, tokens: sequence {{}} of the run", step.rows, expected.rows)
+        if step.num_valid != expected.num_valid:
+            counted = RANKS_DISAGREE if step.num_valid < 0 else str(step.num_valid)
+            yield f"{at}, valid tokens: {counted}, and the reference has {expected.num_valid}"
+        if not error.loss <= bounds.loss(index):
+            yield f"{at}, loss: {_numbers(step.loss, expected.loss, error.loss, bounds.loss(index))}"
+        yield from _different_gradients(at, index, step, expected, error, bounds)
+        if not error.grad_norm <= bounds.grad_norm(index):
+            numbers = _numbers(step.grad_norm, expected.grad_norm, error.grad_norm, bounds.grad_norm(index))
+            yield f"{at}, grad norm: {numbers}"
+        if step.skipped:
+            yield f"{at}: no update was made"
+
+
+def _different_hashes(text: str, found: Mapping[str, str], expected: Mapping[str, str]) -> Iterator[str]:
+    for name in [*expected, *(extra for extra in found if extra not in expected)]:
+        if name not in found:
+            yield f"{text.format(name)} is on no rank"
+        elif name not in expected:
+            yield f"{text.format(name)} is unknown to the reference"
+        elif found[name] != expected[name]:
+            yield text.format(name) + (f" ({RANKS_DISAGREE})" if found[name] == RANKS_DISAGREE else "")
+
+
+def _different_gradients(
+    at: str, index: int, step: Step, expected: Step, error: StepErrors, bounds: Bounds
+) -> Iterator[str]:
+    """The worst one, and how many others."""
+    absent = [name for name in expected.gradients if step.gradients.get(name) is None]
+    if absent:
+        yield f"{at}, gradient of {absent[0]}: on no rank, or of another shape"
+    excess = {name: value / bounds.gradient(index, name) for name, value in error.gradients.items()}
+    over = [name for name, value in excess.items() if not value <= 1.0]
+    if over:
+        worst = max(over, key=lambda name: excess[name])
+        others = f", and {len(over) - 1} other{'s' if len(over) != 2 else ''}" if len(over) > 1 else ""
+        bound = bounds.gradient(index, worst)
+        yield f"{at}, gradient of {worst}: relative error {error.gradients[worst]:.1e}, bound {bound:.1e}{others}"
+
+
+def _numbers(value: float, expected: float, error: float, bound: float) -> str:
+    shown = RANKS_DISAGREE if math.isnan(value) else f"{value:.9g}"
+    return f"{shown}, and the reference has {expected:.9g}: relative difference {error:.1e}, bound {bound:.1e}"
+
+
+def vacuous(reference: Measurement) -> str | None:
+    """Why agreement with this reference would prove nothing; None where it would."""
+    if not reference.steps:
+        return "no step was taken"
+    for index, step in enumerate(reference.steps):
+        if step.num_valid == 0:
+            return f"step {index + 1} has no valid token"
+        values = [step.loss, step.grad_norm, *(norm or 0.0 for norm in step.gradients.values())]
+        if not all(map(math.isfinite, values)):
+            return f"step {index + 1} of the reference has a loss or gradient that is not finite"
+        if step.loss == 0.0:
+            return f"the loss of step {index + 1} is exactly zero"
+        if step.grad_norm == 0.0:
+            return f"all gradients of step {index + 1} are zero"
+    dead = dead_parameters(reference)
+    if 2 * len(dead) > len(reference.weights):
+        return f"{len(dead)} of {len(reference.weights)} parameters never get a gradient, {dead[0]} among them"
+    return None
+
+
+def dead_parameters(reference: Measurement) -> list[str]:
+    """Parameters whose gradient is zero in every step: nothing is shown about them."""
+    return [name for name in reference.weights if not any(step.gradients[name] for step in reference.steps)]

@@ -1,0 +1,155 @@
+"""What a rank sends in one optimizer step, by mesh axis and operation, by arithmetic.
+
+Checked against the collectives of real steps in tests/distributed/test_plan_collectives.py. Left out: scalars (the
+number of valid tokens, the loss, the gradient norm), and each first step's own.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from titanlite.parallel.mesh import GradientSync, ParallelismConfig
+from titanlite.parallel.pipeline import num_stages, resolve_reshard_after_forward
+from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputes
+from titanlite.tools.plan.schedule import Action, count_gathers
+from titanlite.tools.plan.stages import Stage
+
+Operation = Literal["all-gather", "reduce-scatter", "all-reduce", "send"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """calls of one operation over one axis, which together move `bytes` of whole tensors.
+
+    Whole tensors: the output of an all-gather, the input of a reduce-scatter or all-reduce, what is sent.
+    """
+
+    axis: str
+    operation: Operation
+    calls: int
+    bytes: int
+    ranks: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank sends by the ring algorithms (Thakur, Rabenseifner, Gropp, "Optimization of Collective
+        Communication Operations in MPICH", 2005): (n - 1)/n of the tensor, twice for an all-reduce."""
+        if self.operation == "send":
+            return self.bytes
+        passes = 2 if self.operation == "all-reduce" else 1
+        return passes * self.bytes * (self.ranks - 1) // self.ranks
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What decides on the traffic beside the stage. sync: None with a pipeline. microbatches: per optimizer step, of
+    `rows` x seq_len positions; schedule_steps: how many times the rank goes through its actions."""
+
+    sizes: Mapping[str, int]
+    sync: GradientSync | None
+    actions: Sequence[Action]
+    schedule_steps: int
+    microbatches: int
+    positions: int
+    dim: int
+    vocab_size: int
+    param_bytes: int
+    reduce_bytes: int
+    loss_bytes: int
+
+
+def stage_traffic(
+    stage: Stage, section: ParallelismConfig, recompute: ActivationCheckpointConfig, shape: StepShape
+) -> list[Traffic]:
+    """Of one stage; a rank with several has the sum of theirs."""
+    last = stage.index == num_stages(section) - 1
+    found = [
+        *_data_parallel(stage, section, shape),
+        *_tensor_parallel(stage, section, recompute, shape, first=stage.index == 0, last=last),
+        *_pipeline(stage, section, shape, last=last),
+    ]
+    return [traffic for traffic in found if traffic.calls and traffic.ranks > 1]
+
+
+def reductions(shape: StepShape, axis: str) -> int:
+    """How often a unit's gradient is reduced over a data axis in an optimizer step."""
+    if shape.sync is None:
+        return shape.schedule_steps
+    each = shape.sync == "every" or (shape.sync == "hybrid" and axis == "dp_shard")
+    return shape.microbatches if each else 1
+
+
+def frees_after_forward(stage: Stage, section: ParallelismConfig, unit: int) -> bool:
+    """Whether that unit of the stage is freed between forward and backward."""
+    policy = resolve_reshard_after_forward(section)
+    return policy == "always" or (policy == "default" and unit < len(stage.units) - 1)
+
+
+def _data_parallel(stage: Stage, section: ParallelismConfig, shape: StepShape) -> list[Traffic]:
+    if not stage.wrapped:
+        return []
+    shards, replicas = shape.sizes["dp_shard"], shape.sizes["dp_replicate"]
+    gathers = gathered = 0
+    syncs = range(shape.microbatches if shape.sync in ("every", "hybrid") else 0)
+    frees = dict.fromkeys(syncs, True) | ({shape.microbatches - 1: True} if shape.sync else {})
+    for index, unit in enumerate(stage.units):
+        freed = frees_after_forward(stage, section, index)
+        count = shape.schedule_steps * count_gathers(
+            shape.actions, stage.index, frees_after_forward=freed, frees_after_backward=frees
+        )
+        if shape.sync is not None and index == len(stage.units) - 1:
+            # Until the last microbatch, fully_shard takes the end of the one before for what backward needs next.
+            count += shape.microbatches - 1
+        gathers, gathered = gathers + count, gathered + count * unit.elements * shape.param_bytes
+    units, elements = len(stage.units), sum(unit.elements for unit in stage.units)
+    over_shards, over_replicas = reductions(shape, "dp_shard"), reductions(shape, "dp_replicate")
+    gradient = elements * shape.reduce_bytes
+    return [
+        Traffic("dp_shard", "all-gather", gathers, gathered, shards),
+        Traffic("dp_shard", "reduce-scatter", units * over_shards, gradient * over_shards, shards),
+        Traffic("dp_replicate", "all-reduce", units * over_replicas, gradient // shards * over_replicas, replicas),
+    ]
+
+
+def _tensor_parallel(
+    stage: Stage,
+    section: ParallelismConfig,
+    recompute: ActivationCheckpointConfig,
+    shape: StepShape,
+    *,
+    first: bool,
+    last: bool,
+) -> list[Traffic]:
+    """Each block gathers and scatters the residual stream twice, forward and backward, once each at both ends of the
+    model; recomputed blocks gather again, and unless what they scattered was kept, scatter again."""
+    tp, count = shape.sizes["tp"], shape.microbatches
+    again = sum(recomputes(recompute, index) for index in stage.blocks)
+    keeps_scattered = recompute.mode == "selective" and recompute.selective_policy == "op"
+    # The last scatter of a block is not needed again, and left out where recomputation may stop early.
+    scatters_again = 0 if keeps_scattered else 1 if recompute.early_stop else 2
+    blocks = 4 * len(stage.blocks)
+    gathers = blocks + 2 * again + first + last
+    scatters = blocks + scatters_again * again + first + last
+    residual = shape.positions * shape.dim * shape.param_bytes
+    found = [
+        Traffic("tp", "all-gather", count * gathers, count * gathers * residual, tp),
+        Traffic("tp", "reduce-scatter", count * scatters, count * scatters * residual, tp),
+    ]
+    if last and section.loss_parallel:  # maximum, sum of exponentials, and the label's own score, per position
+        found.append(Traffic("tp", "all-reduce", 3 * count, 3 * count * shape.positions * shape.loss_bytes, tp))
+    elif last:
+        logits = shape.positions * shape.vocab_size * shape.param_bytes
+        found.append(Traffic("tp", "all-gather", count, count * logits, tp))
+    whole = [elements for unit in stage.units for elements in unit.replicated_over_tp]
+    times = reductions(shape, "dp_shard" if shape.sizes["dp_shard"] > 1 else "dp_replicate")
+    found.append(Traffic("tp", "all-reduce", len(whole) * times, sum(whole) * times * shape.param_bytes, tp))
+    return found
+
+
+def _pipeline(stage: Stage, section: ParallelismConfig, shape: StepShape, *, last: bool) -> list[Traffic]:
+    """Activations to the next stage, gradients to the one before, unless that is on the same rank."""
+    mine = {action.stage for action in shape.actions}
+    sends = (not last and stage.index + 1 not in mine) + (stage.index > 0 and stage.index - 1 not in mine)
+    boundary = shape.positions // shape.sizes["tp"] * shape.dim * shape.param_bytes
+    calls = sends * shape.microbatches
+    return [Traffic("pp", "send", calls, calls * boundary, section.pp)]

@@ -1,0 +1,215 @@
+"""A run that is on the disk, as the commands see it that use its model."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from titanlite.assembly.run import CONFIG_COPY
+from titanlite.checkpoint.config import CheckpointConfig
+from titanlite.checkpoint.folder import published_steps, step_folder
+from titanlite.checkpoint.manifest import MANIFEST_FILE, Manifest, UnknownFormatError, read_manifest
+from titanlite.checkpoint.state import MODEL
+from titanlite.checkpoint.storage import InvalidCheckpointError, check_file, first_failure, load_tensors, read_shapes
+from titanlite.config.load import config_from_values, parse_config
+from titanlite.config.schema import JobConfig
+from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, prepare_tokenizer, tokenizer_file
+from titanlite.models.family import Family, LanguageModel
+from titanlite.models.registry import FAMILIES
+from titanlite.precision import DTYPES
+from titanlite.runtime.errors import ConfigError, Problem, UserError
+from titanlite.runtime.logging import log
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """One whole checkpoint of a run. path: its folder, step-N."""
+
+    path: Path
+    manifest: Manifest
+    family: Family
+    hyper_parameters: Any
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return DTYPES[self.manifest.facts["dtype"]]
+
+    @property
+    def config(self) -> JobConfig:
+        """The resolved configuration that the run was saved with. Raises UserError."""
+        try:
+            return config_from_values(self.manifest.config)
+        except ConfigError as error:
+            version = self.manifest.versions["titanlite"]
+            raise UserError(
+                f"{self.path}: this titanlite cannot read what titanlite {version} has saved: {error}"
+            ) from None
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the model's parameters, by name. Raises UserError."""
+        try:
+            found = read_shapes(self.path)
+        except InvalidCheckpointError as error:
+            raise UserError(f"{self.path} is damaged: {error}") from None
+        return {name.removeprefix(MODEL): shape for name, (shape, _) in found.items() if name.startswith(MODEL)}
+
+    def load(self, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
+        """Fills tensors, by the names of the model's parameters, in place; read are these alone. Raises UserError.
+
+        group: of the ranks that load together, each its own part of tensors on a mesh; None: this process alone.
+        """
+        try:
+            load_tensors(self.path, {MODEL + name: tensor for name, tensor in tensors.items()}, group)
+        except dcp.CheckpointException as error:
+            raise UserError(f"{self.path} cannot be loaded: {first_failure(error)}") from None
+
+    def model(self, device: torch.device, dtype: torch.dtype) -> LanguageModel:
+        """The whole model with its weights, in evaluation mode. Raises UserError."""
+        model = empty_model(self.family, self.hyper_parameters, device, dtype)
+        self.load({name: parameter.data for name, parameter in model.named_parameters()})
+        return model.eval()
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The run's own: its copy in the dump folder, or as the configuration says; None where there is neither.
+
+        Raises UserError where what is there is another one by now.
+        """
+        fingerprint = self.manifest.facts["tokenizer"]
+        if fingerprint is None:
+            return None
+        copy = next((file for file in self._tokenizer_copies() if file.is_file()), None)
+        found = self._configured_tokenizer() if copy is None else Tokenizer(copy)
+        if found is not None and found.fingerprint != fingerprint:
+            raise UserError(f"{self.path} was trained with another tokenizer than {found.description}")
+        return found
+
+    def tokenizer_at(self, path: str) -> Tokenizer:
+        """The one at `path`, a value of --tokenizer; a warning where it is not the run's.
+
+        Raises ConfigError where there is none, or the model has no room for it.
+        """
+        if not tokenizer_file(path).is_file():
+            rule = "a tokenizer.json, or a folder that holds one"
+            raise ConfigError([Problem("--tokenizer", path, rule, "leave it out for the run's own")])
+        section = self.config.tokenizer
+        tokenizer = Tokenizer(tokenizer_file(path), bos=section.bos, eos=section.eos)
+        self.require_room(tokenizer, path)
+        if self.manifest.facts["tokenizer"] not in (None, tokenizer.fingerprint):
+            log.warning("%s was trained with another tokenizer than %s", self.path, tokenizer.description)
+        return tokenizer
+
+    def require_room(self, tokenizer: Tokenizer, path: str | None) -> None:
+        """Raises ConfigError where the tokenizer has more tokens than the model. path: see `tokenizer_at`; None: the
+        run's own, which may be so in an import."""
+        vocab_size = self.hyper_parameters.vocab_size
+        if tokenizer.vocab_size > vocab_size:
+            rule = f"at most the model's vocab_size = {vocab_size} tokens; it has {tokenizer.vocab_size}"
+            remedy = "write the path of the one that the run was trained with"
+            raise ConfigError([Problem("--tokenizer", path, rule, remedy)])
+
+    def _tokenizer_copies(self) -> list[Path]:
+        """Where the dump folder's copy may be: above the path as it is written, or, through links, above its target."""
+        depth = len(PurePath(self.config.checkpoint.folder).parts)
+        steps = (Path(os.path.abspath(self.path)), self.path.resolve())
+        folders = [step.parents[depth] for step in steps if len(step.parents) > depth]
+        return [folder / TOKENIZER_FOLDER / "tokenizer.json" for folder in folders]
+
+    def _configured_tokenizer(self) -> Tokenizer | None:
+        config = self.config
+        try:
+            return prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=self.hyper_parameters.vocab_size)
+        except UserError:
+            return None
+
+
+def empty_model(family: Family, hyper_parameters: Any, device: torch.device, dtype: torch.dtype) -> LanguageModel:
+    """The whole model, its parameters yet to be filled."""
+    with torch.device("meta"):
+        model = family.build(hyper_parameters).to(dtype)
+    model.tie_weights()
+    model.to_empty(device=device)
+    model.tie_weights()
+    model.init_buffers(device)
+    return model
+
+
+def open_run(path: Path, *, verifies: bool = True) -> SavedRun:
+    """The checkpoint that RUN means: one folder step-N, or the newest whole one of a dump folder or of a folder of
+    checkpoints.
+
+    Its files are verified in full; of several, damaged ones are left aside with a warning each. verifies: False for
+    ranks that are told a folder step-N which another one has verified. Raises UserError.
+    """
+    if (path / MANIFEST_FILE).exists():
+        try:
+            return _opened(path, verifies=verifies)
+        except InvalidCheckpointError as error:
+            raise UserError(f"{path} is damaged: {error}") from None
+    folder, steps = path, published_steps(path)
+    if not steps:
+        folder = path / _checkpoint_folder(path)
+        steps = published_steps(folder)
+    for step in reversed(steps):
+        try:
+            return _opened(step_folder(folder, step))
+        except InvalidCheckpointError as error:
+            log.warning("%s is damaged: %s; the one before it is looked at", step_folder(folder, step), error)
+    what = "no checkpoint that is whole" if steps else "no checkpoint"
+    raise UserError(
+        f"{path}: there is {what}; give the dump folder of a run with checkpoint.enable = true, or one of its folders "
+        "step-N"
+    )
+
+
+def _checkpoint_folder(dump_folder: Path) -> str:
+    """checkpoint.folder of the run in `dump_folder`."""
+    copy = dump_folder / CONFIG_COPY
+    if not copy.is_file():
+        return CheckpointConfig.folder
+    config, _ = parse_config(["--job.config_file", str(copy)])
+    return config.checkpoint.folder
+
+
+def _opened(path: Path, *, verifies: bool = True) -> SavedRun:
+    """Raises InvalidCheckpointError, UserError."""
+    try:
+        manifest = read_manifest(path)
+    except UnknownFormatError as error:
+        raise UserError(f"{path}: {error}") from None
+    for name, record in manifest.files.items() if verifies else ():
+        check_file(path, name, record, "full")
+    values = dict(manifest.facts["model"])
+    family = FAMILIES.get(values.pop("family"))
+    if family is None:
+        raise UserError(f"{path}: its model is of the family {manifest.facts['model']['family']!r}, unknown here")
+    try:
+        hyper_parameters = family.config_type(**values)
+    except TypeError as error:
+        reason = str(error).partition("() ")[2]
+        raise UserError(
+            f"{path}: another titanlite wrote its model of the family {family.name!r}, with other hyper-parameters: "
+            f"{reason}; use that one"
+        ) from None
+    return SavedRun(path, manifest, family, hyper_parameters)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """An error of the user's inside is another one where the checkpoint is gone by then. Raises UserError."""
+    try:
+        yield
+    except UserError:
+        if path.is_dir():
+            raise
+        raise UserError(
+            f"{path} is gone: it was deleted while it was read, perhaps by the run itself (checkpoint.keep_latest_k); "
+            "start again with the dump folder, which means its newest checkpoint"
+        ) from None

@@ -1,0 +1,209 @@
+"""Command: tokenize the sources of a configuration into token files.
+
+python -m titanlite.tools.tokenize CONFIG --out DIR [--workers N] [--shard_tokens M] [--section.key value ...]
+"""
+
+import argparse
+import fcntl
+import json
+import os
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.schema import JobConfig
+from titanlite.config.values import literal
+from titanlite.data.corpus import Texts
+from titanlite.data.fingerprint import data_fingerprint
+from titanlite.data.pieces import ENDS_DOCUMENT
+from titanlite.data.token_files import (
+    FORMAT_VERSION,
+    MANIFEST,
+    PARTIAL,
+    UNFINISHED,
+    ShardWriter,
+    read_unfinished,
+    write_manifest,
+    write_unfinished,
+)
+from titanlite.data.tokenizer import prepare_tokenizer
+from titanlite.models.registry import resolve_model
+from titanlite.runtime.errors import UserError
+from titanlite.tools.command import UsableRows, parse_arguments, piece_bytes, pieces_with_progress, run_command
+from titanlite.tools.encoding import CHUNK_BYTES, Chunk, Encoder, Job, encoded
+
+SHARD_TOKENS = 10**8
+
+
+def main(argv: Sequence[str]) -> None:
+    """Write token files of uint16, or of uint32 where the vocabulary needs it. Raises UserError.
+
+    The tokens are those of all documents in source order, once, BOS and EOS as in training: what one unshuffled stream
+    reads. They and the shards do not depend on the number of workers, nor on interruptions.
+    """
+    parser = argparse.ArgumentParser(
+        "titanlite.tools.tokenize", description="Tokenize sources into token files.", allow_abbrev=False
+    )
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder, or one to go on with")
+    cores = len(os.sched_getaffinity(0))
+    text = "worker processes, 0: none beside this; default: one for each core (here %(default)s)"
+    parser.add_argument("--workers", type=int, default=cores, metavar="N", help=text)
+    text = "a shard ends with the document with which it has as many tokens; default: %(default)s"
+    parser.add_argument("--shard_tokens", type=int, default=SHARD_TOKENS, metavar="M", help=text)
+    own, config = parse_arguments(parser, argv, needs_tokenizer=True)
+    for name, least in (("workers", 0), ("shard_tokens", 1)):
+        if getattr(own, name) < least:
+            raise UserError(f"--{name} {getattr(own, name)}: at least {least}")
+    with _own_folder(own.out):
+        manifest, description = tokenize(config, own.out, own.workers, own.shard_tokens)
+    print(
+        f"{own.out}: {manifest['tokens']:,} tokens of {manifest['documents']:,} documents, {manifest['dtype']}, "
+        f"{len(manifest['shards']):,} shards, from {description}; {manifest['bad_rows']:,} bad rows\nto use it:\n"
+    )
+    vocab_size = manifest["tokenizer"]["vocab_size"]
+    print(f'[model]\nvocab_size = {vocab_size}\n\n[[data.sources]]\nkind = "tokens"\npath = {literal(str(own.out))}')
+
+
+def tokenize(config: JobConfig, out: Path, num_workers: int, shard_tokens: int) -> tuple[dict[str, Any], str]:
+    """Fill the folder; its manifest, and what the sources are in one line. Raises UserError."""
+    data = config.data
+    vocab_size = resolve_model(config.model)[1].vocab_size
+    tokenizer = prepare_tokenizer(config.tokenizer, data.sources, vocab_size=vocab_size)
+    assert tokenizer is not None, "sources of text have a tokenizer"
+    job = Job(data.sources, piece_bytes(config), tokenizer.arguments, add_bos=data.add_bos, add_eos=data.add_eos)
+    encoder = Encoder(job)
+    print(f"tokenizer: {tokenizer.description}")
+    facts = {
+        "format": FORMAT_VERSION,
+        "dtype": encoder.dtype.name,
+        "tokenizer": {
+            "description": tokenizer.description,
+            "fingerprint": tokenizer.fingerprint,
+            "vocab_size": tokenizer.vocab_size,
+        },
+        "settings": {
+            "add_bos": data.add_bos,
+            "add_eos": data.add_eos,
+            "max_piece_bytes": job.max_piece_bytes,
+            "shard_tokens": shard_tokens,
+        },
+        "sources": data_fingerprint(replace(data, max_piece_bytes=job.max_piece_bytes))["sources"],
+    }
+    shards = _shards_so_far(out, facts)
+    rows = UsableRows(data, sum(shard["bad_rows"] for shard in shards))
+    first = sum(shard["pieces"] for shard in shards)
+    with (
+        closing(_chunks(encoder.texts, first)) as chunks,  # the progress bar ends before a message comes
+        encoded(encoder, job, chunks, num_workers) as in_order,
+    ):
+        for shard in write_shards(out, in_order, rows, encoder.dtype, shard_tokens, len(shards)):
+            shards.append(shard)
+            write_unfinished(out, facts | {"shards": shards})
+    if not shards:
+        raise UserError(f"there is nothing to tokenize: {encoder.texts.description}")
+    totals = {name: sum(shard[name] for shard in shards) for name in ("tokens", "documents")}
+    manifest = facts | totals | {"bad_rows": rows.bad_rows, "shards": shards}
+    write_manifest(out, manifest)
+    return manifest, encoder.texts.description
+
+
+@contextmanager
+def _own_folder(out: Path) -> Iterator[None]:
+    """Make the folder, for this process alone; remove it again where nothing is written. Raises UserError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with _locked(out):
+            left = {file.name for file in out.iterdir() if file.suffix != PARTIAL}
+            if left and UNFINISHED not in left:
+                what = "is complete" if MANIFEST in left else "holds other files"
+                raise UserError(f"{out} {what} and is not overwritten: remove it, or write another --out")
+            try:
+                yield
+            finally:
+                if not any(out.iterdir()):
+                    out.rmdir()
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error}") from error
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, which the system takes back when the process dies. Raises UserError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"another process writes into {folder}: wait for it, or write another --out") from None
+    else:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _shards_so_far(out: Path, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """What an earlier, interrupted run of the same command has completed. Raises UserError where it was another one."""
+    unfinished = read_unfinished(out)
+    if unfinished is None:
+        return []
+    facts = json.loads(json.dumps(facts))
+    different = [key for key in facts if unfinished.get(key) != facts[key]]
+    if different:
+        raise UserError(
+            f"{out} was begun with another configuration (see {', '.join(different)} in {UNFINISHED}): go on with the "
+            "same, remove the folder, or write another --out"
+        )
+    shards: list[dict[str, Any]] = unfinished["shards"]
+    print(f"going on after {shards[-1]['file']}")
+    return shards
+
+
+def _chunks(texts: Texts, first: int) -> Generator[range, None, None]:
+    """The pieces from `first` on, in ranges of about CHUNK_BYTES, with a progress bar."""
+    begin, size = first, 0
+    for piece in pieces_with_progress(texts, "tokenizing", first):
+        size += texts.num_bytes(piece)
+        if size >= CHUNK_BYTES:
+            yield range(begin, piece + 1)
+            begin, size = piece + 1, 0
+    if begin < sum(texts.counts):
+        yield range(begin, sum(texts.counts))
+
+
+def write_shards(
+    out: Path, chunks: Iterable[Chunk], rows: UsableRows, dtype: Any, shard_tokens: int, number: int
+) -> Iterator[dict[str, Any]]:
+    """Write shards from `number` on; after each, what a manifest says about it. The first chunk begins a document.
+
+    Where a document's first piece is a bad row, or empty, the document starts with the next of its pieces.
+    """
+    writer, pieces, bad_rows = ShardWriter(out, number, dtype), 0, rows.bad_rows
+    is_start = True
+    try:
+        for chunk in chunks:
+            begin = end = 0  # of those of the chunk's tokens that are not written yet
+            for place, (length, flags) in enumerate(zip(chunk.lengths, chunk.flags, strict=True)):
+                pieces += 1
+                if place in chunk.errors:
+                    rows.check(chunk.errors[place])
+                if is_start and length:
+                    writer.start_document(end - begin)
+                end += length
+                ends = bool(flags & ENDS_DOCUMENT)
+                is_start = ends or place in chunk.errors or (is_start and not length)
+                if ends and writer.tokens + end - begin >= shard_tokens:
+                    writer.write(chunk.ids[begin:end])
+                    begin = end
+                    yield writer.finish() | {"pieces": pieces, "bad_rows": rows.bad_rows - bad_rows}
+                    number, pieces, bad_rows = number + 1, 0, rows.bad_rows
+                    writer = ShardWriter(out, number, dtype)
+            writer.write(chunk.ids[begin:end])
+        if writer.tokens:
+            yield writer.finish() | {"pieces": pieces, "bad_rows": rows.bad_rows - bad_rows}
+    finally:
+        writer.discard()
+
+
+if __name__ == "__main__":
+    run_command(main)
