@@ -28,12 +28,12 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import tokenizers
+from titanlite.data.index import usable_files
 
 from titanlite.data.bpe import train_bpe
-from titanlite.data.config import DataConfig
-from titanlite.data.index import usable_files
+from titanlite.data.config import DataConfig, SourceConfig
 from titanlite.data.loader import build_loader
-from titanlite.data.sources import SourceConfig, find_files
+from titanlite.data.sources import find_files
 from titanlite.data.tokenizer import Tokenizer
 
 SEED = 0

@@ -27,8 +27,8 @@ from titanlite.assembly.model import build_model, build_trainer
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
+from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.loader import build_loader
-from titanlite.data.tokenizer import prepare_tokenizer
 from titanlite.forward import on_device
 from titanlite.metrics.meter import Meter
 from titanlite.models.init import init_parameters_

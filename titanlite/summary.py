@@ -8,6 +8,7 @@ from pathlib import Path
 
 from titanlite.assembly.run import CONFIG_COPY
 from titanlite.config.schema import JobConfig
+from titanlite.data.sources.python_stdlib import PythonStdlib
 from titanlite.data.tokenizer import TOKENIZER_FOLDER
 from titanlite.metrics.meter import Record
 from titanlite.metrics.sinks import METRICS_FILE
@@ -33,7 +34,7 @@ def summarize(config: JobConfig, record: Record, steps: int, train_s: float) -> 
     if config.checkpoint.enable:
         elsewhere = f" --job.dump_folder {shlex.quote(f'{folder}-2')}"
         if (folder / TOKENIZER_FOLDER).exists():
-            generate = f"{python_command(os.environ)} -m titanlite.tools.generate {shlex.quote(str(folder))}"
+            generate = f"{python_command(os.environ)} -m titanlite generate {shlex.quote(str(folder))}"
             next_steps.append(("see it write", f'{generate} --prompt "{prompt_for(config)}"'))
     if not ended and not config.checkpoint.last_save_model_only:
         next_steps.append(("train longer", f"{again} ./run_train.sh --training.steps {4 * record.step}"))
@@ -46,7 +47,7 @@ def summarize(config: JobConfig, record: Record, steps: int, train_s: float) -> 
 def prompt_for(config: JobConfig) -> str:
     """A beginning that the model of a run may know how to go on from; no space behind it, which is a part of what comes
     next to most tokenizers."""
-    return "def __init__(self" if any(source.kind == "python-stdlib" for source in config.data.sources) else "The"
+    return "def __init__(self" if any(source.kind == PythonStdlib.kind for source in config.data.sources) else "The"
 
 
 def python_command(environment: Mapping[str, str]) -> str:

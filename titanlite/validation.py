@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.batch import IGNORE_INDEX, Batch
-from titanlite.data.config import DataConfig, check_with_settings
+from titanlite.data.check import check_source
+from titanlite.data.config import DataConfig, SourceConfig
+from titanlite.data.kinds import open_source
 from titanlite.data.loader import Loader
-from titanlite.data.sources import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.forward import ModelOnMesh, on_device
 from titanlite.metrics.meter import Meter
@@ -62,7 +63,7 @@ def check_validation(
         bool(sources), f"{key}.sources", [], "at least one source", "add a [[validation.sources]] table"
     )
     problems += require(
-        has_tokenizer or all(source.kind == "tokens" for source in sources),
+        has_tokenizer or all(open_source(source).holds == "tokens" for source in sources),
         "tokenizer.path",
         "",
         "required for validation.sources of text, where data.sources are tokens",
@@ -73,7 +74,7 @@ def check_validation(
             value = getattr(source, name)
             rule = "not for validation, which reads each source once and weighs its tokens alike"
             problems += require(value == -1, f"{key}.sources.{n}.{name}", value, rule, "leave it out")
-        problems += check_with_settings(
+        problems += check_source(
             source, f"{key}.sources.{n}", data, vocab_size=vocab_size, looks_at_files=looks_at_files
         )
     return problems

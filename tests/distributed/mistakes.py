@@ -48,9 +48,9 @@ INTERLEAVED = Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *PAIRS))
 @dataclass(frozen=True)
 class Mistake:
     """planted: what is wrong inside. seen: all that our comparison finds different, or the exception that ends it.
-    first: what `titanlite.tools.parity` names first, or the exception.
+    first: what `titanlite parity` names first, or the exception.
 
-    documents: the rows hold several documents; `titanlite.tools.parity` has no part in it.
+    documents: the rows hold several documents; `titanlite parity` has no part in it.
     """
 
     name: str

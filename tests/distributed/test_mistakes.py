@@ -1,4 +1,4 @@
-"""The comparisons can fail: known mistakes, planted one at a time, are seen by ours and named by `titanlite.tools.parity`.
+"""The comparisons can fail: known mistakes, planted one at a time, are seen by ours and named by `titanlite parity`.
 
 With -s the table of docs/numerics.md is printed: each mistake, the layout, and what gives it away.
 """
@@ -37,7 +37,7 @@ def errors(layout: Layout, documents: bool) -> dict[str, Any]:
 
 
 def measured(layout: Layout, folder: Path) -> dict[str, Any]:
-    """What `titanlite.tools.parity` measures on this rank."""
+    """What `titanlite parity` measures on this rank."""
     chosen = parity.Layout(*layout.axes, layout.schedule or None)  # type: ignore[arg-type]
     config = parity.config_of(on_one_process(layout), chosen)
     return asdict(measure_layout(config, mesh_of(config), 1, folder / family_of(layout)))
@@ -52,7 +52,7 @@ def family_of(layout: Layout) -> str:
 
 
 def references(layouts: Sequence[Layout], folder: Path) -> dict[str, Any]:
-    """What `titanlite.tools.parity` compares with, for each family. Rank 0 leaves files for all."""
+    """What `titanlite parity` compares with, for each family. Rank 0 leaves files for all."""
     found = {}
     if dist.get_rank() == 0:
         for family, layout in {family_of(layout): layout for layout in layouts}.items():
@@ -108,7 +108,7 @@ def different(ranks: Sequence[dict[str, Any]], bound: float) -> dict[str, float]
 
 
 def first_difference(ranks: Sequence[dict[str, Any]], expected: dict[str, Any]) -> str:
-    """What `titanlite.tools.parity` names; "" for nothing."""
+    """What `titanlite parity` names; "" for nothing."""
     if "error" in ranks[0]:
         return str(ranks[0]["error"])
     merged = merge_ranks([Measurement.of_json(rank) for rank in ranks])

@@ -1,4 +1,4 @@
-"""`python -m titanlite.tools.parity`: what it prints and refuses, and how it ends. Its comparison: test_mistakes.py."""
+"""`python -m titanlite parity`: what it prints and refuses, and how it ends. Its comparison: test_mistakes.py."""
 
 import json
 import os

@@ -1,12 +1,18 @@
-"""Settings of all unit tests."""
+"""Settings of all unit tests: small corpora in temporary folders, and a cache folder of each test's own."""
 
+import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+
+from titanlite.data.bpe import train_bpe
+from titanlite.data.tokenizer import Tokenizer
+
+SENTENCE = "the model reads a few words and learns which of them follow the others in a text"
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +40,53 @@ def group() -> Iterator[dist.ProcessGroup]:
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("TITANLITE_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_bpe(iter([SENTENCE] * 4), 300, folder)
+    return folder
+
+
+@pytest.fixture
+def tokenizer(tokenizer_folder: Path) -> Tokenizer:
+    return Tokenizer(tokenizer_folder / "tokenizer.json")
+
+
+@pytest.fixture
+def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
+    """write_jsonl(rows, name): rows that are text become {"text": row}; bytes stand as they are."""
+
+    def write(rows: list[str | bytes], name: str = "rows.jsonl") -> Path:
+        file = tmp_path / name
+        lines = [row if isinstance(row, bytes) else json.dumps({"text": row}).encode() for row in rows]
+        file.write_bytes(b"\n".join(lines) + b"\n")
+        return file
+
+    return write
+
+
+@pytest.fixture
+def stdlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A standard library of 45 usable files, and others that are no part of the corpus."""
+    root = tmp_path / "lib"
+    for n in range(45):
+        file = root / f"package{n % 3}" / f"module{n:02}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"# module {n}: the words of a text\nvalue = {n}\n" * (1 + n % 4))
+    for name in ("site-packages", "dist-packages", "test", "__pycache__", "package0/test"):
+        (root / name).mkdir()
+        (root / name / "left_out.py").write_text("left_out = True\n")
+    (root / "empty.py").touch()
+    (root / "latin.py").write_bytes(b"# caf\xe9\n")
+    (root / "data.txt").write_text("no Python")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(root)})
+    return root

@@ -6,11 +6,11 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from titanlite.config.schema import JobConfig
+from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.config import DataConfig
-from titanlite.data.hub import hub_commit
+from titanlite.data.kinds import KINDS, open_source, source_names
 from titanlite.data.loader import Loader, build_loader
-from titanlite.data.sources import source_names
-from titanlite.data.tokenizer import Tokenizer, prepare_tokenizer
+from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.registry import resolve_model
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.pipeline import rows_per_batch
@@ -25,11 +25,10 @@ def pin_revisions(config: JobConfig, world: World, store: dist.Store) -> JobConf
     """
     sections = (config.data, config.validation)
     sources = [source for section in sections for source in section.sources]
-    if not any(source.kind == "hf" for source in sources):
+    if not any(KINDS[source.kind].has_revision for source in sources):
         return config
     if world.rank == 0:
-        commits = [hub_commit(source) if source.kind == "hf" else "" for source in sources]
-        store.set("hub_commits", json.dumps(commits))
+        store.set("hub_commits", json.dumps([open_source(source).pinned_revision() for source in sources]))
     commits = json.loads(store.get("hub_commits"))
     pinned = [
         replace(source, revision=commit) if commit else source for source, commit in zip(sources, commits, strict=True)
@@ -80,7 +79,7 @@ def loader_of(config: JobConfig, section: DataConfig, mesh: Mesh, tokenizer: Tok
         local_batch_size=batch_rows(config, mesh),
         data_rank=mesh.data_rank,
         data_degree=mesh.data_degree,
-        speaks=mesh.is_data_leader,
+        logs=mesh.is_data_leader,
     )
 
 

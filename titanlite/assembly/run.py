@@ -20,10 +20,10 @@ from titanlite.checkpoint.state import RunState
 from titanlite.config.load import dump_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.fingerprint import data_fingerprint
+from titanlite.data.kinds import source_names
 from titanlite.data.ledger import LEDGER_FOLDER, Ledger, ledger_files
 from titanlite.data.loader import Loader
-from titanlite.data.permutation import STREAM_VERSION
-from titanlite.data.sources import source_names
+from titanlite.data.order import STREAM_VERSION
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from titanlite.hf.folder import ModelFolder
 from titanlite.hf.source import PREFIX, fetch_source

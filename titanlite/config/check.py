@@ -8,8 +8,9 @@ from titanlite.checkpoint.config import check_checkpoint
 from titanlite.checkpoint.preflight import check_start, imported_from
 from titanlite.config.schema import JobConfig, JobSection
 from titanlite.config.training import check_training
-from titanlite.data.config import PIECE_BYTES_PER_POSITION, check_data
-from titanlite.data.tokenizer import check_tokenizer
+from titanlite.data.check import check_data, check_tokenizer
+from titanlite.data.config import PIECE_BYTES_PER_POSITION
+from titanlite.data.kinds import open_source
 from titanlite.hf.source import check_source
 from titanlite.metrics.sinks import OWN_FILES, check_metrics
 from titanlite.models.registry import check_model, resolve_model
@@ -73,7 +74,8 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, looks_
             config.validation,
             config.data,
             vocab_size=model.vocab_size,
-            has_tokenizer=bool(config.tokenizer.path) or any(source.kind != "tokens" for source in config.data.sources),
+            has_tokenizer=bool(config.tokenizer.path)
+            or any(open_source(source).holds == "text" for source in config.data.sources),
             looks_at_files=looks_at_files,
         ),
         *batch_problems,

@@ -6,6 +6,8 @@ from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from titanlite.config.schema import JobConfig
+from titanlite.data.config import SourceConfig
+from titanlite.data.kinds import KINDS
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import Problem
@@ -29,6 +31,8 @@ MOVED = {
 def kinds_of(section_type: Any) -> dict[str, Any]:
     """Field -> type of its values, of a dataclass."""
     hints = get_type_hints(section_type)
+    if section_type is SourceConfig:
+        hints["kind"] = Literal[tuple(KINDS)]
     return {field.name: hints[field.name] for field in dataclasses.fields(section_type)}
 
 

@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.config.training import TrainingConfig
-from titanlite.data.config import DataConfig
-from titanlite.data.tokenizer import TokenizerConfig
+from titanlite.data.config import DataConfig, TokenizerConfig
 from titanlite.metrics.sinks import MetricsConfig
 from titanlite.models.family import ModelConfig
 from titanlite.optim.optimizer import OptimizerConfig

@@ -1,17 +1,18 @@
-"""Training of byte-level BPE tokenizers, with the `tokenizers` library."""
+"""Training of byte-level BPE tokenizers, with the `tokenizers` library; and the tokenizer of a run."""
 
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from titanlite.data.cache import built_once, cache_folder, content_key, file_facts
-from titanlite.data.index import usable_files
-from titanlite.data.sources import SourceConfig, find_files, in_split
+from titanlite.data.config import SourceConfig, TokenizerConfig
+from titanlite.data.sources.python_stdlib import PythonStdlib
+from titanlite.data.tokenizer import Tokenizer, tokenizer_file
+from titanlite.runtime.cache import built_once, cache_folder, content_key, file_facts
 
 logger = logging.getLogger("titanlite")
 
@@ -19,6 +20,8 @@ FORMAT_VERSION = 1
 EOS = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257
 """256 bytes and EOS."""
+
+QUICKSTART_VOCAB_SIZE = 4096
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int, folder: Path) -> int:
@@ -46,14 +49,28 @@ def train_on_python_stdlib(vocab_size: int) -> Path:
 
     Raises UserError where the cache folder cannot be written.
     """
-    source = SourceConfig(kind="python-stdlib", split="train")
-    files = find_files(source)
-    key = content_key(["bpe", FORMAT_VERSION, tokenizers.__version__, vocab_size, file_facts(files)])
+    source = PythonStdlib(SourceConfig(PythonStdlib.kind, split="train"))
+    key = content_key(["bpe", FORMAT_VERSION, tokenizers.__version__, vocab_size, file_facts(source.files())])
 
     def build(folder: Path) -> None:
         logger.info("training a tokenizer of %s tokens on the Python standard library", f"{vocab_size:,}")
-        texts = (file.read_text(encoding="utf-8") for file in in_split(source, usable_files(files)))
+        texts = (file.read_text(encoding="utf-8") for file in source.split_files())
         train_bpe(texts, vocab_size, folder)
 
     folder = built_once(cache_folder() / "tokenizer" / key, "a tokenizer for the Python standard library", build)
     return folder / "tokenizer.json"
+
+
+def prepare_tokenizer(
+    section: TokenizerConfig, sources: Sequence[SourceConfig], *, vocab_size: int
+) -> Tokenizer | None:
+    """The tokenizer of a run; None where the data is tokens and no path is given.
+
+    Without a path it is trained on the standard library's training split, min(4096, vocab_size) tokens, by the first
+    process that needs it, and kept in the cache folder. Raises UserError.
+    """
+    if section.path:
+        return Tokenizer(tokenizer_file(section.path), bos=section.bos, eos=section.eos)
+    if any(source.kind == PythonStdlib.kind for source in sources):
+        return Tokenizer(train_on_python_stdlib(min(QUICKSTART_VOCAB_SIZE, vocab_size)))
+    return None

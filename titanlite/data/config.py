@@ -1,16 +1,43 @@
-"""The [data] section: what is trained on, and in which order."""
+"""The [data] and [tokenizer] sections: what is trained on, and in which order."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from titanlite.data.hub import check_hub
-from titanlite.data.sources import SourceConfig, check_source, size_unit
-from titanlite.data.windows import check_tokens
-from titanlite.runtime.errors import Problem, require
-
 MIN_PIECE_BYTES = 16
 PIECE_BYTES_PER_POSITION = 64
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One [[data.sources]] table."""
+
+    kind: str = "python-stdlib"
+    """What the files are. hf: a dataset of the Hugging Face hub, or a folder in its layout. python-stdlib: the *.py of
+    the running interpreter's standard library, no path needed."""
+    path: str = ""
+    """File, folder or glob (** for any depth); a folder means all files of the kind below it. hf: a folder, or a name
+    on the hub like "user/dataset"."""
+    field: str = ""
+    """jsonl, parquet, hf: the field that holds the text; default "text"."""
+    name: str = ""
+    """Name in messages; default: the kind and the path."""
+    document: Literal["", "file", "paragraph", "line"] = ""
+    """text: what one document is; default "file". Paragraphs are parted by blank lines."""
+    dtype: Literal["", "uint16", "uint32"] = ""
+    """tokens: the type of the numbers in a raw little-endian .bin file; a .npy file says it itself."""
+    split: str = ""
+    """hf: which of the dataset's splits. python-stdlib: "train" or "validation", for which every 20th file is held out.
+    Default "train"."""
+    subset: str = ""
+    """hf: which configuration of the dataset; default: its default one."""
+    revision: str = ""
+    """hf: branch, tag or commit on the hub; default: its main branch. What it is at the start holds for the run."""
+    streaming: bool = True
+    """hf: read the files where they lie, in blocks of rows; false: turn them into Arrow files on disk first."""
+    weight: float = -1.0
+    """Its share of the sequences, beside the weights of the other sources. Given for none of them: their sizes."""
+    epochs: int = -1
+    """How often it is read: a run ends when such a source has. -1: for ever."""
 
 
 @dataclass(frozen=True)
@@ -48,85 +75,13 @@ class DataConfig:
     """The corpora, trained on together: [[data.sources]] tables."""
 
 
-def check_data(
-    section: DataConfig,
-    *,
-    seq_len: int,
-    global_batch_size: int,
-    data_degree: int,
-    vocab_size: int,
-    looks_at_files: bool = True,
-) -> list[Problem]:
-    """Problems of the [data] section. Facts that are not known (yet) are 0 or -1: what needs them is not checked.
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """Which tokenizer turns text into tokens."""
 
-    looks_at_files: also those of the sources' files, which have to be there.
-    """
-    streams = section.num_streams
-    problems = [
-        *require(streams == -1 or streams >= 1, "data.num_streams", streams, "-1 or at least 1", "leave it out"),
-        *require(
-            section.max_piece_bytes == -1 or section.max_piece_bytes >= MIN_PIECE_BYTES,
-            "data.max_piece_bytes",
-            section.max_piece_bytes,
-            f"-1 or at least {MIN_PIECE_BYTES}",
-            "leave it out" + (f": -1 means {PIECE_BYTES_PER_POSITION * seq_len}" if seq_len > 0 else ""),
-        ),
-        *require(section.max_bad_rows >= 0, "data.max_bad_rows", section.max_bad_rows, "at least 0", "write 0 or more"),
-        *require(section.num_workers >= 0, "data.num_workers", section.num_workers, "at least 0", "write 0 or more"),
-        *require(bool(section.sources), "data.sources", [], "at least one source", "add a [[data.sources]] table"),
-        *require(
-            0 <= section.seed < 2**63,
-            "data.seed",
-            section.seed,
-            "from 0 to 2^63 - 1",
-            "write a number from 0",
-        ),
-    ]
-    if streams >= 1 and data_degree > 0:
-        problems += require(
-            streams % data_degree == 0,
-            "data.num_streams",
-            streams,
-            f"divisible by dp_replicate x dp_shard = {data_degree}, so that a rank reads only streams of its own",
-            f"write {-(-streams // data_degree) * data_degree}, or leave it out"
-            + (f": it is then training.global_batch_size = {global_batch_size}" if global_batch_size > 0 else ""),
-        )
-    for n, source in enumerate(section.sources):
-        problems += check_with_settings(
-            source, f"data.sources.{n}", section, vocab_size=vocab_size, looks_at_files=looks_at_files
-        )
-    return problems + _check_weights(section.sources)
-
-
-def check_with_settings(
-    source: SourceConfig, key: str, section: DataConfig, *, vocab_size: int, looks_at_files: bool
-) -> list[Problem]:
-    """Problems of the source at `key`, which is read with the settings of `section`."""
-    found = check_source(source, key, looks_at_files=looks_at_files)
-    if looks_at_files and source.kind == "tokens" and not found and vocab_size > 0:
-        found = check_tokens(source, key, vocab_size, needs_documents=section.document_mask)
-    if looks_at_files and source.kind == "hf" and not found:
-        found = check_hub(source, key)
-    return found + require(
-        source.kind != "tokens" or section.packing == "concatenate",
-        "data.packing",
-        section.packing,
-        f"not with token files ({key}), whose sequences are windows of them",
-        'write packing = "concatenate", or use the text itself',
-    )
-
-
-def _check_weights(sources: Sequence[SourceConfig]) -> list[Problem]:
-    """Weights are given for all sources or for none; for none, their sizes have to compare."""
-    if len(sources) < 2:
-        return []
-    without = [n for n, source in enumerate(sources) if source.weight == -1]
-    if without and len(without) < len(sources):
-        n = without[0]
-        rule = "given for every source or for none"
-        return [Problem(f"data.sources.{n}.weight", -1, rule, "write its share, beside those of the others")]
-    units = [size_unit(source) for source in sources]
-    if without and (units[0] == "" or len(set(units)) > 1):
-        rule = "required where sources are not all text, or all tokens, on disk: their sizes do not compare"
-        return [Problem("data.sources.0.weight", -1, rule, "write a weight for each: its share of the sequences")]
-    return []
+    path: str = ""
+    """A tokenizer.json or its folder. Empty: none (tokens), or one trained on the corpus (python-stdlib)."""
+    bos: str = ""
+    """Text of the token that starts a document; default: from a tokenizer_config.json beside it, else none."""
+    eos: str = ""
+    """Text of the token that ends a document; default: from a tokenizer_config.json beside it, else none."""

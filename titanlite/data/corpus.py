@@ -1,38 +1,127 @@
-"""Pieces as tokens: all sources of a run behind one numbering."""
+"""Pieces as tokens. Those of text have an index, which is built once, kept in the cache folder and memory-mapped."""
 
+import json
+import logging
+import sys
+import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from tqdm import tqdm
 
-from titanlite.data.index import PieceIndex, open_index, reader_of
-from titanlite.data.pieces import ENDS_DOCUMENT, STARTS_DOCUMENT, BadRowError, Piece
-from titanlite.data.retry import retrying
-from titanlite.data.sources import SourceConfig, source_name
+from titanlite.data.pieces import (
+    AT_BEGIN,
+    ENDS_DOCUMENT,
+    NOWHERE,
+    STARTS_DOCUMENT,
+    BadRowError,
+    Piece,
+    TokenPiece,
+)
+from titanlite.data.sources.base import TextSource
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.runtime.cache import built_once, cache_folder, content_key
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.retry import retrying
 
-Tokens = npt.NDArray[np.integer]
-
-AT_BEGIN = np.zeros(1, np.int64)
-NOWHERE = np.empty(0, np.int64)
+FORMAT_VERSION = 1
+FLUSH_PIECES = 2**16
 
 BYTES_PER_TOKEN = 3
 """About as many as English and code have; it decides only how far text is read ahead."""
 
-
-class TokenPiece(NamedTuple):
-    """A piece as tokens. starts: the places in it at which a document starts."""
-
-    tokens: Tokens
-    starts: npt.NDArray[np.int64]
+logger = logging.getLogger("titanlite")
 
 
-NOTHING = TokenPiece(NOWHERE, NOWHERE)
-"""A piece without tokens."""
+class PieceIndex:
+    """The pieces of one source, in the order of its files.
+
+    records: int64 (pieces, len(Piece._fields)), memory-mapped. files: what Piece.file counts.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        meta = json.loads((folder / "meta.json").read_text())
+        self.files = [folder / file for file in meta["files"]]  # those made with the index lie beside it
+        self.text_bytes: int = meta["text_bytes"]
+        shape = (meta["pieces"], len(Piece._fields))
+        self.records: npt.NDArray[np.int64] = (
+            np.memmap(folder / "pieces.bin", np.int64, "r", shape=shape) if shape[0] else np.empty(shape, np.int64)
+        )
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, n: int) -> Piece:
+        return Piece(*self.records[n].tolist())
+
+
+def open_index(source: TextSource, max_piece_bytes: int) -> PieceIndex:
+    """The index of a source of text, from the cache or built now; other processes wait for the one that builds.
+
+    A dataset of the hub is turned into Arrow files on the way. Raises UserError where the cache folder cannot be
+    written or a file cannot be read.
+    """
+    facts = [source.kind, source.settings(), max_piece_bytes, source.content_facts()]
+    folder = cache_folder() / "index" / content_key(["pieces", FORMAT_VERSION, facts])
+    what = f"the index of {source.name}"
+    return PieceIndex(built_once(folder, what, lambda into: _build(source, max_piece_bytes, into, what)))
+
+
+def _build(source: TextSource, max_piece_bytes: int, into: Path, what: str) -> None:
+    """Write pieces.bin and meta.json; memory is bounded by FLUSH_PIECES, whatever the corpus."""
+    start = time.monotonic()
+    files = source.indexed_files(into)
+    pieces, text_bytes = 0, 0
+    with open(into / "pieces.bin", "wb") as out:
+        for rows in _batches(_scan(source, files, max_piece_bytes, what)):
+            block = np.array(rows, dtype="<i8")
+            block.tofile(out)
+            pieces += len(block)
+            sizes = np.where(block[:, _LENGTH] < 0, block[:, _SIZE], block[:, _LENGTH])
+            text_bytes += int(sizes.sum())
+    names = [file.name if file.parent == into else str(file) for file in files]
+    meta = {"pieces": pieces, "text_bytes": text_bytes, "files": names}
+    (into / "meta.json").write_text(json.dumps(meta))
+    seconds = time.monotonic() - start
+    logger.info("built %s in %.1f s: %s files, %s pieces", what, seconds, f"{len(files):,}", f"{pieces:,}")
+
+
+_SIZE, _LENGTH = Piece._fields.index("size"), Piece._fields.index("length")
+
+
+def _scan(source: TextSource, files: Sequence[Path], max_piece_bytes: int, what: str) -> Iterator[Piece]:
+    total = sum(file.stat().st_size for file in files)
+    with tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=not sys.stderr.isatty(), leave=False) as bar:
+        for number, file in enumerate(files):
+            with _naming(file):
+                yield from source.scan(file, number, max_piece_bytes)
+                bar.update(file.stat().st_size)
+
+
+def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    for piece in pieces:
+        batch.append(piece)
+        if len(batch) == FLUSH_PIECES:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Turn the system's errors into a UserError about this file."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
 
 
 class Corpus(Protocol):
@@ -62,13 +151,12 @@ class Texts:
     counts: pieces of each source. size, description: as of a Corpus.
     """
 
-    def __init__(self, sources: Sequence[SourceConfig], max_piece_bytes: int) -> None:
-        self._sources = [(source_name(source), open_index(source, max_piece_bytes)) for source in sources]
-        self._readers = [reader_of(source) for source in sources]
+    def __init__(self, sources: Sequence[TextSource], max_piece_bytes: int) -> None:
+        self._sources = [(source, open_index(source, max_piece_bytes)) for source in sources]
         self.counts = tuple(len(index) for _, index in self._sources)
         self.size = sum(index.text_bytes for _, index in self._sources)
         self._ends = list(accumulate(self.counts))
-        self.description = "; ".join(_describe(name, index) for name, index in self._sources)
+        self.description = "; ".join(_describe(source.name, index) for source, index in self._sources)
 
     def row(self, piece: int) -> Piece:
         """Where the piece lies in its source."""
@@ -82,15 +170,15 @@ class Texts:
 
     def read(self, piece: int) -> str | Exception:
         """Its text, or what is to be raised by whoever consumes it: BadRowError, UserError."""
-        source, place = self._place(piece)
-        name, index = self._sources[source]
+        number, place = self._place(piece)
+        source, index = self._sources[number]
         row = index[place]
         path = index.files[row.file]
-        what = f"{path} of the source {name!r}"
+        what = f"{path} of the source {source.name!r}"
         try:
-            return retrying(what, lambda: self._readers[source].read(path, row))
+            return retrying(what, lambda: source.read(path, row))
         except BadRowError as bad:
-            return BadRowError(f"{path}, {self._readers[source].row_name} {row.row}: {bad}")
+            return BadRowError(f"{path}, {source.row_name} {row.row}: {bad}")
         except UserError as error:
             return error
         except OSError as error:
@@ -132,12 +220,12 @@ class TextCorpus:
 
     windows = False
 
-    def __init__(self, texts: Texts, tokenizer: Tokenizer, *, add_bos: bool, add_eos: bool) -> None:
+    def __init__(self, texts: Texts, encoder: Encoder) -> None:
         self.count = sum(texts.counts)
         self.size = texts.size
         self.description = texts.description
         self._texts = texts
-        self._encoder = Encoder(tokenizer, add_bos=add_bos, add_eos=add_eos)
+        self._encoder = encoder
 
     def ahead(self, pieces: Iterator[int], num_tokens: int) -> list[int]:
         taken, num_bytes = list[int](), 0

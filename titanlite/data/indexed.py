@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from titanlite.data.corpus import Corpus, TokenPiece
-from titanlite.data.permutation import Permutation
-from titanlite.data.streams import Place
+from titanlite.data.corpus import Corpus
+from titanlite.data.order import Permutation
+from titanlite.data.pieces import Place, TokenPiece
 
 READ_AHEAD_PIECES = 64
 """At most so many pieces of one stream are tokenized in one batch."""
@@ -13,7 +13,7 @@ MIN_PATIENCE = 1000
 """Two epochs without any token mean that there is none; for a small source more, of which a stream has but a few."""
 
 
-class IndexedSource:
+class IndexedOrder:
     """Numbered pieces in an order of their own in each epoch. epochs: how often they are read; -1: for ever."""
 
     def __init__(self, corpus: Corpus, permutation: Permutation, *, name: str, epochs: int) -> None:

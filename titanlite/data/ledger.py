@@ -6,14 +6,10 @@
 
 sequence: its number in the run, from 0. source: which of [[data.sources]]. epoch, piece, offset: its first token is
 number `offset` of that piece of the source; -1 where it has no token, since the source has ended.
-
-python -m titanlite.data.ledger DUMP_FOLDER      prints the lines of all data ranks and starts as one ledger
 """
 
-import argparse
 import json
-import os
-import sys
+import runpy
 from collections.abc import Iterator, Sequence
 from heapq import merge
 from itertools import groupby
@@ -39,7 +35,7 @@ class Ledger:
     def write(self, step: int, sequences: Sequence[int], origins: Sequence[Origin]) -> None:
         """The step's line; it is out of this process's hands on return."""
         rows = [[sequence, *origin] for sequence, origin in zip(sequences, origins, strict=True)]
-        self._file.write(_line(step, rows))
+        self._file.write(ledger_line(step, rows))
         self._file.flush()
 
     def close(self) -> None:
@@ -68,25 +64,10 @@ def _steps(path: Path) -> Iterator[tuple[int, list[list[int]]]]:
             yield values["step"], values["sequences"]
 
 
-def _line(step: int, rows: list[list[int]]) -> str:
+def ledger_line(step: int, rows: list[list[int]]) -> str:
+    """A line of the ledger."""
     return json.dumps({"step": step, "sequences": rows}, separators=(",", ":")) + "\n"
 
 
-def main() -> None:
-    """Print the ledger of a run."""
-    parser = argparse.ArgumentParser("titanlite.data.ledger", description="Print what a run was trained on.")
-    parser.add_argument("dump_folder", metavar="DUMP_FOLDER", type=Path, help="job.dump_folder of a run with a ledger")
-    folder = parser.parse_args().dump_folder
-    if not ledger_files(folder):
-        parser.error(f"{folder / LEDGER_FOLDER} holds no ledger: train with --data.ledger true")
-    try:
-        for step, rows in read_ledger(folder):
-            print(_line(step, rows), end="")
-        sys.stdout.flush()
-    except BrokenPipeError:  # nobody reads on, as with `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # an older name of the command
+    runpy.run_module("titanlite.tools.ledger", run_name="__main__", alter_sys=True)

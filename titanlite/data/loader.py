@@ -1,21 +1,103 @@
 """Batches for one data-parallel rank, prepared ahead of the trainer in the background."""
 
+import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from titanlite.batch import Batch
 from titanlite.data.config import DataConfig
-from titanlite.data.prefetch import Prefetcher
+from titanlite.data.kinds import source_names
 from titanlite.data.preparation import Int64s, PreparedStep, Sources
 from titanlite.data.streams import Origin, SourceState
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.data.worker import Assignment, WorkerPool
+from titanlite.data.workers import Assignment, WorkerPool
 from titanlite.runtime.errors import UserError
 
 STEPS_AHEAD = 2
+
+T = TypeVar("T")
+
+
+class _Shared(Generic[T]):
+    """What the thread and its consumer share; the thread knows nothing else, so that the consumer can be collected."""
+
+    def __init__(self, produce: Callable[[], T], depth: int) -> None:
+        self.produce = produce
+        self.depth = depth
+        self.items: deque[T] = deque()
+        self.error: BaseException | None = None
+        self.stopping = False
+        self.changed = threading.Condition()
+
+    def run(self) -> None:
+        """The thread: produce until told to stop or until `produce` raises; the error queues behind the items."""
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.stopping or len(self.items) < self.depth)
+                if self.stopping:
+                    return
+            try:
+                item = self.produce()
+            except BaseException as error:  # raised again by the consumer
+                with self.changed:
+                    self.error = error
+                    self.changed.notify_all()
+                return
+            with self.changed:
+                self.items.append(item)
+                self.changed.notify_all()
+
+
+EXIT_TIMEOUT_S = 5.0
+"""So long the process waits for a result that does not come (a file system that hangs) before it ends without it."""
+
+
+def _stop(shared: _Shared[T], thread: threading.Thread, timeout_s: float | None) -> None:
+    with shared.changed:
+        shared.stopping = True
+        shared.changed.notify_all()
+    if thread is not threading.current_thread():
+        thread.join(timeout_s)
+
+
+class Prefetcher(Generic[T]):
+    """The results of `produce()`, called again and again in a thread, at most `depth` of them ahead.
+
+    An exception of `produce` is raised by the `get` that would have returned its result, and by all later ones. The
+    thread ends with close(), with the last reference to this object, and before the interpreter shuts down (a thread
+    that is inside a native library then would take the process with it).
+    """
+
+    def __init__(self, produce: Callable[[], T], depth: int) -> None:
+        self._shared = _Shared(produce, depth)
+        thread = threading.Thread(target=self._shared.run, name="titanlite-data", daemon=True)
+        thread.start()
+        self._thread = thread
+        self._finalizer = weakref.finalize(self, _stop, self._shared, thread, EXIT_TIMEOUT_S)
+
+    def get(self) -> T:
+        """The next result; waits for it. Raises what `produce` raised."""
+        shared = self._shared
+        with shared.changed:
+            shared.changed.wait_for(lambda: shared.items or shared.error is not None or shared.stopping)
+            if shared.items:
+                item = shared.items.popleft()
+                shared.changed.notify_all()
+                return item
+            if shared.error is not None:
+                raise shared.error
+        raise RuntimeError("the prefetcher is closed")
+
+    def close(self, timeout_s: float | None = EXIT_TIMEOUT_S) -> None:
+        """End the thread once the result that it is at is done; None: however long that takes. May be called twice."""
+        self._finalizer.detach()
+        _stop(self._shared, self._thread, timeout_s)
 
 
 class Loader:
@@ -46,7 +128,7 @@ class Loader:
         assert self._global_batch_size % (local_batch_size * data_degree) == 0
         self.stream_ids = tuple(range(data_rank, num_streams, data_degree))
         """The streams of this rank: rows of state(), and the rows of the whole state that load_state() takes."""
-        self.source_names = sources.names
+        self.source_names = source_names(assignment.section.sources)
         self.description = f"{sources.description}; {num_streams} streams"
         """Sources, pieces and streams, in one line."""
         self.wait_s = 0.0
@@ -204,17 +286,18 @@ def build_loader(
     local_batch_size: int,
     data_rank: int,
     data_degree: int,
-    speaks: bool = True,
+    logs: bool = True,
 ) -> Loader:
     """The loader of one rank; `section` is resolved (no -1). Indexes sources where that was not done before.
 
-    vocab_size: the model's. speaks: whether rows that are skipped are named in warnings: of the ranks that read the
-    same, one says so. Raises UserError for a source that is empty.
+    vocab_size: the model's. logs: whether rows that are skipped are named in warnings: of the ranks that read the
+    same, one does. Raises UserError for a source that is empty.
     """
     arguments = tokenizer.arguments if tokenizer else None
+    assignment = Assignment(section, arguments, seq_len, vocab_size, global_batch_size, logs)
     return Loader(
-        Assignment(section, arguments, seq_len, vocab_size, global_batch_size, speaks),
-        Sources(section, tokenizer, seq_len=seq_len, vocab_size=vocab_size, speaks=speaks),
+        assignment,
+        assignment.sources(tokenizer),
         local_batch_size=local_batch_size,
         data_rank=data_rank,
         data_degree=data_degree,

@@ -1,9 +1,12 @@
-"""Pieces: documents, or parts of long ones, as the rows of an index."""
+"""Pieces: documents, or parts of long ones. Where they lie, their text, their tokens."""
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 STARTS_DOCUMENT = 1
 ENDS_DOCUMENT = 2
@@ -33,18 +36,62 @@ class BadRowError(Exception):
     """A row that cannot be used; the text is the reason alone. The reader does not know what is done about it."""
 
 
-class Reader(Protocol):
-    """How one kind of file is cut into pieces and how a piece becomes text."""
+class TokenPiece(NamedTuple):
+    """A piece as tokens, 1-D. starts: the places in it at which a document starts."""
 
-    row_name: ClassVar[str]
-    """What a row is called in messages: "line" or "row"."""
+    tokens: npt.NDArray[np.integer]
+    starts: npt.NDArray[np.int64]
 
-    def scan(self, path: Path, file: int, max_piece_bytes: int) -> Iterator[Piece]:
-        """All pieces of a file in order; at least one, a BAD_FILE where there is no row. Holds no file in memory."""
+
+AT_BEGIN = np.zeros(1, np.int64)
+NOWHERE = np.empty(0, np.int64)
+NOTHING = TokenPiece(NOWHERE, NOWHERE)
+"""A piece without tokens."""
+
+
+class Place(NamedTuple):
+    """Where a stream stands among its pieces of a source; what `position` counts is the source's own business."""
+
+    epoch: int
+    position: int
+
+
+class StreamPieces(Protocol):
+    """The pieces of one source that one stream reads, in its order.
+
+    windows: whether each is one sequence; else they are packed. patience: so many pieces in a row without any token
+    mean that there are none to come. name: of the source.
+    """
+
+    windows: bool
+    patience: int
+    name: str
+
+    def first(self) -> Place:
+        """Where the stream begins."""
         ...
 
-    def read(self, path: Path, piece: Piece) -> str:
-        """The piece's text, never empty. Raises BadRowError, and OSError where the file cannot be read."""
+    def after(self, place: Place) -> Place:
+        """The place of the next piece."""
+        ...
+
+    def has_ended(self, place: Place) -> bool:
+        """Whether there is no piece at the place: the source has been read as often as it is to be."""
+        ...
+
+    def has(self, place: Place) -> bool:
+        """Whether a stream can stand there."""
+        ...
+
+    def number(self, place: Place) -> int:
+        """Which piece of the source is at the place; parts of one document have numbers in a row."""
+        ...
+
+    def fetch(self, place: Place, num_tokens: int) -> TokenPiece | Exception:
+        """The piece, or what is to be raised by whoever consumes it: BadRowError, UserError.
+
+        num_tokens: about so many are needed at once, from this piece on: those after it may be prepared with it.
+        """
         ...
 
 

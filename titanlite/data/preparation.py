@@ -8,22 +8,22 @@ import numpy as np
 import numpy.typing as npt
 
 from titanlite.data.config import DataConfig
-from titanlite.data.corpus import Encoder, TextCorpus, Texts
-from titanlite.data.indexed import IndexedSource
-from titanlite.data.mixture import Mixture
-from titanlite.data.permutation import Permutation
-from titanlite.data.sources import SourceConfig, source_name, source_names
-from titanlite.data.streamed import Division, StreamedSource
-from titanlite.data.streams import BadRowPolicy, Origin, Row, SourceStream, Stream, StreamPieces
+from titanlite.data.corpus import Corpus, Encoder, TextCorpus, Texts
+from titanlite.data.indexed import IndexedOrder
+from titanlite.data.order import Mixture, Permutation
+from titanlite.data.pieces import StreamPieces
+from titanlite.data.sources.base import Source, StreamedSource, TextSource
+from titanlite.data.sources.tokens import Tokens
+from titanlite.data.streamed import Division, StreamedOrder
+from titanlite.data.streams import BadRowPolicy, Origin, Row, SourceStream, Stream
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.data.windows import WindowCorpus
 from titanlite.runtime.errors import DataError, UserError
 
 Int64s = npt.NDArray[np.int64]
 
 
-class Source(Protocol):
-    """A source that is open. size: see size_unit. description: what there is, in one line."""
+class SourceOrder(Protocol):
+    """A source in the order in which streams read it. size: see Source.size_unit. description: in one line."""
 
     name: str
     size: int
@@ -35,23 +35,29 @@ class Source(Protocol):
 
 
 class Sources:
-    """All sources of a [data] section, which is resolved (no -1).
+    """All `sources` of a [data] section, which is resolved (no -1).
 
-    names: of each, all different. mixture: their shares. description: of all. tokenizer: None where none of them is
-    text. speaks: whether rows that are skipped are named in warnings. Raises UserError where one is empty. Indexes
-    those that were not indexed before.
+    mixture: their shares. description: of all. tokenizer: None if none of them is text. logs: whether rows that are
+    skipped are named in warnings. Raises UserError if one is empty. Indexes those that were not indexed before.
     """
 
     def __init__(
-        self, section: DataConfig, tokenizer: Tokenizer | None, *, seq_len: int, vocab_size: int, speaks: bool = True
+        self,
+        section: DataConfig,
+        sources: Sequence[Source],
+        tokenizer: Tokenizer | None,
+        *,
+        seq_len: int,
+        vocab_size: int,
+        logs: bool = True,
     ) -> None:
         self._section = section
-        self._policy = replace(bad_row_policy(section), speaks=speaks)
+        self._policy = replace(bad_row_policy(section), logs=logs)
         self._seq_len = seq_len
-        self._open: list[Source] = []
-        for n, source in enumerate(section.sources):
-            self._open.append(_open(source, n, section, tokenizer, seq_len=seq_len, vocab_size=vocab_size))
-        self.names = source_names(section.sources)
+        self._open = [
+            open_order(source, n, section, tokenizer, seq_len=seq_len, vocab_size=vocab_size)
+            for n, source in enumerate(sources)
+        ]
         weights = [source.weight for source in section.sources]
         self.mixture = Mixture([source.size for source in self._open] if -1 in weights else weights, seed=section.seed)
         self.description = "; ".join(self._described())
@@ -80,46 +86,37 @@ def bad_row_policy(section: DataConfig) -> BadRowPolicy:
     return BadRowPolicy(section.on_bad_row == "skip", section.max_bad_rows)
 
 
-def _open(
-    source: SourceConfig,
+def open_order(
+    source: Source,
     number: int,
     section: DataConfig,
     tokenizer: Tokenizer | None,
     *,
     seq_len: int,
     vocab_size: int,
-) -> Source:
-    corpus: WindowCorpus | TextCorpus
+) -> SourceOrder:
+    """The order of the source with that number in the section. Raises UserError if it is empty."""
     seeds = (section.seed, number)
-    if source.kind == "tokens":
-        corpus = WindowCorpus(
-            source,
-            seq_len=seq_len,
-            vocab_size=vocab_size,
-            keep_tail=source.epochs != -1,
-            documents=section.document_mask,
-        )
+    corpus: Corpus
+    if isinstance(source, Tokens):
+        corpus = source.windows(seq_len, vocab_size, documents=section.document_mask)
     else:
         assert tokenizer is not None, "sources of text need a tokenizer"
-        if source.kind == "hf" and source.streaming:
-            return StreamedSource(
-                Division(source, section.num_streams, seeds if section.shuffle else None),
-                Encoder(tokenizer, add_bos=section.add_bos, add_eos=section.add_eos),
-                field=source.field or "text",
-                max_piece_bytes=section.max_piece_bytes,
-                epochs=source.epochs,
-            )
-        texts = Texts([source], section.max_piece_bytes)
-        corpus = TextCorpus(texts, tokenizer, add_bos=section.add_bos, add_eos=section.add_eos)
+        encoder = Encoder(tokenizer, add_bos=section.add_bos, add_eos=section.add_eos)
+        if isinstance(source, StreamedSource) and source.is_streamed:
+            division = Division(source, section.num_streams, seeds if section.shuffle else None)
+            return StreamedOrder(division, encoder, max_piece_bytes=section.max_piece_bytes)
+        assert isinstance(source, TextSource)
+        corpus = TextCorpus(Texts([source], section.max_piece_bytes), encoder)
     if corpus.size == 0 or corpus.count == 0:
         # Empty and broken files count as a piece each, which says why.
         bad = [str(found) for found in corpus.fetch(range(min(1, corpus.count))) if isinstance(found, Exception)]
         remedy = "add data, or set a smaller training.seq_len" if corpus.windows else "add data"
         raise UserError(f"there is nothing to train on: {bad[0] if bad else corpus.description}: {remedy}")
     permutation = Permutation(corpus.count, seeds=seeds, shuffle=section.shuffle)
-    opened = IndexedSource(corpus, permutation, name=source_name(source), epochs=source.epochs)
-    if source.kind == "parquet" and section.shuffle:
-        opened.description += ", shuffled row by row: each rank decodes all row groups"
+    opened = IndexedOrder(corpus, permutation, name=source.name, epochs=source.config.epochs)
+    if section.shuffle and source.shuffling_note:
+        opened.description += f", {source.shuffling_note}"
     return opened
 
 

@@ -1,37 +1,113 @@
-"""Sources that cannot be indexed, a dataset of the hub: read in the order of its files, block by block.
+"""The order of sources that cannot be indexed, a dataset of the hub: read in the order of its files, block by block.
 
-A unit is a file, or a row group of a Parquet file where there are fewer files than streams. Each epoch has an order of
-the units; the epochs' orders stand in a row, and of that row stream s of S reads the units s, s + S, s + 2S, … Where
-even row groups are too few, the units are those of files, and groups of streams read units in this way: there are
-gcd(units, S) groups, and the streams of a group share each of its units by row numbers. So each row belongs to one
-stream in each epoch.
+A block is consecutive rows of a file that are kept in memory and permuted. A unit is a file, or a row group of a
+Parquet file where there are fewer files than streams. Each epoch has an order of the units; the epochs' orders stand
+in a row, and of that row stream s of S reads the units s, s + S, s + 2S, … Where even row groups are too few, the
+units are those of files, and groups of streams read units in this way: there are gcd(units, S) groups, and the streams
+of a group share each of its units by row numbers. So each row belongs to one stream in each epoch.
 """
 
-import json
 import math
 import resource
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
-from titanlite.data.blocks import Block, Position, take_block
-from titanlite.data.cache import built_once, cache_folder, content_key
-from titanlite.data.corpus import BYTES_PER_TOKEN, NOTHING, Encoder, TokenPiece
-from titanlite.data.hub import HubFiles, content_facts, hub_files
+from titanlite.data.corpus import BYTES_PER_TOKEN, Encoder
 from titanlite.data.indexed import MIN_PATIENCE, READ_AHEAD_PIECES
-from titanlite.data.permutation import shuffled
-from titanlite.data.pieces import BadRowError
-from titanlite.data.retry import reason, retrying
-from titanlite.data.rows import Row, Share, Unit, read_rows, row_group_sizes
-from titanlite.data.sources import SourceConfig, source_name
-from titanlite.data.streams import Place
+from titanlite.data.order import shuffled
+from titanlite.data.pieces import NOTHING, BadRowError, Place, TokenPiece, cut, flags_of, utf8_text
+from titanlite.data.sources.base import MAX_BLOCK_BYTES, MAX_BLOCK_ROWS, Row, Share, StreamedSource, Unit
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.retry import reason, retrying
 
-FORMAT_VERSION = 1
-READERS = 16
+_UNIT_BITS, _ROW_BITS, _PIECE_BITS = 17, 29, 17
+
+MAX_ROW_PIECES = 2 ** (_PIECE_BITS - 1)
+"""A row of more pieces is a bad one, and a block with this many pieces ends."""
+
+
+class Position(NamedTuple):
+    """Where a piece is. unit: which file or row group. row: from which row on. piece: which piece from there."""
+
+    unit: int
+    row: int
+    piece: int
+
+    def packed(self) -> int:
+        """As one integer below 2^63. Raises UserError where there are too many files or rows for that."""
+        if self.unit >= 2**_UNIT_BITS or self.row >= 2**_ROW_BITS:
+            raise UserError(
+                f"streaming goes up to {2**_UNIT_BITS:,} files or row groups, and {2**_ROW_BITS:,} rows of a file; for "
+                "more, set streaming = false in the source"
+            )
+        return (self.unit << _ROW_BITS | self.row) << _PIECE_BITS | self.piece
+
+    @classmethod
+    def of(cls, packed: int) -> "Position":
+        """What was packed."""
+        rest, piece = divmod(packed, 2**_PIECE_BITS)
+        unit, row = divmod(rest, 2**_ROW_BITS)
+        return cls(unit, row, piece)
+
+
+class Part(NamedTuple):
+    """A piece: a part of a row's text, which is the number-th of them. row: index in the block."""
+
+    row: int
+    number: int
+    begin: int
+    end: int
+    flags: int
+
+
+class Block(NamedTuple):
+    """rows: consecutive ones of a unit, as far as they are the stream's. parts: their pieces, as they are consumed."""
+
+    unit: Unit
+    rows: list[Row]
+    parts: list[Part]
+
+    def read(self, piece: int) -> str | BadRowError:
+        """The text of a piece, or what is to be raised by whoever consumes it."""
+        part = self.parts[piece]
+        row, text = self.rows[part.row]
+        try:
+            if isinstance(text, BadRowError):
+                raise text
+            return utf8_text(text[part.begin : part.end])
+        except BadRowError as bad:
+            return BadRowError(f"{self.unit.file}, {self.unit.row_name} {row}: {bad}")
+
+
+def take_block(unit: Unit, rows: Iterator[Row], max_piece_bytes: int) -> Block:
+    """As many of the next rows as fill a block, their pieces in order; none where there are none."""
+    taken: list[Row] = []
+    parts: list[Part] = []
+    num_bytes = 0
+    for row in rows:
+        cuts = _cuts(row, max_piece_bytes)
+        if len(cuts) > MAX_ROW_PIECES:
+            bad = (
+                f"the text is {len(cuts):,} pieces of data.max_piece_bytes, and at most {MAX_ROW_PIECES:,} are possible"
+            )
+            row, cuts = row._replace(text=BadRowError(bad)), [(0, 0)]
+        size = cuts[-1][1]
+        for number, (begin, end) in enumerate(cuts):
+            parts.append(Part(len(taken), number, begin, end, flags_of(begin, end, 0, size)))
+        taken.append(row)
+        num_bytes += size
+        if len(taken) >= MAX_BLOCK_ROWS or num_bytes >= MAX_BLOCK_BYTES or len(parts) >= MAX_ROW_PIECES:
+            break
+    return Block(unit, taken, parts)
+
+
+def _cuts(row: Row, max_piece_bytes: int) -> list[tuple[int, int]]:
+    """At least one (begin, end), also for a bad row and for no text."""
+    if isinstance(row.text, BadRowError) or not row.text:
+        return [(0, 0)]
+    return list(cut(row.text, 0, len(row.text), max_piece_bytes))
 
 
 class Division:
@@ -40,25 +116,24 @@ class Division:
     seeds: of the order of the units; None: that of the files. description: what there is, and what sharing costs.
     """
 
-    def __init__(self, source: SourceConfig, num_streams: int, seeds: tuple[int, ...] | None) -> None:
-        found = hub_files(source)
-        self.name = source_name(source)
+    def __init__(self, source: StreamedSource, num_streams: int, seeds: tuple[int, ...] | None) -> None:
+        files = source.data_files()
+        self.source = source
         self.seeds = seeds
-        self.file_numbers = {file: n for n, file in enumerate(found.files)}
-        self.units = [Unit(file) for file in found.files]
+        self.file_numbers = {file: n for n, file in enumerate(files)}
+        self.units = [Unit(file) for file in files]
         if len(self.units) < num_streams:
-            row_groups = _row_groups(source, found)
+            row_groups = source.row_groups()
             self.units = row_groups if len(row_groups) >= num_streams else self.units
         Position(len(self.units) - 1, 1, 0).packed()  # too many are refused now, not when the first of them is reached
         whole = len(self.units) >= num_streams
         self.groups = num_streams if whole else math.gcd(len(self.units), num_streams)
         self.sharers = num_streams // self.groups
-        self.description = self._describe(found, num_streams)
+        self.description = self._describe(num_streams)
 
-    def _describe(self, found: HubFiles, num_streams: int) -> str:
-        what = f"row groups of {len(found.files):,} files" if self.units[0].group >= 0 else "files"
-        origin = f" at commit {found.commit}" if found.commit else ""
-        start = f"{self.name}{origin}: {len(self.units):,} {what}, streamed"
+    def _describe(self, num_streams: int) -> str:
+        what = f"row groups of {len(self.file_numbers):,} files" if self.units[0].group >= 0 else "files"
+        start = f"{self.source.name}{self.source.origin}: {len(self.units):,} {what}, streamed"
         if self.sharers == 1:
             return f"{start}, each read by one stream"
         return (
@@ -77,40 +152,6 @@ class Division:
         return Share((stream // self.groups + epoch) % self.sharers, self.sharers)
 
 
-def _row_groups(source: SourceConfig, found: HubFiles) -> list[Unit]:
-    """The units that row groups make; from the cache, or read now. Raises UserError."""
-
-    def build(into: Path) -> None:
-        with ThreadPoolExecutor(READERS) as pool:
-            (into / "sizes.json").write_text(json.dumps(list(pool.map(_row_group_sizes, found.files))))
-
-    key = content_key(["row groups", FORMAT_VERSION, content_facts(found)])
-    built = built_once(cache_folder() / "row_groups" / key, f"the row groups of {source_name(source)}", build)
-    sizes = json.loads((built / "sizes.json").read_text())
-    return [unit for file, of_file in zip(found.files, sizes, strict=True) for unit in _units_of(file, of_file)]
-
-
-def _row_group_sizes(file: str) -> list[int]:
-    """Rows of each row group; [] for what is no Parquet file."""
-    if Unit(file).row_name != "row":
-        return []
-    try:
-        return retrying(file, lambda: row_group_sizes(file))
-    except BadRowError:  # found again, and said, by whoever reads its rows
-        return []
-
-
-def _units_of(file: str, sizes: list[int]) -> Iterator[Unit]:
-    """The row groups of a file that are not empty; the whole file where there is none, or these cannot be known."""
-    first = 1
-    for group, size in enumerate(sizes):
-        if size:
-            yield Unit(file, group, first)
-        first += size
-    if first == 1:
-        yield Unit(file)
-
-
 def _allow_open_files() -> None:
     """As many as the system lets this process have: each stream keeps one open, and the usual limit is 1,024."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -118,25 +159,24 @@ def _allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-class StreamedSource:
+class StreamedOrder:
     """A dataset in blocks. epochs: how often it is read; -1: for ever. size: not known."""
 
     size = 1
 
-    def __init__(self, division: Division, encoder: Encoder, *, field: str, max_piece_bytes: int, epochs: int) -> None:
-        self.name = division.name
+    def __init__(self, division: Division, encoder: Encoder, *, max_piece_bytes: int) -> None:
+        self.name = division.source.name
         self.description = division.description
         self._division = division
         self._encoder = encoder
-        self._field = field
         self._max_piece_bytes = max_piece_bytes
-        self._epochs = epochs
+        self._epochs = division.source.config.epochs
         _allow_open_files()
 
     def pieces(self, stream: int, num_streams: int) -> "StreamedPieces":
         """Those of one stream."""
         assert num_streams == self._division.groups * self._division.sharers
-        blocks = Blocks(self._division, stream, field=self._field, max_piece_bytes=self._max_piece_bytes)
+        blocks = Blocks(self._division, stream, max_piece_bytes=self._max_piece_bytes)
         return StreamedPieces(blocks, self._encoder, name=self.name, epochs=self._epochs)
 
 
@@ -155,10 +195,9 @@ class Blocks:
     beginning (JSON lines). Reads that fail for a while are tried again; UserError after that.
     """
 
-    def __init__(self, division: Division, stream: int, *, field: str, max_piece_bytes: int) -> None:
+    def __init__(self, division: Division, stream: int, *, max_piece_bytes: int) -> None:
         self._division = division
         self._stream = stream
-        self._field = field
         self._max_piece_bytes = max_piece_bytes
         self._order: tuple[int, list[Unit]] = (-1, [])
         self._block: tuple[_Start, Block] | None = None
@@ -190,7 +229,7 @@ class Blocks:
         start = _Start(place.epoch, unit, row)
         if self._block is None or self._block[0] != start:
             self._block = None
-            what = f"{self._units(place.epoch)[unit].file} of the source {self._division.name!r}"
+            what = f"{self._units(place.epoch)[unit].file} of the source {self._division.source.name!r}"
             try:
                 self._block = (start, retrying(what, lambda: self._take(start)))
             except OSError as error:
@@ -208,7 +247,7 @@ class Blocks:
         unit = self._units(start.epoch)[start.unit]
         going_on = self._rows is not None and self._rows[0] == start
         share = self._division.share(self._stream, start.epoch)
-        rows = self._rows[1] if going_on and self._rows else read_rows(unit, self._field, start.row, share)
+        rows = self._rows[1] if going_on and self._rows else self._division.source.rows(unit, start.row, share)
         self._rows = None  # what has raised is at its end
         block = take_block(unit, rows, self._max_piece_bytes)
         if block.rows:

@@ -7,67 +7,20 @@ pieces of its own, one after the other, and cuts them into sequences.
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from titanlite.batch import IGNORE_INDEX
-from titanlite.data.corpus import TokenPiece
-from titanlite.data.mixture import Mixture
-from titanlite.data.pieces import BadRowError
+from titanlite.data.order import Mixture
+from titanlite.data.pieces import NOWHERE, BadRowError, Place, StreamPieces, TokenPiece
 from titanlite.runtime.errors import UserError
 
 logger = logging.getLogger("titanlite")
 
 PAD_TOKEN = 0
 """Stands where there is no token; its label is IGNORE_INDEX and causal attention hides it from the tokens before."""
-
-
-class Place(NamedTuple):
-    """Where a stream stands among its pieces of a source; what `position` counts is the source's own business."""
-
-    epoch: int
-    position: int
-
-
-class StreamPieces(Protocol):
-    """The pieces of one source that one stream reads, in its order.
-
-    windows: whether each is one sequence; else they are packed. patience: so many pieces in a row without any token
-    mean that there are none to come. name: of the source.
-    """
-
-    windows: bool
-    patience: int
-    name: str
-
-    def first(self) -> Place:
-        """Where the stream begins."""
-        ...
-
-    def after(self, place: Place) -> Place:
-        """The place of the next piece."""
-        ...
-
-    def has_ended(self, place: Place) -> bool:
-        """Whether there is no piece at the place: the source has been read as often as it is to be."""
-        ...
-
-    def has(self, place: Place) -> bool:
-        """Whether a stream can stand there."""
-        ...
-
-    def number(self, place: Place) -> int:
-        """Which piece of the source is at the place; parts of one document have numbers in a row."""
-        ...
-
-    def fetch(self, place: Place, num_tokens: int) -> TokenPiece | Exception:
-        """The piece, or what is to be raised by whoever consumes it: BadRowError, UserError.
-
-        num_tokens: about so many are needed at once, from this piece on: those after it may be prepared with it.
-        """
-        ...
 
 
 class SourceState(NamedTuple):
@@ -104,11 +57,11 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class BadRowPolicy:
-    """skip: go on after a bad row, up to `limit` of them. speaks: whether each is named in a warning."""
+    """skip: go on after a bad row, up to `limit` of them. logs: whether each is named in a warning."""
 
     skip: bool
     limit: int
-    speaks: bool = True
+    logs: bool = True
 
     def check(self, bad: BadRowError, count: int) -> None:
         """Raise UserError unless the `count`-th bad row is skipped, too."""
@@ -232,7 +185,7 @@ class SourceStream:
 
         Returns whether there is anything to predict.
         """
-        joined = parts[0].tokens if len(parts) == 1 else np.concatenate([part.tokens for part in parts] or [_NOTHING])
+        joined = parts[0].tokens if len(parts) == 1 else np.concatenate([part.tokens for part in parts] or [NOWHERE])
         count = len(joined) if len(joined) > 1 else 0  # a token alone has nothing to predict
         row.tokens[:count] = joined[: min(count, self._seq_len)]
         row.tokens[count:] = PAD_TOKEN
@@ -280,15 +233,12 @@ class SourceStream:
             first_epoch = self._place.epoch == 0
             self._bad_rows += first_epoch
             self._policy.check(fetched, self._bad_rows)
-            if first_epoch and self._policy.speaks:
+            if first_epoch and self._policy.logs:
                 logger.warning("skipped a bad row: %s", fetched)
-            return TokenPiece(_NOTHING, _NOTHING)
+            return TokenPiece(NOWHERE, NOWHERE)
         if isinstance(fetched, Exception):
             raise fetched
         return fetched
-
-
-_NOTHING = np.empty(0, np.int64)
 
 
 def _document_starts(parts: Sequence[_Part]) -> Iterator[int]:

@@ -1,37 +1,19 @@
-"""Tokenizers: a `tokenizer.json` from anywhere, or one trained on the corpus at hand."""
+"""Tokenizers of the `tokenizers` library: a `tokenizer.json` from anywhere."""
 
 import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from titanlite.data.bpe import MIN_VOCAB_SIZE, train_on_python_stdlib
-from titanlite.data.sources import SourceConfig, find_files
-from titanlite.data.token_files import manifests_of
-from titanlite.runtime.errors import Problem, UserError, require
+from titanlite.runtime.errors import UserError
 
-QUICKSTART_VOCAB_SIZE = 4096
 TOKENIZER_FOLDER = "tokenizer"
 """Where a run keeps a copy of its tokenizer, inside job.dump_folder."""
 CHAT_TEMPLATE = "chat_template.jinja"
-MAKE_ONE = "python -m titanlite.tools.train_tokenizer CONFIG --out DIR"
-
-
-@dataclass(frozen=True)
-class TokenizerConfig:
-    """Which tokenizer turns text into tokens."""
-
-    path: str = ""
-    """A tokenizer.json or its folder. Empty: none (tokens), or one trained on the corpus (python-stdlib)."""
-    bos: str = ""
-    """Text of the token that starts a document; default: from a tokenizer_config.json beside it, else none."""
-    eos: str = ""
-    """Text of the token that ends a document; default: from a tokenizer_config.json beside it, else none."""
 
 
 class Tokenizer:
@@ -173,96 +155,3 @@ def tokenizer_file(path: str) -> Path:
     """The tokenizer.json that tokenizer.path means: itself, or the one in the folder."""
     full = Path(os.path.expanduser(path))
     return full / "tokenizer.json" if full.is_dir() else full
-
-
-def check_tokenizer(
-    section: TokenizerConfig, *, sources: Sequence[SourceConfig], vocab_size: int, add_bos: bool
-) -> list[Problem]:
-    """Problems of the [tokenizer] section, found by loading it. vocab_size: the model's; 0 or less: not known."""
-    if not section.path:
-        return _check_without_path(section, sources, vocab_size, add_bos)
-    file = tokenizer_file(section.path)
-    if not file.is_file():
-        rule = "a tokenizer.json, or a folder that holds one"
-        remedy = f"there is no file {file.absolute()}; {MAKE_ONE} makes one from your own data"
-        return [Problem("tokenizer.path", section.path, rule, remedy)]
-    try:
-        tokenizer = Tokenizer(file)
-    except UserError as error:
-        remedy = f"{error}; {MAKE_ONE} makes one from your own data"
-        return [Problem("tokenizer.path", section.path, "a tokenizer of the tokenizers library", remedy)]
-    problems: list[Problem] = []
-    for name, text in (("bos", section.bos), ("eos", section.eos)):
-        rule, remedy = "a token of the vocabulary", f"write a token that {file} has, or leave {name} out"
-        problems += require(not text or tokenizer.knows(text), f"tokenizer.{name}", text, rule, remedy)
-    if add_bos and not section.bos and tokenizer.bos_id is None:
-        rule = "needs a tokenizer whose BOS token is known"
-        problems.append(Problem("data.add_bos", True, rule, "write tokenizer.bos, or data.add_bos = false"))
-    if 0 < vocab_size < tokenizer.vocab_size:
-        rule = f"at least the tokenizer's {tokenizer.vocab_size} ({file})"
-        remedy = f"write vocab_size = {tokenizer.vocab_size} in [model], or use another tokenizer.path"
-        problems.append(Problem("model.vocab_size", vocab_size, rule, remedy))
-    return problems or _check_made_by(section, sources)
-
-
-def _check_made_by(section: TokenizerConfig, sources: Sequence[SourceConfig]) -> list[Problem]:
-    """Whether token files that name their tokenizer name this one. What else is wrong with them is not said here."""
-    try:
-        manifests = [manifests_of(find_files(source)) for source in sources if source.kind == "tokens"]
-    except UserError:
-        return []
-    made_by = {folder: manifest["tokenizer"] for found in manifests for folder, manifest in found.items()}
-    if not made_by:
-        return []
-    configured = Tokenizer(tokenizer_file(section.path), bos=section.bos, eos=section.eos)
-    for folder, maker in made_by.items():
-        if maker["fingerprint"] != configured.fingerprint:
-            rule = f"the tokenizer, BOS and EOS of the token files in {folder}: {maker['description']}"
-            remedy = f"this one is another ({configured.description}): write that one, or leave [tokenizer] out"
-            return [Problem("tokenizer.path", section.path, rule, remedy)]
-    return []
-
-
-def _check_without_path(
-    section: TokenizerConfig, sources: Sequence[SourceConfig], vocab_size: int, add_bos: bool
-) -> list[Problem]:
-    kinds = {source.kind for source in sources}
-    needing = sorted(kinds & {"text", "jsonl", "parquet", "hf"})
-    if needing:
-        rule = f"required for {' and '.join(needing)} sources"
-        remedy = f"write the path of a tokenizer.json, or make one: {MAKE_ONE}"
-        return [Problem("tokenizer.path", section.path, rule, remedy)]
-    problems: list[Problem] = []
-    for name, text in (("bos", section.bos), ("eos", section.eos)):
-        problems += require(
-            not text,
-            f"tokenizer.{name}",
-            text,
-            "only with a tokenizer.path",
-            f"leave {name} out, or write tokenizer.path",
-        )
-    if "python-stdlib" in kinds:
-        problems += require(
-            not add_bos, "data.add_bos", add_bos, "the tokenizer that is trained here has only an EOS", "write false"
-        )
-        if 0 < vocab_size < MIN_VOCAB_SIZE:
-            rule = f"at least {MIN_VOCAB_SIZE}: one token for each byte, and EOS"
-            problems.append(
-                Problem("model.vocab_size", vocab_size, rule, f"write vocab_size = {QUICKSTART_VOCAB_SIZE}")
-            )
-    return problems
-
-
-def prepare_tokenizer(
-    section: TokenizerConfig, sources: Sequence[SourceConfig], *, vocab_size: int
-) -> Tokenizer | None:
-    """The tokenizer of a run; None where the data is tokens and no path is given.
-
-    Without a path it is trained on the standard library's training split, min(4096, vocab_size) tokens, by the first
-    process that needs it, and kept in the cache folder. Raises UserError.
-    """
-    if section.path:
-        return Tokenizer(tokenizer_file(section.path), bos=section.bos, eos=section.eos)
-    if any(source.kind == "python-stdlib" for source in sources):
-        return Tokenizer(train_on_python_stdlib(min(QUICKSTART_VOCAB_SIZE, vocab_size)))
-    return None

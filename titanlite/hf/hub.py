@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlite.data.retry import http_status, is_transient, reason, retrying
 from titanlite.hf.folder import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -20,6 +19,7 @@ from titanlite.hf.folder import (
 from titanlite.hf.safetensors import read_object
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
+from titanlite.runtime.retry import http_status, is_transient, reason, retrying
 
 _NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w][\w./-]*))?", re.ASCII)
 

@@ -14,11 +14,12 @@ from tqdm import tqdm
 
 from titanlite.config.load import parse_config
 from titanlite.config.schema import JobConfig
-from titanlite.data.config import PIECE_BYTES_PER_POSITION, DataConfig, check_data
+from titanlite.data.check import check_data, check_tokenizer
+from titanlite.data.config import PIECE_BYTES_PER_POSITION, DataConfig
 from titanlite.data.corpus import Texts
+from titanlite.data.kinds import open_source, text_sources
 from titanlite.data.pieces import BadRowError
 from titanlite.data.preparation import bad_row_policy
-from titanlite.data.tokenizer import check_tokenizer
 from titanlite.models.registry import resolve_model
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 
@@ -71,13 +72,14 @@ def parse_arguments(
 def _check_text(section: DataConfig) -> list[Problem]:
     """Sources that a command cannot read which goes through documents one by one."""
     rule, remedy = "a source of text: this command reads no tokens", "give it the configuration of the text"
-    keys = [f"data.sources.{n}.kind" for n, source in enumerate(section.sources) if source.kind == "tokens"]
+    opened = [open_source(source) for source in section.sources]
+    keys = [f"data.sources.{n}.kind" for n, source in enumerate(opened) if source.holds == "tokens"]
     return [Problem(key, "tokens", rule, remedy) for key in keys]
 
 
 def open_texts(config: JobConfig) -> Texts:
     """The sources' text, cut into the pieces of training."""
-    return Texts(config.data.sources, piece_bytes(config))
+    return Texts(text_sources(config.data.sources), piece_bytes(config))
 
 
 def piece_bytes(config: JobConfig) -> int:

@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from titanlite.data.corpus import TextCorpus, Texts
+from titanlite.data.config import SourceConfig
+from titanlite.data.corpus import Encoder, TextCorpus, Texts
+from titanlite.data.kinds import text_sources
 from titanlite.data.pieces import BadRowError
-from titanlite.data.process import describe_exit, start_process
-from titanlite.data.sources import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.workers import describe_exit, start_process
 from titanlite.runtime.errors import UserError
 
 CHUNK_BYTES = 2**20
@@ -65,15 +66,15 @@ def id_type(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
-class Encoder:
+class JobEncoder:
     """Reads and encodes pieces in this process. texts: the sources' text; pieces are counted as there."""
 
     def __init__(self, job: Job) -> None:
         named = job.tokenizer
         tokenizer = Tokenizer(Path(named["file"]), bos=named["bos"], eos=named["eos"])
-        self.texts = Texts(job.sources, job.max_piece_bytes)
+        self.texts = Texts(text_sources(job.sources), job.max_piece_bytes)
         self.dtype = id_type(tokenizer.vocab_size)
-        self._corpus = TextCorpus(self.texts, tokenizer, add_bos=job.add_bos, add_eos=job.add_eos)
+        self._corpus = TextCorpus(self.texts, Encoder(tokenizer, add_bos=job.add_bos, add_eos=job.add_eos))
 
     def encode(self, pieces: Sequence[int]) -> Chunk:
         ids, lengths = [np.empty(0, self.dtype)], list[int]()
@@ -96,7 +97,7 @@ class _Worker(NamedTuple):
 
 
 @contextmanager
-def encoded(encoder: Encoder, job: Job, chunks: Iterable[range], num_workers: int) -> Iterator[Iterator[Chunk]]:
+def encoded(encoder: JobEncoder, job: Job, chunks: Iterable[range], num_workers: int) -> Iterator[Iterator[Chunk]]:
     """The chunks in their order, whatever the number of workers; with 0 they are encoded in this process.
 
     encoder: of `job`. Raises UserError, from within the iteration, where a worker is killed. Leaving the block ends the
@@ -194,7 +195,7 @@ def _job_from(table: dict[str, Any]) -> Job:
 def _work(connection: Connection) -> None:
     """A worker's life: it ends when its parent closes the connection, or is gone."""
     try:
-        encoder = Encoder(_job_from(json.loads(connection.recv_bytes())))
+        encoder = JobEncoder(_job_from(json.loads(connection.recv_bytes())))
         while True:
             _send(connection, encoder.encode(range(*json.loads(connection.recv_bytes()))))
     except (EOFError, BrokenPipeError, ConnectionResetError):

@@ -1,4 +1,4 @@
-"""Evaluation of a saved run: `python -m titanlite.tools.evaluate RUN [--data SOURCE ...]`, or the same by torchrun."""
+"""Evaluation of a saved run: `python -m titanlite evaluate RUN [--data SOURCE ...]`, or the same by torchrun."""
 
 from titanlite.runtime.failure import FailureReport, end_on_interrupt, end_process
 from titanlite.runtime.orphans import end_with_launcher
@@ -27,8 +27,8 @@ from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.config.check import check_config, resolve_config
 from titanlite.config.load import config_from_values
 from titanlite.config.schema import JobConfig, JobSection
-from titanlite.data.kinds import source_from_path
-from titanlite.data.sources import SourceConfig
+from titanlite.data.config import SourceConfig
+from titanlite.data.kinds import open_source, source_from_path
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.metrics.validation import SetTotals, sum_of
 from titanlite.parallel.mesh import AXES, Mesh, ParallelismConfig
@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> None:
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The command's own arguments, and the words of `--section.key value`. Raises ConfigError."""
     parser = argparse.ArgumentParser(
-        "titanlite.tools.evaluate",
+        "titanlite evaluate",
         description=DESCRIPTION,
         epilog=f"--section.key value overrides a key of the run, of the sections {', '.join(SECTIONS)}; "
         "--validation.sources.0.kind and so on say all about a source that --data cannot say.",
@@ -169,7 +169,7 @@ def evaluated_config(
     problems = [
         Problem(f"validation.sources.{n}.kind", source.kind, rule, remedy)
         for n, source in enumerate(config.validation.sources)
-        if source.kind != "tokens" and not has_tokenizer
+        if open_source(source).holds == "text" and not has_tokenizer
     ]
     if problems:
         raise ConfigError(problems)

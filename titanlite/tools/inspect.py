@@ -1,6 +1,6 @@
 """Command: what the sources of a configuration hold, and what the model sees of them.
 
-python -m titanlite.tools.inspect CONFIG [--sequences N] [--all] [--section.key value ...]
+python -m titanlite inspect CONFIG [--sequences N] [--all] [--section.key value ...]
 """
 
 import argparse
@@ -17,22 +17,22 @@ from tqdm import tqdm
 from titanlite.batch import IGNORE_INDEX
 from titanlite.config.check import resolve_config
 from titanlite.config.schema import JobConfig
-from titanlite.data.config import DataConfig
-from titanlite.data.index import open_index
+from titanlite.data.bpe import prepare_tokenizer
+from titanlite.data.config import DataConfig, SourceConfig
+from titanlite.data.corpus import open_index
+from titanlite.data.kinds import open_source
 from titanlite.data.loader import Loader, build_loader
-from titanlite.data.mixture import Mixture
-from titanlite.data.permutation import shuffled
+from titanlite.data.order import Mixture, shuffled
 from titanlite.data.pieces import BAD_FILE, STARTS_DOCUMENT, BadRowError, Piece
 from titanlite.data.preparation import Sources
-from titanlite.data.sources import SourceConfig, find_files, size_unit, source_name
+from titanlite.data.sources.base import TextSource
+from titanlite.data.sources.tokens import Tokens, documents_file, manifests_of, open_tokens
 from titanlite.data.streams import Origin
-from titanlite.data.token_files import documents_file, manifests_of
-from titanlite.data.tokenizer import Tokenizer, prepare_tokenizer
-from titanlite.data.windows import open_tokens
+from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.registry import resolve_model
 from titanlite.runtime.errors import UserError
 from titanlite.tools.command import parse_arguments, run_command
-from titanlite.tools.encoding import BATCH_PIECES, Encoder, Job
+from titanlite.tools.encoding import BATCH_PIECES, Job, JobEncoder
 
 SAMPLED_DOCUMENTS = 1000
 """So many documents of each source are read for what is said about their lengths, drawn by data.seed."""
@@ -47,7 +47,7 @@ PERCENTILES = (5, 25, 50, 75, 95)
 def main(argv: Sequence[str]) -> None:
     """Print what there is, and the first sequences as text. Raises UserError."""
     parser = argparse.ArgumentParser(
-        "titanlite.tools.inspect", description="Look at the data that a configuration trains on.", allow_abbrev=False
+        "titanlite inspect", description="Look at the data that a configuration trains on.", allow_abbrev=False
     )
     text = "so many of the run's first sequences are shown; default: %(default)s"
     parser.add_argument("--sequences", type=int, default=3, metavar="N", help=text)
@@ -96,20 +96,22 @@ class Statistics:
 def describe_sources(config: JobConfig, tokenizer: Tokenizer | None, vocab_size: int, *, reads_all: bool) -> None:
     """Print a paragraph for each source."""
     data, training = config.data, config.training
-    mixture = Sources(data, tokenizer, seq_len=training.seq_len, vocab_size=vocab_size).mixture
+    sources = [open_source(source) for source in data.sources]
+    mixture = Sources(data, sources, tokenizer, seq_len=training.seq_len, vocab_size=vocab_size).mixture
     realised = realised_shares(mixture, data.num_streams, STEPS * training.global_batch_size)
-    for n, source in enumerate(data.sources):
-        print(f"\nsource {n}, {source_name(source)}")
-        if source.kind == "tokens":
+    for n, source in enumerate(sources):
+        print(f"\nsource {n}, {source.name}")
+        sequences = None
+        if isinstance(source, Tokens):
             sequences = describe_token_files(source, training.seq_len)
-        elif size_unit(source) == "":
+        elif source.is_streamed:
             print("  size          not known: it is streamed")
-            sequences = None
         else:
             assert tokenizer is not None, "sources of text have a tokenizer"
+            assert isinstance(source, TextSource)
             sequences = describe_text(source, data, tokenizer, training.seq_len, reads_all=reads_all)
         if len(data.sources) > 1:
-            weight = "by size" if source.weight == -1 else f"weight {source.weight:g}"
+            weight = "by size" if source.config.weight == -1 else f"weight {source.config.weight:g}"
             share = f"{mixture.shares[n]:.2%} of the sequences ({weight})"
             print(f"  share         {share}, {realised[n]:.2%} of those of the first {STEPS} steps")
         if sequences is not None:
@@ -126,10 +128,10 @@ def realised_shares(mixture: Mixture, num_streams: int, sequences: int) -> list[
     return [count / sequences for count in counts]
 
 
-def describe_token_files(source: SourceConfig, seq_len: int) -> float:
+def describe_token_files(source: Tokens, seq_len: int) -> float:
     """Print what token files hold; the sequences in them."""
-    files = find_files(source)
-    sizes = [len(open_tokens(file, source.dtype)) for file in files]
+    files = source.files()
+    sizes = [len(open_tokens(file, source.config.dtype)) for file in files]
     lengths: list[int] = []
     for file, size in zip(files, sizes, strict=True):
         if documents_file(file).is_file():
@@ -147,7 +149,7 @@ def describe_token_files(source: SourceConfig, seq_len: int) -> float:
 
 
 def describe_text(
-    source: SourceConfig, data: DataConfig, tokenizer: Tokenizer, seq_len: int, *, reads_all: bool
+    source: TextSource, data: DataConfig, tokenizer: Tokenizer, seq_len: int, *, reads_all: bool
 ) -> float:
     """Print what there is in a source of text; the sequences in it, estimated where it was not read as a whole."""
     index = open_index(source, data.max_piece_bytes)
@@ -162,8 +164,8 @@ def describe_text(
     print(f"  documents     {documents:,}; {read} read")
     ends = np.append(begins[1:], len(index))
     ranges = [range(begins[n], ends[n]) for n in chosen.tolist()]
-    job = Job((source,), data.max_piece_bytes, tokenizer.arguments, add_bos=data.add_bos, add_eos=data.add_eos)
-    found = read_documents(Encoder(job), ranges, seq_len)
+    job = Job((source.config,), data.max_piece_bytes, tokenizer.arguments, add_bos=data.add_bos, add_eos=data.add_eos)
+    found = read_documents(JobEncoder(job), ranges, seq_len)
     about = "" if len(chosen) == len(begins) else "about "
     scale = index.text_bytes / found.size if found.size else 0.0
     if found.lengths:
@@ -176,7 +178,7 @@ def describe_text(
     return scale * (found.sequences if data.packing == "none" else found.tokens / seq_len)
 
 
-def read_documents(encoder: Encoder, documents: Sequence[range], seq_len: int) -> Statistics:
+def read_documents(encoder: JobEncoder, documents: Sequence[range], seq_len: int) -> Statistics:
     """Read and tokenize documents, each given by its pieces. Raises UserError where a file cannot be read."""
     found = Statistics()
     bar = tqdm(documents, desc="reading", unit=" documents", disable=not sys.stderr.isatty(), leave=False)
@@ -271,20 +273,21 @@ def packed_sequences(config: JobConfig, tokenizer: Tokenizer | None, vocab_size:
 
 def head_of(origin: Origin, data: DataConfig) -> str:
     """What the first token of a sequence belongs to."""
-    source = data.sources[origin.source]
-    if source.kind == "tokens":
+    source = open_source(data.sources[origin.source])
+    if source.holds == "tokens":
         return "window"
     if origin.offset > 0:
         return "document, begun before"
-    if size_unit(source) == "" or origin.piece < 0:
+    if source.is_streamed or origin.piece < 0:
         return "document"
+    assert isinstance(source, TextSource)
     piece = open_index(source, data.max_piece_bytes)[origin.piece]
     return "document" if piece.flags & STARTS_DOCUMENT else "part of a document"
 
 
 def documents_are_known(sources: Sequence[SourceConfig]) -> bool:
     """Whether it is known where documents start, which token files of other programs do not say."""
-    files = [file for source in sources if source.kind == "tokens" for file in find_files(source)]
+    files = [file for source in map(open_source, sources) if isinstance(source, Tokens) for file in source.files()]
     return all(documents_file(file).is_file() for file in files)
 
 

@@ -20,7 +20,8 @@ from titanlite.checkpoint.state import MODEL
 from titanlite.checkpoint.storage import InvalidCheckpointError, check_file, first_failure, load_tensors, read_shapes
 from titanlite.config.load import config_from_values, parse_config
 from titanlite.config.schema import JobConfig
-from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, prepare_tokenizer, tokenizer_file
+from titanlite.data.bpe import prepare_tokenizer
+from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, tokenizer_file
 from titanlite.models.family import Family, LanguageModel
 from titanlite.models.registry import FAMILIES
 from titanlite.precision import DTYPES

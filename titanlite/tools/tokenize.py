@@ -1,6 +1,6 @@
 """Command: tokenize the sources of a configuration into token files.
 
-python -m titanlite.tools.tokenize CONFIG --out DIR [--workers N] [--shard_tokens M] [--section.key value ...]
+python -m titanlite tokenize CONFIG --out DIR [--workers N] [--shard_tokens M] [--section.key value ...]
 """
 
 import argparse
@@ -15,24 +15,16 @@ from typing import Any
 
 from titanlite.config.schema import JobConfig
 from titanlite.config.values import literal
+from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.corpus import Texts
 from titanlite.data.fingerprint import data_fingerprint
 from titanlite.data.pieces import ENDS_DOCUMENT
-from titanlite.data.token_files import (
-    FORMAT_VERSION,
-    MANIFEST,
-    PARTIAL,
-    UNFINISHED,
-    ShardWriter,
-    read_unfinished,
-    write_manifest,
-    write_unfinished,
-)
-from titanlite.data.tokenizer import prepare_tokenizer
+from titanlite.data.sources.tokens import FORMAT_VERSION, MANIFEST, UNFINISHED, read_json
 from titanlite.models.registry import resolve_model
 from titanlite.runtime.errors import UserError
 from titanlite.tools.command import UsableRows, parse_arguments, piece_bytes, pieces_with_progress, run_command
-from titanlite.tools.encoding import CHUNK_BYTES, Chunk, Encoder, Job, encoded
+from titanlite.tools.encoding import CHUNK_BYTES, Chunk, Job, JobEncoder, encoded
+from titanlite.tools.token_files import PARTIAL, ShardWriter, write_manifest, write_unfinished
 
 SHARD_TOKENS = 10**8
 
@@ -44,7 +36,7 @@ def main(argv: Sequence[str]) -> None:
     reads. They and the shards do not depend on the number of workers, nor on interruptions.
     """
     parser = argparse.ArgumentParser(
-        "titanlite.tools.tokenize", description="Tokenize sources into token files.", allow_abbrev=False
+        "titanlite tokenize", description="Tokenize sources into token files.", allow_abbrev=False
     )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder, or one to go on with")
     cores = len(os.sched_getaffinity(0))
@@ -73,7 +65,7 @@ def tokenize(config: JobConfig, out: Path, num_workers: int, shard_tokens: int) 
     tokenizer = prepare_tokenizer(config.tokenizer, data.sources, vocab_size=vocab_size)
     assert tokenizer is not None, "sources of text have a tokenizer"
     job = Job(data.sources, piece_bytes(config), tokenizer.arguments, add_bos=data.add_bos, add_eos=data.add_eos)
-    encoder = Encoder(job)
+    encoder = JobEncoder(job)
     print(f"tokenizer: {tokenizer.description}")
     facts = {
         "format": FORMAT_VERSION,
@@ -144,7 +136,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _shards_so_far(out: Path, facts: dict[str, Any]) -> list[dict[str, Any]]:
     """What an earlier, interrupted run of the same command has completed. Raises UserError where it was another one."""
-    unfinished = read_unfinished(out)
+    unfinished = read_json(out / UNFINISHED)
     if unfinished is None:
         return []
     facts = json.loads(json.dumps(facts))

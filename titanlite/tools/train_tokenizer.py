@@ -1,6 +1,6 @@
 """Command: train a byte-level BPE tokenizer on the sources of a configuration.
 
-python -m titanlite.tools.train_tokenizer CONFIG --out DIR [--vocab_size N] [--section.key value ...]
+python -m titanlite train-tokenizer CONFIG --out DIR [--vocab_size N] [--section.key value ...]
 """
 
 import argparse
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlite.config.values import literal
-from titanlite.data.bpe import MIN_VOCAB_SIZE, train_bpe
-from titanlite.data.tokenizer import QUICKSTART_VOCAB_SIZE, Tokenizer
+from titanlite.data.bpe import MIN_VOCAB_SIZE, QUICKSTART_VOCAB_SIZE, train_bpe
+from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import UserError
 from titanlite.tools.command import (
     UsableRows,
@@ -25,7 +25,7 @@ from titanlite.tools.command import (
 def main(argv: Sequence[str]) -> None:
     """Write tokenizer.json and tokenizer_config.json into a new folder. Raises UserError."""
     parser = argparse.ArgumentParser(
-        "titanlite.tools.train_tokenizer", description="Train a byte-level BPE tokenizer.", allow_abbrev=False
+        "titanlite train-tokenizer", description="Train a byte-level BPE tokenizer.", allow_abbrev=False
     )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="new folder for tokenizer.json")
     parser.add_argument(

@@ -7,10 +7,9 @@ from typing import Literal
 import numpy as np
 
 from titanlite.batch import IGNORE_INDEX
-from titanlite.data.corpus import AT_BEGIN, TokenPiece
-from titanlite.data.indexed import IndexedSource
-from titanlite.data.permutation import Permutation
-from titanlite.data.pieces import BadRowError
+from titanlite.data.indexed import IndexedOrder
+from titanlite.data.order import Permutation
+from titanlite.data.pieces import AT_BEGIN, BadRowError, TokenPiece
 from titanlite.data.streams import BadRowPolicy, Row, SourceStream
 
 PAD = 0
@@ -47,8 +46,8 @@ def permutation_of(corpus: FakeCorpus) -> Permutation:
     return Permutation(corpus.count, seeds=(3, 0), shuffle=True, block_pieces=8)
 
 
-def fake_source(corpus: FakeCorpus, epochs: int) -> IndexedSource:
-    return IndexedSource(corpus, permutation_of(corpus), name="fake", epochs=epochs)
+def fake_source(corpus: FakeCorpus, epochs: int) -> IndexedOrder:
+    return IndexedOrder(corpus, permutation_of(corpus), name="fake", epochs=epochs)
 
 
 def make_stream(

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from titanlite.data import fingerprint as fingerprint_module
-from titanlite.data.config import DataConfig
-from titanlite.data.fingerprint import BLOCK_BYTES, SAMPLED_BLOCKS, data_fingerprint, describe_difference
-from titanlite.data.hub import HubFiles
-from titanlite.data.sources import SourceConfig
+from titanlite.data.config import DataConfig, SourceConfig
+from titanlite.data.fingerprint import data_fingerprint, describe_difference
+from titanlite.data.sources import base, hf
+from titanlite.data.sources.base import BLOCK_BYTES, SAMPLED_BLOCKS
+from titanlite.data.sources.hub import HubFiles
+from titanlite.data.sources.text import Text
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import UserError
 
@@ -74,7 +75,7 @@ def test_it_is_small_json_that_a_person_can_read(corpus: Path) -> None:
 
 def test_the_digest_of_known_files_never_changes(corpus: Path) -> None:
     """If this fails, no run that was saved before can go on: DIGEST_VERSION has to change as well."""
-    assert fingerprint_module.DIGEST_VERSION == 1
+    assert base.DIGEST_VERSION == 1
     assert data_fingerprint(text_data(corpus))["sources"][0]["content"] == "xxh3-128:e270adc15663c3d55a37008639783eb0"
 
 
@@ -199,7 +200,7 @@ def test_a_dataset_on_the_hub_is_its_commit(tmp_path: Path, monkeypatch: pytest.
     found = []
     for commit in ("a" * 40, "b" * 40):
         files = HubFiles((f"hf://datasets/user/dataset@{commit}/train.parquet",), commit)
-        monkeypatch.setattr(fingerprint_module, "hub_files", lambda _, files=files: files)
+        monkeypatch.setattr(hf, "hub_files", lambda _, files=files: files)
         found.append(data_fingerprint(section))
     assert describe_difference(*found) == [f'source 0 (hf user/dataset): commit "{"a" * 40}" -> "{"b" * 40}"']
 
@@ -235,8 +236,8 @@ def test_what_another_version_saved_is_a_difference_and_no_error(corpus: Path) -
 
 def test_digests_are_computed_once(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
-    digest = fingerprint_module._file_digest
-    monkeypatch.setattr(fingerprint_module, "_file_digest", lambda file: (read.append(file), digest(file))[1])
+    digest = base._file_digest
+    monkeypatch.setattr(base, "_file_digest", lambda file: (read.append(file), digest(file))[1])
     first = data_fingerprint(text_data(corpus))
     assert len(read) == 3
     assert data_fingerprint(text_data(corpus)) == first
@@ -247,7 +248,7 @@ def test_digests_are_computed_once(corpus: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_file_that_cannot_be_read_is_named(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprint_module, "find_files", lambda _: [corpus / "deep"])
+    monkeypatch.setattr(Text, "files", lambda _: [corpus / "deep"])
     with pytest.raises(UserError, match="deep cannot be read"):
         data_fingerprint(text_data(corpus))
 

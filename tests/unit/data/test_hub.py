@@ -19,20 +19,18 @@ import pytest
 import torch
 
 from tests.unit.data.small_hub import COMMIT, small_hub
-from titanlite.data import blocks, streamed
-from titanlite.data.blocks import Position
-from titanlite.data.config import DataConfig, check_data
-from titanlite.data.corpus import Encoder, TokenPiece
-from titanlite.data.hub import check_hub, hub_files
-from titanlite.data.index import open_index, reader_of
+from titanlite.data import streamed
+from titanlite.data.check import check_data, check_source
+from titanlite.data.config import DataConfig, SourceConfig
+from titanlite.data.corpus import Encoder, open_index
 from titanlite.data.loader import build_loader
-from titanlite.data.pieces import BadRowError
-from titanlite.data.retry import retrying
-from titanlite.data.sources import SourceConfig, check_source
-from titanlite.data.streamed import Blocks, Division, StreamedPieces
-from titanlite.data.streams import Place
+from titanlite.data.pieces import BadRowError, Place, TokenPiece
+from titanlite.data.sources import hf
+from titanlite.data.sources.hub import hub_files
+from titanlite.data.streamed import Blocks, Division, Position, StreamedPieces
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.retry import retrying
 
 README = """---
 configs:
@@ -77,7 +75,7 @@ def source_of(dataset: Path, **changes: object) -> SourceConfig:
 
 
 def problems(source: SourceConfig) -> list[str]:
-    found = check_source(source, "data.sources.0") or check_hub(source, "data.sources.0")
+    found = check_source(source, "data.sources.0", DataConfig(), vocab_size=0, looks_at_files=True)
     return [f"{problem.key.removeprefix('data.sources.0.')}: {problem.rule}; {problem.remedy}" for problem in found]
 
 
@@ -172,20 +170,18 @@ class Letters:
         return [[ord(letter) for letter in text] for text in texts]
 
 
-def open_stream(
-    division: Division, stream: int = 0, max_piece_bytes: int = 100, field: str = "text", epochs: int = -1
-) -> StreamedPieces:
+def open_stream(division: Division, stream: int = 0, max_piece_bytes: int = 100, epochs: int = -1) -> StreamedPieces:
     encoder = Encoder(cast(Tokenizer, Letters()), add_bos=False, add_eos=False)
-    blocks = Blocks(division, stream, field=field, max_piece_bytes=max_piece_bytes)
+    blocks = Blocks(division, stream, max_piece_bytes=max_piece_bytes)
     return StreamedPieces(blocks, encoder, name="mine", epochs=epochs)
 
 
 def divided(source: SourceConfig, num_streams: int, seed: int | None = None) -> Division:
-    return Division(source, num_streams, None if seed is None else (seed,))
+    return Division(hf.HuggingFace(source), num_streams, None if seed is None else (seed,))
 
 
 def test_too_many_files_are_refused_at_the_start(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "_UNIT_BITS", 0)
+    monkeypatch.setattr(streamed, "_UNIT_BITS", 0)
     with pytest.raises(UserError, match="streaming goes up to 1 files or row groups"):
         divided(source_of(dataset), 1)
 
@@ -256,7 +252,7 @@ def test_streams_advance_evenly_over_the_epochs(dataset: Path) -> None:
 
 
 def test_each_epoch_has_its_own_order(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "MAX_BLOCK_ROWS", 5)
+    monkeypatch.setattr(streamed, "MAX_BLOCK_ROWS", 5)
     epochs = [texts_of(source_of(dataset), 1, epoch, seed=1)[0] for epoch in range(6)]
     assert len({tuple(epoch) for epoch in epochs}) == 6
     assert {epoch[0].split(" row")[0] for epoch in epochs} == {"file 0", "file 1"}  # files change places, too
@@ -271,7 +267,7 @@ def test_each_epoch_has_its_own_order(dataset: Path, monkeypatch: pytest.MonkeyP
 def test_a_stream_goes_on_from_any_piece(
     subset: str, num_streams: int, dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "MAX_BLOCK_ROWS", 3)
+    monkeypatch.setattr(streamed, "MAX_BLOCK_ROWS", 3)
     division = divided(source_of(dataset, subset=subset), num_streams, seed=5)
     for stream in range(num_streams):
         whole = walk(open_stream(division, stream, max_piece_bytes=16), epoch=2)
@@ -288,7 +284,7 @@ def test_a_stream_goes_on_from_any_piece(
 
 
 def test_long_rows_are_cut_and_end_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "MAX_BLOCK_BYTES", 100)
+    monkeypatch.setattr(streamed, "MAX_BLOCK_BYTES", 100)
     rows = ["a\n" * 100, "short", "b\n" * 30, "end"]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     division = divided(source_of(tmp_path), 1)
@@ -304,7 +300,7 @@ def test_long_rows_are_cut_and_end_a_block(tmp_path: Path, monkeypatch: pytest.M
     assert isinstance(first, TokenPiece)
     assert numbers[1] == numbers[0] + 1  # parts of one document
     assert first.starts.tolist() == [0]
-    monkeypatch.setattr(blocks, "MAX_ROW_PIECES", 3)
+    monkeypatch.setattr(streamed, "MAX_ROW_PIECES", 3)
     (bad, *_) = walk(open_stream(division, max_piece_bytes=50))
     assert bad[1].endswith(
         "train.jsonl, line 1: the text is 4 pieces of data.max_piece_bytes, and at most 3 are possible"
@@ -336,9 +332,9 @@ def test_a_finite_source_ends_with_its_last_row(dataset: Path) -> None:
 
 def test_a_read_that_fails_for_a_while_loses_nothing(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is opened anew in the middle of it, and goes on with the block that could not be read."""
-    monkeypatch.setattr(blocks, "MAX_BLOCK_ROWS", 3)
+    monkeypatch.setattr(streamed, "MAX_BLOCK_ROWS", 3)
     monkeypatch.setattr(streamed, "retrying", partial(retrying, delays_s=(0, 0)))
-    rows, failures = streamed.read_rows, iter([2, 4, 0])
+    rows, failures = hf.HuggingFace.rows, iter([2, 4, 0])
 
     def failing(*arguments: object) -> object:
         limit = next(failures, 10**6)
@@ -347,7 +343,7 @@ def test_a_read_that_fails_for_a_while_loses_nothing(dataset: Path, monkeypatch:
                 raise ConnectionResetError("the server went away")
             yield row
 
-    monkeypatch.setattr(streamed, "read_rows", failing)
+    monkeypatch.setattr(hf.HuggingFace, "rows", failing)
     assert texts_of(source_of(dataset, split="train"), 1) == [ALL_ROWS]
     assert next(failures, None) is None
 
@@ -356,11 +352,11 @@ def test_a_read_that_fails_for_a_while_loses_nothing(dataset: Path, monkeypatch:
 def test_turned_into_arrow_files_it_is_a_corpus_with_an_index(
     folder: str, dataset: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = source_of(dataset / folder, streaming=False)
-    index, reader = open_index(source, 8), reader_of(source)
+    source = hf.HuggingFace(source_of(dataset / folder, streaming=False))
+    index = open_index(source, 8)
     expected = {"data": ALL_ROWS, "french": [f"ligne {line}" for line in range(1, 7)], "table": ["one", "two"]}
     pieces = [index[n] for n in range(len(index))]
-    assert "".join(reader.read(index.files[piece.file], piece) for piece in pieces) == "".join(expected[folder])
+    assert "".join(source.read(index.files[piece.file], piece) for piece in pieces) == "".join(expected[folder])
     assert max(piece.length for piece in pieces) <= 8
     assert cache in index.files[0].parents
     monkeypatch.setattr("datasets.DatasetBuilder.download_and_prepare", lambda *_, **__: pytest.fail("built twice"))
@@ -378,7 +374,7 @@ def test_what_datasets_cannot_turn_into_text(lines: list[str], reason: str, tmp_
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "train.jsonl").write_text("\n".join(lines))
     with pytest.raises(UserError, match=reason):
-        open_index(source_of(tmp_path / "rows", streaming=False), 100)
+        open_index(hf.HuggingFace(source_of(tmp_path / "rows", streaming=False)), 100)
 
 
 def origins_of(section: DataConfig, tokenizer: Tokenizer, degree: int, state: torch.Tensor | None, steps: int) -> Any:
@@ -408,7 +404,7 @@ def test_killed_anywhere_a_streamed_mixture_goes_on_on_any_mesh(
     num_streams: int, dataset: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Row groups of their own for 4 streams, shared files for 8; epoch edges in both."""
-    monkeypatch.setattr(blocks, "MAX_BLOCK_ROWS", 3)
+    monkeypatch.setattr(streamed, "MAX_BLOCK_ROWS", 3)
     sources = (source_of(dataset, weight=2.0), source_of(dataset, subset="french", weight=1.0))
     section = DataConfig(num_streams=num_streams, max_piece_bytes=16, sources=sources)
     whole, _ = origins_of(section, tokenizer, 1, None, 60)
@@ -426,20 +422,20 @@ def test_killed_anywhere_a_streamed_mixture_goes_on_on_any_mesh(
 ON_THE_HUB = """
 import json, sys
 from dataclasses import replace
-from titanlite.data.hub import hub_commit
-from titanlite.data.sources import SourceConfig
+from titanlite.data.config import SourceConfig
+from titanlite.data.sources.hf import HuggingFace
 from titanlite.data.streamed import Division
 from titanlite.runtime.errors import ConfigError
 from tests.unit.data.test_hub import texts_of
 
 source = SourceConfig(kind="hf", path="user/dataset")
-pinned = replace(source, revision=hub_commit(source))
-division = Division(pinned, 3, (7,))
+pinned = replace(source, revision=HuggingFace(source).pinned_revision())
+division = Division(HuggingFace(pinned), 3, (7,))
 found = texts_of(pinned, 3, epoch=1, seed=7)
 faults = []
 for change in ({"path": "user/missing"}, {"subset": "german"}, {"split": "dev"}, {"path": "user/script"}):
     try:
-        hub_commit(replace(source, **change))
+        HuggingFace(replace(source, **change)).pinned_revision()
     except ConfigError as error:
         faults.append(str(error))
 print(json.dumps([pinned.revision, division.description, found, faults]))

@@ -10,25 +10,31 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from titanlite.data import index as index_module
-from titanlite.data.cache import built_once, cache_folder, content_key
-from titanlite.data.index import open_index
-from titanlite.data.sources import SourceConfig
+from titanlite.data import corpus
+from titanlite.data.config import SourceConfig
+from titanlite.data.corpus import PieceIndex
+from titanlite.data.kinds import text_sources
+from titanlite.data.sources.text import Text
+from titanlite.runtime.cache import built_once, cache_folder, content_key
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.launch import fork_context
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
 
+def open_index(source: SourceConfig, max_piece_bytes: int) -> PieceIndex:
+    return corpus.open_index(*text_sources([source]), max_piece_bytes)
+
+
 def count_builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     built: list[str] = []
-    build = index_module._build
+    build = corpus._build
 
     def counting(*args: object) -> None:
         built.append(str(args[0]))
         build(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(index_module, "_build", counting)
+    monkeypatch.setattr(corpus, "_build", counting)
     return built
 
 
@@ -73,7 +79,7 @@ def test_an_index_is_built_anew_after_a_change(
 
 
 def test_a_large_index_is_written_in_blocks(write_jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "FLUSH_PIECES", 4)
+    monkeypatch.setattr(corpus, "FLUSH_PIECES", 4)
     index = open_index(SourceConfig(kind="jsonl", path=str(write_jsonl([str(n) for n in range(11)]))), 1000)
     assert [index[n].row for n in range(len(index))] == list(range(1, 12))
 
@@ -149,7 +155,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
     def refuse(*_: object) -> None:
         raise PermissionError("no permission")
 
-    monkeypatch.setattr(index_module.TextReader, "scan", refuse)
+    monkeypatch.setattr(Text, "scan", refuse)
     with pytest.raises(UserError, match=r"secret\.txt cannot be read: no permission$"):
         open_index(SourceConfig(kind="text", path=str(tmp_path / "secret.txt")), 1000)
 

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from titanlite.data import ledger
-from titanlite.data.config import DataConfig
+from titanlite.data.config import DataConfig, SourceConfig
 from titanlite.data.ledger import Ledger, ledger_files, read_ledger
 from titanlite.data.loader import Loader, build_loader
-from titanlite.data.sources import SourceConfig
 from titanlite.data.streams import Origin
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.metrics.history import keep_rows
+from titanlite.tools import ledger
 
 STREAMS, STEPS = 8, 40
 
@@ -135,21 +134,19 @@ def test_origins_say_where_the_tokens_are(write_jsonl: Callable[..., Path], toke
     assert seen > 20
 
 
-def test_the_ledger_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_ledger_is_printed(tmp_path: Path, capsys: Any) -> None:
     for rank in range(2):
         one = Ledger(tmp_path, data_rank=rank, data_degree=2)
         for step in (1, 2):
             one.write(step, [2 * step - 2 + rank], [Origin(0, 0, 5, rank)])
         one.close()
-    monkeypatch.setattr(sys, "argv", ["ledger", str(tmp_path)])
-    ledger.main()
+    ledger.main([str(tmp_path)])
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
         {"step": 1, "sequences": [[0, 0, 0, 5, 0], [1, 0, 0, 5, 1]]},
         {"step": 2, "sequences": [[2, 0, 0, 5, 0], [3, 0, 0, 5, 1]]},
     ]
-    monkeypatch.setattr(sys, "argv", ["ledger", str(tmp_path / "none")])
     with pytest.raises(SystemExit):
-        ledger.main()
+        ledger.main([str(tmp_path / "none")])
     assert "--data.ledger true" in capsys.readouterr().err
 
 
@@ -169,7 +166,7 @@ def test_it_ends_without_a_traceback_where_nobody_reads_on(tmp_path: Path) -> No
     for step in range(1, 3000):
         one.write(step, [step], [Origin(0, 0, step, 0)])
     one.close()
-    command = [sys.executable, "-m", "titanlite.data.ledger", str(tmp_path)]
+    command = [sys.executable, "-m", "titanlite", "ledger", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -13,12 +13,13 @@ import torch
 from tests.unit.data.fake_corpus import FakeCorpus, expected_sequences, fake_source
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.data import preparation
-from titanlite.data.config import DataConfig, check_data
+from titanlite.data.check import check_data
+from titanlite.data.config import DataConfig, SourceConfig
+from titanlite.data.kinds import open_source
 from titanlite.data.loader import Loader, build_loader
 from titanlite.data.preparation import Sources
-from titanlite.data.sources import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.data.worker import Assignment
+from titanlite.data.workers import Assignment
 from titanlite.runtime.errors import UserError
 
 STREAMS, SEQ_LEN = 8, 6
@@ -45,8 +46,12 @@ def make(corpus: FakeCorpus, monkeypatch: pytest.MonkeyPatch) -> Any:
             max_bad_rows=10**6,
             sources=(SourceConfig(epochs=facts["epochs"]),),
         )
-        monkeypatch.setattr(preparation, "_open", lambda source, *_, **__: fake_source(corpus, source.epochs))
-        sources = Sources(section, None, seq_len=SEQ_LEN, vocab_size=10**6)
+        monkeypatch.setattr(
+            preparation, "open_order", lambda source, *_, **__: fake_source(corpus, source.config.epochs)
+        )
+        sources = Sources(
+            section, [open_source(one) for one in section.sources], None, seq_len=SEQ_LEN, vocab_size=10**6
+        )
         assignment = Assignment(section, None, SEQ_LEN, 10**6, facts["global_batch_size"])
         local = facts["local_batch_size"]
         made.append(

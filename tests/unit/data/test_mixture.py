@@ -2,7 +2,7 @@ from itertools import groupby
 
 import pytest
 
-from titanlite.data.mixture import Mixture
+from titanlite.data.order import Mixture
 
 RECORDED = [0, 1, 0, 2, 0, 0, 1, 0, 2, 0, 0, 1]
 

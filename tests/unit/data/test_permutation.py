@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from titanlite.data.permutation import STREAM_VERSION, Permutation, mix, shuffled
+from titanlite.data.order import STREAM_VERSION, Permutation, mix, shuffled
 
 SHUFFLED = [5, 7, 8, 2, 9, 0, 3, 1, 6, 4]
 ORDER = [9, 7, 10, 5, 8, 6, 11, 13, 16, 12, 14, 15, 3, 2, 0, 4, 1]

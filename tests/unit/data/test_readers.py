@@ -10,15 +10,29 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from titanlite.data.jsonl import JsonlReader
-from titanlite.data.parquet import ParquetReader
-from titanlite.data.pieces import ENDS_DOCUMENT, STARTS_DOCUMENT, BadRowError, Reader
-from titanlite.data.text import TextReader
+from titanlite.data.config import SourceConfig
+from titanlite.data.pieces import ENDS_DOCUMENT, STARTS_DOCUMENT, BadRowError
+from titanlite.data.sources.base import TextSource
+from titanlite.data.sources.jsonl import Jsonl
+from titanlite.data.sources.parquet import Parquet
+from titanlite.data.sources.text import Text
 
 WHOLE = STARTS_DOCUMENT | ENDS_DOCUMENT
 
 
-def read_all(reader: Reader, path: Path, max_piece_bytes: int = 1000) -> list[tuple[int, str, int]]:
+def text(document: str) -> Text:
+    return Text(SourceConfig("text", document=document))  # type: ignore[arg-type]
+
+
+def jsonl(field: str) -> Jsonl:
+    return Jsonl(SourceConfig("jsonl", field=field))
+
+
+def parquet(field: str) -> Parquet:
+    return Parquet(SourceConfig("parquet", field=field))
+
+
+def read_all(reader: TextSource, path: Path, max_piece_bytes: int = 1000) -> list[tuple[int, str, int]]:
     """(row, text or reason, flags) of each piece."""
     result = []
     for piece in reader.scan(path, 0, max_piece_bytes):
@@ -38,30 +52,30 @@ def text_file(tmp_path: Path) -> Path:
 
 
 def test_text_by_file(text_file: Path) -> None:
-    assert read_all(TextReader("file"), text_file) == [(1, text_file.read_bytes().decode(), WHOLE)]
+    assert read_all(text("file"), text_file) == [(1, text_file.read_bytes().decode(), WHOLE)]
 
 
 def test_text_by_paragraph(text_file: Path) -> None:
     expected = [(2, "one\ntwo", WHOLE), (6, "three", WHOLE), (8, "four", WHOLE)]
-    assert read_all(TextReader("paragraph"), text_file) == expected
+    assert read_all(text("paragraph"), text_file) == expected
 
 
 def test_text_by_line(text_file: Path) -> None:
     expected = [(2, "one", WHOLE), (3, "two", WHOLE), (6, "three", WHOLE), (8, "four", WHOLE)]
-    assert read_all(TextReader("line"), text_file) == expected
+    assert read_all(text("line"), text_file) == expected
 
 
 def test_long_text_is_cut_at_line_ends(tmp_path: Path) -> None:
     file = tmp_path / "long.txt"
     file.write_text("first line\nsecond line\nthird line\n")
     expected = [(1, "first line\n", STARTS_DOCUMENT), (2, "second line\n", 0), (3, "third line\n", ENDS_DOCUMENT)]
-    assert read_all(TextReader("file"), file, 16) == expected
+    assert read_all(text("file"), file, 16) == expected
 
 
 def test_only_the_part_of_a_text_that_is_not_utf8_is_bad(tmp_path: Path) -> None:
     file = tmp_path / "broken.txt"
     file.write_bytes(b"first line here\nbroken \xff line\nlast line here\n")
-    rows = read_all(TextReader("file"), file, 16)
+    rows = read_all(text("file"), file, 16)
     assert [text for _, text, _ in rows] == [
         "first line here\n",
         "BAD invalid UTF-8 at byte 7: invalid start byte",
@@ -69,21 +83,21 @@ def test_only_the_part_of_a_text_that_is_not_utf8_is_bad(tmp_path: Path) -> None
     ]
 
 
-@pytest.mark.parametrize("reader", [TextReader("file"), TextReader("line"), JsonlReader("text"), ParquetReader("text")])
-def test_an_empty_file_is_one_bad_row(reader: Reader, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reader", [text("file"), text("line"), jsonl("text"), parquet("text")])
+def test_an_empty_file_is_one_bad_row(reader: TextSource, tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     assert [(row, text) for row, text, _ in read_all(reader, tmp_path / "empty")] == [(1, "BAD the file is empty")]
 
 
-@pytest.mark.parametrize("reader", [TextReader("paragraph"), TextReader("line"), JsonlReader("text")])
-def test_a_file_of_blank_lines_is_one_bad_row(reader: Reader, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reader", [text("paragraph"), text("line"), jsonl("text")])
+def test_a_file_of_blank_lines_is_one_bad_row(reader: TextSource, tmp_path: Path) -> None:
     (tmp_path / "blank").write_text("\n \n\n")
     assert [text for _, text, _ in read_all(reader, tmp_path / "blank")] == ["BAD the file has only blank lines"]
 
 
 def test_jsonl_rows(write_jsonl: Callable[..., Path]) -> None:
     file = write_jsonl(["one", b"", "zwei\n€", b'{"text": "3", "more": [1]}\r'])
-    assert read_all(JsonlReader("text"), file) == [(1, "one", WHOLE), (3, "zwei\n€", WHOLE), (4, "3", WHOLE)]
+    assert read_all(jsonl("text"), file) == [(1, "one", WHOLE), (3, "zwei\n€", WHOLE), (4, "3", WHOLE)]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +122,7 @@ def test_jsonl_rows(write_jsonl: Callable[..., Path]) -> None:
 @pytest.mark.parametrize("max_piece_bytes", [16, 10**6])
 def test_bad_jsonl_rows(row: bytes, reason: str, max_piece_bytes: int, write_jsonl: Callable[..., Path]) -> None:
     file = write_jsonl(["good", row, "good"])
-    rows = read_all(JsonlReader("text"), file, max_piece_bytes)
+    rows = read_all(jsonl("text"), file, max_piece_bytes)
     assert [number for number, _, _ in rows] == [1, 2, 3]
     assert rows[1][1].startswith("BAD ")
     assert reason in rows[1][1]
@@ -117,13 +131,13 @@ def test_bad_jsonl_rows(row: bytes, reason: str, max_piece_bytes: int, write_jso
 
 def test_a_byte_order_mark_is_no_part_of_the_json(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n{"text": "two"}\r\n')
-    assert read_all(JsonlReader("text"), tmp_path / "rows.jsonl") == [(1, "one", WHOLE), (2, "two", WHOLE)]
+    assert read_all(jsonl("text"), tmp_path / "rows.jsonl") == [(1, "one", WHOLE), (2, "two", WHOLE)]
 
 
 def test_long_jsonl_text_is_cut_after_decoding(write_jsonl: Callable[..., Path]) -> None:
     text = "ääääääääää\nöööööööööö\nend"
     file = write_jsonl([text, "short"])
-    rows = read_all(JsonlReader("text"), file, 22)
+    rows = read_all(jsonl("text"), file, 22)
     expected = [(1, "ääääääääää\n", STARTS_DOCUMENT), (1, "öööööööööö\n", 0), (1, "end", ENDS_DOCUMENT)]
     assert rows == [*expected, (2, "short", WHOLE)]
 
@@ -142,14 +156,14 @@ def test_gzipped_jsonl_reads_as_what_it_unpacks_to(
     file = write_jsonl(["one", b"", "zwei\n€" * 10, b"{", "last"])
     with caplog.at_level(logging.INFO, "titanlite"):
         packed = gz_of(file)
-        assert read_all(JsonlReader("text"), packed, 16) == read_all(JsonlReader("text"), file, 16)
-        assert read_all(JsonlReader("text"), packed, 100) == read_all(JsonlReader("text"), file, 100)
+        assert read_all(jsonl("text"), packed, 16) == read_all(jsonl("text"), file, 16)
+        assert read_all(jsonl("text"), packed, 100) == read_all(jsonl("text"), file, 100)
     (line,) = caplog.messages  # unpacked once
     assert f"unpacked {packed} (0.0 MiB) into {cache}" in line
     for rest in (cache / "unpacked").rglob("content"):
         rest.unlink()
     with pytest.raises(OSError, match="content"):
-        read_all(JsonlReader("text"), packed)
+        read_all(jsonl("text"), packed)
 
 
 @pytest.mark.parametrize("lines", [0, 1, 2000])
@@ -158,12 +172,12 @@ def test_damaged_gzip_data_is_one_bad_row_behind_its_whole_lines(lines: int, wri
     whole = packed.read_bytes()
     if lines:  # all lines are there, only the checksum is not
         packed.write_bytes(whole[:-8] + bytes(8))
-        rows = read_all(JsonlReader("text"), packed)
+        rows = read_all(jsonl("text"), packed)
         assert [row for row, text, _ in rows] == [*range(1, lines + 2)]
         assert rows[-1][1].startswith("BAD the gzip data is corrupt (CRC check failed")
         assert rows[-1][1].endswith(f"after line {lines}")
     packed.write_bytes(whole[: len(whole) // 2 if lines else 5])
-    rows = read_all(JsonlReader("text"), packed)
+    rows = read_all(jsonl("text"), packed)
     assert rows[-1] == (len(rows), f"BAD the gzip data ends early after line {len(rows) - 1}", WHOLE ^ 7)
     assert [text for _, text, _ in rows[:-1]] == [f"the text of row {n}" for n in range(len(rows) - 1)]
     assert len(rows) > lines / 4
@@ -171,19 +185,19 @@ def test_damaged_gzip_data_is_one_bad_row_behind_its_whole_lines(lines: int, wri
 
 def test_an_error_of_the_system_is_no_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pq.write_table(pa.table({"text": ["one"]}), tmp_path / "rows.parquet")
-    (piece,) = ParquetReader("text").scan(tmp_path / "rows.parquet", 0, 100)
+    (piece,) = parquet("text").scan(tmp_path / "rows.parquet", 0, 100)
 
     def fail(*_: object, **__: object) -> None:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", fail)
     with pytest.raises(OSError, match="Input/output error"):
-        ParquetReader("text").read(tmp_path / "rows.parquet", piece)
+        parquet("text").read(tmp_path / "rows.parquet", piece)
 
 
 def test_another_field(tmp_path: Path) -> None:
     (tmp_path / "rows").write_text(json.dumps({"body": "x", "text": "y"}))
-    assert read_all(JsonlReader("body"), tmp_path / "rows") == [(1, "x", WHOLE)]
+    assert read_all(jsonl("body"), tmp_path / "rows") == [(1, "x", WHOLE)]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +207,7 @@ def test_parquet_rows(kind: pa.DataType, tmp_path: Path) -> None:
     file = tmp_path / "rows.parquet"
     texts = ["one", None, "", "long line one\nlong line two\n", "fünf"]
     pq.write_table(pa.table({"text": pa.array(texts).cast(kind), "n": range(5)}), file, row_group_size=2)
-    assert read_all(ParquetReader("text"), file, 20) == [
+    assert read_all(parquet("text"), file, 20) == [
         (1, "one", WHOLE),
         (2, "BAD field 'text' is null", WHOLE),
         (3, "BAD the text is empty", WHOLE),
@@ -207,7 +221,7 @@ def test_parquet_text_that_is_not_utf8(tmp_path: Path) -> None:
     file = tmp_path / "rows.parquet"
     broken = pa.Array.from_buffers(pa.string(), 1, pa.array([b"a" * 30 + b"\xff"], pa.binary()).buffers())
     pq.write_table(pa.table({"text": broken}), file)
-    assert [text for _, text, _ in read_all(ParquetReader("text"), file, 16)] == [
+    assert [text for _, text, _ in read_all(parquet("text"), file, 16)] == [
         "BAD invalid UTF-8 at byte 30: invalid start byte"
     ]
 
@@ -216,17 +230,17 @@ def test_parquet_without_the_field_or_with_another_type(tmp_path: Path) -> None:
     file = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"n": [1, 2]}), file)
     missing = "BAD field 'text' is missing; there is 'n'"
-    assert read_all(ParquetReader("text"), file) == [(1, missing, WHOLE), (2, missing, WHOLE)]
-    assert read_all(ParquetReader("n"), file)[0] == (1, "BAD field 'n' is not text but int64", WHOLE)
+    assert read_all(parquet("text"), file) == [(1, missing, WHOLE), (2, missing, WHOLE)]
+    assert read_all(parquet("n"), file)[0] == (1, "BAD field 'n' is not text but int64", WHOLE)
     pq.write_table(pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), file)
     twice = "BAD field 'text' is there more than once; there is 'text', 'text'"
-    assert read_all(ParquetReader("text"), file) == [(1, twice, WHOLE)]
+    assert read_all(parquet("text"), file) == [(1, twice, WHOLE)]
 
 
 def test_parquet_that_is_none_or_has_no_rows(tmp_path: Path) -> None:
     (tmp_path / "broken").write_bytes(b"PAR1 but not really")
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "no_rows")
-    (broken,) = read_all(ParquetReader("text"), tmp_path / "broken")
-    (no_rows,) = read_all(ParquetReader("text"), tmp_path / "no_rows")
+    (broken,) = read_all(parquet("text"), tmp_path / "broken")
+    (no_rows,) = read_all(parquet("text"), tmp_path / "no_rows")
     assert broken[1].startswith("BAD not a parquet file that can be read: ")
     assert no_rows[1] == "BAD the file has no rows"

@@ -1,4 +1,4 @@
-from titanlite.data.recent import Recent
+from titanlite.runtime.cache import Recent
 
 
 def test_the_least_recently_used_go_first() -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from titanlite.data.retry import is_transient, retrying
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.retry import is_transient, retrying
 
 
 class HttpError(Exception):

@@ -5,12 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.data.index import open_index
-from titanlite.data.sources import SourceConfig, check_source, find_files, source_names
+from titanlite.data.check import check_source
+from titanlite.data.config import DataConfig, SourceConfig
+from titanlite.data.corpus import PieceIndex, open_index
+from titanlite.data.kinds import open_source, source_names, text_sources
+from titanlite.runtime.errors import Problem
+
+
+def problems(source: SourceConfig, key: str = "data.sources.0") -> list[Problem]:
+    return check_source(source, key, DataConfig(), vocab_size=0, looks_at_files=True)
 
 
 def keys(source: SourceConfig) -> list[str]:
-    return [problem.key for problem in check_source(source, "data.sources.0")]
+    return [problem.key for problem in problems(source)]
 
 
 @pytest.fixture
@@ -32,8 +39,12 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
+def index_of(source: SourceConfig) -> PieceIndex:
+    return open_index(*text_sources([source]), 1000)
+
+
 def found(path: str, kind: str = "text") -> list[str]:
-    return [file.name for file in find_files(SourceConfig(kind=kind, path=path))]  # type: ignore[arg-type]
+    return [file.name for file in open_source(SourceConfig(kind=kind, path=path)).files()]
 
 
 def test_a_folder_means_all_files_of_the_kind_below_it(folder: Path) -> None:
@@ -86,7 +97,7 @@ def test_sources_that_are_wrong(source: SourceConfig, key: str, folder: Path) ->
 
 def test_a_missing_file_names_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (problem,) = check_source(SourceConfig(kind="text", path="data/*.txt"), "data.sources.3")
+    (problem,) = problems(SourceConfig(kind="text", path="data/*.txt"), "data.sources.3")
     assert (problem.key, problem.value) == ("data.sources.3.path", "data/*.txt")
     assert str(tmp_path / "data" / "*.txt") in problem.remedy
 
@@ -97,8 +108,8 @@ def test_an_interpreter_without_library_files(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_standard_library_is_split(stdlib: Path) -> None:
-    train = open_index(SourceConfig(), 1000).files
-    held_out = open_index(SourceConfig(split="validation"), 1000).files
+    train = index_of(SourceConfig()).files
+    held_out = index_of(SourceConfig(split="validation")).files
     everything = sorted([*train, *held_out], key=lambda file: file.relative_to(stdlib).as_posix())
     assert everything == sorted(stdlib.glob("package*/module*.py"), key=lambda file: file.as_posix())
     assert [everything.index(file) for file in held_out] == [19, 39]
@@ -107,7 +118,7 @@ def test_the_standard_library_is_split(stdlib: Path) -> None:
 def test_the_index_of_files(write_jsonl: Callable[..., Path]) -> None:
     write_jsonl(["one", "two"], "a.jsonl")
     folder = write_jsonl(["three"], "b.jsonl").parent
-    index = open_index(SourceConfig(kind="jsonl", path=str(folder)), 1000)
+    index = index_of(SourceConfig(kind="jsonl", path=str(folder)))
     assert [(piece.file, piece.row) for piece in map(index.__getitem__, range(len(index)))] == [(0, 1), (0, 2), (1, 1)]
 
 

@@ -7,9 +7,9 @@ import pytest
 from tests.seeds import seeds
 from tests.unit.data.fake_corpus import PAD, FakeCorpus, empty_row, expected_sequences, make_stream, permutation_of
 from titanlite.batch import IGNORE_INDEX
-from titanlite.data.corpus import TokenPiece
-from titanlite.data.indexed import IndexedSource
-from titanlite.data.permutation import Permutation
+from titanlite.data.indexed import IndexedOrder
+from titanlite.data.order import Permutation
+from titanlite.data.pieces import TokenPiece
 from titanlite.data.streams import BadRowPolicy, SourceState, SourceStream
 from titanlite.runtime.errors import UserError
 
@@ -131,12 +131,12 @@ def test_bad_rows_are_counted_with_the_sequence_that_consumes_them_and_once() ->
 
 
 def test_of_the_ranks_that_read_the_same_one_names_the_bad_rows(caplog: pytest.LogCaptureFixture) -> None:
-    for speaks in (True, False):
+    for logs in (True, False):
         caplog.clear()
         stream = make_stream(FakeCorpus([None, 9]), stream=0, num_streams=1, seq_len=4, epochs=1)
-        stream._policy = BadRowPolicy(skip=True, limit=5, speaks=speaks)
+        stream._policy = BadRowPolicy(skip=True, limit=5, logs=logs)
         take(stream, 3)
-        assert len(caplog.records) == speaks
+        assert len(caplog.records) == logs
         assert stream.state().bad_rows == 1
 
 
@@ -242,7 +242,7 @@ def test_parts_of_a_document_that_follow_each_other_are_one_document(num_streams
     """Piece 1 goes on with the document of piece 0; piece 2 does not go on with what piece 0 has said."""
     corpus = OneDocument([3, 3, 3, 3])
     permutation = Permutation(4, seeds=(0,), shuffle=False)
-    pieces = IndexedSource(corpus, permutation, name="one", epochs=1).pieces(0, num_streams)
+    pieces = IndexedOrder(corpus, permutation, name="one", epochs=1).pieces(0, num_streams)
     stream = SourceStream(pieces, seq_len=6, packing="concatenate", policy=BadRowPolicy(False, 0))
     row = empty_row(6, positions=True)
     stream.next_sequence(row)

@@ -8,9 +8,10 @@ import pytest
 import tokenizers
 
 from titanlite.data import bpe
-from titanlite.data.bpe import EOS, train_bpe
-from titanlite.data.sources import SourceConfig
-from titanlite.data.tokenizer import Tokenizer, TokenizerConfig, check_tokenizer, prepare_tokenizer
+from titanlite.data.bpe import EOS, prepare_tokenizer, train_bpe
+from titanlite.data.check import check_tokenizer
+from titanlite.data.config import SourceConfig, TokenizerConfig
+from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import UserError
 
 STDLIB = (SourceConfig(),)

@@ -6,17 +6,20 @@ import pytest
 import torch
 
 from titanlite.batch import IGNORE_INDEX
-from titanlite.data.config import DataConfig
+from titanlite.data.config import DataConfig, SourceConfig
 from titanlite.data.loader import Loader, build_loader
-from titanlite.data.sources import SourceConfig, check_source
-from titanlite.data.windows import check_tokens, find_invalid, open_tokens
-from titanlite.runtime.errors import UserError
+from titanlite.data.sources.tokens import Tokens, find_invalid, open_tokens
+from titanlite.runtime.errors import Problem, UserError
 
 SEQ_LEN = 10
 
 
 def source(path: Path, dtype: str = "", epochs: int = -1) -> SourceConfig:
     return SourceConfig(kind="tokens", path=str(path), dtype=dtype, epochs=epochs)  # type: ignore[arg-type]
+
+
+def check_content(source: SourceConfig, vocab_size: int) -> list[Problem]:
+    return Tokens(source).check_content("data.sources.0", vocab_size=vocab_size, needs_documents=False)
 
 
 def build(*sources: SourceConfig, num_streams: int = 2, shuffle: bool = False, **changes: Any) -> Loader:
@@ -139,9 +142,7 @@ def test_other_arrays_are_refused(array: np.ndarray, text: str, tmp_path: Path) 
     np.save(tmp_path / "tokens.npy", array, allow_pickle=True)
     with pytest.raises(UserError, match=text):
         open_tokens(tmp_path / "tokens.npy", "")
-    assert [problem.key for problem in check_tokens(source(tmp_path), "data.sources.0", 10, needs_documents=False)] == [
-        "data.sources.0.path"
-    ]
+    assert [problem.key for problem in check_content(source(tmp_path), 10)] == ["data.sources.0.path"]
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 an archive", b"\x80\x04]\x94."])
@@ -149,8 +150,8 @@ def test_a_file_that_is_no_npy_is_refused_in_numpys_own_words_about_the_format(c
     (tmp_path / "tokens.npy").write_bytes(content)
     with pytest.raises(UserError, match=r"tokens.npy is not an array of tokens: .*magic string"):
         open_tokens(tmp_path / "tokens.npy", "")
-    (problem,) = check_tokens(source(tmp_path), "data.sources.0", 10, needs_documents=False)
-    assert "titanlite.tools.tokenize makes" in problem.remedy
+    (problem,) = check_content(source(tmp_path), 10)
+    assert "titanlite tokenize makes" in problem.remedy
     assert "pickle" not in problem.remedy
 
 
@@ -158,18 +159,20 @@ def test_suffixes_in_capitals_are_the_same_suffixes(tmp_path: Path) -> None:
     tokens = np.arange(SEQ_LEN * 4 + 1)
     np.save(tmp_path / "tokens.npy", tokens)
     (tmp_path / "tokens.npy").rename(tmp_path / "TOKENS.NPY")
-    assert check_source(source(tmp_path), "data.sources.0") == []
+    assert Tokens(source(tmp_path)).check_files("data.sources.0") == []
     assert rows(build(source(tmp_path)), 2) == [window(tokens, n) for n in range(4)]
     (tmp_path / "TOKENS.NPY").rename(tmp_path / "TOKENS.BIN")
-    assert [problem.key for problem in check_source(source(tmp_path), "data.sources.0")] == ["data.sources.0.dtype"]
+    assert [problem.key for problem in Tokens(source(tmp_path)).check_files("data.sources.0")] == [
+        "data.sources.0.dtype"
+    ]
 
 
 def test_the_beginning_of_the_files_is_checked_before_the_run(tmp_path: Path) -> None:
     np.save(tmp_path / "tokens.npy", np.arange(20))
-    assert check_tokens(source(tmp_path), "data.sources.0", 20, needs_documents=False) == []
-    (problem,) = check_tokens(source(tmp_path), "data.sources.0", 19, needs_documents=False)
+    assert check_content(source(tmp_path), 20) == []
+    (problem,) = check_content(source(tmp_path), 19)
     assert "19 at position 19" in problem.remedy
     (tmp_path / "tokens.npy").unlink()
     (tmp_path / "broken.bin").write_bytes(b"123")
-    (problem,) = check_tokens(source(tmp_path, "uint16"), "data.sources.0", 10**6, needs_documents=False)
+    (problem,) = check_content(source(tmp_path, "uint16"), 10**6)
     assert "broken.bin is not an array of tokens" in problem.remedy

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from titanlite.data.config import DataConfig
+from titanlite.data.config import DataConfig, SourceConfig
 from titanlite.data.loader import Loader, build_loader
-from titanlite.data.sources import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.data.worker import WorkerPool
+from titanlite.data.workers import WorkerPool
 from titanlite.runtime.errors import DataError, UserError
 
 WORDS = ["the", "model", "reads", "a", "few", "words", "and", "learns", "which", "of", "them", "follow"]
@@ -129,12 +128,12 @@ def test_a_killed_worker_is_an_error_at_once(make: Callable[..., Loader]) -> Non
 
 def test_a_worker_ends_with_the_process_that_reads_it() -> None:
     """It has SIGTERM ignored, since a rank that is asked to stop trains on for a step: the closed pipe ends it."""
-    worker = subprocess.Popen([sys.executable, "-m", "titanlite.data.worker"], stdin=subprocess.PIPE)
+    worker = subprocess.Popen([sys.executable, "-m", "titanlite.data.workers"], stdin=subprocess.PIPE)
     assert worker.stdin is not None
     worker.stdin.close()
     assert worker.wait(20) == 0
 
 
 def test_workers_import_no_torch() -> None:
-    code = "import sys, titanlite.data.worker; sys.exit('torch' in sys.modules)"
+    code = "import sys, titanlite.data.workers; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

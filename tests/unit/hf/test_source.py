@@ -13,13 +13,13 @@ from tests.unit.data.small_hub import COMMIT, SmallHub, small_hub
 from tests.unit.hf.making import tiny, write_model
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.preflight import check_start, imported_from
-from titanlite.data import retry
 from titanlite.hf import hub as hub_module
 from titanlite.hf import source as source_module
 from titanlite.hf.folder import ModelFolder
 from titanlite.hf.hub import HubModel, download, open_snapshot, parse_hub_name, pinned
 from titanlite.hf.source import check_source, fetch_source, open_source
 from titanlite.models.registry import FAMILIES
+from titanlite.runtime import retry
 from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 

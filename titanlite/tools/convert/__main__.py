@@ -1,7 +1,7 @@
 """Command: between a run's checkpoints and model folders in the format of Hugging Face's transformers.
 
-python -m titanlite.tools.convert export RUN --out DIR [--dtype D] [--shard-size 5GB] [--verify | --no-verify]
-python -m titanlite.tools.convert import FOLDER_OR_HUB_NAME --out DIR [--dtype D]
+python -m titanlite convert export RUN --out DIR [--dtype D] [--shard-size 5GB] [--verify | --no-verify]
+python -m titanlite convert import FOLDER_OR_HUB_NAME --out DIR [--dtype D]
 """
 
 import argparse
@@ -29,7 +29,7 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**2
 def main(argv: Sequence[str]) -> None:
     """Writes a new folder, or nothing. Raises UserError."""
     parser = argparse.ArgumentParser(
-        "titanlite.tools.convert",
+        "titanlite convert",
         description="To and from model folders of Hugging Face's transformers.",
         allow_abbrev=False,
     )

@@ -22,7 +22,8 @@ from titanlite.config.check import resolve_config
 from titanlite.config.load import dump_config
 from titanlite.config.schema import JobConfig, JobSection
 from titanlite.config.training import TrainingConfig
-from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, TokenizerConfig
+from titanlite.data.config import TokenizerConfig
+from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from titanlite.hf.folder import ModelFolder
 from titanlite.hf.safetensors import sync_file
 from titanlite.metrics.meter import MeterState

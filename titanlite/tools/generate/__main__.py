@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> None:
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """With `prompts` read, and `sampling`, `device` and `dtype` (None: the run's) made. Raises ConfigError."""
     parser = argparse.ArgumentParser(
-        "titanlite.tools.generate",
+        "titanlite generate",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

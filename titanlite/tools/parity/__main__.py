@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> None:
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, JobConfig]:
     """The command's own arguments, and the configuration as given. Raises ConfigError."""
     parser = argparse.ArgumentParser(
-        "titanlite.tools.parity",
+        "titanlite parity",
         description=DESCRIPTION,
         epilog="--section.key value overrides a key of CONFIG, as for training.",
         formatter_class=argparse.RawDescriptionHelpFormatter,

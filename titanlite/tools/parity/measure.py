@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import titanlite
 from titanlite.assembly.data import build_data, build_tokenizer
 from titanlite.assembly.model import build_model, build_trainer
 from titanlite.batch import IGNORE_INDEX, Batch
@@ -183,7 +184,7 @@ def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, UserError):
         return text
-    package = Path(__file__).parents[1]
+    package = Path(titanlite.__file__).parent
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(str(package))]
     own = [frame for frame in own if frame.name != status_kept.__name__]
     where = f" ({Path(own[-1].filename).relative_to(package.parent)}:{own[-1].lineno})" if own else ""

@@ -7,8 +7,8 @@ from typing import Any
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.config.check import resolve_config
 from titanlite.config.schema import JobConfig, JobSection
+from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.config import PIECE_BYTES_PER_POSITION
-from titanlite.data.tokenizer import prepare_tokenizer
 from titanlite.metrics.sinks import MetricsConfig
 from titanlite.models.registry import resolve_model
 from titanlite.models.sizes import size_alike

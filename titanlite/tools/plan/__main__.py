@@ -1,4 +1,4 @@
-"""What a run would need on N ranks: `python -m titanlite.tools.plan CONFIG --world-size N [--section.key value ...]`.
+"""What a run would need on N ranks: `python -m titanlite plan CONFIG --world-size N [--section.key value ...]`.
 
 One process, no accelerator, no data, no tokenizer. Exit code 2 where training would refuse the configuration.
 """
@@ -17,7 +17,7 @@ from titanlite.tools.plan.report import report
 def main() -> None:
     """Prints the plan."""
     parser = argparse.ArgumentParser(
-        prog="python -m titanlite.tools.plan",
+        prog="python -m titanlite plan",
         description="Memory, communication and idle time of a configuration on a number of ranks.",
         epilog="--section.key value overrides a key of CONFIG, as for training.",
         allow_abbrev=False,

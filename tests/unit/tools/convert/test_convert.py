@@ -1,4 +1,4 @@
-"""python -m titanlite.tools.convert: there and back, against transformers."""
+"""python -m titanlite convert: there and back, against transformers."""
 
 import json
 import shutil

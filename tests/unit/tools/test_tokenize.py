@@ -12,19 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from titanlite.data.config import DataConfig
+from titanlite.data.check import check_tokenizer
+from titanlite.data.config import DataConfig, SourceConfig, TokenizerConfig
 from titanlite.data.fingerprint import data_fingerprint, describe_difference
 from titanlite.data.pieces import ENDS_DOCUMENT, STARTS_DOCUMENT, BadRowError
-from titanlite.data.sources import SourceConfig
-from titanlite.data.token_files import documents_file, file_digest
-from titanlite.data.tokenizer import Tokenizer, TokenizerConfig, check_tokenizer
-from titanlite.data.windows import check_tokens
-from titanlite.runtime.errors import UserError
+from titanlite.data.sources.tokens import Tokens, documents_file
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.runtime.errors import Problem, UserError
 from titanlite.tools import encoding, tokenize
 from titanlite.tools.command import UsableRows
-from titanlite.tools.encoding import Chunk, Encoder, Job, encoded
+from titanlite.tools.encoding import Chunk, Job, JobEncoder, encoded
+from titanlite.tools.token_files import file_digest
 
 ROWS = [f"the model reads {n} words\n" * (1 + n % 7) for n in range(60)]
+
+
+def check_content(source: SourceConfig, vocab_size: int) -> list[Problem]:
+    return Tokens(source).check_content("data.sources.0", vocab_size=vocab_size, needs_documents=True)
 
 
 @pytest.fixture
@@ -109,7 +113,7 @@ def test_an_interrupted_run_goes_on_after_the_last_complete_shard(
     with pytest.raises(KeyboardInterrupt):
         run(config, out)
     monkeypatch.undo()
-    (problem,) = check_tokens(SourceConfig(kind="tokens", path=str(out)), "data.sources.0", 300, needs_documents=True)
+    (problem,) = check_content(SourceConfig(kind="tokens", path=str(out)), 300)
     assert "tokens.incomplete.json says that it was interrupted" in problem.remedy
     with pytest.raises(UserError, match=r"begun with another configuration \(see settings in tokens.incomplete.json\)"):
         run(config, out, "--data.add_eos", "false")
@@ -144,7 +148,7 @@ def test_a_worker_that_is_killed_ends_the_command(
 def test_an_error_in_a_worker_is_an_error_here(write_jsonl: Callable[..., Path], tokenizer: Tokenizer) -> None:
     source = SourceConfig(kind="jsonl", path=str(write_jsonl(ROWS)))
     job = Job((source,), 60, tokenizer.arguments, add_bos=False, add_eos=True)
-    encoder = Encoder(job)
+    encoder = JobEncoder(job)
     moved = dataclasses.replace(job, tokenizer=job.tokenizer | {"file": "nowhere"})
     with encoded(encoder, moved, [range(2)], 1) as chunks, pytest.raises(UserError, match="nowhere is not a tokenizer"):
         next(chunks)
@@ -238,9 +242,9 @@ def test_a_folder_that_is_not_as_it_says_is_refused(
 ) -> None:
     out = run(config, tmp_path / "out")
     source = SourceConfig(kind="tokens", path=str(out))
-    assert check_tokens(source, "data.sources.0", 300, needs_documents=True) == []
+    assert check_content(source, 300) == []
     change(out)
-    (problem,) = check_tokens(source, "data.sources.0", 300, needs_documents=True)
+    (problem,) = check_content(source, 300)
     assert (problem.key, problem.value) == ("data.sources.0.path", str(out))
     assert remedy in problem.remedy
 
@@ -249,8 +253,8 @@ def test_a_part_of_a_folder_may_be_used_but_not_by_a_smaller_model(config: Path,
     out = run(config, tmp_path / "out")
     remove(out)
     some = SourceConfig(kind="tokens", path=str(out / "tokens-0000[0-3].npy"))
-    assert check_tokens(some, "data.sources.0", 300, needs_documents=True) == []
-    (problem,) = check_tokens(some, "data.sources.0", 299, needs_documents=True)
+    assert check_content(some, 300) == []
+    (problem,) = check_content(some, 299)
     assert "vocab_size = 300" in problem.remedy
 
 

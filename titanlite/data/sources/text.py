@@ -2,19 +2,23 @@
 
 import mmap
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar
 
 from titanlite.data.pieces import BAD_FILE, BadRowError, Bytes, Piece, cut, flags_of, lines, read_range, utf8_text
+from titanlite.data.sources.base import TextSource
 
 
-@dataclass(frozen=True)
-class TextReader:
-    """Pieces are byte ranges of the file (offset, size), so a piece costs its own bytes, however long the file is."""
+class Text(TextSource):
+    """Pieces are byte ranges of a file (offset, size), so a piece costs its own bytes, however long the file is."""
 
-    document: Literal["file", "paragraph", "line"]
-    row_name: ClassVar[str] = "line"
+    kind = "text"
+    keys: ClassVar[tuple[str, ...]] = ("document",)
+    suffixes: ClassVar[tuple[str, ...]] = (".txt", ".md")
+    row_name = "line"
+
+    def settings(self) -> dict[str, Any]:
+        return {"document": self.config.document or "file"}
 
     def scan(self, path: Path, file: int, max_piece_bytes: int) -> Iterator[Piece]:
         if path.stat().st_size == 0:
@@ -33,12 +37,12 @@ class TextReader:
 
     def _documents(self, data: mmap.mmap) -> Iterator[tuple[int, int, int]]:
         """(line number, begin, end) of each document."""
-        if self.document == "file":
-            yield 1, 0, len(data)
-        elif self.document == "line":
+        if self.config.document == "line":
             yield from lines(data)
-        else:
+        elif self.config.document == "paragraph":
             yield from _paragraphs(data)
+        else:
+            yield 1, 0, len(data)
 
     def read(self, path: Path, piece: Piece) -> str:
         if piece.flags & BAD_FILE:

@@ -1,4 +1,4 @@
-"""The cache folder: results that are built once, by one process, and then shared by all."""
+"""What is computed once: on disk, by one process for all; and in memory, as long as there is room."""
 
 import fcntl
 import hashlib
@@ -6,14 +6,18 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from titanlite.runtime.errors import UserError
 
 logger = logging.getLogger("titanlite")
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 
 def cache_folder() -> Path:
@@ -80,3 +84,24 @@ def _locked(path: Path, what: str) -> Iterator[None]:
             logger.info("waiting for another process that builds %s", what)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+class Recent(Generic[K, V]):
+    """The values used last, as long as their sizes add up to at most `limit`; the very last one stays in any case."""
+
+    def __init__(self, limit: int, size: Callable[[V], int]) -> None:
+        self._limit = limit
+        self._size = size
+        self._total = 0
+        self._values: OrderedDict[K, V] = OrderedDict()
+
+    def get(self, key: K, make: Callable[[], V]) -> V:
+        """The value of `key`, made now where it is not remembered."""
+        if key not in self._values:
+            self._values[key] = value = make()
+            self._total += self._size(value)
+            while self._total > self._limit and len(self._values) > 1:
+                _, oldest = self._values.popitem(last=False)
+                self._total -= self._size(oldest)
+        self._values.move_to_end(key)
+        return self._values[key]

@@ -1,6 +1,6 @@
 """Worker processes of a loader: each tokenizes and packs the sequences of some of its rank's streams.
 
-`python -m titanlite.data.worker` is started by WorkerPool alone. Down its standard input comes one line of JSON that
+`python -m titanlite.data.workers` is started by WorkerPool alone. Down its standard input comes one line of JSON that
 says what to prepare; up its standard output comes a frame for each step: a line of JSON and the arrays' bytes. A worker
 is a step ahead of what the pipe holds, for then it waits there. It ends when its standard input does.
 """
@@ -20,26 +20,41 @@ from typing import IO, Any, NoReturn
 
 import numpy as np
 
-from titanlite.data.config import DataConfig
+import titanlite
+from titanlite.data.config import DataConfig, SourceConfig
+from titanlite.data.kinds import open_source
 from titanlite.data.preparation import Int64s, Preparation, PreparedStep, Sources, sequences_of
-from titanlite.data.process import describe_exit, start_process
-from titanlite.data.sources import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import DataError, UserError
 
 logger = logging.getLogger("titanlite")
 
 
+def start_process(module: str, *arguments: str, **settings: Any) -> subprocess.Popen[bytes]:
+    """`python -m module arguments` with this very titanlite. settings: of Popen.
+
+    One core each: several threads for each of several processes would only compete.
+    """
+    paths = [str(Path(titanlite.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "RAYON_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-m", module, *arguments], env=environment, **settings)
+
+
+def describe_exit(code: int) -> str:
+    """What an exit code says: killed by which signal, or ended by itself."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
 @dataclass(frozen=True)
 class Assignment:
-    """What the streams of a rank are made of. section: resolved (no -1). speaks: as of Sources."""
+    """What the streams of a rank are made of. section: resolved (no -1). logs: as of Sources."""
 
     section: DataConfig
     tokenizer: dict[str, str] | None
     seq_len: int
     vocab_size: int
     global_batch_size: int
-    speaks: bool = True
+    logs: bool = True
 
     def preparation(self, sources: Sources, streams: Sequence[int]) -> Preparation:
         """Of these streams."""
@@ -58,7 +73,14 @@ class Assignment:
         if self.tokenizer is not None:
             named = self.tokenizer
             tokenizer = Tokenizer(Path(named["file"]), bos=named["bos"], eos=named["eos"])
-        return Sources(self.section, tokenizer, seq_len=self.seq_len, vocab_size=self.vocab_size, speaks=self.speaks)
+        return self.sources(tokenizer)
+
+    def sources(self, tokenizer: Tokenizer | None) -> Sources:
+        """Opened in this process."""
+        opened = [open_source(source) for source in self.section.sources]
+        return Sources(
+            self.section, opened, tokenizer, seq_len=self.seq_len, vocab_size=self.vocab_size, logs=self.logs
+        )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -146,7 +168,7 @@ class _Worker:
     """The loader's end of one process."""
 
     def __init__(self) -> None:
-        self._process = start_process("titanlite.data.worker", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = start_process("titanlite.data.workers", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def begin(self, assignment: Assignment, streams: Sequence[int], states: Int64s, next_sequence: int) -> None:
         """Tells it what to prepare."""

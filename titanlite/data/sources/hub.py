@@ -7,14 +7,13 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from titanlite.data.cache import built_once, cache_folder, content_key, file_facts
-from titanlite.data.jsonl import json_text
-from titanlite.data.parquet import text_type
+from titanlite.data.config import SourceConfig
 from titanlite.data.pieces import BadRowError
-from titanlite.data.retry import http_status, is_transient, reason
-from titanlite.data.sources import SourceConfig, hub_folder, source_name
-from titanlite.data.unpack import GZIP_DAMAGE, open_lines
+from titanlite.data.sources.jsonl import GZIP_DAMAGE, json_text, open_lines
+from titanlite.data.sources.parquet import text_type
+from titanlite.runtime.cache import built_once, cache_folder, content_key
 from titanlite.runtime.errors import ConfigError, Problem, require
+from titanlite.runtime.retry import http_status, is_transient, reason
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder
@@ -24,6 +23,8 @@ FORMAT_VERSION = 1
 STREAMED_SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 """Files that can be streamed; what else `datasets` knows, it turns into Arrow files first."""
 
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+DATASET_RULE = 'a folder in the layout of the hub, or the name of a dataset on it, like "user/dataset"'
 FULL_COMMIT = re.compile("[0-9a-f]{40}")
 CHECKED_ROWS = 100
 """JSON lines: so many rows of the first file are looked at for the field before a run starts."""
@@ -34,6 +35,26 @@ class HubFiles(NamedTuple):
 
     files: tuple[str, ...]
     commit: str
+
+
+def hub_folder(source: SourceConfig) -> Path | None:
+    """The folder of an hf source; None if its path is a name on the hub."""
+    path = os.path.abspath(os.path.expanduser(source.path))
+    return Path(path) if source.path and os.path.isdir(path) else None
+
+
+def check_hub_name(source: SourceConfig, key: str) -> list[Problem]:
+    """Problems of path and revision, without asking the hub which datasets it has."""
+    rule = DATASET_RULE
+    if hub_folder(source) is not None:
+        remedy = f"leave it out: {source.path} is a folder, which has the files that it has"
+        return require(not source.revision, f"{key}.revision", source.revision, "only for a name on the hub", remedy)
+    full = Path(os.path.expanduser(source.path)).absolute()
+    if full.is_file():
+        remedy = 'write its folder, or read the file itself with kind = "jsonl" or "parquet"'
+        return [Problem(f"{key}.path", source.path, rule, remedy)]
+    remedy = f"there is no folder {full}: mend the path (relative to the current folder), or the name"
+    return require(bool(HUB_NAME.fullmatch(source.path)), f"{key}.path", source.path, rule, remedy)
 
 
 def check_hub(source: SourceConfig, key: str) -> list[Problem]:
@@ -60,19 +81,9 @@ def hub_files(source: SourceConfig) -> HubFiles:
         (into / "files.json").write_text(json.dumps(found))
 
     folder = cache_folder() / "hub" / content_key(["hub", FORMAT_VERSION, data, checked])
-    built = built_once(folder, f"the list of files of {source_name(source)}", build)
+    built = built_once(folder, f"the list of files of hf {source.path}", build)
     files, commit = json.loads((built / "files.json").read_text())
     return HubFiles(tuple(files), commit)
-
-
-def hub_commit(source: SourceConfig) -> str:
-    """The commit that source.revision stands for now; "" for a folder, which has none. Raises ConfigError."""
-    return "" if hub_folder(source) is not None else hub_files(source).commit
-
-
-def content_facts(found: HubFiles) -> list[Any]:
-    """What changes with the content of the files: paths, sizes and times; of the hub, URLs with their commit."""
-    return list(found.files) if found.commit else list(file_facts([Path(file) for file in found.files]))
 
 
 def source_split(source: SourceConfig) -> str:

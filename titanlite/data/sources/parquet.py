@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+from titanlite.data.config import SourceConfig
 from titanlite.data.pieces import BAD_FILE, BadRowError, Piece, cut, flags_of, utf8_text
-from titanlite.data.recent import Recent
-from titanlite.data.retry import is_transient
+from titanlite.data.sources.base import TextSource
+from titanlite.runtime.cache import Recent
+from titanlite.runtime.retry import is_transient
 
 CACHE_BYTES = 512 * 2**20
 """Row groups kept in memory: about the text of one block of the permutation, within which rows are read at random."""
@@ -15,14 +17,22 @@ TEXT_TYPES = ("string", "large_string", "string_view")
 """Arrow's names of the types of a text column, which may be dictionary-encoded, too."""
 
 
-class ParquetReader:
+class Parquet(TextSource):
     """Pieces are a row (offset: the row group, size: the row within it) and a part of its text (begin, length)."""
 
-    row_name: ClassVar[str] = "row"
+    kind = "parquet"
+    keys = ("field",)
+    suffixes = (".parquet",)
+    row_name = "row"
+    shuffling_note = "shuffled row by row: each rank decodes all row groups"
 
-    def __init__(self, field: str) -> None:
-        self.field = field
+    def __init__(self, config: SourceConfig) -> None:
+        super().__init__(config)
+        self.field = config.field or "text"
         self._row_groups: Recent[tuple[Path, int], Any] = Recent(CACHE_BYTES, lambda column: int(column.nbytes))
+
+    def settings(self) -> dict[str, Any]:
+        return {"field": self.field}
 
     def scan(self, path: Path, file: int, max_piece_bytes: int) -> Iterator[Piece]:
         try:

@@ -1,14 +1,22 @@
-"""The order of the pieces: a seeded permutation per epoch, in two levels, the same for ever and on every machine.
+"""The order of pieces and sources, the same for ever and on every machine.
+
+Of pieces, a seeded permutation per epoch, in two levels; of sources, shares that follow the weights closely, from the
+first sequences on.
 
 Order of the keys: SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014;
 constants from Vigna's public-domain splitmix64.c), sorted. It does not depend on numpy's own generators, whose
 streams may change between versions.
 """
 
+from bisect import bisect_right
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import accumulate
+
 import numpy as np
 import numpy.typing as npt
 
-from titanlite.data.recent import Recent
+from titanlite.runtime.cache import Recent
 
 STREAM_VERSION = 2
 """Version of the order of sources and pieces and of their packing. A change of any changes every run, and has to change
@@ -21,7 +29,8 @@ KEPT = 16
 """Orders of so many blocks and epochs stay in memory: streams are not all at the same place."""
 
 _WORD = 2**64
-_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN_RATIO = 0x9E3779B97F4A7C15
+_SQRT_TWO = 0x6A09E667F3BCC909
 
 
 def mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -35,8 +44,8 @@ def shuffled(count: int, *seeds: int) -> npt.NDArray[np.int64]:
     """A permutation of range(count) that depends on all `seeds`: the order of a SplitMix64 sequence's outputs."""
     state = np.zeros(1, np.uint64)
     for seed in seeds:
-        state = mix(state + np.uint64((seed + 1) * _GOLDEN % _WORD))
-    keys = mix(state + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
+        state = mix(state + np.uint64((seed + 1) * _GOLDEN_RATIO % _WORD))
+    keys = mix(state + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN_RATIO))
     return np.argsort(keys, kind="stable").astype(np.int64)
 
 
@@ -78,3 +87,29 @@ class Permutation:
         begin, end = self._bounds[block : block + 2].tolist()
         pieces: npt.NDArray[np.int64] = begin + shuffled(end - begin, *self._seeds, epoch, block)
         return pieces
+
+
+class Mixture:
+    """Sources of a run by their weights, each as its share of the sequences.
+
+    Sequence `count` of a stream takes the source whose interval of [0, 1) holds the point
+    hash(seed) + count x golden ratio + stream x sqrt(2), modulo 1: along a stream and across the streams of a step an
+    additive recurrence of an irrational step, whose points lie evenly in every stretch (Weyl 1916). So no source is
+    ever more than a few sequences away from its share; drawn at random it would stray by the square root of their
+    number. All of it is integer arithmetic modulo 2^64, the same on every machine.
+    """
+
+    def __init__(self, weights: Sequence[float], *, seed: int) -> None:
+        """weights: positive, one for each source; only their ratios count."""
+        exact = [Fraction(weight) for weight in weights]
+        total = sum(exact)
+        self.shares = tuple(float(weight / total) for weight in exact)
+        """Of each source, adding up to 1."""
+        self._ends = [int(end / total * _WORD) for end in accumulate(exact)][:-1]
+        self._start = int(mix(np.array([seed], np.uint64))[0])
+
+    def source(self, stream: int, count: int) -> int:
+        """Index of the source of sequence `count` (from 0) of the stream."""
+        if not self._ends:
+            return 0
+        return bisect_right(self._ends, (self._start + count * _GOLDEN_RATIO + stream * _SQRT_TWO) % _WORD)

@@ -1,0 +1,210 @@
+"""Problems of the [data] and [tokenizer] sections, before a run starts."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields
+
+from titanlite.data.bpe import MIN_VOCAB_SIZE, QUICKSTART_VOCAB_SIZE
+from titanlite.data.config import (
+    MIN_PIECE_BYTES,
+    PIECE_BYTES_PER_POSITION,
+    DataConfig,
+    SourceConfig,
+    TokenizerConfig,
+)
+from titanlite.data.kinds import KINDS, open_source
+from titanlite.data.sources.base import Source
+from titanlite.data.sources.python_stdlib import PythonStdlib
+from titanlite.data.sources.tokens import manifests_of
+from titanlite.data.tokenizer import Tokenizer, tokenizer_file
+from titanlite.runtime.errors import Problem, UserError, require
+
+MAKE_ONE = "python -m titanlite train-tokenizer CONFIG --out DIR"
+
+
+def check_data(
+    section: DataConfig,
+    *,
+    seq_len: int,
+    global_batch_size: int,
+    data_degree: int,
+    vocab_size: int,
+    looks_at_files: bool = True,
+) -> list[Problem]:
+    """Problems of the [data] section. Facts that are not known (yet) are 0 or -1: what needs them is not checked.
+
+    looks_at_files: also those of the sources' files, which have to be there.
+    """
+    streams = section.num_streams
+    problems = [
+        *require(streams == -1 or streams >= 1, "data.num_streams", streams, "-1 or at least 1", "leave it out"),
+        *require(
+            section.max_piece_bytes == -1 or section.max_piece_bytes >= MIN_PIECE_BYTES,
+            "data.max_piece_bytes",
+            section.max_piece_bytes,
+            f"-1 or at least {MIN_PIECE_BYTES}",
+            "leave it out" + (f": -1 means {PIECE_BYTES_PER_POSITION * seq_len}" if seq_len > 0 else ""),
+        ),
+        *require(section.max_bad_rows >= 0, "data.max_bad_rows", section.max_bad_rows, "at least 0", "write 0 or more"),
+        *require(section.num_workers >= 0, "data.num_workers", section.num_workers, "at least 0", "write 0 or more"),
+        *require(bool(section.sources), "data.sources", [], "at least one source", "add a [[data.sources]] table"),
+        *require(
+            0 <= section.seed < 2**63,
+            "data.seed",
+            section.seed,
+            "from 0 to 2^63 - 1",
+            "write a number from 0",
+        ),
+    ]
+    if streams >= 1 and data_degree > 0:
+        problems += require(
+            streams % data_degree == 0,
+            "data.num_streams",
+            streams,
+            f"divisible by dp_replicate x dp_shard = {data_degree}, so that a rank reads only streams of its own",
+            f"write {-(-streams // data_degree) * data_degree}, or leave it out"
+            + (f": it is then training.global_batch_size = {global_batch_size}" if global_batch_size > 0 else ""),
+        )
+    for n, source in enumerate(section.sources):
+        problems += check_source(
+            source, f"data.sources.{n}", section, vocab_size=vocab_size, looks_at_files=looks_at_files
+        )
+    return problems + _check_weights(section.sources)
+
+
+def check_source(
+    config: SourceConfig, key: str, section: DataConfig, *, vocab_size: int, looks_at_files: bool
+) -> list[Problem]:
+    """Problems of the source at `key`, which is read with the settings of `section`."""
+    source = open_source(config)
+    problems = [*_check_keys(config, key), *source.check_keys(key)]
+    if looks_at_files:
+        problems = problems or source.check_files(key)
+        problems = problems or source.check_content(key, vocab_size=vocab_size, needs_documents=section.document_mask)
+    return problems + require(
+        source.holds != "tokens" or section.packing == "concatenate",
+        "data.packing",
+        section.packing,
+        f"not with token files ({key}), whose sequences are windows of them",
+        'write packing = "concatenate", or use the text itself',
+    )
+
+
+def _check_keys(config: SourceConfig, key: str) -> list[Problem]:
+    """Problems of the keys that not all kinds have, and of the numbers that all have."""
+    problems: list[Problem] = []
+    for field in fields(config):
+        kinds = [kind for kind, source in KINDS.items() if _has(source, field.name)]
+        value = getattr(config, field.name)
+        problems += require(
+            value == field.default or not kinds or config.kind in kinds,
+            f"{key}.{field.name}",
+            value,
+            f"only for kind = {' or '.join(map(repr, kinds))}, and this is {config.kind!r}",
+            f"leave {field.name} out, or change {key}.kind",
+        )
+    epochs, weight = config.epochs, config.weight
+    problems += require(epochs == -1 or epochs >= 1, f"{key}.epochs", epochs, "-1 or at least 1", "leave it out")
+    remedy = "write its share of the sequences, or remove the source"
+    return problems + require(
+        weight == -1 or 0 < weight < math.inf, f"{key}.weight", weight, "a positive number", remedy
+    )
+
+
+def _has(kind: type[Source], name: str) -> bool:
+    """Whether a key is one of those that only some kinds have, and this kind has it."""
+    return kind.needs_path if name == "path" else name in kind.keys
+
+
+def _check_weights(sources: Sequence[SourceConfig]) -> list[Problem]:
+    """Weights are given for all sources or for none; for none, their sizes have to compare."""
+    if len(sources) < 2:
+        return []
+    without = [n for n, source in enumerate(sources) if source.weight == -1]
+    if without and len(without) < len(sources):
+        n = without[0]
+        rule = "given for every source or for none"
+        return [Problem(f"data.sources.{n}.weight", -1, rule, "write its share, beside those of the others")]
+    units = [open_source(source).size_unit for source in sources]
+    if without and (units[0] == "" or len(set(units)) > 1):
+        rule = "required where sources are not all text, or all tokens, on disk: their sizes do not compare"
+        return [Problem("data.sources.0.weight", -1, rule, "write a weight for each: its share of the sequences")]
+    return []
+
+
+def check_tokenizer(
+    section: TokenizerConfig, *, sources: Sequence[SourceConfig], vocab_size: int, add_bos: bool
+) -> list[Problem]:
+    """Problems of the [tokenizer] section, found by loading it. vocab_size: the model's; 0 or less: not known."""
+    if not section.path:
+        return _check_without_path(section, sources, vocab_size, add_bos)
+    file = tokenizer_file(section.path)
+    if not file.is_file():
+        rule = "a tokenizer.json, or a folder that holds one"
+        remedy = f"there is no file {file.absolute()}; {MAKE_ONE} makes one from your own data"
+        return [Problem("tokenizer.path", section.path, rule, remedy)]
+    try:
+        tokenizer = Tokenizer(file)
+    except UserError as error:
+        remedy = f"{error}; {MAKE_ONE} makes one from your own data"
+        return [Problem("tokenizer.path", section.path, "a tokenizer of the tokenizers library", remedy)]
+    problems: list[Problem] = []
+    for name, text in (("bos", section.bos), ("eos", section.eos)):
+        rule, remedy = "a token of the vocabulary", f"write a token that {file} has, or leave {name} out"
+        problems += require(not text or tokenizer.knows(text), f"tokenizer.{name}", text, rule, remedy)
+    if add_bos and not section.bos and tokenizer.bos_id is None:
+        rule = "needs a tokenizer whose BOS token is known"
+        problems.append(Problem("data.add_bos", True, rule, "write tokenizer.bos, or data.add_bos = false"))
+    if 0 < vocab_size < tokenizer.vocab_size:
+        rule = f"at least the tokenizer's {tokenizer.vocab_size} ({file})"
+        remedy = f"write vocab_size = {tokenizer.vocab_size} in [model], or use another tokenizer.path"
+        problems.append(Problem("model.vocab_size", vocab_size, rule, remedy))
+    return problems or _check_made_by(section, sources)
+
+
+def _check_made_by(section: TokenizerConfig, sources: Sequence[SourceConfig]) -> list[Problem]:
+    """Whether token files that name their tokenizer name this one. What else is wrong with them is not said here."""
+    try:
+        manifests = [manifests_of(source.files()) for source in map(open_source, sources) if source.holds == "tokens"]
+    except UserError:
+        return []
+    made_by = {folder: manifest["tokenizer"] for found in manifests for folder, manifest in found.items()}
+    if not made_by:
+        return []
+    configured = Tokenizer(tokenizer_file(section.path), bos=section.bos, eos=section.eos)
+    for folder, maker in made_by.items():
+        if maker["fingerprint"] != configured.fingerprint:
+            rule = f"the tokenizer, BOS and EOS of the token files in {folder}: {maker['description']}"
+            remedy = f"this one is another ({configured.description}): write that one, or leave [tokenizer] out"
+            return [Problem("tokenizer.path", section.path, rule, remedy)]
+    return []
+
+
+def _check_without_path(
+    section: TokenizerConfig, sources: Sequence[SourceConfig], vocab_size: int, add_bos: bool
+) -> list[Problem]:
+    kinds = {source.kind for source in sources}
+    needing = sorted(kind for kind in kinds if KINDS[kind].holds == "text" and KINDS[kind] is not PythonStdlib)
+    if needing:
+        rule = f"required for {' and '.join(needing)} sources"
+        remedy = f"write the path of a tokenizer.json, or make one: {MAKE_ONE}"
+        return [Problem("tokenizer.path", section.path, rule, remedy)]
+    problems: list[Problem] = []
+    for name, text in (("bos", section.bos), ("eos", section.eos)):
+        problems += require(
+            not text,
+            f"tokenizer.{name}",
+            text,
+            "only with a tokenizer.path",
+            f"leave {name} out, or write tokenizer.path",
+        )
+    if PythonStdlib.kind in kinds:
+        problems += require(
+            not add_bos, "data.add_bos", add_bos, "the tokenizer that is trained here has only an EOS", "write false"
+        )
+        if 0 < vocab_size < MIN_VOCAB_SIZE:
+            rule = f"at least {MIN_VOCAB_SIZE}: one token for each byte, and EOS"
+            problems.append(
+                Problem("model.vocab_size", vocab_size, rule, f"write vocab_size = {QUICKSTART_VOCAB_SIZE}")
+            )
+    return problems

@@ -1,0 +1,302 @@
+"""Datasets of the Hugging Face hub, and folders in its layout: streamed, or turned into Arrow files first."""
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any
+
+from titanlite.data.config import SourceConfig
+from titanlite.data.pieces import BAD_FILE, BadRowError, Piece, cut, flags_of, utf8_text
+from titanlite.data.sources.base import (
+    MAX_BLOCK_BYTES,
+    MAX_BLOCK_ROWS,
+    READERS,
+    Row,
+    Share,
+    StreamedSource,
+    TextSource,
+    Unit,
+)
+from titanlite.data.sources.hub import (
+    DATASET_RULE,
+    HubFiles,
+    check_hub,
+    check_hub_name,
+    hub_files,
+    hub_folder,
+    load_builder,
+    open_file,
+    source_split,
+)
+from titanlite.data.sources.jsonl import GZIP_DAMAGE, damage_after, json_text, open_lines
+from titanlite.data.sources.parquet import as_bytes, damage, text_type
+from titanlite.runtime.cache import built_once, cache_folder, content_key, file_facts
+from titanlite.runtime.errors import Problem, UserError
+from titanlite.runtime.retry import reason, retrying
+
+ROW_GROUPS_VERSION = 1
+BATCH_ROWS = 1024
+BUFFER_BYTES = 2**20
+
+
+class HuggingFace(TextSource, StreamedSource):
+    """A document is one row of one text column. streaming = true reads the files where they lie.
+
+    With streaming = false, pieces are a row (offset: the record batch, size: the row within it) and a part of its text
+    (begin, length).
+    """
+
+    kind = "hf"
+    keys = ("field", "split", "subset", "revision", "streaming")
+    has_revision = True
+    row_name = "row"
+
+    def __init__(self, config: SourceConfig) -> None:
+        super().__init__(config)
+        self.field = config.field or "text"
+        self._columns: dict[Path, Any] = {}
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.config.streaming
+
+    @cached_property
+    def found(self) -> HubFiles:
+        """The files that it means. Raises ConfigError."""
+        return hub_files(self.config)
+
+    @property
+    def origin(self) -> str:
+        return f" at commit {self.found.commit}" if self.found.commit else ""
+
+    def data_files(self) -> Sequence[str]:
+        return self.found.files
+
+    def files(self) -> list[Path]:
+        """None that lie on this machine, if it is a name on the hub."""
+        return [] if self.found.commit else [Path(file) for file in self.found.files]
+
+    def check_keys(self, key: str) -> list[Problem]:
+        path, remedy = self.config.path, "write which dataset it is"
+        return [] if path else [Problem(f"{key}.path", path, f"{DATASET_RULE}; required for kind = 'hf'", remedy)]
+
+    def check_files(self, key: str) -> list[Problem]:
+        return check_hub_name(self.config, key)
+
+    def check_content(self, key: str, *, vocab_size: int, needs_documents: bool) -> list[Problem]:  # noqa: ARG002
+        return check_hub(self.config, key)
+
+    def pinned_revision(self) -> str:
+        return "" if hub_folder(self.config) is not None else self.found.commit
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "subset": self.config.subset or "default",
+            "split": source_split(self.config),
+            "field": self.field,
+            "blocks": [MAX_BLOCK_ROWS, MAX_BLOCK_BYTES] if self.is_streamed else None,
+        }
+
+    def facts(self, *, document_mask: bool) -> dict[str, Any]:
+        """A dataset on the hub is what its commit says; a folder in its layout is known by its files."""
+        if self.found.commit:
+            return self._settings_facts() | {"commit": self.found.commit, "files": len(self.found.files)}
+        return super().facts(document_mask=document_mask)
+
+    def content_facts(self) -> list[Any]:
+        """Of the hub, URLs with their commit."""
+        return list(self.found.files) if self.found.commit else list(file_facts(self.files()))
+
+    def indexed_files(self, into: Path) -> list[Path]:
+        return write_arrow_files(self.config, self.name, self.field, into)
+
+    def scan(self, path: Path, file: int, max_piece_bytes: int) -> Iterator[Piece]:
+        import pyarrow.compute
+
+        row = 0
+        for batch, texts in enumerate(self._column(path).chunks):
+            sizes = pyarrow.compute.binary_length(texts).fill_null(0).to_numpy(zero_copy_only=False)
+            for place, size in enumerate(sizes.tolist()):
+                row += 1
+                whole = Piece(file, row, batch, place, 0, size)
+                if size <= max_piece_bytes:
+                    yield whole
+                    continue
+                for begin, end in cut(texts[place].as_buffer().to_pybytes(), 0, size, max_piece_bytes):
+                    yield whole._replace(begin=begin, length=end - begin, flags=flags_of(begin, end, 0, size))
+        if not row:
+            yield Piece(file, 1, 0, 0, flags=BAD_FILE)
+
+    def read(self, path: Path, piece: Piece) -> str:
+        if piece.flags & BAD_FILE:
+            raise BadRowError("the file has no rows")
+        text = self._column(path).chunk(piece.offset)[piece.size]
+        if not text.is_valid:
+            raise BadRowError(f"field {self.field!r} is null")
+        return utf8_text(text.as_buffer()[piece.begin : piece.begin + piece.length].to_pybytes())
+
+    def _column(self, path: Path) -> Any:
+        """The text column, memory-mapped: opening it reads no text."""
+        import pyarrow
+
+        if path not in self._columns:
+            opened = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path)))
+            self._columns[path] = opened.read_all().column(self.field)
+        return self._columns[path]
+
+    def row_groups(self) -> list[Unit]:
+        """From the cache, or read now."""
+        files = self.found.files
+
+        def build(into: Path) -> None:
+            with ThreadPoolExecutor(READERS) as pool:
+                (into / "sizes.json").write_text(json.dumps(list(pool.map(_row_group_sizes, files))))
+
+        key = content_key(["row groups", ROW_GROUPS_VERSION, self.content_facts()])
+        built = built_once(cache_folder() / "row_groups" / key, f"the row groups of {self.name}", build)
+        sizes = json.loads((built / "sizes.json").read_text())
+        return [unit for file, of_file in zip(files, sizes, strict=True) for unit in _units_of(file, of_file)]
+
+    def rows(self, unit: Unit, first: int, share: Share) -> Iterator[Row]:
+        rows = _parquet_rows if unit.row_name == "row" else _json_rows
+        found = rows(unit, self.field, first, share)
+        return (row for row in found if row.number >= first and share.has(row.number))
+
+
+def write_arrow_files(source: SourceConfig, name: str, field: str, into: Path) -> list[Path]:
+    """Download the dataset and write its split as Arrow files into the folder; their paths. Raises UserError."""
+    builder = load_builder(source)
+    split = source_split(source)
+    folder = into / "arrow"
+    try:
+        builder.download_and_prepare(str(folder), file_format="arrow")
+    except Exception as error:  # the library raises many kinds, and wraps what it was about
+        raise UserError(
+            f"{name} cannot be turned into Arrow files: {reason(error.__cause__ or error)}; streaming = true reads it "
+            "row by row, and names or skips bad ones"
+        ) from error
+    _require_text(name, field, builder.info.features)
+    files = sorted(file for file in folder.glob("*.arrow") if _split_of(file, builder.dataset_name) == split)
+    kept = [file.rename(into / file.name) for file in files]
+    shutil.rmtree(folder)
+    return kept
+
+
+def _split_of(file: Path, dataset_name: str) -> str:
+    """What stands between the dataset's name and the number of the shard."""
+    return file.stem.removeprefix(f"{dataset_name}-").split("-")[0]
+
+
+def _require_text(name: str, field: str, features: Any) -> None:
+    """Raises UserError unless the field is there and is text, for what `datasets` made of it."""
+    if field not in features:
+        raise UserError(f"{name}: field {field!r} is missing; there is {', '.join(map(repr, list(features)[:8]))}")
+    if getattr(features[field], "dtype", "") not in ("string", "large_string"):
+        raise UserError(f"{name}: field {field!r} is not text in all rows: `datasets` reads it as {features[field]}")
+
+
+def _row_group_sizes(file: str) -> list[int]:
+    """Rows of each row group; [] for what is no Parquet file."""
+    if Unit(file).row_name != "row":
+        return []
+    try:
+        return retrying(file, lambda: row_group_sizes(file))
+    except BadRowError:  # found again, and said, by whoever reads its rows
+        return []
+
+
+def _units_of(file: str, sizes: list[int]) -> Iterator[Unit]:
+    """The row groups of a file that are not empty; the whole file where there is none, or these cannot be known."""
+    first = 1
+    for group, size in enumerate(sizes):
+        if size:
+            yield Unit(file, group, first)
+        first += size
+    if first == 1:
+        yield Unit(file)
+
+
+def row_group_sizes(file: str) -> list[int]:
+    """Rows of each row group of a Parquet file. Raises BadRowError where it is none."""
+    with open_file(file) as opened:
+        return _sizes(_open_parquet(opened))
+
+
+def _json_rows(unit: Unit, field: str, first: int, share: Share) -> Iterator[Row]:
+    number, blank = 0, True
+    with open_file(unit.file) as opened, open_lines(opened, unit.file) as lines:
+        try:
+            for number, line in enumerate(lines, start=1):
+                if line.isspace():
+                    continue
+                blank = False
+                if number >= first and share.has(number):
+                    yield Row(number, _json_row(line.rstrip(b"\r\n"), field))
+        except GZIP_DAMAGE as error:
+            yield Row(number + 1, BadRowError(damage_after(number, error)))
+            return
+    if blank:
+        yield Row(1, BadRowError("the file has only blank lines" if number else "the file is empty"))
+
+
+def _json_row(line: bytes, field: str) -> bytes | BadRowError:
+    try:
+        return json_text(line, field)
+    except BadRowError as bad:
+        return bad
+
+
+def _open_parquet(opened: IO[bytes]) -> Any:
+    import pyarrow
+    import pyarrow.parquet
+
+    if not opened.seek(0, 2):
+        raise BadRowError("the file is empty")
+    try:
+        return pyarrow.parquet.ParquetFile(opened, buffer_size=BUFFER_BYTES)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise damage(error, "not a parquet file that can be read") from None
+
+
+def _sizes(file: Any) -> list[int]:
+    return [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+
+
+def _parquet_rows(unit: Unit, field: str, first: int, share: Share) -> Iterator[Row]:
+    with open_file(unit.file) as opened:
+        try:
+            file = _open_parquet(opened)
+        except BadRowError as bad:
+            yield Row(1, bad)
+            return
+        sizes = dict(enumerate(_sizes(file))) if unit.group < 0 else {unit.group: _sizes(file)[unit.group]}
+        number = unit.first_row
+        for group, size in sizes.items():
+            if number + size > first:
+                yield from _group_rows(file, group, range(number, number + size), field, first, share)
+            number += size
+        if not sum(sizes.values()):
+            yield Row(1, BadRowError("the file has no rows"))
+
+
+def _group_rows(file: Any, group: int, numbers: range, field: str, first: int, share: Share) -> Iterator[Row]:
+    """The rows of one row group, decoded a batch at a time; from the first that cannot be read on, all are bad."""
+    import pyarrow
+
+    done = 0
+    try:
+        kind = text_type(file.schema_arrow, field)
+        # Without threads: those that read Python's files can outlive the interpreter, and crash it.
+        for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=[field], use_threads=False):
+            here = numbers[done : done + len(batch)]
+            kept = [number for number in here if number >= first and share.has(number)]
+            texts = as_bytes(batch.column(0), kind).take([number - here.start for number in kept]).to_pylist()
+            for number, text in zip(kept, texts, strict=True):
+                yield Row(number, BadRowError(f"field {field!r} is null") if text is None else text)
+            done += len(batch)
+    except (pyarrow.ArrowException, OSError, BadRowError) as error:
+        bad = damage(error, f"row group {group} cannot be read")
+        yield from (Row(number, bad) for number in numbers[done:])

@@ -1,0 +1,69 @@
+"""The *.py files of the running interpreter's standard library: a corpus that every machine has."""
+
+import os
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from titanlite.data.pieces import BadRowError, read_range, utf8_text
+from titanlite.data.sources.text import Text
+from titanlite.runtime.errors import Problem, UserError, require
+
+HELD_OUT_EVERY = 20
+"""One file in so many belongs to the split "validation"."""
+
+
+class PythonStdlib(Text):
+    """Documents are files. Which of them belong to a split depends on which are UTF-8, known once they are read."""
+
+    kind = "python-stdlib"
+    keys = ("split",)
+    suffixes = (".py",)
+    needs_path = False
+
+    @property
+    def name(self) -> str:
+        return self.config.name or f"python-stdlib ({self._split})"
+
+    @property
+    def _split(self) -> str:
+        return self.config.split or "train"
+
+    def files(self) -> list[Path]:
+        """Those of both splits: without tests and installed packages, sorted by their path below the folder."""
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files: list[Path] = []
+        for folder, names, file_names in os.walk(root):
+            names[:] = [name for name in names if name not in ("site-packages", "dist-packages", "test", "__pycache__")]
+            files += [Path(folder, name) for name in file_names if name.endswith(".py")]
+        return sorted(files, key=lambda file: file.relative_to(root).as_posix())
+
+    def split_files(self) -> list[Path]:
+        """Those of its split that are UTF-8 and not empty. Raises UserError if one cannot be read."""
+        held_out = self._split == "validation"
+        usable = [file for file in self.files() if _is_usable(file)]
+        return [file for n, file in enumerate(usable) if (n % HELD_OUT_EVERY == HELD_OUT_EVERY - 1) == held_out]
+
+    def indexed_files(self, into: Path) -> list[Path]:  # noqa: ARG002
+        return self.split_files()
+
+    def settings(self) -> dict[str, Any]:
+        return {"split": self._split}
+
+    def check_keys(self, key: str) -> list[Problem]:
+        rule, remedy = '"train" or "validation"', "write one of the two, or leave it out"
+        return require(self._split in ("train", "validation"), f"{key}.split", self.config.split, rule, remedy)
+
+    def check_files(self, key: str) -> list[Problem]:
+        folder, remedy = sysconfig.get_paths()["stdlib"], "use a text, jsonl or parquet source instead"
+        return require(bool(self.files()), f"{key}.kind", self.kind, f"{folder} holds *.py files", remedy)
+
+
+def _is_usable(file: Path) -> bool:
+    try:
+        utf8_text(read_range(file, 0, file.stat().st_size))
+    except BadRowError:
+        return False
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
+    return True

@@ -1,0 +1,5 @@
+"""An older name of the command: `python -m titanlite evaluate`."""
+
+import runpy
+
+runpy.run_module("titanlite.tools.evaluate", run_name="__main__", alter_sys=True)

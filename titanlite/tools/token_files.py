@@ -1,0 +1,110 @@
+"""Writing of token files: shards that appear complete, and the tokens.json beside them."""
+
+import io
+import json
+import os
+from array import array
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from titanlite.data.sources.tokens import HEADER_BYTES, MANIFEST, UNFINISHED, documents_file
+
+PARTIAL = ".incomplete"
+"""Suffix of files that are being written; what a killed process leaves of them is written anew."""
+
+COPY_BYTES = 2**22
+
+
+def write_unfinished(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Keep what is complete so far. facts: as in a manifest."""
+    temporary = folder / f"{UNFINISHED}{PARTIAL}"
+    temporary.write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
+    _publish(temporary, folder / UNFINISHED)
+
+
+def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Declare the folder complete."""
+    write_unfinished(folder, facts)
+    _publish(folder / UNFINISHED, folder / MANIFEST)
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    """Rename a written file, so that it is there as a whole or not at all, also after a power cut."""
+    with open(temporary, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+class ShardWriter:
+    """Writes one shard; nothing of it is there under its name before finish()."""
+
+    def __init__(self, folder: Path, number: int, dtype: np.dtype[Any]) -> None:
+        self._path = folder / f"tokens-{number:05}.npy"
+        self._dtype = dtype
+        self._temporary = folder / f"{self._path.name}{PARTIAL}"
+        self._file = self._temporary.open("wb")
+        self._file.write(_npy_header(0, dtype))
+        self._starts = array("q")
+        self.tokens = 0
+
+    def start_document(self, tokens_ahead: int) -> None:
+        """A document starts so many tokens behind those written so far."""
+        self._starts.append(self.tokens + tokens_ahead)
+
+    def write(self, ids: npt.NDArray[np.integer]) -> None:
+        self._file.write(ids.data)
+        self.tokens += len(ids)
+
+    def finish(self) -> dict[str, Any]:
+        """Put the shard and its document starts in place; what a manifest says about them."""
+        self._file.seek(0)
+        self._file.write(_npy_header(self.tokens, self._dtype))
+        self._file.close()
+        starts = documents_file(self._path)
+        temporary = starts.with_name(f"{starts.name}{PARTIAL}")
+        with open(temporary, "wb") as file:
+            np.save(file, np.frombuffer(self._starts, np.int64).astype("<i8"))
+        _publish(temporary, starts)
+        digest = file_digest(self._temporary)
+        _publish(self._temporary, self._path)
+        return {
+            "file": self._path.name,
+            "bytes": self._path.stat().st_size,
+            "tokens": self.tokens,
+            "documents": len(self._starts),
+            "xxh3_128": digest,
+            "xxh3_128_of_documents": file_digest(starts),
+        }
+
+    def discard(self) -> None:
+        """Remove what was written since the last finish()."""
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+
+def _npy_header(count: int, dtype: np.dtype[Any]) -> bytes:
+    """The header of a .npy file of `count` elements; of the same size for every count."""
+    header = io.BytesIO()
+    description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
+    np.lib.format.write_array_header_1_0(header, description)
+    assert len(header.getvalue()) == HEADER_BYTES
+    return header.getvalue()
+
+
+def file_digest(path: Path) -> str:
+    """xxh3-128 of a whole file, 32 hex digits, as `xxhsum -H2` prints it."""
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while block := file.read(COPY_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
