@@ -28,12 +28,11 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import tokenizers
-from titanlite.data.index import usable_files
 
 from titanlite.data.bpe import train_bpe
 from titanlite.data.config import DataConfig, SourceConfig
 from titanlite.data.loader import build_loader
-from titanlite.data.sources import find_files
+from titanlite.data.sources.python_stdlib import PythonStdlib
 from titanlite.data.tokenizer import Tokenizer
 
 SEED = 0
@@ -66,7 +65,7 @@ class Case:
 def documents(num_bytes: int) -> Iterator[str]:
     """Seeded stretches of the standard library's lines, of 256 bytes to 16 KiB, log-uniform."""
     generator = random.Random(SEED)
-    texts = [file.read_text("utf-8") for file in usable_files(find_files(SourceConfig()))]
+    texts = [file.read_text("utf-8") for file in PythonStdlib(SourceConfig()).split_files()]
     while num_bytes > 0:
         size = int(2 ** generator.uniform(8, 14))
         text = generator.choice(texts)

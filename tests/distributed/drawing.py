@@ -9,11 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanlite.models.attention import AttentionMask, attention_mask
-from titanlite.models.decoder.model import Block
+from titanlite.models.decoder import Block
 from titanlite.models.layers import RotaryTables
-from titanlite.models.llama3 import LLAMA3
-from titanlite.models.llama3.config import Llama3Config
-from titanlite.models.llama3.model import Llama3, attention
+from titanlite.models.llama3 import LLAMA3, Llama3, Llama3Config, attention
 from titanlite.models.randomness import dropout
 from titanlite.models.registry import FAMILIES
 

@@ -21,8 +21,8 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.loss import cross_entropy_by_row
+from titanlite.models import decoder
 from titanlite.models.attention import AttentionMask
-from titanlite.models.decoder import model as decoder
 from titanlite.models.family import TensorStyle
 from titanlite.models.init import Init
 from titanlite.parallel import clip as clip_module

@@ -19,12 +19,12 @@ from tests.pool import run_ranks
 from titanlite.batch import Batch
 from titanlite.config.schema import JobConfig
 from titanlite.models.attention import document_arguments
-from titanlite.models.family import MicrobatchShape
 from titanlite.models.registry import resolve_model
 from titanlite.parallel.data import wrapped_modules
 from titanlite.parallel.mesh import shard_logits
 from titanlite.parallel.tensor import parallel_loss
 from titanlite.precision import DTYPES
+from titanlite.tools.plan.activations import MicrobatchShape, activation_bytes
 from titanlite.tools.plan.estimate import estimate
 from titanlite.tools.plan.memory import kept_bytes
 from titanlite.trainer import Trainer
@@ -154,7 +154,7 @@ def planned_kept(world_size: int, settings: list[str]) -> int:
     (stage,) = rank.stages
     size = DTYPES[config.training.mixed_precision_param].itemsize
     shape = MicrobatchShape(ROWS, SEQ_LEN, config.parallelism.tp, size, shard_logits(config.parallelism), False)
-    activations = family.activation_bytes(hyper_parameters, shape)
+    activations = activation_bytes(hyper_parameters, family.plan(hyper_parameters), shape)
     copies = sum(unit.elements for unit in stage.units) * size if stage.wrapped else 0
     return copies + kept_bytes(stage, config.activation_checkpoint, activations, pipelined=False, last=True)
 
@@ -215,7 +215,9 @@ def test_what_documents_in_a_row_add() -> None:
     config, _ = configuration(1, cases[0], 1)
     family, hyper_parameters = resolve_model(config.model)
     size = DTYPES[config.training.mixed_precision_param].itemsize
-    planned = family.activation_bytes(hyper_parameters, MicrobatchShape(ROWS, SEQ_LEN, 1, size, False, False, "scores"))
+    planned = activation_bytes(
+        hyper_parameters, family.plan(hyper_parameters), MicrobatchShape(ROWS, SEQ_LEN, 1, size, False, False, "scores")
+    )
     (measured,) = run_ranks(measured_for_documents, 1, cases)
     assert measured == pytest.approx([planned.documents] * len(measured), rel=0.02)
     packed = replace(config, data=replace(config.data, document_mask=True))

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from titanlite.models.attention import MaskForm
 from titanlite.models.init import Init
 from titanlite.runtime.errors import Problem
 
@@ -88,46 +87,6 @@ class LanguageModel(nn.Module, ABC):
 
 
 @dataclass(frozen=True)
-class MicrobatchShape:
-    """Of one microbatch on one rank of `tp`: rows x seq_len positions, in a compute dtype of `element_bytes`.
-
-    shard_logits: whether logits are cut along the vocabulary. fused_norm: whether RMSNorm is one kernel, as on CUDA;
-    elsewhere torch composes it of several operations, which keep more. mask: in which form attention is kept inside
-    documents; None: rows are documents.
-    """
-
-    rows: int
-    seq_len: int
-    tp: int
-    element_bytes: int
-    shard_logits: bool
-    fused_norm: bool
-    mask: MaskForm | None = None
-
-
-@dataclass(frozen=True)
-class ActivationBytes:
-    """Bytes on one rank that a microbatch keeps until its backward pass, by who keeps them.
-
-    block: a transformer block; block_by_op: with the recompute policy "op"; block_input: with full recomputation.
-    block_backward: what the backward pass of one block takes beside that. embedding, head: first and last unit.
-    loss: what the cross-entropy keeps; loss_backward: what its backward pass takes beside that. logits: themselves.
-    documents: what all blocks of a stage share to keep attention, and positions, inside documents.
-    """
-
-    block: int
-    block_by_op: int
-    block_input: int
-    block_backward: int
-    embedding: int
-    head: int
-    loss: int
-    loss_backward: int
-    logits: int
-    documents: int
-
-
-@dataclass(frozen=True)
 class HuggingFace:
     """How models of a family look in the format of Hugging Face's `transformers`.
 
@@ -160,11 +119,6 @@ class Family:
     plan(config): the Plan.
     init(config, name): the distribution of the parameter of that name.
     flops_per_token(config, seq_len): floating-point operations per trained token, forward and backward.
-    unit_flops_per_token(config, seq_len, unit): the share of the plan's unit of that first name in them.
-    activation_bytes(config, shape): what a microbatch keeps in memory.
-    shrink(config, ranks): a tiny model of the same kind; every number that divides `ranks` and a size of `config`
-    divides the same size of the result. Two pipeline stages per rank still have more units than one each, where they
-    had in `config`. The vocabulary stays.
     hugging_face: its models in the format of `transformers`.
     """
 
@@ -176,7 +130,4 @@ class Family:
     plan: Callable[[Any], Plan]
     init: Callable[[Any, str], Init]
     flops_per_token: Callable[[Any, int], int]
-    unit_flops_per_token: Callable[[Any, int, str], int]
-    activation_bytes: Callable[[Any, MicrobatchShape], ActivationBytes]
-    shrink: Callable[[Any, int], Any]
     hugging_face: HuggingFace

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from titanlite.models.family import Family
 from titanlite.models.registry import FAMILIES
+from titanlite.tools.parity.shrink import shrink_model
 
 
 def tiny(family: Family, **changes: Any) -> Any:
     """Hyper-parameters of a tiny model; no size of it is another one's."""
-    small = family.shrink(family.flavors["debug"], 2)
+    small = shrink_model(family.flavors["debug"], 2)
     return replace(small, **{"vocab_size": 131, "max_seq_len": 96, "n_layers": 2} | changes)
 
 

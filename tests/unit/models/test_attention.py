@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask
 
-from titanlite.models import attention
+from titanlite.models import attention, llama3
 from titanlite.models.attention import (
     additive_mask,
     attend,
@@ -28,9 +28,7 @@ from titanlite.models.attention import (
     mask_form,
     may_see,
 )
-from titanlite.models.llama3 import model as llama3
-from titanlite.models.llama3.config import Llama3Config
-from titanlite.models.llama3.plan import plan
+from titanlite.models.llama3 import Llama3Config, plan
 from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.recompute import ActivationCheckpointConfig, apply_recompute
 

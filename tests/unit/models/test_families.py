@@ -22,6 +22,7 @@ from titanlite.models.registry import FAMILIES, check_model
 from titanlite.parallel.tensor import tensor_style
 from titanlite.tools.generate.generation import generate
 from titanlite.tools.generate.sampling import Sampling
+from titanlite.tools.parity.shrink import shrink_model
 
 CPU = torch.device("cpu")
 FLAVORS = [(name, flavor) for name, family in FAMILIES.items() for flavor in family.flavors]
@@ -32,7 +33,7 @@ tied_or_not = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tie
 def small(family: Family, **changes: Any) -> Any:
     """A tiny configuration of the family's largest size."""
     largest = list(family.flavors.values())[-1]
-    return replace(family.shrink(largest, 2), **{"vocab_size": 51, "max_seq_len": 64} | changes)
+    return replace(shrink_model(largest, 2), **{"vocab_size": 51, "max_seq_len": 64} | changes)
 
 
 def on_meta(family: Family, config: Any) -> LanguageModel:

@@ -7,8 +7,7 @@ import pytest
 
 from tests.unit.models.counting import count_parameters
 from titanlite.models.family import ModelConfig
-from titanlite.models.llama3 import LLAMA3
-from titanlite.models.llama3.config import FLAVORS
+from titanlite.models.llama3 import FLAVORS, LLAMA3
 from titanlite.models.registry import FAMILIES, check_model, resolve_model
 
 PUBLISHED = {  # flavor: parameters, dim, layers, heads, key/value heads, feed-forward, rotary factor, tied

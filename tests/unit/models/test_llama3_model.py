@@ -16,9 +16,7 @@ from tests.unit.models.shaken import shaken_model
 from titanlite.models.attention import may_see
 from titanlite.models.init import init_parameters_
 from titanlite.models.layers import RopeScaling, RotaryEmbedding, RotaryTables
-from titanlite.models.llama3 import LLAMA3
-from titanlite.models.llama3.config import Llama3Config
-from titanlite.models.llama3.model import Llama3
+from titanlite.models.llama3 import LLAMA3, Llama3, Llama3Config
 
 CONFIG = Llama3Config(
     dim=24,

@@ -6,8 +6,7 @@ import pytest
 
 from tests.unit.models.counting import count_parameters
 from titanlite.models.family import ModelConfig
-from titanlite.models.qwen3 import QWEN3
-from titanlite.models.qwen3.config import FLAVORS, Qwen3Config
+from titanlite.models.qwen3 import FLAVORS, QWEN3, Qwen3Config
 from titanlite.models.registry import check_model
 
 PUBLISHED = {  # flavor: parameters, dim, layers, heads, key/value heads, feed-forward, tied

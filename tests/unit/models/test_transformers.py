@@ -21,8 +21,8 @@ from tests.unit.models.shaken import shaken_model
 from titanlite.batch import IGNORE_INDEX
 from titanlite.loss import cross_entropy_by_row
 from titanlite.models.family import Family, LanguageModel
-from titanlite.models.llama3.config import Llama3Config
-from titanlite.models.qwen3.config import Qwen3Config
+from titanlite.models.llama3 import Llama3Config
+from titanlite.models.qwen3 import Qwen3Config
 from titanlite.models.registry import FAMILIES
 
 EXACT, AS_IT_IS = 1e-10, 1e-5

@@ -1,5 +1,6 @@
 """The configuration that is compared: what no comparison needs is set aside, and on request everything gets smaller."""
 
+import math
 import tempfile
 from dataclasses import fields, replace
 from typing import Any
@@ -11,12 +12,12 @@ from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.config import PIECE_BYTES_PER_POSITION
 from titanlite.metrics.sinks import MetricsConfig
 from titanlite.models.registry import resolve_model
-from titanlite.models.sizes import size_alike
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.schedule import ScheduleConfig
 from titanlite.tools.parity.layouts import ONE_PROCESS, config_of
 
 SHRUNK_SEQ_LEN = 32
+TINY_HEAD_DIM = 8
 
 
 def comparable_config(config: JobConfig, ranks: int) -> JobConfig:
@@ -53,10 +54,10 @@ def shrink_config(config: JobConfig, ranks: int) -> JobConfig:
     The vocabulary is the tokenizer's own where the model's is larger; tokens of files may have any id, and keep it. The
     text is cut into the same pieces, so an index that is there serves.
     """
-    family, model = resolve_model(config.model)
+    _, model = resolve_model(config.model)
     tokenizer = prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=model.vocab_size)
     small = replace(
-        family.shrink(model, ranks),
+        shrink_model(model, ranks),
         vocab_size=min(model.vocab_size, tokenizer.vocab_size) if tokenizer else model.vocab_size,
     )
     training, data = config.training, config.data
@@ -94,3 +95,27 @@ def describe_shrinking(before: JobConfig, after: JobConfig) -> str:
 
 def _values(hyper_parameters: Any) -> dict[str, Any]:
     return {field.name: getattr(hyper_parameters, field.name) for field in fields(hyper_parameters)}
+
+
+def shrink_model(config: Any, ranks: int) -> Any:
+    """Hyper-parameters of a tiny decoder of the same kind: every number that divides `ranks` and a size of `config`
+    divides the same size of the result.
+
+    Two pipeline stages per rank still have more units than one each, if they had in `config`. Of several query heads
+    per key/value head two remain. Heads that need not be as wide as the residual stream are not. The vocabulary stays.
+    """
+    n_kv_heads = math.gcd(config.n_kv_heads, ranks)
+    n_heads = n_kv_heads * min(config.n_heads // config.n_kv_heads, 2)
+    counts = {"n_layers": min(config.n_layers, 2 * ranks), "n_heads": n_heads, "n_kv_heads": n_kv_heads}
+    head_dim = min(config.head_dim, TINY_HEAD_DIM)
+    dim = n_heads * head_dim
+    if "head_dim" in _values(config):
+        dim = size_alike(config.dim, 3 * head_dim, ranks)
+        counts["head_dim"] = head_dim
+    return replace(config, **counts, dim=dim, ffn_dim=size_alike(config.ffn_dim, 2 * dim, ranks))
+
+
+def size_alike(size: int, target: int, ranks: int) -> int:
+    """The smallest size from `target` on which shares with `ranks` the divisors that `size` does; at most `size`."""
+    shared = math.gcd(size, ranks)
+    return next((smaller for smaller in range(target, size) if math.gcd(smaller, ranks) == shared), size)

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 from titanlite.config.schema import JobConfig
 from titanlite.models.attention import mask_form
-from titanlite.models.family import MicrobatchShape
 from titanlite.models.registry import resolve_model
 from titanlite.parallel.data import resolve_gradient_sync
 from titanlite.parallel.mesh import Mesh, data_degree, shard_logits
 from titanlite.parallel.pipeline import local_stages, rows_per_batch
 from titanlite.parallel.recompute import recomputes
 from titanlite.precision import DTYPES
+from titanlite.tools.plan.activations import MicrobatchShape, activation_bytes, unit_flops_per_token
 from titanlite.tools.plan.communication import StepShape, Traffic, stage_traffic
 from titanlite.tools.plan.memory import Memory, rank_memory
 from titanlite.tools.plan.schedule import bubble_share, schedule_order
@@ -99,7 +99,8 @@ def _rank_plan(
         fused_norm=device_type == "cuda",
         mask=form if config.data.document_mask else None,
     )
-    activations = family.activation_bytes(hyper_parameters, microbatch)
+    plan = family.plan(hyper_parameters)
+    activations = activation_bytes(hyper_parameters, plan, microbatch)
     traffic: dict[tuple[str, str], Traffic] = {}
     for stage in stages:
         for part in stage_traffic(stage, section, recompute, shape):
@@ -112,9 +113,9 @@ def _rank_plan(
     for stage in stages:
         blocks = iter(stage.blocks)
         for unit in stage.units:
-            unit_flops = family.unit_flops_per_token(hyper_parameters, config.training.seq_len, unit.name)
+            unit_flops = unit_flops_per_token(hyper_parameters, config.training.seq_len, unit.name)
             flops["model"] += unit_flops * tokens // tp
-            index = next(blocks, None) if unit.name in family.plan(hyper_parameters).blocks else None
+            index = next(blocks, None) if unit.name in plan.blocks else None
             by_op = recompute.mode == "selective" and recompute.selective_policy == "op"
             if index is not None and recomputes(recompute, index) and not by_op:
                 flops["again"] += unit_flops // 3 * tokens // tp  # a forward pass is a third of a step

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from titanlite.models.family import ActivationBytes
 from titanlite.optim.optimizer import OptimizerConfig, update_bytes
 from titanlite.parallel.mesh import ParallelismConfig
 from titanlite.parallel.pipeline import num_stages
 from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputes
+from titanlite.tools.plan.activations import ActivationBytes
 from titanlite.tools.plan.communication import StepShape, frees_after_forward
 from titanlite.tools.plan.schedule import peak_in_flight
 from titanlite.tools.plan.stages import Stage

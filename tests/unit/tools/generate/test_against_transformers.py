@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.tools.generate.tiny import CONFIG, PROMPTS, tiny
-from titanlite.models.llama3 import LLAMA3
-from titanlite.models.llama3.model import Llama3
+from titanlite.models.llama3 import LLAMA3, Llama3
 from titanlite.tools.generate.generation import generate
 from titanlite.tools.generate.sampling import Sampling, probabilities
 

@@ -6,9 +6,7 @@ from functools import partial
 import torch
 
 from titanlite.models.init import init_parameters_
-from titanlite.models.llama3 import LLAMA3
-from titanlite.models.llama3.config import Llama3Config
-from titanlite.models.llama3.model import Llama3
+from titanlite.models.llama3 import LLAMA3, Llama3, Llama3Config
 
 CONFIG = Llama3Config(
     dim=32,

@@ -7,9 +7,15 @@ import pytest
 from tests.distributed.reference import small_config
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES, check_model, resolve_model
-from titanlite.models.sizes import size_alike
 from titanlite.tools.parity.layouts import ONE_PROCESS, candidate_layouts, check_layout
-from titanlite.tools.parity.shrink import comparable_config, describe_shrinking, resolved_config, shrink_config
+from titanlite.tools.parity.shrink import (
+    comparable_config,
+    describe_shrinking,
+    resolved_config,
+    shrink_config,
+    shrink_model,
+    size_alike,
+)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 12])
@@ -26,7 +32,7 @@ def test_a_smaller_size_has_the_same_divisors(size: int, ranks: int) -> None:
 @pytest.mark.parametrize(("name", "flavor"), [(name, size) for name in FAMILIES for size in FAMILIES[name].flavors])
 def test_a_shrunk_model_takes_the_tensor_degrees_that_the_model_takes(name: str, flavor: str, ranks: int) -> None:
     family, model = resolve_model(ModelConfig(name, flavor))
-    small = family.shrink(model, ranks)
+    small = shrink_model(model, ranks)
     assert family.check(small, 32, 1, 1) == []
     assert small.dim <= 128
     assert (small.vocab_size, small.tie_embeddings) == (model.vocab_size, model.tie_embeddings)

@@ -1,16 +1,34 @@
-"""Hyper-parameters of Llama 3, its published sizes, and the rules for them."""
+"""Llama 3 (Grattafiori et al., "The Llama 3 Herd of Models", 2024): the decoder with Llama 3.1's rotary scaling."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
-from titanlite.models.decoder.config import (
-    TINY_HEAD_DIM,
+from titanlite.models.decoder import (
+    TENSOR_STYLES,
+    Decoder,
     check_decoder,
     check_positive,
     check_sizes,
-    shrunk_counts,
-    shrunk_widths,
+    decoder_plan,
+    flops_per_token,
+    init,
 )
+from titanlite.models.family import Family, HuggingFace, Plan
+from titanlite.models.hugging_face import (
+    FIELDS,
+    IN_BLOCK,
+    decoder_json,
+    decoder_values,
+    given,
+    parameter_names,
+    refuse_invalid,
+    refuse_other,
+    rope_fields,
+)
+from titanlite.models.layers import Attention, RopeScaling
 from titanlite.runtime.errors import Problem, require
 
 
@@ -86,11 +104,26 @@ FLAVORS = {
 """Published sizes (1B and 3B: Llama 3.2; 8B, 70B and 405B: Llama 3.1), and one for a laptop."""
 
 
-def shrink(config: Llama3Config, ranks: int) -> Llama3Config:
-    """A tiny model of the same kind, see Family."""
-    counts = shrunk_counts(config, ranks)
-    dim = counts["n_heads"] * min(config.head_dim, TINY_HEAD_DIM)
-    return replace(config, **counts, **shrunk_widths(config, dim, ranks))
+class Llama3(Decoder):
+    """The decoder with Llama 3.1's rotary scaling."""
+
+    def __init__(self, config: Llama3Config) -> None:
+        scaling = RopeScaling(
+            config.rope_scaling_factor,
+            config.rope_low_freq_factor,
+            config.rope_high_freq_factor,
+            config.rope_original_seq_len,
+        )
+        super().__init__(config, partial(attention, config), scaling)
+
+
+def attention(config: Llama3Config) -> Attention:
+    """That of one block."""
+    return Attention(config.dim, config.n_heads, config.n_kv_heads, config.head_dim)
+
+
+def plan(config: Llama3Config) -> Plan:
+    return decoder_plan(config, TENSOR_STYLES)
 
 
 def check(config: Llama3Config, seq_len: int, tp: int, pp: int) -> list[Problem]:
@@ -144,3 +177,57 @@ def _check_scaling(config: Llama3Config) -> list[Problem]:
             "1.0 and 4.0 are what Llama 3.1 uses",
         ),
     ]
+
+
+IN_SCALING = {
+    "rope_scaling_factor": "factor",
+    "rope_low_freq_factor": "low_freq_factor",
+    "rope_high_freq_factor": "high_freq_factor",
+    "rope_original_seq_len": "original_max_position_embeddings",
+}
+
+
+def names(config: Llama3Config) -> dict[str, str]:
+    return parameter_names(config, IN_BLOCK)
+
+
+def config_json(config: Llama3Config) -> dict[str, Any]:
+    """Without scaling its other hyper-parameters mean nothing, and are not written."""
+    scaling = {"rope_type": "llama3"} | {there: getattr(config, here) for here, there in IN_SCALING.items()}
+    return decoder_json(config) | {
+        "mlp_bias": False,
+        "rope_scaling": None if config.rope_scaling_factor == 1.0 else scaling,
+    }
+
+
+def config_from_json(fields: Mapping[str, Any]) -> Llama3Config:
+    """Raises UserError for a field that is missing or invalid, or that asks for what is not computed here."""
+    refuse_other(fields, {"mlp_bias": False})
+    theta, scaling = rope_fields(fields, "llama3")
+    stretch: dict[str, Any] = {}
+    if scaling:
+        stretch = {
+            "rope_scaling_factor": given(scaling, "factor", float),
+            "rope_low_freq_factor": given(scaling, "low_freq_factor", float),
+            "rope_high_freq_factor": given(scaling, "high_freq_factor", float),
+            "rope_original_seq_len": given(scaling, "original_max_position_embeddings", int),
+        }
+    config = Llama3Config(rope_theta=theta, **decoder_values(fields), **stretch)
+    refuse_invalid(check(config, 1, 1, 1), FIELDS | IN_SCALING)
+    refuse_other(fields, {"head_dim": config.head_dim})
+    return config
+
+
+HUGGING_FACE = HuggingFace("llama", "LlamaForCausalLM", names, config_json, config_from_json)
+
+LLAMA3 = Family(
+    name="llama3",
+    config_type=Llama3Config,
+    flavors=FLAVORS,
+    check=check,
+    build=Llama3,
+    plan=plan,
+    init=init,
+    flops_per_token=flops_per_token,
+    hugging_face=HUGGING_FACE,
+)

@@ -1,18 +1,60 @@
 """What a microbatch of a decoder keeps in memory between its forward and its backward pass, by arithmetic."""
 
-from titanlite.models.decoder.config import DecoderConfig
-from titanlite.models.family import ActivationBytes, MicrobatchShape
+from dataclasses import dataclass
+
+from titanlite.models.attention import MaskForm
+from titanlite.models.decoder import DecoderConfig, flops_per_token
+from titanlite.models.family import Plan
 
 
-def activation_bytes(config: DecoderConfig, shape: MicrobatchShape, *, head_norms: bool = False) -> ActivationBytes:
+@dataclass(frozen=True)
+class MicrobatchShape:
+    """Of one microbatch on one rank of `tp`: rows x seq_len positions, in a compute dtype of `element_bytes`.
+
+    shard_logits: whether logits are cut along the vocabulary. fused_norm: whether RMSNorm is one kernel, as on CUDA;
+    elsewhere torch composes it of several operations, which keep more. mask: in which form attention is kept inside
+    documents; None: rows are documents.
+    """
+
+    rows: int
+    seq_len: int
+    tp: int
+    element_bytes: int
+    shard_logits: bool
+    fused_norm: bool
+    mask: MaskForm | None = None
+
+
+@dataclass(frozen=True)
+class ActivationBytes:
+    """Bytes on one rank that a microbatch keeps until its backward pass, by who keeps them.
+
+    block: a transformer block; block_by_op: with the recompute policy "op"; block_input: with full recomputation.
+    block_backward: what the backward pass of one block takes beside that. embedding, head: first and last unit.
+    loss: what the cross-entropy keeps; loss_backward: what its backward pass takes beside that. logits: themselves.
+    documents: what all blocks of a stage share to keep attention, and positions, inside documents.
+    """
+
+    block: int
+    block_by_op: int
+    block_input: int
+    block_backward: int
+    embedding: int
+    head: int
+    loss: int
+    loss_backward: int
+    logits: int
+    documents: int
+
+
+def activation_bytes(config: DecoderConfig, plan: Plan, shape: MicrobatchShape) -> ActivationBytes:
     """Counted off the model's own forward pass, operation by operation; measured against it in docs/parallelism.md.
 
     With tensor parallelism the residual stream is cut along the sequence, the inside of attention and feed-forward by
     heads and features; what the column layers read was gathered, so it is whole on every rank. A selective policy "op"
     also keeps the unreduced outputs of the row layers, which are whole too.
-
-    head_norms: whether each head of queries and keys is normalised.
     """
+    head_norms = "head_norm" in plan.tensor_styles.values()
     positions, tp, size = shape.rows * shape.seq_len, shape.tp, shape.element_bytes
     query_dim, kv_dim = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     wide = max(size, 4)  # bytes of the islands of higher precision
@@ -56,3 +98,12 @@ def _norm_bytes(dim: int, vectors: int, size: int, wide: int, *, fused: bool) ->
     """Input and reciprocal root mean square; unfused also the normalised input, both in the wider type."""
     kept = dim * size if fused else 2 * dim * wide
     return vectors * (kept + wide)
+
+
+def unit_flops_per_token(config: DecoderConfig, seq_len: int, unit: str) -> int:
+    """The share of one unit of the plan, by the name of its first module, in `flops_per_token`."""
+    output = 6 * config.vocab_size * config.dim
+    if unit.startswith("layers."):
+        return (flops_per_token(config, seq_len) - output) // config.n_layers
+    holds_output = unit == "norm" or config.tie_embeddings
+    return output if holds_output else 0

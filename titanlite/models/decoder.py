@@ -1,0 +1,264 @@
+"""The decoder in plain torch: what families with pre-normalised blocks, rotary embeddings, grouped-query attention and
+SwiGLU share. A family is a file over this one, with what is special about it."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from titanlite.models.attention import AttentionMask, attention_mask
+from titanlite.models.family import LanguageModel, Plan, TensorStyle
+from titanlite.models.init import Init
+from titanlite.models.layers import Attention, FeedForward, RopeScaling, RotaryEmbedding, RotaryTables
+from titanlite.runtime.errors import Problem, require
+
+
+class DecoderConfig(Protocol):
+    """What is read of a family's hyper-parameters: it documents them itself, and may have more."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def n_layers(self) -> int: ...
+    @property
+    def n_heads(self) -> int: ...
+    @property
+    def n_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def ffn_dim(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def norm_eps(self) -> float: ...
+    @property
+    def rope_theta(self) -> float: ...
+    @property
+    def max_seq_len(self) -> int: ...
+    @property
+    def tie_embeddings(self) -> bool: ...
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block: x + attention(norm(x)), then x + feed_forward(norm(x))."""
+
+    def __init__(self, config: DecoderConfig, attention: Attention) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.attention = attention
+        self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.feed_forward = FeedForward(config.dim, config.ffn_dim)
+
+    def forward(self, x: Tensor, rope: RotaryTables, mask: AttentionMask | None) -> Tensor:
+        """x: (batch, seq_len, dim); mask: see Attention. Returns the same shape."""
+        x = x + self.attention(self.attention_norm(x), rope, mask)
+        out: Tensor = x + self.feed_forward(self.ffn_norm(x))
+        return out
+
+
+class Decoder(LanguageModel):
+    """Weights are not initialised, and buffers are garbage until `init_buffers`.
+
+    attention: makes that of a block. scaling: of the rotary wavelengths; None: none.
+    `layers` is keyed "0" … "n_layers - 1", so that names stay the same where only some of the layers are kept.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, attention: Callable[[], Attention], scaling: RopeScaling | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(index): Block(config, attention()) for index in range(config.n_layers)})
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(config.dim, config.norm_eps)
+        self.output: nn.Linear | None = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.rope = RotaryEmbedding(config.head_dim, config.max_seq_len, config.rope_theta, scaling)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Let the output share the embedding's parameter, where the configuration ties them.
+
+        To be called again after anything that replaces parameters one module at a time: to_empty, parallelize_module.
+        """
+        if self.config.tie_embeddings:
+            assert self.tok_embeddings is not None, "tied, and on different stages"
+            assert self.output is not None, "tied, and on different stages"
+            self.output.weight = self.tok_embeddings.weight
+
+    def init_buffers(self, device: torch.device) -> None:
+        """Compute the rotary tables on `device`, in promote_types(the parameters' dtype, float32)."""
+        dtype = next(self.parameters()).dtype
+        self.rope.init_buffers(device, torch.promote_types(dtype, torch.float32))
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
+        """Logits (batch, seq_len, vocab_size) of the token that follows each of `tokens`, int64 (batch, seq_len).
+
+        positions: int64 (batch, seq_len) in [0, max_seq_len), for the rotary embeddings; None: 0, 1, 2, … in each row.
+        document_ids: int64 (batch, seq_len); a position sees only positions of the same id, and none after itself;
+        None: each row is one document.
+        """
+        rope = self.rope(positions)
+        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        mask = attention_mask(document_ids, x.dtype, self.config.head_dim)
+        for layer in self.layers.values():
+            x = layer(x, rope, mask)
+        x = x if self.norm is None else self.norm(x)
+        return x if self.output is None else self.output(x)
+
+
+def init(config: DecoderConfig, name: str) -> Init:
+    """Distribution of the parameter `name`: norms 1, matrices normal with std 0.02.
+
+    Matrices that write into the residual stream (wo, w2) are smaller by sqrt(2 * n_layers), the square root of how many
+    write into it, so that its variance does not grow with depth (Radford et al., "GPT-2", 2019, section 2.3).
+    """
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    if module == "norm" or module.endswith("_norm"):
+        return Init("ones")
+    if module in ("wo", "w2"):
+        return Init("normal", 0.02 / math.sqrt(2 * config.n_layers))
+    assert module in ("tok_embeddings", "output", "wq", "wk", "wv", "w1", "w3"), f"no initial distribution for {name}"
+    return Init("normal", 0.02)
+
+
+TENSOR_STYLES: dict[str, TensorStyle] = {
+    "tok_embeddings": "vocabulary",
+    "layers.*.attention_norm": "norm",
+    "layers.*.attention": "gather",
+    "layers.*.attention.wq": "column",
+    "layers.*.attention.wk": "column",
+    "layers.*.attention.wv": "column",
+    "layers.*.attention.wo": "row",
+    "layers.*.ffn_norm": "norm",
+    "layers.*.feed_forward": "gather",
+    "layers.*.feed_forward.w1": "column",
+    "layers.*.feed_forward.w3": "column",
+    "layers.*.feed_forward.w2": "row",
+    "norm": "norm",
+    "output": "logits",
+}
+
+
+def decoder_plan(config: DecoderConfig, tensor_styles: Mapping[str, TensorStyle]) -> Plan:
+    """The embedding, each block, and the end are units; tied, the embedding and the end share a parameter: one unit."""
+    blocks = {f"layers.{index}": index for index in range(config.n_layers)}
+    units: list[tuple[str, ...]] = [(block,) for block in blocks]
+    if config.tie_embeddings:
+        units = [*units, ("tok_embeddings", "norm", "output")]
+    else:
+        units = [("tok_embeddings",), *units, ("norm", "output")]
+    return Plan(tuple(units), blocks, tensor_styles)
+
+
+def num_matmul_parameters(config: DecoderConfig) -> int:
+    """Weights that every token is multiplied with: all but the norms' and the embedding lookup's.
+
+    The output layer counts, tied or not.
+    """
+    attention = 2 * config.dim * (config.n_heads + config.n_kv_heads) * config.head_dim
+    feed_forward = 3 * config.dim * config.ffn_dim
+    return config.n_layers * (attention + feed_forward) + config.vocab_size * config.dim
+
+
+def flops_per_token(config: DecoderConfig, seq_len: int) -> int:
+    """Floating-point operations of matrix products per trained token, forward and backward: 6N + 12·L·T·H.
+
+    N is num_matmul_parameters: 2 operations per weight forward, 4 backward. Attention multiplies each query with T keys
+    and T values in each of L layers, 4·T·H operations forward and twice that backward, H the width of all query heads
+    together; the triangle that a causal kernel may skip is counted in full, as is usual for MFU, and recomputation is
+    not counted. Source: Chowdhery et al., "PaLM" (2022), appendix B.
+    """
+    heads = config.n_heads * config.head_dim
+    return 6 * num_matmul_parameters(config) + 12 * config.n_layers * seq_len * heads
+
+
+_SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "max_seq_len")
+
+
+def check_decoder(config: DecoderConfig, seq_len: int, tp: int, pp: int, *, published: str) -> list[Problem]:
+    """What is wrong with the hyper-parameters above but head_dim, for sequences of `seq_len` tokens on these degrees.
+
+    published: whose values the type's defaults are, for the remedies.
+    """
+    return [
+        *check_sizes(config, _SIZES),
+        *check_positive(config, ["norm_eps"], published),
+        *_check_sharing(config),
+        *require(
+            1.0 < config.rope_theta < math.inf,
+            "model.rope_theta",
+            config.rope_theta,
+            "above 1 and finite",
+            default_remedy(config, "rope_theta", published),
+        ),
+        *require(
+            seq_len <= config.max_seq_len,
+            "training.seq_len",
+            seq_len,
+            f"at most model.max_seq_len = {config.max_seq_len}",
+            "shorten the sequences or raise model.max_seq_len",
+        ),
+        *_check_layout(config, tp, pp),
+    ]
+
+
+def check_sizes(config: DecoderConfig, names: Iterable[str]) -> list[Problem]:
+    """Those hyper-parameters are at least 1."""
+    problems: list[Problem] = []
+    for name in names:
+        value = getattr(config, name)
+        problems += require(value >= 1, f"model.{name}", value, "at least 1", "a positive number")
+    return problems
+
+
+def check_positive(config: DecoderConfig, names: Iterable[str], published: str) -> list[Problem]:
+    """Those hyper-parameters, which have defaults, are above 0 and finite."""
+    problems: list[Problem] = []
+    for name in names:
+        value = getattr(config, name)
+        remedy = default_remedy(config, name, published)
+        problems += require(0.0 < value < math.inf, f"model.{name}", value, "above 0 and finite", remedy)
+    return problems
+
+
+def default_remedy(config: DecoderConfig, name: str, published: str) -> str:
+    return f"{getattr(type(config), name)} is what {published} uses"
+
+
+def _check_sharing(config: DecoderConfig) -> list[Problem]:
+    heads = config.n_heads
+    if min(heads, config.n_kv_heads) < 1:
+        return []  # reported already; divisibility means nothing here
+    lower = [number for number in range(1, math.isqrt(heads) + 1) if heads % number == 0]
+    divisors = sorted({*lower, *(heads // number for number in lower)})
+    return require(
+        config.n_kv_heads in divisors,
+        "model.n_kv_heads",
+        config.n_kv_heads,
+        f"divides model.n_heads = {heads}",
+        f"one of {', '.join(map(str, divisors))}",
+    )
+
+
+def _check_layout(config: DecoderConfig, tp: int, pp: int) -> list[Problem]:
+    """What tensor parallelism cuts is divisible; what a pipeline puts on different stages is not shared."""
+    problems: list[Problem] = []
+    for name in ("n_heads", "n_kv_heads", "ffn_dim"):
+        value = getattr(config, name)
+        problems += require(
+            tp < 1 or value < 1 or value % tp == 0,
+            f"model.{name}",
+            value,
+            f"a multiple of parallelism.tp = {tp}, whose ranks share it evenly",
+            f"parallelism.tp = {math.gcd(value, tp)}, or model.{name} = {math.ceil(value / max(tp, 1)) * tp}",
+        )
+    return problems + require(
+        pp <= 1 or not config.tie_embeddings,
+        "model.tie_embeddings",
+        config.tie_embeddings,
+        f"false with parallelism.pp = {pp}: the embedding is on the first stage, the output on the last",
+        "parallelism.pp = 1 with dp_shard or tp instead, or model.tie_embeddings = false",
+    )

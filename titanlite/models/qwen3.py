@@ -1,0 +1,154 @@
+"""Qwen3, dense (Qwen Team, "Qwen3 Technical Report", 2025): heads of a width of their own, whose queries and keys are
+normalised before they are rotated."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from titanlite.models.decoder import TENSOR_STYLES as DECODER_STYLES
+from titanlite.models.decoder import Decoder, check_decoder, check_sizes, decoder_plan, flops_per_token, init
+from titanlite.models.family import Family, HuggingFace, Plan, TensorStyle
+from titanlite.models.hugging_face import (
+    FIELDS,
+    decoder_json,
+    decoder_values,
+    given,
+    parameter_names,
+    refuse_invalid,
+    refuse_other,
+    rope_fields,
+)
+from titanlite.models.hugging_face import IN_BLOCK as DECODER_NAMES
+from titanlite.models.layers import Attention
+from titanlite.runtime.errors import Problem, require
+
+
+@dataclass(frozen=True)
+class Qwen3Config:
+    """Hyper-parameters of the qwen3 family. Each may be given in [model], over the flavor's own value."""
+
+    dim: int
+    """Width of the residual stream."""
+    n_layers: int
+    """Number of transformer blocks."""
+    n_heads: int
+    """Query heads."""
+    n_kv_heads: int
+    """Key/value heads, each shared by n_heads / n_kv_heads query heads."""
+    ffn_dim: int
+    """Width of the feed-forward's hidden layer."""
+    vocab_size: int
+    """Rows of the embedding and of the output, at least the tokenizer's vocabulary."""
+    head_dim: int = 128
+    """Width of each head; all together need not be as wide as the residual stream."""
+    norm_eps: float = 1e-6
+    """Added to the mean square in RMSNorm, also in that of queries and keys."""
+    rope_theta: float = 1_000_000.0
+    """Base of the rotary wavelengths."""
+    max_seq_len: int = 40_960
+    """Longest sequence: the length of the rotary tables."""
+    tie_embeddings: bool = False
+    """The output layer uses the embedding's weights."""
+
+
+_SMALL = Qwen3Config(
+    dim=1024, n_layers=28, n_heads=16, n_kv_heads=8, ffn_dim=3072, vocab_size=151_936, tie_embeddings=True
+)
+_LARGE = Qwen3Config(dim=4096, n_layers=36, n_heads=32, n_kv_heads=8, ffn_dim=12_288, vocab_size=151_936)
+
+FLAVORS = {
+    "debug": Qwen3Config(dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=768, vocab_size=2000, head_dim=64),
+    "0.6B": _SMALL,
+    "1.7B": replace(_SMALL, dim=2048, ffn_dim=6144),
+    "4B": replace(_SMALL, dim=2560, n_layers=36, n_heads=32, ffn_dim=9728),
+    "8B": _LARGE,
+    "14B": replace(_LARGE, dim=5120, n_layers=40, n_heads=40, ffn_dim=17_408),
+    "32B": replace(_LARGE, dim=5120, n_layers=64, n_heads=64, ffn_dim=25_600),
+}
+"""Published dense sizes, and one for a laptop.
+
+max_seq_len is that of the models after post-training; the folders of the base models say 32,768, with which they
+compute the same.
+"""
+
+
+class Qwen3(Decoder):
+    """The decoder with heads of a width of their own, whose queries and keys are normalised before they are rotated."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__(config, partial(attention, config))
+
+
+def attention(config: Qwen3Config) -> Attention:
+    """That of one block."""
+    return Attention(config.dim, config.n_heads, config.n_kv_heads, config.head_dim, head_norm_eps=config.norm_eps)
+
+
+TENSOR_STYLES: dict[str, TensorStyle] = {
+    **DECODER_STYLES,
+    "layers.*.attention.q_norm": "head_norm",
+    "layers.*.attention.k_norm": "head_norm",
+}
+
+
+def plan(config: Qwen3Config) -> Plan:
+    return decoder_plan(config, TENSOR_STYLES)
+
+
+def check(config: Qwen3Config, seq_len: int, tp: int, pp: int) -> list[Problem]:
+    """What is wrong with these hyper-parameters, for training on sequences of `seq_len` tokens on these degrees."""
+    return [
+        *check_decoder(config, seq_len, tp, pp, published="Qwen3"),
+        *check_sizes(config, ["head_dim"]),
+        *require(
+            config.head_dim < 1 or config.head_dim % 2 == 0,
+            "model.head_dim",
+            config.head_dim,
+            "even, since rotary embeddings turn pairs",
+            f"{config.head_dim + 1}, or 128 as all of Qwen3",
+        ),
+    ]
+
+
+IN_BLOCK = {
+    **DECODER_NAMES,
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+}
+
+
+def names(config: Qwen3Config) -> dict[str, str]:
+    return parameter_names(config, IN_BLOCK)
+
+
+def config_json(config: Qwen3Config) -> dict[str, Any]:
+    return decoder_json(config) | {"rope_scaling": None, "use_sliding_window": False}
+
+
+def config_from_json(fields: Mapping[str, Any]) -> Qwen3Config:
+    """Raises UserError for a field that is missing or invalid, or that asks for what is not computed here."""
+    refuse_other(fields, {"use_sliding_window": False})
+    for kind in given(fields, "layer_types", list, []):
+        refuse_other({"layer_types": kind}, {"layer_types": "full_attention"})
+    theta, _ = rope_fields(fields, None)
+    # transformers has a head_dim of 128 too where config.json has none.
+    head_dim = given(fields, "head_dim", int, Qwen3Config.head_dim)
+    config = Qwen3Config(head_dim=head_dim, rope_theta=theta, **decoder_values(fields))
+    refuse_invalid(check(config, 1, 1, 1), FIELDS)
+    return config
+
+
+HUGGING_FACE = HuggingFace("qwen3", "Qwen3ForCausalLM", names, config_json, config_from_json)
+
+QWEN3 = Family(
+    name="qwen3",
+    config_type=Qwen3Config,
+    flavors=FLAVORS,
+    check=check,
+    build=Qwen3,
+    plan=plan,
+    init=init,
+    flops_per_token=flops_per_token,
+    hugging_face=HUGGING_FACE,
+)
