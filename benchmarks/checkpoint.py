@@ -31,8 +31,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titanlite.checkpoint.config import Verify
 from titanlite.checkpoint.manifest import Branch, Manifest
-from titanlite.checkpoint.resume import Found, load, look_at
 from titanlite.checkpoint.saver import Retention, Saver
+from titanlite.checkpoint.start import Found, load, look_at
 from titanlite.runtime.launch import run_ranks
 
 WIDTH, BLOCKS, VOCABULARY = 768, 12, 16384

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from titanlite.assembly.run import CONFIG_COPY
+from titanlite.config.load import CONFIG_COPY
 from titanlite.config.schema import JobConfig
 from titanlite.data.sources.python_stdlib import PythonStdlib
 from titanlite.data.tokenizer import TOKENIZER_FOLDER
+from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.meter import Record
-from titanlite.metrics.sinks import METRICS_FILE
 from titanlite.runtime.logging import log
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from titanlite.assembly.run import Run, build_run
 from titanlite.batch import Batch
+from titanlite.config.describe import show_help
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device
@@ -38,6 +39,7 @@ def main() -> None:
         environment = dict(os.environ)
         world = world_from_environment()
         setup_logging(world.rank)
+        show_help(sys.argv[1:])
         config = load_config(sys.argv[1:], world_size=world.size, device_type=world.device_type)
         failure.store = connect(world, config.comm)
         with job_lock(config.job.dump_folder, world.rank, take_over=config.job.take_over, environment=environment):

@@ -2,16 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.batch import IGNORE_INDEX, Batch
-from titanlite.data.check import check_source
-from titanlite.data.config import DataConfig, SourceConfig
-from titanlite.data.kinds import open_source
+from titanlite.data.config import ValidationConfig
 from titanlite.data.loader import Loader
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.forward import ModelOnMesh, on_device
@@ -19,65 +16,10 @@ from titanlite.metrics.meter import Meter
 from titanlite.metrics.sinks import Sinks
 from titanlite.metrics.validation import SetTotals, ValidationRecord
 from titanlite.parallel.data import wrapped_modules
-from titanlite.runtime.errors import DataError, Problem, UserError, require
+from titanlite.runtime.errors import DataError, UserError
 from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.logging import log
 from titanlite.runtime.signals import StopRequest
-
-
-@dataclass(frozen=True)
-class ValidationConfig:
-    """The loss on data that is not trained on: [[validation.sources]] tables, with the keys of [[data.sources]].
-
-    Each of them is read once, in its own order; all else is as [data] says.
-    """
-
-    enable: bool = False
-    """Whether there is validation: after every interval-th step, and after the last one."""
-    interval: int = 1000
-    """Steps between validations."""
-    steps: int = -1
-    """Of each source at most so many batches of training.global_batch_size sequences; -1: the whole of it."""
-    sources: tuple[SourceConfig, ...] = ()
-    """The corpora, each read once and in its order: [[validation.sources]] tables."""
-
-
-def check_validation(
-    section: ValidationConfig, data: DataConfig, *, vocab_size: int, has_tokenizer: bool, looks_at_files: bool = True
-) -> list[Problem]:
-    """Problems of the [validation] section; of its sources only where it is enabled.
-
-    data: the [data] section, whose settings hold here too. vocab_size: the model's, 0 or less where it is not known.
-    has_tokenizer: whether the run has one.
-    """
-    key, sources = "validation", section.sources
-    problems = [
-        *require(section.interval >= 1, f"{key}.interval", section.interval, "at least 1", "1 validates every step"),
-        *require(
-            section.steps == -1 or section.steps >= 1, f"{key}.steps", section.steps, "-1 or at least 1", "leave it out"
-        ),
-    ]
-    if not section.enable:
-        return problems
-    problems += require(
-        bool(sources), f"{key}.sources", [], "at least one source", "add a [[validation.sources]] table"
-    )
-    problems += require(
-        has_tokenizer or all(open_source(source).holds == "tokens" for source in sources),
-        "tokenizer.path",
-        "",
-        "required for validation.sources of text, where data.sources are tokens",
-        "write the path of the tokenizer that made them, or use tokens sources",
-    )
-    for n, source in enumerate(sources):
-        for name in ("weight", "epochs"):
-            value = getattr(source, name)
-            rule = "not for validation, which reads each source once and weighs its tokens alike"
-            problems += require(value == -1, f"{key}.sources.{n}.{name}", value, rule, "leave it out")
-        problems += check_source(
-            source, f"{key}.sources.{n}", data, vocab_size=vocab_size, looks_at_files=looks_at_files
-        )
-    return problems
 
 
 def build_token_bytes(tokenizer: Tokenizer | None, vocab_size: int, device: torch.device) -> Tensor | None:

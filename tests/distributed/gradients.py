@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.reference import Reference, global_batch, rank_batches, reference_step, small_config
-from titanlite.assembly.data import batch_rows
-from titanlite.assembly.model import build_model, build_trainer
+from titanlite.assembly.model import batch_rows, build_model, build_trainer
 from titanlite.batch import Batch
 from titanlite.config.schema import JobConfig
 from titanlite.parallel.mesh import Mesh, ParallelismConfig

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from tests.distributed.file_operations import Fault, FaultPoints, one_of_each
 from tests.distributed.forked import Parent, fork_ranks, logged
 from tests.distributed.standin import BATCH, Run, on_ranks, results, saved, start_in
-from titanlite.checkpoint import probe as probe_module
+from titanlite.checkpoint import saver
 from titanlite.checkpoint.folder import published_steps, whole_manifest
 from titanlite.checkpoint.manifest import MANIFEST_FILE
-from titanlite.checkpoint.probe import probe
+from titanlite.checkpoint.saver import probe
 from titanlite.checkpoint.storage import InvalidCheckpointError
 
 pytestmark = pytest.mark.slow
@@ -436,7 +436,7 @@ def test_a_run_whose_last_save_fails_fails_and_one_whose_save_before_that_fails_
 def probes(folder: Path) -> list[str]:
     """What is said about folders that cannot be used: by `rank 0` in the way, read-only, not shared, full."""
     rank = dist.get_rank()
-    probe_module._PATIENCE_S = 0.2
+    saver._PATIENCE_S = 0.2
     group = dist.group.WORLD
     assert group is not None
     said = []

@@ -18,8 +18,7 @@ from tests.distributed.gradients import connected_mesh, difference, whole
 from tests.distributed.layouts import BOUNDS, LEARNING_RATE, Layout, reference_losses, schedule
 from tests.distributed.program import REPOSITORY, TORCHRUN, clean_environment, rows
 from tests.distributed.reference import global_batch, rank_batches, reference_step
-from titanlite.assembly.data import batch_rows
-from titanlite.assembly.model import build_model, build_trainer
+from titanlite.assembly.model import batch_rows, build_model, build_trainer
 from titanlite.batch import Batch
 from titanlite.forward import on_device
 from titanlite.models.attention import attend, attention_mask, document_arguments

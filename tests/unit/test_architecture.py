@@ -9,41 +9,29 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "titanlite"
 
-# A module's layer is that of its longest prefix here. It imports its own layer and those above it in this table only.
-LAYERS = [
-    ["titanlite", "titanlite.runtime", "titanlite.batch", "titanlite.precision"],
-    [
-        *["titanlite.models", "titanlite.data", "titanlite.optim", "titanlite.loss"],
-        *[f"titanlite.parallel{part}" for part in ("", ".mesh", ".tensor", ".data", ".recompute", ".clip")],
-    ],
-    [
-        *["titanlite.parallel.parallelize", "titanlite.parallel.pipeline"],
-        *["titanlite.checkpoint", "titanlite.metrics", "titanlite.hf"],
-    ],
-    ["titanlite.forward", "titanlite.trainer", "titanlite.validation"],
-    ["titanlite.assembly", "titanlite.config", "titanlite.tools.saved_run"],
-    [
-        *[
-            "titanlite.train",
-            "titanlite.summary",
-            "titanlite.tools.parity",
-            "titanlite.tools.plan",
-            "titanlite.tools.document",
-        ],
-        *["titanlite.tools.command", "titanlite.tools.tokenize", "titanlite.tools.train_tokenizer"],
-        "titanlite.tools.inspect",
-        *["titanlite.tools.convert", "titanlite.tools.generate", "titanlite.tools.evaluate"],
-    ],
-]
-LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names}
-ASSEMBLY = LAYER["titanlite.assembly"]
+LAYERS = """
+__main__ train tools parity plan convert generate evaluate
+summary
+assembly
+config
+trainer validation
+forward
+checkpoint
+parallel metrics hf
+models data optim loss
+batch precision
+runtime
+"""
+"""The folders and files of titanlite/, from the top. Each imports itself and the lines below its own, nothing else."""
+
+LAYER = {name: layer for layer, names in enumerate(reversed(LAYERS.strip().splitlines())) for name in names.split()}
+MAX_FILES_OF_TRAINER, MAX_DEPTH_OF_TRAINER, MAX_DEPTH_OF_TRAIN = 20, 6, 12
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "components"}
 
 
-def layer_of(module: str) -> int | None:
-    """None where the table has no place for the module."""
-    prefixes = [module.rsplit(".", cut)[0] for cut in range(module.count("."))]
-    return next((LAYER[prefix] for prefix in prefixes if prefix in LAYER), LAYER.get(module))
+def room_of(module: str) -> str:
+    """The folder or file of titanlite/ in which a module is; "" for titanlite itself."""
+    return module.split(".")[1] if "." in module else ""
 
 
 def first_party_imports(tree: ast.AST, modules: set[str]) -> Iterator[str]:
@@ -60,19 +48,17 @@ def first_party_imports(tree: ast.AST, modules: set[str]) -> Iterator[str]:
 
 
 def import_violations(module: str, tree: ast.AST, modules: set[str]) -> Iterator[str]:
-    layer = layer_of(module)
-    if layer is None:
+    room = room_of(module)
+    if room and room not in LAYER:
         yield "has no layer: give it one in the table of this test"
         return
     for imported in first_party_imports(tree, modules):
-        below = layer_of(imported)
+        other = room_of(imported)
         if imported.startswith("."):
             yield f"imports {imported}: relative, write the whole name"
-        elif below is None or below > layer:
-            yield f"imports {imported}, which lies above it"
-        elif module.startswith("titanlite.models") and not imported.startswith(
-            ("titanlite.models", "titanlite.runtime")
-        ):
+        elif other not in ("", room) and LAYER.get(other, len(LAYER)) >= LAYER[room]:
+            yield f"imports {imported}, which does not lie below it"
+        elif room == "models" and other not in ("models", "runtime"):
             yield f"imports {imported}: models know models/ and runtime/ only"
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -83,7 +69,7 @@ def name_violations(module: str, tree: ast.AST) -> Iterator[str]:
     if BANNED_NAMES & set(module.split(".")):
         yield "is not named after its subject"
     names = [name for node in ast.walk(tree) for name in names_of(node)]
-    if "JobConfig" in names and (layer_of(module) or 0) < ASSEMBLY:
+    if "JobConfig" in names and LAYER[room_of(module)] < LAYER["config"]:
         yield "names JobConfig: it takes its own section or plain values"
 
 
@@ -137,6 +123,49 @@ def test_no_module_breaks_a_rule() -> None:
     assert problems == []
 
 
+@cache
+def imports() -> dict[str, list[str]]:
+    """Of each module, those that it imports when it is imported itself; packages with nothing in them left out."""
+    found = {module: ast.parse(source) for module, source in sources().items()}
+    empty = {module for module, tree in found.items() if not any(not is_docstring(node) for node in tree.body)}
+    return {
+        module: [name for name in first_party_imports(tree, set(found)) if name not in empty]
+        for module, tree in found.items()
+    }
+
+
+def is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+@cache
+def longest_chain(module: str) -> tuple[str, ...]:
+    """From the module down, each importing the next."""
+    return (module, *max((longest_chain(name) for name in imports()[module]), key=len, default=()))
+
+
+def reached(module: str) -> set[str]:
+    """All modules that importing it brings, without itself."""
+    found: set[str] = set()
+    waiting = [module]
+    while waiting:
+        new = set(imports()[waiting.pop()]) - found
+        found |= new
+        waiting += new
+    return found
+
+
+def test_what_a_reader_has_to_follow_is_short() -> None:
+    """Files under the trainer, and the longest chains of imports: figures that grow unseen otherwise."""
+    trainer, chain = longest_chain("titanlite.trainer"), longest_chain("titanlite.train")
+    files = reached("titanlite.trainer")
+    print(f"\n{len(files)} files under titanlite.trainer, {len(trainer)} deep: {' > '.join(trainer)}")
+    print(f"{len(reached('titanlite.train'))} files under titanlite.train, {len(chain)} deep: {' > '.join(chain)}")
+    assert len(files) <= MAX_FILES_OF_TRAINER, sorted(files)
+    assert len(trainer) <= MAX_DEPTH_OF_TRAINER, trainer
+    assert len(chain) <= MAX_DEPTH_OF_TRAIN, chain
+
+
 def test_ignore_index_is_defined_in_batch() -> None:
     assert "IGNORE_INDEX = -100\n" in sources()["titanlite.batch"]
 
@@ -144,19 +173,16 @@ def test_ignore_index_is_defined_in_batch() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "problem"),
     [
-        ("titanlite.trainer", "import titanlite.assembly", "imports titanlite.assembly, which lies above it"),
-        ("titanlite.trainer", "from titanlite import build", "imports titanlite.assembly, which lies above it"),
-        (
-            "titanlite.trainer",
-            "from titanlite.config.schema import X",
-            "imports titanlite.config.schema, which lies above",
-        ),
-        ("titanlite.runtime.logging", "from titanlite.metrics.meter import X", "which lies above it"),
-        ("titanlite.parallel.data", "from titanlite.parallel.parallelize import X", "which lies above it"),
-        ("titanlite.assembly", "from titanlite.train import main", "which lies above it"),
-        ("titanlite.data.loader", "from titanlite.tools.tokenize import X", "which lies above it"),
-        ("titanlite.optim.optimizer", "if TYPE_CHECKING:\n    from titanlite.trainer import X", "which lies above it"),
-        ("titanlite.models.layers", "from titanlite.data.loader import X", "models know models/ and runtime/ only"),
+        ("titanlite.trainer", "import titanlite.assembly", "imports titanlite.assembly, which does not lie below it"),
+        ("titanlite.trainer", "from titanlite import assembly", "imports titanlite.assembly, which does not lie below"),
+        ("titanlite.trainer", "from titanlite.config.schema import X", "imports titanlite.config.schema, which does"),
+        ("titanlite.trainer", "from titanlite.validation import X", "imports titanlite.validation, which does not"),
+        ("titanlite.runtime.logging", "from titanlite.metrics.meter import X", "which does not lie below it"),
+        ("titanlite.assembly.run", "from titanlite.train import main", "which does not lie below it"),
+        ("titanlite.data.loader", "from titanlite.tools.tokenize import X", "which does not lie below it"),
+        ("titanlite.data.loader", "from titanlite.optim.optimizer import X", "which does not lie below it"),
+        ("titanlite.optim.optimizer", "if TYPE_CHECKING:\n    from titanlite.trainer import X", "which does not lie"),
+        ("titanlite.models.layers", "from titanlite.batch import X", "models know models/ and runtime/ only"),
         ("titanlite.train", "def f():\n    from titanlite.loss import X", "imports titanlite.loss inside f"),
         ("titanlite.trainer", "from . import loss", "relative"),
         ("titanlite.novelty", "", "has no layer"),
@@ -165,11 +191,11 @@ def test_ignore_index_is_defined_in_batch() -> None:
         ("titanlite.optim.optimizer", "def f(config: schema.JobConfig): ...", "names JobConfig"),
         ("titanlite.optim.utils", "", "is not named after its subject"),
         ("titanlite.data.streams", "labels[0] = -100", "literal -100"),
-        ("titanlite.data.cache", "pickle.load(file)", "uses pickle.load"),
-        ("titanlite.data.cache", "from pickle import loads", "from pickle"),
-        ("titanlite.data.cache", "torch.load(path, weights_only=False)", "weights_only=False"),
-        ("titanlite.data.cache", "load_dataset(path, trust_remote_code=True)", "trust_remote_code"),
-        ("titanlite.data.cache", "eval(text)", "calls eval"),
+        ("titanlite.runtime.cache", "pickle.load(file)", "uses pickle.load"),
+        ("titanlite.runtime.cache", "from pickle import loads", "from pickle"),
+        ("titanlite.runtime.cache", "torch.load(path, weights_only=False)", "weights_only=False"),
+        ("titanlite.runtime.cache", "load_dataset(path, trust_remote_code=True)", "trust_remote_code"),
+        ("titanlite.runtime.cache", "eval(text)", "calls eval"),
     ],
 )
 def test_broken_rule_is_found(module: str, source: str, problem: str) -> None:
@@ -182,12 +208,12 @@ def test_broken_rule_is_found(module: str, source: str, problem: str) -> None:
     ("module", "source"),
     [
         ("titanlite.train", "from titanlite.assembly.run import build_run\nconfig: JobConfig"),
-        ("titanlite.config.check", "from titanlite.trainer import check_training"),
+        ("titanlite.config.check", "from titanlite.data.check import check_data"),
         ("titanlite.tools.tokenize", "from titanlite.config.load import parse_config"),
-        ("titanlite.models.llama3.model", "from titanlite.models.layers import X\nmodel.eval()"),
+        ("titanlite.models.llama3", "from titanlite.models.layers import X\nmodel.eval()"),
         ("titanlite.batch", "IGNORE_INDEX = -100"),
         ("titanlite.metrics.sinks", "def f():\n    import tensorboard"),
-        ("titanlite.data.cache", "torch.load(path, weights_only=True)"),
+        ("titanlite.runtime.cache", "torch.load(path, weights_only=True)"),
     ],
 )
 def test_kept_rules_are_not_found(module: str, source: str) -> None:

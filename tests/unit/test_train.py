@@ -6,10 +6,9 @@ from unittest.mock import MagicMock, Mock
 import pytest
 
 from titanlite import train as train_module
-from titanlite.config.schema import JobConfig
-from titanlite.config.training import TrainingConfig
+from titanlite.config.schema import JobConfig, TrainingConfig
 from titanlite.data.config import DataConfig
-from titanlite.metrics.sinks import MetricsConfig
+from titanlite.metrics.config import MetricsConfig
 from titanlite.runtime.distributed import CommConfig
 from titanlite.runtime.errors import DataError, UserError
 from titanlite.train import train

@@ -2,7 +2,8 @@
 
 import pytest
 
-from titanlite.config.training import TrainingConfig, check_training
+from titanlite.config.check import check_training
+from titanlite.config.schema import TrainingConfig
 from titanlite.trainer import mark_last
 
 

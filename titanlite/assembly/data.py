@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
+from titanlite.assembly.model import batch_rows
 from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.config import DataConfig
@@ -13,7 +14,6 @@ from titanlite.data.loader import Loader, build_loader
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.registry import resolve_model
 from titanlite.parallel.mesh import Mesh
-from titanlite.parallel.pipeline import rows_per_batch
 from titanlite.runtime.distributed import World
 from titanlite.runtime.logging import log
 
@@ -81,10 +81,3 @@ def loader_of(config: JobConfig, section: DataConfig, mesh: Mesh, tokenizer: Tok
         data_degree=mesh.data_degree,
         logs=mesh.is_data_leader,
     )
-
-
-def batch_rows(config: JobConfig, mesh: Mesh) -> int:
-    """Sequences in a batch of this rank, as the loader gives them: several make an optimizer step."""
-    training = config.training
-    rows_per_step = training.global_batch_size // mesh.data_degree
-    return rows_per_batch(config.parallelism, training.local_batch_size, rows_per_step)

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from titanlite.assembly.data import batch_rows
 from titanlite.config.schema import JobConfig
 from titanlite.forward import ModelOnMesh
 from titanlite.loss import mean_loss_shares
@@ -25,6 +24,7 @@ from titanlite.parallel.pipeline import (
     keep_units_,
     local_stages,
     resolve_reshard_after_forward,
+    rows_per_batch,
     split_stages,
 )
 from titanlite.precision import DTYPES
@@ -146,3 +146,10 @@ def build_pipeline(
         num_microbatches=rows // section.pp_microbatch_size,
         loss=loss,
     )
+
+
+def batch_rows(config: JobConfig, mesh: Mesh) -> int:
+    """Sequences in a batch of this rank, as the loader gives them: several make an optimizer step."""
+    training = config.training
+    rows_per_step = training.global_batch_size // mesh.data_degree
+    return rows_per_batch(config.parallelism, training.local_batch_size, rows_per_step)

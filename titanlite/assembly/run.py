@@ -20,16 +20,17 @@ from titanlite.checkpoint.state import RunState
 from titanlite.config.load import dump_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.fingerprint import data_fingerprint
-from titanlite.data.kinds import source_names
+from titanlite.data.kinds import open_source, source_names
 from titanlite.data.ledger import LEDGER_FOLDER, Ledger, ledger_files
 from titanlite.data.loader import Loader
 from titanlite.data.order import STREAM_VERSION
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
-from titanlite.hf.folder import ModelFolder
-from titanlite.hf.source import PREFIX, fetch_source
+from titanlite.hf.folder import PREFIX, ModelFolder
+from titanlite.hf.source import fetch_source
+from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.history import has_validation, keep_rows
 from titanlite.metrics.meter import Meter
-from titanlite.metrics.sinks import METRICS_FILE, Sinks, build_sinks
+from titanlite.metrics.sinks import Sinks, build_sinks
 from titanlite.models.init import INIT_VERSION
 from titanlite.models.randomness import DRAW_VERSION
 from titanlite.models.registry import resolve_model
@@ -224,7 +225,7 @@ def about_run(config: JobConfig, tokenizer: Tokenizer | None) -> RunFacts:
         "dtype": config.training.dtype,
         "optimizer": config.optimizer.name,
         "num_streams": config.data.num_streams,
-        "data": data_fingerprint(config.data),
+        "data": data_fingerprint(config.data, [open_source(source) for source in config.data.sources]),
         "tokenizer": tokenizer.fingerprint if tokenizer else None,
         "streams_version": STREAM_VERSION,
         "init_version": INIT_VERSION,

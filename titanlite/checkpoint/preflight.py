@@ -7,7 +7,7 @@ from typing import Any
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.folder import ever_published, newest_manifest, published_steps, read_or_none, step_folder
 from titanlite.checkpoint.manifest import MANIFEST_FILE
-from titanlite.hf.source import PREFIX
+from titanlite.hf.folder import PREFIX
 from titanlite.runtime.errors import Problem, require
 
 

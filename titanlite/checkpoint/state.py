@@ -1,17 +1,36 @@
 """What a checkpoint is: the tensors of a run under names that hold on every mesh, and a few counts."""
 
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.data.loader import Loader, describe_state
 from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.parallel.mesh import AXES, Mesh
 
 MODEL, OPTIMIZER, STREAMS = "model/", "optimizer/", "data/streams"
+
+
+class StreamsState(Protocol):
+    """Whatever hands out the data: its state is that of streams, of which each data rank has its own."""
+
+    num_streams: int
+    stream_ids: tuple[int, ...]
+
+    def state(self) -> Tensor:
+        """int64 (own streams, values), after the steps handed out; row i is stream stream_ids[i]."""
+        ...
+
+    def load_state(self, state: Tensor) -> None:
+        """Continue there: int64 (num_streams, values). Raises UserError if the state is not of this data."""
+        ...
+
+    def describe(self, state: Tensor) -> str:
+        """Where the data stand in a state of all streams, in one line."""
+        ...
 
 
 class RunState:
@@ -22,7 +41,9 @@ class RunState:
     under the first of its names. Learning rate and random numbers follow from step and seed: they have no state.
     """
 
-    def __init__(self, model_parts: Iterable[nn.Module], optimizer: GatedOptimizer, loader: Loader, mesh: Mesh) -> None:
+    def __init__(
+        self, model_parts: Iterable[nn.Module], optimizer: GatedOptimizer, loader: StreamsState, mesh: Mesh
+    ) -> None:
         self._parameters = {MODEL + name: p.data for part in model_parts for name, p in part.named_parameters()}
         self._optimizer = optimizer
         self._loader = loader
@@ -54,7 +75,7 @@ class RunState:
     def load_streams(self, state: Tensor) -> str:
         """Returns where the data stand, for the log. Raises UserError where the state is not of this data."""
         self._loader.load_state(state)
-        return describe_state(state, self._loader.source_names)
+        return self._loader.describe(state)
 
     def num_bytes(self, group: dist.ProcessGroup) -> int:
         """About the size of a checkpoint; a collective over all ranks, on gloo."""

@@ -1,18 +1,18 @@
 """All checks of a configuration: each part checks its own section, here they only get the facts of the others."""
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path, PurePath
 
 from titanlite.checkpoint.config import check_checkpoint
 from titanlite.checkpoint.preflight import check_start, imported_from
-from titanlite.config.schema import JobConfig, JobSection
-from titanlite.config.training import check_training
-from titanlite.data.check import check_data, check_tokenizer
+from titanlite.config.schema import JobConfig, JobSection, TrainingConfig
+from titanlite.data.check import check_data, check_tokenizer, check_validation
 from titanlite.data.config import PIECE_BYTES_PER_POSITION
 from titanlite.data.kinds import open_source
 from titanlite.hf.source import check_source
-from titanlite.metrics.sinks import OWN_FILES, check_metrics
+from titanlite.metrics.config import OWN_FILES, check_metrics
 from titanlite.models.registry import check_model, resolve_model
 from titanlite.optim.optimizer import check_optimizer
 from titanlite.optim.schedule import check_schedule
@@ -23,7 +23,6 @@ from titanlite.parallel.recompute import check_activation_checkpoint
 from titanlite.runtime.determinism import check_debug
 from titanlite.runtime.distributed import check_comm
 from titanlite.runtime.errors import Problem, require
-from titanlite.validation import check_validation
 
 
 def check_config(config: JobConfig, *, world_size: int, device_type: str, looks_at_files: bool = True) -> list[Problem]:
@@ -150,3 +149,46 @@ def check_job(section: JobSection) -> list[Problem]:
             "choose another place or change its permissions",
         ),
     ]
+
+
+def check_training(section: TrainingConfig, data_degree: int, tp: int) -> list[Problem]:
+    """data_degree: number of data-parallel ranks, 0 where it is not known because of another problem.
+
+    tp: number of tensor-parallel ranks, each with a part of every sequence.
+    """
+    key = "training"
+    problems = [
+        problem
+        for name in ("steps", "seq_len", "local_batch_size", "gc_freq")
+        for problem in require(
+            getattr(section, name) >= 1, f"{key}.{name}", getattr(section, name), "at least 1", "give a positive number"
+        )
+    ]
+    if tp > 1:
+        problems += require(
+            section.seq_len % tp == 0,
+            f"{key}.seq_len",
+            section.seq_len,
+            f"a multiple of parallelism.tp = {tp}, whose ranks share each sequence evenly",
+            f"{key}.seq_len = {max(section.seq_len // tp, 1) * tp}",
+        )
+    batch, micro = section.global_batch_size, section.local_batch_size
+    problems += require(
+        batch == -1 or batch >= 1,
+        f"{key}.global_batch_size",
+        batch,
+        "at least 1, or -1",
+        "-1 takes local_batch_size x data degree",
+    )
+    if not problems and batch != -1 and data_degree > 0 and batch % (micro * data_degree):
+        unit = micro * data_degree
+        fitting = math.gcd(batch // data_degree, micro)
+        smaller = f"{key}.local_batch_size = {fitting}, or " if batch % data_degree == 0 else ""
+        problems += require(
+            False,
+            f"{key}.global_batch_size",
+            batch,
+            f"a multiple of local_batch_size {micro} x data degree {data_degree} = {unit}",
+            f"{smaller}{key}.global_batch_size = {-(-batch // unit) * unit}",
+        )
+    return problems

@@ -5,15 +5,15 @@ import contextlib
 import dataclasses
 import inspect
 import io
+import os
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from titanlite.config.names import SECTIONS, kinds_of, row_type, section_kinds
+from titanlite.config.fields import SECTIONS, fields_of, kinds_of, literal, row_type, section_kinds
+from titanlite.config.load import parse_config, split_arguments
 from titanlite.config.schema import JobConfig
-from titanlite.config.tables import fields_of
-from titanlite.config.values import literal
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import resolve_model
 
@@ -88,6 +88,14 @@ def kind_in_a_word(kind: Any) -> str:
     if get_origin(kind) is tuple:
         return f"[{kind_in_a_word(get_args(kind)[0])}, ...]"
     return {bool: "{true,false}", int: "INT", float: "FLOAT", str: "STR"}[kind]
+
+
+def show_help(argv: Sequence[str]) -> None:
+    """If the command line asks for help, print all keys, on the first rank, and exit with 0."""
+    if split_arguments(argv).wants_help:
+        if os.environ.get("RANK", "0") == "0":
+            print(help_text(parse_config(argv)[0]))
+        raise SystemExit(0)
 
 
 def help_text(config: JobConfig) -> str:

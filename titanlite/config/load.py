@@ -1,27 +1,53 @@
 """From a TOML file and a command line to one checked, frozen JobConfig; and back to TOML."""
 
-import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.preflight import earlier_config
-from titanlite.config.arguments import split_arguments
 from titanlite.config.check import check_config, resolve_config
-from titanlite.config.describe import help_text
-from titanlite.config.names import SECTIONS, kinds_of, row_type
+from titanlite.config.fields import (
+    SECTIONS,
+    fields_of,
+    kinds_of,
+    literal,
+    read_value,
+    row_type,
+    section_kinds,
+    value_from_text,
+)
 from titanlite.config.schema import JobConfig
-from titanlite.config.tables import build_section, fields_of, put_argument, sections_of
-from titanlite.config.values import literal
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import ConfigError, Problem
 
 CONFIG_FILE = "job.config_file"
+CONFIG_COPY = "config.toml"
+"""The resolved configuration of a run, in its dump folder."""
+
+HELP = ("--help", "-h")
+
+# Names that users of other trainers know.
+MOVED = {
+    "training.batch_size": "training.local_batch_size",
+    "training.seed": "debug.seed",
+    "training.dataset": "data.sources.0.kind",
+    "training.dataset_path": "data.sources.0.path",
+    "parallelism.data_parallel_replicate_degree": "parallelism.dp_replicate",
+    "parallelism.data_parallel_shard_degree": "parallelism.dp_shard",
+    "parallelism.tensor_parallel_degree": "parallelism.tp",
+    "parallelism.pipeline_parallel_degree": "parallelism.pp",
+    "optimizer.learning_rate": "optimizer.lr",
+    "model.name": "model.family",
+    "model.tokenizer_path": "tokenizer.path",
+}
+
+Tables = dict[str, dict[str, Any]]
+"""Section -> key -> value as written; sections are known and are tables, nothing else is checked."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +62,9 @@ class Parsed:
 def load_config(argv: Sequence[str], *, world_size: int, device_type: str, looks_at_files: bool = True) -> JobConfig:
     """The configuration of a run: read, checked and resolved, the same on every rank.
 
-    looks_at_files: as for check_config.
-    Prints the help (on the first rank) and exits with 0 where it is asked for. Raises ConfigError with all problems.
+    looks_at_files: as for check_config. Raises ConfigError with all problems.
     """
     parsed = _parse(argv)
-    if split_arguments(argv).wants_help:
-        if os.environ.get("RANK", "0") == "0":
-            print(help_text(parsed.config))
-        raise SystemExit(0)
     problems = list(parsed.problems)
     config = keep_earlier(parsed.config) if looks_at_files else parsed.config
     if parsed.file_is_read:
@@ -177,3 +198,252 @@ def _read_file(path: str, problems: list[Problem]) -> dict[str, Any] | None:
         value = content["job"].pop("config_file")
         problems.append(Problem(CONFIG_FILE, value, "on the command line only", f"remove it from {path}"))
     return content
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What was said on the command line.
+
+    texts: key -> text, in the order given; None where a key came without a value. Keys given twice are not in it.
+    problems: stray words, and keys given twice.
+    """
+
+    texts: dict[str, str | None]
+    wants_help: bool
+    problems: tuple[Problem, ...]
+
+
+def split_arguments(argv: Sequence[str]) -> Arguments:
+    """Split `--section.key value` and `--section.key=value`. A value after a space does not start with `--`."""
+    texts: dict[str, list[str | None]] = {}
+    problems: list[Problem] = []
+    wants_help = False
+    position = 0
+    while position < len(argv):
+        word = argv[position]
+        position += 1
+        if word in HELP:
+            wants_help = True
+        elif not word.startswith("--") or word == "--":
+            problems.append(_stray(word))
+        else:
+            key, equals, text = word[2:].partition("=")
+            value: str | None = text if equals else None
+            if not equals and position < len(argv) and not _is_flag(argv[position]):
+                value = argv[position]
+                position += 1
+            texts.setdefault(key, []).append(value)
+    problems += [_repeated(key, given) for key, given in texts.items() if len(given) > 1]
+    return Arguments({key: given[0] for key, given in texts.items() if len(given) == 1}, wants_help, tuple(problems))
+
+
+def missing_value(key: str, default: Any) -> Problem:
+    """The Problem of a known key without a value; its default serves as an example."""
+    example = (default or "TEXT") if isinstance(default, str) else literal(default)
+    remedy = f"write --{key} {example}; a value that starts with -- is written --{key}=--VALUE"
+    return Problem(key, "", "a value after its key", remedy)
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("--") or word in HELP
+
+
+def _stray(word: str) -> Problem:
+    rule = "every word is a --section.key or the value after one"
+    if word.startswith("-") and "." in word.strip("-."):
+        remedy = f"write -{word}"
+    elif "=" in word and "." in word.partition("=")[0]:
+        remedy = f"write --{word}"
+    elif word.endswith(".toml"):
+        remedy = f"write --job.config_file {word}"
+    else:
+        remedy = """put its key before it, or remove it; several values of one key are one word: '["a", "b"]'"""
+    return Problem("command line", word, rule, remedy)
+
+
+def _repeated(key: str, given: list[str | None]) -> Problem:
+    values = [text if text is not None else "" for text in given]
+    choices = " or ".join(f"--{key}={text}" for text in dict.fromkeys(values))
+    return Problem(key, values, "given once on the command line", f"keep one: {choices}")
+
+
+def sections_of(tables: Mapping[str, Any], problems: list[Problem]) -> Tables:
+    """The sections among the top-level entries of a file; what else is there goes to `problems`."""
+    sections: Tables = {}
+    for name, value in tables.items():
+        if name in SECTIONS and isinstance(value, dict):
+            sections[name] = dict(value)
+        elif name in SECTIONS:
+            problems.append(
+                Problem(name, value, "a section, which is a table", f"write [{name}] and its keys below it")
+            )
+        elif isinstance(value, dict):
+            close = close_names(name, SECTIONS)
+            remedy = f"did you mean [{close[0]}]?" if close else "the sections: " + ", ".join(SECTIONS)
+            problems.append(Problem(name, value, "a section of the configuration", remedy))
+        else:
+            problems.append(unknown_key(name, value, ModelConfig.family))
+    return sections
+
+
+def put_argument(tables: Tables, key: str, text: str | None, family: str | None) -> Problem | None:
+    """Put the value of one command-line key into `tables`, or say why it has no place there.
+
+    text: None where the key came without a value. family: of the model; None where it is unknown, and so are its keys.
+    """
+    section, _, name = key.partition(".")
+    name, *row_path = name.split(".")
+    kind = section_kinds(section, family).get(name) if section in SECTIONS else None
+    row = row_type(kind)
+    if row and row_path:
+        return _put_in_row(tables, key, text, row)
+    if kind is None and family is None and section == "model":
+        return None
+    if kind is None or row_path:
+        return unknown_key(key, text or "", family)
+    if row:
+        return Problem(key, text or "", "set one key at a time on the command line", f"write --{key}.0.KEY VALUE")
+    if text is None:
+        return missing_value(key, _default(section, name, family))
+    tables.setdefault(section, {})[name] = value_from_text(text, kind)
+    return None
+
+
+def build_section(section: str, table: Mapping[str, Any], family: str | None, problems: list[Problem]) -> Any:
+    """The section's dataclass; a key with a problem keeps its default."""
+    kinds = section_kinds(section, family)
+    if section == "model":
+        table = {"flavor": ModelConfig.flavor, **table}  # not every family need have a flavor of that name
+    values: dict[str, Any] = {}
+    for name, value in table.items():
+        key = f"{section}.{name}"
+        if name not in kinds:
+            if section != "model" or family is not None:
+                problems.append(unknown_key(key, value, family))
+            continue
+        row = row_type(kinds[name])
+        found: Any
+        if row:
+            found = _build_rows(key, value, row, problems)
+        else:
+            found = read_value(key, value, kinds[name], _default(section, name, family))
+        if isinstance(found, Problem):
+            problems.append(found)
+        else:
+            values[name] = found
+    return _build_model(values, family) if section == "model" else SECTIONS[section](**values)
+
+
+def _build_model(values: dict[str, Any], family: str | None) -> ModelConfig:
+    if family is None:
+        return ModelConfig()
+    flavor = values.pop("flavor", next(iter(FAMILIES[family].flavors)))
+    return ModelConfig(values.pop("family", family), flavor, values)
+
+
+def _put_in_row(tables: Tables, key: str, text: str | None, row: type) -> Problem | None:
+    """Put one value into an array of tables: key is SECTION.NAME.INDEX.COLUMN; INDEX = length appends a table."""
+    section, name, index, *columns = key.split(".")
+    if not columns:  # the number is missing, or the column
+        column = index if index in kinds_of(row) else "KEY"
+        number = index if index.isdecimal() else "0"
+        remedy = f"write --{section}.{name}.{number}.{column} VALUE"
+        return Problem(key, text or "", f"one key of one [[{section}.{name}]] table", remedy)
+    if len(columns) != 1 or columns[0] not in kinds_of(row):
+        return _unknown_column(key, text or "", row)
+    if text is None:
+        return missing_value(key, getattr(row, columns[0]))
+    rows = tables.setdefault(section, {}).setdefault(name, [fields_of(row) for row in _default(section, name, None)])
+    if not isinstance(rows, list) or not all(isinstance(each, dict) for each in rows):
+        return None  # what the file has there is a problem of its own
+    if not (index.isdecimal() and index.isascii() and str(int(index)) == index and int(index) <= len(rows)):
+        last = f"{section}.{name}.{len(rows)}.{columns[0]}"
+        return Problem(
+            key, text, f"tables count from 0 without gaps, and there are {len(rows)} so far", f"--{last} adds one"
+        )
+    if int(index) == len(rows):
+        rows.append({})
+    rows[int(index)][columns[0]] = value_from_text(text, kinds_of(row)[columns[0]])
+    return None
+
+
+def _build_rows(key: str, value: Any, row: type, problems: list[Problem]) -> tuple[Any, ...] | Problem:
+    if not isinstance(value, list) or not all(isinstance(table, dict) for table in value):
+        return Problem(key, value, "an array of tables", f"write [[{key}]] and its keys below it")
+    built = []
+    for index, table in enumerate(value):
+        values = {}
+        for name, given in table.items():
+            path = f"{key}.{index}.{name}"
+            if name not in kinds_of(row):
+                problems.append(_unknown_column(path, given, row))
+                continue
+            found = read_value(path, given, kinds_of(row)[name], getattr(row, name))
+            if isinstance(found, Problem):
+                problems.append(found)
+            else:
+                values[name] = found
+        built.append(row(**values))
+    return tuple(built)
+
+
+def _unknown_column(key: str, value: Any, row: type) -> Problem:
+    table, _, name = key.rpartition(".")
+    close = close_names(name, kinds_of(row))
+    remedy = f"did you mean {table}.{close[0]}?" if close else "its keys: " + ", ".join(kinds_of(row))
+    array = table.rpartition(".")[0]
+    return Problem(key, value, f"a key of one [[{array}]] table", remedy)
+
+
+def _default(section: str, name: str, family: str | None) -> Any:
+    """The default of a key; of a hyper-parameter, the first flavor's value."""
+    if section == "model" and name not in kinds_of(ModelConfig) and family is not None:
+        return getattr(next(iter(FAMILIES[family].flavors.values())), name)
+    return getattr(SECTIONS[section](), name)
+
+
+def full_keys(family: str | None) -> list[str]:
+    """All keys as the command line has them; of an array of tables, those of the first."""
+    keys = []
+    for section in SECTIONS:
+        for name, kind in section_kinds(section, family).items():
+            row = row_type(kind)
+            keys += [f"{section}.{name}.0.{column}" for column in kinds_of(row)] if row else [f"{section}.{name}"]
+    return keys
+
+
+def unknown_key(key: str, value: Any, family: str | None) -> Problem:
+    """The Problem of a key that does not exist."""
+    section, _, name = key.partition(".")
+    meant = suggest(key, full_keys(family))
+    if name and section in SECTIONS:
+        rule = f"a key of [{section}]"
+        valid = "its keys: " + ", ".join(section_kinds(section, family))
+    else:
+        rule, valid = "a key of a section", "the sections: " + ", ".join(SECTIONS)
+    return Problem(key, value, rule, f"did you mean {' or '.join(meant)}?" if meant else valid)
+
+
+def suggest(key: str, known: Collection[str]) -> list[str]:
+    """The known keys that `key` was probably meant to be; all of them equally likely, mostly one or none."""
+    if key in MOVED:
+        return [MOVED[key]]
+    folded = _fold(key)
+    prefix, _, name = folded.rpartition(".")
+    if folded in known:
+        return [folded]
+    elsewhere = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
+    siblings = [candidate.rpartition(".")[2] for candidate in known if candidate.rpartition(".")[0] == prefix]
+    if siblings:
+        return elsewhere or [f"{prefix}.{close}" for close in close_names(name, siblings)]
+    return get_close_matches(folded, known, 1, 0.75) or elsewhere
+
+
+def close_names(name: str, known: Collection[str]) -> list[str]:
+    """The known name that `name` is most alike, if any; letter case and hyphens do not count."""
+    folded = {_fold(candidate): candidate for candidate in known}
+    return [folded[match] for match in get_close_matches(_fold(name), folded, 1)]
+
+
+def _fold(name: str) -> str:
+    return name.lower().replace("-", "_")

@@ -1,20 +1,21 @@
-"""The root of the configuration: the only place that sees all sections."""
+"""The root of the configuration, the only place that sees all sections; and [job] and [training], of no part alone."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from titanlite.checkpoint.config import CheckpointConfig
-from titanlite.config.training import TrainingConfig
-from titanlite.data.config import DataConfig, TokenizerConfig
-from titanlite.metrics.sinks import MetricsConfig
+from titanlite.data.config import DataConfig, TokenizerConfig, ValidationConfig
+from titanlite.metrics.config import MetricsConfig
 from titanlite.models.family import ModelConfig
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.schedule import ScheduleConfig
+from titanlite.parallel.clip import NormType
 from titanlite.parallel.compile import CompileConfig
 from titanlite.parallel.mesh import ParallelismConfig
 from titanlite.parallel.recompute import ActivationCheckpointConfig
+from titanlite.precision import DtypeName
 from titanlite.runtime.determinism import DebugConfig
 from titanlite.runtime.distributed import CommConfig
-from titanlite.validation import ValidationConfig
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,33 @@ class JobSection:
     take_over: bool = False
     """Says that the job which uses dump_folder has ended, where that cannot be seen from here (it ran on another host);
     a job that is seen to live keeps its folder all the same."""
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How much is trained, in which batches, in which precision."""
+
+    steps: int = 1000
+    """Optimizer steps of the whole run."""
+    seq_len: int = 2048
+    """Tokens per sequence."""
+    local_batch_size: int = 8
+    """Sequences per microbatch and data-parallel rank."""
+    global_batch_size: int = -1
+    """Sequences per optimizer step over all ranks; gradient accumulation follows from it.
+    -1: local_batch_size x data degree, resolved at the first start and kept by its checkpoints."""
+    max_norm: float = 1.0
+    """Gradients are clipped to this global norm; 0 or less: no clipping."""
+    norm_type: NormType = "2"
+    """Which norm of all gradients: "2", or "inf", the largest absolute value."""
+    dtype: DtypeName = "float32"
+    """Dtype of the parameters, and so of gradients and optimizer state."""
+    mixed_precision_param: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
+    """Dtype of the computation; auto: bfloat16 on CUDA, training.dtype on CPU and where that is float64."""
+    mixed_precision_reduce: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
+    """Dtype of gradient reductions; auto: float32 on CUDA, training.dtype on CPU and where that is float64."""
+    gc_freq: int = 50
+    """Python's garbage is collected every so many steps, at the same step on all ranks."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Problems of the [data] and [tokenizer] sections, before a run starts."""
+"""Problems of the [data], [validation] and [tokenizer] sections, before a run starts."""
 
 import math
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from titanlite.data.config import (
     DataConfig,
     SourceConfig,
     TokenizerConfig,
+    ValidationConfig,
 )
 from titanlite.data.kinds import KINDS, open_source
 from titanlite.data.sources.base import Source
@@ -207,4 +208,42 @@ def _check_without_path(
             problems.append(
                 Problem("model.vocab_size", vocab_size, rule, f"write vocab_size = {QUICKSTART_VOCAB_SIZE}")
             )
+    return problems
+
+
+def check_validation(
+    section: ValidationConfig, data: DataConfig, *, vocab_size: int, has_tokenizer: bool, looks_at_files: bool = True
+) -> list[Problem]:
+    """Problems of the [validation] section; of its sources only where it is enabled.
+
+    data: the [data] section, whose settings hold here too. vocab_size: the model's, 0 or less where it is not known.
+    has_tokenizer: whether the run has one.
+    """
+    key, sources = "validation", section.sources
+    problems = [
+        *require(section.interval >= 1, f"{key}.interval", section.interval, "at least 1", "1 validates every step"),
+        *require(
+            section.steps == -1 or section.steps >= 1, f"{key}.steps", section.steps, "-1 or at least 1", "leave it out"
+        ),
+    ]
+    if not section.enable:
+        return problems
+    problems += require(
+        bool(sources), f"{key}.sources", [], "at least one source", "add a [[validation.sources]] table"
+    )
+    problems += require(
+        has_tokenizer or all(open_source(source).holds == "tokens" for source in sources),
+        "tokenizer.path",
+        "",
+        "required for validation.sources of text, where data.sources are tokens",
+        "write the path of the tokenizer that made them, or use tokens sources",
+    )
+    for n, source in enumerate(sources):
+        for name in ("weight", "epochs"):
+            value = getattr(source, name)
+            rule = "not for validation, which reads each source once and weighs its tokens alike"
+            problems += require(value == -1, f"{key}.sources.{n}.{name}", value, rule, "leave it out")
+        problems += check_source(
+            source, f"{key}.sources.{n}", data, vocab_size=vocab_size, looks_at_files=looks_at_files
+        )
     return problems

@@ -1,4 +1,4 @@
-"""The [data] and [tokenizer] sections: what is trained on, and in which order."""
+"""The [data], [validation] and [tokenizer] sections: what is trained on, and in which order."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -73,6 +73,23 @@ class DataConfig:
     """Whether <dump_folder>/ledger says of each sequence where it came from."""
     sources: tuple[SourceConfig, ...] = (SourceConfig(),)
     """The corpora, trained on together: [[data.sources]] tables."""
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """The loss on data that is not trained on: [[validation.sources]] tables, with the keys of [[data.sources]].
+
+    Each of them is read once, in its own order; all else is as [data] says.
+    """
+
+    enable: bool = False
+    """Whether there is validation: after every interval-th step, and after the last one."""
+    interval: int = 1000
+    """Steps between validations."""
+    steps: int = -1
+    """Of each source at most so many batches of training.global_batch_size sequences; -1: the whole of it."""
+    sources: tuple[SourceConfig, ...] = ()
+    """The corpora, each read once and in its order: [[validation.sources]] tables."""
 
 
 @dataclass(frozen=True)

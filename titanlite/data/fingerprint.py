@@ -1,19 +1,20 @@
 """What data a run was trained on, in a few lines of JSON: to be saved, and compared when the run goes on."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from titanlite.data.config import DataConfig
-from titanlite.data.kinds import open_source
 from titanlite.data.order import STREAM_VERSION
+from titanlite.data.sources.base import Source
 
 
-def data_fingerprint(section: DataConfig) -> dict[str, Any]:
+def data_fingerprint(section: DataConfig, sources: Sequence[Source]) -> dict[str, Any]:
     """What decides which tokens a run sees and in which order; JSON values, a few lines for each source.
 
-    To be compared by `describe_difference`. `section` is resolved (no -1). Beside it, tokens depend on the tokenizer,
-    data.num_streams, training.seq_len and training.global_batch_size, which are not part of this.
+    To be compared by `describe_difference`. `section` is resolved (no -1), `sources` are its own. Beside them, tokens
+    depend on the tokenizer, data.num_streams, training.seq_len and training.global_batch_size, which are not part of
+    this.
 
     Where the files lie, their names and times do not matter: a corpus may be moved, copied and renamed, as long as its
     files keep their order. Their sizes and the content of SAMPLED_BLOCKS blocks of each do. **An edit that keeps the
@@ -27,7 +28,6 @@ def data_fingerprint(section: DataConfig) -> dict[str, Any]:
     if section.shuffle or len(section.sources) > 1:
         facts["seed"] = section.seed
     facts |= {"packing": section.packing, "document_mask": section.document_mask}
-    sources = [open_source(source) for source in section.sources]
     if any(source.holds == "text" for source in sources):
         facts |= {
             "max_piece_bytes": section.max_piece_bytes,

@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.data.tokenizer import CHAT_TEMPLATE
+from titanlite.data.tokenizer import CHAT_TEMPLATE, Tokenizer
 from titanlite.hf.safetensors import SUFFIX, StoredTensor, read_box_, read_header, read_object
 from titanlite.models.family import Family
 from titanlite.models.init import local_region
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import UserError
+
+PREFIX = "hf:"
+"""Of checkpoint.initial_load_path, where it means such a folder."""
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -69,6 +72,11 @@ class ModelFolder:
         """Its tokenizer.json, where there is one."""
         file = self.path / TOKENIZER_FILES[0]
         return file if file.is_file() else None
+
+    def tokenizer_fingerprint(self) -> str | None:
+        """Of its tokenizer; None if it has none."""
+        file = self.tokenizer_file
+        return Tokenizer(file).fingerprint if file else None
 
     def fill_(self, parameters: Mapping[str, Tensor]) -> int:
         """Fills parameters, by the model's own names, in place and in their dtype; returns the bytes that were read.

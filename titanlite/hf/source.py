@@ -9,14 +9,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from titanlite.hf.folder import CONFIG_FILE, ModelFolder, open_folder
+from titanlite.hf.folder import CONFIG_FILE, PREFIX, ModelFolder, open_folder
 from titanlite.hf.hub import HubModel, download, open_snapshot, parse_hub_name, pinned
 from titanlite.models.family import Family
 from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 
 KEY = "checkpoint.initial_load_path"
-PREFIX = "hf:"
 RULE = "hf: and a model folder in the format of transformers, or hf: and ORGANISATION/NAME[@REVISION] on the hub"
 
 _POLL_S = 0.2

@@ -3,43 +3,15 @@ SwiGLU share. A family is a file over this one, with what is special about it.""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from titanlite.models.attention import AttentionMask, attention_mask
-from titanlite.models.family import LanguageModel, Plan, TensorStyle
+from titanlite.models.family import DecoderConfig, LanguageModel, Plan, TensorStyle
 from titanlite.models.init import Init
 from titanlite.models.layers import Attention, FeedForward, RopeScaling, RotaryEmbedding, RotaryTables
 from titanlite.runtime.errors import Problem, require
-
-
-class DecoderConfig(Protocol):
-    """What is read of a family's hyper-parameters: it documents them itself, and may have more."""
-
-    @property
-    def dim(self) -> int: ...
-    @property
-    def n_layers(self) -> int: ...
-    @property
-    def n_heads(self) -> int: ...
-    @property
-    def n_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def ffn_dim(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def norm_eps(self) -> float: ...
-    @property
-    def rope_theta(self) -> float: ...
-    @property
-    def max_seq_len(self) -> int: ...
-    @property
-    def tie_embeddings(self) -> bool: ...
 
 
 class Block(nn.Module):

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,33 @@ class ModelConfig:
     """Named set of hyper-parameters of the family."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Hyper-parameters given beside the flavor, by name, e.g. {"vocab_size": 4096}; they stand in [model] itself."""
+
+
+class DecoderConfig(Protocol):
+    """What is read of a family's hyper-parameters: it documents them itself, and may have more."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def n_layers(self) -> int: ...
+    @property
+    def n_heads(self) -> int: ...
+    @property
+    def n_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def ffn_dim(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def norm_eps(self) -> float: ...
+    @property
+    def rope_theta(self) -> float: ...
+    @property
+    def max_seq_len(self) -> int: ...
+    @property
+    def tie_embeddings(self) -> bool: ...
 
 
 TensorStyle = Literal["vocabulary", "norm", "head_norm", "gather", "column", "row", "logits"]

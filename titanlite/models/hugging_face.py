@@ -6,7 +6,7 @@ A field that is missing, or asks for what is not computed here, is refused.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from titanlite.models.decoder import DecoderConfig
+from titanlite.models.family import DecoderConfig
 from titanlite.runtime.errors import Problem, UserError
 
 OUTSIDE = {

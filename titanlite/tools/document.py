@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Sequence
 
 from titanlite.config.describe import Key, describe_config, field_texts, kind_in_a_word
-from titanlite.config.names import kinds_of
+from titanlite.config.fields import kinds_of, literal
 from titanlite.config.schema import JobConfig
-from titanlite.config.values import literal
 from titanlite.models.family import Family
 from titanlite.models.registry import FAMILIES
 

@@ -27,6 +27,7 @@ from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.config.check import check_config, resolve_config
 from titanlite.config.load import config_from_values
 from titanlite.config.schema import JobConfig, JobSection
+from titanlite.data.check import check_validation
 from titanlite.data.config import SourceConfig
 from titanlite.data.kinds import open_source, source_from_path
 from titanlite.data.tokenizer import Tokenizer
@@ -45,7 +46,7 @@ from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.runtime.signals import StopRequest
 from titanlite.tools.saved_run import SavedRun, open_run, reading
-from titanlite.validation import Evaluator, build_token_bytes, check_validation, why_no_bytes
+from titanlite.validation import Evaluator, build_token_bytes, why_no_bytes
 
 DESCRIPTION = """\
 Loss, perplexity and bits per byte of a saved run on any data, by the code of validation. Nothing is trained, and

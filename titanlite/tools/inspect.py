@@ -31,7 +31,8 @@ from titanlite.data.streams import Origin
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.registry import resolve_model
 from titanlite.runtime.errors import UserError
-from titanlite.tools.command import parse_arguments, run_command
+from titanlite.tools.command import run_command
+from titanlite.tools.documents import parse_arguments
 from titanlite.tools.encoding import BATCH_PIECES, Job, JobEncoder
 
 SAMPLED_DOCUMENTS = 1000

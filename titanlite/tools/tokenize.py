@@ -9,20 +9,20 @@ import json
 import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from titanlite.config.fields import literal
 from titanlite.config.schema import JobConfig
-from titanlite.config.values import literal
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.corpus import Texts
-from titanlite.data.fingerprint import data_fingerprint
+from titanlite.data.kinds import open_source
 from titanlite.data.pieces import ENDS_DOCUMENT
 from titanlite.data.sources.tokens import FORMAT_VERSION, MANIFEST, UNFINISHED, read_json
 from titanlite.models.registry import resolve_model
 from titanlite.runtime.errors import UserError
-from titanlite.tools.command import UsableRows, parse_arguments, piece_bytes, pieces_with_progress, run_command
+from titanlite.tools.command import run_command
+from titanlite.tools.documents import UsableRows, parse_arguments, piece_bytes, pieces_with_progress
 from titanlite.tools.encoding import CHUNK_BYTES, Chunk, Job, JobEncoder, encoded
 from titanlite.tools.token_files import PARTIAL, ShardWriter, write_manifest, write_unfinished
 
@@ -81,7 +81,7 @@ def tokenize(config: JobConfig, out: Path, num_workers: int, shard_tokens: int) 
             "max_piece_bytes": job.max_piece_bytes,
             "shard_tokens": shard_tokens,
         },
-        "sources": data_fingerprint(replace(data, max_piece_bytes=job.max_piece_bytes))["sources"],
+        "sources": [open_source(source).facts(document_mask=data.document_mask) for source in data.sources],
     }
     shards = _shards_so_far(out, facts)
     rows = UsableRows(data, sum(shard["bad_rows"] for shard in shards))

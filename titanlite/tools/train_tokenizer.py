@@ -7,19 +7,12 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from titanlite.config.values import literal
+from titanlite.config.fields import literal
 from titanlite.data.bpe import MIN_VOCAB_SIZE, QUICKSTART_VOCAB_SIZE, train_bpe
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import UserError
-from titanlite.tools.command import (
-    UsableRows,
-    appears_complete,
-    open_texts,
-    parse_arguments,
-    pieces_with_progress,
-    require_new,
-    run_command,
-)
+from titanlite.tools.command import appears_complete, require_new, run_command
+from titanlite.tools.documents import UsableRows, open_texts, parse_arguments, pieces_with_progress
 
 
 def main(argv: Sequence[str]) -> None:

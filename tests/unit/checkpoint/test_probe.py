@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.unit.checkpoint.making import content_of, make
-from titanlite.checkpoint import probe as probe_module
-from titanlite.checkpoint.probe import probe
+from titanlite.checkpoint import saver
+from titanlite.checkpoint.saver import probe
 from titanlite.runtime.errors import UserError
 
 
@@ -57,9 +57,9 @@ def test_another_folder_on_this_node_is_said(
     tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where the first rank's node has a disk of its own there."""
-    write = probe_module._write
-    monkeypatch.setattr(probe_module, "_write", lambda folder, nonce: write(folder.with_name("elsewhere"), nonce))
-    monkeypatch.setattr(probe_module, "_PATIENCE_S", 0.0)
+    write = saver._write_probe
+    monkeypatch.setattr(saver, "_write_probe", lambda folder, nonce: write(folder.with_name("elsewhere"), nonce))
+    monkeypatch.setattr(saver, "_PATIENCE_S", 0.0)
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     for _ in range(2):

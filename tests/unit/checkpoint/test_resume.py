@@ -12,15 +12,7 @@ from tests.unit.checkpoint.making import content_of, make, write_unpublished
 from titanlite.checkpoint.config import Verify
 from titanlite.checkpoint.folder import published_steps, read_or_none, step_folder
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Manifest
-from titanlite.checkpoint.resume import (
-    Found,
-    check_tensors,
-    load,
-    look_at,
-    newest_whole,
-    nothing_usable,
-    prepare_folder,
-)
+from titanlite.checkpoint.start import Found, check_tensors, load, look_at, newest_whole, nothing_usable, prepare_folder
 from titanlite.checkpoint.storage import METADATA_FILE, save_tensors
 from titanlite.runtime.agreement import RanksError
 from titanlite.runtime.errors import UserError

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from titanlite.checkpoint.state import HostCopy, RunState, first_not_finite, local_part
+from titanlite.data.loader import Loader
 from titanlite.optim.optimizer import OptimizerConfig, build_optimizer
 from titanlite.parallel.mesh import Mesh, ParallelismConfig
 from titanlite.runtime.distributed import World
@@ -117,6 +118,8 @@ class FourStreams:
 
     def load_state(self, state: Tensor) -> None:
         self.loaded = state
+
+    describe = Loader.describe
 
 
 @pytest.fixture

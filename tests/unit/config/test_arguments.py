@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanlite.config.arguments import split_arguments
+from titanlite.config.load import split_arguments
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from tests.seeds import seeds
+from titanlite.config.fields import SECTIONS, kinds_of, literal, row_type, section_kinds
 from titanlite.config.load import dump_config, load_config, parse_config
-from titanlite.config.names import SECTIONS, kinds_of, row_type, section_kinds
 from titanlite.config.schema import JobConfig
-from titanlite.config.values import literal
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
 

@@ -13,6 +13,7 @@ import pytest
 
 from titanlite.data.config import DataConfig, SourceConfig
 from titanlite.data.fingerprint import data_fingerprint, describe_difference
+from titanlite.data.kinds import open_source
 from titanlite.data.sources import base, hf
 from titanlite.data.sources.base import BLOCK_BYTES, SAMPLED_BLOCKS
 from titanlite.data.sources.hub import HubFiles
@@ -21,6 +22,10 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import UserError
 
 LARGE = 3 * SAMPLED_BLOCKS * BLOCK_BYTES
+
+
+def fingerprint_of(section: DataConfig) -> dict[str, Any]:
+    return data_fingerprint(section, [open_source(source) for source in section.sources])
 
 
 def text_data(path: Path, **changes: Any) -> DataConfig:
@@ -39,13 +44,13 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def lines(before: DataConfig, after: DataConfig) -> list[str]:
-    return describe_difference(data_fingerprint(before), data_fingerprint(after))
+    return describe_difference(fingerprint_of(before), fingerprint_of(after))
 
 
 def test_it_is_small_json_that_a_person_can_read(corpus: Path) -> None:
     for n in range(1000):
         (corpus / f"more{n:04}.txt").write_text(str(n))
-    found = data_fingerprint(text_data(corpus))
+    found = fingerprint_of(text_data(corpus))
     assert json.loads(json.dumps(found)) == found
     content = found["sources"][0].pop("content")
     assert content.startswith("xxh3-128:")
@@ -76,23 +81,23 @@ def test_it_is_small_json_that_a_person_can_read(corpus: Path) -> None:
 def test_the_digest_of_known_files_never_changes(corpus: Path) -> None:
     """If this fails, no run that was saved before can go on: DIGEST_VERSION has to change as well."""
     assert base.DIGEST_VERSION == 1
-    assert data_fingerprint(text_data(corpus))["sources"][0]["content"] == "xxh3-128:e270adc15663c3d55a37008639783eb0"
+    assert fingerprint_of(text_data(corpus))["sources"][0]["content"] == "xxh3-128:e270adc15663c3d55a37008639783eb0"
 
 
 def test_a_corpus_that_was_moved_touched_or_renamed_in_order_is_the_same(corpus: Path, tmp_path: Path) -> None:
-    before = data_fingerprint(text_data(corpus))
+    before = fingerprint_of(text_data(corpus))
     other = Path(shutil.copytree(corpus, tmp_path / "elsewhere" / "copied", copy_function=shutil.copy))
     (other / "a.txt").rename(other / "aa.txt")
     os.utime(other / "large.txt", (1, 1))
     named = SourceConfig(kind="text", path=str(other / "**" / "*.txt"), name="copy")
     for after in (text_data(other), text_data(other, sources=(named,))):
-        assert describe_difference(before, data_fingerprint(after)) == []
+        assert describe_difference(before, fingerprint_of(after)) == []
 
 
 def test_other_order_of_the_files_is_other_data(corpus: Path) -> None:
-    before = data_fingerprint(text_data(corpus))
+    before = fingerprint_of(text_data(corpus))
     (corpus / "a.txt").rename(corpus / "z.txt")
-    (found,) = describe_difference(before, data_fingerprint(text_data(corpus)))
+    (found,) = describe_difference(before, fingerprint_of(text_data(corpus)))
     assert found == f"source 0 (text {corpus}): content differs"
 
 
@@ -106,33 +111,33 @@ def overwrite(file: Path, position: int) -> None:
 
 @pytest.mark.parametrize("place", ["first byte", "last byte", "second block", "every byte of a small file"])
 def test_an_edit_of_the_same_size_is_seen_in_the_blocks(corpus: Path, place: str) -> None:
-    before = data_fingerprint(text_data(corpus))
+    before = fingerprint_of(text_data(corpus))
     second = (LARGE - BLOCK_BYTES) // (SAMPLED_BLOCKS - 1)
     positions = {"first byte": [0], "last byte": [LARGE - 1], "second block": [second, second + BLOCK_BYTES - 1]}
     file = corpus / ("large.txt" if place in positions else "a.txt")
     for position in positions.get(place, range(len("the first file"))):
         overwrite(file, position)
-        (found,) = describe_difference(before, data_fingerprint(text_data(corpus)))
+        (found,) = describe_difference(before, fingerprint_of(text_data(corpus)))
         assert found == f"source 0 (text {corpus}): content differs"
         overwrite(file, position)
-    assert describe_difference(before, data_fingerprint(text_data(corpus))) == []
+    assert describe_difference(before, fingerprint_of(text_data(corpus))) == []
 
 
 def test_the_documented_limit_an_edit_between_the_blocks_is_not_seen(corpus: Path) -> None:
-    before = data_fingerprint(text_data(corpus))
+    before = fingerprint_of(text_data(corpus))
     overwrite(corpus / "large.txt", BLOCK_BYTES)
-    assert describe_difference(before, data_fingerprint(text_data(corpus))) == []
+    assert describe_difference(before, fingerprint_of(text_data(corpus))) == []
     with open(corpus / "large.txt", "ab") as file:
         file.write(b"y")
-    (found,) = describe_difference(before, data_fingerprint(text_data(corpus)))
+    (found,) = describe_difference(before, fingerprint_of(text_data(corpus)))
     assert f"bytes {29 + LARGE:,} -> {30 + LARGE:,}; content differs" in found
 
 
 def test_bytes_that_move_from_one_file_to_the_next_are_seen(corpus: Path) -> None:
-    before = data_fingerprint(text_data(corpus))
+    before = fingerprint_of(text_data(corpus))
     (corpus / "a.txt").write_text("the first")
     (corpus / "deep" / "b.txt").write_text(" filethe second file")
-    assert describe_difference(before, data_fingerprint(text_data(corpus))) == [
+    assert describe_difference(before, fingerprint_of(text_data(corpus))) == [
         f"source 0 (text {corpus}): content differs"
     ]
 
@@ -180,7 +185,7 @@ def test_a_folder_in_the_layout_of_the_hub(tmp_path: Path) -> None:
         (folder / f"{name}.jsonl").write_text('{"text": "one"}\n')
     source = SourceConfig(kind="hf", path=str(folder), name="rows")
     before = text_data(folder, sources=(source,))
-    saved = data_fingerprint(before)
+    saved = fingerprint_of(before)
     shutil.copytree(folder, tmp_path / "copy")
     (folder / "test.jsonl").write_text('{"text": "not of this split"}\n')
     for same in (
@@ -188,9 +193,9 @@ def test_a_folder_in_the_layout_of_the_hub(tmp_path: Path) -> None:
         replace(source, field="text"),
         replace(source, path=f"{tmp_path}/copy"),
     ):
-        assert describe_difference(saved, data_fingerprint(text_data(folder, sources=(same,)))) == []
+        assert describe_difference(saved, fingerprint_of(text_data(folder, sources=(same,)))) == []
     other = text_data(folder, sources=(replace(source, streaming=False, split="test"),))
-    assert describe_difference(saved, data_fingerprint(other)) == [
+    assert describe_difference(saved, fingerprint_of(other)) == [
         'source 0 (rows): split "train" -> "test"; blocks [1024, 4194304] -> null; bytes 16 -> 30; content differs'
     ]
 
@@ -201,7 +206,7 @@ def test_a_dataset_on_the_hub_is_its_commit(tmp_path: Path, monkeypatch: pytest.
     for commit in ("a" * 40, "b" * 40):
         files = HubFiles((f"hf://datasets/user/dataset@{commit}/train.parquet",), commit)
         monkeypatch.setattr(hf, "hub_files", lambda _, files=files: files)
-        found.append(data_fingerprint(section))
+        found.append(fingerprint_of(section))
     assert describe_difference(*found) == [f'source 0 (hf user/dataset): commit "{"a" * 40}" -> "{"b" * 40}"']
 
 
@@ -219,16 +224,16 @@ def test_sources_that_are_new_missing_or_swapped(corpus: Path) -> None:
 def test_the_standard_library_and_its_split(stdlib: Path, tmp_path: Path) -> None:
     train, validation = (text_data(tmp_path, sources=(SourceConfig(split=split),)) for split in ("", "validation"))
     assert lines(train, validation) == ['source 0 (python-stdlib (validation)): split "train" -> "validation"']
-    before = data_fingerprint(train)
+    before = fingerprint_of(train)
     (stdlib / "test" / "left_out.py").write_text("changed = True\n")
-    assert describe_difference(before, data_fingerprint(train)) == []
+    assert describe_difference(before, fingerprint_of(train)) == []
     (stdlib / "package0" / "new.py").write_text("new = True\n")
-    (found,) = describe_difference(before, data_fingerprint(train))
+    (found,) = describe_difference(before, fingerprint_of(train))
     assert "files 47 -> 48" in found
 
 
 def test_what_another_version_saved_is_a_difference_and_no_error(corpus: Path) -> None:
-    now = data_fingerprint(text_data(corpus))
+    now = fingerprint_of(text_data(corpus))
     found = describe_difference({"stream_version": 0, "extra": 1}, now)
     assert found[:3] == ["stream_version 0 -> 2", "extra 1 -> null", "shuffle null -> true"]
     assert found[-1] == f"source 0 (text {corpus}) is new"
@@ -238,19 +243,19 @@ def test_digests_are_computed_once(corpus: Path, monkeypatch: pytest.MonkeyPatch
     read: list[Path] = []
     digest = base._file_digest
     monkeypatch.setattr(base, "_file_digest", lambda file: (read.append(file), digest(file))[1])
-    first = data_fingerprint(text_data(corpus))
+    first = fingerprint_of(text_data(corpus))
     assert len(read) == 3
-    assert data_fingerprint(text_data(corpus)) == first
+    assert fingerprint_of(text_data(corpus)) == first
     assert len(read) == 3
     (corpus / "a.txt").write_text("the first life")
-    assert data_fingerprint(text_data(corpus)) != first
+    assert fingerprint_of(text_data(corpus)) != first
     assert len(read) == 6
 
 
 def test_a_file_that_cannot_be_read_is_named(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Text, "files", lambda _: [corpus / "deep"])
     with pytest.raises(UserError, match="deep cannot be read"):
-        data_fingerprint(text_data(corpus))
+        fingerprint_of(text_data(corpus))
 
 
 def test_a_tokenizer_is_what_decides_tokens(tokenizer_folder: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from titanlite.data.loader import Prefetcher
+from titanlite.data.workers import Prefetcher
 
 
 def data_threads() -> list[threading.Thread]:
@@ -78,7 +78,7 @@ def test_the_interpreter_ends_while_the_thread_works(end: str) -> None:
     program = (
         "import tokenizers, time\n"
         "from tokenizers import models, pre_tokenizers\n"
-        "from titanlite.data.loader import Prefetcher\n"
+        "from titanlite.data.workers import Prefetcher\n"
         "t = tokenizers.Tokenizer(models.BPE({'a': 0, 'b': 1, 'ab': 2}, [('a', 'b')]))\n"
         "text = 'ab' * 20000\n"
         "p = Prefetcher(lambda: t.encode_batch_fast([text] * 4), 10**9)\n"

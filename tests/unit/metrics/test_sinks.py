@@ -11,18 +11,9 @@ from unittest import mock
 
 import pytest
 
+from titanlite.metrics.config import METRICS_FILE, MetricsConfig, check_metrics
 from titanlite.metrics.meter import Record
-from titanlite.metrics.sinks import (
-    METRICS_FILE,
-    ConsoleSink,
-    JsonlSink,
-    MetricsConfig,
-    TensorBoardSink,
-    build_sinks,
-    check_metrics,
-    console_line,
-    json_line,
-)
+from titanlite.metrics.sinks import ConsoleSink, JsonlSink, TensorBoardSink, build_sinks, console_line, json_line
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log, setup_logging
 

@@ -15,16 +15,21 @@ import pytest
 from titanlite.data.check import check_tokenizer
 from titanlite.data.config import DataConfig, SourceConfig, TokenizerConfig
 from titanlite.data.fingerprint import data_fingerprint, describe_difference
+from titanlite.data.kinds import open_source
 from titanlite.data.pieces import ENDS_DOCUMENT, STARTS_DOCUMENT, BadRowError
 from titanlite.data.sources.tokens import Tokens, documents_file
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.tools import encoding, tokenize
-from titanlite.tools.command import UsableRows
+from titanlite.tools.documents import UsableRows
 from titanlite.tools.encoding import Chunk, Job, JobEncoder, encoded
 from titanlite.tools.token_files import file_digest
 
 ROWS = [f"the model reads {n} words\n" * (1 + n % 7) for n in range(60)]
+
+
+def fingerprint_of(section: DataConfig) -> dict[str, Any]:
+    return data_fingerprint(section, [open_source(source) for source in section.sources])
 
 
 def check_content(source: SourceConfig, vocab_size: int) -> list[Problem]:
@@ -272,11 +277,11 @@ def test_the_tokenizer_is_that_of_the_files(config: Path, tmp_path: Path, tokeni
 def test_the_tokenizer_of_token_files_is_part_of_the_fingerprint(config: Path, tmp_path: Path) -> None:
     out = run(config, tmp_path / "out")
     section = DataConfig(sources=(SourceConfig(kind="tokens", path=str(out)),))
-    before = data_fingerprint(section)
+    before = fingerprint_of(section)
     manifest = json.loads((out / "tokens.json").read_text())
     manifest["tokenizer"]["fingerprint"] = "another"
     (out / "tokens.json").write_text(json.dumps(manifest))
-    (line,) = describe_difference(before, data_fingerprint(section))
+    (line,) = describe_difference(before, fingerprint_of(section))
     assert '-> "another"' in line
 
 
@@ -284,12 +289,12 @@ def test_where_documents_start_is_part_of_the_fingerprint_where_it_matters(confi
     out = run(config, tmp_path / "out")
     plain = DataConfig(sources=(SourceConfig(kind="tokens", path=str(out)),))
     masked = dataclasses.replace(plain, document_mask=True)
-    before = [data_fingerprint(section) for section in (plain, masked)]
+    before = [fingerprint_of(section) for section in (plain, masked)]
     file = documents_file(out / "tokens-00001.npy")
     content = bytearray(file.read_bytes())
     content[-8] += 1
     file.write_bytes(content)
-    after = [data_fingerprint(section) for section in (plain, masked)]
+    after = [fingerprint_of(section) for section in (plain, masked)]
     assert after[0] == before[0]
     (line,) = describe_difference(before[1], after[1])
     assert line.endswith(": the starts of documents differ")

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from titanlite.checkpoint.storage import sync_folder
-from titanlite.hf.source import PREFIX, open_source
+from titanlite.hf.folder import PREFIX
+from titanlite.hf.source import open_source
 from titanlite.precision import DTYPES
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.tools.command import appears_complete, require_new, run_command

@@ -12,16 +12,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from titanlite.assembly.run import CONFIG_COPY, about_run
+from titanlite.assembly.run import about_run
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.folder import publish, writing_folder
 from titanlite.checkpoint.manifest import Branch, Manifest, write_manifest
 from titanlite.checkpoint.state import MODEL, first_not_finite
 from titanlite.checkpoint.storage import first_failure, save_tensors, sync_folder
 from titanlite.config.check import resolve_config
-from titanlite.config.load import dump_config
-from titanlite.config.schema import JobConfig, JobSection
-from titanlite.config.training import TrainingConfig
+from titanlite.config.load import CONFIG_COPY, dump_config
+from titanlite.config.schema import JobConfig, JobSection, TrainingConfig
 from titanlite.data.config import TokenizerConfig
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from titanlite.hf.folder import ModelFolder

@@ -10,7 +10,7 @@ from titanlite.config.check import resolve_config
 from titanlite.config.schema import JobConfig, JobSection
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.config import PIECE_BYTES_PER_POSITION
-from titanlite.metrics.sinks import MetricsConfig
+from titanlite.metrics.config import MetricsConfig
 from titanlite.models.registry import resolve_model
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.schedule import ScheduleConfig

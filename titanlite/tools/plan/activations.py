@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from titanlite.models.attention import MaskForm
-from titanlite.models.decoder import DecoderConfig, flops_per_token
-from titanlite.models.family import Plan
+from titanlite.models.decoder import flops_per_token
+from titanlite.models.family import DecoderConfig, Plan
 
 
 @dataclass(frozen=True)

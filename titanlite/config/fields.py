@@ -1,14 +1,55 @@
-"""Values: one strict reading for TOML and command line, and their TOML form."""
+"""Keys and values: the type of each key, one strict reading for TOML and command line, and the TOML form."""
 
+import dataclasses
 import json
 import math
 import tomllib
+from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from titanlite.config.schema import JobConfig
+from titanlite.data.config import SourceConfig
+from titanlite.data.kinds import KINDS
+from titanlite.models.family import ModelConfig
+from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import Problem
 
 INT64 = range(-(2**63), 2**63)
+
+
+def kinds_of(section_type: Any) -> dict[str, Any]:
+    """Field -> type of its values, of a dataclass."""
+    hints = get_type_hints(section_type)
+    if section_type is SourceConfig:
+        hints["kind"] = Literal[tuple(KINDS)]
+    return {field.name: hints[field.name] for field in dataclasses.fields(section_type)}
+
+
+SECTIONS: Mapping[str, type] = kinds_of(JobConfig)
+
+
+def section_kinds(section: str, family: str | None) -> dict[str, Any]:
+    """Key -> type of one section. [model] also has the hyper-parameters of `family`; None: of no family."""
+    kinds = kinds_of(SECTIONS[section])
+    if SECTIONS[section] is ModelConfig:
+        del kinds["overrides"]
+        kinds["family"] = Literal[tuple(FAMILIES)]
+        if family is not None:
+            kinds["flavor"] = Literal[tuple(FAMILIES[family].flavors)]
+            kinds |= kinds_of(FAMILIES[family].config_type)
+    return kinds
+
+
+def row_type(kind: Any) -> type | None:
+    """The dataclass of one table where a key holds an array of tables, else None."""
+    item = get_args(kind)[0] if get_origin(kind) is tuple else None
+    return item if isinstance(item, type) and dataclasses.is_dataclass(item) else None
+
+
+def fields_of(values: Any) -> dict[str, Any]:
+    """Field -> value of a dataclass, one level deep."""
+    return {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
 
 
 def literal(value: Any) -> str:

@@ -1,0 +1,47 @@
+"""The [metrics] section."""
+
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from titanlite.runtime.errors import Problem, require
+from titanlite.runtime.job_lock import JOB_LOCK_FILE
+
+METRICS_FILE = "metrics.jsonl"
+OWN_FILES = ("config.toml", "tokenizer", METRICS_FILE, JOB_LOCK_FILE, "ledger")
+"""What every run writes into job.dump_folder, beside the folders that the configuration names."""
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    """What is logged, and where."""
+
+    log_freq: int = 10
+    """Steps between log lines; step 1 and the last step are always logged."""
+    enable_tensorboard: bool = False
+    """Whether the logged numbers also go to TensorBoard."""
+    folder: str = "tb"
+    """TensorBoard's folder, inside job.dump_folder."""
+
+
+def check_metrics(section: MetricsConfig) -> list[Problem]:
+    """Problems of [metrics]."""
+    folder = PurePath(section.folder)
+    inside = bool(folder.parts) and not folder.is_absolute() and ".." not in folder.parts
+    own = ("checkpoint", *OWN_FILES)
+    return [
+        *require(section.log_freq >= 1, "metrics.log_freq", section.log_freq, "at least 1", "1 logs every step"),
+        *require(
+            inside,
+            "metrics.folder",
+            section.folder,
+            "a folder inside job.dump_folder: not empty, relative, without '..'",
+            'a plain name such as "tb"',
+        ),
+        *require(
+            not inside or folder.parts[0] not in own,
+            "metrics.folder",
+            section.folder,
+            f"none of the names that the run itself writes ({', '.join(own)})",
+            'another name, such as "tb"',
+        ),
+    ]
