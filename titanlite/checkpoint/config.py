@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Literal
 
-from titanlite.runtime.errors import Problem, require
+from titanlite.runtime.errors import Problem, check_ranges, ranged, require
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
 Changeable = Literal["data", "tokenizer", "init_version"]
@@ -21,16 +21,16 @@ class CheckpointConfig:
     """Whether checkpoints are written, and a run goes on from its newest one. The last step is always saved."""
     folder: str = "checkpoint"
     """Folder of the checkpoints, inside job.dump_folder."""
-    interval: int = 500
+    interval: int = ranged(500, "1 saves every step", least=1)
     """Optimizer steps between checkpoints."""
     async_mode: AsyncMode = "disabled"
     """Whether training goes on while a checkpoint is written: async copies it to host memory first, which takes that
     much memory; async_with_pinned_mem to page-locked memory, on an accelerator."""
-    keep_latest_k: int = 10
+    keep_latest_k: int = ranged(10, "0 keeps all", least=0)
     """So many of the newest checkpoints are kept; 0: all."""
-    keep_every: int = 0
+    keep_every: int = ranged(0, "0 keeps none for good", least=0)
     """Checkpoints at multiples of this step are kept for good; 0: none."""
-    load_step: int = -1
+    load_step: int = ranged(-1, "-1 takes the newest one", least=-1)
     """The step to start from; -1: the newest whole checkpoint. Going back sets the later ones aside."""
     initial_load_path: str = ""
     """What a run without checkpoints of its own starts from: a step folder, or a folder of such; "hf:FOLDER", a model
@@ -52,14 +52,7 @@ def check_checkpoint(section: CheckpointConfig, device_type: str, taken: Collect
     key = "checkpoint"
     folder = PurePath(section.folder)
     return [
-        *require(section.interval >= 1, f"{key}.interval", section.interval, "at least 1", "1 saves every step"),
-        *require(section.keep_latest_k >= 0, f"{key}.keep_latest_k", section.keep_latest_k, "0 or more", "0 keeps all"),
-        *require(
-            section.keep_every >= 0, f"{key}.keep_every", section.keep_every, "0 or more", "0 keeps none for good"
-        ),
-        *require(
-            section.load_step >= -1, f"{key}.load_step", section.load_step, "-1 or a step", "-1 takes the newest one"
-        ),
+        *check_ranges(section, key),
         *require(
             section.load_step == -1 or section.enable,
             f"{key}.load_step",

@@ -20,9 +20,7 @@ from titanlite.parallel.compile import check_compile, compiles_blocks
 from titanlite.parallel.mesh import check_parallelism, data_degree, resolve_degrees
 from titanlite.parallel.pipeline import check_pipeline, rows_per_batch, splits_backward
 from titanlite.parallel.recompute import check_activation_checkpoint
-from titanlite.runtime.determinism import check_debug
-from titanlite.runtime.distributed import check_comm
-from titanlite.runtime.errors import Problem, require
+from titanlite.runtime.errors import Problem, check_ranges, require
 
 
 def check_config(config: JobConfig, *, world_size: int, device_type: str, looks_at_files: bool = True) -> list[Problem]:
@@ -63,7 +61,6 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, looks_
         ),
         *check_data(
             config.data,
-            seq_len=seq_len,
             global_batch_size=facts.training.global_batch_size,
             data_degree=degree,
             vocab_size=model.vocab_size,
@@ -92,7 +89,7 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, looks_
             splits_backward=splits_backward(config.parallelism),
         ),
         *check_optimizer(config.optimizer),
-        *check_schedule(config.lr_schedule, config.training.steps),
+        *check_schedule(config.lr_schedule),
         *check_checkpoint(
             config.checkpoint,
             device_type,
@@ -101,8 +98,8 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, looks_
         *(check_start(config.checkpoint, config.job.dump_folder) if looks_at_files else ()),
         *(check_source(imported, family, model) if imported else ()),
         *check_metrics(config.metrics),
-        *check_debug(config.debug),
-        *check_comm(config.comm),
+        *check_ranges(config.debug, "debug"),
+        *check_ranges(config.comm, "comm"),
     ]
 
 
@@ -157,13 +154,7 @@ def check_training(section: TrainingConfig, data_degree: int, tp: int) -> list[P
     tp: number of tensor-parallel ranks, each with a part of every sequence.
     """
     key = "training"
-    problems = [
-        problem
-        for name in ("steps", "seq_len", "local_batch_size", "gc_freq")
-        for problem in require(
-            getattr(section, name) >= 1, f"{key}.{name}", getattr(section, name), "at least 1", "give a positive number"
-        )
-    ]
+    problems = check_ranges(section, key)
     if tp > 1:
         problems += require(
             section.seq_len % tp == 0,
@@ -173,13 +164,6 @@ def check_training(section: TrainingConfig, data_degree: int, tp: int) -> list[P
             f"{key}.seq_len = {max(section.seq_len // tp, 1) * tp}",
         )
     batch, micro = section.global_batch_size, section.local_batch_size
-    problems += require(
-        batch == -1 or batch >= 1,
-        f"{key}.global_batch_size",
-        batch,
-        "at least 1, or -1",
-        "-1 takes local_batch_size x data degree",
-    )
     if not problems and batch != -1 and data_degree > 0 and batch % (micro * data_degree):
         unit = micro * data_degree
         fitting = math.gcd(batch // data_degree, micro)

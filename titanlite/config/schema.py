@@ -16,6 +16,7 @@ from titanlite.parallel.recompute import ActivationCheckpointConfig
 from titanlite.precision import DtypeName
 from titanlite.runtime.determinism import DebugConfig
 from titanlite.runtime.distributed import CommConfig
+from titanlite.runtime.errors import ranged
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,13 @@ class JobSection:
 class TrainingConfig:
     """How much is trained, in which batches, in which precision."""
 
-    steps: int = 1000
+    steps: int = ranged(1000, "give a positive number", least=1)
     """Optimizer steps of the whole run."""
-    seq_len: int = 2048
+    seq_len: int = ranged(2048, "give a positive number", least=1)
     """Tokens per sequence."""
-    local_batch_size: int = 8
+    local_batch_size: int = ranged(8, "give a positive number", least=1)
     """Sequences per microbatch and data-parallel rank."""
-    global_batch_size: int = -1
+    global_batch_size: int = ranged(-1, "-1 takes local_batch_size x data degree", least=1, unset=-1)
     """Sequences per optimizer step over all ranks; gradient accumulation follows from it.
     -1: local_batch_size x data degree, resolved at the first start and kept by its checkpoints."""
     max_norm: float = 1.0
@@ -56,7 +57,7 @@ class TrainingConfig:
     """Dtype of the computation; auto: bfloat16 on CUDA, training.dtype on CPU and where that is float64."""
     mixed_precision_reduce: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
     """Dtype of gradient reductions; auto: float32 on CUDA, training.dtype on CPU and where that is float64."""
-    gc_freq: int = 50
+    gc_freq: int = ranged(50, "give a positive number", least=1)
     """Python's garbage is collected every so many steps, at the same step on all ranks."""
 
 

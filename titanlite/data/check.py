@@ -1,13 +1,10 @@
 """Problems of the [data], [validation] and [tokenizer] sections, before a run starts."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import fields
 
 from titanlite.data.bpe import MIN_VOCAB_SIZE, QUICKSTART_VOCAB_SIZE
 from titanlite.data.config import (
-    MIN_PIECE_BYTES,
-    PIECE_BYTES_PER_POSITION,
     DataConfig,
     SourceConfig,
     TokenizerConfig,
@@ -18,7 +15,7 @@ from titanlite.data.sources.base import Source
 from titanlite.data.sources.python_stdlib import PythonStdlib
 from titanlite.data.sources.tokens import manifests_of
 from titanlite.data.tokenizer import Tokenizer, tokenizer_file
-from titanlite.runtime.errors import Problem, UserError, require
+from titanlite.runtime.errors import Problem, UserError, check_ranges, require
 
 MAKE_ONE = "python -m titanlite train-tokenizer CONFIG --out DIR"
 
@@ -26,7 +23,6 @@ MAKE_ONE = "python -m titanlite train-tokenizer CONFIG --out DIR"
 def check_data(
     section: DataConfig,
     *,
-    seq_len: int,
     global_batch_size: int,
     data_degree: int,
     vocab_size: int,
@@ -38,24 +34,8 @@ def check_data(
     """
     streams = section.num_streams
     problems = [
-        *require(streams == -1 or streams >= 1, "data.num_streams", streams, "-1 or at least 1", "leave it out"),
-        *require(
-            section.max_piece_bytes == -1 or section.max_piece_bytes >= MIN_PIECE_BYTES,
-            "data.max_piece_bytes",
-            section.max_piece_bytes,
-            f"-1 or at least {MIN_PIECE_BYTES}",
-            "leave it out" + (f": -1 means {PIECE_BYTES_PER_POSITION * seq_len}" if seq_len > 0 else ""),
-        ),
-        *require(section.max_bad_rows >= 0, "data.max_bad_rows", section.max_bad_rows, "at least 0", "write 0 or more"),
-        *require(section.num_workers >= 0, "data.num_workers", section.num_workers, "at least 0", "write 0 or more"),
+        *check_ranges(section, "data"),
         *require(bool(section.sources), "data.sources", [], "at least one source", "add a [[data.sources]] table"),
-        *require(
-            0 <= section.seed < 2**63,
-            "data.seed",
-            section.seed,
-            "from 0 to 2^63 - 1",
-            "write a number from 0",
-        ),
     ]
     if streams >= 1 and data_degree > 0:
         problems += require(
@@ -104,12 +84,7 @@ def _check_keys(config: SourceConfig, key: str) -> list[Problem]:
             f"only for kind = {' or '.join(map(repr, kinds))}, and this is {config.kind!r}",
             f"leave {field.name} out, or change {key}.kind",
         )
-    epochs, weight = config.epochs, config.weight
-    problems += require(epochs == -1 or epochs >= 1, f"{key}.epochs", epochs, "-1 or at least 1", "leave it out")
-    remedy = "write its share of the sequences, or remove the source"
-    return problems + require(
-        weight == -1 or 0 < weight < math.inf, f"{key}.weight", weight, "a positive number", remedy
-    )
+    return problems + check_ranges(config, key)
 
 
 def _has(kind: type[Source], name: str) -> bool:
@@ -220,12 +195,7 @@ def check_validation(
     has_tokenizer: whether the run has one.
     """
     key, sources = "validation", section.sources
-    problems = [
-        *require(section.interval >= 1, f"{key}.interval", section.interval, "at least 1", "1 validates every step"),
-        *require(
-            section.steps == -1 or section.steps >= 1, f"{key}.steps", section.steps, "-1 or at least 1", "leave it out"
-        ),
-    ]
+    problems = check_ranges(section, key)
     if not section.enable:
         return problems
     problems += require(

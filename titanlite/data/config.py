@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from titanlite.runtime.errors import ranged
+
 MIN_PIECE_BYTES = 16
 PIECE_BYTES_PER_POSITION = 64
 
@@ -34,9 +36,9 @@ class SourceConfig:
     """hf: branch, tag or commit on the hub; default: its main branch. What it is at the start holds for the run."""
     streaming: bool = True
     """hf: read the files where they lie, in blocks of rows; false: turn them into Arrow files on disk first."""
-    weight: float = -1.0
+    weight: float = ranged(-1.0, "write its share of the sequences, or remove the source", above=0, unset=-1)
     """Its share of the sequences, beside the weights of the other sources. Given for none of them: their sizes."""
-    epochs: int = -1
+    epochs: int = ranged(-1, "leave it out", least=1, unset=-1)
     """How often it is read: a run ends when such a source has. -1: for ever."""
 
 
@@ -44,14 +46,14 @@ class SourceConfig:
 class DataConfig:
     """What is trained on, and in which order."""
 
-    num_streams: int = -1
+    num_streams: int = ranged(-1, "leave it out", least=1, unset=-1)
     """Canonical streams S: the order of the tokens follows from it, whatever the mesh. -1: one per row of the
     global batch, resolved at the first start and kept by its checkpoints."""
     shuffle: bool = True
     """Whether pieces are permuted, anew in each epoch."""
-    seed: int = 0
+    seed: int = ranged(0, "write a number from 0", least=0, most=2**63 - 1)
     """Seed of the permutation, and of the choice among sources."""
-    max_piece_bytes: int = -1
+    max_piece_bytes: int = ranged(-1, "leave it out: -1 means 64 x training.seq_len", least=MIN_PIECE_BYTES, unset=-1)
     """Longer documents are cut into pieces of at most this size, at line ends where there are any.
     -1: 64 x training.seq_len."""
     packing: Literal["concatenate", "none"] = "concatenate"
@@ -65,9 +67,9 @@ class DataConfig:
     """Whether each document ends with the tokenizer's EOS token, where it has one."""
     on_bad_row: Literal["error", "skip"] = "error"
     """A row that cannot be used: error stops at the step that consumes it, skip counts it and goes on."""
-    max_bad_rows: int = 100
+    max_bad_rows: int = ranged(100, "write 0 or more", least=0)
     """skip: the run stops once more rows than this were bad."""
-    num_workers: int = 0
+    num_workers: int = ranged(0, "write 0 or more", least=0)
     """Processes of each rank that tokenize and pack, beside the one that trains; 0: a thread of that one."""
     ledger: bool = False
     """Whether <dump_folder>/ledger says of each sequence where it came from."""
@@ -84,9 +86,9 @@ class ValidationConfig:
 
     enable: bool = False
     """Whether there is validation: after every interval-th step, and after the last one."""
-    interval: int = 1000
+    interval: int = ranged(1000, "1 validates every step", least=1)
     """Steps between validations."""
-    steps: int = -1
+    steps: int = ranged(-1, "leave it out", least=1, unset=-1)
     """Of each source at most so many batches of training.global_batch_size sequences; -1: the whole of it."""
     sources: tuple[SourceConfig, ...] = ()
     """The corpora, each read once and in its order: [[validation.sources]] tables."""

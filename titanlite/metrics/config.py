@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from titanlite.runtime.errors import Problem, require
+from titanlite.runtime.errors import Problem, check_ranges, ranged, require
 from titanlite.runtime.job_lock import JOB_LOCK_FILE
 
 METRICS_FILE = "metrics.jsonl"
@@ -15,7 +15,7 @@ OWN_FILES = ("config.toml", "tokenizer", METRICS_FILE, JOB_LOCK_FILE, "ledger")
 class MetricsConfig:
     """What is logged, and where."""
 
-    log_freq: int = 10
+    log_freq: int = ranged(10, "1 logs every step", least=1)
     """Steps between log lines; step 1 and the last step are always logged."""
     enable_tensorboard: bool = False
     """Whether the logged numbers also go to TensorBoard."""
@@ -29,7 +29,7 @@ def check_metrics(section: MetricsConfig) -> list[Problem]:
     inside = bool(folder.parts) and not folder.is_absolute() and ".." not in folder.parts
     own = ("checkpoint", *OWN_FILES)
     return [
-        *require(section.log_freq >= 1, "metrics.log_freq", section.log_freq, "at least 1", "1 logs every step"),
+        *check_ranges(section, "metrics"),
         *require(
             inside,
             "metrics.folder",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.runtime.errors import Problem, require
+from titanlite.runtime.errors import Problem, check_ranges, ranged, require
 
 
 @dataclass(frozen=True)
@@ -18,15 +18,15 @@ class OptimizerConfig:
 
     name: Literal["AdamW", "SGD"] = "AdamW"
     """SGD is plain: no momentum, hence no state."""
-    lr: float = 3e-4
+    lr: float = ranged(3e-4, "3e-4 is a usual start", above=0)
     """Peak learning rate; [lr_schedule] scales it step by step."""
-    beta1: float = 0.9
+    beta1: float = ranged(0.9, "0.9 is the usual value", least=0, below=1)
     """AdamW: decay of the first moment."""
-    beta2: float = 0.95
+    beta2: float = ranged(0.95, "0.95 is the usual value", least=0, below=1)
     """AdamW: decay of the second moment."""
-    eps: float = 1e-8
+    eps: float = ranged(1e-8, "1e-8 is the usual value", above=0)
     """AdamW: added to the denominator."""
-    weight_decay: float = 0.1
+    weight_decay: float = ranged(0.1, "0 switches weight decay off", least=0)
     """Decoupled weight decay (AdamW), or added to the gradient (SGD)."""
     weight_decay_skip: tuple[str, ...] = ("*norm*", "*bias*")
     """Parameters without weight decay: shell patterns, matched against the full parameter name."""
@@ -37,19 +37,8 @@ class OptimizerConfig:
 def check_optimizer(section: OptimizerConfig) -> list[Problem]:
     """Ranges, and what torch cannot do."""
     key = "optimizer"
-    in_unit = "at least 0 and below 1"
     return [
-        *require(section.lr > 0, f"{key}.lr", section.lr, "above 0", "3e-4 is a usual start"),
-        *require(0 <= section.beta1 < 1, f"{key}.beta1", section.beta1, in_unit, "0.9 is the usual value"),
-        *require(0 <= section.beta2 < 1, f"{key}.beta2", section.beta2, in_unit, "0.95 is the usual value"),
-        *require(section.eps > 0, f"{key}.eps", section.eps, "above 0", "1e-8 is the usual value"),
-        *require(
-            section.weight_decay >= 0,
-            f"{key}.weight_decay",
-            section.weight_decay,
-            "0 or more",
-            "0 switches weight decay off",
-        ),
+        *check_ranges(section, key),
         *require(
             not (section.name == "SGD" and section.implementation == "fused"),
             f"{key}.implementation",

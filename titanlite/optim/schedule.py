@@ -5,22 +5,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from titanlite.runtime.errors import Problem, require
+from titanlite.runtime.errors import Problem, check_ranges, ranged, require
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
     """Warm-up, stable, decay. Steps count from 1; step 1 already has a learning rate above 0."""
 
-    warmup_steps: int = 100
+    warmup_steps: int = ranged(100, "0 starts at the full learning rate", least=0)
     """Steps of linear warm-up; may be as large as training.steps or larger."""
     decay: Literal["none", "linear", "cosine", "sqrt"] = "linear"
     """Shape of the decay from optimizer.lr to min_lr_factor x optimizer.lr; none keeps optimizer.lr."""
-    decay_steps: int = -1
+    decay_steps: int = ranged(-1, "leave it out to decay over all steps after the warm-up", least=1, unset=-1)
     """The decay takes so many steps right after the warm-up, whatever training.steps is; -1: see decay_ratio."""
-    decay_ratio: float = -1.0
+    decay_ratio: float = ranged(-1.0, "0.2 decays over the last fifth of the run", above=0, most=1, unset=-1)
     """The decay takes this share of training.steps, at the end of the run; -1: all steps after the warm-up."""
-    min_lr_factor: float = 0.1
+    min_lr_factor: float = ranged(0.1, "0.1 ends at a tenth of optimizer.lr", least=0, most=1)
     """Learning rate at the end of the decay and after it, as a factor of optimizer.lr."""
 
 
@@ -34,40 +34,10 @@ DECAY_SHAPES: dict[str, Callable[[float], float]] = {
 }
 
 
-def check_schedule(section: ScheduleConfig, steps: int) -> list[Problem]:
-    """`steps` (training.steps) is not a bound: a run that is cut short keeps its warm-up."""
-    del steps
+def check_schedule(section: ScheduleConfig) -> list[Problem]:
+    """training.steps is not a bound: a run that is cut short keeps its warm-up."""
     key = "lr_schedule"
-    problems = [
-        *require(
-            section.warmup_steps >= 0,
-            f"{key}.warmup_steps",
-            section.warmup_steps,
-            "0 or more",
-            "0 starts at the full learning rate",
-        ),
-        *require(
-            section.decay_steps == -1 or section.decay_steps >= 1,
-            f"{key}.decay_steps",
-            section.decay_steps,
-            "-1 or at least 1",
-            "leave it out to decay over all steps after the warm-up",
-        ),
-        *require(
-            section.decay_ratio == -1.0 or 0.0 < section.decay_ratio <= 1.0,
-            f"{key}.decay_ratio",
-            section.decay_ratio,
-            "-1, or above 0 and at most 1",
-            "0.2 decays over the last fifth of the run",
-        ),
-        *require(
-            0.0 <= section.min_lr_factor <= 1.0,
-            f"{key}.min_lr_factor",
-            section.min_lr_factor,
-            "from 0 to 1",
-            "0.1 ends at a tenth of optimizer.lr",
-        ),
-    ]
+    problems = check_ranges(section, key)
     if section.decay_steps != -1 and section.decay_ratio != -1.0:
         problems += require(
             False,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlite.runtime.distributed import World, set_timeout
-from titanlite.runtime.errors import Problem, require
+from titanlite.runtime.errors import Problem, check_ranges, ranged, require
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 """From the outermost, whose ranks are farthest apart, to the innermost; each has its degree in ParallelismConfig."""
@@ -27,20 +27,20 @@ PipelineSchedule = Literal[
 class ParallelismConfig:
     """How the processes are laid out. A choice of hardware, never of numerics."""
 
-    dp_replicate: int = 1
+    dp_replicate: int = ranged(1, "1 switches this axis off", least=1)
     """Data-parallel replicas of the parameters."""
-    dp_shard: int = -1
+    dp_shard: int = ranged(-1, "1 switches this axis off", least=1, unset=-1)
     """Ranks over which parameters, gradients and optimizer state are sharded; -1: what is left of the world."""
-    tp: int = 1
+    tp: int = ranged(1, "1 switches this axis off", least=1)
     """Tensor-parallel ranks: each holds a part of every matrix, and of the sequence between them."""
     loss_parallel: bool = True
     """With tp: the logits stay cut along the vocabulary, and the loss is computed from the parts."""
-    pp: int = 1
+    pp: int = ranged(1, "1 switches this axis off", least=1)
     """Pipeline-parallel ranks: each holds some of the layers."""
     pp_schedule: PipelineSchedule = "1F1B"
     """Order of the microbatches. GPipe and 1F1B have one stage per rank, all others two; ZBVZeroBubble and DualPipeV
     put the first and the last stage on the same rank."""
-    pp_microbatch_size: int = 1
+    pp_microbatch_size: int = ranged(1, "1 is the usual value", least=1)
     """Sequences per pipeline microbatch."""
     pp_split: tuple[str, ...] = ()
     """Names of the modules at which stages begin, but for the first, e.g. ["layers.2", "norm"].
@@ -155,12 +155,7 @@ def shard_logits(section: ParallelismConfig) -> bool:
 def check_parallelism(section: ParallelismConfig, world_size: int) -> list[Problem]:
     """Degrees are positive and their product is the number of processes."""
     key = "parallelism"
-    problems: list[Problem] = []
-    for axis in AXES:
-        degree = getattr(section, axis)
-        lowest, rule = (-1, "at least 1, or -1") if axis == "dp_shard" else (1, "at least 1")
-        valid = degree >= 1 or degree == lowest
-        problems += require(valid, f"{key}.{axis}", degree, rule, "1 switches this axis off")
+    problems = check_ranges(section, key)
     if problems:
         return problems
     sizes = resolve_degrees(section, world_size)

@@ -165,9 +165,8 @@ def check_pipeline(section: ParallelismConfig, plan: Plan, rows: int, *, documen
 
 def _check_microbatches(section: ParallelismConfig, rows: int) -> list[Problem]:
     key, size = "parallelism", section.pp_microbatch_size
-    problems = require(size >= 1, f"{key}.pp_microbatch_size", size, "at least 1", "1 is the usual value")
-    if problems or rows < 1:
-        return problems
+    if size < 1 or rows < 1:
+        return []
     of = "training.local_batch_size" if section.gradient_sync == "every" else "training.global_batch_size / data degree"
     if rows % size:
         return require(
@@ -180,7 +179,7 @@ def _check_microbatches(section: ParallelismConfig, rows: int) -> list[Problem]:
     found = rows // size
     needed = fewest_microbatches(section)
     if found < needed:
-        problems += require(
+        return require(
             False,
             f"{key}.pp_schedule",
             section.pp_schedule,
@@ -189,9 +188,9 @@ def _check_microbatches(section: ParallelismConfig, rows: int) -> list[Problem]:
             f"a larger batch (training.global_batch_size, or training.local_batch_size), or a smaller {key}.pp or "
             f"{key}.pp_microbatch_size",
         )
-    elif section.pp_schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
+    if section.pp_schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
         rounds = max(1, found // section.pp)
-        problems += require(
+        return require(
             found % rounds == 0,
             f"{key}.pp_schedule",
             section.pp_schedule,
@@ -199,7 +198,7 @@ def _check_microbatches(section: ParallelismConfig, rows: int) -> list[Problem]:
             f"a multiple of pp = {section.pp} always fits: {rows - rows % (size * section.pp)} sequences instead of "
             f"{rows} ({of})",
         )
-    return problems
+    return []
 
 
 def fewest_microbatches(section: ParallelismConfig) -> int:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from titanlite.models.family import Plan
 from titanlite.parallel.compile import can_split_compiled_backward
-from titanlite.runtime.errors import Problem, require
+from titanlite.runtime.errors import Problem, check_ranges, ranged, require
 
 SAVED_OPS: tuple[Any, ...] = (
     torch.ops.aten.mm.default,
@@ -35,7 +35,7 @@ class ActivationCheckpointConfig:
     selective_policy: Literal["layer", "op"] = "op"
     """layer: every selective_every-th block keeps its input only, the others all; op: all blocks keep the results of
     matrix products, attention and reductions."""
-    selective_every: int = 2
+    selective_every: int = ranged(2, "1 recomputes every block, 2 every other one", least=1)
     """layer: blocks 0, selective_every, 2 x selective_every, ... are recomputed."""
     preserve_rng_state: bool = True
     """Random numbers are the same in the recomputation."""
@@ -55,13 +55,7 @@ def check_activation_checkpoint(
     unless compilation has made one backward pass of it."""
     key = "activation_checkpoint"
     return [
-        *require(
-            section.selective_every >= 1,
-            f"{key}.selective_every",
-            section.selective_every,
-            "at least 1",
-            "1 recomputes every block, 2 every other one",
-        ),
+        *check_ranges(section, key),
         *require(
             compiled or not splits_backward or not inside_compilation(section),
             f"{key}.selective_policy",

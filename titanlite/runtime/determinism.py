@@ -6,25 +6,19 @@ from dataclasses import dataclass
 
 import torch
 
-from titanlite.runtime.errors import Problem, require
+from titanlite.runtime.errors import ranged
 
 
 @dataclass(frozen=True)
 class DebugConfig:
     """What makes runs repeatable."""
 
-    seed: int = 0
+    seed: int = ranged(0, "any such number is as good", least=0, most=2**63 - 1)
     """Seed of all random numbers but the order of the data: initial weights, and what a model draws in training."""
     deterministic: bool = False
     """Deterministic algorithms only; cuDNN without benchmark, a fixed CUBLAS_WORKSPACE_CONFIG."""
     deterministic_warn_only: bool = False
     """With deterministic: operations without a deterministic form warn instead of failing."""
-
-
-def check_debug(section: DebugConfig) -> list[Problem]:
-    return require(
-        0 <= section.seed < 2**63, "debug.seed", section.seed, "from 0 to 2^63 - 1", "any such number is as good"
-    )
 
 
 def apply_determinism(section: DebugConfig) -> None:

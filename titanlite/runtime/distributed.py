@@ -10,30 +10,25 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from titanlite.runtime.errors import Problem, UserError, require
+from titanlite.runtime.errors import UserError, ranged
 
 JOIN_POLL_S = 0.02
+
+
+MAX_TIMEOUT_S = 604_800
+"""A week."""
 
 
 @dataclass(frozen=True)
 class CommConfig:
     """How long ranks wait for each other."""
 
-    init_timeout_s: int = 300
+    init_timeout_s: int = ranged(300, least=1, most=MAX_TIMEOUT_S)
     """Seconds for start-up and the first step."""
-    train_timeout_s: int = 100
+    train_timeout_s: int = ranged(100, least=1, most=MAX_TIMEOUT_S)
     """Seconds for a collective after the first step."""
-    save_timeout_s: int = 1800
+    save_timeout_s: int = ranged(1800, least=1, most=MAX_TIMEOUT_S)
     """Seconds that ranks wait for each other while a checkpoint is written or read."""
-
-
-def check_comm(section: CommConfig) -> list[Problem]:
-    rule = "from 1 second to a week (604800)"
-    return [
-        problem
-        for key, value in vars(section).items()
-        for problem in require(1 <= value <= 604_800, f"comm.{key}", value, rule, "leave it out for the default")
-    ]
 
 
 @dataclass(frozen=True)

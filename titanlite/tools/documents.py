@@ -35,7 +35,7 @@ def parse_arguments(
     if not problems:  # with defaults in place of wrong values, what follows might complain about those
         data, vocab_size = config.data, resolve_model(config.model)[1].vocab_size
         room = vocab_size if reads_tokens else 0
-        problems = check_data(data, seq_len=0, global_batch_size=0, data_degree=0, vocab_size=room)
+        problems = check_data(data, global_batch_size=0, data_degree=0, vocab_size=room)
         problems = problems or ([] if reads_tokens else _check_text(data))
         if needs_tokenizer:
             # A tokenizer that is there needs no room in this model; one that is trained is made to fit it.

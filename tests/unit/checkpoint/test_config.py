@@ -27,7 +27,7 @@ BAD: list[tuple[str, Any, str, str]] = [
     ("interval", -5, "at least 1", "1 saves every step"),
     ("keep_latest_k", -1, "0 or more", "0 keeps all"),
     ("keep_every", -1, "0 or more", "0 keeps none for good"),
-    ("load_step", -2, "-1 or a step", "-1 takes the newest one"),
+    ("load_step", -2, "at least -1", "-1 takes the newest one"),
     *(
         ("folder", folder, "a folder inside job.dump_folder", "a plain name")
         for folder in ("", ".", "./.", "/abs", "..", "../up", "a/../..", "a/..")
