@@ -14,7 +14,7 @@ from tests.distributed.reference import Reference, global_batch, rank_batches, r
 from titanlite.assembly.model import batch_rows, build_model, build_trainer
 from titanlite.batch import Batch
 from titanlite.config.schema import JobConfig
-from titanlite.parallel.mesh import Mesh, ParallelismConfig
+from titanlite.parallel.mesh import AXES, Mesh, ParallelismConfig
 from titanlite.runtime.distributed import World
 from titanlite.trainer import Trainer
 
@@ -54,8 +54,7 @@ def mesh_of(config: JobConfig) -> Mesh:
     world = dist.group.WORLD
     if any(known is not world for known, _ in _meshes):
         _meshes.clear()
-    pp, replicate, tp = config.parallelism.pp, config.parallelism.dp_replicate, config.parallelism.tp
-    axes = ParallelismConfig(pp=pp, dp_replicate=replicate, dp_shard=config.parallelism.dp_shard, tp=tp)
+    axes = ParallelismConfig(**{axis: getattr(config.parallelism, axis) for axis in AXES})
     if (world, axes) not in _meshes:
         _meshes[world, axes] = connected_mesh(axes)
     return _meshes[world, axes]

@@ -1,5 +1,6 @@
 """The layouts that are verified, as a table, and what is measured in each: the errors of two steps."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from tests.distributed.gradients import build_on_mesh, compare, difference, has_
 from tests.distributed.reference import global_batch, plain_model, reference_step, small_config
 from titanlite.config.schema import JobConfig
 from titanlite.loss import cross_entropy_by_row
+from titanlite.parallel.mesh import AXES, DATA_AXES
 from titanlite.parallel.pipeline import SCHEDULES
 
 BOUNDS = {"float64": 1e-11, "float32": 1e-5}
@@ -54,15 +56,13 @@ class Layout:
         return ", ".join([*(f"accumulation {self.accumulation}" for _ in range(self.accumulation > 1)), *chosen])
 
     def config(self, *settings: str) -> JobConfig:
-        pp, replicate, shard, tp = self.axes
+        degrees = dict(zip(AXES, self.axes, strict=True))
+        data_degree = math.prod(degrees[axis] for axis in DATA_AXES)
         return small_config(
             self.world_size,
-            f"parallelism.pp={pp}",
-            f"parallelism.dp_replicate={replicate}",
-            f"parallelism.dp_shard={shard}",
-            f"parallelism.tp={tp}",
+            *(f"parallelism.{axis}={degree}" for axis, degree in degrees.items()),
             f"training.global_batch_size={self.rows}",
-            f"training.local_batch_size={self.rows // (replicate * shard * self.accumulation)}",
+            f"training.local_batch_size={self.rows // (data_degree * self.accumulation)}",
             *self.settings,
             *settings,
         )

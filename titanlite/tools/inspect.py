@@ -4,6 +4,7 @@ python -m titanlite inspect CONFIG [--sequences N] [--all] [--section.key value 
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -30,6 +31,7 @@ from titanlite.data.sources.tokens import Tokens, documents_file, manifests_of, 
 from titanlite.data.streams import Origin
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.registry import resolve_model
+from titanlite.parallel.mesh import AXES
 from titanlite.runtime.errors import UserError
 from titanlite.tools.command import run_command
 from titanlite.tools.documents import parse_arguments
@@ -68,8 +70,7 @@ def main(argv: Sequence[str]) -> None:
 
 def resolved(config: JobConfig) -> JobConfig:
     """Without any -1, for the layout that is written; dp_shard = -1 counts as 1, since the machine is not known."""
-    section = config.parallelism
-    size = section.pp * section.dp_replicate * max(1, section.dp_shard) * section.tp
+    size = math.prod(max(1, getattr(config.parallelism, axis)) for axis in AXES)
     return resolve_config(config, world_size=size, device_type="cpu")
 
 

@@ -1,41 +1,40 @@
 """Layouts: how they are written, which of them a number of ranks has, and the configuration of each."""
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, get_args
 
 from titanlite.config.check import check_config
 from titanlite.config.schema import JobConfig
-from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
+from titanlite.parallel.mesh import AXES, ParallelismConfig, PipelineSchedule
 from titanlite.parallel.pipeline import num_stages
 from titanlite.runtime.errors import Problem
 
 SCHEDULE_NAMES: tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)
 SCHEDULES_PER_PIPELINE = 3
-FORM = "PPxDP_REPLICATExDP_SHARDxTP, with a pipeline also :SCHEDULE, as in 2x1x2x1:ZBVZeroBubble"
+EXAMPLE = "x".join("2" if axis in ("pp", "dp_shard") else "1" for axis in AXES)
+FORM = f"{'x'.join(axis.upper() for axis in AXES)}, with a pipeline also :SCHEDULE, as in {EXAMPLE}:ZBVZeroBubble"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the mesh axes, and the pipeline schedule: None where pp = 1."""
+    """degrees: of the mesh axes, in the order of AXES. schedule: of the pipeline; None if pp = 1."""
 
-    pp: int
-    dp_replicate: int
-    dp_shard: int
-    tp: int
+    degrees: tuple[int, ...]
     schedule: PipelineSchedule | None = None
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.dp_replicate * self.dp_shard * self.tp
+        return math.prod(self.degrees)
 
     def __str__(self) -> str:
-        degrees = f"{self.pp}x{self.dp_replicate}x{self.dp_shard}x{self.tp}"
+        degrees = "x".join(map(str, self.degrees))
         return f"{degrees}:{self.schedule}" if self.schedule else degrees
 
 
-ONE_PROCESS = Layout(1, 1, 1, 1)
+ONE_PROCESS = Layout((1,) * len(AXES))
 
 
 @dataclass(frozen=True)
@@ -48,17 +47,17 @@ class Refusal:
 
 def layout_from_text(text: str, own_schedule: PipelineSchedule) -> Layout | Problem:
     """The layout that a user named; a pipeline without a schedule has the configuration's own."""
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)x([1-9]\d*)(?::(\w+))?", text)
+    found = re.fullmatch(rf"([1-9]\d*(?:x[1-9]\d*){{{len(AXES) - 1}}})(?::(\w+))?", text)
     if not found:
-        return Problem("--layouts", text, f"{FORM}, each degree at least 1", "for example 1x2x2x1")
-    pp, dp_replicate, dp_shard, tp = map(int, found.groups()[:4])
-    schedule = found[5]
-    if schedule and pp == 1:
+        return Problem("--layouts", text, f"{FORM}, each degree at least 1", f"for example {EXAMPLE}")
+    degrees = tuple(map(int, found[1].split("x")))
+    schedule, has_pipeline = found[2], degrees[AXES.index("pp")] > 1
+    if schedule and not has_pipeline:
         return Problem("--layouts", text, "a schedule needs pp above 1", f"write {text.partition(':')[0]}")
     if schedule and schedule not in SCHEDULE_NAMES:
         return Problem("--layouts", text, f"the schedules: {', '.join(SCHEDULE_NAMES)}", "name one of them")
     given = next((name for name in SCHEDULE_NAMES if name == schedule), own_schedule)
-    return Layout(pp, dp_replicate, dp_shard, tp, given if pp > 1 else None)
+    return Layout(degrees, given if has_pipeline else None)
 
 
 def candidate_layouts(ranks: int, own_schedule: PipelineSchedule) -> Iterator[tuple[Layout, ...]]:
@@ -69,13 +68,13 @@ def candidate_layouts(ranks: int, own_schedule: PipelineSchedule) -> Iterator[tu
     """
     others = [name for name in SCHEDULE_NAMES if name != own_schedule]
     turn = 0
-    for pp, dp_replicate, dp_shard, tp in _factorizations(ranks, 4):
-        if pp == 1:
-            yield (Layout(pp, dp_replicate, dp_shard, tp),)
+    for degrees in _factorizations(ranks, len(AXES)):
+        if degrees[AXES.index("pp")] == 1:
+            yield (Layout(degrees),)
             continue
         rotated = [others[(turn + index) % len(others)] for index in range(len(others))]
         turn += SCHEDULES_PER_PIPELINE - 1
-        yield tuple(Layout(pp, dp_replicate, dp_shard, tp, name) for name in (own_schedule, *rotated))
+        yield tuple(Layout(degrees, name) for name in (own_schedule, *rotated))
 
 
 def choose_layouts(config: JobConfig, ranks: int) -> tuple[list[Layout], list[Refusal]]:
@@ -106,14 +105,9 @@ def check_layout(config: JobConfig, layout: Layout) -> list[Problem]:
 
 def config_of(config: JobConfig, layout: Layout) -> JobConfig:
     """The configuration on that layout. pp_split stays where it makes as many stages as the layout has."""
-    section = replace(
-        config.parallelism,
-        pp=layout.pp,
-        dp_replicate=layout.dp_replicate,
-        dp_shard=layout.dp_shard,
-        tp=layout.tp,
-        pp_schedule=layout.schedule or config.parallelism.pp_schedule,
-    )
+    degrees: dict[str, Any] = dict(zip(AXES, layout.degrees, strict=True))
+    schedule = layout.schedule or config.parallelism.pp_schedule
+    section = replace(config.parallelism, **degrees, pp_schedule=schedule)
     return replace(config, parallelism=replace(section, pp_split=_fitting_split(section)))
 
 

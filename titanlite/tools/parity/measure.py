@@ -94,12 +94,11 @@ def measure_layouts(config: JobConfig, layouts: Sequence[Layout], steps: int, fo
         results.append([])
         for settings in passes(config_of(config, layout)):
             with status_kept(f"{layout}, {settings.training.dtype}", folder):
-                degrees = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
-                if degrees not in meshes:
+                if layout.degrees not in meshes:
                     rank = dist.get_rank()
-                    meshes[degrees] = Mesh(settings.parallelism, World(rank, rank, layout.world_size, "cpu"))
-                    meshes[degrees].connect(config.comm.init_timeout_s)
-                results[-1].append(asdict(measure_layout(settings, meshes[degrees], steps, Path(folder))))
+                    meshes[layout.degrees] = Mesh(settings.parallelism, World(rank, rank, layout.world_size, "cpu"))
+                    meshes[layout.degrees].connect(config.comm.init_timeout_s)
+                results[-1].append(asdict(measure_layout(settings, meshes[layout.degrees], steps, Path(folder))))
     return results
 
 

@@ -23,9 +23,9 @@ SCHEDULES = set(get_args(PipelineSchedule))
 @pytest.mark.parametrize(
     ("text", "layout"),
     [
-        ("1x2x3x4", Layout(1, 2, 3, 4)),
-        ("2x1x2x1", Layout(2, 1, 2, 1, "GPipe")),
-        ("2x1x2x1:ZBVZeroBubble", Layout(2, 1, 2, 1, "ZBVZeroBubble")),
+        ("1x2x3x4", Layout((1, 2, 3, 4))),
+        ("2x1x2x1", Layout((2, 1, 2, 1), "GPipe")),
+        ("2x1x2x1:ZBVZeroBubble", Layout((2, 1, 2, 1), "ZBVZeroBubble")),
     ],
 )
 def test_a_named_layout(text: str, layout: Layout) -> None:
@@ -53,21 +53,21 @@ def test_a_layout_that_is_none(text: str, rule: str) -> None:
 
 def test_candidates_are_all_factorizations_with_all_schedules() -> None:
     found = list(candidate_layouts(12, "DualPipeV"))
-    degrees = [(x.pp, x.dp_replicate, x.dp_shard, x.tp) for x, *_ in found]
+    degrees = [x.degrees for x, *_ in found]
     assert all(prod(one) == 12 for one in degrees)
     assert len(degrees) == len(set(degrees)) == 10 * 4  # of 2^2: 10, of 3: 4
     for candidates in found:
         names = [layout.schedule for layout in candidates]
-        assert names == [None] if candidates[0].pp == 1 else set(names) == SCHEDULES
-        assert names[0] == (None if candidates[0].pp == 1 else "DualPipeV")
+        assert names == [None] if candidates[0].degrees[0] == 1 else set(names) == SCHEDULES
+        assert names[0] == (None if candidates[0].degrees[0] == 1 else "DualPipeV")
 
 
 def test_four_ranks_have_each_factorization_and_each_schedule() -> None:
     accepted, refused = choose_layouts(small_config(1, "model.n_layers=6", "model.n_kv_heads=4"), 4)
     assert refused == []
-    assert len({(x.pp, x.dp_replicate, x.dp_shard, x.tp) for x in accepted}) == 10
+    assert len({x.degrees for x in accepted}) == 10
     assert {x.schedule for x in accepted} == {None, *SCHEDULES}
-    pipelines = [x for x in accepted if x.pp > 1]
+    pipelines = [x for x in accepted if x.degrees[0] > 1]
     assert len(pipelines) == 4 * 3
     assert sum(x.schedule == "1F1B" for x in pipelines) == 4
 
@@ -84,11 +84,11 @@ def test_refused_layouts_come_with_the_checks_own_words() -> None:
 
 def test_the_split_of_a_pipeline_stays_where_it_makes_as_many_stages() -> None:
     config = small_config(1, 'parallelism.pp_split=["layers.1"]')
-    assert config_of(config, Layout(2, 1, 1, 1, "1F1B")).parallelism.pp_split == ("layers.1",)
-    assert config_of(config, Layout(2, 1, 1, 1, "ZBVZeroBubble")).parallelism.pp_split == ()
-    assert config_of(config, Layout(1, 1, 2, 1)).parallelism.pp_split == ()
+    assert config_of(config, Layout((2, 1, 1, 1), "1F1B")).parallelism.pp_split == ("layers.1",)
+    assert config_of(config, Layout((2, 1, 1, 1), "ZBVZeroBubble")).parallelism.pp_split == ()
+    assert config_of(config, Layout((1, 1, 2, 1))).parallelism.pp_split == ()
 
 
 def test_layouts_of_one_size_run_together() -> None:
-    first, second, third = Layout(2, 1, 1, 1, "GPipe"), Layout(1, 1, 1, 1), Layout(1, 2, 1, 1)
+    first, second, third = Layout((2, 1, 1, 1), "GPipe"), Layout((1, 1, 1, 1)), Layout((1, 2, 1, 1))
     assert by_world_size([first, second, third]) == {1: [second], 2: [first, third]}
