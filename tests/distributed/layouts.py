@@ -123,7 +123,6 @@ SLOW = (
     Layout((2, 1, 1, 1), (*schedule("GPipe"), *split("layers.1"))),
     # the last stage has the head only
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *depth(3), *split("norm"), *COMPILE)),
-    Layout((2, 1, 1, 1), (*schedule("LoopedBFS"), *depth(5), *BY_LAYER)),
     Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *LAST), accumulation=3, rows=24),
     Layout((2, 1, 1, 1), (*schedule("InterleavedZeroBubble"), *FULL, *PAIRS)),
     Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *COMPILE, *BY_OP)),
@@ -139,12 +138,9 @@ SLOW = (
     Layout((2, 2, 1, 1), (*schedule("ZBVZeroBubble"), *PAIRS)),
     # stages of several sharded units whose backward pass is split
     Layout((2, 1, 2, 1), (*schedule("DualPipeV"), *depth(7))),
-    Layout((2, 1, 2, 1), (*schedule("ZBVZeroBubble"), *depth(7), *EVERY), accumulation=3, rows=48),
     Layout((2, 1, 1, 2), (*schedule("InterleavedZeroBubble"), *FULL, *WHOLE_LOGITS, *PAIRS), rows=8),
-    Layout((2, 1, 1, 2), (*schedule("DualPipeV"), *COMPILE, *PAIRS), rows=8),
     Layout((4, 1, 1, 1), (*schedule("Interleaved1F1B"), *depth(7), *BY_LAYER)),
     Layout((4, 1, 1, 1), (*schedule("LoopedBFS"), *depth(6), *PAIRS), accumulation=3, rows=24),
-    Layout((1, 1, 2, 2), (*QWEN3, *FULL), accumulation=3, rows=24),
     Layout((1, 2, 1, 2), (*QWEN3, *BY_OP)),
     Layout((2, 1, 1, 2), (*QWEN3, *schedule("Interleaved1F1B"), *BY_OP, *PAIRS), rows=8),
     # hybrid sharding x tensor parallelism
@@ -152,12 +148,21 @@ SLOW = (
     # the pair: sharded or replicated, with the same loss curve
     Layout((1, 1, 2, 4), FOUR_KV_HEADS),
     Layout((1, 2, 1, 4), FOUR_KV_HEADS),
-    Layout((2, 2, 2, 1), (*schedule("Interleaved1F1B"), *EVERY), accumulation=3, rows=48),
     Layout((2, 1, 2, 2), (*schedule("1F1B"), *depth(5), *BY_LAYER, *PAIRS)),
+)
+"""One to eight ranks."""
+
+
+SOAK = (
+    Layout((2, 1, 1, 1), (*schedule("LoopedBFS"), *depth(5), *BY_LAYER)),
+    Layout((2, 1, 2, 1), (*schedule("ZBVZeroBubble"), *depth(7), *EVERY), accumulation=3, rows=48),
+    Layout((2, 1, 1, 2), (*schedule("DualPipeV"), *COMPILE, *PAIRS), rows=8),
+    Layout((1, 1, 2, 2), (*QWEN3, *FULL), accumulation=3, rows=24),
+    Layout((2, 2, 2, 1), (*schedule("Interleaved1F1B"), *EVERY), accumulation=3, rows=48),
     Layout((2, 2, 1, 2), (*schedule("ZBVZeroBubble"), *depth(4), *FULL, *PAIRS)),
     Layout((4, 1, 1, 2), (*schedule("GPipe"), *split("layers.0", "layers.1", "norm"), *PAIRS)),
 )
-"""One to eight ranks."""
+"""Two to eight ranks: more of the same, for which the default suite has no time."""
 
 
 def runs_here(layout: Layout) -> bool:

@@ -16,7 +16,7 @@ BOUNDS = {"float64": 1e-12, "float32": 1e-5}
 LAYOUTS = {
     1: [(1, 1)],
     2: [(1, 2), (2, 1)],
-    4: [(1, 4), (4, 1), (2, 2)],
+    4: [(2, 2)],
 }
 """World size: (dp_replicate, dp_shard)."""
 
@@ -55,7 +55,6 @@ def all_cases(layouts: list[tuple[int, int]], dtype: str) -> dict[str, tuple[flo
         pytest.param(1, "float32", marks=pytest.mark.slow),
         pytest.param(2, "float32", marks=pytest.mark.slow),
         pytest.param(4, "float64", marks=pytest.mark.slow),
-        pytest.param(4, "float32", marks=pytest.mark.soak),
     ],
 )
 def test_gradients_are_those_of_one_process(world_size: int, dtype: str) -> None:

@@ -61,7 +61,7 @@ def program(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]"
 def test_layouts_of_several_world_sizes_agree(config_file: Path) -> None:
     """Steps in float64, float32 and with a bfloat16 computation; the table, the JSON, and nothing left behind."""
     folder = config_file.parent
-    names = ["2x1x1x1:InterleavedZeroBubble", "1x1x1x2", "1x2x2x1"]
+    names = ["2x1x1x1:InterleavedZeroBubble", "1x2x2x1"]
     settings = ["--steps", "2", "--training.dtype", "float32", "--training.mixed_precision_param", "bfloat16"]
     before = {path.name for path in folder.iterdir()}
     done = program(folder, str(config_file), *settings, "--json", "out.json", "--layouts", *names)
@@ -70,7 +70,7 @@ def test_layouts_of_several_world_sizes_agree(config_file: Path) -> None:
     assert {path.name for path in folder.iterdir()} == before | {"out.json"}
     lines = done.stdout.splitlines()
     assert lines[0] == "reference: one process, plain torch, float64; 2 steps of 16 sequences x 16 tokens"
-    assert lines[-1] == "all 4 layouts agree with the reference"
+    assert lines[-1] == "all 3 layouts agree with the reference"
     rows = [line.split() for line in lines if line.endswith("agrees")]
     expected = [(name, dtype) for name in ["1x1x1x1", *names] for dtype in ("float64", "float32/bfloat16/float32")]
     assert [tuple(row[:2]) for row in rows] == expected

@@ -142,22 +142,27 @@ for name in sys.argv[1:]:
 """
 
 
-@pytest.mark.slow
-def test_each_command_imports_what_it_needs_and_tells_problems_on_stderr(tmp_path: Path) -> None:
-    """With what is torch's imported: a forked program has modules that others have imported, and one file for both."""
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = clean_environment() | {"PYTHONPATH": str(REPOSITORY)}
+    command = (sys.executable, *command)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
 
-    def run(*command: str) -> subprocess.CompletedProcess[str]:
-        environment = clean_environment() | {"PYTHONPATH": str(REPOSITORY)}
-        command = (sys.executable, *command)
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
-        )
 
-    done = run("-c", FORKED_WITH_TORCH, *COMMANDS)
+@pytest.mark.soak
+def test_each_command_imports_what_it_needs(tmp_path: Path) -> None:
+    """With what is torch's imported: a forked program has modules that others have imported."""
+    done = run(tmp_path, "-c", FORKED_WITH_TORCH, *COMMANDS)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     for name in COMMANDS:
         assert (tmp_path / f"{name}.err").read_text() == "", name
         assert "usage" in (tmp_path / f"{name}.out").read_text().lower(), name
-    refused = run("-m", "titanlite.tools.plan", str(REPOSITORY / "configs" / "quickstart.toml"), "--world-size", "0")
+
+
+@pytest.mark.slow
+def test_a_command_tells_problems_on_stderr(tmp_path: Path) -> None:
+    """A forked program has one file for both."""
+    refused = run(
+        tmp_path, "-m", "titanlite.tools.plan", str(REPOSITORY / "configs" / "quickstart.toml"), "--world-size", "0"
+    )
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "--world-size" in refused.stderr

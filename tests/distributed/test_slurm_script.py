@@ -87,7 +87,7 @@ def wait_until_all_gone(job: Program) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_nodes_train_to_the_end_through_a_killed_rank(job: Program, undisturbed: Undisturbed) -> None:
     job.wait_for("step +3/")
     assert sorted(job.ranks()) == [0, 1]

@@ -104,7 +104,7 @@ MASKS: dict[str, Callable[[Tensor, torch.dtype], Any]] = {
     [
         (HEADS[0], "additive"),
         (HEADS[1], "additive"),
-        pytest.param(HEADS[0], "blocks", marks=pytest.mark.slow),
+        pytest.param(HEADS[0], "blocks", marks=pytest.mark.soak),
         pytest.param(HEADS[1], "blocks", marks=pytest.mark.slow),
     ],
 )

@@ -77,7 +77,7 @@ def test_shipped_configurations_fit(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {name for name, *_ in configurations}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_largest_one_fits_and_takes_little_time_and_memory() -> None:
     done = run_plan(str(REPOSITORY / "configs/llama3_405b.toml"), "--world-size", "4096")
     assert (done.code, done.errors) == (0, "")

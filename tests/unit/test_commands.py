@@ -1,0 +1,63 @@
+"""The commands: listed without an import of torch, and run by either of their names."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import titanlite
+from titanlite.__main__ import COMMANDS
+
+OLD_NAMES = [
+    *("titanlite.parity", "titanlite.plan", "titanlite.convert", "titanlite.generate", "titanlite.evaluate"),
+    *("titanlite.data.inspect", "titanlite.data.tokenize", "titanlite.data.train_tokenizer", "titanlite.data.ledger"),
+]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    program = "import runpy, sys; runpy.run_module('titanlite', run_name='__main__'); assert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",)])
+def test_it_lists_the_commands_without_torch(arguments: tuple[str, ...]) -> None:
+    done = run(*arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.split()[0] for line in done.stdout.splitlines()[2:]] == list(COMMANDS)
+
+
+def test_an_unknown_command_is_refused() -> None:
+    done = run("tokenise", "config.toml")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: unknown command 'tokenise': did you mean tokenize?\n"
+
+
+@pytest.mark.parametrize("name", [module for module, _ in COMMANDS.values()])
+def test_a_command_is_a_module_that_runs(name: str) -> None:
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.origin is not None
+    file = Path(spec.origin)
+    source = (file.with_name("__main__.py") if file.name == "__init__.py" else file).read_text()
+    assert 'if __name__ == "__main__":' in source
+
+
+@pytest.mark.parametrize("name", OLD_NAMES)
+def test_an_older_name_runs_the_command(name: str) -> None:
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.origin is not None
+    called = f'runpy.run_module("titanlite.tools.{name.rpartition(".")[2]}", run_name="__main__", alter_sys=True)'
+    assert called in Path(spec.origin).read_text()
+
+
+def test_the_table_has_all_tools() -> None:
+    """Whatever can be run in tools/; document makes a page of the docs, encoding is a process of another command."""
+    tools = Path(titanlite.__file__).with_name("tools")
+    files = [path for path in tools.rglob("*.py") if "__main__" in path.read_text()]
+    names = {path.parent.name if path.name == "__main__.py" else path.stem for path in files}
+    listed = {module.rpartition(".")[2] for module, _ in COMMANDS.values()} - {"train"}
+    assert names == listed | {"document", "encoding"}
