@@ -11,7 +11,7 @@ from titanlite.loss import mean_loss_shares
 from titanlite.models.family import LanguageModel
 from titanlite.models.init import init_parameters_
 from titanlite.models.registry import resolve_model
-from titanlite.optim.optimizer import build_optimizer
+from titanlite.optim.registry import build_optimizer
 from titanlite.optim.schedule import build_schedule
 from titanlite.parallel.compile import compiled_loss
 from titanlite.parallel.data import resolve_gradient_sync, running_dtypes

@@ -14,7 +14,7 @@ from titanlite.data.kinds import open_source
 from titanlite.hf.source import check_source
 from titanlite.metrics.config import OWN_FILES, check_metrics
 from titanlite.models.registry import check_model, resolve_model
-from titanlite.optim.optimizer import check_optimizer
+from titanlite.optim.registry import check_optimizer
 from titanlite.optim.schedule import check_schedule
 from titanlite.parallel.compile import check_compile, compiles_blocks
 from titanlite.parallel.mesh import check_parallelism, data_degree, resolve_degrees

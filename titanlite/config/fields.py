@@ -13,16 +13,23 @@ from titanlite.data.config import SourceConfig
 from titanlite.data.kinds import KINDS
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
+from titanlite.optim.optimizer import OptimizerConfig
+from titanlite.optim.registry import OPTIMIZERS
 from titanlite.runtime.errors import Problem
 
 INT64 = range(-(2**63), 2**63)
+
+TABLES: Mapping[type, Mapping[str, Mapping[str, Any]]] = {
+    SourceConfig: {"kind": KINDS},
+    OptimizerConfig: {"name": OPTIMIZERS},
+}
+"""Keys whose values are the entries of a table, which a new file adds to."""
 
 
 def kinds_of(section_type: Any) -> dict[str, Any]:
     """Field -> type of its values, of a dataclass."""
     hints = get_type_hints(section_type)
-    if section_type is SourceConfig:
-        hints["kind"] = Literal[tuple(KINDS)]
+    hints |= {name: Literal[tuple(table)] for name, table in TABLES.get(section_type, {}).items()}
     return {field.name: hints[field.name] for field in dataclasses.fields(section_type)}
 
 

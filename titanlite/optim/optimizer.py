@@ -1,22 +1,21 @@
-"""The optimizer: groups by parameter name, and updates that are gated on the device."""
+"""The optimizer: what a kind of it must supply, and updates that are gated on the device."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titanlite.runtime.errors import Problem, check_ranges, ranged, require
+from titanlite.runtime.errors import ranged
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """Which optimizer, and its hyper-parameters."""
 
-    name: Literal["AdamW", "SGD"] = "AdamW"
+    name: str = "AdamW"
     """SGD is plain: no momentum, hence no state."""
     lr: float = ranged(3e-4, "3e-4 is a usual start", above=0)
     """Peak learning rate; [lr_schedule] scales it step by step."""
@@ -34,19 +33,23 @@ class OptimizerConfig:
     """auto: fused AdamW, foreach SGD. Fused SGD is refused: torch has none for sharded parameters."""
 
 
-def check_optimizer(section: OptimizerConfig) -> list[Problem]:
-    """Ranges, and what torch cannot do."""
-    key = "optimizer"
-    return [
-        *check_ranges(section, key),
-        *require(
-            not (section.name == "SGD" and section.implementation == "fused"),
-            f"{key}.implementation",
-            section.implementation,
-            "SGD has no fused form for sharded parameters in torch",
-            'use "auto" or "foreach", or optimizer.name = "AdamW"',
-        ),
-    ]
+@dataclass(frozen=True)
+class OptimizerKind:
+    """An optimizer that optimizer.name can choose: a line of titanlite.optim.registry.
+
+    build(groups, section, implementation, device): torch's optimizer; groups carry parameter names and weight decay.
+    has_fused: whether there is a fused form for sharded parameters, whose kernel itself skips an update.
+    init_state(group, parameter): the state that torch makes at the first update, all of it 0; by name.
+    moments: how many tensors of the parameter's size and dtype are in the state. counts_steps: whether a float32 step
+    count is, too.
+    """
+
+    name: str
+    build: Callable[[list[dict[str, Any]], OptimizerConfig, str, torch.device], torch.optim.Optimizer]
+    init_state: Callable[[dict[str, Any], Tensor], dict[str, Tensor]]
+    moments: int
+    counts_steps: bool
+    has_fused: bool
 
 
 class GatedOptimizer:
@@ -56,24 +59,17 @@ class GatedOptimizer:
     weights, moments and step counts unchanged, bit for bit.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, gated_by_kernel: bool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, kind: OptimizerKind, *, gated_by_kernel: bool) -> None:
         self.optimizer = optimizer
+        self._kind = kind
         self._gated_by_kernel = gated_by_kernel
 
     def init_state(self) -> None:
         """Makes the state that torch makes at the first update, where there is none: moments and step counts of 0."""
-        if not isinstance(self.optimizer, torch.optim.AdamW):
-            return  # plain SGD has none
         for group in self.optimizer.param_groups:
-            on_device = group["fused"] or group["capturable"]
             for parameter in group["params"]:
-                if not self.optimizer.state[parameter]:
-                    device = parameter.device if on_device else torch.device("cpu")
-                    self.optimizer.state[parameter] = {
-                        "step": torch.zeros((), dtype=torch.float32, device=device),
-                        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                    }
+                if not self.optimizer.state[parameter] and (state := self._kind.init_state(group, parameter)):
+                    self.optimizer.state[parameter] = state
 
     def named_state(self) -> Iterable[tuple[str, Tensor]]:
         """("<parameter>/<state>", tensor) of all state that there is, in the order of the groups."""
@@ -112,49 +108,6 @@ class GatedOptimizer:
                     for name, value in self.optimizer.state[parameter].items():
                         if isinstance(value, Tensor):
                             yield (id(parameter), name), _local(value)
-
-
-def build_optimizer(section: OptimizerConfig, model_parts: Iterable[nn.Module], device: torch.device) -> GatedOptimizer:
-    """The optimizer of all parameters of `model_parts`, in two groups: with and without weight decay."""
-    named = {name: parameter for part in model_parts for name, parameter in part.named_parameters()}
-    skipped = {name for name in named if any(fnmatchcase(name, pattern) for pattern in section.weight_decay_skip)}
-    groups = [
-        {"params": [(n, p) for n, p in named.items() if n not in skipped], "weight_decay": section.weight_decay},
-        {"params": [(n, p) for n, p in named.items() if n in skipped], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    auto = "fused" if section.name == "AdamW" else "foreach"
-    implementation = auto if section.implementation == "auto" else section.implementation
-    options: dict[str, Any] = {"lr": section.lr, "foreach": implementation == "foreach"}
-    if section.name == "SGD":
-        return GatedOptimizer(torch.optim.SGD(groups, **options), gated_by_kernel=False)
-    fused = implementation == "fused"
-    adamw = torch.optim.AdamW(
-        groups,
-        betas=(section.beta1, section.beta2),
-        eps=section.eps,
-        fused=fused,
-        # Step counts live on the device, where the gate is; torch allows (and needs) that on accelerators only.
-        capturable=not fused and device.type != "cpu",
-        **options,
-    )
-    return GatedOptimizer(adamw, gated_by_kernel=fused)
-
-
-def state_bytes(section: OptimizerConfig, parameter_bytes: int, num_tensors: int) -> int:
-    """Bytes of the state after a step, of parameters of so many bytes in so many tensors, on one rank.
-
-    AdamW: two moments in the parameter's dtype, and a float32 step count per tensor, where that lives on the device
-    (fused, or any form on an accelerator) or on the host. SGD has none.
-    """
-    return 2 * parameter_bytes + 4 * num_tensors if section.name == "AdamW" else 0
-
-
-def update_bytes(section: OptimizerConfig, parameter_bytes: int, num_tensors: int) -> int:
-    """Bytes that an update takes beside gradients and state: forms that cannot be gated by their kernel keep copies of
-    parameters and state, and make new ones of both, a tensor at a time."""
-    fused = section.name == "AdamW" and section.implementation in ("auto", "fused")
-    return 0 if fused else parameter_bytes + state_bytes(section, parameter_bytes, num_tensors)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from titanlite.checkpoint.state import HostCopy, RunState, first_not_finite, local_part
 from titanlite.data.loader import Loader
-from titanlite.optim.optimizer import OptimizerConfig, build_optimizer
+from titanlite.optim.optimizer import OptimizerConfig
+from titanlite.optim.registry import build_optimizer
 from titanlite.parallel.mesh import Mesh, ParallelismConfig
 from titanlite.runtime.distributed import World
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titanlite.optim.optimizer import GatedOptimizer, OptimizerConfig, build_optimizer, check_optimizer
+from titanlite.optim.optimizer import GatedOptimizer, OptimizerConfig
+from titanlite.optim.registry import build_optimizer, check_optimizer
 
 CPU = torch.device("cpu")
 IMPLEMENTATIONS = [

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from titanlite.optim.optimizer import GatedOptimizer, OptimizerConfig, build_optimizer
+from titanlite.optim.optimizer import GatedOptimizer, OptimizerConfig
+from titanlite.optim.registry import build_optimizer
 
 IMPLEMENTATIONS = ["auto", "fused", "foreach", "for-loop"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from titanlite.optim.optimizer import OptimizerConfig, update_bytes
+from titanlite.optim.optimizer import OptimizerConfig
+from titanlite.optim.registry import update_bytes
 from titanlite.parallel.mesh import ParallelismConfig
 from titanlite.parallel.pipeline import num_stages
 from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputes

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import LanguageModel, Plan
 from titanlite.models.registry import resolve_model
-from titanlite.optim.optimizer import state_bytes
+from titanlite.optim.registry import state_bytes
 from titanlite.parallel.compile import CompileConfig
 from titanlite.parallel.data import wrapped_modules
 from titanlite.parallel.mesh import Mesh, shard_logits

@@ -1,0 +1,66 @@
+"""Optimizers: one line of the table each. What is built, and how much memory it takes."""
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from titanlite.optim.adamw import ADAMW
+from titanlite.optim.optimizer import GatedOptimizer, OptimizerConfig, OptimizerKind
+from titanlite.optim.sgd import SGD
+from titanlite.runtime.errors import Problem, check_ranges, require
+
+OPTIMIZERS: dict[str, OptimizerKind] = {
+    ADAMW.name: ADAMW,
+    SGD.name: SGD,
+}
+
+
+def check_optimizer(section: OptimizerConfig) -> list[Problem]:
+    """Ranges, and what torch cannot do."""
+    return [
+        *check_ranges(section, "optimizer"),
+        *require(
+            section.implementation != "fused" or OPTIMIZERS[section.name].has_fused,
+            "optimizer.implementation",
+            section.implementation,
+            f"{section.name} has no fused form for sharded parameters in torch",
+            'use "auto" or "foreach", or optimizer.name = "AdamW"',
+        ),
+    ]
+
+
+def resolve_implementation(section: OptimizerConfig) -> str:
+    """ "auto" is fused if there is a fused form, else foreach."""
+    auto = "fused" if OPTIMIZERS[section.name].has_fused else "foreach"
+    return auto if section.implementation == "auto" else section.implementation
+
+
+def build_optimizer(section: OptimizerConfig, model_parts: Iterable[nn.Module], device: torch.device) -> GatedOptimizer:
+    """The optimizer of all parameters of `model_parts`, in two groups: with and without weight decay."""
+    named = {name: parameter for part in model_parts for name, parameter in part.named_parameters()}
+    skipped = {name for name in named if any(fnmatchcase(name, pattern) for pattern in section.weight_decay_skip)}
+    groups = [
+        {"params": [(n, p) for n, p in named.items() if n not in skipped], "weight_decay": section.weight_decay},
+        {"params": [(n, p) for n, p in named.items() if n in skipped], "weight_decay": 0.0},
+    ]
+    kind, implementation = OPTIMIZERS[section.name], resolve_implementation(section)
+    optimizer = kind.build([group for group in groups if group["params"]], section, implementation, device)
+    return GatedOptimizer(optimizer, kind, gated_by_kernel=implementation == "fused")
+
+
+def state_bytes(section: OptimizerConfig, parameter_bytes: int, num_tensors: int) -> int:
+    """Bytes of the state after a step, of parameters of so many bytes in so many tensors, on one rank.
+
+    A step count per tensor is on the device (fused, or any form on an accelerator) or on the host.
+    """
+    kind = OPTIMIZERS[section.name]
+    return kind.moments * parameter_bytes + 4 * num_tensors * kind.counts_steps
+
+
+def update_bytes(section: OptimizerConfig, parameter_bytes: int, num_tensors: int) -> int:
+    """Bytes that an update takes beside gradients and state: forms that cannot be gated by their kernel keep copies of
+    parameters and state, and make new ones of both, a tensor at a time."""
+    fused = resolve_implementation(section) == "fused"
+    return 0 if fused else parameter_bytes + state_bytes(section, parameter_bytes, num_tensors)
