@@ -128,7 +128,6 @@ SLOW = (
     Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *COMPILE, *BY_OP)),
     Layout((2, 1, 1, 1), (*schedule("DualPipeV"), *FULL)),
     Layout((1, 1, 1, 2), (*QWEN3, *COMPILE, *BY_OP)),
-    Layout((1, 1, 1, 2), (*QWEN3, *WHOLE_LOGITS, *TIED, *FULL)),
     Layout((1, 4, 1, 1), (*LAST, *FULL)),
     Layout((1, 1, 4, 1), (*EVERY, *TIED)),
     Layout((1, 2, 2, 1), accumulation=3, rows=24),
@@ -140,8 +139,6 @@ SLOW = (
     Layout((2, 1, 2, 1), (*schedule("DualPipeV"), *depth(7))),
     Layout((2, 1, 1, 2), (*schedule("InterleavedZeroBubble"), *FULL, *WHOLE_LOGITS, *PAIRS), rows=8),
     Layout((4, 1, 1, 1), (*schedule("Interleaved1F1B"), *depth(7), *BY_LAYER)),
-    Layout((4, 1, 1, 1), (*schedule("LoopedBFS"), *depth(6), *PAIRS), accumulation=3, rows=24),
-    Layout((1, 2, 1, 2), (*QWEN3, *BY_OP)),
     Layout((2, 1, 1, 2), (*QWEN3, *schedule("Interleaved1F1B"), *BY_OP, *PAIRS), rows=8),
     # hybrid sharding x tensor parallelism
     Layout((1, 2, 2, 2), accumulation=3, rows=24),
@@ -154,6 +151,9 @@ SLOW = (
 
 
 SOAK = (
+    Layout((1, 1, 1, 2), (*QWEN3, *WHOLE_LOGITS, *TIED, *FULL)),
+    Layout((1, 2, 1, 2), (*QWEN3, *BY_OP)),
+    Layout((4, 1, 1, 1), (*schedule("LoopedBFS"), *depth(6), *PAIRS), accumulation=3, rows=24),
     Layout((2, 1, 1, 1), (*schedule("LoopedBFS"), *depth(5), *BY_LAYER)),
     Layout((2, 1, 2, 1), (*schedule("ZBVZeroBubble"), *depth(7), *EVERY), accumulation=3, rows=48),
     Layout((2, 1, 1, 2), (*schedule("DualPipeV"), *COMPILE, *PAIRS), rows=8),

@@ -49,10 +49,8 @@ SLOW = (
     ("world_size", "table"),
     [
         (1, QUICK),
-        *(
-            pytest.param(size, table, marks=pytest.mark.slow)
-            for size, table in ((1, SLOW), (2, (*QUICK, *SLOW)), (4, SLOW))
-        ),
+        *(pytest.param(size, table, marks=pytest.mark.slow) for size, table in ((1, SLOW), (2, (*QUICK, *SLOW)))),
+        pytest.param(4, SLOW, marks=pytest.mark.soak),
     ],
 )
 def test_packed_documents_are_the_documents_alone(world_size: int, table: Sequence[Layout]) -> None:

@@ -85,7 +85,7 @@ def planned_bytes(settings: tuple[str, ...], world_size: int, rank: int, pp_rank
 
 @pytest.mark.parametrize(
     "world_size",
-    [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4)), pytest.param(8, marks=pytest.mark.soak)],
+    [1, pytest.param(2, marks=pytest.mark.slow), *(pytest.param(n, marks=pytest.mark.soak) for n in (4, 8))],
 )
 def test_bytes_are_those_of_a_running_rank(world_size: int) -> None:
     layouts = [("training.local_batch_size=1", *settings) for settings in LAYOUTS[world_size]]

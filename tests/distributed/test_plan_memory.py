@@ -201,7 +201,12 @@ def peak_errors(layout: str, dtype: str) -> dict[str, list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "dtype"), [("1 process", "float32"), ("1 process", "bfloat16"), ("1 process, qwen3", "bfloat16")]
+    ("layout", "dtype"),
+    [
+        ("1 process", "float32"),
+        pytest.param("1 process", "bfloat16", marks=pytest.mark.soak),
+        ("1 process, qwen3", "bfloat16"),
+    ],
 )
 def test_what_a_microbatch_keeps_in_one_process(layout: str, dtype: str) -> None:
     errors = kept_errors(layout, dtype)
@@ -229,7 +234,7 @@ def test_what_documents_in_a_row_add() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-@pytest.mark.parametrize("layout", ["tp 2", "tp 2, whole logits"])
+@pytest.mark.parametrize("layout", ["tp 2", pytest.param("tp 2, whole logits", marks=pytest.mark.soak)])
 def test_what_a_microbatch_keeps_with_tensor_parallelism(layout: str) -> None:
     errors = kept_errors(layout, "float32")
     assert {mode: error for mode, error in errors.items() if abs(error) > 0.02} == {}

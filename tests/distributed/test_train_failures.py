@@ -147,7 +147,7 @@ def test_an_error_that_all_ranks_find_at_once_is_told_once(tokenizer: Path, tmp_
     assert [row["bad_rows"] for row in rows(tmp_path / "out")][-1] == 2
 
 
-@pytest.mark.parametrize("launcher", [None, pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["forked", "torchrun"])
+@pytest.mark.parametrize("launcher", [None, pytest.param(TORCHRUN, marks=pytest.mark.soak)], ids=["forked", "torchrun"])
 def test_a_programming_error_on_one_rank_is_told_by_that_rank_alone(
     launcher: tuple[str, ...] | None, tmp_path: Path, start: Starter
 ) -> None:

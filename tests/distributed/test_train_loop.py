@@ -65,7 +65,7 @@ def run_of(config: JobConfig, *sinks: Keep) -> Run:
         loader=StubLoader(dist.get_rank()),  # type: ignore[arg-type]
         meter=meter,
         sinks=Sinks(sinks),
-        data_end=DataEnd(list, list, None),
+        data_end=DataEnd(None, None),
         ledger=None,
         mesh=mesh,
         checkpoints=None,

@@ -163,8 +163,8 @@ def build_checkpoints(
 def build_data_end(config: JobConfig, mesh: Mesh, loader: Loader) -> DataEnd:
     """How the ranks agree on the end of the data. A collective where a source is finite: it makes a group."""
     if all(source.epochs == -1 for source in config.data.sources):
-        return DataEnd(list, list, None)
-    return DataEnd(lambda: loader.ended, loader.ended_after_next, mesh.new_group(config.comm.init_timeout_s))
+        return DataEnd(None, None)
+    return DataEnd(loader, mesh.new_group(config.comm.init_timeout_s))
 
 
 def build_ledger(config: JobConfig, mesh: Mesh) -> Ledger | None:

@@ -1,7 +1,7 @@
 """What ranks have to agree on: work whose failure on one is known to all, and flags at each step of training."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -118,33 +118,39 @@ def _flags(values: Sequence[int]) -> Flags:
     return Flags(stop, bool(save_failed))
 
 
+class FiniteData(Protocol):
+    """ended: of each source, whether this rank's streams have nothing left of it."""
+
+    ended: list[bool]
+
+    def ended_after_next(self) -> list[bool]:
+        """What `ended` will be after the next step; waits until that is prepared."""
+        ...
+
+
 class DataEnd:
     """Whether a finite source has ended for all ranks, known in time: a step ahead of the step after which it has.
 
-    ended: of each source, whether this rank's streams have nothing left of it. ended_after_next: the same after the
-    next step; it waits until that is prepared. group: as of Agreement.
+    data: None if all sources are read for ever. group: as of Agreement.
     """
 
-    def __init__(
-        self,
-        ended: Callable[[], Sequence[bool]],
-        ended_after_next: Callable[[], Sequence[bool]],
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        self._ended = ended
-        self._ended_after_next = ended_after_next
-        self._agreement = Agreement(group, len(ended()))
+    def __init__(self, data: FiniteData | None, group: dist.ProcessGroup | None) -> None:
+        self._data = data
+        self._agreement = Agreement(group, len(data.ended) if data else 0)
 
     def before_training(self) -> list[bool]:
         """Of each source, whether it has ended already. On all ranks, before the first step of a start."""
-        self._say(self._ended())
+        if self._data is not None:
+            self._say(self._data.ended)
         return self.after_step()
 
     def after_step(self) -> list[bool]:
         """Of each source, whether it has ended with the step that is just done. On all ranks, at the end of each."""
+        if self._data is None:
+            return []
         ended = [left == 0 for left in self._agreement.finish()]
         if not any(ended):
-            self._say(self._ended_after_next())
+            self._say(self._data.ended_after_next())
         return ended
 
     def _say(self, ended: Sequence[bool]) -> None:

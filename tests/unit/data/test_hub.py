@@ -142,7 +142,7 @@ def test_a_file_that_is_gone_is_named(dataset: Path) -> None:
 
 
 def test_in_a_mixture_a_streamed_dataset_needs_a_weight(dataset: Path) -> None:
-    facts = {"seq_len": 8, "global_batch_size": 8, "data_degree": 1, "vocab_size": 300}
+    facts = {"global_batch_size": 8, "data_degree": 1, "vocab_size": 300}
     sources = (source_of(dataset), source_of(dataset, split="test"))
     (found,) = check_data(DataConfig(sources=sources), **facts)
     assert found.key == "data.sources.0.weight"

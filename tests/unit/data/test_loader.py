@@ -337,7 +337,7 @@ def test_fewer_bad_files_than_streams_are_named_for_what_they_are(tmp_path: Path
 
 
 def problem_keys(section: DataConfig, **facts: int) -> list[str]:
-    known = {"seq_len": 128, "global_batch_size": 8, "data_degree": 2, "vocab_size": 300}
+    known = {"global_batch_size": 8, "data_degree": 2, "vocab_size": 300}
     return [problem.key for problem in check_data(section, **known | facts)]
 
 

@@ -229,7 +229,7 @@ POLICIES = [
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("composed")
-@pytest.mark.parametrize("compile_blocks", [False, True])
+@pytest.mark.parametrize("compile_blocks", [pytest.param(False, marks=pytest.mark.soak), True])
 @pytest.mark.parametrize(("policy", "per_block"), POLICIES)
 def test_blocks_of_scores_in_recomputed_and_compiled_blocks(
     policy: ActivationCheckpointConfig,
