@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -167,6 +168,7 @@ def forward_only(model: ModelOnMesh) -> Iterator[None]:
                     module.reshard()
 
 
+@dataclass(frozen=True)
 class Validation:
     """Validation of a run: when, on which sources, and where the numbers go.
 
@@ -174,24 +176,13 @@ class Validation:
     step that the run goes on after has none so far.
     """
 
-    def __init__(
-        self,
-        section: ValidationConfig,
-        evaluator: Evaluator,
-        loaders: Mapping[str, Loader],
-        meter: Meter,
-        sinks: Sinks,
-        *,
-        max_bad_rows: int,
-        missing: bool,
-    ) -> None:
-        self._section = section
-        self._evaluator = evaluator
-        self._loaders = loaders
-        self._meter = meter
-        self._sinks = sinks
-        self._max_bad_rows = max_bad_rows
-        self.missing = missing
+    section: ValidationConfig
+    evaluator: Evaluator
+    loaders: Mapping[str, Loader]
+    meter: Meter
+    sinks: Sinks
+    max_bad_rows: int
+    missing: bool
 
     def after_step(self, step: int, last: bool, failure: FailureReport) -> int:
         """Validates where it is due, and writes a row; the number of the signal that has ended it before, else 0.
@@ -199,24 +190,24 @@ class Validation:
         last: whether it is the last step of the run. A collective over all ranks. Raises UserError on all of them where
         there is nothing to validate on or too much of it is bad, DataError as Evaluator.totals.
         """
-        if step % self._section.interval and not last:
+        if step % self.section.interval and not last:
             return 0
-        with self._meter.left_out() as clock:
+        with self.meter.left_out() as clock:
             try:
                 found = dict(
-                    self._evaluator.totals_by_name(
-                        self._loaders,
-                        steps=self._section.steps,
-                        max_bad_rows=self._max_bad_rows,
+                    self.evaluator.totals_by_name(
+                        self.loaders,
+                        steps=self.section.steps,
+                        max_bad_rows=self.max_bad_rows,
                         failure=failure,
                     )
                 )
             except StoppedError as stopped:
                 return stopped.number
-            self._sinks.write(ValidationRecord(step, found, clock()))
+            self.sinks.write(ValidationRecord(step, found, clock()))
         return 0
 
     def close(self) -> None:
         """End the loaders' threads."""
-        for loader in self._loaders.values():
+        for loader in self.loaders.values():
             loader.close()

@@ -76,56 +76,45 @@ class Found:
     verified: str
 
 
+@dataclass(frozen=True)
 class StartFinder:
-    """Finds, verifies and loads what a run starts from; all ranks of `group` together. Arguments as of Checkpoints."""
+    """Finds, verifies and loads what a run starts from; all ranks of `group` together. Fields as of Checkpoints."""
 
-    def __init__(
-        self,
-        section: CheckpointConfig,
-        folder: Path,
-        state: RunState,
-        meter: Meter,
-        about: RunFacts,
-        *,
-        steps: int,
-        group: dist.ProcessGroup,
-        imported: ModelFolder | None,
-    ) -> None:
-        self._section = section
-        self._folder = folder
-        self._state = state
-        self._meter = meter
-        self._about = about
-        self._steps = steps
-        self._group = group
-        self._imported = imported
+    section: CheckpointConfig
+    folder: Path
+    state: RunState
+    meter: Meter
+    about: RunFacts
+    steps: int
+    group: dist.ProcessGroup
+    imported: ModelFolder | None
 
     def find(self) -> Start:
         """Loads what the run goes on from. Raises UserError on all ranks."""
-        if self._section.enable:
-            steps, ever = prepare_folder(self._folder, self._group)
-            finished = bool(steps) and steps[-1] >= self._steps  # what will not be saved needs no room
-            probe(self._folder, 0 if finished else self._state.num_bytes(self._group), self._group)
-            if steps or ever or self._section.load_step >= 0:
+        if self.section.enable:
+            steps, ever = prepare_folder(self.folder, self.group)
+            finished = bool(steps) and steps[-1] >= self.steps  # what will not be saved needs no room
+            probe(self.folder, 0 if finished else self.state.num_bytes(self.group), self.group)
+            if steps or ever or self.section.load_step >= 0:
                 return self._go_on(steps)
         return self._begin()
 
     def _go_on(self, steps: list[int]) -> Start:
         """From a checkpoint of this run."""
-        section = self._section
+        section = self.section
         goes_back = section.load_step >= 0 and not self._has_gone_back()
         if goes_back:
             if section.load_step not in steps:
                 there = ", ".join(map(str, steps)) or "none"
                 raise UserError(
-                    f"checkpoint.load_step = {section.load_step}: there is no such checkpoint in {self._folder}, the "
+                    f"checkpoint.load_step = {section.load_step}: there is no such checkpoint in {self.folder}, the "
                     f"steps that are there: {there}"
                 )
-            found = self._whole(step_folder(self._folder, section.load_step), self._is_usable)
+            found = self._whole(step_folder(self.folder, section.load_step), self._is_usable)
         else:
-            newest = newest_whole(self._folder, steps, section.verify, self._group, self._is_usable)
+            newest = newest_whole(self.folder, steps, section.verify, self.group, self._is_usable)
             if newest is None:
-                raise nothing_usable(self._folder)
+                raise nothing_usable(self.folder)
             found = newest
         step, lineage = found.manifest.step, found.manifest.lineage
         if found.manifest.content == "model":
@@ -134,42 +123,42 @@ class StartFinder:
         self._load_all(found)
         if goes_back:
             lineage += (_new_branch(step),)
-        superseded = on_first(lambda: supersede_after(self._folder, step), self._group)
+        superseded = on_first(lambda: supersede_after(self.folder, step), self.group)
         if superseded:
             log.info("Set aside as superseded: the checkpoints of steps %s", ", ".join(map(str, superseded)))
         return Start(step, lineage, found.manifest.config, goes_on=True)
 
     def _has_gone_back(self) -> bool:
         """Whether this launch has gone back to load_step already, and its ranks were only restarted since."""
-        restarts = together(lambda: os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), self._group)
+        restarts = together(lambda: os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), self.group)
 
         def on_new_branch() -> bool:
-            newest = newest_manifest(self._folder)
-            if newest is None or newest.lineage[-1].step != self._section.load_step:
+            newest = newest_manifest(self.folder)
+            if newest is None or newest.lineage[-1].step != self.section.load_step:
                 return False
             launch = _launch()
             # A launch without a name of its own is known by the counts, each of which is of one node alone.
             return newest.lineage[-1].launch == launch if launch else set(restarts) != {"0"}
 
-        return on_first(on_new_branch, self._group)
+        return on_first(on_new_branch, self.group)
 
     def _begin(self) -> Start:
         """A new run, from initial weights, from another run's checkpoint, or from an imported model."""
-        path = self._section.initial_load_path
-        if self._imported is not None:
-            return self._import(self._imported)
+        path = self.section.initial_load_path
+        if self.imported is not None:
+            return self._import(self.imported)
         if not path:
-            log.info("Start: a new run, from step 0 with initial weights; no checkpoint in %s", self._folder)
+            log.info("Start: a new run, from step 0 with initial weights; no checkpoint in %s", self.folder)
             return Start(0, (_new_branch(0),), {})
-        model_only = self._section.initial_load_model_only
+        model_only = self.section.initial_load_model_only
         found = self._initial(Path(path), (lambda _: True) if model_only else self._is_full)
         if model_only:
-            tensors = self._state.model()
-            model, own = found.manifest.facts.get("model"), self._about.facts.get("model")
-            for line in check_tensors(found.path, tensors, self._group, list(differences(model, own, "model"))):
+            tensors = self.state.model()
+            model, own = found.manifest.facts.get("model"), self.about.facts.get("model")
+            for line in check_tensors(found.path, tensors, self.group, list(differences(model, own, "model"))):
                 log.info("%s", line)
             self._warn_of_tokenizer(found.manifest.facts.get("tokenizer"), str(found.path))
-            load(found, tensors, self._group)
+            load(found, tensors, self.group)
             log.info(
                 "Start: a new run, from step 0 with the weights of step %d in %s, %s",
                 *(found.manifest.step, found.path, found.verified),
@@ -183,7 +172,7 @@ class StartFinder:
     def _import(self, folder: ModelFolder) -> Start:
         """With the weights of a folder, of which each rank reads its own part."""
         begin = time.perf_counter()
-        tensors = {name.removeprefix(MODEL): tensor for name, tensor in self._state.model().items()}
+        tensors = {name.removeprefix(MODEL): tensor for name, tensor in self.state.model().items()}
 
         def fill() -> int:
             num_bytes = folder.fill_(tensors)
@@ -195,8 +184,8 @@ class StartFinder:
                 )
             return num_bytes
 
-        read = together(fill, self._group)
-        fingerprint = on_first(folder.tokenizer_fingerprint, self._group)
+        read = together(fill, self.group)
+        fingerprint = on_first(folder.tokenizer_fingerprint, self.group)
         self._warn_of_tokenizer(fingerprint, folder.name)
         log.info(
             "Start: a new run, from step 0 with the weights of %s, %s, %.1f MiB read by rank 0, %.2f s",
@@ -206,51 +195,51 @@ class StartFinder:
         return Start(0, (_new_branch(0),), {})
 
     def _warn_of_tokenizer(self, fingerprint: str | None, where: str) -> None:
-        if fingerprint != self._about.facts.get("tokenizer"):
-            warn_once(f"The weights of {where} were trained with another tokenizer than this one", self._group)
+        if fingerprint != self.about.facts.get("tokenizer"):
+            warn_once(f"The weights of {where} were trained with another tokenizer than this one", self.group)
 
     def _initial(self, path: Path, usable: Usable) -> Found:
         """What initial_load_path means: that checkpoint, or the newest whole and usable one in that folder.
 
         They are somebody else's: damaged ones stay where they are.
         """
-        steps = on_first(lambda: None if (path / MANIFEST_FILE).exists() else published_steps(path), self._group)
+        steps = on_first(lambda: None if (path / MANIFEST_FILE).exists() else published_steps(path), self.group)
         for candidate in [path] if steps is None else [step_folder(path, step) for step in reversed(steps)]:
-            found = look_at(candidate, self._section.verify, self._group, usable)
+            found = look_at(candidate, self.section.verify, self.group, usable)
             if isinstance(found, Found):
                 return found
             if isinstance(found, str):
                 message = f"checkpoint.initial_load_path: {candidate} is damaged: {found}"
                 if steps is None:
                     raise UserError(f"{message}; give another one, or the folder of all, for the newest that is whole")
-                warn_once(f"{message}; the one before it is looked at", self._group)
+                warn_once(f"{message}; the one before it is looked at", self.group)
         missing = "whole checkpoint" if steps else "checkpoint"
-        if not self._section.initial_load_model_only:
+        if not self.section.initial_load_model_only:
             missing += " with optimizer and place in the data"
         raise UserError(
             f'checkpoint.initial_load_path = "{path}": there is no {missing} to start from; give a folder step-N of a '
             "run's checkpoint folder, or that folder"
-            + ("" if self._section.initial_load_model_only else "; from weights alone: initial_load_model_only = true")
+            + ("" if self.section.initial_load_model_only else "; from weights alone: initial_load_model_only = true")
         )
 
     def _whole(self, path: Path, usable: Usable) -> Found:
         """The checkpoint that the user has chosen."""
-        found = look_at(path, self._section.verify, self._group, usable)
+        found = look_at(path, self.section.verify, self.group, usable)
         if isinstance(found, Found):
             return found
         why = f"is damaged: {found}" if found else "holds the model alone, without optimizer and place in the data"
         raise UserError(
-            f"checkpoint.load_step = {self._section.load_step}: {path} {why}; choose another step, or -1 "
+            f"checkpoint.load_step = {self.section.load_step}: {path} {why}; choose another step, or -1 "
             "for the newest that is whole"
         )
 
     def _is_usable(self, manifest: Manifest) -> bool:
         """Whether the run can go on from it. Raises UserError where it was made with settings that must not change."""
-        path = step_folder(self._folder, manifest.step)
+        path = step_folder(self.folder, manifest.step)
         self._check_facts(manifest, path)
         if self._is_full(manifest):
             return True
-        finished = manifest.step >= self._steps
+        finished = manifest.step >= self.steps
         if not finished:
             log.info("%s holds the model alone: the run goes on from an earlier one", path)
         return finished
@@ -260,27 +249,27 @@ class StartFinder:
         return manifest.content == "full"
 
     def _check_facts(self, manifest: Manifest, path: Path) -> None:
-        for line in check_facts(manifest.facts, self._about.facts, self._section.accept_changes, str(path)):
-            warn_once(line, self._group)
+        for line in check_facts(manifest.facts, self.about.facts, self.section.accept_changes, str(path)):
+            warn_once(line, self.group)
 
     def _load_all(self, found: Found) -> None:
         manifest = found.manifest
-        tensors = self._state.model_and_optimizer() | {STREAMS: self._state.empty_streams()}
-        load(found, tensors, self._group)
+        tensors = self.state.model_and_optimizer() | {STREAMS: self.state.empty_streams()}
+        load(found, tensors, self.group)
         try:
-            position = self._state.load_streams(tensors[STREAMS])
+            position = self.state.load_streams(tensors[STREAMS])
         except UserError as error:
             raise UserError(
                 f"{found.path}: the data have no such place as the checkpoint's: {error}; resume with its "
                 "data, or start a new run from its weights: --job.dump_folder ANOTHER "
                 f"--checkpoint.initial_load_path {found.path}"
             ) from None
-        self._meter.load_state(MeterState(**manifest.counts))
+        self.meter.load_state(MeterState(**manifest.counts))
         log.info(
             "Start: step %d, %s tokens, data at %s, from %s, %s",
             *(manifest.step, f"{manifest.counts['tokens_seen']:,}", position, found.path, found.verified),
         )
-        for line in changed_settings(manifest.config, self._about.config):
+        for line in changed_settings(manifest.config, self.about.config):
             log.info("Changed since the checkpoint: %s", line)
 
 

@@ -20,7 +20,6 @@ class IndexedOrder:
         self.name = name
         self.size = corpus.size
         self.description = corpus.description
-        self.num_pieces = corpus.count
         self._corpus = corpus
         self._permutation = permutation
         self._epochs = epochs

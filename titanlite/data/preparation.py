@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from titanlite.data.blocks import BlockOrder, Division
 from titanlite.data.config import DataConfig
 from titanlite.data.corpus import Corpus, Encoder, TextCorpus, Texts
 from titanlite.data.indexed import IndexedOrder
@@ -14,7 +15,6 @@ from titanlite.data.order import Mixture, Permutation
 from titanlite.data.pieces import StreamPieces
 from titanlite.data.sources.base import Source, StreamedSource, TextSource
 from titanlite.data.sources.tokens import Tokens
-from titanlite.data.streamed import Division, StreamedOrder
 from titanlite.data.streams import BadRowPolicy, Origin, Row, SourceStream, Stream
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import DataError, UserError
@@ -105,7 +105,7 @@ def open_order(
         encoder = Encoder(tokenizer, add_bos=section.add_bos, add_eos=section.add_eos)
         if isinstance(source, StreamedSource) and source.is_streamed:
             division = Division(source, section.num_streams, seeds if section.shuffle else None)
-            return StreamedOrder(division, encoder, max_piece_bytes=section.max_piece_bytes)
+            return BlockOrder(division, encoder, max_piece_bytes=section.max_piece_bytes)
         assert isinstance(source, TextSource)
         corpus = TextCorpus(Texts([source], section.max_piece_bytes), encoder)
     if corpus.size == 0 or corpus.count == 0:

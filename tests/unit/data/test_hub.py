@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from tests.unit.data.small_hub import COMMIT, small_hub
-from titanlite.data import streamed
+from titanlite.data import blocks
+from titanlite.data.blocks import BlockPieces, Blocks, Division, Position
 from titanlite.data.check import check_data, check_source
 from titanlite.data.config import DataConfig, SourceConfig
 from titanlite.data.corpus import Encoder, open_index
@@ -27,7 +28,6 @@ from titanlite.data.loader import build_loader
 from titanlite.data.pieces import BadRowError, Place, TokenPiece
 from titanlite.data.sources import hf
 from titanlite.data.sources.hub import hub_files
-from titanlite.data.streamed import Blocks, Division, Position, StreamedPieces
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.retry import retrying
@@ -170,10 +170,10 @@ class Letters:
         return [[ord(letter) for letter in text] for text in texts]
 
 
-def open_stream(division: Division, stream: int = 0, max_piece_bytes: int = 100, epochs: int = -1) -> StreamedPieces:
+def open_stream(division: Division, stream: int = 0, max_piece_bytes: int = 100, epochs: int = -1) -> BlockPieces:
     encoder = Encoder(cast(Tokenizer, Letters()), add_bos=False, add_eos=False)
     blocks = Blocks(division, stream, max_piece_bytes=max_piece_bytes)
-    return StreamedPieces(blocks, encoder, name="mine", epochs=epochs)
+    return BlockPieces(blocks, encoder, name="mine", epochs=epochs)
 
 
 def divided(source: SourceConfig, num_streams: int, seed: int | None = None) -> Division:
@@ -181,12 +181,12 @@ def divided(source: SourceConfig, num_streams: int, seed: int | None = None) -> 
 
 
 def test_too_many_files_are_refused_at_the_start(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamed, "_UNIT_BITS", 0)
+    monkeypatch.setattr(blocks, "_UNIT_BITS", 0)
     with pytest.raises(UserError, match="streaming goes up to 1 files or row groups"):
         divided(source_of(dataset), 1)
 
 
-def walk(pieces: StreamedPieces, epoch: int = 0, place: Place | None = None) -> list[tuple[Place, str]]:
+def walk(pieces: BlockPieces, epoch: int = 0, place: Place | None = None) -> list[tuple[Place, str]]:
     """(place, text or fault) from a place, or from the epoch's first, to the epoch's end."""
     found = []
     place = place or pieces.first()
@@ -252,7 +252,7 @@ def test_streams_advance_evenly_over_the_epochs(dataset: Path) -> None:
 
 
 def test_each_epoch_has_its_own_order(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamed, "MAX_BLOCK_ROWS", 5)
+    monkeypatch.setattr(blocks, "MAX_BLOCK_ROWS", 5)
     epochs = [texts_of(source_of(dataset), 1, epoch, seed=1)[0] for epoch in range(6)]
     assert len({tuple(epoch) for epoch in epochs}) == 6
     assert {epoch[0].split(" row")[0] for epoch in epochs} == {"file 0", "file 1"}  # files change places, too
@@ -267,7 +267,7 @@ def test_each_epoch_has_its_own_order(dataset: Path, monkeypatch: pytest.MonkeyP
 def test_a_stream_goes_on_from_any_piece(
     subset: str, num_streams: int, dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streamed, "MAX_BLOCK_ROWS", 3)
+    monkeypatch.setattr(blocks, "MAX_BLOCK_ROWS", 3)
     division = divided(source_of(dataset, subset=subset), num_streams, seed=5)
     for stream in range(num_streams):
         whole = walk(open_stream(division, stream, max_piece_bytes=16), epoch=2)
@@ -284,7 +284,7 @@ def test_a_stream_goes_on_from_any_piece(
 
 
 def test_long_rows_are_cut_and_end_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamed, "MAX_BLOCK_BYTES", 100)
+    monkeypatch.setattr(blocks, "MAX_BLOCK_BYTES", 100)
     rows = ["a\n" * 100, "short", "b\n" * 30, "end"]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     division = divided(source_of(tmp_path), 1)
@@ -300,7 +300,7 @@ def test_long_rows_are_cut_and_end_a_block(tmp_path: Path, monkeypatch: pytest.M
     assert isinstance(first, TokenPiece)
     assert numbers[1] == numbers[0] + 1  # parts of one document
     assert first.starts.tolist() == [0]
-    monkeypatch.setattr(streamed, "MAX_ROW_PIECES", 3)
+    monkeypatch.setattr(blocks, "MAX_ROW_PIECES", 3)
     (bad, *_) = walk(open_stream(division, max_piece_bytes=50))
     assert bad[1].endswith(
         "train.jsonl, line 1: the text is 4 pieces of data.max_piece_bytes, and at most 3 are possible"
@@ -332,8 +332,8 @@ def test_a_finite_source_ends_with_its_last_row(dataset: Path) -> None:
 
 def test_a_read_that_fails_for_a_while_loses_nothing(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is opened anew in the middle of it, and goes on with the block that could not be read."""
-    monkeypatch.setattr(streamed, "MAX_BLOCK_ROWS", 3)
-    monkeypatch.setattr(streamed, "retrying", partial(retrying, delays_s=(0, 0)))
+    monkeypatch.setattr(blocks, "MAX_BLOCK_ROWS", 3)
+    monkeypatch.setattr(blocks, "retrying", partial(retrying, delays_s=(0, 0)))
     rows, failures = hf.HuggingFace.rows, iter([2, 4, 0])
 
     def failing(*arguments: object) -> object:
@@ -404,7 +404,7 @@ def test_killed_anywhere_a_streamed_mixture_goes_on_on_any_mesh(
     num_streams: int, dataset: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Row groups of their own for 4 streams, shared files for 8; epoch edges in both."""
-    monkeypatch.setattr(streamed, "MAX_BLOCK_ROWS", 3)
+    monkeypatch.setattr(blocks, "MAX_BLOCK_ROWS", 3)
     sources = (source_of(dataset, weight=2.0), source_of(dataset, subset="french", weight=1.0))
     section = DataConfig(num_streams=num_streams, max_piece_bytes=16, sources=sources)
     whole, _ = origins_of(section, tokenizer, 1, None, 60)
@@ -424,7 +424,7 @@ import json, sys
 from dataclasses import replace
 from titanlite.data.config import SourceConfig
 from titanlite.data.sources.hf import HuggingFace
-from titanlite.data.streamed import Division
+from titanlite.data.blocks import Division
 from titanlite.runtime.errors import ConfigError
 from tests.unit.data.test_hub import texts_of
 

@@ -159,7 +159,7 @@ def _allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-class StreamedOrder:
+class BlockOrder:
     """A dataset in blocks. epochs: how often it is read; -1: for ever. size: not known."""
 
     size = 1
@@ -173,11 +173,11 @@ class StreamedOrder:
         self._epochs = division.source.config.epochs
         _allow_open_files()
 
-    def pieces(self, stream: int, num_streams: int) -> "StreamedPieces":
+    def pieces(self, stream: int, num_streams: int) -> "BlockPieces":
         """Those of one stream."""
         assert num_streams == self._division.groups * self._division.sharers
         blocks = Blocks(self._division, stream, max_piece_bytes=self._max_piece_bytes)
-        return StreamedPieces(blocks, self._encoder, name=self.name, epochs=self._epochs)
+        return BlockPieces(blocks, self._encoder, name=self.name, epochs=self._epochs)
 
 
 class _Start(NamedTuple):
@@ -263,7 +263,7 @@ class Blocks:
         return self._order[1]
 
 
-class StreamedPieces:
+class BlockPieces:
     """StreamPieces of one stream. Place.position is a packed Position: the unit's place in the epoch's order, the row
     from which on the block is, and the piece of the block."""
 
