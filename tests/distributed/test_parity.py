@@ -26,7 +26,8 @@ from tests.distributed.reference import small_config
 from titanlite.batch import Batch
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.tools.parity import __main__ as command
-from titanlite.tools.parity import measure, reference, run
+from titanlite.tools.parity import compare as run
+from titanlite.tools.parity import measure, reference
 from titanlite.tools.parity.layouts import Layout
 from titanlite.tools.parity.measure import measure_layouts
 from titanlite.tools.parity.reference import measure_reference

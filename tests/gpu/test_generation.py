@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.unit.tools.generate.tiny import PROMPTS, tiny
-from titanlite.tools.generate.cache import remembering
 from titanlite.tools.generate.generation import generate
+from titanlite.tools.generate.kv_cache import remembering
 from titanlite.tools.generate.sampling import Sampling
 
 pytestmark = [

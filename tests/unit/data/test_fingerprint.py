@@ -16,7 +16,7 @@ from titanlite.data.fingerprint import data_fingerprint, describe_difference
 from titanlite.data.kinds import open_source
 from titanlite.data.sources import base, hf
 from titanlite.data.sources.base import BLOCK_BYTES, SAMPLED_BLOCKS
-from titanlite.data.sources.hub import HubFiles
+from titanlite.data.sources.hub_files import HubFiles
 from titanlite.data.sources.text import Text
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import UserError

@@ -27,7 +27,7 @@ from titanlite.data.corpus import Encoder, open_index
 from titanlite.data.loader import build_loader
 from titanlite.data.pieces import BadRowError, Place, TokenPiece
 from titanlite.data.sources import hf
-from titanlite.data.sources.hub import hub_files
+from titanlite.data.sources.hub_files import hub_files
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.retry import retrying

@@ -20,7 +20,7 @@ from titanlite.data.sources.base import (
     TextSource,
     Unit,
 )
-from titanlite.data.sources.hub import (
+from titanlite.data.sources.hub_files import (
     DATASET_RULE,
     HubFiles,
     check_hub,

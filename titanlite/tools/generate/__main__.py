@@ -20,11 +20,11 @@ from titanlite.precision import DTYPES
 from titanlite.runtime.errors import ConfigError, Problem, require
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.tools.command import run_command
+from titanlite.tools.generate.decoding import TextStream
 from titanlite.tools.generate.generation import generate
 from titanlite.tools.generate.printing import print_texts
 from titanlite.tools.generate.prompts import Prompt, encode_prompts, read_prompts
 from titanlite.tools.generate.sampling import Sampling
-from titanlite.tools.generate.text import TextStream
 from titanlite.tools.saved_run import SavedRun, open_run, reading
 
 USUAL_NEW_TOKENS = 200

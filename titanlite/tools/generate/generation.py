@@ -6,7 +6,7 @@ import torch
 
 from titanlite.models.family import LanguageModel
 from titanlite.runtime.errors import UserError
-from titanlite.tools.generate.cache import remembering
+from titanlite.tools.generate.kv_cache import remembering
 from titanlite.tools.generate.sampling import Sampling, choose
 
 COLUMNS_AT_ONCE = 512

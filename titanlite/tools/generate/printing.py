@@ -3,8 +3,8 @@
 import sys
 from collections.abc import Iterable, Sequence
 
+from titanlite.tools.generate.decoding import TextStream
 from titanlite.tools.generate.prompts import Prompt
-from titanlite.tools.generate.text import TextStream
 
 
 def print_texts(

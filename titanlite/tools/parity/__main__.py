@@ -12,6 +12,7 @@ from titanlite.config.load import parse_config
 from titanlite.config.schema import JobConfig
 from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.tools.command import run_command
+from titanlite.tools.parity.compare import compare_layouts, run_reference, workplace
 from titanlite.tools.parity.layouts import (
     FORM,
     ONE_PROCESS,
@@ -23,7 +24,6 @@ from titanlite.tools.parity.layouts import (
 )
 from titanlite.tools.parity.measure import own_dtypes
 from titanlite.tools.parity.report import Table, bound_lines, head_lines, last_line, refusal_lines, write_json
-from titanlite.tools.parity.run import compare_layouts, run_reference, workplace
 from titanlite.tools.parity.shrink import comparable_config, describe_shrinking, resolved_config, shrink_config
 
 DESCRIPTION = """\

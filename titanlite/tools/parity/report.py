@@ -9,9 +9,9 @@ from typing import Any
 
 from titanlite.config.schema import JobConfig
 from titanlite.runtime.errors import UserError
+from titanlite.tools.parity.compare import Result, combined_hash
 from titanlite.tools.parity.layouts import Layout, Refusal
 from titanlite.tools.parity.measure import Measurement
-from titanlite.tools.parity.run import Result, combined_hash
 from titanlite.tools.parity.verdict import FLOAT64_BOUND, FLOOR_EPS, MULTIPLE, ONE_PROCESS_EPS, dead_parameters
 
 COLUMNS = ("layout", "dtypes", "loss difference", "grad norm ratio", "worst parameter", "its error", "bound", "verdict")

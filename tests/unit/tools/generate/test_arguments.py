@@ -13,10 +13,10 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.llama3 import LLAMA3
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.tools.generate import __main__ as command
+from titanlite.tools.generate.decoding import TextStream
 from titanlite.tools.generate.printing import print_texts
 from titanlite.tools.generate.prompts import Prompt, encode_prompts
 from titanlite.tools.generate.sampling import Sampling
-from titanlite.tools.generate.text import TextStream
 from titanlite.tools.saved_run import SavedRun
 
 BAD = {

@@ -11,8 +11,8 @@ from titanlite.models.family import LanguageModel
 from titanlite.models.layers import Attention
 from titanlite.runtime.errors import UserError
 from titanlite.tools.generate import generation
-from titanlite.tools.generate.cache import remembering
 from titanlite.tools.generate.generation import generate
+from titanlite.tools.generate.kv_cache import remembering
 from titanlite.tools.generate.sampling import Sampling, choose
 
 NEW = 30
