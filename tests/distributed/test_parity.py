@@ -26,8 +26,7 @@ from tests.distributed.reference import small_config
 from titanlite.batch import Batch
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.tools.parity import __main__ as command
-from titanlite.tools.parity import compare as run
-from titanlite.tools.parity import measure, reference
+from titanlite.tools.parity import compare, measure, reference
 from titanlite.tools.parity.layouts import Layout
 from titanlite.tools.parity.measure import measure_layouts
 from titanlite.tools.parity.reference import measure_reference
@@ -162,7 +161,7 @@ FAILURES = {
 def test_a_rank_that_fails_ends_the_run_with_its_error(
     config_file: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "measure_layouts", partial(raises_on_the_last_rank, how=how))
+    monkeypatch.setattr(compare, "measure_layouts", partial(raises_on_the_last_rank, how=how))
     with pytest.raises(UserError) as raised:
         command.main([str(config_file), "--layouts", "1x1x2x1", "1x1x1x2"])
     assert str(raised.value).startswith(FAILURES[how])
@@ -185,7 +184,7 @@ def all_masked(config: Any, steps: int, folder: str) -> Any:
 
 
 def test_agreement_about_nothing_is_refused(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "measure_reference", all_masked)
+    monkeypatch.setattr(compare, "measure_reference", all_masked)
     with pytest.raises(UserError, match="nothing would be proven: step 1 has no valid token"):
         command.main([str(config_file), "--layouts", "1x1x2x1"])
 
@@ -224,7 +223,7 @@ def rounded_gradient(config: Any, steps: int, folder: str) -> Any:
 def test_a_model_that_loses_precision_is_refused(
     config_file: Path, wrong: Callable[..., Any], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "measure_reference", wrong)
+    monkeypatch.setattr(compare, "measure_reference", wrong)
     with pytest.raises(UserError, match=f"not in float64 where all of its inputs are: .*{place}"):
         command.main([str(config_file), "--layouts", "1x1x2x1"])
 
@@ -238,7 +237,7 @@ def averaging_on_ranks(config: Any, layouts: Sequence[Layout], steps: int, folde
 def test_a_difference_ends_with_1(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "measure_layouts", averaging_on_ranks)
+    monkeypatch.setattr(compare, "measure_layouts", averaging_on_ranks)
     with pytest.raises(SystemExit) as ended:
         command.main([str(config_file), "--layouts", "1x1x2x1", "--json", "out.json"])
     assert ended.value.code == 1
