@@ -30,8 +30,9 @@ import pyarrow.parquet
 import tokenizers
 
 from titanlite.data.bpe import train_bpe
-from titanlite.data.config import DataConfig, SourceConfig
+from titanlite.data.config import DataConfig
 from titanlite.data.loader import build_loader
+from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.python_stdlib import PythonStdlib
 from titanlite.data.tokenizer import Tokenizer
 

@@ -39,8 +39,8 @@ class ModelOnMesh:
         self.loss = loss
         self.shard_logits = shard_logits
         self.pp_rank = mesh.coordinate["pp"]
-        # Ranks of one data rank see the same rows and, on the last stage's tp ranks, the same loss: one of them counts.
-        self.counts_loss = mesh.is_first(["tp"]) and (pipeline is None or pipeline.owns_last)
+        # Ranks of one data rank see the same rows and, on the last stage, the same loss: one of them counts.
+        self.counts_loss = mesh.is_loss_leader and (pipeline is None or pipeline.owns_last)
         self.counts_rows = mesh.is_data_leader
         self.device = device
         self.seed = seed

@@ -1,6 +1,7 @@
 """The rules that hold the parts apart, read off the source: imports point down, the configuration stays at the top."""
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -9,22 +10,15 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "titanlite"
 
-LAYERS = """
-__main__ train tools parity plan convert generate evaluate
-summary
-assembly
-config
-trainer validation
-forward
-checkpoint
-parallel metrics hf
-models data optim loss
-batch precision
-runtime
-"""
-"""The folders and files of titanlite/, from the top. Each imports itself and the lines below its own, nothing else."""
+README = (PACKAGE.parent / "README.md").read_text("utf-8")
+LAYERS = re.findall(
+    r"^  (\w+)(?:\.py|/) ", README[README.index("\ntitanlite/ ") : README.index("\nscripts/ ")], re.MULTILINE
+)
+"""The folders and files of titanlite/, as README lists them. Each imports itself and what stands below it there."""
+COMMANDS = {"__main__", "parity", "plan", "convert", "generate", "evaluate"}
+"""The table of commands, and their older names: they import nothing."""
 
-LAYER = {name: layer for layer, names in enumerate(reversed(LAYERS.strip().splitlines())) for name in names.split()}
+LAYER = {name: len(LAYERS) - place for place, name in enumerate(LAYERS)} | dict.fromkeys(COMMANDS, len(LAYERS) + 1)
 MAX_FILES_OF_TRAINER, MAX_DEPTH_OF_TRAINER, MAX_DEPTH_OF_TRAIN = 20, 6, 12
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "components"}
 
@@ -155,6 +149,22 @@ def reached(module: str) -> set[str]:
     return found
 
 
+def folder_of(module: str) -> str:
+    """titanlite.data.sources.base -> titanlite.data.sources; of a file of titanlite/ the file itself."""
+    return module.rpartition(".")[0] if module.count(".") > 1 else module
+
+
+def test_no_folders_import_each_other_in_a_circle() -> None:
+    """Folders inside folders, too."""
+    waiting = {folder_of(module): set[str]() for module in imports()}
+    for module, names in imports().items():
+        waiting[folder_of(module)] |= {folder_of(name) for name in names} - {folder_of(module)}
+    while free := [folder for folder, below in waiting.items() if not below & waiting.keys()]:
+        for folder in free:
+            del waiting[folder]
+    assert waiting == {}
+
+
 def test_what_a_reader_has_to_follow_is_short() -> None:
     """Files under the trainer, and the longest chains of imports: figures that grow unseen otherwise."""
     trainer, chain = longest_chain("titanlite.trainer"), longest_chain("titanlite.train")
@@ -176,11 +186,11 @@ def test_ignore_index_is_defined_in_batch() -> None:
         ("titanlite.trainer", "import titanlite.assembly", "imports titanlite.assembly, which does not lie below it"),
         ("titanlite.trainer", "from titanlite import assembly", "imports titanlite.assembly, which does not lie below"),
         ("titanlite.trainer", "from titanlite.config.schema import X", "imports titanlite.config.schema, which does"),
-        ("titanlite.trainer", "from titanlite.validation import X", "imports titanlite.validation, which does not"),
+        ("titanlite.validation", "from titanlite.trainer import X", "imports titanlite.trainer, which does not"),
         ("titanlite.runtime.logging", "from titanlite.metrics.meter import X", "which does not lie below it"),
         ("titanlite.assembly.run", "from titanlite.train import main", "which does not lie below it"),
         ("titanlite.data.loader", "from titanlite.tools.tokenize import X", "which does not lie below it"),
-        ("titanlite.data.loader", "from titanlite.optim.optimizer import X", "which does not lie below it"),
+        ("titanlite.optim.optimizer", "from titanlite.data.loader import X", "which does not lie below it"),
         ("titanlite.optim.optimizer", "if TYPE_CHECKING:\n    from titanlite.trainer import X", "which does not lie"),
         ("titanlite.models.layers", "from titanlite.batch import X", "models know models/ and runtime/ only"),
         ("titanlite.train", "def f():\n    from titanlite.loss import X", "imports titanlite.loss inside f"),

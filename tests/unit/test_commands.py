@@ -55,9 +55,9 @@ def test_an_older_name_runs_the_command(name: str) -> None:
 
 
 def test_the_table_has_all_tools() -> None:
-    """Whatever can be run in tools/; document makes a page of the docs, encoding is a process of another command."""
+    """Whatever can be run in tools/; config_page makes a page of the docs, encoding is a process of another command."""
     tools = Path(titanlite.__file__).with_name("tools")
     files = [path for path in tools.rglob("*.py") if "__main__" in path.read_text()]
     names = {path.parent.name if path.name == "__main__.py" else path.stem for path in files}
     listed = {module.rpartition(".")[2] for module, _ in COMMANDS.values()} - {"train"}
-    assert names == listed | {"document", "encoding"}
+    assert names == listed | {"config_page", "encoding"}

@@ -17,7 +17,7 @@ from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.preflight import imported_from
 from titanlite.checkpoint.start import RunFacts, Start
 from titanlite.checkpoint.state import RunState
-from titanlite.config.load import dump_config
+from titanlite.config.load import CONFIG_COPY, dump_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.fingerprint import data_fingerprint
 from titanlite.data.kinds import open_source, source_names
@@ -50,8 +50,6 @@ from titanlite.runtime.peak_flops import device_peak_flops
 from titanlite.runtime.signals import StopRequest
 from titanlite.trainer import Trainer
 from titanlite.validation import Evaluator, Validation, build_token_bytes
-
-CONFIG_COPY = "config.toml"
 
 
 @dataclass(frozen=True)

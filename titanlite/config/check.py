@@ -30,38 +30,43 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, looks_
     """
     degree = data_degree(config.parallelism, world_size)  # 0: not known, which is a problem of its own
     facts = resolve_config(config, world_size=world_size, device_type=device_type) if degree else config
-    seq_len = config.training.seq_len
-    tp, pp = config.parallelism.tp, config.parallelism.pp
-    family, model = resolve_model(config.model)
-    model_problems = check_model(config.model, seq_len=seq_len, tp=tp, pp=pp)
-    batch_problems = check_training(config.training, degree, tp)
-    rows = (
-        0
-        if batch_problems or not degree
-        else rows_per_batch(
-            facts.parallelism, facts.training.local_batch_size, facts.training.global_batch_size // degree
-        )
-    )
-    layout = replace(config.parallelism, dp_shard=resolve_degrees(config.parallelism, world_size)["dp_shard"])
-    imported = imported_from(config.checkpoint, config.job.dump_folder) if looks_at_files else ""
-    pipeline_problems = (
-        []
-        if model_problems
-        else check_pipeline(layout, family.plan(model), rows, document_mask=config.data.document_mask)
-    )
     return [
-        *(check_job(config.job) if looks_at_files else ()),
-        *model_problems,
-        *(
-            check_tokenizer(
-                config.tokenizer, sources=config.data.sources, vocab_size=model.vocab_size, add_bos=config.data.add_bos
-            )
-            if looks_at_files
-            else ()
+        *(_check_places(config) if looks_at_files else ()),
+        *_check_sources(config, facts.training.global_batch_size, degree, looks_at_files=looks_at_files),
+        *_check_layout(config, facts, world_size, degree),
+        *check_optimizer(config.optimizer),
+        *check_schedule(config.lr_schedule),
+        *check_checkpoint(
+            config.checkpoint, device_type, taken=(*OWN_FILES, *PurePath(config.metrics.folder).parts[:1])
         ),
+        *check_metrics(config.metrics),
+        *check_ranges(config.debug, "debug"),
+        *check_ranges(config.comm, "comm"),
+    ]
+
+
+def _check_places(config: JobConfig) -> list[Problem]:
+    """What has to be on this machine's disk beside the data: a place for the outputs, what the run starts from."""
+    family, model = resolve_model(config.model)
+    imported = imported_from(config.checkpoint, config.job.dump_folder)
+    return [
+        *check_job(config.job),
+        *check_tokenizer(
+            config.tokenizer, sources=config.data.sources, vocab_size=model.vocab_size, add_bos=config.data.add_bos
+        ),
+        *check_start(config.checkpoint, config.job.dump_folder),
+        *(check_source(imported, family, model) if imported else ()),
+    ]
+
+
+def _check_sources(config: JobConfig, global_batch_size: int, degree: int, *, looks_at_files: bool) -> list[Problem]:
+    """Of [data] and [validation]."""
+    _, model = resolve_model(config.model)
+    has_text = any(open_source(source).holds == "text" for source in config.data.sources)
+    return [
         *check_data(
             config.data,
-            global_batch_size=facts.training.global_batch_size,
+            global_batch_size=global_batch_size,
             data_degree=degree,
             vocab_size=model.vocab_size,
             looks_at_files=looks_at_files,
@@ -70,36 +75,37 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, looks_
             config.validation,
             config.data,
             vocab_size=model.vocab_size,
-            has_tokenizer=bool(config.tokenizer.path)
-            or any(open_source(source).holds == "text" for source in config.data.sources),
+            has_tokenizer=bool(config.tokenizer.path) or has_text,
             looks_at_files=looks_at_files,
         ),
-        *batch_problems,
-        *check_parallelism(config.parallelism, world_size),
-        *pipeline_problems,
+    ]
+
+
+def _check_layout(config: JobConfig, facts: JobConfig, world_size: int, degree: int) -> list[Problem]:
+    """The model, the batch and the parallelisms suit each other. facts: `config`, resolved if degree is known."""
+    section, training = config.parallelism, config.training
+    family, model = resolve_model(config.model)
+    problems = check_model(config.model, seq_len=training.seq_len, tp=section.tp, pp=section.pp)
+    model_is_valid = not problems
+    batch_problems = check_training(training, degree, section.tp)
+    problems += [*batch_problems, *check_parallelism(section, world_size)]
+    if model_is_valid:
+        rows = 0  # not known
+        if degree and not batch_problems:
+            rows_per_step = facts.training.global_batch_size // degree
+            rows = rows_per_batch(section, facts.training.local_batch_size, rows_per_step)
+        layout = replace(section, dp_shard=resolve_degrees(section, world_size)["dp_shard"])
+        problems += check_pipeline(layout, family.plan(model), rows, document_mask=config.data.document_mask)
+    splits = splits_backward(section)
+    return [
+        *problems,
         *check_activation_checkpoint(
             config.activation_checkpoint,
             compiled=compiles_blocks(config.compile),
-            pp_schedule=config.parallelism.pp_schedule,
-            splits_backward=splits_backward(config.parallelism),
+            pp_schedule=section.pp_schedule,
+            splits_backward=splits,
         ),
-        *check_compile(
-            config.compile,
-            pp_schedule=config.parallelism.pp_schedule,
-            splits_backward=splits_backward(config.parallelism),
-        ),
-        *check_optimizer(config.optimizer),
-        *check_schedule(config.lr_schedule),
-        *check_checkpoint(
-            config.checkpoint,
-            device_type,
-            taken=(*OWN_FILES, *PurePath(config.metrics.folder).parts[:1]),
-        ),
-        *(check_start(config.checkpoint, config.job.dump_folder) if looks_at_files else ()),
-        *(check_source(imported, family, model) if imported else ()),
-        *check_metrics(config.metrics),
-        *check_ranges(config.debug, "debug"),
-        *check_ranges(config.comm, "comm"),
+        *check_compile(config.compile, pp_schedule=section.pp_schedule, splits_backward=splits),
     ]
 
 

@@ -9,8 +9,8 @@ from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from titanlite.config.schema import JobConfig
-from titanlite.data.config import SourceConfig
 from titanlite.data.kinds import KINDS
+from titanlite.data.sources.config import SourceConfig
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
 from titanlite.optim.optimizer import OptimizerConfig

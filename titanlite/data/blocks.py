@@ -17,8 +17,8 @@ from typing import NamedTuple
 from titanlite.data.corpus import BYTES_PER_TOKEN, Encoder
 from titanlite.data.indexed import MIN_PATIENCE, READ_AHEAD_PIECES
 from titanlite.data.order import shuffled
-from titanlite.data.pieces import NOTHING, BadRowError, Place, TokenPiece, cut, flags_of, utf8_text
 from titanlite.data.sources.base import MAX_BLOCK_BYTES, MAX_BLOCK_ROWS, Row, Share, StreamedSource, Unit
+from titanlite.data.sources.pieces import NOTHING, BadRowError, Place, TokenPiece, cut, flags_of, utf8_text
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.retry import reason, retrying
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from titanlite.data.config import SourceConfig, TokenizerConfig
+from titanlite.data.config import TokenizerConfig
+from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.python_stdlib import PythonStdlib
 from titanlite.data.tokenizer import Tokenizer, tokenizer_file
 from titanlite.runtime.cache import built_once, cache_folder, content_key, file_facts

@@ -4,14 +4,10 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from titanlite.data.bpe import MIN_VOCAB_SIZE, QUICKSTART_VOCAB_SIZE
-from titanlite.data.config import (
-    DataConfig,
-    SourceConfig,
-    TokenizerConfig,
-    ValidationConfig,
-)
+from titanlite.data.config import DataConfig, TokenizerConfig, ValidationConfig
 from titanlite.data.kinds import KINDS, open_source
 from titanlite.data.sources.base import Source
+from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.python_stdlib import PythonStdlib
 from titanlite.data.sources.tokens import manifests_of
 from titanlite.data.tokenizer import Tokenizer, tokenizer_file

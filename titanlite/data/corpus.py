@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from titanlite.data.pieces import (
+from titanlite.data.sources.base import TextSource
+from titanlite.data.sources.pieces import (
     AT_BEGIN,
     ENDS_DOCUMENT,
     NOWHERE,
@@ -24,7 +24,6 @@ from titanlite.data.pieces import (
     Piece,
     TokenPiece,
 )
-from titanlite.data.sources.base import TextSource
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.cache import built_once, cache_folder, content_key
 from titanlite.runtime.errors import UserError
@@ -67,8 +66,8 @@ def open_index(source: TextSource, max_piece_bytes: int) -> PieceIndex:
     A dataset of the hub is turned into Arrow files on the way. Raises UserError where the cache folder cannot be
     written or a file cannot be read.
     """
-    facts = [source.kind, source.settings(), max_piece_bytes, source.content_facts()]
-    folder = cache_folder() / "index" / content_key(["pieces", FORMAT_VERSION, facts])
+    facts = ["pieces", FORMAT_VERSION, source.index_settings(), max_piece_bytes, source.content_facts()]
+    folder = cache_folder() / "index" / content_key(facts)
     what = f"the index of {source.name}"
     return PieceIndex(built_once(folder, what, lambda into: _build(source, max_piece_bytes, into, what)))
 
@@ -122,27 +121,6 @@ def _naming(file: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error}") from error
-
-
-class Corpus(Protocol):
-    """The numbered pieces of a source.
-
-    count: how many. size: in bytes of text or in tokens, see size_unit. windows: whether each piece is one sequence;
-    else pieces are packed. description: what there is, in one line.
-    """
-
-    count: int
-    size: int
-    windows: bool
-    description: str
-
-    def ahead(self, pieces: Iterator[int], num_tokens: int) -> list[int]:
-        """Those of the next `pieces` (at least 1) that are worth fetching at once for about `num_tokens` tokens."""
-        ...
-
-    def fetch(self, pieces: Sequence[int]) -> list[TokenPiece | Exception]:
-        """For each piece its tokens, or what is to be raised by whoever consumes it: BadRowError, UserError."""
-        ...
 
 
 class Texts:

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 
-from titanlite.data.corpus import Corpus
 from titanlite.data.order import Permutation
-from titanlite.data.pieces import Place, TokenPiece
+from titanlite.data.sources.pieces import Corpus, Place, TokenPiece
 
 READ_AHEAD_PIECES = 64
 """At most so many pieces of one stream are tokenized in one batch."""

@@ -3,8 +3,8 @@
 import os
 from collections.abc import Sequence
 
-from titanlite.data.config import SourceConfig
 from titanlite.data.sources.base import Source, TextSource
+from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.hf import HuggingFace
 from titanlite.data.sources.jsonl import Jsonl
 from titanlite.data.sources.parquet import Parquet

@@ -9,12 +9,11 @@ import numpy.typing as npt
 
 from titanlite.data.blocks import BlockOrder, Division
 from titanlite.data.config import DataConfig
-from titanlite.data.corpus import Corpus, Encoder, TextCorpus, Texts
+from titanlite.data.corpus import Encoder, TextCorpus, Texts
 from titanlite.data.indexed import IndexedOrder
 from titanlite.data.order import Mixture, Permutation
-from titanlite.data.pieces import StreamPieces
-from titanlite.data.sources.base import Source, StreamedSource, TextSource
-from titanlite.data.sources.tokens import Tokens
+from titanlite.data.sources.base import Source, StreamedSource, TextSource, TokenSource
+from titanlite.data.sources.pieces import Corpus, StreamPieces
 from titanlite.data.streams import BadRowPolicy, Origin, Row, SourceStream, Stream
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import DataError, UserError
@@ -98,7 +97,7 @@ def open_order(
     """The order of the source with that number in the section. Raises UserError if it is empty."""
     seeds = (section.seed, number)
     corpus: Corpus
-    if isinstance(source, Tokens):
+    if isinstance(source, TokenSource):
         corpus = source.windows(seq_len, vocab_size, documents=section.document_mask)
     else:
         assert tokenizer is not None, "sources of text need a tokenizer"

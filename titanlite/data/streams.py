@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from titanlite.batch import IGNORE_INDEX
 from titanlite.data.order import Mixture
-from titanlite.data.pieces import NOWHERE, BadRowError, Place, StreamPieces, TokenPiece
+from titanlite.data.sources.pieces import NOWHERE, BadRowError, Place, StreamPieces, TokenPiece
 from titanlite.runtime.errors import UserError
 
 logger = logging.getLogger("titanlite")

@@ -24,9 +24,10 @@ from typing import IO, Any, Generic, NoReturn, TypeVar
 import numpy as np
 
 import titanlite
-from titanlite.data.config import DataConfig, SourceConfig
+from titanlite.data.config import DataConfig
 from titanlite.data.kinds import open_source
 from titanlite.data.preparation import Int64s, Preparation, PreparedStep, Sources, sequences_of
+from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import DataError, UserError
 

@@ -40,7 +40,7 @@ class ParallelismConfig:
     pp_schedule: PipelineSchedule = "1F1B"
     """Order of the microbatches. GPipe and 1F1B have one stage per rank, all others two; ZBVZeroBubble and DualPipeV
     put the first and the last stage on the same rank."""
-    pp_microbatch_size: int = ranged(1, "1 is the usual value", least=1)
+    pp_microbatch_size: int = 1
     """Sequences per pipeline microbatch."""
     pp_split: tuple[str, ...] = ()
     """Names of the modules at which stages begin, but for the first, e.g. ["layers.2", "norm"].
@@ -100,6 +100,11 @@ class Mesh:
     def is_data_leader(self) -> bool:
         """Whether it is the first of the ranks that read the same rows."""
         return self.is_first(axis for axis in AXES if axis not in DATA_AXES)
+
+    @property
+    def is_loss_leader(self) -> bool:
+        """Whether it is the first of the ranks of its stage that read the same rows, and so compute the same loss."""
+        return self.is_first(axis for axis in AXES if axis not in (*DATA_AXES, "pp"))
 
     def connect(self, timeout_s: int | None) -> None:
         """Makes the process groups of all axes; a collective, once torch's default group is there.

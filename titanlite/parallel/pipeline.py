@@ -165,7 +165,9 @@ def check_pipeline(section: ParallelismConfig, plan: Plan, rows: int, *, documen
 
 def _check_microbatches(section: ParallelismConfig, rows: int) -> list[Problem]:
     key, size = "parallelism", section.pp_microbatch_size
-    if size < 1 or rows < 1:
+    if size < 1:
+        return require(False, f"{key}.pp_microbatch_size", size, "at least 1", "1 is the usual value")
+    if rows < 1:
         return []
     of = "training.local_batch_size" if section.gradient_sync == "every" else "training.global_batch_size / data degree"
     if rows % size:

@@ -13,8 +13,8 @@ from titanlite.data.check import check_data, check_tokenizer
 from titanlite.data.config import PIECE_BYTES_PER_POSITION, DataConfig
 from titanlite.data.corpus import Texts
 from titanlite.data.kinds import open_source, text_sources
-from titanlite.data.pieces import BadRowError
 from titanlite.data.preparation import bad_row_policy
+from titanlite.data.sources.pieces import BadRowError
 from titanlite.models.registry import resolve_model
 from titanlite.runtime.errors import ConfigError, Problem
 

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from titanlite.data.config import SourceConfig
 from titanlite.data.corpus import Encoder, TextCorpus, Texts
 from titanlite.data.kinds import text_sources
-from titanlite.data.pieces import BadRowError
+from titanlite.data.sources.config import SourceConfig
+from titanlite.data.sources.pieces import BadRowError
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.workers import describe_exit, start_process
 from titanlite.runtime.errors import UserError

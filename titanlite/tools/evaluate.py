@@ -28,8 +28,8 @@ from titanlite.config.check import check_config, resolve_config
 from titanlite.config.load import config_from_values
 from titanlite.config.schema import JobConfig, JobSection
 from titanlite.data.check import check_validation
-from titanlite.data.config import SourceConfig
 from titanlite.data.kinds import open_source, source_from_path
+from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.metrics.validation import SetTotals, sum_of
 from titanlite.parallel.mesh import AXES, Mesh, ParallelismConfig

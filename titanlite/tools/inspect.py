@@ -19,14 +19,15 @@ from titanlite.batch import IGNORE_INDEX
 from titanlite.config.check import resolve_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import prepare_tokenizer
-from titanlite.data.config import DataConfig, SourceConfig
+from titanlite.data.config import DataConfig
 from titanlite.data.corpus import open_index
 from titanlite.data.kinds import open_source
 from titanlite.data.loader import Loader, build_loader
 from titanlite.data.order import Mixture, shuffled
-from titanlite.data.pieces import BAD_FILE, STARTS_DOCUMENT, BadRowError, Piece
 from titanlite.data.preparation import Sources
 from titanlite.data.sources.base import TextSource
+from titanlite.data.sources.config import SourceConfig
+from titanlite.data.sources.pieces import BAD_FILE, STARTS_DOCUMENT, BadRowError, Piece
 from titanlite.data.sources.tokens import Tokens, documents_file, manifests_of, open_tokens
 from titanlite.data.streams import Origin
 from titanlite.data.tokenizer import Tokenizer

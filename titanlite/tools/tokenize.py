@@ -17,7 +17,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.corpus import Texts
 from titanlite.data.kinds import open_source
-from titanlite.data.pieces import ENDS_DOCUMENT
+from titanlite.data.sources.pieces import ENDS_DOCUMENT
 from titanlite.data.sources.tokens import FORMAT_VERSION, MANIFEST, UNFINISHED, read_json
 from titanlite.models.registry import resolve_model
 from titanlite.runtime.errors import UserError

@@ -205,7 +205,7 @@ BAD = [
     Bad("data.num_streams", "at least 1", "leave it out", argv="--data.num_streams 0"),
     Bad("data.num_streams", "divisible", "write 4", argv="--data.num_streams 3", world_size=2),
     Bad("data.max_piece_bytes", "at least", "leave it out", argv="--data.max_piece_bytes 0"),
-    Bad("data.max_bad_rows", "0 or more", "0 or more", argv="--data.max_bad_rows -1"),
+    Bad("data.max_bad_rows", "0 or more", "0 stops at the first bad row", argv="--data.max_bad_rows -1"),
     Bad("data.seed", "from 0", "number from 0", argv="--data.seed -1"),
     Bad("data.on_bad_row", 'one of "error", "skip"', "write one of them", argv="--data.on_bad_row ignore"),
     Bad("data.sources", "at least one source", "[[data.sources]]", toml="data.sources = []"),

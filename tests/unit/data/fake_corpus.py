@@ -9,7 +9,7 @@ import numpy as np
 from titanlite.batch import IGNORE_INDEX
 from titanlite.data.indexed import IndexedOrder
 from titanlite.data.order import Permutation
-from titanlite.data.pieces import AT_BEGIN, BadRowError, TokenPiece
+from titanlite.data.sources.pieces import AT_BEGIN, BadRowError, TokenPiece
 from titanlite.data.streams import BadRowPolicy, Row, SourceStream
 
 PAD = 0

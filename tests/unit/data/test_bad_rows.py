@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from titanlite.data.config import DataConfig, SourceConfig
+from titanlite.data.config import DataConfig
 from titanlite.data.loader import Loader, build_loader
+from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import DataError
 

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from titanlite.data.config import DataConfig, SourceConfig
+from titanlite.data.config import DataConfig
 from titanlite.data.fingerprint import data_fingerprint, describe_difference
 from titanlite.data.kinds import open_source
 from titanlite.data.sources import base, hf
 from titanlite.data.sources.base import BLOCK_BYTES, SAMPLED_BLOCKS
+from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.hub_files import HubFiles
 from titanlite.data.sources.text import Text
 from titanlite.data.tokenizer import Tokenizer

@@ -22,12 +22,13 @@ from tests.unit.data.small_hub import COMMIT, small_hub
 from titanlite.data import blocks
 from titanlite.data.blocks import BlockPieces, Blocks, Division, Position
 from titanlite.data.check import check_data, check_source
-from titanlite.data.config import DataConfig, SourceConfig
+from titanlite.data.config import DataConfig
 from titanlite.data.corpus import Encoder, open_index
 from titanlite.data.loader import build_loader
-from titanlite.data.pieces import BadRowError, Place, TokenPiece
 from titanlite.data.sources import hf
+from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.hub_files import hub_files
+from titanlite.data.sources.pieces import BadRowError, Place, TokenPiece
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.retry import retrying

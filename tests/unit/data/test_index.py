@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from titanlite.data import corpus
-from titanlite.data.config import SourceConfig
 from titanlite.data.corpus import PieceIndex
 from titanlite.data.kinds import text_sources
+from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.text import Text
 from titanlite.runtime.cache import built_once, cache_folder, content_key
 from titanlite.runtime.errors import UserError

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.data.config import SourceConfig
 from titanlite.data.kinds import source_from_path
+from titanlite.data.sources.config import SourceConfig
 from titanlite.runtime.errors import Problem
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from titanlite.data.config import DataConfig, SourceConfig
+from titanlite.data.config import DataConfig
 from titanlite.data.ledger import Ledger, ledger_files, read_ledger
 from titanlite.data.loader import Loader, build_loader
+from titanlite.data.sources.config import SourceConfig
 from titanlite.data.streams import Origin
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.metrics.history import keep_rows

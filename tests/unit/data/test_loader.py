@@ -14,10 +14,11 @@ from tests.unit.data.fake_corpus import FakeCorpus, expected_sequences, fake_sou
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.data import preparation
 from titanlite.data.check import check_data
-from titanlite.data.config import DataConfig, SourceConfig
+from titanlite.data.config import DataConfig
 from titanlite.data.kinds import open_source
 from titanlite.data.loader import Loader, build_loader
 from titanlite.data.preparation import Sources
+from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.workers import Assignment
 from titanlite.runtime.errors import UserError

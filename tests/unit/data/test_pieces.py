@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.data.pieces import BadRowError, cut, lines, read_range, utf8_text
+from titanlite.data.sources.pieces import BadRowError, cut, lines, read_range, utf8_text
 
 
 def random_text(rng: random.Random) -> bytes:

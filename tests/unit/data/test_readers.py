@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from titanlite.data.config import SourceConfig
-from titanlite.data.pieces import ENDS_DOCUMENT, STARTS_DOCUMENT, BadRowError
 from titanlite.data.sources.base import TextSource
+from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.jsonl import Jsonl
 from titanlite.data.sources.parquet import Parquet
+from titanlite.data.sources.pieces import ENDS_DOCUMENT, STARTS_DOCUMENT, BadRowError
 from titanlite.data.sources.text import Text
 
 WHOLE = STARTS_DOCUMENT | ENDS_DOCUMENT

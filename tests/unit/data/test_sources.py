@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from titanlite.data.check import check_source
-from titanlite.data.config import DataConfig, SourceConfig
+from titanlite.data.config import DataConfig
 from titanlite.data.corpus import PieceIndex, open_index
 from titanlite.data.kinds import open_source, source_names, text_sources
+from titanlite.data.sources.config import SourceConfig
 from titanlite.runtime.errors import Problem
 
 

@@ -9,7 +9,7 @@ from tests.unit.data.fake_corpus import PAD, FakeCorpus, empty_row, expected_seq
 from titanlite.batch import IGNORE_INDEX
 from titanlite.data.indexed import IndexedOrder
 from titanlite.data.order import Permutation
-from titanlite.data.pieces import TokenPiece
+from titanlite.data.sources.pieces import TokenPiece
 from titanlite.data.streams import BadRowPolicy, SourceState, SourceStream
 from titanlite.runtime.errors import UserError
 

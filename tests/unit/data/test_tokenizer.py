@@ -10,7 +10,8 @@ import tokenizers
 from titanlite.data import bpe
 from titanlite.data.bpe import EOS, prepare_tokenizer, train_bpe
 from titanlite.data.check import check_tokenizer
-from titanlite.data.config import SourceConfig, TokenizerConfig
+from titanlite.data.config import TokenizerConfig
+from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import UserError
 

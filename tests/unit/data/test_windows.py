@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from titanlite.batch import IGNORE_INDEX
-from titanlite.data.config import DataConfig, SourceConfig
+from titanlite.data.config import DataConfig
 from titanlite.data.loader import Loader, build_loader
+from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.tokens import Tokens, find_invalid, open_tokens
 from titanlite.runtime.errors import Problem, UserError
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from titanlite.data.config import DataConfig, SourceConfig
+from titanlite.data.config import DataConfig
 from titanlite.data.loader import Loader, build_loader
+from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.workers import WorkerPool
 from titanlite.runtime.errors import DataError, UserError

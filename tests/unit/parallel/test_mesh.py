@@ -1,7 +1,11 @@
 """Degrees against the world."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from titanlite.parallel import mesh
 from titanlite.parallel.mesh import (
     Mesh,
     ParallelismConfig,
@@ -82,3 +86,18 @@ def test_groups_come_once_ranks_are_connected() -> None:
     assert mesh.groups == []
     with pytest.raises(AssertionError, match="not connected"):
         mesh.group("pp")
+
+
+@pytest.mark.parametrize("reads_other_rows", [False, True])
+def test_what_follows_from_the_entry_of_another_axis(reads_other_rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reads, who counts and who speaks for a stage, on 2 x 2 x 2 x 2 x 2 ranks."""
+    monkeypatch.setattr(mesh, "AXES", ("pp", "dp_replicate", "dp_shard", "new", "tp"))
+    data_axes = ("dp_replicate", "dp_shard", "new") if reads_other_rows else ("dp_replicate", "dp_shard")
+    monkeypatch.setattr(mesh, "DATA_AXES", data_axes)
+    section: Any = SimpleNamespace(pp=2, dp_replicate=2, dp_shard=2, new=2, tp=2)
+    ranks = [Mesh(section, World(rank, rank, 32, "cpu")) for rank in range(32)]
+    degree = 8 if reads_other_rows else 4
+    assert {one.data_degree for one in ranks} == {degree}
+    assert sorted(one.data_rank for one in ranks if one.is_data_leader) == list(range(degree))
+    counting = [(one.coordinate["pp"], one.data_rank) for one in ranks if one.is_loss_leader]
+    assert sorted(counting) == [(stage, data_rank) for stage in range(2) for data_rank in range(degree)]

@@ -99,6 +99,7 @@ REFUSED = {
     "too few names": (ParallelismConfig(pp=3, pp_split=("layers.1",)), 8, "parallelism.pp_split"),
     "a wrong order": (ParallelismConfig(pp=3, pp_split=("norm", "layers.1")), 8, "parallelism.pp_split"),
     "a name twice": (ParallelismConfig(pp=3, pp_split=("norm", "norm")), 8, "parallelism.pp_split"),
+    "no sequence in a microbatch": (ParallelismConfig(pp=2, pp_microbatch_size=0), 8, "parallelism.pp_microbatch_size"),
     "an indivisible batch": (ParallelismConfig(pp=2, pp_microbatch_size=3), 8, "parallelism.pp_microbatch_size"),
     "too few microbatches": (ParallelismConfig(pp=4, pp_microbatch_size=4), 8, "parallelism.pp_schedule"),
 }

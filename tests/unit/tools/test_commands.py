@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from tests.distributed.program import start_command
-from titanlite.data.config import DataConfig, SourceConfig
+from titanlite.data.config import DataConfig
 from titanlite.data.loader import build_loader
+from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.tools import tokenize, train_tokenizer

@@ -9,8 +9,9 @@ import pytest
 
 from tests.distributed.program import start_command
 from titanlite.batch import IGNORE_INDEX, Batch
-from titanlite.data.config import DataConfig, SourceConfig
+from titanlite.data.config import DataConfig
 from titanlite.data.loader import build_loader
+from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import UserError
 from titanlite.tools import inspect, tokenize

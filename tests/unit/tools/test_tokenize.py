@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from titanlite.data.check import check_tokenizer
-from titanlite.data.config import DataConfig, SourceConfig, TokenizerConfig
+from titanlite.data.config import DataConfig, TokenizerConfig
 from titanlite.data.fingerprint import data_fingerprint, describe_difference
 from titanlite.data.kinds import open_source
-from titanlite.data.pieces import ENDS_DOCUMENT, STARTS_DOCUMENT, BadRowError
+from titanlite.data.sources.config import SourceConfig
+from titanlite.data.sources.pieces import ENDS_DOCUMENT, STARTS_DOCUMENT, BadRowError
 from titanlite.data.sources.tokens import Tokens, documents_file
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import Problem, UserError

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import xxhash
 
-from titanlite.data.config import SourceConfig
-from titanlite.data.pieces import BadRowError, Piece
+from titanlite.data.sources.config import SourceConfig
+from titanlite.data.sources.pieces import BadRowError, Corpus, Piece
 from titanlite.runtime.cache import built_once, cache_folder, content_key, file_facts
 from titanlite.runtime.errors import Problem, UserError, require
 
@@ -179,6 +179,11 @@ class TextSource(Source):
         """What changes with the content of its files: paths, sizes and times."""
         return [*file_facts(self.files())]
 
+    def index_settings(self) -> list[str]:
+        """What decides how its files are cut into pieces. A change of this for any source builds its index anew."""
+        config = self.config
+        return [self.kind, config.field or "text", config.document or "file", config.split or "train"]
+
     def indexed_files(self, into: Path) -> list[Path]:  # noqa: ARG002
         """The files that are indexed. Those that have to be made first are made in the folder `into`."""
         return self.files()
@@ -190,6 +195,16 @@ class TextSource(Source):
     @abstractmethod
     def read(self, path: Path, piece: Piece) -> str:
         """The piece's text, never empty. Raises BadRowError, and OSError if the file cannot be read."""
+
+
+class TokenSource(Source):
+    """Tokens in files, a sequence at any place of them."""
+
+    holds = "tokens"
+
+    @abstractmethod
+    def windows(self, seq_len: int, vocab_size: int, *, documents: bool) -> Corpus:
+        """Its pieces, each of which is one sequence. documents: whether they say where documents start."""
 
 
 class Unit(NamedTuple):

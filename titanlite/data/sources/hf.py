@@ -8,8 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
-from titanlite.data.config import SourceConfig
-from titanlite.data.pieces import BAD_FILE, BadRowError, Piece, cut, flags_of, utf8_text
 from titanlite.data.sources.base import (
     MAX_BLOCK_BYTES,
     MAX_BLOCK_ROWS,
@@ -20,6 +18,7 @@ from titanlite.data.sources.base import (
     TextSource,
     Unit,
 )
+from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.hub_files import (
     DATASET_RULE,
     HubFiles,
@@ -33,6 +32,7 @@ from titanlite.data.sources.hub_files import (
 )
 from titanlite.data.sources.jsonl import GZIP_DAMAGE, damage_after, json_text, open_lines
 from titanlite.data.sources.parquet import as_bytes, damage, text_type
+from titanlite.data.sources.pieces import BAD_FILE, BadRowError, Piece, cut, flags_of, utf8_text
 from titanlite.runtime.cache import built_once, cache_folder, content_key, file_facts
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.retry import reason, retrying

@@ -7,10 +7,10 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from titanlite.data.config import SourceConfig
-from titanlite.data.pieces import BadRowError
+from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.jsonl import GZIP_DAMAGE, json_text, open_lines
 from titanlite.data.sources.parquet import text_type
+from titanlite.data.sources.pieces import BadRowError
 from titanlite.runtime.cache import built_once, cache_folder, content_key
 from titanlite.runtime.errors import ConfigError, Problem, require
 from titanlite.runtime.retry import http_status, is_transient, reason

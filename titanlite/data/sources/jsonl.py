@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from titanlite.data.config import SourceConfig
-from titanlite.data.pieces import BAD_FILE, BadRowError, Piece, cut, flags_of, lines, read_range, utf8_text
 from titanlite.data.sources.base import TextSource
+from titanlite.data.sources.config import SourceConfig
+from titanlite.data.sources.pieces import BAD_FILE, BadRowError, Piece, cut, flags_of, lines, read_range, utf8_text
 from titanlite.runtime.cache import Recent, built_once, cache_folder, content_key, file_facts
 
 CACHE_BYTES = 64 * 2**20

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from titanlite.data.config import SourceConfig
-from titanlite.data.pieces import BAD_FILE, BadRowError, Piece, cut, flags_of, utf8_text
 from titanlite.data.sources.base import TextSource
+from titanlite.data.sources.config import SourceConfig
+from titanlite.data.sources.pieces import BAD_FILE, BadRowError, Piece, cut, flags_of, utf8_text
 from titanlite.runtime.cache import Recent
 from titanlite.runtime.retry import is_transient
 

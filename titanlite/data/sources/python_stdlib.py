@@ -5,7 +5,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from titanlite.data.pieces import BadRowError, read_range, utf8_text
+from titanlite.data.sources.pieces import BadRowError, read_range, utf8_text
 from titanlite.data.sources.text import Text
 from titanlite.runtime.errors import Problem, UserError, require
 

@@ -5,8 +5,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from titanlite.data.pieces import BAD_FILE, BadRowError, Bytes, Piece, cut, flags_of, lines, read_range, utf8_text
 from titanlite.data.sources.base import TextSource
+from titanlite.data.sources.pieces import (
+    BAD_FILE,
+    BadRowError,
+    Bytes,
+    Piece,
+    cut,
+    flags_of,
+    lines,
+    read_range,
+    utf8_text,
+)
 
 
 class Text(TextSource):

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titanlite.data.config import SourceConfig
-from titanlite.data.pieces import NOWHERE, TokenPiece
-from titanlite.data.sources.base import Source
+from titanlite.data.sources.base import TokenSource
+from titanlite.data.sources.config import SourceConfig
+from titanlite.data.sources.pieces import NOWHERE, TokenPiece
 from titanlite.runtime.errors import Problem, UserError
 
 FORMAT_VERSION = 1
@@ -30,13 +30,12 @@ CHECKED_TOKENS = 2**16
 """Tokens at the start of each file that are looked at before a run starts."""
 
 
-class Tokens(Source):
+class Tokens(TokenSource):
     """1-D arrays of integers: .npy files, or raw little-endian .bin files."""
 
     kind = "tokens"
     keys = ("dtype",)
     suffixes = (".npy", ".bin")
-    holds = "tokens"
 
     def settings(self) -> dict[str, Any]:
         return {"dtype": self.config.dtype}

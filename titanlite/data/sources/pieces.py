@@ -1,7 +1,7 @@
 """Pieces: documents, or parts of long ones. Where they lie, their text, their tokens."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -47,6 +47,27 @@ AT_BEGIN = np.zeros(1, np.int64)
 NOWHERE = np.empty(0, np.int64)
 NOTHING = TokenPiece(NOWHERE, NOWHERE)
 """A piece without tokens."""
+
+
+class Corpus(Protocol):
+    """The numbered pieces of a source.
+
+    count: how many. size: in bytes of text or in tokens, see size_unit. windows: whether each piece is one sequence;
+    else pieces are packed. description: what there is, in one line.
+    """
+
+    count: int
+    size: int
+    windows: bool
+    description: str
+
+    def ahead(self, pieces: Iterator[int], num_tokens: int) -> list[int]:
+        """Those of the next `pieces` (at least 1) that are worth fetching at once for about `num_tokens` tokens."""
+        ...
+
+    def fetch(self, pieces: Sequence[int]) -> list[TokenPiece | Exception]:
+        """For each piece its tokens, or what is to be raised by whoever consumes it: BadRowError, UserError."""
+        ...
 
 
 class Place(NamedTuple):

@@ -1,4 +1,4 @@
-"""docs/config.md, made from the sections themselves: `python -m titanlite.tools.document > docs/config.md`."""
+"""docs/config.md, made from the sections themselves: `python -m titanlite.tools.config_page > docs/config.md`."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,7 +11,7 @@ from titanlite.models.registry import FAMILIES
 INTRODUCTION = """\
 # Configuration
 
-<!-- Made by `python -m titanlite.tools.document > docs/config.md`; change the sections' source, not this file. -->
+<!-- Made by `python -m titanlite.tools.config_page > docs/config.md`; change the sections' source, not this file. -->
 
 A run is one TOML file and what the command line adds to it:
 

@@ -9,7 +9,7 @@ from titanlite.config.load import full_keys, parse_config
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
-from titanlite.tools.document import document
+from titanlite.tools.config_page import document
 
 ROOT = Path(__file__).parents[3]
 
@@ -24,7 +24,7 @@ def test_every_key_is_documented(family: str) -> None:
 
 def test_the_documentation_is_current() -> None:
     current = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
-    assert current == document(), "run: python -m titanlite.tools.document > docs/config.md"
+    assert current == document(), "run: python -m titanlite.tools.config_page > docs/config.md"
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
