@@ -71,6 +71,7 @@ def determinism_of_a_run(folder: str, deterministic: str, warn_only: str) -> lis
     ]
 
 
+@pytest.mark.slow
 def test_deterministic_algorithms_are_in_force_where_they_are_asked_for(tmp_path: Path) -> None:
     def found(name: str, *flags: str) -> list[object]:
         (tmp_path / name).mkdir()

@@ -77,6 +77,7 @@ def greedy(run: Path, prompt: str, count: int) -> str:
     return prompt + tokenizer.decode(tokens)[len(tokenizer.decode(given)) :] + "\n"
 
 
+@pytest.mark.slow
 def test_greedy_text_is_that_of_the_whole_model(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(trained), "--prompt", PROMPT, "--temperature", "0", "--max-new-tokens", "20"])
     printed = capsys.readouterr()

@@ -43,7 +43,7 @@ def with_validation(folder: Path) -> tuple[str, ...]:
 def ask_to_stop(run: Run, step: int) -> None:
     """The last rank is asked to stop while the second source is validated on after `step`."""
     assert run.validation is not None
-    loader = run.validation._loaders["other"]
+    loader = run.validation.loaders["other"]
     next_step = loader.next_step
 
     def asked_to_stop() -> Any:

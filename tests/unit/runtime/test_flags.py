@@ -90,6 +90,7 @@ def lose_a_rank(how: str) -> Any:
     return "not raised"
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_raises_after_the_groups_timeout() -> None:
     assert run_ranks(lose_a_rank, 2, "hangs") == ["raised", None]
 

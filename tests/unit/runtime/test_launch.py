@@ -131,6 +131,7 @@ def never_ends_on_rank_1(folder: str) -> None:
         time.sleep(100)
 
 
+@pytest.mark.slow
 def test_the_time_is_limited(tmp_path: Path) -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match=r"ranks \[1\] are still running"):

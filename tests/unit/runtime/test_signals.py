@@ -104,6 +104,7 @@ def test_the_same_signal_by_two_ways_is_one(start: Start) -> None:
     assert process.poll() is None
 
 
+@pytest.mark.slow
 def test_an_early_warning_never_ends_the_process_nor_makes_the_next_signal_the_second(start: Start) -> None:
     process = start(QUICK)
     for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1):
@@ -123,6 +124,7 @@ def test_before_it_is_active_nothing_changes(start: Start) -> None:
     assert {number: process.wait(30) for number, process in processes.items()} == codes
 
 
+@pytest.mark.slow
 def test_a_signal_at_any_moment_of_the_activation_ends_the_process_or_is_remembered() -> None:
     """In single steps of the activation, by a tracer that sends the signal before the n-th of its lines."""
     program = f"""{BEGIN}
