@@ -26,6 +26,9 @@ MAX_SEQ_LEN = 5000
 PROMPT = "the model"
 
 
+pytestmark = pytest.mark.slow  # the run that they share costs more than they do
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The dump folder of a run with checkpoints of 3 steps, each in shards of two ranks."""
@@ -77,7 +80,6 @@ def greedy(run: Path, prompt: str, count: int) -> str:
     return prompt + tokenizer.decode(tokens)[len(tokenizer.decode(given)) :] + "\n"
 
 
-@pytest.mark.slow
 def test_greedy_text_is_that_of_the_whole_model(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(trained), "--prompt", PROMPT, "--temperature", "0", "--max-new-tokens", "20"])
     printed = capsys.readouterr()
@@ -181,7 +183,6 @@ def start(run: Path, *arguments: str) -> subprocess.Popen[bytes]:
     )
 
 
-@pytest.mark.slow
 def test_an_interrupt_and_a_closed_pipe_end_it_and_leave_what_was_written(trained: Path) -> None:
     """In the middle of texts that would take many seconds more. A terminal's Ctrl-C is this signal."""
     with (

@@ -157,7 +157,8 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("how", ["kill", pytest.param("raise", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["kill", "raise"])
 def test_a_rank_that_fails_ends_the_run_with_its_error(
     config_file: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ def workplace(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_it_goes_on_as_it_did(ranks: int, workplace: Path) -> None:
     """On one process, and sharded over two."""
     before = rows(workplace / "run")

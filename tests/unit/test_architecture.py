@@ -91,8 +91,13 @@ def value_violations(module: str, tree: ast.AST) -> Iterator[str]:
                 yield f"calls {name}"
 
 
+@cache
+def tree_of(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def violations(module: str, source: str, modules: set[str]) -> list[str]:
-    tree = ast.parse(source)
+    tree = tree_of(source)
     found = [
         *import_violations(module, tree, modules),
         *name_violations(module, tree),
@@ -120,7 +125,7 @@ def test_no_module_breaks_a_rule() -> None:
 @cache
 def imports() -> dict[str, list[str]]:
     """Of each module, those that it imports when it is imported itself; packages with nothing in them left out."""
-    found = {module: ast.parse(source) for module, source in sources().items()}
+    found = {module: tree_of(source) for module, source in sources().items()}
     empty = {module for module, tree in found.items() if not any(not is_docstring(node) for node in tree.body)}
     return {
         module: [name for name in first_party_imports(tree, set(found)) if name not in empty]

@@ -120,7 +120,7 @@ def test_batches_have_the_promised_shapes(make: Any) -> None:
     assert [batch.sequences.tolist() for batch in batches] == [[1, 3, 5, 7], [9, 11, 13, 15]]
 
 
-@pytest.mark.parametrize("epochs", [-1, 1])
+@pytest.mark.parametrize("epochs", [pytest.param(-1, marks=pytest.mark.slow), 1])
 def test_a_run_goes_on_exactly_on_another_mesh(make: Any, epochs: int) -> None:
     reference = steps_of([make(epochs=epochs)], 20)
     for (before, after), stop in product([(1, 1), (1, 4), (4, 1), (2, 4), (4, 2)], [0, 1, 2, 5, 11]):

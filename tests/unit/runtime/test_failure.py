@@ -298,6 +298,7 @@ def test_ctrl_c_ends_at_once_whatever_the_main_thread_does(start: Start) -> None
         assert program.text == f"running\nwaiting\n{said}"
 
 
+@pytest.mark.slow
 def test_an_interrupted_rank_tells_of_no_lost_connection(start: Start) -> None:
     """Interrupted ranks end one after the other, and the last ones lose the first ones."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)

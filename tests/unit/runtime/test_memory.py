@@ -11,6 +11,7 @@ from titanlite.runtime.memory import peak_memory_bytes
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_the_peak_holds_what_was_held_once() -> None:
     before = peak_memory_bytes(CPU)
     size = before + 2**27  # more than any earlier peak left free
