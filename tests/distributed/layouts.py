@@ -131,7 +131,6 @@ SLOW = (
     Layout((1, 4, 1, 1), (*LAST, *FULL)),
     Layout((1, 1, 4, 1), (*EVERY, *TIED)),
     Layout((1, 2, 2, 1), accumulation=3, rows=24),
-    Layout((1, 1, 1, 4), (*FOUR_KV_HEADS, *BY_OP)),
     Layout((1, 1, 2, 2), (*TIED, *LAST), accumulation=3, rows=24),
     Layout((2, 1, 2, 1), (*schedule("GPipe"), *EVERY), accumulation=3, rows=24),
     Layout((2, 2, 1, 1), (*schedule("ZBVZeroBubble"), *PAIRS)),
@@ -139,7 +138,6 @@ SLOW = (
     Layout((2, 1, 2, 1), (*schedule("DualPipeV"), *depth(7))),
     Layout((2, 1, 1, 2), (*schedule("InterleavedZeroBubble"), *FULL, *WHOLE_LOGITS, *PAIRS), rows=8),
     Layout((4, 1, 1, 1), (*schedule("Interleaved1F1B"), *depth(7), *BY_LAYER)),
-    Layout((2, 1, 1, 2), (*QWEN3, *schedule("Interleaved1F1B"), *BY_OP, *PAIRS), rows=8),
     # hybrid sharding x tensor parallelism
     Layout((1, 2, 2, 2), accumulation=3, rows=24),
     # the pair: sharded or replicated, with the same loss curve
@@ -151,6 +149,8 @@ SLOW = (
 
 
 SOAK = (
+    Layout((1, 1, 1, 4), (*FOUR_KV_HEADS, *BY_OP)),
+    Layout((2, 1, 1, 2), (*QWEN3, *schedule("Interleaved1F1B"), *BY_OP, *PAIRS), rows=8),
     Layout((1, 1, 1, 2), (*QWEN3, *WHOLE_LOGITS, *TIED, *FULL)),
     Layout((1, 2, 1, 2), (*QWEN3, *BY_OP)),
     Layout((4, 1, 1, 1), (*schedule("LoopedBFS"), *depth(6), *PAIRS), accumulation=3, rows=24),

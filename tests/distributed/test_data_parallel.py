@@ -53,7 +53,7 @@ def all_cases(layouts: list[tuple[int, int]], dtype: str) -> dict[str, tuple[flo
         (1, "float64"),
         pytest.param(2, "float64", marks=pytest.mark.slow),
         pytest.param(1, "float32", marks=pytest.mark.slow),
-        pytest.param(2, "float32", marks=pytest.mark.slow),
+        pytest.param(2, "float32", marks=pytest.mark.soak),
         pytest.param(4, "float64", marks=pytest.mark.slow),
     ],
 )

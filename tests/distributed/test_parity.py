@@ -58,10 +58,11 @@ def program(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]"
 
 
 @pytest.mark.slow
-def test_layouts_of_several_world_sizes_agree(config_file: Path) -> None:
+@pytest.mark.parametrize("more", ["1x1x1x2", pytest.param("1x2x2x1", marks=pytest.mark.soak)])
+def test_layouts_of_several_world_sizes_agree(more: str, config_file: Path) -> None:
     """Steps in float64, float32 and with a bfloat16 computation; the table, the JSON, and nothing left behind."""
     folder = config_file.parent
-    names = ["2x1x1x1:InterleavedZeroBubble", "1x2x2x1"]
+    names = ["2x1x1x1:InterleavedZeroBubble", more]
     settings = ["--steps", "2", "--training.dtype", "float32", "--training.mixed_precision_param", "bfloat16"]
     before = {path.name for path in folder.iterdir()}
     done = program(folder, str(config_file), *settings, "--json", "out.json", "--layouts", *names)

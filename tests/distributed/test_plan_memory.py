@@ -205,7 +205,7 @@ def peak_errors(layout: str, dtype: str) -> dict[str, list[float]]:
     [
         ("1 process", "float32"),
         pytest.param("1 process", "bfloat16", marks=pytest.mark.soak),
-        ("1 process, qwen3", "bfloat16"),
+        pytest.param("1 process, qwen3", "bfloat16", marks=pytest.mark.soak),
     ],
 )
 def test_what_a_microbatch_keeps_in_one_process(layout: str, dtype: str) -> None:

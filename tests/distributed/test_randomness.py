@@ -65,7 +65,7 @@ def splits_in_old_torch(layout: Layout) -> bool:
     return torch.__version__ < "2.12" and layout.schedule in ("InterleavedZeroBubble", "ZBVZeroBubble")
 
 
-@pytest.mark.parametrize("layouts", [ONE, TWO, pytest.param(FOUR, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layouts", [ONE, TWO, pytest.param(FOUR, marks=pytest.mark.soak)])
 def test_what_is_drawn_by_key_is_the_same_on_every_layout(layouts: Sequence[Layout]) -> None:
     usable = [layout for layout in layouts if runs_here(layout) and not splits_in_old_torch(layout)]
     for rank, errors in enumerate(run_ranks(drawn_by_key, usable[0].world_size, usable)):
