@@ -78,6 +78,18 @@ def test_an_index_is_built_anew_after_a_change(
     assert len(built) == 7
 
 
+def test_a_kind_with_a_key_of_its_own_has_an_index_for_each_value(tmp_path: Path) -> None:
+    class Marked(Text):
+        kind = "marked"
+        keys = ("document", "dtype")
+
+    found = [
+        Marked(SourceConfig("text", str(tmp_path), dtype=dtype)).index_settings() for dtype in ("uint16", "uint32")
+    ]
+    assert found[0] != found[1]
+    assert Text(SourceConfig("text", str(tmp_path))).index_settings() == ["text", "text", "file", "train"]
+
+
 def test_a_large_index_is_written_in_blocks(write_jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "FLUSH_PIECES", 4)
     index = open_index(SourceConfig(kind="jsonl", path=str(write_jsonl([str(n) for n in range(11)]))), 1000)

@@ -32,6 +32,10 @@ MAX_BLOCK_ROWS = 1024
 MAX_BLOCK_BYTES = 4 * 2**20
 """A block of a streamed source ends with the row that brings it to either: so much of each stream is in memory."""
 
+_INDEX_KEYS = ("field", "document", "split")
+_FILE_KEYS = ("subset", "revision", "streaming")
+"""Keys that are in every index; and those that only say which files there are, or how they are read."""
+
 READERS = 16
 """Files that are read at once: what takes time is to wait for their file system."""
 
@@ -179,10 +183,11 @@ class TextSource(Source):
         """What changes with the content of its files: paths, sizes and times."""
         return [*file_facts(self.files())]
 
-    def index_settings(self) -> list[str]:
-        """What decides how its files are cut into pieces. A change of this for any source builds its index anew."""
+    def index_settings(self) -> list[Any]:
+        """The keys that decide how its files are cut into pieces: a change builds the index anew."""
         config = self.config
-        return [self.kind, config.field or "text", config.document or "file", config.split or "train"]
+        own = [[key, getattr(config, key)] for key in self.keys if key not in (*_INDEX_KEYS, *_FILE_KEYS)]
+        return [self.kind, config.field or "text", config.document or "file", config.split or "train", *own]
 
     def indexed_files(self, into: Path) -> list[Path]:  # noqa: ARG002
         """The files that are indexed. Those that have to be made first are made in the folder `into`."""
