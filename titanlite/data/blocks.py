@@ -1,10 +1,10 @@
-"""The order of sources that cannot be indexed, a dataset of the hub: read in the order of its files, block by block.
+"""Order of streamed sources, such as a dataset of the hub, which have no index: files are read block by block.
 
-A block is consecutive rows of a file that are kept in memory and permuted. A unit is a file, or a row group of a
-Parquet file where there are fewer files than streams. Each epoch has an order of the units; the epochs' orders stand
-in a row, and of that row stream s of S reads the units s, s + S, s + 2S, … Where even row groups are too few, the
-units are those of files, and groups of streams read units in this way: there are gcd(units, S) groups, and the streams
-of a group share each of its units by row numbers. So each row belongs to one stream in each epoch.
+A unit is a file, or a row group of a Parquet file if there are fewer files than streams. A block is consecutive rows of
+a unit, kept in memory and permuted. Each epoch has an order of the units. In the concatenated orders of all epochs,
+stream s of S reads the units s, s + S, s + 2S, … If there are also fewer row groups than streams, units are files, and
+gcd(units, S) groups of streams read units in this way; the streams of a group share each unit by row numbers. Each row
+therefore belongs to exactly one stream in each epoch.
 """
 
 import math
@@ -18,42 +18,42 @@ from titanlite.data.corpus import BYTES_PER_TOKEN, Encoder
 from titanlite.data.indexed import MIN_PATIENCE, READ_AHEAD_PIECES
 from titanlite.data.order import shuffled
 from titanlite.data.sources.base import MAX_BLOCK_BYTES, MAX_BLOCK_ROWS, Row, Share, StreamedSource, Unit
-from titanlite.data.sources.pieces import NOTHING, BadRowError, Place, TokenPiece, cut, flags_of, utf8_text
+from titanlite.data.sources.pieces import EMPTY_PIECE, BadRowError, Place, TokenPiece, cut, flags_of, utf8_text
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.retry import reason, retrying
 
 _UNIT_BITS, _ROW_BITS, _PIECE_BITS = 17, 29, 17
 
 MAX_ROW_PIECES = 2 ** (_PIECE_BITS - 1)
-"""A row of more pieces is a bad one, and a block with this many pieces ends."""
+"""Maximum pieces of a row, otherwise the row is bad. A block ends when it has this many pieces."""
 
 
 class Position(NamedTuple):
-    """Where a piece is. unit: which file or row group. row: from which row on. piece: which piece from there."""
+    """Position of a piece. unit: file or row group. row: first row of the block. piece: piece of the block."""
 
     unit: int
     row: int
     piece: int
 
     def packed(self) -> int:
-        """As one integer below 2^63. Raises UserError where there are too many files or rows for that."""
+        """Pack into one integer below 2^63. Raises UserError if there are too many files or rows."""
         if self.unit >= 2**_UNIT_BITS or self.row >= 2**_ROW_BITS:
             raise UserError(
-                f"streaming goes up to {2**_UNIT_BITS:,} files or row groups, and {2**_ROW_BITS:,} rows of a file; for "
-                "more, set streaming = false in the source"
+                f"streaming supports up to {2**_UNIT_BITS:,} files or row groups, and {2**_ROW_BITS:,} rows per file; "
+                "for more, set streaming = false in the source"
             )
         return (self.unit << _ROW_BITS | self.row) << _PIECE_BITS | self.piece
 
     @classmethod
     def of(cls, packed: int) -> "Position":
-        """What was packed."""
+        """Unpack a packed position."""
         rest, piece = divmod(packed, 2**_PIECE_BITS)
         unit, row = divmod(rest, 2**_ROW_BITS)
         return cls(unit, row, piece)
 
 
 class Part(NamedTuple):
-    """A piece: a part of a row's text, which is the number-th of them. row: index in the block."""
+    """A piece: bytes [begin, end) of a row's text. row: index in the block. number: which part of the row."""
 
     row: int
     number: int
@@ -63,14 +63,14 @@ class Part(NamedTuple):
 
 
 class Block(NamedTuple):
-    """rows: consecutive ones of a unit, as far as they are the stream's. parts: their pieces, as they are consumed."""
+    """rows: consecutive rows of a unit that belong to the stream. parts: their pieces, in the order of consumption."""
 
     unit: Unit
     rows: list[Row]
     parts: list[Part]
 
     def read(self, piece: int) -> str | BadRowError:
-        """The text of a piece, or what is to be raised by whoever consumes it."""
+        """The text of a piece, or the BadRowError for its consumer to raise."""
         part = self.parts[piece]
         row, text = self.rows[part.row]
         try:
@@ -82,16 +82,14 @@ class Block(NamedTuple):
 
 
 def take_block(unit: Unit, rows: Iterator[Row], max_piece_bytes: int) -> Block:
-    """As many of the next rows as fill a block, their pieces in order; none where there are none."""
+    """Read the next rows until they fill a block; its pieces are in order. The block is empty if no rows are left."""
     taken: list[Row] = []
     parts: list[Part] = []
     num_bytes = 0
     for row in rows:
         cuts = _cuts(row, max_piece_bytes)
         if len(cuts) > MAX_ROW_PIECES:
-            bad = (
-                f"the text is {len(cuts):,} pieces of data.max_piece_bytes, and at most {MAX_ROW_PIECES:,} are possible"
-            )
+            bad = f"the text has {len(cuts):,} pieces of data.max_piece_bytes; at most {MAX_ROW_PIECES:,} are supported"
             row, cuts = row._replace(text=BadRowError(bad)), [(0, 0)]
         size = cuts[-1][1]
         for number, (begin, end) in enumerate(cuts):
@@ -104,16 +102,17 @@ def take_block(unit: Unit, rows: Iterator[Row], max_piece_bytes: int) -> Block:
 
 
 def _cuts(row: Row, max_piece_bytes: int) -> list[tuple[int, int]]:
-    """At least one (begin, end), also for a bad row and for no text."""
+    """(begin, end) of each piece of a row; (0, 0) for a bad row or empty text."""
     if isinstance(row.text, BadRowError) or not row.text:
         return [(0, 0)]
     return list(cut(row.text, 0, len(row.text), max_piece_bytes))
 
 
 class Division:
-    """The units of a source, and which of `num_streams` streams read them. Raises UserError.
+    """The units of a source, and their assignment to `num_streams` streams. Raises UserError.
 
-    seeds: of the order of the units; None: that of the files. description: what there is, and what sharing costs.
+    seeds: seeds of the order of the units; None: the order of the files. description: number of units, and the cost of
+    sharing them.
     """
 
     def __init__(self, source: StreamedSource, num_streams: int, seeds: tuple[int, ...] | None) -> None:
@@ -125,9 +124,9 @@ class Division:
         if len(self.units) < num_streams:
             row_groups = source.row_groups()
             self.units = row_groups if len(row_groups) >= num_streams else self.units
-        Position(len(self.units) - 1, 1, 0).packed()  # too many are refused now, not when the first of them is reached
-        whole = len(self.units) >= num_streams
-        self.groups = num_streams if whole else math.gcd(len(self.units), num_streams)
+        Position(len(self.units) - 1, 1, 0).packed()  # raises now if there are too many
+        enough = len(self.units) >= num_streams
+        self.groups = num_streams if enough else math.gcd(len(self.units), num_streams)
         self.sharers = num_streams // self.groups
         self.description = self._describe(num_streams)
 
@@ -137,30 +136,30 @@ class Division:
         if self.sharers == 1:
             return f"{start}, each read by one stream"
         return (
-            f"{start}; too few for {num_streams} streams: each is read by {self.sharers} of them, which keep one row "
-            f"in {self.sharers}, so that {self.sharers} times the data is read (streaming = false reads it once)"
+            f"{start}; too few for {num_streams} streams: {self.sharers} streams read each one and keep one row in "
+            f"{self.sharers}, so the data is read {self.sharers} times (streaming = false reads it once)"
         )
 
     def order(self, epoch: int) -> list[Unit]:
-        """All units as they follow each other in an epoch."""
+        """All units in their order of an epoch."""
         if self.seeds is None:
             return self.units
         return [self.units[n] for n in shuffled(len(self.units), *self.seeds, epoch)]
 
     def share(self, stream: int, epoch: int) -> Share:
-        """Which rows of its units a stream keeps: others in each epoch, for where there are fewer rows than streams."""
+        """The rows that a stream keeps of its units; they differ by epoch, as there may be fewer rows than streams."""
         return Share((stream // self.groups + epoch) % self.sharers, self.sharers)
 
 
 def _allow_open_files() -> None:
-    """As many as the system lets this process have: each stream keeps one open, and the usual limit is 1,024."""
+    """Raise the limit of open files to its maximum: each stream keeps one file open, and the usual limit is 1,024."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # some systems do not grant what they promise
+    with suppress(OSError, ValueError):  # some systems reject their own maximum
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class BlockOrder:
-    """A dataset in blocks. epochs: how often it is read; -1: for ever. size: not known."""
+    """A streamed source, read block by block. size: a placeholder, since the size is unknown."""
 
     size = 1
 
@@ -174,14 +173,14 @@ class BlockOrder:
         _allow_open_files()
 
     def pieces(self, stream: int, num_streams: int) -> "BlockPieces":
-        """Those of one stream."""
+        """The pieces of one stream."""
         assert num_streams == self._division.groups * self._division.sharers
         blocks = Blocks(self._division, stream, max_piece_bytes=self._max_piece_bytes)
         return BlockPieces(blocks, self._encoder, name=self.name, epochs=self._epochs)
 
 
 class _Start(NamedTuple):
-    """Where a block begins: its unit's place in the epoch's order, and a row number."""
+    """The start of a block: epoch, index of the unit in the epoch's order, and row number."""
 
     epoch: int
     unit: int
@@ -189,10 +188,10 @@ class _Start(NamedTuple):
 
 
 class Blocks:
-    """The blocks of one stream: one at a time is in memory, and its file stays open for the next.
+    """The blocks of one stream. Keeps one block in memory, and its file open for the next block.
 
-    To come back to a block, its row group is decoded from the beginning (Parquet), or its file is read from the
-    beginning (JSON lines). Reads that fail for a while are tried again; UserError after that.
+    Returning to an earlier block decodes its row group (Parquet) or reads its file (JSON lines) from the beginning.
+    Retries reads that fail with a transient error, and raises UserError after the last try.
     """
 
     def __init__(self, division: Division, stream: int, *, max_piece_bytes: int) -> None:
@@ -204,27 +203,27 @@ class Blocks:
         self._rows: tuple[_Start, Iterator[Row]] | None = None
 
     def first_unit(self) -> Place:
-        """The beginning of the stream's first unit."""
+        """The start of the stream's first unit."""
         return self._place(self._stream % self._division.groups)
 
     def next_unit(self, place: Place) -> Place:
-        """The beginning of the unit after that of a place."""
-        here = place.epoch * len(self._division.units) + Position.of(place.position).unit
-        return self._place(here + self._division.groups)
+        """The start of the stream's next unit after the unit at `place`."""
+        current = place.epoch * len(self._division.units) + Position.of(place.position).unit
+        return self._place(current + self._division.groups)
 
     def _place(self, number: int) -> Place:
-        """Of the unit with that number of all epochs' orders in a row."""
+        """The start of unit `number` of the concatenated orders of all epochs."""
         epoch, unit = divmod(number, len(self._division.units))
         return Place(epoch, Position(unit, 1, 0).packed())
 
     def has(self, place: Place) -> bool:
-        """Whether the place is in a unit of this stream."""
+        """Whether `place` is in a unit of this stream."""
         unit = Position.of(place.position).unit
         number = place.epoch * len(self._division.units) + unit
         return unit < len(self._division.units) and (number - self._stream) % self._division.groups == 0
 
     def block(self, place: Place) -> Block:
-        """The block of a place, its pieces in the order in which they are consumed; empty behind a unit's end."""
+        """The block at `place`, its pieces in the order of consumption; empty after the end of a unit."""
         unit, row, _ = Position.of(place.position)
         start = _Start(place.epoch, unit, row)
         if self._block is None or self._block[0] != start:
@@ -233,22 +232,22 @@ class Blocks:
             try:
                 self._block = (start, retrying(what, lambda: self._take(start)))
             except OSError as error:
-                raise UserError(f"{what} cannot be read any more: {reason(error)}") from error
+                raise UserError(f"{what} can no longer be read: {reason(error)}") from error
         return self._block[1]
 
     def number(self, block: Block, piece: int) -> int:
-        """A number for a piece that is the same in every epoch and for every number of streams."""
+        """Number of a piece, the same in every epoch and for every number of streams."""
         part = block.parts[piece]
         file = self._division.file_numbers[block.unit.file]
         return Position(file, block.rows[part.row].number, part.number).packed()
 
     def _take(self, start: _Start) -> Block:
-        """Goes on in the open file where the block follows the one before, else opens it anew."""
+        """Read a block: from the open file if it follows the previous block, otherwise open the file again."""
         unit = self._units(start.epoch)[start.unit]
-        going_on = self._rows is not None and self._rows[0] == start
         share = self._division.share(self._stream, start.epoch)
-        rows = self._rows[1] if going_on and self._rows else self._division.source.rows(unit, start.row, share)
-        self._rows = None  # what has raised is at its end
+        follows = self._rows is not None and self._rows[0] == start
+        rows = self._rows[1] if follows and self._rows else self._division.source.rows(unit, start.row, share)
+        self._rows = None  # an iterator that raised is exhausted
         block = take_block(unit, rows, self._max_piece_bytes)
         if block.rows:
             self._rows = (start._replace(row=block.rows[-1].number + 1), rows)
@@ -264,14 +263,16 @@ class Blocks:
 
 
 class BlockPieces:
-    """StreamPieces of one stream. Place.position is a packed Position: the unit's place in the epoch's order, the row
-    from which on the block is, and the piece of the block."""
+    """StreamPieces of one stream.
+
+    Place.position is a packed Position: index of the unit in the epoch's order, first row and piece of the block.
+    """
 
     windows = False
 
     def __init__(self, blocks: Blocks, encoder: Encoder, *, name: str, epochs: int) -> None:
         self.name = name
-        self.patience = sys.maxsize  # until a whole epoch has been seen, nobody knows how many pieces it has
+        self.patience = sys.maxsize  # the number of pieces is unknown until the end of the first full epoch
         self._blocks = blocks
         self._encoder = encoder
         self._epochs = epochs
@@ -281,12 +282,12 @@ class BlockPieces:
         self._numbers: dict[Place, int] = {}
 
     def first(self) -> Place:
-        """Reads nothing, so there need be no piece."""
+        """The start of the first unit, which may have no piece: nothing is read."""
         return self._blocks.first_unit()
 
     def after(self, place: Place) -> Place:
-        """Past all that is empty, as far as the next epoch's first unit."""
-        if self._after is None or self._after[0] != place:  # asked for twice, it would lead back to an earlier block
+        """The place of the next piece; skips empty units, up to the first unit of the next epoch."""
+        if self._after is None or self._after[0] != place:  # a second lookup would reload the earlier block
             self._after = (place, self._following(place))
             self._count(place, self._after[1])
         return self._after[1]
@@ -306,7 +307,7 @@ class BlockPieces:
         return following
 
     def _count(self, place: Place, following: Place) -> None:
-        """Learn from a whole epoch how long to wait for a token: two of them."""
+        """Set `patience` to two epochs of pieces after each full epoch."""
         if following.epoch == place.epoch:
             self._walked = None if self._walked is None else self._walked + 1
             return
@@ -321,21 +322,22 @@ class BlockPieces:
         return self._blocks.has(place)
 
     def number(self, place: Place) -> int:
-        """A packed Position: number of the file, of the row in it, and of the piece of that row."""
+        """A packed Position: number of the file, row in the file, piece of the row."""
         return self._numbers[place]
 
     def fetch(self, place: Place, num_tokens: int) -> TokenPiece | Exception:
         if place not in self._fetched:
-            self._fetched.clear()  # a state was loaded
+            self._fetched.clear()  # the place has changed by load_state()
             self._fetch(place, num_tokens)
         return self._fetched.pop(place)
 
     def _fetch(self, place: Place, num_tokens: int) -> None:
-        """Tokenize it together with the next few of its block."""
+        """Tokenize the piece and the next few of its block in one batch."""
         block, first = self._blocks.block(place), Position.of(place.position).piece
         if first >= max(1, len(block.parts)):
             what = f"{self.name} has no piece {first} in {block.unit.file} {tuple(Position.of(place.position))}"
-            self._fetched[place] = UserError(f"{what}: the data, or data.max_piece_bytes, is not the earlier run's")
+            remedy = "use the data and data.max_piece_bytes of the run that is resumed"
+            self._fetched[place] = UserError(f"{what}: {remedy}")
             return
         end, num_bytes = first, 0
         while end < min(len(block.parts), first + READ_AHEAD_PIECES) and num_bytes < BYTES_PER_TOKEN * num_tokens:
@@ -346,5 +348,5 @@ class BlockPieces:
         tokens = self._encoder.encode([(block.parts[piece].flags, block.read(piece)) for piece in ahead])
         self._numbers = dict(zip(places, (self._blocks.number(block, piece) for piece in ahead), strict=True))
         self._fetched.update(zip(places, tokens, strict=True))
-        if not ahead:  # a stream begins with a unit that has no row of its own
-            self._fetched[place] = NOTHING
+        if not ahead:  # the first unit of the stream has no row for it
+            self._fetched[place] = EMPTY_PIECE

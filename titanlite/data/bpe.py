@@ -1,4 +1,4 @@
-"""Training of byte-level BPE tokenizers, with the `tokenizers` library; and the tokenizer of a run."""
+"""Training of byte-level BPE tokenizers with the `tokenizers` library, and the tokenizer of a run."""
 
 import json
 import logging
@@ -26,9 +26,9 @@ QUICKSTART_VOCAB_SIZE = 4096
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int, folder: Path) -> int:
-    """Write tokenizer.json and tokenizer_config.json into `folder`; the number of tokens, at most vocab_size.
+    """Write tokenizer.json and tokenizer_config.json into `folder`; return the number of tokens, at most vocab_size.
 
-    Every text can be encoded, and decoding gives it back byte by byte. The same texts give the same files.
+    The tokenizer encodes every text, and decoding restores it exactly. The same texts give the same files.
     """
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -46,9 +46,9 @@ def train_bpe(texts: Iterator[str], vocab_size: int, folder: Path) -> int:
 
 
 def train_on_python_stdlib(vocab_size: int) -> Path:
-    """The tokenizer.json of a BPE trained on the standard library's training split; from the cache if it is there.
+    """Train a BPE on the training split of the standard library, or find it in the cache; return its tokenizer.json.
 
-    Raises UserError where the cache folder cannot be written.
+    Raises UserError if the cache folder cannot be written.
     """
     source = PythonStdlib(SourceConfig(PythonStdlib.kind, split="train"))
     key = content_key(["bpe", FORMAT_VERSION, tokenizers.__version__, vocab_size, file_facts(source.files())])
@@ -65,10 +65,11 @@ def train_on_python_stdlib(vocab_size: int) -> Path:
 def prepare_tokenizer(
     section: TokenizerConfig, sources: Sequence[SourceConfig], *, vocab_size: int
 ) -> Tokenizer | None:
-    """The tokenizer of a run; None where the data is tokens and no path is given.
+    """The tokenizer of a run; None if all sources are tokens and tokenizer.path is empty.
 
-    Without a path it is trained on the standard library's training split, min(4096, vocab_size) tokens, by the first
-    process that needs it, and kept in the cache folder. Raises UserError.
+    For python-stdlib sources without a path, the first process that needs a tokenizer trains one of
+    min(4096, vocab_size) tokens on the standard library's training split and stores it in the cache folder. Raises
+    UserError.
     """
     if section.path:
         return Tokenizer(tokenizer_file(section.path), bos=section.bos, eos=section.eos)

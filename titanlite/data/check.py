@@ -1,4 +1,4 @@
-"""Problems of the [data], [validation] and [tokenizer] sections, before a run starts."""
+"""Checks of the [data], [validation] and [tokenizer] sections before a run starts."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -13,7 +13,7 @@ from titanlite.data.sources.tokens import manifests_of
 from titanlite.data.tokenizer import Tokenizer, tokenizer_file
 from titanlite.runtime.errors import Problem, UserError, check_ranges, require
 
-MAKE_ONE = "python -m titanlite train-tokenizer CONFIG --out DIR"
+TRAIN_TOKENIZER = "titanlite train-tokenizer CONFIG --out DIR"
 
 
 def check_data(
@@ -24,9 +24,9 @@ def check_data(
     vocab_size: int,
     looks_at_files: bool = True,
 ) -> list[Problem]:
-    """Problems of the [data] section. Facts that are not known (yet) are 0 or -1: what needs them is not checked.
+    """Problems of the [data] section. A fact that is 0 or -1 is unknown: checks that need it are skipped.
 
-    looks_at_files: also those of the sources' files, which have to be there.
+    looks_at_files: also check the sources' files, which must exist.
     """
     streams = section.num_streams
     problems = [
@@ -38,9 +38,9 @@ def check_data(
             streams % data_degree == 0,
             "data.num_streams",
             streams,
-            f"divisible by dp_replicate x dp_shard = {data_degree}, so that a rank reads only streams of its own",
+            f"divisible by dp_replicate x dp_shard = {data_degree}, so that no two ranks read the same stream",
             f"write {-(-streams // data_degree) * data_degree}, or leave it out"
-            + (f": it is then training.global_batch_size = {global_batch_size}" if global_batch_size > 0 else ""),
+            + (f" for training.global_batch_size = {global_batch_size}" if global_batch_size > 0 else ""),
         )
     for n, source in enumerate(section.sources):
         problems += check_source(
@@ -52,7 +52,7 @@ def check_data(
 def check_source(
     config: SourceConfig, key: str, section: DataConfig, *, vocab_size: int, looks_at_files: bool
 ) -> list[Problem]:
-    """Problems of the source at `key`, which is read with the settings of `section`."""
+    """Problems of the source at `key`, read with the settings of `section`."""
     source = open_source(config)
     problems = [*_check_keys(config, key), *source.check_keys(key)]
     if looks_at_files:
@@ -62,13 +62,13 @@ def check_source(
         source.holds != "tokens" or section.packing == "concatenate",
         "data.packing",
         section.packing,
-        f"not with token files ({key}), whose sequences are windows of them",
-        'write packing = "concatenate", or use the text itself',
+        f"not valid for token files ({key}): each sequence is a window of a file",
+        'write packing = "concatenate", or use the text instead of token files',
     )
 
 
 def _check_keys(config: SourceConfig, key: str) -> list[Problem]:
-    """Problems of the keys that not all kinds have, and of the numbers that all have."""
+    """Problems of keys that this kind does not have, and of values out of range."""
     problems: list[Problem] = []
     for field in fields(config):
         kinds = [kind for kind, source in KINDS.items() if _has(source, field.name)]
@@ -77,29 +77,29 @@ def _check_keys(config: SourceConfig, key: str) -> list[Problem]:
             value == field.default or not kinds or config.kind in kinds,
             f"{key}.{field.name}",
             value,
-            f"only for kind = {' or '.join(map(repr, kinds))}, and this is {config.kind!r}",
+            f"only for kind = {' or '.join(map(repr, kinds))}; the kind is {config.kind!r}",
             f"leave {field.name} out, or change {key}.kind",
         )
     return problems + check_ranges(config, key)
 
 
 def _has(kind: type[Source], name: str) -> bool:
-    """Whether a key is one of those that only some kinds have, and this kind has it."""
+    """Whether `name` is a key that only some kinds have, and this kind is one of them."""
     return kind.needs_path if name == "path" else name in kind.keys
 
 
 def _check_weights(sources: Sequence[SourceConfig]) -> list[Problem]:
-    """Weights are given for all sources or for none; for none, their sizes have to compare."""
+    """Require a weight for every source, or no weights and sizes in the same unit."""
     if len(sources) < 2:
         return []
     without = [n for n, source in enumerate(sources) if source.weight == -1]
     if without and len(without) < len(sources):
         n = without[0]
-        rule = "given for every source or for none"
-        return [Problem(f"data.sources.{n}.weight", -1, rule, "write its share, beside those of the others")]
+        rule = "set for every source, or left out for every source"
+        return [Problem(f"data.sources.{n}.weight", -1, rule, "write its share of the sequences")]
     units = [open_source(source).size_unit for source in sources]
     if without and (units[0] == "" or len(set(units)) > 1):
-        rule = "required where sources are not all text, or all tokens, on disk: their sizes do not compare"
+        rule = "required unless all sources are text on disk, or all are tokens: sizes have different units"
         return [Problem("data.sources.0.weight", -1, rule, "write a weight for each: its share of the sequences")]
     return []
 
@@ -107,35 +107,35 @@ def _check_weights(sources: Sequence[SourceConfig]) -> list[Problem]:
 def check_tokenizer(
     section: TokenizerConfig, *, sources: Sequence[SourceConfig], vocab_size: int, add_bos: bool
 ) -> list[Problem]:
-    """Problems of the [tokenizer] section, found by loading it. vocab_size: the model's; 0 or less: not known."""
+    """Load the tokenizer; problems of the [tokenizer] section. vocab_size: the model's; 0 or less: unknown."""
     if not section.path:
         return _check_without_path(section, sources, vocab_size, add_bos)
     file = tokenizer_file(section.path)
     if not file.is_file():
         rule = "a tokenizer.json, or a folder that holds one"
-        remedy = f"there is no file {file.absolute()}; {MAKE_ONE} makes one from your own data"
+        remedy = f"{file.absolute()} does not exist; train a tokenizer on your data: {TRAIN_TOKENIZER}"
         return [Problem("tokenizer.path", section.path, rule, remedy)]
     try:
         tokenizer = Tokenizer(file)
     except UserError as error:
-        remedy = f"{error}; {MAKE_ONE} makes one from your own data"
-        return [Problem("tokenizer.path", section.path, "a tokenizer of the tokenizers library", remedy)]
+        remedy = f"{error}; train a tokenizer on your data: {TRAIN_TOKENIZER}"
+        return [Problem("tokenizer.path", section.path, "a tokenizer that the tokenizers library can load", remedy)]
     problems: list[Problem] = []
     for name, text in (("bos", section.bos), ("eos", section.eos)):
-        rule, remedy = "a token of the vocabulary", f"write a token that {file} has, or leave {name} out"
-        problems += require(not text or tokenizer.knows(text), f"tokenizer.{name}", text, rule, remedy)
+        rule, remedy = "a token of the vocabulary", f"write a token of {file}, or leave {name} out"
+        problems += require(not text or tokenizer.is_token(text), f"tokenizer.{name}", text, rule, remedy)
     if add_bos and not section.bos and tokenizer.bos_id is None:
-        rule = "needs a tokenizer whose BOS token is known"
+        rule = "requires a tokenizer with a known BOS token"
         problems.append(Problem("data.add_bos", True, rule, "write tokenizer.bos, or data.add_bos = false"))
     if 0 < vocab_size < tokenizer.vocab_size:
-        rule = f"at least the tokenizer's {tokenizer.vocab_size} ({file})"
+        rule = f"at least {tokenizer.vocab_size}, the vocabulary size of {file}"
         remedy = f"write vocab_size = {tokenizer.vocab_size} in [model], or use another tokenizer.path"
         problems.append(Problem("model.vocab_size", vocab_size, rule, remedy))
     return problems or _check_made_by(section, sources)
 
 
 def _check_made_by(section: TokenizerConfig, sources: Sequence[SourceConfig]) -> list[Problem]:
-    """Whether token files that name their tokenizer name this one. What else is wrong with them is not said here."""
+    """A problem if token files name another tokenizer than the configured one. Ignores unreadable manifests."""
     try:
         manifests = [manifests_of(source.files()) for source in map(open_source, sources) if source.holds == "tokens"]
     except UserError:
@@ -147,7 +147,7 @@ def _check_made_by(section: TokenizerConfig, sources: Sequence[SourceConfig]) ->
     for folder, maker in made_by.items():
         if maker["fingerprint"] != configured.fingerprint:
             rule = f"the tokenizer, BOS and EOS of the token files in {folder}: {maker['description']}"
-            remedy = f"this one is another ({configured.description}): write that one, or leave [tokenizer] out"
+            remedy = f"[tokenizer] is {configured.description}: use the tokenizer of the token files, or leave it out"
             return [Problem("tokenizer.path", section.path, rule, remedy)]
     return []
 
@@ -159,7 +159,7 @@ def _check_without_path(
     needing = sorted(kind for kind in kinds if KINDS[kind].holds == "text" and KINDS[kind] is not PythonStdlib)
     if needing:
         rule = f"required for {' and '.join(needing)} sources"
-        remedy = f"write the path of a tokenizer.json, or make one: {MAKE_ONE}"
+        remedy = f"write the path of a tokenizer.json, or train one: {TRAIN_TOKENIZER}"
         return [Problem("tokenizer.path", section.path, rule, remedy)]
     problems: list[Problem] = []
     for name, text in (("bos", section.bos), ("eos", section.eos)):
@@ -167,15 +167,15 @@ def _check_without_path(
             not text,
             f"tokenizer.{name}",
             text,
-            "only with a tokenizer.path",
+            "only valid with a tokenizer.path",
             f"leave {name} out, or write tokenizer.path",
         )
     if PythonStdlib.kind in kinds:
         problems += require(
-            not add_bos, "data.add_bos", add_bos, "the tokenizer that is trained here has only an EOS", "write false"
+            not add_bos, "data.add_bos", add_bos, "false: the tokenizer trained at the start has no BOS", "write false"
         )
         if 0 < vocab_size < MIN_VOCAB_SIZE:
-            rule = f"at least {MIN_VOCAB_SIZE}: one token for each byte, and EOS"
+            rule = f"at least {MIN_VOCAB_SIZE}: 256 bytes and EOS"
             problems.append(
                 Problem("model.vocab_size", vocab_size, rule, f"write vocab_size = {QUICKSTART_VOCAB_SIZE}")
             )
@@ -185,10 +185,10 @@ def _check_without_path(
 def check_validation(
     section: ValidationConfig, data: DataConfig, *, vocab_size: int, has_tokenizer: bool, looks_at_files: bool = True
 ) -> list[Problem]:
-    """Problems of the [validation] section; of its sources only where it is enabled.
+    """Problems of the [validation] section. Sources are checked only if validation is enabled.
 
-    data: the [data] section, whose settings hold here too. vocab_size: the model's, 0 or less where it is not known.
-    has_tokenizer: whether the run has one.
+    data: the [data] section, whose settings apply to validation. vocab_size: the model's; 0 or less: unknown.
+    has_tokenizer: whether the run has a tokenizer.
     """
     key, sources = "validation", section.sources
     problems = check_ranges(section, key)
@@ -201,13 +201,13 @@ def check_validation(
         has_tokenizer or all(open_source(source).holds == "tokens" for source in sources),
         "tokenizer.path",
         "",
-        "required for validation.sources of text, where data.sources are tokens",
-        "write the path of the tokenizer that made them, or use tokens sources",
+        "required: validation.sources are text and data.sources are tokens",
+        "write the path of the tokenizer that made the tokens, or validate on tokens sources",
     )
     for n, source in enumerate(sources):
         for name in ("weight", "epochs"):
             value = getattr(source, name)
-            rule = "not for validation, which reads each source once and weighs its tokens alike"
+            rule = "not valid for validation: it reads each source once and weighs all tokens equally"
             problems += require(value == -1, f"{key}.sources.{n}.{name}", value, rule, "leave it out")
         problems += check_source(
             source, f"{key}.sources.{n}", data, vocab_size=vocab_size, looks_at_files=looks_at_files

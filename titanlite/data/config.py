@@ -1,4 +1,4 @@
-"""The [data], [validation] and [tokenizer] sections: what is trained on, and in which order."""
+"""The [data], [validation] and [tokenizer] sections."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,63 +12,63 @@ PIECE_BYTES_PER_POSITION = 64
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is trained on, and in which order."""
+    """Training data and its order."""
 
     num_streams: int = ranged(-1, "leave it out", least=1, unset=-1)
-    """Canonical streams S: the order of the tokens follows from it, whatever the mesh. -1: one per row of the
-    global batch, resolved at the first start and kept by its checkpoints."""
+    """Number of streams S. It decides the order of the tokens, on every mesh. -1: one per row of the global batch,
+    resolved at the first start and kept in the checkpoints."""
     shuffle: bool = True
-    """Whether pieces are permuted, anew in each epoch."""
+    """Whether to permute the pieces, differently in each epoch."""
     seed: int = ranged(0, "write a number from 0", least=0, most=2**63 - 1)
-    """Seed of the permutation, and of the choice among sources."""
+    """Seed of the permutation and of the mixture of sources."""
     max_piece_bytes: int = ranged(-1, "leave it out: -1 means 64 x training.seq_len", least=MIN_PIECE_BYTES, unset=-1)
-    """Longer documents are cut into pieces of at most this size, at line ends where there are any.
+    """Maximum size of a piece. Longer documents are cut into several pieces, at line ends if possible.
     -1: 64 x training.seq_len."""
     packing: Literal["concatenate", "none"] = "concatenate"
-    """concatenate: documents one after the other fill each sequence. none: each document starts a sequence, and the
-    rest of its last one is padded and masked."""
+    """concatenate: fill each sequence with consecutive documents. none: start a sequence with each document, pad and
+    mask the rest of its last sequence."""
     document_mask: bool = False
-    """Whether attention stays inside a document and positions restart at each."""
+    """Whether attention stays inside a document and positions restart at each document."""
     add_bos: bool = False
     """Whether each document starts with the tokenizer's BOS token."""
     add_eos: bool = True
-    """Whether each document ends with the tokenizer's EOS token, where it has one."""
+    """Whether each document ends with the tokenizer's EOS token, if it has one."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """A row that cannot be used: error stops at the step that consumes it, skip counts it and goes on."""
+    """Bad rows: error stops the run at the step that needs the row; skip skips and counts the row."""
     max_bad_rows: int = ranged(100, "0 stops at the first bad row", least=0)
-    """skip: the run stops once more rows than this were bad."""
+    """With on_bad_row = "skip": the run stops if more rows than this are bad."""
     num_workers: int = ranged(0, "0 prepares data in a thread", least=0)
-    """Processes of each rank that tokenize and pack, beside the one that trains; 0: a thread of that one."""
+    """Processes per rank that tokenize and pack. 0: a thread of the training process."""
     ledger: bool = False
-    """Whether <dump_folder>/ledger says of each sequence where it came from."""
+    """Whether to record the origin of each sequence in <dump_folder>/ledger."""
     sources: tuple[SourceConfig, ...] = (SourceConfig(),)
-    """The corpora, trained on together: [[data.sources]] tables."""
+    """Corpora to train on: [[data.sources]] tables."""
 
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """The loss on data that is not trained on: [[validation.sources]] tables, with the keys of [[data.sources]].
+    """Loss on held-out data: [[validation.sources]] tables, with the keys of [[data.sources]].
 
-    Each of them is read once, in its own order; all else is as [data] says.
+    Each source is read once, unshuffled; the other settings are those of [data].
     """
 
     enable: bool = False
-    """Whether there is validation: after every interval-th step, and after the last one."""
+    """Whether to validate after every interval-th step and after the last step."""
     interval: int = ranged(1000, "1 validates every step", least=1)
     """Steps between validations."""
     steps: int = ranged(-1, "leave it out", least=1, unset=-1)
-    """Of each source at most so many batches of training.global_batch_size sequences; -1: the whole of it."""
+    """Maximum batches of training.global_batch_size sequences per source; -1: all of each source."""
     sources: tuple[SourceConfig, ...] = ()
-    """The corpora, each read once and in its order: [[validation.sources]] tables."""
+    """Corpora to validate on, each read once and unshuffled: [[validation.sources]] tables."""
 
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """Which tokenizer turns text into tokens."""
+    """Tokenizer of text sources."""
 
     path: str = ""
-    """A tokenizer.json or its folder. Empty: none (tokens), or one trained on the corpus (python-stdlib)."""
+    """A tokenizer.json or its folder. Empty: no tokenizer (kind tokens), or trained on the corpus (python-stdlib)."""
     bos: str = ""
-    """Text of the token that starts a document; default: from a tokenizer_config.json beside it, else none."""
+    """Token that starts a document; default: from the tokenizer_config.json beside the tokenizer, if any."""
     eos: str = ""
-    """Text of the token that ends a document; default: from a tokenizer_config.json beside it, else none."""
+    """Token that ends a document; default: from the tokenizer_config.json beside the tokenizer, if any."""

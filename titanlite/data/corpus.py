@@ -1,4 +1,4 @@
-"""Pieces as tokens. Those of text have an index, which is built once, kept in the cache folder and memory-mapped."""
+"""Tokenized pieces of indexed text. An index is built once, stored in the cache folder and memory-mapped."""
 
 import json
 import logging
@@ -17,8 +17,8 @@ from tqdm import tqdm
 from titanlite.data.sources.base import TextSource
 from titanlite.data.sources.pieces import (
     AT_BEGIN,
+    EMPTY,
     ENDS_DOCUMENT,
-    NOWHERE,
     STARTS_DOCUMENT,
     BadRowError,
     Piece,
@@ -33,7 +33,7 @@ FORMAT_VERSION = 1
 FLUSH_PIECES = 2**16
 
 BYTES_PER_TOKEN = 3
-"""About as many as English and code have; it decides only how far text is read ahead."""
+"""Approximate value for English and code; it only decides how far to read ahead."""
 
 logger = logging.getLogger("titanlite")
 
@@ -41,12 +41,12 @@ logger = logging.getLogger("titanlite")
 class PieceIndex:
     """The pieces of one source, in the order of its files.
 
-    records: int64 (pieces, len(Piece._fields)), memory-mapped. files: what Piece.file counts.
+    records: int64 (pieces, len(Piece._fields)), memory-mapped. files: the files that Piece.file indexes.
     """
 
     def __init__(self, folder: Path) -> None:
         meta = json.loads((folder / "meta.json").read_text())
-        self.files = [folder / file for file in meta["files"]]  # those made with the index lie beside it
+        self.files = [folder / file for file in meta["files"]]  # relative paths: files made with the index
         self.text_bytes: int = meta["text_bytes"]
         shape = (meta["pieces"], len(Piece._fields))
         self.records: npt.NDArray[np.int64] = (
@@ -61,10 +61,10 @@ class PieceIndex:
 
 
 def open_index(source: TextSource, max_piece_bytes: int) -> PieceIndex:
-    """The index of a source of text, from the cache or built now; other processes wait for the one that builds.
+    """Open the index of a text source in the cache, or build it; other processes wait for the one that builds.
 
-    A dataset of the hub is turned into Arrow files on the way. Raises UserError where the cache folder cannot be
-    written or a file cannot be read.
+    Converts a dataset of the hub to Arrow files first. Raises UserError if the cache folder cannot be written or a file
+    cannot be read.
     """
     facts = ["pieces", FORMAT_VERSION, source.index_settings(), max_piece_bytes, source.content_facts()]
     folder = cache_folder() / "index" / content_key(facts)
@@ -73,7 +73,7 @@ def open_index(source: TextSource, max_piece_bytes: int) -> PieceIndex:
 
 
 def _build(source: TextSource, max_piece_bytes: int, into: Path, what: str) -> None:
-    """Write pieces.bin and meta.json; memory is bounded by FLUSH_PIECES, whatever the corpus."""
+    """Write pieces.bin and meta.json. FLUSH_PIECES bounds the memory for any size of the corpus."""
     start = time.monotonic()
     files = source.indexed_files(into)
     pieces, text_bytes = 0, 0
@@ -116,7 +116,7 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 @contextmanager
 def _naming(file: Path) -> Iterator[None]:
-    """Turn the system's errors into a UserError about this file."""
+    """Convert an OSError into a UserError that names this file."""
     try:
         yield
     except OSError as error:
@@ -124,9 +124,9 @@ def _naming(file: Path) -> Iterator[None]:
 
 
 class Texts:
-    """The pieces of sources of text, as text, numbered one source after the other.
+    """The text of the pieces of several sources, numbered one source after the other.
 
-    counts: pieces of each source. size, description: as of a Corpus.
+    counts: pieces of each source. size, description: see Corpus.
     """
 
     def __init__(self, sources: Sequence[TextSource], max_piece_bytes: int) -> None:
@@ -137,17 +137,17 @@ class Texts:
         self.description = "; ".join(_describe(source.name, index) for source, index in self._sources)
 
     def row(self, piece: int) -> Piece:
-        """Where the piece lies in its source."""
+        """The index record of a piece."""
         source, place = self._place(piece)
         return self._sources[source][1][place]
 
     def num_bytes(self, piece: int) -> int:
-        """About the size of its text: for a whole row of JSON that of the row."""
+        """Approximate size of the text; the size of the row for an uncut row of JSON."""
         row = self.row(piece)
         return row.size if row.length < 0 else row.length
 
     def read(self, piece: int) -> str | Exception:
-        """Its text, or what is to be raised by whoever consumes it: BadRowError, UserError."""
+        """The text of a piece, or the error for its consumer to raise: BadRowError, UserError."""
         number, place = self._place(piece)
         source, index = self._sources[number]
         row = index[place]
@@ -160,10 +160,10 @@ class Texts:
         except UserError as error:
             return error
         except OSError as error:
-            return UserError(f"{what} cannot be read any more: {error}")
+            return UserError(f"{what} can no longer be read: {error}")
 
     def _place(self, piece: int) -> tuple[int, int]:
-        """The source, and the number of the piece in it."""
+        """The source of a piece, and its number in this source."""
         source = bisect_right(self._ends, piece)
         return source, piece - (self._ends[source] - self.counts[source])
 
@@ -173,7 +173,7 @@ def _describe(name: str, index: PieceIndex) -> str:
 
 
 class Encoder:
-    """Pieces of text to tokens; BOS and EOS stand only where a document starts and ends."""
+    """Tokenizes pieces; adds BOS and EOS only at the start and end of a document."""
 
     def __init__(self, tokenizer: Tokenizer, *, add_bos: bool, add_eos: bool) -> None:
         self._tokenizer = tokenizer
@@ -181,7 +181,7 @@ class Encoder:
         self._eos = [tokenizer.eos_id] if add_eos and tokenizer.eos_id is not None else []
 
     def encode(self, pieces: Sequence[tuple[int, str | Exception]]) -> list[TokenPiece | Exception]:
-        """pieces: (flags, text), tokenized in one batch; exceptions in place of texts are handed on."""
+        """Tokenize pieces, (flags, text) each, in one batch. An exception in place of a text is returned unchanged."""
         encoded = iter(self._tokenizer.encode_batch([text for _, text in pieces if isinstance(text, str)]))
         return [self._piece(flags, next(encoded)) if isinstance(text, str) else text for flags, text in pieces]
 
@@ -190,11 +190,11 @@ class Encoder:
         tokens = np.array(
             (self._bos if starts else []) + ids + (self._eos if flags & ENDS_DOCUMENT else []), dtype=np.int64
         )
-        return TokenPiece(tokens, AT_BEGIN if starts else NOWHERE)
+        return TokenPiece(tokens, AT_BEGIN if starts else EMPTY)
 
 
 class TextCorpus:
-    """Documents of text, tokenized piece by piece."""
+    """Corpus of text documents, tokenized piece by piece."""
 
     windows = False
 

@@ -1,4 +1,4 @@
-"""What data a run was trained on, in a few lines of JSON: to be saved, and compared when the run goes on."""
+"""The fingerprint of a run's data: a few lines of JSON, saved with checkpoints and compared on resume."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,19 +10,19 @@ from titanlite.data.sources.base import Source
 
 
 def data_fingerprint(section: DataConfig, sources: Sequence[Source]) -> dict[str, Any]:
-    """What decides which tokens a run sees and in which order; JSON values, a few lines for each source.
+    """The facts that decide which tokens a run sees and in which order, as JSON values. Compare two by
+    `describe_difference`.
 
-    To be compared by `describe_difference`. `section` is resolved (no -1), `sources` are its own. Beside them, tokens
-    depend on the tokenizer, data.num_streams, training.seq_len and training.global_batch_size, which are not part of
-    this.
+    `section` is resolved (no -1); `sources` are its sources. The tokenizer, data.num_streams, training.seq_len and
+    training.global_batch_size also decide tokens and order, but are not included.
 
-    Where the files lie, their names and times do not matter: a corpus may be moved, copied and renamed, as long as its
-    files keep their order. Their sizes and the content of SAMPLED_BLOCKS blocks of each do. **An edit that keeps the
-    size of a file of more than 64 KiB and lies between these blocks is not seen.** Nor is what happens to a bad row
-    part of it: a run that was stopped by one may go on with on_bad_row = "skip".
+    Included: sizes of the files, and the content of SAMPLED_BLOCKS blocks of each file. Not included: paths, names and
+    times, so a corpus may be moved, copied and renamed if its files keep their order. **An edit is not detected if it
+    keeps the size of a file of more than 64 KiB and lies between the sampled blocks.** The handling of bad rows is not
+    included either: a run that stopped at a bad row can resume with on_bad_row = "skip".
 
-    One process calls this; digests are kept in the cache folder until a file's size or time changes. Raises UserError
-    where a file cannot be read.
+    Called by one process. The cache folder keeps digests until a file's size or time changes. Raises UserError if a
+    file cannot be read.
     """
     facts: dict[str, Any] = {"stream_version": STREAM_VERSION, "shuffle": section.shuffle}
     if section.shuffle or len(section.sources) > 1:
@@ -38,20 +38,21 @@ def data_fingerprint(section: DataConfig, sources: Sequence[Source]) -> dict[str
 
 
 def describe_difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """A line for each thing in which two results of `data_fingerprint` differ; [] where the data is the same.
+    """One line per difference between two results of `data_fingerprint`; [] if the data is the same.
 
-    saved: may come from a file, with keys missing or added. Names of sources are in the lines, but may differ.
+    saved: may come from a file of another version, with keys missing or added. Different names of sources are not a
+    difference.
     """
     lines = _changes({**saved, "sources": None}, {**now, "sources": None})
     before, after = saved.get("sources", []), now.get("sources", [])
     for n in range(max(len(before), len(after))):
-        what = f"source {n} ({(after if n < len(after) else before)[n].get('name')})"
+        label = f"source {n} ({(after if n < len(after) else before)[n].get('name')})"
         if n >= len(before):
-            lines.append(f"{what} is new")
+            lines.append(f"{label} is new")
         elif n >= len(after):
-            lines.append(f"{what} is missing")
+            lines.append(f"{label} is missing")
         elif changes := _changes({**before[n], "name": None}, {**after[n], "name": None}):
-            lines.append(f"{what}: {'; '.join(changes)}")
+            lines.append(f"{label}: {'; '.join(changes)}")
     return lines
 
 

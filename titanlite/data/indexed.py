@@ -1,4 +1,4 @@
-"""Sources that can be indexed: any piece can be read at any time, so that their order is a permutation."""
+"""Order of indexed sources: any piece can be read at any time, so the order is a permutation."""
 
 from collections.abc import Iterator
 
@@ -6,14 +6,14 @@ from titanlite.data.order import Permutation
 from titanlite.data.sources.pieces import Corpus, Place, TokenPiece
 
 READ_AHEAD_PIECES = 64
-"""At most so many pieces of one stream are tokenized in one batch."""
+"""Maximum pieces of one stream that are tokenized in one batch."""
 
 MIN_PATIENCE = 1000
-"""Two epochs without any token mean that there is none; for a small source more, of which a stream has but a few."""
+"""Minimum patience, for small sources. Larger ones have a patience of two epochs: see StreamPieces.patience."""
 
 
 class IndexedOrder:
-    """Numbered pieces in an order of their own in each epoch. epochs: how often they are read; -1: for ever."""
+    """Numbered pieces, in a different order in each epoch. epochs: number of epochs; -1: no limit."""
 
     def __init__(self, corpus: Corpus, permutation: Permutation, *, name: str, epochs: int) -> None:
         self.name = name
@@ -24,7 +24,7 @@ class IndexedOrder:
         self._epochs = epochs
 
     def pieces(self, stream: int, num_streams: int) -> "IndexedPieces":
-        """Those of one stream."""
+        """The pieces of one stream."""
         return IndexedPieces(
             self._corpus,
             self._permutation,
@@ -36,9 +36,9 @@ class IndexedOrder:
 
 
 class IndexedPieces:
-    """StreamPieces of one stream of S: those at the positions s, s + S, s + 2S, … of all epochs' permutations in a row.
+    """StreamPieces of stream s of S: positions s, s + S, s + 2S, … of the concatenated permutations of all epochs.
 
-    Place.position counts within the epoch.
+    Place.position is the position within the epoch.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class IndexedPieces:
         return place.position < max(1, self._corpus.count)
 
     def number(self, place: Place) -> int:
-        if self._looked_up[0] != place:  # asked for twice in a row, for each window
+        if self._looked_up[0] != place:  # called twice for each window
             self._looked_up = (place, self._permutation.piece(*place))
         return self._looked_up[1]
 
@@ -76,23 +76,23 @@ class IndexedPieces:
         if self.windows:
             return self._corpus.fetch([self.number(place)])[0]
         if place not in self._fetched:
-            self._fetched.clear()  # a state was loaded
+            self._fetched.clear()  # the place has changed by load_state()
             self._fetch(place, num_tokens)
         return self._fetched.pop(place)
 
     def _fetch(self, place: Place, num_tokens: int) -> None:
-        """Read it together with the next few so that they are tokenized in one batch."""
+        """Read the piece and the next few, and tokenize them in one batch."""
         places = [place]
         pieces = self._corpus.ahead(self._numbers(places), num_tokens)
         self._fetched.update(zip(places, self._corpus.fetch(pieces), strict=True))
 
     def _numbers(self, places: list[Place]) -> Iterator[int]:
-        """Of the piece at places[0] and of those after it; `places` grows with what is asked for."""
+        """Yield the piece number at places[0] and the following ones; append the place of each to `places`."""
         yield self.number(places[0])
         while len(places) < READ_AHEAD_PIECES and not self.has_ended(place := self.after(places[-1])):
             places.append(place)
             yield self.number(place)
 
     def _place(self, number: int) -> Place:
-        """Of the piece with that number of all epochs' permutations in a row."""
+        """Place of position `number` of the concatenated permutations of all epochs."""
         return Place(*divmod(number, self._corpus.count)) if self._corpus.count else Place(0, 0)

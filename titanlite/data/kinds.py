@@ -1,4 +1,4 @@
-"""The kinds of sources: one line of the table each."""
+"""The registry of kinds of sources."""
 
 import os
 from collections.abc import Sequence
@@ -24,19 +24,19 @@ KINDS: dict[str, type[Source]] = {
 
 
 def open_source(config: SourceConfig) -> Source:
-    """The source of a table, as its kind reads it."""
+    """Open the source of a table."""
     return KINDS[config.kind](config)
 
 
 def text_sources(configs: Sequence[SourceConfig]) -> list[TextSource]:
-    """The sources of tables that all are of text which can be indexed."""
+    """Open the sources of tables, all of which must be TextSources."""
     opened = [open_source(config) for config in configs]
     assert all(isinstance(source, TextSource) for source in opened)
     return [source for source in opened if isinstance(source, TextSource)]
 
 
 def source_names(configs: Sequence[SourceConfig]) -> tuple[str, ...]:
-    """What each of them is called, each by another name: of several of one name the later ones get a number."""
+    """Unique names of the sources; a number is appended to repeated names."""
     names: list[str] = []
     for config in configs:
         name = open_source(config).name
@@ -46,7 +46,10 @@ def source_names(configs: Sequence[SourceConfig]) -> tuple[str, ...]:
 
 
 def source_from_path(path: str, key: str) -> SourceConfig | Problem:
-    """The source of a file, a folder or a glob, of the one kind that the files are. key: of a problem with that."""
+    """The source of a file, a folder or a glob; its kind follows from the suffixes of the files.
+
+    Returns a Problem of `key` if no file matches or the files are not of one kind.
+    """
     expanded = os.path.expanduser(path)
     if os.path.isfile(os.path.join(expanded, MANIFEST)):
         return SourceConfig(Tokens.kind, path)
@@ -56,12 +59,12 @@ def source_from_path(path: str, key: str) -> SourceConfig | Problem:
     else:
         files = [str(file).lower() for file in Text(SourceConfig(Text.kind, path)).files()]
         if not files:
-            remedy = f"nothing matches {os.path.join(os.getcwd(), expanded)}: mend the path"
+            remedy = f"nothing matches {os.path.join(os.getcwd(), expanded)}: fix the path"
             return Problem(key, path, "a file, a folder or a glob that matches files", remedy)
         kinds = [kind for kind in known if any(file.endswith(kind.suffixes) for file in files)]
     if len(kinds) == 1:
         return SourceConfig(kinds[0].kind, path)
     rule = f"files of one kind: {', '.join(suffix for kind in known for suffix in kind.suffixes)}"
-    remedy = "name those of one kind by a glob" if kinds else "say their kind by the keys of a source, kind and path"
-    found = " and ".join(kind.kind for kind in kinds) or "none of them"
+    remedy = "select files of one kind with a glob" if kinds else "write a source with the keys kind and path"
+    found = " and ".join(kind.kind for kind in kinds) or "of no known kind"
     return Problem(key, path, f"{rule}; these are {found}", remedy)

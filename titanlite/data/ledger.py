@@ -1,15 +1,16 @@
-"""What was trained on: for each step, where each of its sequences comes from.
+"""The ledger of a run: the origin of each sequence of each step.
 
-<dump_folder>/ledger holds a file per data rank, <rank>-of-<degree>.jsonl, with a line for each step:
+<dump_folder>/ledger holds one file per data rank, <rank>-of-<degree>.jsonl, with a line for each step:
 
     {"step": 3, "sequences": [[sequence, source, epoch, piece, offset], ...]}
 
-sequence: its number in the run, from 0. source: which of [[data.sources]]. epoch, piece, offset: its first token is
-number `offset` of that piece of the source; -1 where it has no token, since the source has ended.
+sequence: number in the run, from 0. source: index of the [[data.sources]] table. epoch, piece, offset: the first token
+is token `offset` of this piece; -1 if the sequence is masked because the source is exhausted.
 """
 
 import json
 import runpy
+import sys
 from collections.abc import Iterator, Sequence
 from heapq import merge
 from itertools import groupby
@@ -22,7 +23,7 @@ LEDGER_FOLDER = "ledger"
 
 
 class Ledger:
-    """Writes the lines of one data rank; one of its ranks has it. Goes on behind what an earlier start has written."""
+    """Writer of one data rank's lines, on one rank of each data rank. Appends to the file of an earlier start."""
 
     def __init__(self, dump_folder: str | Path, *, data_rank: int, data_degree: int) -> None:
         path = Path(dump_folder, LEDGER_FOLDER, f"{data_rank}-of-{data_degree}.jsonl")
@@ -33,23 +34,23 @@ class Ledger:
             raise UserError(f"data.ledger: {path} cannot be written: {error.strerror}") from None
 
     def write(self, step: int, sequences: Sequence[int], origins: Sequence[Origin]) -> None:
-        """The step's line; it is out of this process's hands on return."""
+        """Write the line of a step and flush it to the operating system."""
         rows = [[sequence, *origin] for sequence, origin in zip(sequences, origins, strict=True)]
         self._file.write(ledger_line(step, rows))
         self._file.flush()
 
     def close(self) -> None:
-        """End writing."""
+        """Close the file."""
         self._file.close()
 
 
 def ledger_files(dump_folder: str | Path) -> list[Path]:
-    """Those of all data ranks of all starts."""
+    """Ledger files of all data ranks and all starts."""
     return sorted(Path(dump_folder, LEDGER_FOLDER).glob("*-of-*.jsonl"))
 
 
 def read_ledger(dump_folder: str | Path) -> Iterator[tuple[int, list[list[int]]]]:
-    """Of each step: its number, and [sequence, source, epoch, piece, offset] of its sequences in the run's order."""
+    """Yield each step and the [sequence, source, epoch, piece, offset] of its sequences, in the order of the run."""
     lines = merge(*(_steps(path) for path in ledger_files(dump_folder)), key=lambda line: line[0])
     for step, parts in groupby(lines, key=lambda line: line[0]):
         yield step, sorted(row for _, rows in parts for row in rows)
@@ -58,16 +59,17 @@ def read_ledger(dump_folder: str | Path) -> Iterator[tuple[int, list[list[int]]]
 def _steps(path: Path) -> Iterator[tuple[int, list[list[int]]]]:
     with path.open(encoding="utf-8") as file:
         for line in file:
-            if not line.endswith("\n"):  # being written now, or cut by a crash: a run that goes on writes it anew
+            if not line.endswith("\n"):  # being written, or truncated by a crash: a resumed run writes it again
                 return
             values = json.loads(line)
             yield values["step"], values["sequences"]
 
 
 def ledger_line(step: int, rows: list[list[int]]) -> str:
-    """A line of the ledger."""
+    """Format a line of the ledger."""
     return json.dumps({"step": step, "sequences": rows}, separators=(",", ":")) + "\n"
 
 
-if __name__ == "__main__":  # an older name of the command
+if __name__ == "__main__":  # the old name of `titanlite ledger`, until version 1.0
+    print("titanlite: titanlite.data.ledger is an old name, use: titanlite ledger", file=sys.stderr)
     runpy.run_module("titanlite.tools.ledger", run_name="__main__", alter_sys=True)

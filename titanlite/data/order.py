@@ -1,11 +1,11 @@
-"""The order of pieces and sources, the same for ever and on every machine.
+"""The order of pieces and sources, the same on every machine and in every version with the same STREAM_VERSION.
 
-Of pieces, a seeded permutation per epoch, in two levels; of sources, shares that follow the weights closely, from the
-first sequences on.
+Pieces: a seeded permutation per epoch, in two levels. Sources: a sequence that follows the weights closely from the
+first sequences.
 
-Order of the keys: SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014;
-constants from Vigna's public-domain splitmix64.c), sorted. It does not depend on numpy's own generators, whose
-streams may change between versions.
+A permutation sorts keys of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA
+2014; constants from Vigna's public-domain splitmix64.c). It does not use numpy's generators, whose streams may change
+between versions.
 """
 
 from bisect import bisect_right
@@ -19,14 +19,13 @@ import numpy.typing as npt
 from titanlite.runtime.cache import Recent
 
 STREAM_VERSION = 2
-"""Version of the order of sources and pieces and of their packing. A change of any changes every run, and has to change
-this."""
+"""Version of the order of sources and pieces and of their packing. Increase it on any change: all runs change."""
 
 BLOCK_PIECES = 2**16
-"""About as many pieces are permuted among each other: enough to mix well, few enough to be read in long stretches."""
+"""Approximate pieces per block of the permutation: enough to mix well, few enough for long sequential reads."""
 
-KEPT = 16
-"""Orders of so many blocks and epochs stay in memory: streams are not all at the same place."""
+CACHED_ORDERS = 16
+"""Number of block orders and epoch orders in memory: streams differ in block and epoch."""
 
 _WORD = 2**64
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15
@@ -50,10 +49,10 @@ def shuffled(count: int, *seeds: int) -> npt.NDArray[np.int64]:
 
 
 class Permutation:
-    """Position in an epoch -> piece, of `count` pieces.
+    """Maps a position in an epoch to one of `count` pieces.
 
-    Blocks of consecutive pieces are permuted, and the pieces inside each, by all `seeds`. Without shuffle, position and
-    piece are the same number.
+    Permutes blocks of consecutive pieces, and the pieces inside each block, by all `seeds`. Without shuffle, the piece
+    is the position.
     """
 
     def __init__(self, count: int, *, seeds: tuple[int, ...], shuffle: bool, block_pieces: int = BLOCK_PIECES) -> None:
@@ -62,8 +61,10 @@ class Permutation:
         self._shuffle = shuffle
         num_blocks = max(1, -(-count // block_pieces))
         self._bounds = np.arange(num_blocks + 1, dtype=np.int64) * count // num_blocks
-        self._orders: Recent[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = Recent(KEPT, lambda _: 1)
-        self._blocks: Recent[tuple[int, int], npt.NDArray[np.int64]] = Recent(KEPT, lambda _: 1)
+        self._orders: Recent[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = Recent(
+            CACHED_ORDERS, lambda _: 1
+        )
+        self._blocks: Recent[tuple[int, int], npt.NDArray[np.int64]] = Recent(CACHED_ORDERS, lambda _: 1)
 
     def piece(self, epoch: int, position: int) -> int:
         """The piece at `position` < count of an epoch."""
@@ -76,27 +77,28 @@ class Permutation:
         return int(pieces[position - starts[place]])
 
     def _block_order(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The blocks in their order, and the position at which each starts."""
+        """The order of the blocks, and the position at which each block starts."""
         sizes = np.diff(self._bounds)
         order = shuffled(len(sizes), *self._seeds, epoch)
         starts = np.concatenate([[0], np.cumsum(sizes[order])[:-1]]).astype(np.int64)
         return order, starts
 
     def _block(self, epoch: int, block: int) -> npt.NDArray[np.int64]:
-        """The pieces of one block in their order."""
+        """The pieces of one block in their order of the epoch."""
         begin, end = self._bounds[block : block + 2].tolist()
         pieces: npt.NDArray[np.int64] = begin + shuffled(end - begin, *self._seeds, epoch, block)
         return pieces
 
 
 class Mixture:
-    """Sources of a run by their weights, each as its share of the sequences.
+    """The source of each sequence, by the weights of the sources.
 
-    Sequence `count` of a stream takes the source whose interval of [0, 1) holds the point
-    hash(seed) + count x golden ratio + stream x sqrt(2), modulo 1: along a stream and across the streams of a step an
-    additive recurrence of an irrational step, whose points lie evenly in every stretch (Weyl 1916). So no source is
-    ever more than a few sequences away from its share; drawn at random it would stray by the square root of their
-    number. All of it is integer arithmetic modulo 2^64, the same on every machine.
+    Each source has an interval of [0, 1), as long as its share of the sequences. Sequence `count` of a stream takes the
+    source whose interval contains the point hash(seed) + count x golden ratio + stream x sqrt(2), modulo 1. Along a
+    stream and across the streams of a step, these points are an additive recurrence with an irrational step, which is
+    equidistributed (Weyl 1916). Each source therefore stays within a few sequences of its share; random draws would
+    deviate by the square root of the number of sequences. All arithmetic is on integers modulo 2^64, the same on every
+    machine.
     """
 
     def __init__(self, weights: Sequence[float], *, seed: int) -> None:
@@ -104,7 +106,7 @@ class Mixture:
         exact = [Fraction(weight) for weight in weights]
         total = sum(exact)
         self.shares = tuple(float(weight / total) for weight in exact)
-        """Of each source, adding up to 1."""
+        """Share of each source; the sum is 1."""
         self._ends = [int(end / total * _WORD) for end in accumulate(exact)][:-1]
         self._start = int(mix(np.array([seed], np.uint64))[0])
 

@@ -1,4 +1,4 @@
-"""From the [data] section to prepared steps: what the loader's thread does, or its workers. Imports no torch."""
+"""Preparation of steps from the [data] section, in the loader's thread or its workers. Does not import torch."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -22,22 +22,22 @@ Int64s = npt.NDArray[np.int64]
 
 
 class SourceOrder(Protocol):
-    """A source in the order in which streams read it. size: see Source.size_unit. description: in one line."""
+    """A source in the order in which streams read it. size: in Source.size_unit. description: one line for the log."""
 
     name: str
     size: int
     description: str
 
     def pieces(self, stream: int, num_streams: int) -> StreamPieces:
-        """Those of one stream."""
+        """The pieces of one stream."""
         ...
 
 
 class Sources:
-    """All `sources` of a [data] section, which is resolved (no -1).
+    """All sources of a [data] section. `section` is resolved (no -1). Builds the indexes of sources that have none.
 
-    mixture: their shares. description: of all. tokenizer: None if none of them is text. logs: whether rows that are
-    skipped are named in warnings. Raises UserError if one is empty. Indexes those that were not indexed before.
+    mixture: the shares of the sources. description: one line for all sources. tokenizer: None if no source is text.
+    logs: whether skipped rows are logged as warnings. Raises UserError if a source is empty.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Sources:
             yield source.description + (f", {share:.2%} of the sequences" if len(self._open) > 1 else "")
 
     def stream(self, number: int) -> Stream:
-        """One of the section's num_streams streams."""
+        """Stream `number` of the section's num_streams streams."""
         section = self._section
         sources = [
             SourceStream(
@@ -81,7 +81,7 @@ class Sources:
 
 
 def bad_row_policy(section: DataConfig) -> BadRowPolicy:
-    """What data.on_bad_row and data.max_bad_rows say."""
+    """The policy of data.on_bad_row and data.max_bad_rows."""
     return BadRowPolicy(section.on_bad_row == "skip", section.max_bad_rows)
 
 
@@ -94,7 +94,7 @@ def open_order(
     seq_len: int,
     vocab_size: int,
 ) -> SourceOrder:
-    """The order of the source with that number in the section. Raises UserError if it is empty."""
+    """Open source `number` of the section in its order. Raises UserError if it is empty."""
     seeds = (section.seed, number)
     corpus: Corpus
     if isinstance(source, TokenSource):
@@ -108,10 +108,10 @@ def open_order(
         assert isinstance(source, TextSource)
         corpus = TextCorpus(Texts([source], section.max_piece_bytes), encoder)
     if corpus.size == 0 or corpus.count == 0:
-        # Empty and broken files count as a piece each, which says why.
+        # Each empty or corrupted file is one piece, whose error names the reason.
         bad = [str(found) for found in corpus.fetch(range(min(1, corpus.count))) if isinstance(found, Exception)]
         remedy = "add data, or set a smaller training.seq_len" if corpus.windows else "add data"
-        raise UserError(f"there is nothing to train on: {bad[0] if bad else corpus.description}: {remedy}")
+        raise UserError(f"no data to train on: {bad[0] if bad else corpus.description}: {remedy}")
     permutation = Permutation(corpus.count, seeds=seeds, shuffle=section.shuffle)
     opened = IndexedOrder(corpus, permutation, name=source.name, epochs=source.config.epochs)
     if section.shuffle and source.shuffling_note:
@@ -120,10 +120,10 @@ def open_order(
 
 
 class PreparedStep(NamedTuple):
-    """The sequences of some streams in one optimizer step, in the order of the run, and where the streams stand then.
+    """The sequences of some streams in one optimizer step, in the order of the run, and the streams' states after it.
 
-    tokens, labels, positions: (rows, seq_len); positions None where nobody asks for them. origins: (rows, fields of
-    Origin). states: (streams, values of a stream's state). ended: (sources,), 1 where a source has ended in all of
+    tokens, labels, positions: (rows, seq_len); positions is None without data.document_mask. origins: (rows, fields of
+    Origin). states: (streams, values of a stream's state). ended: (sources,), 1 if a source is exhausted in all of
     these streams.
     """
 
@@ -136,7 +136,7 @@ class PreparedStep(NamedTuple):
 
 
 class Preparation:
-    """Prepares the part of `streams` in one step after the other; streams: numbers, ascending."""
+    """Prepares the sequences of `streams` step by step. streams: stream numbers, ascending."""
 
     def __init__(
         self,
@@ -156,30 +156,30 @@ class Preparation:
         self.next_sequence = 0
 
     def load_state(self, states: Int64s, next_sequence: int) -> None:
-        """Continue with that sequence of the run. states: (streams, values). Raises UserError."""
+        """Continue at sequence `next_sequence` of the run. states: (streams, values). Raises UserError."""
         for stream, values in zip(self._streams.values(), states.tolist(), strict=True):
             stream.load_state(values)
         self.next_sequence = next_sequence
 
     def states(self) -> Int64s:
-        """(streams, values of a stream's state)."""
+        """Current states: (streams, values of a stream's state)."""
         return np.array([stream.state() for stream in self._streams.values()], np.int64)
 
     def ended(self) -> Int64s:
-        """Of each source, 1 where it has ended in all of these streams."""
+        """(sources,): 1 if the source is exhausted in all of these streams."""
         ended: Int64s = np.array([stream.ended for stream in self._streams.values()], np.int64).min(axis=0)
         return ended
 
     def step(self) -> PreparedStep:
-        """Those of the next global_batch_size sequences of the run that are of these streams. Raises DataError."""
+        """Prepare the sequences of these streams among the next global_batch_size of the run. Raises DataError."""
         first = self.next_sequence
         self.next_sequence = first + self._global_batch_size
-        mine = sequences_of(self._streams, self._num_streams, range(first, self.next_sequence))
-        shape = (len(mine), self._seq_len)
+        own = sequences_of(self._streams, self._num_streams, range(first, self.next_sequence))
+        shape = (len(own), self._seq_len)
         tokens, labels = np.empty(shape, np.int64), np.empty(shape, np.int64)
         positions = np.empty(shape, np.int64) if self._with_positions else None
-        origins = np.empty((len(mine), len(Origin._fields)), np.int64)
-        for place, sequence in enumerate(mine):
+        origins = np.empty((len(own), len(Origin._fields)), np.int64)
+        for place, sequence in enumerate(own):
             row = Row(tokens[place], labels[place], None if positions is None else positions[place])
             try:
                 origins[place] = self._streams[sequence % self._num_streams].next_sequence(row)
@@ -188,9 +188,9 @@ class Preparation:
         return PreparedStep(tokens, labels, origins, self.states(), self.ended(), positions)
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Do nothing: there is nothing to close."""
 
 
 def sequences_of(streams: Collection[int], num_streams: int, sequences: range) -> list[int]:
-    """Those of the `sequences` of the run that come from these streams."""
+    """The `sequences` of the run that come from these streams."""
     return [sequence for sequence in sequences if sequence % num_streams in streams]

@@ -1,7 +1,7 @@
-"""Canonical streams: the order in which tokens are trained on, whatever the mesh.
+"""Streams: the order in which tokens are trained on, the same on every mesh.
 
-A run has S streams. Each sequence of a stream comes from one source, as the mixture says; of a source, the stream reads
-pieces of its own, one after the other, and cuts them into sequences.
+A run has S streams. The mixture selects the source of each sequence of a stream. Of each source, a stream reads its own
+pieces one after the other and cuts them into sequences.
 """
 
 import logging
@@ -14,20 +14,20 @@ import numpy.typing as npt
 
 from titanlite.batch import IGNORE_INDEX
 from titanlite.data.order import Mixture
-from titanlite.data.sources.pieces import NOWHERE, BadRowError, Place, StreamPieces, TokenPiece
+from titanlite.data.sources.pieces import EMPTY, BadRowError, Place, StreamPieces, TokenPiece
 from titanlite.runtime.errors import UserError
 
 logger = logging.getLogger("titanlite")
 
 PAD_TOKEN = 0
-"""Stands where there is no token; its label is IGNORE_INDEX and causal attention hides it from the tokens before."""
+"""Fills a sequence after its last token. Its label is IGNORE_INDEX; causal attention hides it from earlier tokens."""
 
 
 class SourceState(NamedTuple):
-    """All that a stream has to remember of one source.
+    """The state of one source in a stream.
 
-    epoch, position: the place of the piece at which it stands. offset: the place in that piece of the next sequence's
-    first token. sequences: how many it has handed out. bad_rows: how many rows were skipped.
+    epoch, position: the current piece. offset: index in this piece of the next sequence's first token. sequences:
+    number of sequences returned. bad_rows: number of rows skipped.
     """
 
     epoch: int
@@ -38,8 +38,10 @@ class SourceState(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where a sequence's first token lies: token `offset` of a piece of a source, in an epoch. No token: all but the
-    source are -1."""
+    """The origin of a sequence's first token: source, epoch, piece, and index of the token in the piece.
+
+    If the sequence has no token, epoch, piece and offset are -1.
+    """
 
     source: int
     epoch: int
@@ -48,7 +50,7 @@ class Origin(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What a sequence is written to, int64 (seq_len,) each. positions: None where nobody asks for them."""
+    """Output arrays of a sequence, each int64 (seq_len,). positions: None without data.document_mask."""
 
     tokens: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
@@ -57,22 +59,22 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class BadRowPolicy:
-    """skip: go on after a bad row, up to `limit` of them. logs: whether each is named in a warning."""
+    """skip: skip up to `limit` bad rows instead of raising. logs: whether each skipped row is logged as a warning."""
 
     skip: bool
     limit: int
     logs: bool = True
 
     def check(self, bad: BadRowError, count: int) -> None:
-        """Raise UserError unless the `count`-th bad row is skipped, too."""
+        """Raise UserError unless the policy skips the `count`-th bad row."""
         if not self.skip:
-            raise UserError(f'bad row: {bad}; mend it, or skip and count such rows: data.on_bad_row = "skip"')
+            raise UserError(f'bad row: {bad}; fix the row, or skip bad rows: data.on_bad_row = "skip"')
         if count > self.limit:
-            raise UserError(f"more than data.max_bad_rows = {self.limit} rows are bad; the last one: {bad}")
+            raise UserError(f"more than data.max_bad_rows = {self.limit} bad rows; the last one: {bad}")
 
 
 class _Part(NamedTuple):
-    """Tokens of one piece that stand in a sequence: those from `offset` on. starts: where in them documents start."""
+    """Tokens of one piece in a sequence, from `offset`. starts: the indices in `tokens` at which documents start."""
 
     epoch: int
     piece: int
@@ -82,14 +84,15 @@ class _Part(NamedTuple):
 
 
 class SourceStream:
-    """What one stream reads of one source.
+    """The sequences of one source in one stream.
 
-    packing "concatenate": its tokens in a row are cut into sequences of seq_len + 1 at stride seq_len: neighbours share
-    one token, so that each token but the first is a target exactly once. "none": each piece is cut so by itself.
+    packing "concatenate": joins the tokens of all pieces and cuts sequences of seq_len + 1 tokens at stride seq_len.
+    Neighboring sequences share one token, so each token except the first is a target exactly once. "none": cuts each
+    piece separately in the same way.
 
-    A piece is fetched when a sequence needs it, and a bad row is raised or counted there; since this depends on the
-    stream alone, it happens at the same step on every mesh. Bad rows are counted in the first epoch only: once each. A
-    stream raises when its own count passes the limit; the sum over all streams is for the trainer to watch.
+    Fetches a piece when a sequence needs it, and raises or counts a bad row then. This depends on the stream alone, so
+    it happens at the same step on every mesh. Bad rows are counted in the first epoch only, once each. A stream raises
+    if its own count exceeds the limit; the trainer checks the sum over all streams.
     """
 
     def __init__(
@@ -97,42 +100,46 @@ class SourceStream:
     ) -> None:
         self._pieces = pieces
         self._seq_len = seq_len
-        self._take = self._window if pieces.windows else self._packed if packing == "concatenate" else self._alone
+        self._take = (
+            self._window if pieces.windows else self._concatenated if packing == "concatenate" else self._single_piece
+        )
         self._policy = policy
         self._order = np.arange(seq_len)
         self.load_state(SourceState(*pieces.first(), 0, 0, 0))
 
     @property
     def ended(self) -> bool:
-        """Whether nothing but masked sequences is left."""
+        """Whether the source is exhausted: all further sequences are masked."""
         return self._pieces.has_ended(self._place)
 
     @property
     def sequences(self) -> int:
-        """How many were handed out, masked ones included."""
+        """Number of sequences returned, including masked ones."""
         return self._sequences
 
     def state(self) -> SourceState:
         return SourceState(*self._place, self._offset, self._sequences, self._bad_rows)
 
     def load_state(self, state: SourceState) -> None:
-        """Continue exactly there; one piece is tokenized again. Raises UserError where there is no such place."""
+        """Continue at `state`; tokenizes one piece again. Raises UserError if the source has no such piece."""
         self._place = Place(state.epoch, state.position)
         if min(state) < 0 or not self._pieces.has(self._place):
-            raise UserError(f"the source {self._pieces.name!r} has no piece for the saved state {state}")
+            raise UserError(f"the source {self._pieces.name!r} has no piece at the saved state {state}")
         self._offset, self._sequences, self._bad_rows = state.offset, state.sequences, state.bad_rows
         self._current: TokenPiece | None = None
-        self._fruitless = 0
+        self._pieces_without_target = 0
 
     def next_sequence(self, row: Row) -> tuple[int, int, int]:
-        """Writes it into `row`, fully masked once the source has ended. Returns (epoch, piece, offset) of its first
-        token, (-1, -1, -1) where there is none. Raises UserError."""
+        """Write the next sequence into `row`, fully masked if the source is exhausted.
+
+        Returns (epoch, piece, offset) of its first token; (-1, -1, -1) if masked. Raises UserError.
+        """
         parts = self._take()
         self._sequences += 1
         return parts[0][:3] if self._write(parts, row) else (-1, -1, -1)
 
-    def _packed(self) -> list[_Part]:
-        """Up to seq_len + 1 tokens; the last one stays to be the first of the next sequence."""
+    def _concatenated(self) -> list[_Part]:
+        """Up to seq_len + 1 tokens of consecutive pieces; the next sequence starts with the last of these tokens."""
         taken: list[_Part] = []
         need = self._seq_len + 1
         while not self.ended:
@@ -140,7 +147,7 @@ class SourceStream:
             if rest >= need:
                 taken.append(self._part(need))
                 self._offset += need - 1
-                self._end_if_used_up(rest - (need - 1))
+                self._skip_used_tail(rest - (need - 1))
                 break
             if rest:
                 taken.append(self._part(rest))
@@ -148,8 +155,8 @@ class SourceStream:
             self._advance()
         return taken
 
-    def _alone(self) -> list[_Part]:
-        """Up to seq_len + 1 tokens of one piece; a piece with a single token has nothing to predict."""
+    def _single_piece(self) -> list[_Part]:
+        """Up to seq_len + 1 tokens of one piece. Skips pieces of a single token: they have no target."""
         while not self.ended:
             rest = self._rest(self._seq_len + 1)
             if rest > 1:
@@ -172,7 +179,7 @@ class SourceStream:
     def _part(self, count: int) -> _Part:
         """The next `count` tokens of the current piece."""
         assert self._current is not None
-        self._fruitless = 0
+        self._pieces_without_target = 0
         tokens, starts = self._current
         begin, end = self._offset, self._offset + count
         if len(tokens) > count:
@@ -181,12 +188,9 @@ class SourceStream:
         return _Part(self._place.epoch, number, begin, tokens[begin:end], starts)
 
     def _write(self, parts: list[_Part], row: Row) -> bool:
-        """Inputs and their next tokens, padded and masked where there are fewer than seq_len + 1 tokens.
-
-        Returns whether there is anything to predict.
-        """
-        joined = parts[0].tokens if len(parts) == 1 else np.concatenate([part.tokens for part in parts] or [NOWHERE])
-        count = len(joined) if len(joined) > 1 else 0  # a token alone has nothing to predict
+        """Write inputs and labels, padded and masked after the last token. Returns whether there is any target."""
+        joined = parts[0].tokens if len(parts) == 1 else np.concatenate([part.tokens for part in parts] or [EMPTY])
+        count = len(joined) if len(joined) > 1 else 0  # a single token has no target
         row.tokens[:count] = joined[: min(count, self._seq_len)]
         row.tokens[count:] = PAD_TOKEN
         row.labels[: max(0, count - 1)] = joined[1:count]
@@ -194,37 +198,35 @@ class SourceStream:
         if row.positions is not None:
             row.positions[:] = self._order
             for start in _document_starts(parts) if count else ():
-                # What a document begins with cannot be known from the one before it: it is no target.
+                # The previous document does not predict the first token of a document: it is not a target.
                 row.labels[start - 1] = IGNORE_INDEX
                 row.positions[start:] = self._order[: max(0, self._seq_len - start)]
         return count > 0
 
     def _advance(self) -> None:
         """Step to the next piece."""
-        self._fruitless += 1  # _part() sets it back
-        if self._fruitless > self._pieces.patience:
+        self._pieces_without_target += 1  # _part() resets it
+        if self._pieces_without_target > self._pieces.patience:
             raise UserError(
-                f"none of the last {self._pieces.patience:,} pieces that a data stream has read of {self._pieces.name} "
-                f"has a token that can be trained on ({self._bad_rows} bad rows were skipped); mend the data"
+                f"{self._pieces.name}: the last {self._pieces.patience:,} pieces of a stream have no token to train on "
+                f"({self._bad_rows} bad rows were skipped); fix the data"
             )
         self._current, self._offset = None, 0
         self._place = self._pieces.after(self._place)
 
-    def _end_if_used_up(self, rest: int) -> None:
-        """End a finite source of which only the token is left that was a target already."""
+    def _skip_used_tail(self, rest: int) -> None:
+        """Advance past the last piece of a finite source if its only remaining token was a target already."""
         if rest == 1 and self._pieces.has_ended(self._pieces.after(self._place)):
             self._advance()
 
     def _rest(self, num_tokens: int) -> int:
-        """Tokens left of the current piece, fetched now where it was not yet; none where it is a bad row that is
-        skipped."""
+        """Number of tokens left in the current piece; 0 for a skipped bad row. Fetches the piece if necessary."""
         if self._current is None:
             self._current = self._usable(self._pieces.fetch(self._place, num_tokens))
             if self._offset and self._offset >= len(self._current.tokens):
                 raise UserError(
-                    f"{self._pieces.name}: a data stream cannot continue: its piece has {len(self._current.tokens)} "
-                    f"tokens, the saved state stands at token {self._offset}; the data or the tokenizer is not the one "
-                    "of the earlier run"
+                    f"{self._pieces.name}: a stream cannot resume at token {self._offset} of a piece: the piece has "
+                    f"{len(self._current.tokens)} tokens; use the data and the tokenizer of the run that is resumed"
                 )
         return len(self._current.tokens) - self._offset
 
@@ -235,26 +237,26 @@ class SourceStream:
             self._policy.check(fetched, self._bad_rows)
             if first_epoch and self._policy.logs:
                 logger.warning("skipped a bad row: %s", fetched)
-            return TokenPiece(NOWHERE, NOWHERE)
+            return TokenPiece(EMPTY, EMPTY)
         if isinstance(fetched, Exception):
             raise fetched
         return fetched
 
 
 def _document_starts(parts: Sequence[_Part]) -> Iterator[int]:
-    """The places of a sequence at which documents start, but for its first token."""
+    """Indices in a sequence at which documents start, except 0."""
     place = 0
     for n, part in enumerate(parts):
-        # The first token of a part starts a document unless the part goes on with the document of the one before.
-        goes_on = n > 0 and part.piece == parts[n - 1].piece + 1 and 0 not in part.starts
-        if n > 0 and not goes_on:
+        # The first token of a part starts a document unless the part continues the previous part's document.
+        continues = n > 0 and part.piece == parts[n - 1].piece + 1 and 0 not in part.starts
+        if n > 0 and not continues:
             yield place
         yield from (place + start for start in part.starts.tolist() if start > 0)
         place += len(part.tokens)
 
 
 class Stream:
-    """One of the S streams: a sequence of one source after the other, as the mixture says."""
+    """One of the S streams. The mixture selects the source of each sequence."""
 
     def __init__(self, number: int, sources: Sequence[SourceStream], mixture: Mixture) -> None:
         self._number = number
@@ -263,25 +265,25 @@ class Stream:
 
     @property
     def sequences(self) -> int:
-        """How many were handed out."""
+        """Number of sequences returned."""
         return sum(source.sequences for source in self._sources)
 
     @property
     def ended(self) -> list[bool]:
-        """Of each source, whether nothing is left of it but masked sequences."""
+        """For each source, whether it is exhausted in this stream."""
         return [source.ended for source in self._sources]
 
     def state(self) -> list[int]:
-        """The fields of the SourceState of each source, one source after the other."""
+        """The SourceState fields of all sources, one source after the other."""
         return [value for source in self._sources for value in source.state()]
 
     def load_state(self, values: Sequence[int]) -> None:
-        """Continue exactly there. Raises UserError where there is no such place."""
+        """Continue at the state `values`. Raises UserError if a source has no such piece."""
         size = len(SourceState._fields)
         for n, source in enumerate(self._sources):
             source.load_state(SourceState(*values[n * size : (n + 1) * size]))
 
     def next_sequence(self, row: Row) -> Origin:
-        """Writes it into `row`. Raises UserError."""
+        """Write the next sequence into `row` and return its origin. Raises UserError."""
         source = self._mixture.source(self._number, self.sequences)
         return Origin(source, *self._sources[source].next_sequence(row))

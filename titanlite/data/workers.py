@@ -1,9 +1,9 @@
-"""Preparing steps ahead of a loader, in a thread or in processes: each of these tokenizes and packs the sequences of
-some of its rank's streams.
+"""Prefetching of steps in a thread or in worker processes.
 
-`python -m titanlite.data.workers` is started by WorkerPool alone. Down its standard input comes one line of JSON that
-says what to prepare; up its standard output comes a frame for each step: a line of JSON and the arrays' bytes. A worker
-is a step ahead of what the pipe holds, for then it waits there. It ends when its standard input does.
+Each worker process tokenizes and packs the sequences of some of its rank's streams. WorkerPool starts it as
+`python -m titanlite.data.workers`. Standard input is one line of JSON, the request. Standard output is one frame per
+step: a line of JSON and the bytes of the arrays. A worker blocks when the pipe is full, one step ahead of the pipe. It
+exits when its standard input is closed.
 """
 
 import json
@@ -37,7 +37,8 @@ logger = logging.getLogger("titanlite")
 
 
 class _Shared(Generic[T]):
-    """What the thread and its consumer share; the thread knows nothing else, so that the consumer can be collected."""
+    """State shared by the thread and its consumer. The thread has no reference to the consumer, so the consumer can be
+    garbage-collected."""
 
     def __init__(self, produce: Callable[[], T], depth: int) -> None:
         self.produce = produce
@@ -48,7 +49,7 @@ class _Shared(Generic[T]):
         self.changed = threading.Condition()
 
     def run(self) -> None:
-        """The thread: produce until told to stop or until `produce` raises; the error queues behind the items."""
+        """Run in the thread: produce items until `stopping` is set or `produce` raises. The error follows the items."""
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.stopping or len(self.items) < self.depth)
@@ -56,7 +57,7 @@ class _Shared(Generic[T]):
                     return
             try:
                 item = self.produce()
-            except BaseException as error:  # raised again by the consumer
+            except BaseException as error:  # get() raises it
                 with self.changed:
                     self.error = error
                     self.changed.notify_all()
@@ -67,7 +68,7 @@ class _Shared(Generic[T]):
 
 
 EXIT_TIMEOUT_S = 5.0
-"""So long the process waits for a result that does not come (a file system that hangs) before it ends without it."""
+"""Maximum wait for the thread at exit, for example if a file system hangs."""
 
 
 def _stop(shared: _Shared[T], thread: threading.Thread, timeout_s: float | None) -> None:
@@ -79,11 +80,11 @@ def _stop(shared: _Shared[T], thread: threading.Thread, timeout_s: float | None)
 
 
 class Prefetcher(Generic[T]):
-    """The results of `produce()`, called again and again in a thread, at most `depth` of them ahead.
+    """Calls `produce()` repeatedly in a thread, at most `depth` results ahead.
 
-    An exception of `produce` is raised by the `get` that would have returned its result, and by all later ones. The
-    thread ends with close(), with the last reference to this object, and before the interpreter shuts down (a thread
-    that is inside a native library then would take the process with it).
+    If `produce` raises, the `get` that would have returned this result raises the exception, as do all later ones. The
+    thread ends on close(), on garbage collection of this object, and before the interpreter shuts down (a thread inside
+    a native library would crash the process then).
     """
 
     def __init__(self, produce: Callable[[], T], depth: int) -> None:
@@ -94,7 +95,7 @@ class Prefetcher(Generic[T]):
         self._finalizer = weakref.finalize(self, _stop, self._shared, thread, EXIT_TIMEOUT_S)
 
     def get(self) -> T:
-        """The next result; waits for it. Raises what `produce` raised."""
+        """Wait for the next result and return it. Raises the exception of `produce`."""
         shared = self._shared
         with shared.changed:
             shared.changed.wait_for(lambda: shared.items or shared.error is not None or shared.stopping)
@@ -107,15 +108,15 @@ class Prefetcher(Generic[T]):
         raise RuntimeError("the prefetcher is closed")
 
     def close(self, timeout_s: float | None = EXIT_TIMEOUT_S) -> None:
-        """End the thread once the result that it is at is done; None: however long that takes. May be called twice."""
+        """Stop the thread after its current call of `produce`. timeout_s None: no timeout. May be called twice."""
         self._finalizer.detach()
         _stop(self._shared, self._thread, timeout_s)
 
 
 def start_process(module: str, *arguments: str, **settings: Any) -> subprocess.Popen[bytes]:
-    """`python -m module arguments` with this very titanlite. settings: of Popen.
+    """Start `python -m module arguments` with this installation of titanlite. settings: arguments of Popen.
 
-    One core each: several threads for each of several processes would only compete.
+    The tokenizer of the process uses one thread, so that several processes do not compete for cores.
     """
     paths = [str(Path(titanlite.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "RAYON_NUM_THREADS": "1"}
@@ -123,13 +124,13 @@ def start_process(module: str, *arguments: str, **settings: Any) -> subprocess.P
 
 
 def describe_exit(code: int) -> str:
-    """What an exit code says: killed by which signal, or ended by itself."""
+    """Describe an exit code: the signal that killed the process, or the code."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What the streams of a rank are made of. section: resolved (no -1). logs: as of Sources."""
+    """Settings of a rank's streams. section: resolved (no -1). tokenizer: Tokenizer.arguments. logs: see Sources."""
 
     section: DataConfig
     tokenizer: dict[str, str] | None
@@ -139,7 +140,7 @@ class Assignment:
     logs: bool = True
 
     def preparation(self, sources: Sources, streams: Sequence[int]) -> Preparation:
-        """Of these streams."""
+        """The preparation of these streams."""
         return Preparation(
             sources,
             streams,
@@ -150,7 +151,7 @@ class Assignment:
         )
 
     def open(self) -> Sources:
-        """The sources, and the tokenizer with them."""
+        """Open the tokenizer and the sources."""
         tokenizer = None
         if self.tokenizer is not None:
             named = self.tokenizer
@@ -158,7 +159,7 @@ class Assignment:
         return self.sources(tokenizer)
 
     def sources(self, tokenizer: Tokenizer | None) -> Sources:
-        """Opened in this process."""
+        """Open the sources in this process."""
         opened = [open_source(source) for source in self.section.sources]
         return Sources(
             self.section, opened, tokenizer, seq_len=self.seq_len, vocab_size=self.vocab_size, logs=self.logs
@@ -175,9 +176,9 @@ class Assignment:
 
 
 class WorkerPool:
-    """As a Preparation of `streams`, by up to `count` processes; they start with the first step.
+    """The same as a Preparation of `streams`, in up to `count` processes, which start at the first step.
 
-    Worker w of W has every W-th stream from the w-th on. states: of all these streams at the beginning.
+    Worker w of W has every W-th stream, starting at the w-th. states: the initial states of all these streams.
     """
 
     def __init__(self, assignment: Assignment, streams: Sequence[int], count: int, states: Int64s) -> None:
@@ -188,13 +189,13 @@ class WorkerPool:
         self.load_state(states, 0)
 
     def load_state(self, states: Int64s, next_sequence: int) -> None:
-        """Continue with that sequence of the run. states: (streams, values)."""
+        """Continue at sequence `next_sequence` of the run. states: (streams, values)."""
         self.close()
         self._states = states
         self.next_sequence = next_sequence
 
     def step(self) -> PreparedStep:
-        """As Preparation.step; raises what a worker has raised, and UserError where one is gone."""
+        """The same as Preparation.step. Raises a worker's DataError or UserError, and UserError if a worker exited."""
         if not self._workers:
             self._start()
         first = self.next_sequence
@@ -205,9 +206,9 @@ class WorkerPool:
                 parts.append(worker.step())
             except DataError as error:
                 errors.append(error)
-        if errors:  # of the bad rows of a step the first one in the run's order speaks
+        if errors:  # report the bad row of the first sequence of the step
             raise min(errors, key=lambda error: error.sequence)
-        return self._joined(parts, range(first, self.next_sequence))
+        return self._merged(parts, range(first, self.next_sequence))
 
     def _start(self) -> None:
         self._workers = [_Worker() for _ in range(self._count)]
@@ -215,53 +216,53 @@ class WorkerPool:
             share = slice(n, None, self._count)
             worker.begin(self._assignment, self._streams[share], self._states[share], self.next_sequence)
 
-    def _joined(self, parts: list[PreparedStep], sequences: range) -> PreparedStep:
-        """The rows in the order of the run, the states in that of the streams."""
+    def _merged(self, parts: list[PreparedStep], sequences: range) -> PreparedStep:
+        """Merge the workers' parts: rows in the order of the run, states in the order of the streams."""
         num_streams = self._assignment.section.num_streams
         worker_of = {stream: n % self._count for n, stream in enumerate(self._streams)}
         rows = sequences_of(worker_of, num_streams, sequences)
         workers = np.array([worker_of[row % num_streams] for row in rows])
         of_states = np.arange(len(self._streams)) % self._count
 
-        def joined(field: str, owners: Int64s) -> Int64s:
+        def merge(field: str, owners: Int64s) -> Int64s:
             arrays = [getattr(part, field) for part in parts]
-            whole = np.empty((len(owners), arrays[0].shape[1]), np.int64)
+            merged = np.empty((len(owners), arrays[0].shape[1]), np.int64)
             for n, array in enumerate(arrays):
-                whole[owners == n] = array
-            return whole
+                merged[owners == n] = array
+            return merged
 
         return PreparedStep(
-            joined("tokens", workers),
-            joined("labels", workers),
-            joined("origins", workers),
-            joined("states", of_states),
+            merge("tokens", workers),
+            merge("labels", workers),
+            merge("origins", workers),
+            merge("states", of_states),
             np.min([part.ended for part in parts], axis=0),
-            joined("positions", workers) if self._assignment.section.document_mask else None,
+            merge("positions", workers) if self._assignment.section.document_mask else None,
         )
 
     def close(self) -> None:
-        """End the processes. May be called twice."""
+        """Stop the processes. May be called twice."""
         for worker in self._workers:
             worker.close()
         self._workers = []
 
 
 class _Worker:
-    """The loader's end of one process."""
+    """A worker process, as seen by the loader."""
 
     def __init__(self) -> None:
         self._process = start_process("titanlite.data.workers", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def begin(self, assignment: Assignment, streams: Sequence[int], states: Int64s, next_sequence: int) -> None:
-        """Tells it what to prepare."""
-        words = {"assignment": assignment.to_json(), "streams": streams, "states": states.tolist()}
+        """Send the request to the process."""
+        request = {"assignment": assignment.to_json(), "streams": streams, "states": states.tolist()}
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # step() finds out why
-            self._process.stdin.write(json.dumps(words | {"next_sequence": next_sequence}).encode() + b"\n")
+        with suppress(BrokenPipeError):  # step() reports the exit
+            self._process.stdin.write(json.dumps(request | {"next_sequence": next_sequence}).encode() + b"\n")
             self._process.stdin.flush()
 
     def step(self) -> PreparedStep:
-        """Its part of the next step; waits for it. Raises what it has raised, UserError where it is gone."""
+        """Wait for this worker's part of the next step. Raises the worker's error, and UserError if it exited."""
         head = json.loads(self._read_line())
         for level, message in head["log"]:
             logger.log(level, "%s", message)
@@ -273,24 +274,24 @@ class _Worker:
     def _read_line(self) -> bytes:
         assert self._process.stdout is not None
         line: bytes = self._process.stdout.readline()
-        return line if line.endswith(b"\n") else self._is_gone()
+        return line if line.endswith(b"\n") else self._raise_exit()
 
     def _read_array(self, shape: list[int]) -> Int64s:
         assert self._process.stdout is not None
         array = np.empty(shape, np.int64)
         if self._process.stdout.readinto(array.reshape(-1).view(np.uint8)) < array.nbytes:  # type: ignore[attr-defined]
-            self._is_gone()
+            self._raise_exit()
         return array
 
-    def _is_gone(self) -> NoReturn:
+    def _raise_exit(self) -> NoReturn:
         how = describe_exit(self._process.wait())
         raise UserError(
-            f"a data worker (process {self._process.pid}) {how}: it may have run out of memory, or its own message is "
-            "above; the same command goes on from the last checkpoint, and data.num_workers = 0 does without workers"
+            f"a data worker (process {self._process.pid}) {how}: it may have run out of memory, or its message is "
+            "above; run the same command again to resume from the last checkpoint, or set data.num_workers = 0"
         )
 
     def close(self) -> None:
-        """End it at once: it has nothing to save. Wakes a thread that waits for it."""
+        """Kill the process: it has nothing to save. A thread that waits for its output wakes up."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -300,7 +301,7 @@ class _Worker:
 
 
 class _Collected(logging.Handler):
-    """What the worker's part of the next step has to say."""
+    """Collects the log records of a step, which are sent to the loader."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,36 +310,36 @@ class _Collected(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append((record.levelno, record.getMessage()))
 
-    def taken(self) -> list[tuple[int, str]]:
-        """All that is new."""
+    def drain(self) -> list[tuple[int, str]]:
+        """Return the collected records and clear them."""
         lines, self.lines = self.lines, []
         return lines
 
 
 def main() -> None:
-    """Prepare steps until nobody reads them any more."""
+    """Prepare steps until standard output or standard input is closed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # a rank that is asked to stop may still train, and then ends its workers
+        signal.signal(number, signal.SIG_IGN)  # the rank may train on after a stop request; it kills its workers later
     frames = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever is printed here is no frame
-    words = json.loads(sys.stdin.buffer.readline() or "null")
-    if words is None:
+    os.dup2(2, 1)  # keep printed output out of the frames
+    request = json.loads(sys.stdin.buffer.readline() or "null")
+    if request is None:
         return
-    threading.Thread(target=_end_with_input, daemon=True).start()
+    threading.Thread(target=_exit_with_input, daemon=True).start()
     collected = _Collected()
     logger.addHandler(collected)
     logger.setLevel(logging.INFO)
     logger.propagate = False
     with suppress(BrokenPipeError):
         try:
-            assignment = Assignment.from_json(words["assignment"])
-            preparation = assignment.preparation(assignment.open(), words["streams"])
-            preparation.load_state(np.array(words["states"], np.int64), words["next_sequence"])
+            assignment = Assignment.from_json(request["assignment"])
+            preparation = assignment.preparation(assignment.open(), request["streams"])
+            preparation.load_state(np.array(request["states"], np.int64), request["next_sequence"])
             while True:
                 _send(frames, preparation.step(), collected)
         except UserError as error:
             sequence = error.sequence if isinstance(error, DataError) else None
-            head = {"log": collected.taken(), "error": str(error), "sequence": sequence}
+            head = {"log": collected.drain(), "error": str(error), "sequence": sequence}
             frames.write(json.dumps(head).encode() + b"\n")
         frames.flush()
 
@@ -346,14 +347,14 @@ def main() -> None:
 def _send(frames: IO[bytes], step: PreparedStep, collected: _Collected) -> None:
     arrays = {field: array for field, array in step._asdict().items() if array is not None}
     shapes = {field: array.shape for field, array in arrays.items()}
-    frames.write(json.dumps({"log": collected.taken(), "shapes": shapes}).encode() + b"\n")
+    frames.write(json.dumps({"log": collected.drain(), "shapes": shapes}).encode() + b"\n")
     for array in arrays.values():
         frames.write(array.data)
     frames.flush()
 
 
-def _end_with_input() -> None:
-    # Not through sys.stdin: the interpreter cannot shut down, and aborts, while a thread waits with its lock.
+def _exit_with_input() -> None:
+    # os.read instead of sys.stdin: the interpreter aborts at shutdown while a thread holds the lock of sys.stdin.
     while os.read(0, 2**16):
         pass
     os._exit(0)

@@ -1,7 +1,7 @@
-"""What a source is: one [[data.sources]] table, as its kind finds, checks and reads it.
+"""Base classes of sources. A source finds, checks and reads the files of one [[data.sources]] table.
 
-A kind is a subclass of Source in a file of its own, and a line of titanlite.data.kinds. Most hold text in files that
-can be indexed, and are TextSources.
+Each kind is a subclass of Source in its own file, registered in titanlite.data.kinds. Most kinds are TextSources: text
+in files that can be indexed.
 """
 
 import glob
@@ -21,29 +21,29 @@ from titanlite.runtime.cache import built_once, cache_folder, content_key, file_
 from titanlite.runtime.errors import Problem, UserError, require
 
 DIGEST_VERSION = 1
-"""Version of the digest of a source's content. A change of the digest of any corpus is a new version."""
+"""Version of the digest of a source's content. Increase it if the digest of any corpus changes."""
 
 BLOCK_BYTES = 8 * 2**10
 SAMPLED_BLOCKS = 8
-"""So many blocks of a large file are read, evenly from its first bytes to its last; a file that is not larger than they
-are together is read as a whole."""
+"""Blocks that are read of a large file, evenly spaced from its first to its last bytes. Files of up to
+64 KiB, the size of all blocks, are read entirely."""
 
 MAX_BLOCK_ROWS = 1024
 MAX_BLOCK_BYTES = 4 * 2**20
-"""A block of a streamed source ends with the row that brings it to either: so much of each stream is in memory."""
+"""A block of a streamed source ends with the row that reaches either limit. Each stream keeps one block in memory."""
 
 _INDEX_KEYS = ("field", "document", "split")
 _FILE_KEYS = ("subset", "revision", "streaming")
-"""Keys that are in every index; and those that only say which files there are, or how they are read."""
+"""Keys that every index includes; keys that only select files or how to read them, which no index includes."""
 
 READERS = 16
-"""Files that are read at once: what takes time is to wait for their file system."""
+"""Files that are read concurrently: most of the time is spent waiting for the file system."""
 
 
 class Source(ABC):
-    """A source of a run. keys: those of its table that not all kinds have, beside `path`.
+    """A source of a run. keys: keys of its table that not all kinds have, besides `path`.
 
-    suffixes: of the files that a folder stands for. holds: text, which a tokenizer turns into tokens, or tokens.
+    suffixes: files to read in a folder. holds: whether the files contain text to tokenize, or tokens.
     """
 
     kind: ClassVar[str]
@@ -53,30 +53,30 @@ class Source(ABC):
     needs_path: ClassVar[bool] = True
     has_revision: ClassVar[bool] = False
     shuffling_note: ClassVar[str] = ""
-    """What is to be known about reading it in a shuffled order."""
+    """Note for the log about reading the source in a shuffled order."""
 
     def __init__(self, config: SourceConfig) -> None:
         self.config = config
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """Name in messages."""
         return self.config.name or f"{self.kind} {self.config.path}"
 
     @property
     def is_streamed(self) -> bool:
-        """Whether it is read in the order of its files, since it cannot be indexed; see StreamedSource."""
+        """Whether it is read in the order of its files, without an index; see StreamedSource."""
         return False
 
     @property
     def size_unit(self) -> str:
-        """What its size is counted in; "" if it is not known."""
+        """Unit of the size: "tokens" or "bytes"; "" if the size is unknown."""
         if self.is_streamed:
             return ""
         return "tokens" if self.holds == "tokens" else "bytes"
 
     def files(self) -> list[Path]:
-        """Its files, sorted by path; [] if there are none. Hidden files are not found."""
+        """Files of the source, sorted by path; may be empty. Skips hidden files in folders and globs."""
         path = os.path.expanduser(self.config.path)
         if os.path.isfile(path):
             return [Path(path).absolute()]
@@ -89,44 +89,46 @@ class Source(ABC):
         return sorted({Path(file).absolute() for file in found}, key=lambda file: file.as_posix())
 
     def check_keys(self, key: str) -> list[Problem]:  # noqa: ARG002
-        """Problems of the table at `key` ("data.sources.0") that this kind alone has; without looking at files."""
+        """Problems of the table at `key` ("data.sources.0") that are specific to this kind. Does not access files."""
         return []
 
     def check_files(self, key: str) -> list[Problem]:
-        """Problems of which files there are, not of what is in them. The keys have no problem."""
+        """Problems of the list of files. Called if the keys have no problem; does not read the files."""
         return require(bool(self.config.path and self.files()), *self._no_files(key))
 
     def check_content(self, key: str, *, vocab_size: int, needs_documents: bool) -> list[Problem]:  # noqa: ARG002
-        """Problems of what is in the files, as far as their beginnings show them. The files have no problem.
+        """Problems of the files' content, from the start of each file. Called if the list of files has no problem.
 
-        vocab_size: of the model; 0 or less: not known. needs_documents: whether attention stays inside documents.
+        vocab_size: the model's; 0 or less: unknown. needs_documents: whether attention stays inside documents.
         """
         return []
 
     def _no_files(self, key: str) -> tuple[str, str, str, str]:
-        """key, value, rule and remedy of a source without files."""
+        """Key, value, rule and remedy of the problem that a source has no files."""
         path = self.config.path
-        rule = f"a file, a folder that holds {' and '.join(f'*{suffix}' for suffix in self.suffixes)}, or a glob that "
+        rule = f"a file, a folder with {' or '.join(f'*{suffix}' for suffix in self.suffixes)} files, or a glob that "
         rule += "matches files"
         if not path:
             rule = f"{rule}; required for kind = {self.kind!r}"
-            return f"{key}.path", path, rule, "write where your files are"
+            return f"{key}.path", path, rule, "write the path of your files"
         full = os.path.join(os.getcwd(), os.path.expanduser(path))
-        return f"{key}.path", path, rule, f"nothing matches {full}: mend the path (relative to the current folder)"
+        return f"{key}.path", path, rule, f"nothing matches {full}: fix the path (relative to the current folder)"
 
     def pinned_revision(self) -> str:
-        """What the source's revision stands for now, so that all ranks and later starts read the same; "" if it has
-        none. Raises ConfigError."""
+        """The commit that `revision` resolves to now, so that all ranks and later starts read the same data.
+
+        "" if the source has no revision. Raises ConfigError.
+        """
         return ""
 
     def settings(self) -> dict[str, Any]:
-        """The keys that decide which documents, or tokens, its files hold."""
+        """Keys that decide the documents or tokens of the files, for the fingerprint."""
         return {}
 
     def facts(self, *, document_mask: bool) -> dict[str, Any]:  # noqa: ARG002
-        """What the fingerprint of the data says about the source. Raises UserError if a file cannot be read.
+        """The source's part of the fingerprint of the data. Raises UserError if a file cannot be read.
 
-        document_mask: whether it matters where documents start, which token files say in files beside them.
+        document_mask: whether to include the starts of documents, which token files keep in separate files.
         """
         return self._settings_facts() | self._file_facts(self.files())
 
@@ -139,7 +141,7 @@ class Source(ABC):
         return {"files": len(files), "bytes": num_bytes, "content": self._content_digest(files)}
 
     def _content_digest(self, files: list[Path]) -> str:
-        """Of the files in their order; from the cache if none of them has changed."""
+        """Digest of the files in their order; from the cache if no file has changed."""
         folder = cache_folder() / "fingerprint" / content_key(["fingerprint", DIGEST_VERSION, file_facts(files)])
 
         def build(into: Path) -> None:
@@ -153,7 +155,7 @@ class Source(ABC):
 
 
 def _file_digest(file: Path) -> bytes:
-    """16 bytes, of the file's size and of what `SAMPLED_BLOCKS` says is read of it."""
+    """Digest (16 bytes) of a file's size and of its sampled blocks; see SAMPLED_BLOCKS."""
     try:
         with open(file, "rb") as opened:
             size = opened.seek(0, 2)
@@ -172,48 +174,48 @@ def _file_digest(file: Path) -> bytes:
 
 
 class TextSource(Source):
-    """Text in files that are indexed: cut into pieces once, of which any can be read at any time.
+    """Text in files with an index: files are cut into pieces once, and any piece can be read at any time.
 
-    row_name: what a row is called in messages, "line" or "row".
+    row_name: the word for a row in messages, "line" or "row".
     """
 
     row_name: ClassVar[str]
 
     def content_facts(self) -> list[Any]:
-        """What changes with the content of its files: paths, sizes and times."""
+        """Facts that change with the content of the files: paths, sizes and times."""
         return [*file_facts(self.files())]
 
     def index_settings(self) -> list[Any]:
-        """The keys that decide how its files are cut into pieces: a change builds the index anew."""
+        """Keys that decide how files are cut into pieces. A change causes a new index."""
         config = self.config
         own = [[key, getattr(config, key)] for key in self.keys if key not in (*_INDEX_KEYS, *_FILE_KEYS)]
         return [self.kind, config.field or "text", config.document or "file", config.split or "train", *own]
 
     def indexed_files(self, into: Path) -> list[Path]:  # noqa: ARG002
-        """The files that are indexed. Those that have to be made first are made in the folder `into`."""
+        """The files to index. Files that must be created first are written to the folder `into`."""
         return self.files()
 
     @abstractmethod
     def scan(self, path: Path, file: int, max_piece_bytes: int) -> Iterator[Piece]:
-        """All pieces of a file in order; at least one, a BAD_FILE if there is no row. Holds no file in memory."""
+        """Yield all pieces of a file in order, or one BAD_FILE if it has no row. Does not load the entire file."""
 
     @abstractmethod
     def read(self, path: Path, piece: Piece) -> str:
-        """The piece's text, never empty. Raises BadRowError, and OSError if the file cannot be read."""
+        """The text of a piece, never empty. Raises BadRowError, and OSError if the file cannot be read."""
 
 
 class TokenSource(Source):
-    """Tokens in files, a sequence at any place of them."""
+    """Token files: any window of tokens can be read as a sequence."""
 
     holds = "tokens"
 
     @abstractmethod
     def windows(self, seq_len: int, vocab_size: int, *, documents: bool) -> Corpus:
-        """Its pieces, each of which is one sequence. documents: whether they say where documents start."""
+        """The pieces, each of which is one sequence. documents: whether to include the starts of documents."""
 
 
 class Unit(NamedTuple):
-    """A file, or one row group of a Parquet file. first_row: the number of its first row in the file, from 1."""
+    """A file, or one row group of a Parquet file. first_row: number of its first row in the file, from 1."""
 
     file: str
     group: int = -1
@@ -221,12 +223,12 @@ class Unit(NamedTuple):
 
     @property
     def row_name(self) -> str:
-        """What a row is called in messages."""
+        """The word for a row in messages."""
         return "row" if self.file.lower().endswith(".parquet") else "line"
 
 
 class Share(NamedTuple):
-    """The rows of a unit with number ≡ part (mod of): one stream's, where several share a unit."""
+    """The rows of a unit with number ≡ part (mod of): the rows of one stream if several streams share the unit."""
 
     part: int = 0
     of: int = 1
@@ -236,14 +238,14 @@ class Share(NamedTuple):
 
 
 class Row(NamedTuple):
-    """number: line or row of its file, from 1. text: in UTF-8, or what is wrong with the row."""
+    """number: line or row of the file, from 1. text: UTF-8 bytes, or the error of a bad row."""
 
     number: int
     text: bytes | BadRowError
 
 
 class StreamedSource(Source):
-    """Text in files that are read from their beginning to their end, wherever they lie: no index, nothing on disk."""
+    """Text in local or remote files that are read sequentially, without an index and without a copy on disk."""
 
     @abstractmethod
     def data_files(self) -> Sequence[str]:
@@ -252,16 +254,16 @@ class StreamedSource(Source):
     @property
     @abstractmethod
     def origin(self) -> str:
-        """What its files are of, for its description: " at commit …"; "" if that is nothing."""
+        """Origin of the files for the description: " at commit …", or ""."""
 
     @abstractmethod
     def row_groups(self) -> list[Unit]:
-        """The units that row groups make. Raises UserError."""
+        """The row groups of all files, as units. Raises UserError."""
 
     @abstractmethod
     def rows(self, unit: Unit, first: int, share: Share) -> Iterator[Row]:
-        """The share's rows of a unit, in order, from number `first` on. Raises what opening and reading files raises.
+        """Yield the rows of `share` in a unit, in order, from row `first`. Raises errors of opening and reading files.
 
-        A unit without any row has one bad one, so has what is lost at the end of a damaged file. What lies before
-        `first` is skipped: row groups of Parquet are not read, rows inside one are decoded, lines are read and counted.
+        A unit without rows yields one bad row, and so does the lost end of a corrupted file. Rows before `first` are
+        skipped: Parquet row groups are not read, rows inside a row group are decoded, lines are read and counted.
         """

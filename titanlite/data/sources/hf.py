@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub, and folders in its layout: streamed, or turned into Arrow files first."""
+"""Datasets of the Hugging Face hub, and folders in its layout: streamed, or converted to Arrow files first."""
 
 import json
 import shutil
@@ -43,9 +43,9 @@ BUFFER_BYTES = 2**20
 
 
 class HuggingFace(TextSource, StreamedSource):
-    """A document is one row of one text column. streaming = true reads the files where they lie.
+    """A document is one row of a text column. streaming = true reads the original files sequentially.
 
-    With streaming = false, pieces are a row (offset: the record batch, size: the row within it) and a part of its text
+    With streaming = false, a piece is a row (offset: record batch, size: row within the batch) and a part of its text
     (begin, length).
     """
 
@@ -65,7 +65,7 @@ class HuggingFace(TextSource, StreamedSource):
 
     @cached_property
     def found(self) -> HubFiles:
-        """The files that it means. Raises ConfigError."""
+        """The files of the configured split. Raises ConfigError."""
         return hub_files(self.config)
 
     @property
@@ -76,11 +76,11 @@ class HuggingFace(TextSource, StreamedSource):
         return self.found.files
 
     def files(self) -> list[Path]:
-        """None that lie on this machine, if it is a name on the hub."""
+        """Local files; [] for a name on the hub."""
         return [] if self.found.commit else [Path(file) for file in self.found.files]
 
     def check_keys(self, key: str) -> list[Problem]:
-        path, remedy = self.config.path, "write which dataset it is"
+        path, remedy = self.config.path, "write the name or the folder of the dataset"
         return [] if path else [Problem(f"{key}.path", path, f"{DATASET_RULE}; required for kind = 'hf'", remedy)]
 
     def check_files(self, key: str) -> list[Problem]:
@@ -101,13 +101,13 @@ class HuggingFace(TextSource, StreamedSource):
         }
 
     def facts(self, *, document_mask: bool) -> dict[str, Any]:
-        """A dataset on the hub is what its commit says; a folder in its layout is known by its files."""
+        """The commit of a dataset on the hub, or the files of a local folder."""
         if self.found.commit:
             return self._settings_facts() | {"commit": self.found.commit, "files": len(self.found.files)}
         return super().facts(document_mask=document_mask)
 
     def content_facts(self) -> list[Any]:
-        """Of the hub, URLs with their commit."""
+        """URLs with the commit for a dataset on the hub; paths, sizes and times for a local folder."""
         return list(self.found.files) if self.found.commit else list(file_facts(self.files()))
 
     def indexed_files(self, into: Path) -> list[Path]:
@@ -121,12 +121,12 @@ class HuggingFace(TextSource, StreamedSource):
             sizes = pyarrow.compute.binary_length(texts).fill_null(0).to_numpy(zero_copy_only=False)
             for place, size in enumerate(sizes.tolist()):
                 row += 1
-                whole = Piece(file, row, batch, place, 0, size)
+                uncut = Piece(file, row, batch, place, 0, size)
                 if size <= max_piece_bytes:
-                    yield whole
+                    yield uncut
                     continue
                 for begin, end in cut(texts[place].as_buffer().to_pybytes(), 0, size, max_piece_bytes):
-                    yield whole._replace(begin=begin, length=end - begin, flags=flags_of(begin, end, 0, size))
+                    yield uncut._replace(begin=begin, length=end - begin, flags=flags_of(begin, end, 0, size))
         if not row:
             yield Piece(file, 1, 0, 0, flags=BAD_FILE)
 
@@ -139,7 +139,7 @@ class HuggingFace(TextSource, StreamedSource):
         return utf8_text(text.as_buffer()[piece.begin : piece.begin + piece.length].to_pybytes())
 
     def _column(self, path: Path) -> Any:
-        """The text column, memory-mapped: opening it reads no text."""
+        """The text column, memory-mapped."""
         import pyarrow
 
         if path not in self._columns:
@@ -148,7 +148,7 @@ class HuggingFace(TextSource, StreamedSource):
         return self._columns[path]
 
     def row_groups(self) -> list[Unit]:
-        """From the cache, or read now."""
+        """The row groups of all files as units, from the cache if possible. Raises UserError."""
         files = self.found.files
 
         def build(into: Path) -> None:
@@ -167,49 +167,49 @@ class HuggingFace(TextSource, StreamedSource):
 
 
 def write_arrow_files(source: SourceConfig, name: str, field: str, into: Path) -> list[Path]:
-    """Download the dataset and write its split as Arrow files into the folder; their paths. Raises UserError."""
+    """Download the dataset and write the split as Arrow files into `into`; return their paths. Raises UserError."""
     builder = load_builder(source)
     split = source_split(source)
     folder = into / "arrow"
     try:
         builder.download_and_prepare(str(folder), file_format="arrow")
-    except Exception as error:  # the library raises many kinds, and wraps what it was about
+    except Exception as error:  # the library raises many types and wraps the cause
         raise UserError(
-            f"{name} cannot be turned into Arrow files: {reason(error.__cause__ or error)}; streaming = true reads it "
-            "row by row, and names or skips bad ones"
+            f"{name} cannot be converted to Arrow files: {reason(error.__cause__ or error)}; set streaming = true to "
+            "read it row by row, with data.on_bad_row for bad rows"
         ) from error
     _require_text(name, field, builder.info.features)
     files = sorted(file for file in folder.glob("*.arrow") if _split_of(file, builder.dataset_name) == split)
-    kept = [file.rename(into / file.name) for file in files]
+    moved = [file.rename(into / file.name) for file in files]
     shutil.rmtree(folder)
-    return kept
+    return moved
 
 
 def _split_of(file: Path, dataset_name: str) -> str:
-    """What stands between the dataset's name and the number of the shard."""
+    """The split in the name of an Arrow file, between dataset name and shard number."""
     return file.stem.removeprefix(f"{dataset_name}-").split("-")[0]
 
 
 def _require_text(name: str, field: str, features: Any) -> None:
-    """Raises UserError unless the field is there and is text, for what `datasets` made of it."""
+    """Raise UserError unless `datasets` reads the field as text."""
     if field not in features:
-        raise UserError(f"{name}: field {field!r} is missing; there is {', '.join(map(repr, list(features)[:8]))}")
+        raise UserError(f"{name}: field {field!r} is missing; the data has {', '.join(map(repr, list(features)[:8]))}")
     if getattr(features[field], "dtype", "") not in ("string", "large_string"):
         raise UserError(f"{name}: field {field!r} is not text in all rows: `datasets` reads it as {features[field]}")
 
 
 def _row_group_sizes(file: str) -> list[int]:
-    """Rows of each row group; [] for what is no Parquet file."""
+    """Number of rows of each row group; [] for other files than Parquet, and for corrupted files."""
     if Unit(file).row_name != "row":
         return []
     try:
         return retrying(file, lambda: row_group_sizes(file))
-    except BadRowError:  # found again, and said, by whoever reads its rows
+    except BadRowError:  # rows() reports the error
         return []
 
 
 def _units_of(file: str, sizes: list[int]) -> Iterator[Unit]:
-    """The row groups of a file that are not empty; the whole file where there is none, or these cannot be known."""
+    """The nonempty row groups of a file; the file itself if it has none, or if `sizes` is empty."""
     first = 1
     for group, size in enumerate(sizes):
         if size:
@@ -220,7 +220,7 @@ def _units_of(file: str, sizes: list[int]) -> Iterator[Unit]:
 
 
 def row_group_sizes(file: str) -> list[int]:
-    """Rows of each row group of a Parquet file. Raises BadRowError where it is none."""
+    """Number of rows of each row group of a Parquet file. Raises BadRowError if it is not Parquet."""
     with open_file(file) as opened:
         return _sizes(_open_parquet(opened))
 
@@ -258,7 +258,7 @@ def _open_parquet(opened: IO[bytes]) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(opened, buffer_size=BUFFER_BYTES)
     except (pyarrow.ArrowException, OSError) as error:
-        raise damage(error, "not a parquet file that can be read") from None
+        raise damage(error, "not a readable Parquet file") from None
 
 
 def _sizes(file: Any) -> list[int]:
@@ -283,18 +283,18 @@ def _parquet_rows(unit: Unit, field: str, first: int, share: Share) -> Iterator[
 
 
 def _group_rows(file: Any, group: int, numbers: range, field: str, first: int, share: Share) -> Iterator[Row]:
-    """The rows of one row group, decoded a batch at a time; from the first that cannot be read on, all are bad."""
+    """Yield the rows of one row group, decoded in batches. After a read error, all remaining rows are bad rows."""
     import pyarrow
 
     done = 0
     try:
         kind = text_type(file.schema_arrow, field)
-        # Without threads: those that read Python's files can outlive the interpreter, and crash it.
+        # Without threads: threads that read Python file objects can outlive the interpreter and crash it.
         for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=[field], use_threads=False):
-            here = numbers[done : done + len(batch)]
-            kept = [number for number in here if number >= first and share.has(number)]
-            texts = as_bytes(batch.column(0), kind).take([number - here.start for number in kept]).to_pylist()
-            for number, text in zip(kept, texts, strict=True):
+            in_batch = numbers[done : done + len(batch)]
+            selected = [number for number in in_batch if number >= first and share.has(number)]
+            texts = as_bytes(batch.column(0), kind).take([number - in_batch.start for number in selected]).to_pylist()
+            for number, text in zip(selected, texts, strict=True):
                 yield Row(number, BadRowError(f"field {field!r} is null") if text is None else text)
             done += len(batch)
     except (pyarrow.ArrowException, OSError, BadRowError) as error:

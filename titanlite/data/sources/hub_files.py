@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub, and folders in its layout: which files a source means. Found by `datasets`."""
+"""Resolution of an hf source to its data files by the `datasets` library."""
 
 import json
 import os
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 
 STREAMED_SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
-"""Files that can be streamed; what else `datasets` knows, it turns into Arrow files first."""
+"""Files that can be streamed. `datasets` converts other formats to Arrow files first."""
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 DATASET_RULE = 'a folder in the layout of the hub, or the name of a dataset on it, like "user/dataset"'
 FULL_COMMIT = re.compile("[0-9a-f]{40}")
 CHECKED_ROWS = 100
-"""JSON lines: so many rows of the first file are looked at for the field before a run starts."""
+"""JSON lines: rows of the first file that are checked for the field before a run starts."""
 
 
 class HubFiles(NamedTuple):
-    """The data files of one split, in order: paths, or hf:// URLs with the commit in them. commit: "" if local."""
+    """The data files of a split, in order: paths, or hf:// URLs that include the commit. commit: "" if local."""
 
     files: tuple[str, ...]
     commit: str
@@ -44,21 +44,21 @@ def hub_folder(source: SourceConfig) -> Path | None:
 
 
 def check_hub_name(source: SourceConfig, key: str) -> list[Problem]:
-    """Problems of path and revision, without asking the hub which datasets it has."""
+    """Problems of path and revision, without access to the hub."""
     rule = DATASET_RULE
     if hub_folder(source) is not None:
-        remedy = f"leave it out: {source.path} is a folder, which has the files that it has"
+        remedy = f"leave it out: {source.path} is a local folder, without revisions"
         return require(not source.revision, f"{key}.revision", source.revision, "only for a name on the hub", remedy)
     full = Path(os.path.expanduser(source.path)).absolute()
     if full.is_file():
-        remedy = 'write its folder, or read the file itself with kind = "jsonl" or "parquet"'
+        remedy = 'write its folder, or read the file with kind = "jsonl" or "parquet"'
         return [Problem(f"{key}.path", source.path, rule, remedy)]
-    remedy = f"there is no folder {full}: mend the path (relative to the current folder), or the name"
+    remedy = f"there is no folder {full}: fix the path (relative to the current folder), or the name"
     return require(bool(HUB_NAME.fullmatch(source.path)), f"{key}.path", source.path, rule, remedy)
 
 
 def check_hub(source: SourceConfig, key: str) -> list[Problem]:
-    """Problems of an hf source whose path is a folder; what a name on the hub means is found out by `hub_files`."""
+    """Problems of the files of an hf source whose path is a folder; [] for a name on the hub, see `hub_files`."""
     if hub_folder(source) is None:
         return []
     try:
@@ -69,7 +69,7 @@ def check_hub(source: SourceConfig, key: str) -> list[Problem]:
 
 
 def hub_files(source: SourceConfig) -> HubFiles:
-    """What the source means. Raises ConfigError. A commit of the hub is looked up once and kept in the cache folder."""
+    """The data files of an hf source. Raises ConfigError. The cache folder stores the list of files of a commit."""
     if not FULL_COMMIT.fullmatch(source.revision):
         return _resolve(source, "data.sources")
     data = [os.environ.get("HF_ENDPOINT", ""), source.path, source.revision, source.subset, source_split(source)]
@@ -87,12 +87,12 @@ def hub_files(source: SourceConfig) -> HubFiles:
 
 
 def source_split(source: SourceConfig) -> str:
-    """The split that an hf source means."""
+    """The split of an hf source; default "train"."""
     return source.split or "train"
 
 
 def open_file(url: str) -> IO[bytes]:
-    """A path or an hf:// URL, open for reading. Raises OSError and what the hub's client raises."""
+    """Open a path or an hf:// URL for reading. Raises OSError and the errors of the hub's client."""
     if "://" not in url:
         return open(url, "rb")
     import fsspec
@@ -108,20 +108,20 @@ def load_builder(source: SourceConfig, key: str = "data.sources") -> "DatasetBui
     where = str(folder) if folder is not None else source.path
     try:
         return datasets.load_dataset_builder(where, source.subset or None, revision=source.revision or None)
-    except Exception as error:  # the library raises many kinds
+    except Exception as error:  # the library raises many types
         raise ConfigError([_problem_of(error, source, key, where)]) from None
 
 
 def _problem_of(error: Exception, source: SourceConfig, key: str, where: str) -> Problem:
-    """What `datasets` means by an error."""
+    """Convert an error of `datasets` into a Problem."""
     if is_transient(error):
-        rule = "a folder that exists, or a dataset on a hub that can be reached"
-        remedy = "see whether this machine can, or download the dataset and write its folder"
+        rule = "an existing folder, or a dataset on a hub that can be reached"
+        remedy = "check the network connection to the hub, or download the dataset and write its folder"
         return Problem(f"{key}.path", source.path, rule, f"{reason(error)}: {remedy}")
     if isinstance(error, FileNotFoundError) or http_status(error) in (401, 403, 404):
-        rule = "a folder in the hub's layout that holds data files, or the name of a dataset on the hub"
-        private = "" if hub_folder(source) is not None else ", the revision, or HF_TOKEN where it is private"
-        return Problem(f"{key}.path", source.path, rule, f"{reason(error)}: mend the path{private}")
+        rule = "a folder with data files in the hub's layout, or the name of a dataset on the hub"
+        private = "" if hub_folder(source) is not None else ", the revision, or HF_TOKEN for a private dataset"
+        return Problem(f"{key}.path", source.path, rule, f"{reason(error)}: fix the path{private}")
     known = _known_subsets(where, source.revision)
     if known and source.subset not in known:
         remedy = f"write subset = {' or '.join(map(repr, known[:20]))}"
@@ -130,12 +130,12 @@ def _problem_of(error: Exception, source: SourceConfig, key: str, where: str) ->
 
 
 def _datasets(key: str) -> Any:
-    """The library, imported when it is needed: it takes a second, and is needed by this kind alone."""
+    """Import `datasets` lazily: the import takes a second, and only this kind needs it."""
     try:
         import datasets
     except ImportError:
-        rule = "needs the Python package datasets"
-        raise _refused(key, "kind", "hf", rule, 'pip install datasets, or "titanlite[hf]"') from None
+        rule = "requires the Python package datasets"
+        raise _config_error(key, "kind", "hf", rule, 'pip install datasets, or "titanlite[hf]"') from None
     datasets.disable_progress_bars()
     return datasets
 
@@ -145,24 +145,25 @@ def _known_subsets(where: str, revision: str) -> list[str]:
 
     try:
         return list(datasets.get_dataset_config_names(where, revision=revision or None))
-    except Exception:  # the first error is the one to tell of
+    except Exception:  # the caller reports the first error
         return []
 
 
 def _resolve(source: SourceConfig, key: str) -> HubFiles:
-    """Ask `datasets` for the files. Raises ConfigError."""
+    """List the files of the split with `datasets`. Raises ConfigError."""
     builder = load_builder(source, key)
     data_files: dict[str, list[str]] = {str(name): files for name, files in (builder.config.data_files or {}).items()}
     split = source_split(source)
     if split not in data_files:
         remedy = f"write split = {' or '.join(map(repr, data_files))}"
-        raise _refused(key, "split", source.split, "one of the dataset's splits", remedy)
+        raise _config_error(key, "split", source.split, "one of the dataset's splits", remedy)
     files = tuple(str(file) for file in data_files[split])
     _require_inside(source, key, files)
     if source.streaming:
         other = [file for file in files if not file.lower().endswith(STREAMED_SUFFIXES)]
-        rule = f"only for files of {', '.join(STREAMED_SUFFIXES)}"
-        problems = require(not other, f"{key}.streaming", True, rule, f"streaming = false, for {(other or ' ')[0]}")
+        rule = f"only for {', '.join(STREAMED_SUFFIXES)} files"
+        remedy = f"write streaming = false, because of {(other or ' ')[0]}"
+        problems = require(not other, f"{key}.streaming", True, rule, remedy)
         if problems:
             raise ConfigError(problems)
     commit = "" if hub_folder(source) is not None else files[0].partition("@")[2].partition("/")[0]
@@ -170,21 +171,21 @@ def _resolve(source: SourceConfig, key: str) -> HubFiles:
 
 
 def _require_inside(source: SourceConfig, key: str, files: tuple[str, ...]) -> None:
-    """Raises ConfigError where a dataset's own list of files (in its README.md) leads out of the dataset."""
+    """Raise ConfigError if the dataset's list of files (in its README.md) names a file outside the dataset."""
     folder = hub_folder(source)
     for file in files:
         if folder is not None:
-            # Links are followed: a folder that the hub's own client has filled consists of them.
+            # abspath keeps symbolic links: folders written by the hub's client consist of links to files elsewhere.
             inside = "://" not in file and Path(os.path.abspath(file)).is_relative_to(folder)
         else:
             inside = file.startswith(f"hf://datasets/{source.path}@") and ".." not in file.split("/")
         if not inside:
-            rule = "a dataset whose files lie inside it"
-            raise _refused(key, "path", source.path, rule, f"{file} does not: mend the README.md that names it")
+            rule = "a dataset whose files are inside it"
+            raise _config_error(key, "path", source.path, rule, f"{file} is outside: fix the README.md that names it")
 
 
 def _check_fields(source: SourceConfig, key: str, found: HubFiles) -> None:
-    """Raises ConfigError where the first file shows that there is no such text. What is damaged is a bad row, later."""
+    """Raise ConfigError if the first file has no text in the field. A corrupted file gives bad rows later instead."""
     file, field = found.files[0], source.field or "text"
     try:
         if file.lower().endswith(".parquet"):
@@ -194,13 +195,13 @@ def _check_fields(source: SourceConfig, key: str, found: HubFiles) -> None:
         else:
             fault = ""
     except OSError as error:
-        raise _refused(key, "path", source.path, "files that can be read", f"{file}: {reason(error)}") from error
+        raise _config_error(key, "path", source.path, "readable files", f"{file}: {reason(error)}") from error
     if fault:
-        raise _refused(key, "field", source.field, "a field of text", f"{file}: {fault}")
+        raise _config_error(key, "field", source.field, "a field that contains text", f"{file}: {fault}")
 
 
 def _parquet_fault(file: str, field: str) -> str:
-    """What is wrong with the column, "" if nothing is; also "" where the file cannot tell."""
+    """The fault of the text column; "" if it has no fault, or if the file cannot be read."""
     import pyarrow
     import pyarrow.parquet
 
@@ -217,7 +218,7 @@ def _parquet_fault(file: str, field: str) -> str:
 
 
 def _json_fault(file: str, field: str) -> str:
-    """The first row's fault if none of the first rows has a text; "" otherwise, and for a file without rows."""
+    """The fault of the first row if no checked row has text; "" otherwise, and for a file without rows."""
     faults = []
     with open_file(file) as opened, open_lines(opened, file) as lines:
         try:
@@ -238,5 +239,5 @@ def _row_fault(line: bytes, field: str) -> str:
     return ""
 
 
-def _refused(key: str, name: str, value: Any, rule: str, remedy: str) -> ConfigError:
+def _config_error(key: str, name: str, value: Any, rule: str, remedy: str) -> ConfigError:
     return ConfigError([Problem(f"{key}.{name}", value, rule, remedy)])

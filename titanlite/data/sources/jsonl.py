@@ -1,5 +1,7 @@
-"""JSON lines: a document is the text in one field of one line's object. Gzip files are unpacked once, into the cache
-folder, so that each of their lines can be read on its own."""
+"""JSON lines: a document is the text in one field of one line's object.
+
+Gzip files are unpacked once, into the cache folder, so that any line can be read separately.
+"""
 
 import gzip
 import json
@@ -17,22 +19,22 @@ from titanlite.data.sources.pieces import BAD_FILE, BadRowError, Piece, cut, fla
 from titanlite.runtime.cache import Recent, built_once, cache_folder, content_key, file_facts
 
 CACHE_BYTES = 64 * 2**20
-"""Texts of cut rows that stay in memory, so that a long row is not parsed for each of its pieces."""
+"""Memory for the texts of cut rows, so that a long row is not parsed again for each piece."""
 
 BYTE_ORDER_MARK = "\ufeff"
-"""What some programs put before the first line; it is no part of the JSON."""
+"""Written before the first line by some programs; not part of the JSON."""
 
 UNPACKED_VERSION = 1
 CHUNK_BYTES = 2**16
 
 GZIP_DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile)
-"""What reading gzip data raises where it ends early or is corrupt."""
+"""Exceptions of truncated or corrupt gzip data."""
 
 logger = logging.getLogger("titanlite")
 
 
 class Unpacked(NamedTuple):
-    """A file of whole lines. lines: how many. damage: why there are no more of them; "" where nothing is missing."""
+    """A file of complete lines. lines: number of lines. damage: why later lines are missing; "" if intact."""
 
     file: Path
     lines: int
@@ -40,9 +42,9 @@ class Unpacked(NamedTuple):
 
 
 class Jsonl(TextSource):
-    """Pieces are a line (offset, size) and a part of its decoded text (begin, length).
+    """A piece is a line (offset, size) and a part of its decoded text (begin, length).
 
-    A gzip file is read as what it unpacks to; where that is damaged, one more bad row stands behind the whole lines.
+    A gzip file is read from its unpacked content. If the data is corrupted, one bad row follows the complete lines.
     """
 
     kind = "jsonl"
@@ -69,7 +71,7 @@ class Jsonl(TextSource):
             yield Piece(file, content.lines + 1, 0, 0, flags=BAD_FILE)
 
     def _content(self, path: Path) -> Unpacked:
-        """The lines of a file: its own, or those that it unpacks to."""
+        """The lines of a file, unpacked if it is a gzip file."""
         if not is_gzip(path.name):
             return Unpacked(path, 0, "")
         if path not in self._unpacked:
@@ -81,7 +83,7 @@ class Jsonl(TextSource):
             found = False
             for number, begin, end in lines(data):
                 found = True
-                # Text is never longer than its JSON form, so that a short line need not be parsed to be one piece.
+                # Text is never longer than its JSON form: a short line is one piece and need not be parsed.
                 if end - begin <= max_piece_bytes:
                     yield Piece(file, number, begin, end - begin)
                 else:
@@ -93,7 +95,7 @@ class Jsonl(TextSource):
         try:
             text = json_text(line, self.field)
         except BadRowError:
-            yield row  # found again, and said, by whoever reads it
+            yield row  # read() raises the error
             return
         for begin, end in cut(text, 0, len(text), max_piece_bytes):
             yield row._replace(begin=begin, length=end - begin, flags=flags_of(begin, end, 0, len(text)))
@@ -114,13 +116,13 @@ class Jsonl(TextSource):
 
 
 def json_text(line: bytes, field: str) -> bytes:
-    """The text, in UTF-8, of one field of the object that a line holds. Raises BadRowError."""
+    """The text, in UTF-8, of a field of the JSON object in a line. Raises BadRowError."""
     row = _parse(line)
     if not isinstance(row, dict):
         raise BadRowError(f"not a JSON object but {_json_type(row)}")
     if field not in row:
-        present = ", ".join(repr(name) for name in list(row)[:8]) or "nothing"
-        raise BadRowError(f"field {field!r} is missing; there is {present}")
+        present = ", ".join(repr(name) for name in list(row)[:8]) or "no field"
+        raise BadRowError(f"field {field!r} is missing; the row has {present}")
     text = row[field]
     if not isinstance(text, str):
         raise BadRowError(f"field {field!r} is not text but {_json_type(text)}")
@@ -128,7 +130,7 @@ def json_text(line: bytes, field: str) -> bytes:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise BadRowError(
-            f"field {field!r} has half a surrogate pair, \\u{ord(text[error.start]):04x}, at character {error.start}"
+            f"field {field!r} has an unpaired surrogate, \\u{ord(text[error.start]):04x}, at character {error.start}"
         ) from None
 
 
@@ -137,7 +139,7 @@ def _parse(line: bytes) -> Any:
         return json.loads(utf8_text(line).removeprefix(BYTE_ORDER_MARK))
     except json.JSONDecodeError as error:
         raise BadRowError(f"invalid JSON at character {error.pos}: {error.msg}") from None
-    except (RecursionError, ValueError) as error:  # nested too deeply; a number with too many digits
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a number with too many digits
         raise BadRowError(f"invalid JSON: {error}") from None
 
 
@@ -152,15 +154,15 @@ def is_gzip(name: str) -> bool:
 
 
 def open_lines(opened: IO[bytes], name: str) -> IO[bytes]:
-    """What an open file of this name holds, unpacked where it is gzip data; reading it may raise GZIP_DAMAGE."""
+    """Open the lines of an open file, unpacked if its name is that of a gzip file. Reading may raise GZIP_DAMAGE."""
     return gzip.open(opened, "rb") if is_gzip(name) else opened  # type: ignore[return-value]
 
 
 def unpacked(path: Path) -> Unpacked:
-    """The content of a gzip file, from the cache or unpacked now; other processes wait for the one that unpacks.
+    """Find the content of a gzip file in the cache, or unpack it; other processes wait for the one that unpacks.
 
-    Of data that ends early or is corrupt, the whole lines before the damage. Raises UserError where the cache folder
-    cannot be written, and OSError where the file cannot be read.
+    Truncated or corrupt data gives the complete lines before the damage. Raises UserError if the cache folder cannot be
+    written, and OSError if the file cannot be read.
     """
     folder = cache_folder() / "unpacked" / content_key(["unpacked", UNPACKED_VERSION, file_facts([path])])
     built_once(folder, f"the unpacked {path}", lambda into: _unpack(path, into, folder))
@@ -178,23 +180,23 @@ def _unpack(path: Path, into: Path, folder: Path) -> None:
 
 
 def _copy_lines(path: Path, out: IO[bytes]) -> tuple[int, str]:
-    """Write what `path` holds, and only whole lines before a damage. Returns their number and the damage."""
-    lines, whole_bytes = 0, 0
+    """Unpack `path` into `out`, up to the last complete line before any damage. Returns number of lines and damage."""
+    lines, complete_bytes = 0, 0
     with gzip.open(path, "rb") as packed:
         try:
             while chunk := packed.read1(CHUNK_BYTES):
                 lines += chunk.count(b"\n")
                 if b"\n" in chunk:
-                    whole_bytes = out.tell() + chunk.rindex(b"\n") + 1
+                    complete_bytes = out.tell() + chunk.rindex(b"\n") + 1
                 out.write(chunk)
         except GZIP_DAMAGE as error:
-            out.truncate(whole_bytes)
-            out.seek(whole_bytes)
+            out.truncate(complete_bytes)
+            out.seek(complete_bytes)
             return lines, damage_after(lines, error)
     return lines, ""
 
 
 def damage_after(lines: int, error: BaseException) -> str:
-    """What to say about gzip data of which only so many lines can be read."""
+    """Describe the damage of gzip data after `lines` readable lines."""
     fault = "ends early" if isinstance(error, EOFError) else f"is corrupt ({' '.join(str(error).split())})"
     return f"the gzip data {fault} after line {lines}"

@@ -1,4 +1,4 @@
-"""Parquet files: a document is one row of one text column."""
+"""Parquet files: a document is one row of a text column."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,14 +11,14 @@ from titanlite.runtime.cache import Recent
 from titanlite.runtime.retry import is_transient
 
 CACHE_BYTES = 512 * 2**20
-"""Row groups kept in memory: about the text of one block of the permutation, within which rows are read at random."""
+"""Memory for row groups: about the text of one block of the permutation, in which rows are read in random order."""
 
 TEXT_TYPES = ("string", "large_string", "string_view")
-"""Arrow's names of the types of a text column, which may be dictionary-encoded, too."""
+"""Arrow types of a text column. The column may also be dictionary-encoded."""
 
 
 class Parquet(TextSource):
-    """Pieces are a row (offset: the row group, size: the row within it) and a part of its text (begin, length)."""
+    """A piece is a row (offset: row group, size: row within the group) and a part of its text (begin, length)."""
 
     kind = "parquet"
     keys = ("field",)
@@ -51,12 +51,12 @@ class Parquet(TextSource):
             for place in range(row_count):
                 row += 1
                 text = None if texts[place] is None else texts[place].as_py()
-                whole = Piece(file, row, group, place, 0, len(text or b""))
+                uncut = Piece(file, row, group, place, 0, len(text or b""))
                 if text is None or len(text) <= max_piece_bytes or not _is_utf8(text):
-                    yield whole
+                    yield uncut
                     continue
                 for begin, end in cut(text, 0, len(text), max_piece_bytes):
-                    yield whole._replace(begin=begin, length=end - begin, flags=flags_of(begin, end, 0, len(text)))
+                    yield uncut._replace(begin=begin, length=end - begin, flags=flags_of(begin, end, 0, len(text)))
 
     def read(self, path: Path, piece: Piece) -> str:
         if piece.flags & BAD_FILE:
@@ -71,7 +71,7 @@ class Parquet(TextSource):
 
 
 def _row_counts(path: Path) -> list[int]:
-    """Rows of each row group. Raises BadRowError where the file is not parquet."""
+    """Number of rows of each row group. Raises BadRowError if the file is not Parquet."""
     import pyarrow
     import pyarrow.parquet
 
@@ -81,12 +81,12 @@ def _row_counts(path: Path) -> list[int]:
         try:
             metadata = pyarrow.parquet.ParquetFile(file).metadata
         except (pyarrow.ArrowException, OSError) as error:
-            raise damage(error, "not a parquet file that can be read") from None
+            raise damage(error, "not a readable Parquet file") from None
     return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
 
 
 def _load(path: Path, group: int, field: str) -> Any:
-    """One row group's column as an array of bytes. Raises BadRowError where it is missing, unreadable or not text."""
+    """A row group's text column as an array of bytes. Raises BadRowError if it is missing, unreadable or not text."""
     import pyarrow
     import pyarrow.parquet
 
@@ -101,12 +101,12 @@ def _load(path: Path, group: int, field: str) -> Any:
 
 
 def text_type(schema: Any, field: str) -> Any:
-    """The Arrow type of a text column's values. Raises BadRowError where the column is missing or not text."""
+    """The Arrow type of a text column's values. Raises BadRowError if the column is missing or not text."""
     import pyarrow
 
     if schema.names.count(field) != 1:
-        fault = "there more than once" if field in schema.names else "missing"
-        raise BadRowError(f"field {field!r} is {fault}; there is {', '.join(map(repr, schema.names[:8]))}")
+        fault = "not unique" if field in schema.names else "missing"
+        raise BadRowError(f"field {field!r} is {fault}; the file has {', '.join(map(repr, schema.names[:8]))}")
     kind = schema.field(field).type
     value_kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     if str(value_kind) not in TEXT_TYPES:
@@ -115,14 +115,14 @@ def text_type(schema: Any, field: str) -> Any:
 
 
 def as_bytes(column: Any, value_kind: Any) -> Any:
-    """A text column (array or chunked) of values of this type, as bytes that need not be UTF-8."""
+    """Convert a text column (array or chunked array) to bytes, which may be invalid UTF-8."""
     import pyarrow
 
     return column.cast(value_kind).cast(pyarrow.large_binary())
 
 
 def damage(error: Exception, fault: str) -> BadRowError:
-    """What is wrong with data that Arrow cannot read. An error of the system or of a connection is raised as it is."""
+    """The BadRowError for data that Arrow cannot read. Raises `error` if it comes from the system or a connection."""
     if isinstance(error, BadRowError):
         return error
     if is_transient(error) or getattr(error, "errno", None) is not None:

@@ -1,4 +1,4 @@
-"""Pieces: documents, or parts of long ones. Where they lie, their text, their tokens."""
+"""Pieces: documents, or parts of long documents. Their locations, text and tokens."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -11,16 +11,16 @@ import numpy.typing as npt
 STARTS_DOCUMENT = 1
 ENDS_DOCUMENT = 2
 BAD_FILE = 4
-"""Flag of the one piece that stands for a file without any row, or for what is lost at the end of a damaged one."""
+"""Flag of a piece that represents a file without rows, or the lost end of a corrupted file."""
 
 _NOT_BLANK = re.compile(rb"\S")
 
 
 class Piece(NamedTuple):
-    """Where a piece lies. All integers; what offset and size count is the reader's own business.
+    """The location of a piece. All fields are integers; each kind of source defines the meaning of offset and size.
 
     row: line or row of the file, from 1, for messages. begin, length: the part of the row's text, in bytes of UTF-8;
-    length -1 is the whole. flags: STARTS_DOCUMENT, ENDS_DOCUMENT, BAD_FILE.
+    length -1: all of it. flags: STARTS_DOCUMENT, ENDS_DOCUMENT, BAD_FILE.
     """
 
     file: int
@@ -33,27 +33,27 @@ class Piece(NamedTuple):
 
 
 class BadRowError(Exception):
-    """A row that cannot be used; the text is the reason alone. The reader does not know what is done about it."""
+    """A bad row. The text is only the reason; the consumer applies data.on_bad_row."""
 
 
 class TokenPiece(NamedTuple):
-    """A piece as tokens, 1-D. starts: the places in it at which a document starts."""
+    """The tokens of a piece, 1-D. starts: the indices at which documents start."""
 
     tokens: npt.NDArray[np.integer]
     starts: npt.NDArray[np.int64]
 
 
 AT_BEGIN = np.zeros(1, np.int64)
-NOWHERE = np.empty(0, np.int64)
-NOTHING = TokenPiece(NOWHERE, NOWHERE)
+EMPTY = np.empty(0, np.int64)
+EMPTY_PIECE = TokenPiece(EMPTY, EMPTY)
 """A piece without tokens."""
 
 
 class Corpus(Protocol):
     """The numbered pieces of a source.
 
-    count: how many. size: in bytes of text or in tokens, see size_unit. windows: whether each piece is one sequence;
-    else pieces are packed. description: what there is, in one line.
+    count: number of pieces. size: in bytes of text or in tokens, see Source.size_unit. windows: whether each piece is
+    one sequence; otherwise pieces are packed. description: one line for the log.
     """
 
     count: int
@@ -62,26 +62,26 @@ class Corpus(Protocol):
     description: str
 
     def ahead(self, pieces: Iterator[int], num_tokens: int) -> list[int]:
-        """Those of the next `pieces` (at least 1) that are worth fetching at once for about `num_tokens` tokens."""
+        """The first of `pieces` (at least 1) to fetch in one call for about `num_tokens` tokens."""
         ...
 
     def fetch(self, pieces: Sequence[int]) -> list[TokenPiece | Exception]:
-        """For each piece its tokens, or what is to be raised by whoever consumes it: BadRowError, UserError."""
+        """The tokens of each piece, or the error for its consumer to raise: BadRowError, UserError."""
         ...
 
 
 class Place(NamedTuple):
-    """Where a stream stands among its pieces of a source; what `position` counts is the source's own business."""
+    """The place of a piece in a stream; each StreamPieces defines the meaning of `position`."""
 
     epoch: int
     position: int
 
 
 class StreamPieces(Protocol):
-    """The pieces of one source that one stream reads, in its order.
+    """The pieces of one source that one stream reads, in order.
 
-    windows: whether each is one sequence; else they are packed. patience: so many pieces in a row without any token
-    mean that there are none to come. name: of the source.
+    windows: whether each piece is one sequence; otherwise pieces are packed. patience: number of consecutive pieces
+    without a token to train on after which the stream raises an error. name: name of the source.
     """
 
     windows: bool
@@ -89,7 +89,7 @@ class StreamPieces(Protocol):
     name: str
 
     def first(self) -> Place:
-        """Where the stream begins."""
+        """The place of the stream's first piece."""
         ...
 
     def after(self, place: Place) -> Place:
@@ -97,27 +97,27 @@ class StreamPieces(Protocol):
         ...
 
     def has_ended(self, place: Place) -> bool:
-        """Whether there is no piece at the place: the source has been read as often as it is to be."""
+        """Whether `place` is after the last piece of the last epoch."""
         ...
 
     def has(self, place: Place) -> bool:
-        """Whether a stream can stand there."""
+        """Whether `place` is valid for this stream."""
         ...
 
     def number(self, place: Place) -> int:
-        """Which piece of the source is at the place; parts of one document have numbers in a row."""
+        """Number in the source of the piece at `place`; the pieces of one document have consecutive numbers."""
         ...
 
     def fetch(self, place: Place, num_tokens: int) -> TokenPiece | Exception:
-        """The piece, or what is to be raised by whoever consumes it: BadRowError, UserError.
+        """The piece at `place`, or the error for its consumer to raise: BadRowError, UserError.
 
-        num_tokens: about so many are needed at once, from this piece on: those after it may be prepared with it.
+        num_tokens: approximate number of tokens needed from this piece on; later pieces may be prepared with it.
         """
         ...
 
 
 class Bytes(Protocol):
-    """What bytes and a memory map have in common."""
+    """Common interface of bytes and mmap."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> int: ...
@@ -126,8 +126,8 @@ class Bytes(Protocol):
 
 
 def cut(data: Bytes, begin: int, end: int, max_bytes: int) -> Iterator[tuple[int, int]]:
-    """Parts (begin, end) of at most `max_bytes` of data[begin:end]: after the last line end that fits, else before the
-    last character that does not. Text that is not UTF-8 is cut as well; whoever reads it finds out."""
+    """Cut data[begin:end] into parts (begin, end) of at most `max_bytes`: after the last line end that fits, otherwise
+    between characters. Invalid UTF-8 is cut, too, and raises when it is read."""
     while end - begin > max_bytes:
         stop = data.rfind(b"\n", begin, begin + max_bytes) + 1
         if stop <= begin:
@@ -143,12 +143,12 @@ def cut(data: Bytes, begin: int, end: int, max_bytes: int) -> Iterator[tuple[int
 
 
 def flags_of(begin: int, end: int, document_begin: int, document_end: int) -> int:
-    """STARTS_DOCUMENT and ENDS_DOCUMENT of the part (begin, end) of a document."""
+    """Flags STARTS_DOCUMENT and ENDS_DOCUMENT of part (begin, end) of a document."""
     return STARTS_DOCUMENT * (begin == document_begin) | ENDS_DOCUMENT * (end == document_end)
 
 
 def lines(data: Bytes) -> Iterator[tuple[int, int, int]]:
-    """(number from 1, begin, end) of each line that is not blank, without its line end. Nothing is copied."""
+    """Yield (number from 1, begin, end) of each nonblank line, without its line end. Copies no data."""
     begin, number, size = 0, 1, len(data)
     while begin < size:
         stop = data.find(b"\n", begin, size)
@@ -159,7 +159,7 @@ def lines(data: Bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def utf8_text(data: bytes) -> str:
-    """The text, not empty. Raises BadRowError."""
+    """Decode UTF-8. Raises BadRowError if the data is invalid or empty."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -170,7 +170,7 @@ def utf8_text(data: bytes) -> str:
 
 
 def read_range(path: Path, offset: int, size: int) -> bytes:
-    """Exactly these bytes of a file. Raises OSError where it is shorter."""
+    """Read `size` bytes of a file at `offset`. Raises OSError if the file is shorter."""
     with open(path, "rb") as file:
         file.seek(offset)
         data = file.read(size)

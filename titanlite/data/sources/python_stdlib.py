@@ -1,4 +1,4 @@
-"""The *.py files of the running interpreter's standard library: a corpus that every machine has."""
+"""The *.py files of the running interpreter's standard library, a corpus available on every machine."""
 
 import os
 import sysconfig
@@ -10,11 +10,11 @@ from titanlite.data.sources.text import Text
 from titanlite.runtime.errors import Problem, UserError, require
 
 HELD_OUT_EVERY = 20
-"""One file in so many belongs to the split "validation"."""
+"""Every HELD_OUT_EVERY-th file belongs to the split "validation"."""
 
 
 class PythonStdlib(Text):
-    """Documents are files. Which of them belong to a split depends on which are UTF-8, known once they are read."""
+    """A document is a file. The splits count only UTF-8 files, so they are known after the files are read."""
 
     kind = "python-stdlib"
     keys = ("split",)
@@ -30,7 +30,7 @@ class PythonStdlib(Text):
         return self.config.split or "train"
 
     def files(self) -> list[Path]:
-        """Those of both splits: without tests and installed packages, sorted by their path below the folder."""
+        """The files of both splits, without tests and installed packages, sorted by relative path."""
         root = Path(sysconfig.get_paths()["stdlib"])
         files: list[Path] = []
         for folder, names, file_names in os.walk(root):
@@ -39,7 +39,7 @@ class PythonStdlib(Text):
         return sorted(files, key=lambda file: file.relative_to(root).as_posix())
 
     def split_files(self) -> list[Path]:
-        """Those of its split that are UTF-8 and not empty. Raises UserError if one cannot be read."""
+        """The nonempty UTF-8 files of the configured split. Raises UserError if a file cannot be read."""
         held_out = self._split == "validation"
         usable = [file for file in self.files() if _is_usable(file)]
         return [file for n, file in enumerate(usable) if (n % HELD_OUT_EVERY == HELD_OUT_EVERY - 1) == held_out]
@@ -51,12 +51,12 @@ class PythonStdlib(Text):
         return {"split": self._split}
 
     def check_keys(self, key: str) -> list[Problem]:
-        rule, remedy = '"train" or "validation"', "write one of the two, or leave it out"
+        rule, remedy = '"train" or "validation"', "write one of these, or leave it out"
         return require(self._split in ("train", "validation"), f"{key}.split", self.config.split, rule, remedy)
 
     def check_files(self, key: str) -> list[Problem]:
         folder, remedy = sysconfig.get_paths()["stdlib"], "use a text, jsonl or parquet source instead"
-        return require(bool(self.files()), f"{key}.kind", self.kind, f"{folder} holds *.py files", remedy)
+        return require(bool(self.files()), f"{key}.kind", self.kind, f"requires *.py files in {folder}", remedy)
 
 
 def _is_usable(file: Path) -> bool:

@@ -20,7 +20,7 @@ from titanlite.data.sources.pieces import (
 
 
 class Text(TextSource):
-    """Pieces are byte ranges of a file (offset, size), so a piece costs its own bytes, however long the file is."""
+    """A piece is a byte range of a file (offset, size). Reading it takes its own bytes, for any length of the file."""
 
     kind = "text"
     keys: ClassVar[tuple[str, ...]] = ("document",)
@@ -46,7 +46,7 @@ class Text(TextSource):
                 yield Piece(file, 1, 0, len(data), flags=BAD_FILE)
 
     def _documents(self, data: mmap.mmap) -> Iterator[tuple[int, int, int]]:
-        """(line number, begin, end) of each document."""
+        """Yield (line number, begin, end) of each document."""
         if self.config.document == "line":
             yield from lines(data)
         elif self.config.document == "paragraph":
@@ -61,7 +61,7 @@ class Text(TextSource):
 
 
 def _paragraphs(data: Bytes) -> Iterator[tuple[int, int, int]]:
-    """(line number, begin, end) of each run of lines that are not blank."""
+    """Yield (line number, begin, end) of each run of nonblank lines."""
     first, begin, end, previous = 0, 0, 0, -1
     for number, line_begin, line_end in lines(data):
         if number != previous + 1:

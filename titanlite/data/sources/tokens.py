@@ -1,7 +1,7 @@
-"""Token files: flat arrays of token ids. A piece is a window of seq_len + 1 tokens, and is one sequence.
+"""Token files: flat arrays of token ids. A piece is a window of seq_len + 1 tokens, which is one sequence.
 
-A folder that `titanlite tokenize` has written also has a tokens.json, which says what it holds, and beside each shard
-the places at which documents start.
+A folder written by `titanlite tokenize` also has a manifest, tokens.json, and beside each shard a file of the positions
+at which documents start.
 """
 
 import json
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from titanlite.data.sources.base import TokenSource
 from titanlite.data.sources.config import SourceConfig
-from titanlite.data.sources.pieces import NOWHERE, TokenPiece
+from titanlite.data.sources.pieces import EMPTY, TokenPiece
 from titanlite.runtime.errors import Problem, UserError
 
 FORMAT_VERSION = 1
@@ -27,7 +27,7 @@ UNFINISHED = "tokens.incomplete.json"
 HEADER_BYTES = 128
 
 CHECKED_TOKENS = 2**16
-"""Tokens at the start of each file that are looked at before a run starts."""
+"""Tokens at the start of each file that are checked before a run starts."""
 
 
 class Tokens(TokenSource):
@@ -47,18 +47,23 @@ class Tokens(TokenSource):
         if other:
             rule = ".npy or raw .bin files"
             return [
-                Problem(f"{key}.path", self.config.path, rule, f"{other[0]} is neither: make it by titanlite tokenize")
+                Problem(
+                    f"{key}.path",
+                    self.config.path,
+                    rule,
+                    f"{other[0]} is neither: write it with titanlite tokenize",
+                )
             ]
         if raw and not self.config.dtype:
-            remedy = f'write dtype = "uint16" or "uint32", whichever {raw[0].name} was written as'
+            remedy = f'write dtype = "uint16" or "uint32", the type of the ids in {raw[0].name}'
             return [Problem(f"{key}.dtype", self.config.dtype, "required for .bin files", remedy)]
         if self.config.dtype and not raw:
-            remedy = f"leave it out: {files[0].name} says it itself"
+            remedy = f"leave it out: {files[0].name} contains its dtype"
             return [Problem(f"{key}.dtype", self.config.dtype, "only for .bin files", remedy)]
         return super().check_files(key)
 
     def check_content(self, key: str, *, vocab_size: int, needs_documents: bool) -> list[Problem]:
-        """Problems of the files themselves, as far as their beginnings and the tokens.json beside them show them."""
+        """Problems of the files' content, from the start of each file and the tokens.json beside it."""
         if vocab_size <= 0:
             return []
         rule = f"token ids from 0 to {vocab_size - 1} (model.vocab_size = {vocab_size})"
@@ -69,16 +74,16 @@ class Tokens(TokenSource):
             try:
                 tokens = open_tokens(file, self.config.dtype)
             except UserError as error:
-                remedy = f"{error}: python -m titanlite tokenize makes files that are"
+                remedy = f"{error}; write token files with titanlite tokenize"
                 return [Problem(f"{key}.path", self.config.path, "1-D arrays of integers", remedy)]
             position = find_invalid(tokens[:CHECKED_TOKENS], vocab_size)
             if position is not None:
                 found = f"{file} has {tokens[position]} at position {position}"
-                remedy = f"{found}: use the tokenizer and vocab_size of the model, and the dtype it was written as"
+                remedy = f"{found}: use the tokenizer and vocab_size of the model, and the dtype of the file"
                 return [Problem(f"{key}.path", self.config.path, rule, remedy)]
             if needs_documents and not documents_file(file).is_file():
-                rule = f"not with token files of which it is not known where documents start ({file} of {key})"
-                remedy = "use files that titanlite tokenize has written, or the text itself"
+                rule = f"requires token files with known starts of documents; {file} of {key} has none"
+                remedy = "use files written by titanlite tokenize, or the text instead of token files"
                 return [Problem("data.document_mask", True, rule, remedy)]
         return []
 
@@ -91,16 +96,18 @@ class Tokens(TokenSource):
         return facts | self._file_facts(files)
 
     def windows(self, seq_len: int, vocab_size: int, *, documents: bool) -> "WindowCorpus":
-        """Its pieces. documents: whether they say where documents start."""
+        """The windows of all files. documents: whether to include the starts of documents."""
         keep_tail = self.config.epochs != -1
         return WindowCorpus(self, seq_len=seq_len, vocab_size=vocab_size, keep_tail=keep_tail, documents=documents)
 
 
 class WindowCorpus:
-    """Window n of a file is its tokens [n * seq_len, n * seq_len + seq_len + 1); windows do not cross files.
+    """Corpus of windows. Window n of a file is its tokens [n * seq_len, n * seq_len + seq_len + 1).
 
-    keep_tail: the tokens after a file's last full window are one more window, shorter than the others; without it
-    they are not used, and the description says how many these are. documents: whether it says where they start.
+    Windows do not cross files.
+
+    keep_tail: whether the tokens after a file's last full window form another, shorter window; otherwise they are not
+    used, and the description shows their number. documents: whether to include the starts of documents.
     """
 
     windows = True
@@ -111,7 +118,7 @@ class WindowCorpus:
         self._files = source.files()
         self._tokens = [
             np.asarray(open_tokens(file, source.config.dtype)) for file in self._files
-        ]  # a memmap slices slowly
+        ]  # slicing a memmap is slow
         self._starts = [np.load(documents_file(file), mmap_mode="r") for file in self._files] if documents else []
         targets = [max(0, len(tokens) - 1) for tokens in self._tokens]
         windows = [-(-count // seq_len) if keep_tail else count // seq_len for count in targets]
@@ -141,19 +148,19 @@ class WindowCorpus:
             assert wrong is not None
             return UserError(
                 f"{self._files[number]}: token {window[wrong]} at position {begin + wrong} is not in the model's "
-                f"vocabulary of {self._vocab_size}; use the tokenizer and model.vocab_size that belong to this file"
+                f"vocabulary of {self._vocab_size}; use the tokenizer and model.vocab_size of this file"
             )
         if not self._starts:
-            return TokenPiece(window, NOWHERE)
+            return TokenPiece(window, EMPTY)
         starts = self._starts[number]
         inside = np.searchsorted(starts, (begin, begin + len(window)))
         return TokenPiece(window, starts[inside[0] : inside[1]] - begin)
 
 
 def open_tokens(path: Path, dtype: str) -> npt.NDArray[np.integer]:
-    """The tokens of a .npy file, or of a raw little-endian .bin file of `dtype`; memory-mapped, 1-D.
+    """Open the tokens of a .npy file, or of a raw little-endian .bin file of `dtype`: 1-D, memory-mapped.
 
-    Raises UserError where the file is no such array.
+    Raises UserError if the file is not a 1-D array of integers.
     """
     try:
         if path.suffix.lower() == ".npy":
@@ -163,29 +170,29 @@ def open_tokens(path: Path, dtype: str) -> npt.NDArray[np.integer]:
     except (ValueError, OSError) as error:
         raise UserError(f"{path} is not an array of tokens: {error}") from None
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise UserError(f"{path} has to be a 1-D array of integers, and is {array.ndim}-D {array.dtype}")
+        raise UserError(f"{path} must be a 1-D array of integers, but is {array.ndim}-D {array.dtype}")
     return array
 
 
 def find_invalid(tokens: npt.NDArray[np.integer], vocab_size: int) -> int | None:
-    """The position of the first token id that the model does not have."""
+    """Position of the first token id outside the vocabulary; None if all are valid."""
     ids = tokens.astype(np.int64)
     wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     return int(wrong[0]) if len(wrong) else None
 
 
 def documents_file(file: Path) -> Path:
-    """Where it stands at which tokens of a token file documents start: a .npy of int64, ascending."""
+    """The file of the positions at which documents start in a token file: a .npy of int64, ascending."""
     return file.with_suffix(".documents")
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The tokens.json of a folder, None where there is none. Raises UserError where it cannot be read."""
+    """The tokens.json of a folder; None if absent. Raises UserError if it cannot be read."""
     return read_json(folder / MANIFEST)
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """A tokens.json, or what an interrupted tokenization has left in its form; None if the file is not there."""
+    """Read and validate a tokens.json, or the tokens.incomplete.json of an interrupted tokenization; None if absent."""
     try:
         found = json.loads(file.read_text("utf-8"))
     except FileNotFoundError:
@@ -193,73 +200,78 @@ def read_json(file: Path) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read: {error}") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT_VERSION:
-        raise UserError(f"{file} is not of the format {FORMAT_VERSION} that this version of titanlite knows")
+        raise UserError(f"{file} is not of format {FORMAT_VERSION}, the only one that this version of titanlite reads")
     shards = found.get("shards")
-    shards_are_whole = isinstance(shards, list) and all(
+    shards_are_valid = isinstance(shards, list) and all(
         isinstance(shard, dict) and {"file", "bytes", "documents"} <= shard.keys() for shard in shards
     )
-    if not shards_are_whole or not isinstance(found.get("tokenizer"), dict):
-        raise UserError(f"{file} does not list its shards and its tokenizer: make the files again")
+    if not shards_are_valid or not isinstance(found.get("tokenizer"), dict):
+        raise UserError(f"{file} does not list its shards and its tokenizer: write the files again")
     return found
 
 
 def manifests_of(files: Sequence[Path]) -> dict[Path, dict[str, Any]]:
-    """The manifests of the folders in which these files lie, by folder. Raises UserError where one cannot be read."""
+    """The manifests of the folders of these files, by folder. Raises UserError if one cannot be read."""
     found = {folder: read_manifest(folder) for folder in dict.fromkeys(file.parent for file in files)}
     return {folder: manifest for folder, manifest in found.items() if manifest is not None}
 
 
 def _check_manifests(source: SourceConfig, key: str, files: Sequence[Path], vocab_size: int) -> list[Problem]:
-    """Problems of folders that say what they hold: not finished, not as they say, for a larger vocabulary.
+    """Problems of folders with a tokens.json: not finished, files that do not match it, a larger vocabulary.
 
-    files: those of the source. Folders without a tokens.json, made by something else, have no such problems.
+    files: the files of the source. Folders without a tokens.json, written by another program, are not checked.
     """
     by_folder: dict[Path, list[Path]] = defaultdict(list)
     for file in files:
         by_folder[file.parent].append(file)
     try:
         for folder, inside in by_folder.items():
-            _check_folder(folder, inside, whole=os.path.isdir(os.path.expanduser(source.path)), vocab_size=vocab_size)
+            _check_folder(
+                folder, inside, complete=os.path.isdir(os.path.expanduser(source.path)), vocab_size=vocab_size
+            )
     except _MismatchError as mismatch:
         rule, remedy = mismatch.args
         return [Problem(f"{key}.path", source.path, rule, remedy)]
     except UserError as error:
-        return [Problem(f"{key}.path", source.path, f"a {MANIFEST} that can be read", str(error))]
+        return [Problem(f"{key}.path", source.path, f"a readable {MANIFEST}", str(error))]
     return []
 
 
 class _MismatchError(Exception):
-    """args: the rule that does not hold, and the remedy."""
+    """args: the violated rule and the remedy."""
 
 
-def _check_folder(folder: Path, files: Sequence[Path], *, whole: bool, vocab_size: int) -> None:
-    """whole: all shards have to be among `files`; else those that were named. Raises _MismatchError, UserError."""
+def _check_folder(folder: Path, files: Sequence[Path], *, complete: bool, vocab_size: int) -> None:
+    """Compare `files` with the folder's tokens.json. complete: whether `files` must include all shards.
+
+    Raises _MismatchError and UserError.
+    """
     manifest = read_manifest(folder)
     if manifest is None:
         if (folder / UNFINISHED).exists():
-            remedy = f"{folder / UNFINISHED} says that it was interrupted: run the same command again to its end"
-            raise _MismatchError("token files whose tokenization has finished", remedy)
+            remedy = f"{folder / UNFINISHED} shows an interrupted run: run the same titanlite tokenize command again"
+            raise _MismatchError("token files of a finished tokenization", remedy)
         return
-    rule = f"the files that {folder / MANIFEST} lists"
+    rule = f"the files listed in {folder / MANIFEST}"
     sizes: dict[str, int] = {shard["file"]: shard["bytes"] for shard in manifest["shards"]}
     documents: dict[str, int] = {shard["file"]: shard["documents"] for shard in manifest["shards"]}
     for file in files:
         if file.name not in sizes:
-            raise _MismatchError(rule, f"{file} is not one of them: move it to a folder of its own")
+            raise _MismatchError(rule, f"{file} is not listed: move it to another folder")
         _check_size(rule, file, sizes[file.name])
         if (starts := documents_file(file)).exists():  # only data.document_mask needs it
             _check_size(rule, starts, HEADER_BYTES + np.dtype(np.int64).itemsize * documents[file.name])
     missing = sorted(sizes.keys() - {file.name for file in files})
-    if whole and missing:
-        raise _MismatchError(rule, f"{folder / missing[0]} is missing: copy it there, or make the files again")
+    if complete and missing:
+        raise _MismatchError(rule, f"{folder / missing[0]} is missing: copy it there, or write the files again")
     needed = manifest["tokenizer"]["vocab_size"]
     if needed > vocab_size:
-        rule = f"tokens of a tokenizer of at most model.vocab_size = {vocab_size} tokens"
-        raise _MismatchError(rule, f"{folder / MANIFEST} says {needed}: write vocab_size = {needed} in [model]")
+        rule = f"token files of a tokenizer with at most model.vocab_size = {vocab_size} tokens"
+        raise _MismatchError(rule, f"{folder / MANIFEST} names {needed}: write vocab_size = {needed} in [model]")
 
 
 def _check_size(rule: str, file: Path, listed: int) -> None:
-    """Raises _MismatchError where the file has not as many bytes as are listed."""
+    """Raise _MismatchError unless the file has the listed number of bytes."""
     size = file.stat().st_size
     if size != listed:
-        raise _MismatchError(rule, f"{file} has {size:,} bytes instead of {listed:,}: copy or make it again")
+        raise _MismatchError(rule, f"{file} has {size:,} bytes instead of {listed:,}: copy or write it again")
