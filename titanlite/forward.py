@@ -1,4 +1,4 @@
-"""A model on its mesh and its loss: all that computing needs, without what training adds."""
+"""Forward pass of a model on its mesh, with the loss, for training and evaluation."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,11 +16,10 @@ from titanlite.runtime.determinism import seed_microbatch
 
 
 class ModelOnMesh:
-    """A model that is already on its mesh, with its loss: no gradients, no optimizer.
+    """A parallelized model with its loss, without gradients and optimizer.
 
-    model_parts: the parts of the model on this rank: the whole of it, or its stages of the pipeline. loss: as
-    mean_loss_shares. shard_logits: whether logits are cut over tp.
-    seed: of all that the model draws.
+    model_parts: this rank's parts of the model: the full model, or its pipeline stages. loss: see mean_loss_shares.
+    shard_logits: whether logits are sharded over tp. seed: of all random numbers of the model.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class ModelOnMesh:
         self.loss = loss
         self.shard_logits = shard_logits
         self.pp_rank = mesh.coordinate["pp"]
-        # Ranks of one data rank see the same rows and, on the last stage, the same loss: one of them counts.
+        # Ranks with the same data rank read the same rows and, on the last stage, compute the same loss: count it once.
         self.counts_loss = mesh.is_loss_leader and (pipeline is None or pipeline.owns_last)
         self.counts_rows = mesh.is_data_leader
         self.device = device
@@ -47,9 +46,9 @@ class ModelOnMesh:
         self.step = 0
 
     def row_losses(self, batch: Batch) -> Tensor:
-        """The sum of the cross-entropy of each row, (rows,), forward only; in a pipeline 0 but for the last stage."""
+        """Summed cross-entropy of each row, (rows,), without backward; 0 except on the last stage of a pipeline."""
         keys = self.keys_of(batch)
-        keys.pop("row_keys", None)  # without them nothing is drawn
+        keys.pop("row_keys", None)  # no random numbers without keys
         with parallel_loss(shard_logits=self.shard_logits):
             if self.pipeline is not None:
                 return self.pipeline.row_losses(batch, **keys)
@@ -57,10 +56,10 @@ class ModelOnMesh:
             return self.loss(self.model_parts[0](batch.tokens, **keys), batch.labels, one)
 
     def keys_of(self, batch: Batch) -> dict[str, Tensor]:
-        """What the model's forward takes beside the tokens, by name, a row for each row of the batch.
+        """Keyword arguments of the model's forward, each with one row per row of the batch; seeds torch's generators.
 
-        positions and document_ids where the batch has positions; row_keys for a model that draws from them. Torch's
-        generators, from which all others draw, are seeded.
+        positions and document_ids if the batch has positions; row_keys if the model draws from them. Models without
+        row_keys draw from torch's generators.
         """
         seed_microbatch(self.seed, self.step, batch.sequences.tolist()[0], self.pp_rank, self.device)
         keys = document_arguments(batch.positions)
@@ -70,7 +69,7 @@ class ModelOnMesh:
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch with all but its sequences on the device."""
+    """Copy the batch to the device, except for its sequences."""
     return batch._replace(
         tokens=to_device(batch.tokens, device),
         labels=to_device(batch.labels, device),
@@ -80,8 +79,8 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device, without waiting for the copy: from pinned memory it runs beside the host.
+    """Copy the tensor to the device asynchronously, from pinned memory.
 
-    Pinned here, not in the loader's thread, whose current device would be the first GPU on every rank.
+    Pinned here, not in the loader's thread, where the current device would be the first GPU on every rank.
     """
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

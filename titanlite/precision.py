@@ -1,4 +1,4 @@
-"""Dtypes by their names in a configuration."""
+"""Dtypes by their names in the configuration."""
 
 from typing import Literal
 

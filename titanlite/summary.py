@@ -1,4 +1,4 @@
-"""What a run says at its end: what was done, where it is, and what one would do next."""
+"""Summary at the end of a run: results, output files, suggested next commands."""
 
 import os
 import shlex
@@ -16,10 +16,10 @@ from titanlite.runtime.logging import log
 
 
 def summarize(config: JobConfig, record: Record, steps: int, train_s: float) -> None:
-    """A few lines of the log. steps, train_s: of this start."""
+    """Log the summary. steps, train_s: of this start."""
     tokens = steps * config.training.global_batch_size * config.training.seq_len
     folder = Path(config.job.dump_folder)
-    again = f"CONFIG_FILE={shlex.quote(str(folder / CONFIG_COPY))}"  # all that was given, also on the command line
+    same_config = f"CONFIG_FILE={shlex.quote(str(folder / CONFIG_COPY))}"  # includes command-line overrides
     log.info(
         "Done: %d steps, %s tokens, final loss %.4f, %s tokens/s",
         record.step,
@@ -28,31 +28,30 @@ def summarize(config: JobConfig, record: Record, steps: int, train_s: float) -> 
         f"{tokens / train_s:,.0f}",
     )
     log.info("Outputs: %s (a row per logged step), %s (the configuration)", folder / METRICS_FILE, folder / CONFIG_COPY)
-    ended = record.step < config.training.steps  # the data has
-    elsewhere = ""
+    data_exhausted = record.step < config.training.steps
+    new_folder = ""
     next_steps = []
     if config.checkpoint.enable:
-        elsewhere = f" --job.dump_folder {shlex.quote(f'{folder}-2')}"
+        new_folder = f" --job.dump_folder {shlex.quote(f'{folder}-2')}"
         if (folder / TOKENIZER_FOLDER).exists():
             generate = f"{python_command(os.environ)} -m titanlite generate {shlex.quote(str(folder))}"
-            next_steps.append(("see it write", f'{generate} --prompt "{prompt_for(config)}"'))
-    if not ended and not config.checkpoint.last_save_model_only:
-        next_steps.append(("train longer", f"{again} ./run_train.sh --training.steps {4 * record.step}"))
-    next_steps.append(("on two processes", f"NGPU=2 {again} ./run_train.sh{elsewhere}"))
+            next_steps.append(("generate text", f'{generate} --prompt "{prompt_for(config)}"'))
+    if not data_exhausted and not config.checkpoint.last_save_model_only:
+        next_steps.append(("train longer", f"{same_config} ./run_train.sh --training.steps {4 * record.step}"))
+    next_steps.append(("on two processes", f"NGPU=2 {same_config} ./run_train.sh{new_folder}"))
     next_steps.append(("on your own text", "see docs/data.md"))
-    for number, (what, command) in enumerate(next_steps):
-        log.info("%-5s %-16s  %s", "" if number else "Next:", what, command)
+    for number, (title, command) in enumerate(next_steps):
+        log.info("%-5s %-16s  %s", "" if number else "Next:", title, command)
 
 
 def prompt_for(config: JobConfig) -> str:
-    """A beginning that the model of a run may know how to go on from; no space behind it, which is a part of what comes
-    next to most tokenizers."""
+    """Example prompt for the training data; without a trailing space, which most tokenizers join to the next word."""
     return "def __init__(self" if any(source.kind == PythonStdlib.kind for source in config.data.sources) else "The"
 
 
 def python_command(environment: Mapping[str, str]) -> str:
-    """What starts this Python in the user's shell, which need not have it on its PATH even where we do."""
+    """Shell command that starts this Python, also if it is not on the PATH of the user's shell."""
     if sys.prefix in (environment.get("VIRTUAL_ENV"), environment.get("CONDA_PREFIX")):
         return "python"
-    executable, here = Path(sys.executable), Path.cwd()
-    return shlex.quote(str(executable.relative_to(here) if executable.is_relative_to(here) else executable))
+    executable, folder = Path(sys.executable), Path.cwd()
+    return shlex.quote(str(executable.relative_to(folder) if executable.is_relative_to(folder) else executable))

@@ -1,4 +1,4 @@
-"""The step: it receives finished parts, and reads as the maths of one update."""
+"""The training step."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -19,10 +19,10 @@ from titanlite.parallel.tensor import parallel_loss
 
 
 class Trainer(ModelOnMesh):
-    """Trains a model that is already on its mesh.
+    """Trains a parallelized model.
 
-    sync: see gradient_sync. schedule: the learning rate by step, from 1. num_sources: of the data; where there are
-    several, steps also give their losses apart.
+    sync: see gradient_sync. schedule: the learning rate by step, from 1. num_sources: number of data sources; if there
+    are several, steps also compute the totals by source.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class Trainer(ModelOnMesh):
         self.accum_dtype = torch.promote_types(parameter_dtype, torch.float32)
 
     def train_step(self, batches: Sequence[Batch]) -> StepStats:
-        """One update in which every valid token of the global batch has equal weight.
+        """Run one optimizer step, in which every valid token of the global batch has equal weight.
 
-        batches: this rank's microbatches of the step, on the device; a pipeline cuts each of them further.
+        batches: this rank's microbatches of the step, on the device; a pipeline splits each of them further.
         """
         self.step += 1
         self.optimizer.zero_grad()
@@ -87,16 +87,16 @@ class Trainer(ModelOnMesh):
         )
 
     def count_valid_tokens(self, batches: Sequence[Batch]) -> Tensor:
-        """Valid labels of the whole global batch: int64 scalar on the device, one all-reduce over the data axes."""
+        """Number of valid labels of the global batch: int64 scalar on the device; one all-reduce over the data axes."""
         num_valid = torch.stack([(batch.labels != IGNORE_INDEX).sum() for batch in batches]).sum()
         dist.all_reduce(num_valid, group=self.data_group)
         return num_valid
 
     def forward_backward(self, batch: Batch, num_valid: Tensor) -> Tensor:
-        """Adds this microbatch's share of the mean loss's gradient to the parameters; returns the shares of its rows.
+        """Accumulate the gradients of this microbatch's share of the mean loss; return the share of each row, (rows,).
 
-        (rows,): those of all microbatches and data ranks add up to the mean loss. In a pipeline they are known on the
-        last stage, and 0 on the others.
+        The shares of all microbatches and data ranks add up to the mean loss. In a pipeline they are 0 except on the
+        last stage.
         """
         keys = self.keys_of(batch)
         with parallel_loss(shard_logits=self.shard_logits):
@@ -108,6 +108,6 @@ class Trainer(ModelOnMesh):
 
 
 def mark_last(batches: Sequence[Batch]) -> Iterator[tuple[Batch, bool]]:
-    """Each microbatch, and whether it is the last one of the step."""
+    """(microbatch, whether it is the last of the step) for each microbatch."""
     for index, batch in enumerate(batches):
         yield batch, index == len(batches) - 1

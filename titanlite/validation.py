@@ -1,4 +1,4 @@
-"""Evaluation: the loss of a model over data that it is not trained on, each token once, whatever the mesh."""
+"""Evaluation: the loss of a model over validation data, each token once, independent of the mesh."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,10 +24,10 @@ from titanlite.runtime.signals import StopRequest
 
 
 def build_token_bytes(tokenizer: Tokenizer | None, vocab_size: int, device: torch.device) -> Tensor | None:
-    """The bytes of text that each token of the model stands for; None where the tokenizer does not say."""
+    """Number of text bytes of each token: int64 (vocab_size,); None if the tokenizer does not define it."""
     sizes = tokenizer.token_bytes() if tokenizer else None
     if sizes is None:
-        log.info("Validation: without bits per byte, since %s", why_no_bytes(tokenizer))
+        log.info("Validation: no bits per byte, since %s", why_no_bytes(tokenizer))
         return None
     table = torch.zeros(vocab_size, dtype=torch.int64)
     table[: len(sizes)] = torch.tensor(sizes)
@@ -35,22 +35,22 @@ def build_token_bytes(tokenizer: Tokenizer | None, vocab_size: int, device: torc
 
 
 def why_no_bytes(tokenizer: Tokenizer | None) -> str:
-    """Of a tokenizer that does not say how many bytes its tokens stand for."""
+    """Reason why the number of bytes per token is unknown."""
     return "there is no tokenizer" if tokenizer is None else "the tokenizer is not byte-level"
 
 
 class StoppedError(Exception):
-    """All ranks have agreed to stop. number: of the signal that asks for it."""
+    """All ranks have agreed to stop. number: of the signal that requested it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 class Evaluator:
-    """Sums the loss of a model over whole data sets. All ranks call it alike.
+    """Sums the loss of a model over entire data sets. Its methods are collectives.
 
-    group: of gloo, over all ranks: they agree there on each batch. token_bytes: int64 (vocab_size,), the bytes of text
-    that each token stands for, on the device; None: not known. stop: whether this rank has been asked to end.
+    group: gloo group of all ranks, for the agreement before each step. token_bytes: int64 (vocab_size,), number of text
+    bytes of each token, on the device; None if unknown. stop: this rank's stop request.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class Evaluator:
         self._stop = stop
 
     def totals(self, loader: Loader, *, steps: int, failure: FailureReport) -> tuple[SetTotals, int]:
-        """(the totals over all that the loader gives until it ends, the rows that it has skipped as bad).
+        """(totals over the loader's data, number of rows skipped as bad).
 
-        steps: of the loader, at most; -1: all. The loader has given nothing yet, and is set to its beginning again.
-        Nothing of the model changes: not its weights, gradients, random state or place in the data. The device is
-        read once, at the end. Raises StoppedError on all ranks; DataError where this rank's data cannot be used, once
-        `failure` has heard of those of all ranks in the same step.
+        steps: maximum number of steps of the loader; -1: all. The loader must be at its beginning, and is reset to it
+        afterwards. Weights, gradients, random state and the position in the training data do not change. One host read,
+        at the end. Raises StoppedError on all ranks. Raises DataError if this rank's data is invalid, after `failure`
+        has collected the data errors of all ranks in this step.
         """
         model = self._model
-        # Its last three are counts, exact up to 2^53.
+        # loss_sum, num_valid, num_bytes, bad_rows; the counts are exact up to 2^53.
         totals = torch.zeros(4, dtype=torch.float64, device=model.device)
         try:
             with forward_only(model):
@@ -94,10 +94,10 @@ class Evaluator:
         max_bad_rows: int,
         failure: FailureReport,
     ) -> Iterator[tuple[str, SetTotals]]:
-        """(name, its totals), one loader after the other; steps and failure as of `totals`.
+        """(name, totals) of one loader after the other; steps and failure: see `totals`.
 
-        Raises also UserError, on all ranks alike, in the end: where more than `max_bad_rows` rows of all of them turned
-        out bad, or there was nothing to predict.
+        After the last loader, raises UserError on all ranks if there were more than `max_bad_rows` bad rows in total,
+        or no token to predict.
         """
         bad_rows, any_valid = 0, False
         for name, loader in loaders.items():
@@ -107,41 +107,41 @@ class Evaluator:
             yield name, totals
         if bad_rows > max_bad_rows:
             raise UserError(
-                f"data.max_bad_rows = {max_bad_rows}: {bad_rows} rows of the validation data were skipped as bad; mend "
-                "them, or raise data.max_bad_rows"
+                f"data.max_bad_rows = {max_bad_rows}: {bad_rows} rows of the validation data were skipped as bad; fix "
+                "them, or increase data.max_bad_rows"
             )
         if not any_valid:
-            raise UserError("validation.sources: there is no token to predict in them: add data")
+            raise UserError("validation.sources: they contain no token to predict; add data")
 
     def _batches(self, loader: Loader, steps: int, failure: FailureReport) -> Iterator[Sequence[Batch]]:
-        """Those of each step of the loader, on all ranks until it has ended on all: a rank's own may end before."""
+        """Batches of each step of the loader, until the loaders of all ranks are exhausted."""
         done = 0
         while done != steps:
-            batches, error, has_ended = None, None, all(loader.ended)
-            if not has_ended:
+            batches, error, has_data = None, None, not all(loader.ended)
+            if has_data:
                 try:
                     batches = loader.next_step()
                 except DataError as raised:
                     error = raised
                     failure.note_data_error(error)
-            if not self._agree(goes_on=not has_ended):
+            if not self._any_has_data(has_data):
                 return
             if error is not None:
                 raise error
             yield batches if batches is not None else loader.next_step()
             done += 1
 
-    def _agree(self, *, goes_on: bool) -> bool:
-        """Whether any rank has something left. A collective of a few bytes between hosts. Raises StoppedError."""
-        said = torch.tensor([goes_on, self._stop.number], dtype=torch.int64)
-        dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self._group)
-        any_goes_on, stop = said.tolist()
+    def _any_has_data(self, has_data: bool) -> bool:
+        """Whether any rank has data left. A collective of 16 bytes between hosts. Raises StoppedError."""
+        flags = torch.tensor([has_data, self._stop.number], dtype=torch.int64)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        any_has_data, stop = flags.tolist()
         if stop:
             raise StoppedError(stop)
-        return bool(any_goes_on)
+        return bool(any_has_data)
 
     def _totals_of(self, batch: Batch) -> Tensor:
-        """float64 (3,): loss, targets and their bytes. On each rank that has them."""
+        """float64 (3,): summed loss, number of targets, and their bytes, of this rank's rows."""
         valid = batch.labels != IGNORE_INDEX
         num_bytes = torch.zeros((), device=valid.device)
         if self._token_bytes is not None:
@@ -152,7 +152,7 @@ class Evaluator:
 
 @contextmanager
 def forward_only(model: ModelOnMesh) -> Iterator[None]:
-    """Inside, the model only computes. Afterwards its modes, torch's random numbers and its sharding are as before."""
+    """Context for evaluation: eval mode, no gradients. Restores modes, torch's random state and sharding on exit."""
     parts, device = model.model_parts, model.device
     modes = [part.training for part in parts]
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
@@ -163,17 +163,17 @@ def forward_only(model: ModelOnMesh) -> Iterator[None]:
         finally:
             for part, mode in zip(parts, modes, strict=True):
                 part.train(mode)
-                # What stays gathered would be used again after the next update, with the weights of now.
+                # Free gathered parameters; otherwise they would be reused, outdated, after the next update.
                 for module in wrapped_modules(part):
                     module.reshard()
 
 
 @dataclass(frozen=True)
 class Validation:
-    """Validation of a run: when, on which sources, and where the numbers go.
+    """Validation of a run: its interval, sources and outputs.
 
-    loaders: of this rank, by name of the source. max_bad_rows: as of [data], of each validation. missing: whether the
-    step that the run goes on after has none so far.
+    loaders: of this rank, by name of the source. max_bad_rows: data.max_bad_rows, for each validation. missing: whether
+    the step from which the run resumes has not been validated yet.
     """
 
     section: ValidationConfig
@@ -185,16 +185,16 @@ class Validation:
     missing: bool
 
     def after_step(self, step: int, last: bool, failure: FailureReport) -> int:
-        """Validates where it is due, and writes a row; the number of the signal that has ended it before, else 0.
+        """Validate if due, and write a row; return 0, or the number of the signal that interrupted the validation.
 
-        last: whether it is the last step of the run. A collective over all ranks. Raises UserError on all of them where
-        there is nothing to validate on or too much of it is bad, DataError as Evaluator.totals.
+        last: whether `step` is the last step of the run. A collective over all ranks. Raises UserError on all of them
+        if there is no token to predict or there are too many bad rows, DataError as Evaluator.totals does.
         """
         if step % self.section.interval and not last:
             return 0
         with self.meter.left_out() as clock:
             try:
-                found = dict(
+                by_source = dict(
                     self.evaluator.totals_by_name(
                         self.loaders,
                         steps=self.section.steps,
@@ -204,10 +204,10 @@ class Validation:
                 )
             except StoppedError as stopped:
                 return stopped.number
-            self.sinks.write(ValidationRecord(step, found, clock()))
+            self.sinks.write(ValidationRecord(step, by_source, clock()))
         return 0
 
     def close(self) -> None:
-        """End the loaders' threads."""
+        """Stop the loaders' threads."""
         for loader in self.loaders.values():
             loader.close()

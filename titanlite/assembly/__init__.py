@@ -1,1 +1,1 @@
-"""From a JobConfig to finished parts: the only code that sees both."""
+"""Construction of all parts of a run from a JobConfig."""

@@ -1,4 +1,4 @@
-"""The data of a run: its tokenizer and its loaders."""
+"""Tokenizer and data loaders of a run."""
 
 import json
 from dataclasses import replace
@@ -19,9 +19,9 @@ from titanlite.runtime.logging import log
 
 
 def pin_revisions(config: JobConfig, world: World, store: dist.Store) -> JobConfig:
-    """The configuration with the commit, the same on all ranks, for each revision of a dataset on the hub.
+    """The configuration with the revisions of all datasets on the hub resolved to commits, the same on all ranks.
 
-    Rank 0 asks the hub and tells the others through the store. Raises ConfigError.
+    Rank 0 queries the hub and shares the commits through the store. Raises ConfigError.
     """
     sections = (config.data, config.validation)
     sources = [source for section in sections for source in section.sources]
@@ -42,7 +42,7 @@ def pin_revisions(config: JobConfig, world: World, store: dist.Store) -> JobConf
 
 
 def build_tokenizer(config: JobConfig) -> Tokenizer | None:
-    """The tokenizer, on first use also trained; None where the sources hold tokens."""
+    """Load the tokenizer, or train it on first use; None if the sources hold tokens."""
     _, hyper_parameters = resolve_model(config.model)
     tokenizer = prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=hyper_parameters.vocab_size)
     log.info("Tokenizer: %s", tokenizer.description if tokenizer else "none, the sources hold tokens")
@@ -50,14 +50,14 @@ def build_tokenizer(config: JobConfig) -> Tokenizer | None:
 
 
 def build_data(config: JobConfig, mesh: Mesh, tokenizer: Tokenizer | None) -> Loader:
-    """This data rank's loader; on first use also the index."""
+    """Build this data rank's loader, and the index of the data on first use."""
     loader = loader_of(config, config.data, mesh, tokenizer)
     log.info("Data: %s", loader.description)
     return loader
 
 
 def build_validation_data(config: JobConfig, mesh: Mesh, tokenizer: Tokenizer | None) -> dict[str, Loader]:
-    """This data rank's loaders of the validation data, by source. Each is read by itself: once, in its own order."""
+    """Build this data rank's loaders of the validation data, by source. Each source is read once, unshuffled."""
     sources = config.validation.sources if config.validation.enable else ()
     loaders = {}
     for name, source in zip(source_names(sources), sources, strict=True):
@@ -68,7 +68,7 @@ def build_validation_data(config: JobConfig, mesh: Mesh, tokenizer: Tokenizer | 
 
 
 def loader_of(config: JobConfig, section: DataConfig, mesh: Mesh, tokenizer: Tokenizer | None) -> Loader:
-    """The loader of the data of `section`, in the batches of training."""
+    """Build the loader of the data of `section`, with the batch sizes of training."""
     _, hyper_parameters = resolve_model(config.model)
     return build_loader(
         section,

@@ -1,4 +1,4 @@
-"""The model on its mesh, and the trainer."""
+"""Construction of the parallelized model, the optimizer and the trainer."""
 
 from collections.abc import Callable
 
@@ -35,10 +35,10 @@ from titanlite.trainer import Trainer
 def build_model(
     config: JobConfig, mesh: Mesh, device: torch.device, *, draws_weights: bool = True
 ) -> list[LanguageModel]:
-    """This rank's parts of the model with initial weights: the whole of it, or its pipeline stages.
+    """Build this rank's parts of the model with initial weights: the full model, or its pipeline stages.
 
-    Built on meta, cut into stages, parallelized, and only then given memory: each rank draws its own share.
-    draws_weights: False where they are loaded next, and until then undefined.
+    Built on the meta device, split into stages and parallelized; memory is allocated last, and each rank draws its own
+    shard of the weights. draws_weights: False leaves the weights undefined, for a caller that loads them next.
     """
     training = config.training
     family, hyper_parameters = resolve_model(config.model)
@@ -67,8 +67,8 @@ def build_model(
             reduce_dtype=DTYPES[training.mixed_precision_reduce],
             reshard_after_forward=resolve_reshard_after_forward(config.parallelism),
         )
-        for what in applied if not parts else ():
-            log.info("Applied %s to the model", what)
+        for description in applied if not parts else ():
+            log.info("Applied %s to the model", description)
         part.to_empty(device=device)
         part.tie_weights()
         part.init_buffers(device)
@@ -81,7 +81,7 @@ def build_model(
 
 
 def build_forward(config: JobConfig, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device) -> ModelOnMesh:
-    """This rank's model parts with their loss, for a program that trains nothing."""
+    """Build the forward pass and loss of this rank's model parts, for commands that do not train."""
     loss = compiled_loss(mean_loss_shares, config.compile)
     return ModelOnMesh(
         model_parts=model_parts,
@@ -100,7 +100,7 @@ def build_trainer(
     mesh: Mesh,
     device: torch.device,
 ) -> Trainer:
-    """The trainer of this rank's model parts."""
+    """Build the trainer of this rank's model parts."""
     loss = compiled_loss(mean_loss_shares, config.compile)
     return Trainer(
         model_parts=model_parts,
@@ -126,7 +126,7 @@ def build_pipeline(
     device: torch.device,
     loss: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Pipeline:
-    """The schedule of this rank's stages."""
+    """Build the pipeline of this rank's stages."""
     section, training = config.parallelism, config.training
     _, hyper_parameters = resolve_model(config.model)
     rows = batch_rows(config, mesh)
@@ -149,7 +149,7 @@ def build_pipeline(
 
 
 def batch_rows(config: JobConfig, mesh: Mesh) -> int:
-    """Sequences in a batch of this rank, as the loader gives them: several make an optimizer step."""
+    """Sequences in a batch of this rank's loader; an optimizer step consists of one or more batches."""
     training = config.training
     rows_per_step = training.global_batch_size // mesh.data_degree
     return rows_per_batch(config.parallelism, training.local_batch_size, rows_per_step)

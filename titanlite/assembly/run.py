@@ -1,4 +1,4 @@
-"""A run, top to bottom in the order of construction."""
+"""Construction of a run, from top to bottom."""
 
 import json
 import os
@@ -38,7 +38,7 @@ from titanlite.optim.schedule import depends_on_steps
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.pipeline import rows_per_batch
 from titanlite.precision import DTYPES
-from titanlite.runtime.agreement import Control, DataEnd, on_first
+from titanlite.runtime.agreement import Control, DataEnd, run_on_rank_0
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import World, init_process_group
 from titanlite.runtime.dump_folder import prepare_dump_folder
@@ -54,10 +54,10 @@ from titanlite.validation import Evaluator, Validation, build_token_bytes
 
 @dataclass(frozen=True)
 class Run:
-    """The finished parts of one run.
+    """All parts of a run.
 
-    checkpoints: None where none are written. stop: what asks the run to end; not yet active. start: where it begins.
-    validation: None where there is none.
+    checkpoints: None if checkpoint.enable is false. stop: the stop request by signals, not yet active. start: the step
+    and state from which the run starts. validation: None if validation.enable is false.
     """
 
     trainer: Trainer
@@ -74,9 +74,9 @@ class Run:
 
 
 def build_run(config: JobConfig, world: World, store: dist.Store, environment: Mapping[str, str]) -> Run:
-    """Builds everything, a line in the log for each part.
+    """Build all parts of the run; logs a line for each part.
 
-    config: checked and resolved. store: where the ranks meet. environment: as the program found it.
+    config: validated and resolved. store: shared by all ranks. environment: environment variables at program start.
     """
     apply_determinism(config.debug)
     require_no_checkpoints(config)
@@ -84,7 +84,7 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     imported = open_import(config, world, store)
     log.info("Job: %s, outputs in %s", config.job.description or "no description", config.job.dump_folder)
     log.info("Device: %s, %.1f GiB", device_name(world.device), device_memory_bytes(world.device) / 2**30)
-    # Data comes before the ranks are tied together, so that a long index build by one of them runs into no timeout.
+    # Build the data before the process group, so that a long index build on one rank does not cause a timeout.
     mesh = Mesh(config.parallelism, world)
     tokenizer = build_tokenizer(config)
     loader = build_data(config, mesh, tokenizer)
@@ -125,7 +125,7 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
 
 
 def open_import(config: JobConfig, world: World, store: dist.Store) -> ModelFolder | None:
-    """The model in Hugging Face's format that the run starts with, where it does: downloaded, and checked."""
+    """The model folder in Hugging Face format that the run starts from, downloaded and validated, if configured."""
     text = imported_from(config.checkpoint, config.job.dump_folder)
     if not config.checkpoint.initial_load_path.startswith(PREFIX):
         return None
@@ -141,7 +141,7 @@ def build_checkpoints(
     stop: StopRequest,
     imported: ModelFolder | None,
 ) -> Checkpoints:
-    """The run's checkpoints. A collective: it makes groups."""
+    """Build the checkpoint manager. A collective: creates process groups."""
     control_group = mesh.new_group(config.comm.init_timeout_s)
     saving_group = mesh.new_group(config.comm.save_timeout_s, keeps_timeout=True)
     return Checkpoints(
@@ -149,7 +149,7 @@ def build_checkpoints(
         Path(config.job.dump_folder, config.checkpoint.folder),
         state,
         meter,
-        on_first(lambda: about_run(config, tokenizer), saving_group),
+        run_on_rank_0(lambda: about_run(config, tokenizer), saving_group),
         steps=config.training.steps,
         group=saving_group,
         control=Control(control_group),
@@ -159,21 +159,21 @@ def build_checkpoints(
 
 
 def build_data_end(config: JobConfig, mesh: Mesh, loader: Loader) -> DataEnd:
-    """How the ranks agree on the end of the data. A collective where a source is finite: it makes a group."""
+    """Build the agreement on the end of the data. A collective if a source is finite: creates a process group."""
     if all(source.epochs == -1 for source in config.data.sources):
         return DataEnd(None, None)
     return DataEnd(loader, mesh.new_group(config.comm.init_timeout_s))
 
 
 def build_ledger(config: JobConfig, mesh: Mesh) -> Ledger | None:
-    """That of this data rank, for its leader."""
+    """Build the ledger of this data rank, for its leader; None if data.ledger is false."""
     if not config.data.ledger:
         return None
     return Ledger(config.job.dump_folder, data_rank=mesh.data_rank, data_degree=mesh.data_degree)
 
 
 def build_meter(config: JobConfig, world: World, group: dist.ProcessGroup) -> Meter:
-    """Counts over all ranks; the peak of the device only where it is known."""
+    """Build the meter, over all ranks, with the peak FLOP/s of the device if it is known."""
     family, hyper_parameters = resolve_model(config.model)
     return Meter(
         group,
@@ -196,7 +196,7 @@ def build_validation(
     stop: StopRequest,
     start: Start,
 ) -> Validation:
-    """Validation of the run. A collective: it makes the group in which ranks agree at each of its batches."""
+    """Build the validation of the run. A collective: creates a process group."""
     section = config.validation
     group = mesh.new_group(config.comm.init_timeout_s)
     metrics_file = Path(config.job.dump_folder, METRICS_FILE)
@@ -210,12 +210,12 @@ def build_validation(
         max_bad_rows=config.data.max_bad_rows,
         missing=start.goes_on
         and not start.model_only
-        and on_first(lambda: not has_validation(metrics_file, start.step), group),
+        and run_on_rank_0(lambda: not has_validation(metrics_file, start.step), group),
     )
 
 
 def about_run(config: JobConfig, tokenizer: Tokenizer | None) -> RunFacts:
-    """What checkpoints say about the run. For one process: it reads samples of the data."""
+    """Facts about the run that checkpoints store. Call on one process only: it reads samples of the data."""
     _, hyper_parameters = resolve_model(config.model)
     facts = {
         "model": {"family": config.model.family, **asdict(hyper_parameters)},
@@ -233,29 +233,31 @@ def about_run(config: JobConfig, tokenizer: Tokenizer | None) -> RunFacts:
 
 
 def require_no_checkpoints(config: JobConfig) -> None:
-    """Raises UserError where a run without checkpoints would begin anew beside those of a run."""
+    """Raise UserError if checkpoints are disabled but the run's checkpoint folder has some."""
     folder = Path(config.job.dump_folder, config.checkpoint.folder)
     if not config.checkpoint.enable and published_steps(folder):
         raise UserError(
-            f"checkpoint.enable = false: {folder} holds checkpoints, and a run without begins anew beside them; "
-            "go on with --checkpoint.enable true, or give another --job.dump_folder"
+            f"checkpoint.enable = false, but {folder} holds checkpoints of an earlier run: resume it with "
+            "--checkpoint.enable true, or start a new run in another --job.dump_folder"
         )
 
 
 def describe_schedule_change(config: JobConfig, start: Start) -> None:
-    """A line where learning rates to come differ from those of the earlier start, since the run ends elsewhere now."""
+    """Log a line if a change of training.steps changes the learning rates of later steps."""
     earlier = start.config.get("training", {}).get("steps", config.training.steps)
     if start.step < config.training.steps != earlier and depends_on_steps(config.lr_schedule):
         log.info(
-            "Changed since the checkpoint: training.steps: %d in the checkpoint, %d now; the decay moves "
-            'with it (lr_schedule.decay = "none", or decay_steps, would not depend on it)',
+            "Changed since the checkpoint: training.steps: %d in the checkpoint, %d now; the decay of the learning "
+            'rate moves with it (lr_schedule.decay = "none", or decay_steps, would not depend on it)',
             *(earlier, config.training.steps),
         )
 
 
 def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: Tokenizer | None) -> None:
-    """The dump folder with the resolved configuration and the tokenizer in it, free of another run's files unless the
-    run goes on."""
+    """Write the resolved configuration and the tokenizer into the dump folder.
+
+    A new run renames the files of an earlier run there. A resumed run removes ledger rows of later steps.
+    """
     if not start.goes_on:
         outputs = [CONFIG_COPY, TOKENIZER_FOLDER, METRICS_FILE, LEDGER_FOLDER, config.metrics.folder]
         prepare_dump_folder(config.job.dump_folder, outputs, world.rank)
@@ -270,18 +272,18 @@ def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: To
 
 
 def for_later_starts(config: JobConfig) -> JobConfig:
-    """Without what was said for this start alone."""
+    """The configuration without options that apply to this start only."""
     job = replace(config.job, take_over=False)
     return replace(config, job=job, checkpoint=replace(config.checkpoint, load_step=-1, accept_changes=()))
 
 
 def describe_batch(config: JobConfig, degree: int) -> None:
-    """What one step consumes, and how many there are."""
+    """Log the batch sizes and the number of steps."""
     training = config.training
     rows = rows_per_batch(config.parallelism, training.local_batch_size, training.global_batch_size // degree)
     if config.parallelism.pp > 1:
         size = config.parallelism.pp_microbatch_size
-        log.info("Pipeline: %d microbatches of %d sequences go through it at once", rows // size, size)
+        log.info("Pipeline: %d microbatches of %d sequences per pass", rows // size, size)
     log.info(
         "Batch: local %d, global %d, accumulation %d, sequence length %d, steps %d, warm-up %d",
         training.local_batch_size,
@@ -294,7 +296,7 @@ def describe_batch(config: JobConfig, degree: int) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """As torch names it; a CPU by its threads."""
+    """Name of the device; for a CPU, its number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu, {torch.get_num_threads()} threads"

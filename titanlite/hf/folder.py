@@ -1,7 +1,7 @@
-"""A model folder in the format of Hugging Face's transformers: opened and checked, then read part by part.
+"""Reading of model folders in the format of Hugging Face's transformers: validation first, then shards of tensors.
 
-Nothing in it is trusted: what its files name has to lie in the folder, and its tensors have to be those of the model
-that config.json describes, no more and no less. No pickle is ever opened.
+The content is not trusted: files must be inside the folder, and the tensors must be exactly those of the model that
+config.json describes. Pickle files are never opened.
 """
 
 import os
@@ -22,7 +22,7 @@ from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import UserError
 
 PREFIX = "hf:"
-"""Of checkpoint.initial_load_path, where it means such a folder."""
+"""Prefix of checkpoint.initial_load_path for a model in Hugging Face format."""
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -31,9 +31,9 @@ INDEX_FILE = f"{SINGLE_FILE}.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", CHAT_TEMPLATE)
 
 OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-"""A folder may hold the output layer's weights although they are tied to the embedding's; they have to be equal."""
-_COMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-"""Folders of older versions hold the rotary frequencies, which follow from config.json."""
+"""Names in Hugging Face format. Some folders store a tied output layer, too; it must equal the embedding."""
+_ROTARY_TABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+"""Rotary frequencies, which older versions of transformers stored; they follow from config.json."""
 _COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _MAX_JSON_BYTES = 100_000_000
 _MAX_FAULTS = 8
@@ -41,10 +41,10 @@ _MAX_FAULTS = 8
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """name: as the user gave it. tensors: by the names of the model's own parameters, all of them.
+    """A validated model folder.
 
-    tied: the copy of a tied embedding, where there is one. computed: names of what is there and not read, since it
-    follows from config.json.
+    name: as given by the user. tensors: all stored tensors, by titanlite's parameter names. tied: the stored copy of a
+    tied embedding, if any. computed: names of stored tensors that are not read, since they follow from config.json.
     """
 
     name: str
@@ -60,35 +60,35 @@ class ModelFolder:
         return {tensor.dtype for tensor in self.tensors.values()}
 
     def describe(self, dtype: torch.dtype) -> str:
-        """What becomes of its tensors where the parameters are of `dtype`, in one line."""
-        there = " and ".join(sorted(str(one).removeprefix("torch.") for one in self.dtypes))
-        here = str(dtype).removeprefix("torch.")
-        conversion = f"{here}" if there == here else f"converted from {there} to {here}"
-        left = f", {len(self.computed)} rotary tables left aside" if self.computed else ""
-        return f"{len(self.tensors)} tensors, {conversion}{left}"
+        """One line about the tensors and their conversion to parameters of `dtype`."""
+        stored = " and ".join(sorted(str(one).removeprefix("torch.") for one in self.dtypes))
+        ours = str(dtype).removeprefix("torch.")
+        conversion = f"{ours}" if stored == ours else f"converted from {stored} to {ours}"
+        ignored = f", {len(self.computed)} rotary tables ignored" if self.computed else ""
+        return f"{len(self.tensors)} tensors, {conversion}{ignored}"
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """Its tokenizer.json, where there is one."""
+        """Path of tokenizer.json; None if it does not exist."""
         file = self.path / TOKENIZER_FILES[0]
         return file if file.is_file() else None
 
     def tokenizer_fingerprint(self) -> str | None:
-        """Of its tokenizer; None if it has none."""
+        """Fingerprint of the tokenizer; None if the folder has no tokenizer.json."""
         file = self.tokenizer_file
         return Tokenizer(file).fingerprint if file else None
 
     def fill_(self, parameters: Mapping[str, Tensor]) -> int:
-        """Fills parameters, by the model's own names, in place and in their dtype; returns the bytes that were read.
+        """Load parameters, by titanlite's names, in place and in their dtype; return the number of bytes read.
 
-        They may be plain or DTensors of any placement: this rank's part of each is read, nothing is communicated.
-        Raises UserError.
+        Parameters may be plain tensors or DTensors of any placement: each rank reads its own shards, without
+        communication. Raises UserError.
         """
         num_bytes, names = 0, self.family.hugging_face.names(self.hyper_parameters)
         for name, parameter in parameters.items():
             local, shape, offset = local_region(parameter)
             stored = self.tensors[name]
-            assert shape == stored.shape, f"{name} has shape {shape} here and {stored.shape} in {self.name}"
+            assert shape == stored.shape, f"{name} has shape {shape} in the model and {stored.shape} in {self.name}"
             try:
                 read_box_(local, stored, offset)
                 if self.tied is not None and names[name] == EMBEDDING:
@@ -103,15 +103,15 @@ class ModelFolder:
         read_box_(copy, tied, offset)
         if not torch.equal(copy, embedding):
             raise UserError(
-                f"{self.name}: {OUTPUT} is another matrix than {EMBEDDING}, and {CONFIG_FILE} says that they are one: "
-                "set tie_word_embeddings to false there, or remove it"
+                f"{self.name}: {OUTPUT} differs from {EMBEDDING}, but tie_word_embeddings in {CONFIG_FILE} is true: "
+                f"set tie_word_embeddings to false, or remove {OUTPUT}"
             )
 
 
 def open_folder(name: str, path: Path, inside: Path | None = None) -> ModelFolder:
-    """Raises UserError, which names the entry that is wrong: nothing but headers has been read then.
+    """Open and validate a model folder; reads only headers. Raises UserError that names the invalid entry.
 
-    inside: the folder that links may lead to; default: the folder itself.
+    inside: the folder that symbolic links may point into; default: the folder itself.
     """
     files = _Files(name, path, path if inside is None else inside)
     fields = files.read_json(CONFIG_FILE)
@@ -124,21 +124,21 @@ def open_folder(name: str, path: Path, inside: Path | None = None) -> ModelFolde
     tied = None
     if EMBEDDING in names.values() and OUTPUT not in names.values():
         tied = found.pop(OUTPUT, None)
-    computed = tuple(there for there in found if _COMPUTED.fullmatch(there))
+    computed = tuple(stored_name for stored_name in found if _ROTARY_TABLE.fullmatch(stored_name))
     faults = list(_faults(found, names, _shapes(family, hyper_parameters), computed))
     if tied is not None and EMBEDDING in found and tied.shape != found[EMBEDDING].shape:
         faults.append(
-            f"{OUTPUT} has shape {tied.shape}, and {EMBEDDING}, to which it is tied, {found[EMBEDDING].shape}"
+            f"{OUTPUT} has shape {tied.shape}; {EMBEDDING}, to which it is tied, has {found[EMBEDDING].shape}"
         )
     if faults:
         more = [f"and {len(faults) - _MAX_FAULTS} more"] if len(faults) > _MAX_FAULTS else []
-        raise UserError("\n".join([f"{name} is not the model of its {CONFIG_FILE}:", *faults[:_MAX_FAULTS], *more]))
-    tensors = {here: found[there] for here, there in names.items()}
+        raise UserError("\n".join([f"{name} does not match its {CONFIG_FILE}:", *faults[:_MAX_FAULTS], *more]))
+    tensors = {ours: found[theirs] for ours, theirs in names.items()}
     return ModelFolder(name, path, family, hyper_parameters, tensors, tied, computed)
 
 
 class _Files:
-    """The entries of a folder, none of which may lead out of `inside`."""
+    """Access to the entries of a folder; raises UserError if a link leaves `inside`."""
 
     def __init__(self, name: str, path: Path, inside: Path) -> None:
         self._name = name
@@ -155,14 +155,14 @@ class _Files:
             raise self.error(error.strerror or str(error)) from None
 
     def find(self, entry: str) -> Path:
-        """The file itself, links followed."""
+        """Path of the file, with symbolic links resolved."""
         if entry in ("", ".", "..") or PurePosixPath(entry).name != entry or "\\" in entry or "\0" in entry:
-            raise self.error(f"{entry!r} is not the plain name of a file in the folder")
+            raise self.error(f"{entry!r} is not a plain file name")
         real = Path(os.path.realpath(self._path / entry))
         if not real.is_relative_to(self._inside):
             raise self.error(
-                f"{entry} is a link that leaves the folder, to {real}: put the file itself there (cp -L), or give the "
-                "name on the hub where it is from"
+                f"{entry} is a link that leaves the folder, to {real}: replace it by a copy of the file (cp -L), or "
+                "give the model's name on the hub"
             )
         if not real.is_file():
             raise self.error(f"{entry} is {'not a file' if real.exists() else 'missing'}")
@@ -191,13 +191,14 @@ def _model_of(name: str, fields: Mapping[str, Any], num_tensors: int) -> tuple[F
     known = {family.hugging_face.model_type: family for family in FAMILIES.values()}
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in known:
-        raise UserError(f"{name}: {CONFIG_FILE}: model_type is {kind!r}, and known are {', '.join(map(repr, known))}")
+        supported = ", ".join(map(repr, known))
+        raise UserError(f"{name}: {CONFIG_FILE}: model_type is {kind!r}; supported are {supported}")
     if fields.get("quantization_config"):
-        raise UserError(f"{name}: {CONFIG_FILE}: quantization_config: quantized models cannot be trained here")
+        raise UserError(f"{name}: {CONFIG_FILE}: quantization_config: quantized models are not supported")
     for key in _COUNTS:  # before anything is computed from them
         value = fields.get(key)
         if type(value) is int and not 1 <= value <= (num_tensors if key == "num_hidden_layers" else 2**31):
-            raise UserError(f"{name}: {CONFIG_FILE}: {key} = {value}, and there are {num_tensors} tensors")
+            raise UserError(f"{name}: {CONFIG_FILE}: {key} = {value}, but the folder has {num_tensors} tensors")
     try:
         return known[kind], known[kind].hugging_face.config_from_json(fields)
     except UserError as error:
@@ -205,59 +206,59 @@ def _model_of(name: str, fields: Mapping[str, Any], num_tensors: int) -> tuple[F
 
 
 def shard_of_tensors(index: Mapping[str, Any]) -> dict[str, str]:
-    """What an index says: the file of each tensor. Raises UserError, which names the entry."""
-    found = index.get("weight_map")
-    if not isinstance(found, dict) or not found:
+    """The file of each tensor, from the content of an index file. Raises UserError that names the invalid entry."""
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{INDEX_FILE} has no weight_map")
-    for tensor, file in found.items():
+    for tensor, file in weight_map.items():
         plain = isinstance(file, str) and PurePosixPath(file).name == file and "\\" not in file and "\0" not in file
         if not plain or not file.endswith(SUFFIX):
             raise UserError(
                 f"{INDEX_FILE}: {tensor} is in {file!r}, which is not the plain name of a {SUFFIX} file in the folder"
             )
-    return found
+    return weight_map
 
 
 def _listed_shards(files: _Files) -> tuple[list[str], Mapping[str, str] | None]:
-    """The files that hold the tensors, and where the index says that each tensor is; no other such file is there."""
-    there = files.names()
-    if INDEX_FILE in there:
+    """(weight files, file of each tensor from the index or None). Raises UserError if there are other weight files."""
+    entries = files.names()
+    if INDEX_FILE in entries:
         index = files.read_json(INDEX_FILE)
         try:
             weight_map = shard_of_tensors(index)
         except UserError as error:
             raise files.error(str(error)) from None
         listed = sorted(set(weight_map.values()))
-    elif SINGLE_FILE in there:
+    elif SINGLE_FILE in entries:
         weight_map, listed = None, [SINGLE_FILE]
     else:
-        pickles = [entry for entry in there if entry.endswith((".bin", ".pt", ".pth"))]
+        pickles = [entry for entry in entries if entry.endswith((".bin", ".pt", ".pth"))]
         if pickles:
             raise files.error(
-                f"its weights are in {pickles[0]}, a pickle, which is not opened: save them as {SUFFIX} with "
-                "transformers, from_pretrained(…).save_pretrained(…)"
+                f"its weights are in {pickles[0]}, a pickle file, which is not supported: convert them to {SUFFIX} "
+                "with transformers, from_pretrained(…).save_pretrained(…)"
             )
         raise files.error(f"has neither {SINGLE_FILE} nor {INDEX_FILE}")
-    extra = [entry for entry in there if entry.endswith(SUFFIX) and entry not in listed]
+    extra = [entry for entry in entries if entry.endswith(SUFFIX) and entry not in listed]
     if extra:
-        by = f"{INDEX_FILE} does not name" if weight_map is not None else f"does not belong to {SINGLE_FILE}"
-        raise files.error(f"{extra[0]} is there, which {by}: left by another model? Move it away")
+        expected = f"{INDEX_FILE} does not list it" if weight_map is not None else f"only {SINGLE_FILE} is expected"
+        raise files.error(f"unexpected file {extra[0]}: {expected}; remove it if another model has left it")
     return listed, weight_map
 
 
 def _read_shards(files: _Files, shards: list[str], weight_map: Mapping[str, str] | None) -> dict[str, StoredTensor]:
-    """All tensors of the shards, each where the index says."""
+    """All tensors of the shards, by name. Raises UserError if they do not match the index."""
     found: dict[str, StoredTensor] = {}
     for shard in shards:
         for name, tensor in files.read_header(shard).items():
-            said = shard if weight_map is None else weight_map.get(name)
-            if said != shard:
-                where = f"in {said}" if said else "nowhere"
-                raise files.error(f"{shard} holds {name}, which is {where} by {INDEX_FILE}")
+            listed = shard if weight_map is None else weight_map.get(name)
+            if listed != shard:
+                where = f"lists it in {listed}" if listed else "does not list it"
+                raise files.error(f"{shard} contains {name}, but {INDEX_FILE} {where}")
             found[name] = tensor
     for name, shard in (weight_map or {}).items():
         if name not in found:
-            raise files.error(f"{shard} lacks {name}, which is there by {INDEX_FILE}")
+            raise files.error(f"{shard} lacks {name}, which {INDEX_FILE} lists there")
     return found
 
 
@@ -274,13 +275,13 @@ def _faults(
     shapes: Mapping[str, tuple[int, ...]],
     computed: Collection[str],
 ) -> Iterator[str]:
-    for here, there in names.items():
-        if there not in found:
-            yield f"{there} is missing"
+    for ours, theirs in names.items():
+        if theirs not in found:
+            yield f"{theirs} is missing"
             continue
-        shape, expected = found[there].shape, shapes[here]
+        shape, expected = found[theirs].shape, shapes[ours]
         if shape != expected:
             transposed = ": it is transposed" if len(shape) > 1 and shape == expected[::-1] else ""
-            yield f"{there} has shape {shape}, and {CONFIG_FILE} asks for {expected}{transposed}"
+            yield f"{theirs} has shape {shape}; by {CONFIG_FILE} it must be {expected}{transposed}"
     expected_names = {*names.values(), *computed}
-    yield from (f"{there} is a tensor that this model does not have" for there in found if there not in expected_names)
+    yield from (f"{theirs} is not a tensor of this model" for theirs in found if theirs not in expected_names)

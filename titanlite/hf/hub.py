@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub: which commit a name means, and its files on this machine's disk."""
+"""Models on the Hugging Face hub: resolution of revisions to commits, and download into the local cache."""
 
 import re
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ _NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w][\w./-]*))?", re.ASCII)
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model on the hub. revision: a branch, a tag or a commit; "": the newest of its main branch."""
+    """A model on the hub. revision: a branch, a tag or a commit; "": the main branch."""
 
     repository: str
     revision: str = ""
@@ -36,20 +36,20 @@ class HubModel:
 
 
 def parse_hub_name(text: str) -> HubModel | None:
-    """What ORGANISATION/NAME[@REVISION] means; None where the text has another form."""
-    found = _NAME.fullmatch(text)
-    return HubModel(found[1], found[2] or "") if found else None
+    """Parse ORGANIZATION/NAME[@REVISION]; None if the text has another form."""
+    match = _NAME.fullmatch(text)
+    return HubModel(match[1], match[2] or "") if match else None
 
 
 def pinned(model: HubModel) -> HubModel:
-    """With the commit that its revision stands for now. Raises UserError."""
+    """The model with its revision resolved to the current commit. Raises UserError."""
     return HubModel(model.repository, _snapshot(model, [CONFIG_FILE]).name)
 
 
 def download(model: HubModel) -> Path:
-    """The model's folder in the hub's cache on this machine, with all that `open_folder` looks at. Raises UserError.
+    """Download the files that `open_folder` reads; return the model's folder in the local cache. Raises UserError.
 
-    What is there already is not downloaded again. Its entries are links into the cache.
+    Cached files are not downloaded again. The entries of the folder are links into the cache.
     """
     path = _snapshot(model, [CONFIG_FILE, GENERATION_FILE, INDEX_FILE, *TOKENIZER_FILES])
     shards = [SINGLE_FILE]
@@ -65,51 +65,51 @@ def download(model: HubModel) -> Path:
 
 
 def open_snapshot(model: HubModel, path: Path) -> ModelFolder:
-    """What `download` has brought. Its entries may be links inside of the repository's own cache folder."""
-    cache = path.parents[1]  # models--ORGANISATION--NAME/snapshots/COMMIT
+    """Open the folder that `download` returned. Its entries may be links within the repository's cache folder."""
+    cache = path.parents[1]  # models--ORGANIZATION--NAME/snapshots/COMMIT
     return open_folder(f"hf:{model}", path, cache if path.parent.name == "snapshots" else None)
 
 
 def _snapshot(model: HubModel, names: Sequence[str]) -> Path:
-    """The folder of that commit with those of the files that it has."""
+    """Download the files `names`, if they exist; return the folder of the model's commit in the cache."""
     hub = _client()
-    what = f"hf:{model}"
+    title = f"hf:{model}"
 
     def fetch() -> str:
-        found: str = hub.snapshot_download(
-            model.repository, revision=model.revision or None, allow_patterns=[_literally(name) for name in names]
+        folder: str = hub.snapshot_download(
+            model.repository, revision=model.revision or None, allow_patterns=[_escaped(name) for name in names]
         )
-        return found
+        return folder
 
     try:
-        return Path(retrying(what, fetch))
+        return Path(retrying(title, fetch))
     except UserError:
         raise
-    except Exception as error:  # the library raises many kinds
+    except Exception as error:  # the library raises many types
         if http_status(error) in (401, 403, 404):
-            remedy = "mend the name or the revision; HF_TOKEN where it is private or asks to be granted access"
+            remedy = "fix the name or the revision; for a private or gated model set HF_TOKEN"
         elif is_transient(error) or type(error).__name__ in ("LocalEntryNotFoundError", "OfflineModeIsEnabled"):
-            remedy = "see whether this machine can reach the hub, or download the model and write hf:FOLDER"
+            remedy = "check the connection to the hub, or download the model and write hf:FOLDER"
         else:
-            remedy = "mend the name, or download the model and write hf:FOLDER"
+            remedy = "fix the name, or download the model and write hf:FOLDER"
         raise UserError(
-            f"{what} is no folder here, and cannot be had from the hub: {reason(error)}: {remedy}"
+            f"{title} is not a local folder, and cannot be downloaded from the hub: {reason(error)}: {remedy}"
         ) from None
 
 
-def _literally(name: str) -> str:
-    """The pattern that this name alone fits."""
+def _escaped(name: str) -> str:
+    """A pattern that matches only `name`."""
     return re.sub(r"([*?\[])", r"[\1]", name)
 
 
 def _client() -> Any:
-    """The library, imported when it is needed: it takes a second."""
+    """The huggingface_hub package, imported on first use, since the import takes a second."""
     try:
         import huggingface_hub
         import huggingface_hub.utils
     except ImportError:
         raise UserError(
-            "hf:ORGANISATION/NAME needs the Python package huggingface_hub: pip install huggingface_hub, or "
+            "hf:ORGANIZATION/NAME needs the Python package huggingface_hub: pip install huggingface_hub, or "
             '"titanlite[hf]"'
         ) from None
     utils: Any = huggingface_hub.utils

@@ -1,4 +1,4 @@
-"""Where the weights of a run's start come from, "hf:FOLDER" or "hf:ORGANISATION/NAME[@REVISION]": checked, fetched,
+"""Initial weights in Hugging Face format, "hf:FOLDER" or "hf:ORGANIZATION/NAME[@REVISION]": validation and download,
 the same on all ranks."""
 
 import json
@@ -16,31 +16,31 @@ from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 
 KEY = "checkpoint.initial_load_path"
-RULE = "hf: and a model folder in the format of transformers, or hf: and ORGANISATION/NAME[@REVISION] on the hub"
+RULE = "hf:FOLDER, a model folder in the format of transformers, or hf:ORGANIZATION/NAME[@REVISION], a model on the hub"
 
 _POLL_S = 0.2
 _MAY_DIFFER = {"max_seq_len"}
-"""Hyper-parameters of all families that change no number of a model: only how long sequences may become."""
+"""Hyper-parameters that need not match, since they do not change what the model computes."""
 
 
 def open_source(text: str) -> ModelFolder:
-    """What FOLDER or ORGANISATION/NAME[@REVISION] means, downloaded where it is on the hub. Raises UserError."""
+    """Open FOLDER, or download and open ORGANIZATION/NAME[@REVISION] from the hub. Raises UserError."""
     if text and Path(text).is_dir():
         return open_folder(text, Path(text))
     model = parse_hub_name(text)
     if model is None:
-        raise UserError(f"{text!r} is neither a folder nor ORGANISATION/NAME[@REVISION] on the hub")
+        raise UserError(f"{text!r} is neither a folder nor ORGANIZATION/NAME[@REVISION] on the hub")
     return open_snapshot(model, download(model))
 
 
 def check_source(text: str, family: Family, hyper_parameters: Any) -> list[Problem]:
-    """Problems of initial_load_path, as far as this machine's disk can tell. text: with its "hf:"."""
+    """Check initial_load_path with local files only. text: including "hf:"."""
     where = text.removeprefix(PREFIX)
     path = Path(where)
     if where.startswith("~"):
-        return [Problem(KEY, text, 'a path as it is; "~" has no meaning here', f'write "{PREFIX}{path.expanduser()}"')]
+        return [Problem(KEY, text, 'a path without "~", which is not expanded', f'write "{PREFIX}{path.expanduser()}"')]
     if not where or not path.is_dir():
-        remedy = f"there is no folder {path.absolute()}: mend the path (relative to the current folder), or the name"
+        remedy = f"there is no folder {path.absolute()}: fix the path (relative to the current folder), or the name"
         return [] if parse_hub_name(where) else [Problem(KEY, text, RULE, remedy)]
     try:
         folder = open_folder(text, path)
@@ -50,34 +50,34 @@ def check_source(text: str, family: Family, hyper_parameters: Any) -> list[Probl
 
 
 def check_model(folder: ModelFolder, family: Family, hyper_parameters: Any) -> list[Problem]:
-    """A problem for each hyper-parameter in which [model] is not the folder's model."""
+    """One problem for each hyper-parameter of [model] that differs from the folder's model."""
     rule = f"that of {CONFIG_FILE} in {folder.name}"
     if folder.family.name != family.name:
         remedy = f'write family = "{folder.family.name}" in [model]'
         return [Problem("model.family", family.name, f"{rule}, {folder.family.name!r}", remedy)]
     problems = []
     for field in fields(hyper_parameters):
-        here, there = getattr(hyper_parameters, field.name), getattr(folder.hyper_parameters, field.name)
-        if here != there and field.name not in _MAY_DIFFER:
-            value = str(there).lower() if isinstance(there, bool) else repr(there)
+        ours, theirs = getattr(hyper_parameters, field.name), getattr(folder.hyper_parameters, field.name)
+        if ours != theirs and field.name not in _MAY_DIFFER:
+            value = str(theirs).lower() if isinstance(theirs, bool) else repr(theirs)
             remedy = f"write {field.name} = {value} in [model]"
             if field.name == "vocab_size":
-                remedy += ": the embedding has a row for each token of the folder's own tokenizer; use that one, too"
-            problems.append(Problem(f"model.{field.name}", here, f"{rule}, {value}", remedy))
+                remedy += ", and use the folder's tokenizer: the embedding has one row for each of its tokens"
+            problems.append(Problem(f"model.{field.name}", ours, f"{rule}, {value}", remedy))
     return problems
 
 
 def fetch_source(
     text: str, family: Family, hyper_parameters: Any, world: World, store: dist.Store
 ) -> ModelFolder | None:
-    """The folder that the run starts from, on each rank's own node; all ranks call it alike, before they are a group,
-    so that a long download runs into no timeout.
+    """Open the folder with the initial weights on each rank's node, after a download if needed; None if `text` is "".
 
-    text: with its "hf:", as rank 0 sees it: "" where the run starts elsewhere. Rank 0 asks the hub for the commit; the
-    first rank of each node downloads. Raises UserError, on all ranks.
+    All ranks call it before the process group exists, so that a long download does not cause a timeout. text:
+    including "hf:"; only rank 0's value counts. Rank 0 resolves the commit on the hub; the first rank of each node
+    downloads. Raises UserError on all ranks.
     """
     if world.rank == 0:
-        store.set("import/source", json.dumps(_asked(text)))
+        store.set("import/source", json.dumps(_resolve(text)))
     source = _read(store, "import/source")
     if not source:
         return None
@@ -93,24 +93,24 @@ def fetch_source(
     if problems:
         raise ConfigError(problems)
     store.add("import/ranks", 1)
-    while store.add("import/ranks", 0) < world.size:  # nodes that are done wait for the others here
+    while store.add("import/ranks", 0) < world.size:  # wait for the other nodes
         time.sleep(_POLL_S)
     return folder
 
 
-def _asked(text: str) -> dict[str, Any]:
-    """What all ranks have to open, or the error."""
+def _resolve(text: str) -> dict[str, Any]:
+    """Folder, or repository and commit, for all ranks to open; or the error."""
     where = text.removeprefix(PREFIX)
     if not text or Path(where).is_dir():
         return {"folder": where} if text else {}
     model = parse_hub_name(where)
     if model is None:
-        return {"error": f"{KEY} = {text!r}: there is no such folder, and no model of the hub has such a name"}
+        return {"error": f"{KEY} = {text!r} is neither an existing folder nor a valid name of a model on the hub"}
     try:
-        found = pinned(model)
+        resolved = pinned(model)
     except UserError as error:
         return {"error": f"{KEY}: {error}"}
-    return {"model": [found.repository, found.revision]}
+    return {"model": [resolved.repository, resolved.revision]}
 
 
 def _downloaded(model: HubModel) -> dict[str, str]:
@@ -121,7 +121,7 @@ def _downloaded(model: HubModel) -> dict[str, str]:
 
 
 def _read(store: dist.Store, key: str) -> dict[str, Any]:
-    """What another rank has found, however long that takes. Raises UserError where that is an error."""
+    """Wait without a timeout for another rank's result in the store. Raises UserError if the result is an error."""
     while not store.check([key]):
         time.sleep(_POLL_S)
     answer: dict[str, Any] = json.loads(store.get(key))

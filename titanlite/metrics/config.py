@@ -8,23 +8,23 @@ from titanlite.runtime.job_lock import JOB_LOCK_FILE
 
 METRICS_FILE = "metrics.jsonl"
 OWN_FILES = ("config.toml", "tokenizer", METRICS_FILE, JOB_LOCK_FILE, "ledger")
-"""What every run writes into job.dump_folder, beside the folders that the configuration names."""
+"""Files that every run writes into job.dump_folder, in addition to the configured folders."""
 
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """What is logged, and where."""
+    """Logging of metrics."""
 
     log_freq: int = ranged(10, "1 logs every step", least=1)
     """Steps between log lines; step 1 and the last step are always logged."""
     enable_tensorboard: bool = False
-    """Whether the logged numbers also go to TensorBoard."""
+    """Also write the logged numbers to TensorBoard."""
     folder: str = "tb"
     """TensorBoard's folder, inside job.dump_folder."""
 
 
 def check_metrics(section: MetricsConfig) -> list[Problem]:
-    """Problems of [metrics]."""
+    """Check [metrics]."""
     folder = PurePath(section.folder)
     inside = bool(folder.parts) and not folder.is_absolute() and ".." not in folder.parts
     own = ("checkpoint", *OWN_FILES)
@@ -41,7 +41,7 @@ def check_metrics(section: MetricsConfig) -> list[Problem]:
             not inside or folder.parts[0] not in own,
             "metrics.folder",
             section.folder,
-            f"none of the names that the run itself writes ({', '.join(own)})",
+            f"not a name that the run itself uses ({', '.join(own)})",
             'another name, such as "tb"',
         ),
     ]

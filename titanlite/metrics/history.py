@@ -1,4 +1,4 @@
-"""The rows that earlier starts of a run have left in metrics.jsonl, put in order before a resumed run goes on there."""
+"""Cleanup of metrics.jsonl before a resumed run appends to it."""
 
 import json
 import os
@@ -11,16 +11,16 @@ from titanlite.runtime.logging import log
 
 
 def keep_rows(path: Path, last_step: int) -> None:
-    """Leave exactly the rows of steps up to `last_step` in the file at `path`, one per step, in their order.
+    """Keep exactly the rows of steps up to `last_step` in the file at `path`, in order, one per step and kind.
 
-    A step may have a second row, of the validation after it. A run that continues after `last_step` writes those of
-    later steps again. Removed are also lines that are no row (what a power cut or a full disk has left of one) and, of
-    several rows of one step and kind, all but the one written last. Rows that stay keep their bytes. A log line says
-    how many went, and why.
+    A step may have a second row, of the validation after it. Removed are: rows of later steps, which the resumed run
+    writes again; lines that are not valid rows (truncated by a power failure or a full disk); and, of several rows of
+    the same step and kind, all but the last. The bytes of other rows do not change. The number of removed rows and the
+    reasons are logged.
 
-    Atomic: whoever reads, or starts after a kill at any moment, finds the old file or the new one, whole; the new one
-    is on the disk before this returns. A file that is in order, or missing, is not touched. For one process at a time.
-    Raises UserError where the file cannot be read or replaced.
+    Atomic: readers, and a start after a kill at any moment, find the old file or the complete new one; the new one is
+    on disk before this returns. A file that needs no change, or does not exist, is not touched. Not safe for several
+    processes at once. Raises UserError if the file cannot be read or replaced.
     """
     try:
         before = path.read_bytes() if path.exists() else b""
@@ -35,10 +35,10 @@ def keep_rows(path: Path, last_step: int) -> None:
 
 
 def _in_order(content: bytes, last_step: int) -> tuple[bytes, dict[str, int]]:
-    """The file's new content, and how many lines go for which reason."""
+    """(new content of the file, number of removed lines by reason)."""
     lines = content.split(b"\n")
     if not lines[-1]:
-        lines.pop()  # what follows the last line end
+        lines.pop()  # the empty string after the last line end
     rows: dict[tuple[int, bool], bytes] = {}
     unreadable = later = 0
     for line in lines:
@@ -50,7 +50,7 @@ def _in_order(content: bytes, last_step: int) -> tuple[bytes, dict[str, int]]:
         else:
             rows[row["step"], is_validation(row)] = line
     removed = {
-        f"of steps after {last_step}, where the run goes on": later,
+        f"of steps after {last_step}, from which the run resumes": later,
         "replaced by a later row of the same step": len(lines) - unreadable - later - len(rows),
         "unfinished or unreadable": unreadable,
     }
@@ -64,7 +64,7 @@ def has_validation(path: Path, step: int) -> bool:
 
 
 def _row_of(line: bytes) -> dict[str, Any] | None:
-    """The row; None where the line is none. A row ends with the only brace that closes: none is torn."""
+    """The row in a line; None if it is not a valid row. A truncated row is invalid JSON: it lacks its last brace."""
     try:
         row = json.loads(line)
     except ValueError:

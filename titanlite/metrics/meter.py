@@ -1,4 +1,4 @@
-"""From the tensors of a step to the numbers of a log line: one collective and one host transfer per log interval."""
+"""Aggregation of step statistics over ranks and steps: one collective and one host read per log interval."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,16 +12,16 @@ from titanlite.batch import StepStats
 from titanlite.metrics.by_source import NUM_TOTALS
 from titanlite.runtime.memory import peak_memory_bytes
 
-# num_valid travels as two numbers below this, so that it stays exact in float32 as well (up to 2^48).
+# num_valid is sent as two numbers below 2^24, so that it is exact in float32, too (up to 2^48).
 _LIMB = 2**24
 
 
 @dataclass(frozen=True)
 class Record:
-    """One row of metrics.jsonl, over the whole mesh. Field names are the keys there and the tags in TensorBoard."""
+    """One row of metrics.jsonl, over the entire mesh. Field names are the keys there and the tags in TensorBoard."""
 
     step: int
-    """Optimizer step, from 1. loss, grad_norm, lr and num_valid are this step's own, not means over the interval."""
+    """Optimizer step, from 1. loss, grad_norm, lr and num_valid are those of this step, not means over the interval."""
     loss: float
     """Mean cross-entropy per valid token."""
     grad_norm: float
@@ -33,26 +33,26 @@ class Record:
     tokens_seen: int
     """Input positions of all steps so far, whether valid or not."""
     tokens_per_second: float
-    """Input positions per second of the whole mesh, over the interval since the last row."""
+    """Input positions per second of the entire mesh, over the interval since the last row."""
     step_time_s: float
     """Mean seconds per step over the interval."""
     data_time_s: float
-    """Mean seconds per step that the trainer waited for data over the interval, on the rank that waited most."""
+    """Mean seconds per step that the trainer waited for data over the interval, maximum over the ranks."""
     memory_gib: float
-    """The most memory that any rank has held so far: reserved on the device (CUDA), resident (CPU)."""
+    """Peak memory so far, maximum over the ranks: reserved on the device (CUDA), resident (CPU)."""
     skipped_steps: int
-    """Steps so far whose update was withheld (no valid token, or a gradient norm that is not finite)."""
+    """Steps so far whose update was skipped (no valid token, or a gradient norm that is not finite)."""
     bad_rows: int
     """Rows so far that were skipped as bad, over all data ranks."""
     mfu: float | None = None
-    """Model FLOP/s as a fraction of the devices' peak; None where the peak is not known."""
+    """Model FLOP/s as a fraction of the devices' peak; None if the peak is unknown."""
     by_source: Mapping[str, float] = field(default_factory=dict)
-    """Where there are several sources, by their names. loss/NAME: mean cross-entropy per valid token of the source in
-    the interval since the last row, withheld steps left out; missing where there was none. share/NAME: of all sequences
+    """By source, if there are several. loss/NAME: mean cross-entropy per valid token of the source since the last row,
+    without skipped steps; absent if the source had no valid token. share/NAME: the source's fraction of all sequences
     so far with a valid token."""
 
     def row(self) -> dict[str, int | float]:
-        """Key -> value in the order of the fields, without those that are not known."""
+        """Key -> value in the order of the fields, without unknown values."""
         row = {key: value for key, value in asdict(self).items() if value is not None}
         by_source = row.pop("by_source")
         return {**row, **by_source}
@@ -60,15 +60,15 @@ class Record:
 
 @dataclass(frozen=True)
 class MeterState:
-    """What a resumed run counts on from: the totals after a step, over the whole mesh; the same on all ranks."""
+    """Totals after a step, over the entire mesh, that a resumed run continues; the same on all ranks."""
 
     tokens_seen: int
     """Input positions of all steps so far, whether valid or not."""
     skipped_steps: int
-    """Steps so far whose update was withheld."""
+    """Steps so far whose update was skipped."""
     by_source: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """NUM_TOTALS numbers by name of the source: losses and tokens since the last log line, sequences of the whole run.
-    Empty where there is one source."""
+    """NUM_TOTALS numbers by name of the source: losses and tokens since the last log line, sequences of the entire run.
+    Empty if there is only one source."""
 
 
 def is_log_step(step: int, *, log_freq: int, total_steps: int) -> bool:
@@ -77,7 +77,7 @@ def is_log_step(step: int, *, log_freq: int, total_steps: int) -> bool:
 
 
 class Meter:
-    """Gathers what the steps since the last log line did; all ranks of `group` must flush at the same steps."""
+    """Accumulates the statistics of steps between log lines; all ranks of `group` must flush at the same steps."""
 
     def __init__(
         self,
@@ -91,10 +91,10 @@ class Meter:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         """
-        group: all ranks of the mesh, one device each. device: this rank's, where the StepStats live.
+        group: all ranks of the mesh, one device each. device: this rank's device, which holds the StepStats.
         tokens_per_step: input positions of one optimizer step (global batch size x sequence length).
-        flops_per_token: of forward and backward. peak_flops: of one device; None where unknown: no MFU then.
-        sources: names of the data's sources.
+        flops_per_token: of forward and backward. peak_flops: of one device; None if unknown: no MFU.
+        sources: names of the data sources.
         The first interval begins now, or with `start`.
         """
         self._group = group
@@ -115,14 +115,14 @@ class Meter:
         self._interval_start = clock()
 
     def start(self) -> None:
-        """Begin the first interval now: for the moment before the first batch, after all that is not training."""
+        """Begin the first interval now; call it right before the first batch."""
         self._interval_start = self._clock()
 
     @contextmanager
     def left_out(self) -> Iterator[Callable[[], float]]:
-        """What is done inside takes no time of the interval. Gives what tells the seconds since it began.
+        """Exclude the time inside the context from the interval. Yields a function: seconds since the context began.
 
-        Waits for the device first, for what the steps have launched; what is done inside has to wait for its own.
+        Waits for the device's work on the steps first. Code inside the context must wait for its own device work.
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -131,7 +131,7 @@ class Meter:
         self._interval_start += self._clock() - begin
 
     def state(self) -> MeterState:
-        """The totals after the step last noted. Waits for the device; with several sources a collective."""
+        """Totals after the last noted step. Waits for the device; a collective if there are several sources."""
         by_source: dict[str, list[float]] = {}
         if self._sources:
             totals = self._by_source.clone()
@@ -140,40 +140,39 @@ class Meter:
         return MeterState(self._tokens_seen, int(self._skipped_steps.item()), by_source)
 
     def load_state(self, state: MeterState) -> None:
-        """Count on from the totals of an earlier start, whose steps may have had another size. Before any step.
+        """Continue from the totals of an earlier start, whose batch size may have differed. Call before any step.
 
-        Sources are known by their names: a new one starts with nothing, one that is gone is forgotten.
+        Sources are matched by name: a new source starts at 0, a removed one is dropped.
         """
         assert self._last is None, "load_state after a step"
         self._tokens_seen = state.tokens_seen
         self._skipped_steps.fill_(state.skipped_steps)
-        if self._sources and self._group.rank() == 0:  # totals over all ranks are held by one
-            nothing = (0.0,) * NUM_TOTALS
-            totals = [state.by_source.get(name, nothing) for name in self._sources]
+        if self._sources and self._group.rank() == 0:  # the totals are over all ranks, so only rank 0 adds them
+            zeros = (0.0,) * NUM_TOTALS
+            totals = [state.by_source.get(name, zeros) for name in self._sources]
             self._by_source.copy_(torch.tensor(totals, dtype=self._dtype).T)
 
     def update(self, step: int, stats: StepStats, *, lr: float, data_wait_s: float, bad_rows: int) -> None:
-        """Take note of a finished step. Launches a few small kernels at most; never waits for the device.
+        """Note a finished step. Launches at most a few small kernels; never waits for the device.
 
-        data_wait_s, bad_rows: this rank's running totals, as the loader keeps them: since this start, and of the whole
-        run. Ranks that read the same rows as another data rank has counted give bad_rows = 0, for these are summed.
+        data_wait_s: this rank's total since this start. bad_rows: this data rank's total over the entire run; it is
+        summed over ranks, so ranks other than the data leader pass 0.
         """
         self._last = (step, stats, lr)
         self._num_steps += 1
         self._tokens_seen += self._tokens_per_step
         self._skipped_steps += stats.skipped
         if self._sources:
-            # A step is withheld because its numbers are no good; its sequences are gone through all the same.
+            # The loss of a skipped step may not be finite; its sequences count, since they are consumed.
             self._by_source[:2] += torch.where(stats.skipped.bool(), 0.0, stats.by_source[:2])
             self._by_source[2] += stats.by_source[2]
         self._data_wait_s = data_wait_s
         self._bad_rows = bad_rows
 
     def flush(self) -> Record:
-        """End the interval with the record of the step last noted; the same numbers on all ranks, but for the clock's.
+        """End the interval; return the record of the last noted step, the same on all ranks except for times.
 
-        A collective over the group, and the one place where the host waits for the device: so the time until its end
-        is the time that the steps took.
+        A collective over the group. The host waits for the device here only, so the measured time is that of the steps.
         """
         assert self._last is not None, "flush without a step"
         assert self._num_steps > 0, "flush without a step since the last one"
@@ -209,7 +208,7 @@ class Meter:
         return record
 
     def _describe_sources(self, totals: Sequence[float]) -> dict[str, float]:
-        """Record.by_source, of the whole mesh's totals: losses, tokens, sequences, each by source."""
+        """Record.by_source from the totals over the mesh: losses, tokens, sequences, each by source."""
         count = len(self._sources)
         losses, tokens, sequences = (totals[i * count : (i + 1) * count] for i in range(NUM_TOTALS))
         by_source = list(zip(self._sources, losses, tokens, sequences, strict=True))
@@ -218,7 +217,7 @@ class Meter:
         }
 
     def _gather(self, stats: StepStats) -> list[list[float]]:
-        """One row per rank: what the device knows, then what its host knows."""
+        """One row per rank: the values on the device, then those on the host."""
         on_device = (
             stats.mean_loss,
             stats.grad_norm,
@@ -231,22 +230,22 @@ class Meter:
             float(peak_memory_bytes(self._device)),
             float(self._bad_rows),
         )
-        mine = torch.cat(
+        local = torch.cat(
             [
                 torch.stack([value.detach().to(self._dtype) for value in on_device]),
                 torch.tensor(on_host, dtype=self._dtype, device=self._device),
                 self._by_source.flatten(),
             ]
         )
-        # The form with a list is the one that all supported torch versions have; its outputs are rows of one tensor.
-        everyone = mine.new_empty(self._group.size(), mine.numel())
-        dist.all_gather(list(everyone.unbind()), mine, group=self._group)
-        rows: list[list[float]] = everyone.tolist()
+        # All supported torch versions have all_gather with a list of outputs; here they are rows of one tensor.
+        gathered = local.new_empty(self._group.size(), local.numel())
+        dist.all_gather(list(gathered.unbind()), local, group=self._group)
+        rows: list[list[float]] = gathered.tolist()
         return rows
 
 
 def _widest_float(device: torch.device) -> torch.dtype:
-    """float64, or float32 on a device that has no float64."""
+    """float64, or float32 if the device does not support float64."""
     try:
         torch.zeros((), dtype=torch.float64, device=device)
     except (RuntimeError, TypeError):

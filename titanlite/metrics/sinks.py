@@ -1,4 +1,4 @@
-"""Where logged numbers go: the console, metrics.jsonl, TensorBoard. One rank writes."""
+"""Sinks for logged numbers: the console, metrics.jsonl, TensorBoard. Only rank 0 writes."""
 
 import json
 import math
@@ -15,23 +15,23 @@ from titanlite.runtime.logging import log
 
 
 class Sink(Protocol):
-    """Something that takes records, in the order of their steps."""
+    """Receives records, in the order of their steps."""
 
     def write(self, record: Record | ValidationRecord) -> None:
-        """Take one record; whatever is written is out of this process's hands on return."""
+        """Write one record and flush it, so that a later crash of this process does not lose it."""
 
     def close(self) -> None:
-        """End writing; nothing is written after it."""
+        """Close the sink; no record may follow."""
 
 
 class Sinks:
-    """Several sinks as one; none at all on ranks that do not write."""
+    """Several sinks as one; empty on ranks that do not write."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = tuple(sinks)
 
     def write(self, record: Record | ValidationRecord) -> None:
-        """Hand `record` to each sink."""
+        """Write `record` to each sink."""
         for sink in self._sinks:
             sink.write(record)
 
@@ -44,11 +44,11 @@ class Sinks:
 def build_sinks(
     section: MetricsConfig, dump_folder: str | Path, rank: int, total_steps: int, *, resume_step: int
 ) -> Sinks:
-    """Console, metrics.jsonl and, where enabled, TensorBoard on rank 0; nothing on the others.
+    """Build the sinks: console, metrics.jsonl and, if enabled, TensorBoard on rank 0; no sinks on other ranks.
 
-    dump_folder exists. total_steps: optimizer steps of the whole run, for the console. resume_step: 0 for a run that
-    starts afresh, whose files are not there yet (`prepare_dump_folder`); else the step after which this run goes on
-    in the files of earlier starts: what those hold of later steps is removed (`keep_rows`, `TensorBoardSink`).
+    dump_folder must exist. total_steps: optimizer steps of the entire run, for the console. resume_step: 0 for a new
+    run, whose files do not exist yet (`prepare_dump_folder`); otherwise the step from which this run resumes: rows of
+    later steps are removed from the files of earlier starts (`keep_rows`, `TensorBoardSink`).
     """
     if rank != 0:
         return Sinks(())
@@ -62,7 +62,7 @@ def build_sinks(
 
 
 class ConsoleSink:
-    """One line per record, for a person."""
+    """Logs one line per record."""
 
     def __init__(self, total_steps: int) -> None:
         self._total_steps = total_steps
@@ -75,11 +75,11 @@ class ConsoleSink:
             log.info("%s", validation_line(record))
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
 def console_line(record: Record, total_steps: int) -> str:
-    """The record as one line; what is not known, and counts of trouble that did not happen, are left out."""
+    """The record as one line, without unknown values and without zero counts of skipped steps and bad rows."""
     data_share = record.data_time_s / record.step_time_s
     parts = [
         f"step {record.step:>{len(str(total_steps))}}/{total_steps}",
@@ -101,7 +101,7 @@ def console_line(record: Record, total_steps: int) -> str:
 
 
 def validation_line(record: ValidationRecord) -> str:
-    """The record as one line, with the loss of each source where there are several."""
+    """The record as one line, with the loss of each source if there are several."""
     total = sum_of(record.by_source.values())
     numbers = total.numbers()
     parts = [
@@ -118,7 +118,7 @@ def validation_line(record: ValidationRecord) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Seconds as the two largest units that say something: 42s, 3m 07s, 5h 02m, 2d 03h."""
+    """Seconds in the two largest units: 42s, 3m 07s, 5h 02m, 2d 03h."""
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     days, h = divmod(hours, 24)
@@ -130,11 +130,11 @@ def _duration(seconds: float) -> str:
 
 
 class JsonlSink:
-    """One JSON object per line, floats in full precision (what is read back is the same float).
+    """Writes one JSON object per line, floats in full precision (reading returns the same float).
 
-    JSON has no number for what is not finite: such values are the strings "NaN", "Infinity" and "-Infinity", which
-    every JSON reader accepts and `float` turns back. Each line is one write to a file opened for appending, so
-    a reader at any moment, and after a crash, sees whole lines, but for what a full disk or a power cut leaves of one.
+    JSON has no numbers for non-finite values: these are the strings "NaN", "Infinity" and "-Infinity", which every JSON
+    reader accepts and `float` converts. Each line is a single write to a file opened for appending, so readers always
+    see complete lines, also after a crash; only a full disk or a power failure can truncate a line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -145,11 +145,11 @@ class JsonlSink:
             raise UserError(f"cannot write {path}: {error.strerror}") from None
 
     def write(self, record: Record | ValidationRecord) -> None:
-        """Append the line. Raises UserError where the file system does not take it."""
+        """Append the line. Raises UserError if the file system fails."""
         line = (json_line(record) + "\n").encode()
         try:
             while line:
-                line = line[self._file.write(line) :]  # a second write only where the disk took a part
+                line = line[self._file.write(line) :]  # a write may be partial if the disk is nearly full
         except OSError as error:
             raise UserError(
                 f"cannot write {self._path}: {error.strerror}; the record of step {record.step} is lost"
@@ -167,25 +167,24 @@ def json_line(record: Record | ValidationRecord) -> str:
 
 
 def _json_name(value: float) -> str:
-    """What stands for a float that is not finite."""
+    """String for a non-finite float."""
     if math.isnan(value):
         return "NaN"
     return "Infinity" if value > 0 else "-Infinity"
 
 
 class TensorBoardSink:
-    """Scalars under the keys of metrics.jsonl, at their step.
+    """Writes scalars under the keys of metrics.jsonl, at their step.
 
-    resume_step: 0, or the step after which the run goes on. Each start writes a file of its own, and says in it that
-    the points of later steps in the files before it are void: they stay on the disk, and TensorBoard shows none of
-    them (its fast loader: none at or after the first new point). It reads the files in the order of the seconds at
-    which they were begun, by the clocks of their hosts.
+    resume_step: 0, or the step from which the run resumes. Each start writes a new file with a purge step: the points
+    of later steps in earlier files stay on disk, but TensorBoard hides them (its fast loader: those at or after the
+    first new point). TensorBoard orders the files by their creation time in seconds, by the clocks of their hosts.
     """
 
     def __init__(self, folder: Path, resume_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, and rarely wanted
+        from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-        # A fresh start says it too, though nothing is void: TensorBoard takes the first such word for the beginning.
+        # A new run needs it, too: TensorBoard takes the first purge step it reads for the beginning of the run.
         self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
 
     def write(self, record: Record | ValidationRecord) -> None:
@@ -196,5 +195,5 @@ class TensorBoardSink:
         self._writer.flush()
 
     def close(self) -> None:
-        """End TensorBoard's writer and its thread."""
+        """Close TensorBoard's writer and its thread."""
         self._writer.close()

@@ -1,4 +1,4 @@
-"""The numbers of one validation, as they are logged."""
+"""Results of a validation, as they are logged."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -7,26 +7,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SetTotals:
-    """Sums over a data set. loss_sum: cross-entropy in nats, over num_valid targets. num_bytes: of the text that these
-    stand for; None: not known."""
+    """Sums over a data set.
+
+    loss_sum: cross-entropy in nats, over num_valid targets. num_bytes: bytes of text of these targets; None if unknown.
+    """
 
     loss_sum: float
     num_valid: int
     num_bytes: int | None
 
     def numbers(self) -> dict[str, float]:
-        """The mean loss per target and what follows from it; nothing where there is no target."""
+        """Mean loss per target, perplexity and, if the bytes are known, bits per byte; {} if there is no target."""
         if not self.num_valid:
             return {}
         loss = self.loss_sum / self.num_valid
-        found = {"loss": loss, "perplexity": math.inf if loss > 700 else math.exp(loss)}  # it would raise
+        numbers = {"loss": loss, "perplexity": math.inf if loss > 700 else math.exp(loss)}  # exp would overflow
         if self.num_bytes:
-            found["bits_per_byte"] = self.loss_sum / math.log(2) / self.num_bytes
-        return found
+            numbers["bits_per_byte"] = self.loss_sum / math.log(2) / self.num_bytes
+        return numbers
 
 
 def sum_of(sets: Iterable[SetTotals]) -> SetTotals:
-    """The totals of all together. Bytes that are not known of one set are not known of all."""
+    """Totals over all sets; num_bytes is None if it is unknown for one of the sets."""
     sets = [totals for totals in sets if totals.num_valid]
     sizes = [totals.num_bytes for totals in sets if totals.num_bytes is not None]
     return SetTotals(
@@ -40,7 +42,7 @@ def sum_of(sets: Iterable[SetTotals]) -> SetTotals:
 class ValidationRecord:
     """One row of metrics.jsonl: the model after `step`, on each source of the validation data.
 
-    time_s: what it took.
+    time_s: duration of the validation.
     """
 
     step: int
@@ -48,7 +50,7 @@ class ValidationRecord:
     time_s: float
 
     def row(self) -> dict[str, int | float]:
-        """validation/loss, …, and, of several sources, validation/loss/NAME, …; what is not known is left out."""
+        """validation/loss, … and, if there are several sources, validation/loss/NAME, …; without unknown values."""
         total = sum_of(self.by_source.values())
         row: dict[str, int | float] = {"step": self.step}
         row |= {f"{PREFIX}{key}": value for key, value in total.numbers().items()}
@@ -59,9 +61,9 @@ class ValidationRecord:
 
 
 PREFIX = "validation/"
-"""Of all keys of these rows but step."""
+"""Prefix of all keys of these rows except step."""
 
 
 def is_validation(row: Mapping[str, object]) -> bool:
-    """Whether a row of metrics.jsonl is one of these."""
+    """Whether a row of metrics.jsonl is a validation row."""
     return f"{PREFIX}loss" in row

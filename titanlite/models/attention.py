@@ -1,4 +1,4 @@
-"""Attention that stays inside documents: one interface, and the kernels behind it. Plain torch."""
+"""Attention within documents: one interface, and the kernels behind it. Plain torch."""
 
 from collections.abc import Callable
 from functools import cache
@@ -10,24 +10,24 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 MaskForm = Literal["scores", "blocks"]
-"""A number for each query and key, or which blocks of 128 x 128 of them to look at."""
+"""scores: one additive number per query and key; blocks: the 128 x 128 blocks of scores to compute."""
 AttentionMask = Tensor | BlockMask
-"""Who may see whom, in the form that the kernel takes which `attend` then uses: see attention_mask."""
+"""A mask in the form that the kernel of `attend` takes: see `attention_mask`."""
 
 
 def document_arguments(positions: Tensor | None) -> dict[str, Tensor]:
-    """What a model's forward takes beside tokens of rows that hold several documents; {} for None.
+    """Keyword arguments of a model's forward for rows that hold several documents; {} if `positions` is None.
 
-    positions: int64 (batch, seq_len), 0 where a document begins. Computed where they are, nothing is read back.
+    positions: int64 (batch, seq_len), 0 where a document begins. Computed on their device, without a host read.
     """
     return {} if positions is None else {"positions": positions, "document_ids": (positions == 0).cumsum(1)}
 
 
 def attention_mask(document_ids: Tensor | None, dtype: torch.dtype, head_dim: int) -> AttentionMask | None:
-    """What keeps attention inside documents, for `attend`; None for None: each row is one document.
+    """Build the mask that keeps `attend` within documents; None (causal) if `document_ids` is None.
 
-    To be built once in a forward pass, for all its blocks. document_ids: int64 (batch, seq_len), equal where two
-    positions belong to one document. dtype, head_dim: of the queries. The device is asked nothing.
+    Build it once per forward pass, for all blocks. document_ids: int64 (batch, seq_len), equal for positions of the
+    same document. dtype, head_dim: of the queries. Does not synchronize with the device.
     """
     if document_ids is None:
         return None
@@ -37,37 +37,37 @@ def attention_mask(document_ids: Tensor | None, dtype: torch.dtype, head_dim: in
 
 
 def mask_form(device_type: str, dtype: torch.dtype, head_dim: int) -> MaskForm:
-    """The only place that chooses between kernels: "blocks" is FlexAttention, "scores" torch's own attention.
+    """Choose the kernel: "blocks" is FlexAttention, "scores" is torch's scaled_dot_product_attention.
 
-    FlexAttention skips what nobody may see, but has no backward pass on the CPU, and its kernels take neither float64
+    FlexAttention skips fully masked blocks, but has no backward pass on the CPU, and its kernels take neither float64
     nor heads narrower than 16.
     """
     return "blocks" if device_type == "cuda" and dtype != torch.float64 and head_dim >= 16 else "scores"
 
 
 def may_see(document_ids: Tensor) -> Tensor:
-    """Which keys a query may see: those of its own document that are not after it.
+    """Boolean mask: a query sees the keys of its own document up to its own position.
 
-    document_ids: as for attention_mask. Returns bool (batch, 1, seq_len, seq_len), true where query (third dim) may see
-    key (fourth dim).
+    document_ids: see `attention_mask`. Returns bool (batch, 1, seq_len, seq_len): query in the third dimension, key in
+    the fourth.
     """
     same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
     return same.tril().unsqueeze(1)
 
 
 def additive_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """`may_see` as what is added to the scores, 0 or -inf: (batch, 1, seq_len, seq_len) in `dtype`.
+    """`may_see` as an additive mask of 0 and -inf: (batch, 1, seq_len, seq_len) in `dtype`.
 
-    Of a boolean mask torch makes this very tensor in each block, and keeps it there for the backward pass.
+    From a boolean mask, torch would build this tensor in each block again, and save it for the backward pass.
     """
     seen = may_see(document_ids)
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
 
 def block_mask(document_ids: Tensor) -> BlockMask:
-    """`may_see` as FlexAttention takes it: a rule, and which blocks of 128 x 128 scores hold any, or only visible ones.
+    """`may_see` for FlexAttention: a function, and the 128 x 128 blocks of scores that are partly or fully visible.
 
-    Compiled: without that, all scores' visibility would be in memory at once.
+    Compiled, since eager mode would materialize the mask of all scores at once.
     """
     rows, seq_len = document_ids.shape
 
@@ -80,15 +80,15 @@ def block_mask(document_ids: Tensor) -> BlockMask:
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled for each shape that it meets; inside a compiled block it becomes a part of that."""
+    """Compile `function`, once per input shape; inside a compiled block it becomes part of that block's graph."""
     return torch.compile(function, dynamic=False)
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None) -> Tensor:
-    """softmax(queries keys^T / sqrt(head_dim)) values over what a query may see: None: itself and all before it.
+    """softmax(queries keys^T / sqrt(head_dim) + mask) values; mask None: causal.
 
-    All (batch, heads, seq_len, head_dim), the result as the queries; several of their heads may share one of the keys'
-    and values'.
+    All tensors are (batch, heads, seq_len, head_dim), the result as the queries. Keys and values may have fewer heads
+    than the queries (grouped-query attention).
     """
     grouped = queries.shape[1] != keys.shape[1]
     if isinstance(mask, BlockMask):

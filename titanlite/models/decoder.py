@@ -1,5 +1,5 @@
-"""The decoder in plain torch: what families with pre-normalised blocks, rotary embeddings, grouped-query attention and
-SwiGLU share. A family is a file over this one, with what is special about it."""
+"""Decoder in plain torch, shared by families with pre-norm blocks, rotary embeddings, grouped-query attention and
+SwiGLU. The file of a family adds its specifics."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -32,10 +32,10 @@ class Block(nn.Module):
 
 
 class Decoder(LanguageModel):
-    """Weights are not initialised, and buffers are garbage until `init_buffers`.
+    """Pre-norm decoder. Weights are uninitialized; buffers are undefined until `init_buffers`.
 
-    attention: makes that of a block. scaling: of the rotary wavelengths; None: none.
-    `layers` is keyed "0" … "n_layers - 1", so that names stay the same where only some of the layers are kept.
+    attention: returns the attention module of one block. scaling: of the rotary wavelengths; None for no scaling.
+    `layers` is keyed "0" … "n_layers - 1", so that a pipeline stage with some of the layers has the same names.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class Decoder(LanguageModel):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Let the output share the embedding's parameter, where the configuration ties them.
+        """Share the embedding's parameter with the output layer, if the configuration ties them.
 
-        To be called again after anything that replaces parameters one module at a time: to_empty, parallelize_module.
+        Call it again after anything that replaces parameters module by module: to_empty, parallelize_module.
         """
         if self.config.tie_embeddings:
             assert self.tok_embeddings is not None, "tied, and on different stages"
@@ -69,8 +69,8 @@ class Decoder(LanguageModel):
         """Logits (batch, seq_len, vocab_size) of the token that follows each of `tokens`, int64 (batch, seq_len).
 
         positions: int64 (batch, seq_len) in [0, max_seq_len), for the rotary embeddings; None: 0, 1, 2, … in each row.
-        document_ids: int64 (batch, seq_len); a position sees only positions of the same id, and none after itself;
-        None: each row is one document.
+        document_ids: int64 (batch, seq_len); a position attends to positions of the same id, up to itself. None: each
+        row is one document.
         """
         rope = self.rope(positions)
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
@@ -84,8 +84,8 @@ class Decoder(LanguageModel):
 def init(config: DecoderConfig, name: str) -> Init:
     """Distribution of the parameter `name`: norms 1, matrices normal with std 0.02.
 
-    Matrices that write into the residual stream (wo, w2) are smaller by sqrt(2 * n_layers), the square root of how many
-    write into it, so that its variance does not grow with depth (Radford et al., "GPT-2", 2019, section 2.3).
+    The std of matrices that write into the residual stream (wo, w2) is divided by sqrt(2 * n_layers), the square root
+    of their number, so that its variance does not grow with depth (Radford et al., "GPT-2", 2019, section 2.3).
     """
     module = name.removesuffix(".weight").rpartition(".")[2]
     if module == "norm" or module.endswith("_norm"):
@@ -115,7 +115,10 @@ TENSOR_STYLES: dict[str, TensorStyle] = {
 
 
 def decoder_plan(config: DecoderConfig, tensor_styles: Mapping[str, TensorStyle]) -> Plan:
-    """The embedding, each block, and the end are units; tied, the embedding and the end share a parameter: one unit."""
+    """Plan with these units: the embedding, each block, and the head (final norm and output).
+
+    With tied embeddings, the embedding and the head share a parameter and form one unit.
+    """
     blocks = {f"layers.{index}": index for index in range(config.n_layers)}
     units: list[tuple[str, ...]] = [(block,) for block in blocks]
     if config.tie_embeddings:
@@ -126,7 +129,7 @@ def decoder_plan(config: DecoderConfig, tensor_styles: Mapping[str, TensorStyle]
 
 
 def num_matmul_parameters(config: DecoderConfig) -> int:
-    """Weights that every token is multiplied with: all but the norms' and the embedding lookup's.
+    """Number of weights in matrix products: all but the norms and the embedding lookup.
 
     The output layer counts, tied or not.
     """
@@ -139,9 +142,9 @@ def flops_per_token(config: DecoderConfig, seq_len: int) -> int:
     """Floating-point operations of matrix products per trained token, forward and backward: 6N + 12·L·T·H.
 
     N is num_matmul_parameters: 2 operations per weight forward, 4 backward. Attention multiplies each query with T keys
-    and T values in each of L layers, 4·T·H operations forward and twice that backward, H the width of all query heads
-    together; the triangle that a causal kernel may skip is counted in full, as is usual for MFU, and recomputation is
-    not counted. Source: Chowdhery et al., "PaLM" (2022), appendix B.
+    and T values in each of L layers: 4·T·H operations forward and twice that backward, where H is n_heads * head_dim.
+    As is usual for MFU, the full T x T products count although a causal kernel may skip half of them, and recomputation
+    does not count. Source: Chowdhery et al., "PaLM" (2022), appendix B.
     """
     heads = config.n_heads * config.head_dim
     return 6 * num_matmul_parameters(config) + 12 * config.n_layers * seq_len * heads
@@ -151,9 +154,9 @@ _SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "
 
 
 def check_decoder(config: DecoderConfig, seq_len: int, tp: int, pp: int, *, published: str) -> list[Problem]:
-    """What is wrong with the hyper-parameters above but head_dim, for sequences of `seq_len` tokens on these degrees.
+    """Check the hyper-parameters of a decoder except head_dim, for sequences of `seq_len` tokens and degrees tp and pp.
 
-    published: whose values the type's defaults are, for the remedies.
+    published: name of the model that the config type's defaults come from, for the remedies.
     """
     return [
         *check_sizes(config, _SIZES),
@@ -171,14 +174,14 @@ def check_decoder(config: DecoderConfig, seq_len: int, tp: int, pp: int, *, publ
             "training.seq_len",
             seq_len,
             f"at most model.max_seq_len = {config.max_seq_len}",
-            "shorten the sequences or raise model.max_seq_len",
+            "shorten the sequences or increase model.max_seq_len",
         ),
         *_check_layout(config, tp, pp),
     ]
 
 
 def check_sizes(config: DecoderConfig, names: Iterable[str]) -> list[Problem]:
-    """Those hyper-parameters are at least 1."""
+    """Check that the hyper-parameters `names` are at least 1."""
     problems: list[Problem] = []
     for name in names:
         value = getattr(config, name)
@@ -187,7 +190,7 @@ def check_sizes(config: DecoderConfig, names: Iterable[str]) -> list[Problem]:
 
 
 def check_positive(config: DecoderConfig, names: Iterable[str], published: str) -> list[Problem]:
-    """Those hyper-parameters, which have defaults, are above 0 and finite."""
+    """Check that the hyper-parameters `names`, which have defaults, are above 0 and finite."""
     problems: list[Problem] = []
     for name in names:
         value = getattr(config, name)
@@ -203,7 +206,7 @@ def default_remedy(config: DecoderConfig, name: str, published: str) -> str:
 def _check_sharing(config: DecoderConfig) -> list[Problem]:
     heads = config.n_heads
     if min(heads, config.n_kv_heads) < 1:
-        return []  # reported already; divisibility means nothing here
+        return []  # reported by check_sizes
     lower = [number for number in range(1, math.isqrt(heads) + 1) if heads % number == 0]
     divisors = sorted({*lower, *(heads // number for number in lower)})
     return require(
@@ -216,7 +219,7 @@ def _check_sharing(config: DecoderConfig) -> list[Problem]:
 
 
 def _check_layout(config: DecoderConfig, tp: int, pp: int) -> list[Problem]:
-    """What tensor parallelism cuts is divisible; what a pipeline puts on different stages is not shared."""
+    """Check that tp divides the sharded sizes, and that a pipeline does not put tied weights on different stages."""
     problems: list[Problem] = []
     for name in ("n_heads", "n_kv_heads", "ffn_dim"):
         value = getattr(config, name)
@@ -224,7 +227,7 @@ def _check_layout(config: DecoderConfig, tp: int, pp: int) -> list[Problem]:
             tp < 1 or value < 1 or value % tp == 0,
             f"model.{name}",
             value,
-            f"a multiple of parallelism.tp = {tp}, whose ranks share it evenly",
+            f"a multiple of parallelism.tp = {tp}",
             f"parallelism.tp = {math.gcd(value, tp)}, or model.{name} = {math.ceil(value / max(tp, 1)) * tp}",
         )
     return problems + require(

@@ -1,4 +1,4 @@
-"""What a model family must supply, and how the [model] section chooses one."""
+"""The interface of a model family, and the [model] section."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -21,11 +21,11 @@ class ModelConfig:
     flavor: str = "debug"
     """Named set of hyper-parameters of the family."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Hyper-parameters given beside the flavor, by name, e.g. {"vocab_size": 4096}; they stand in [model] itself."""
+    """Hyper-parameters that override the flavor's, by name, e.g. {"vocab_size": 4096}; written in [model] itself."""
 
 
 class DecoderConfig(Protocol):
-    """What is read of a family's hyper-parameters: it documents them itself, and may have more."""
+    """Hyper-parameters that the shared decoder code reads; a family documents them and may have more."""
 
     @property
     def dim(self) -> int: ...
@@ -56,23 +56,22 @@ TensorStyle = Literal["vocabulary", "norm", "head_norm", "gather", "column", "ro
 
 @dataclass(frozen=True)
 class Plan:
-    """How parallelism reaches a model from outside: names of submodules, nothing else.
+    """Names of the submodules to which parallelism is applied.
 
-    units: groups of submodules in the order of the forward pass, which together own all parameters. Data parallelism
-    gathers, frees and reduces the parameters of a unit together; a pipeline is cut between units.
-    blocks: the transformer blocks among them, and the index of each in the whole model: what is recomputed and
-        compiled one by one.
-    tensor_styles: what tensor parallelism does with a submodule, by its name, in which "*" stands for any one part.
-        All of them keep the residual stream (batch, seq_len, dim) cut along seq_len outside of "gather" modules.
-        "vocabulary": an embedding, cut by rows; its output is cut along seq_len.
-        "norm": whole on every rank, each of which normalises its own positions.
-        "head_norm": whole on every rank, each of which normalises its own heads: of (batch, seq_len, heads, head_dim)
-        as the "column" layer before it left them.
-        "gather": a module with parallel layers inside; its first input is gathered along seq_len before it.
-        "column": a linear layer cut by output features, "row": by input features, its output summed and cut along
-        seq_len.
-        "logits": the last linear layer, cut by output features (the vocabulary); its input is gathered.
-    may_skip_parameters: whether a microbatch may leave a parameter without gradient on some rank.
+    units: FSDP units, in the order of the forward pass: groups of submodules that together own all parameters. Data
+        parallelism gathers, frees and reduces the parameters of a unit together; a pipeline is cut between units.
+    blocks: the transformer blocks and their indexes in the full model. Each is recomputed and compiled separately.
+    tensor_styles: tensor-parallel style by submodule name, in which "*" matches any one part of the name.
+        The residual stream (batch, seq_len, dim) is sharded along seq_len outside of "gather" modules.
+        "vocabulary": an embedding, sharded by rows; its output is sharded along seq_len.
+        "norm": replicated; each rank normalizes its own positions.
+        "head_norm": replicated; each rank normalizes its own heads of (batch, seq_len, heads, head_dim), the output of
+        a "column" layer.
+        "gather": a module with parallel layers inside; its first input is gathered along seq_len.
+        "column": a linear layer sharded by output features. "row": a linear layer sharded by input features; its output
+        is summed and sharded along seq_len.
+        "logits": the output layer, sharded by output features (the vocabulary); its input is gathered.
+    may_skip_parameters: whether a microbatch may leave a parameter without a gradient on some rank.
     """
 
     units: tuple[tuple[str, ...], ...]
@@ -82,31 +81,31 @@ class Plan:
 
 
 class LanguageModel(nn.Module, ABC):
-    """A decoder in plain torch: int64 tokens in, logits out; it knows nothing of parallelism.
+    """A decoder in plain torch: int64 tokens in, logits out; independent of parallelism.
 
-    Of its units, those of other pipeline stages may be missing: None as an attribute, no key in a ModuleDict. It then
-    passes on what it got.
+    Units of other pipeline stages may be missing: None as an attribute, no key in a ModuleDict. The forward pass skips
+    them.
 
-    draws: whether its forward also takes `row_keys`, int64 (batch,), and draws its random numbers from them by
-    models/randomness.py: what is drawn is then the same on every mesh. Without them it draws nothing.
+    draws: whether forward also takes `row_keys`, int64 (batch,), and draws its random numbers from them with
+    models/randomness.py, so that they are the same on every mesh. Without `row_keys` it draws no random numbers.
     """
 
     draws: ClassVar[bool] = False
 
     @abstractmethod
     def forward(self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
-        """tokens: int64 (batch, seq_len). Returns logits (batch, seq_len, vocab_size).
+        """Logits (batch, seq_len, vocab_size) of `tokens`, int64 (batch, seq_len).
 
-        Without its first unit, `tokens` is the output of the unit before (batch, seq_len, dim), and without its last
-        unit it returns the same of its own; seq_len is then what tensor parallelism leaves of it.
+        Without the first unit, `tokens` is the previous stage's output, (batch, seq_len / tp, dim). Without the last
+        unit, the result has this shape, too.
 
-        positions: int64 (batch, seq_len); None: 0, 1, 2, ... in each row. document_ids: int64 (batch, seq_len),
-        attention stays among equal ones; None: each row is one document.
+        positions: int64 (batch, seq_len); None: 0, 1, 2, ... in each row. document_ids: int64 (batch, seq_len);
+        attention stays among positions of the same id; None: each row is one document.
         """
 
     @abstractmethod
     def tie_weights(self) -> None:
-        """Let tied parameters be one again, where there are any: whatever replaces parameters breaks the tie."""
+        """Tie shared parameters again, if the model has any; needed after any call that replaces parameters."""
 
     @abstractmethod
     def init_buffers(self, device: torch.device) -> None:
@@ -115,15 +114,16 @@ class LanguageModel(nn.Module, ABC):
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """How models of a family look in the format of Hugging Face's `transformers`.
+    """A family in the format of Hugging Face's `transformers`.
 
-    Weights are the same there, number by number: (out, in), rotary pairs half a head apart. Their names differ.
+    Weights are identical in both formats: (out, in), rotary pairs half a head apart. Only their names differ.
 
-    model_type, architecture: what config.json calls the family, and the class that computes it.
-    names(config): the name there of each parameter of the whole model; a tied one stands once, under its first name.
-    config_json(config): what config.json says of the hyper-parameters.
-    config_from_json(fields): the hyper-parameters that config.json means. Raises UserError with the field's name where
-    it lacks one, or asks for something that the family does not compute.
+    model_type, architecture: the family's model_type and model class in config.json.
+    names(config): maps each parameter of the full model to its name in transformers; a tied parameter appears once,
+    under its first name.
+    config_json(config): the fields of config.json for the hyper-parameters.
+    config_from_json(fields): the hyper-parameters in config.json. Raises UserError with the field's name if a field is
+    missing, or has a value that the family does not support.
     """
 
     model_type: str
@@ -135,18 +135,18 @@ class HuggingFace:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family. The hyper-parameters' type is the family's own frozen dataclass (`config_type`).
+    """A model family, with its hyper-parameters as a frozen dataclass (`config_type`).
 
-    Each field has a string below it that says what it is, for --help and docs/config.md. Of the hyper-parameters others
-    read dim, the width of what blocks pass on, head_dim and vocab_size; `build`'s result has its parts by the plan's
-    names.
+    The string below each field of `config_type` describes it, for --help and docs/config.md. Code outside of the family
+    reads only dim (width of the residual stream), head_dim, vocab_size and max_seq_len.
 
-    check(config, seq_len, tp, pp): problems of the hyper-parameters, keys under "model.", for these degrees.
-    build(config): the model; parameters on the default device (meta, in training), not initialised.
+    check(config, seq_len, tp, pp): problems of the hyper-parameters, with keys under "model.", for these degrees.
+    build(config): the model, with the plan's module names; parameters are uninitialized, on the default device (meta,
+    in training).
     plan(config): the Plan.
-    init(config, name): the distribution of the parameter of that name.
+    init(config, name): the distribution of the parameter `name`.
     flops_per_token(config, seq_len): floating-point operations per trained token, forward and backward.
-    hugging_face: its models in the format of `transformers`.
+    hugging_face: the family in the format of `transformers`.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Decoders in the format of Hugging Face's transformers: names of parameters, and the fields of config.json.
 
-A field that is missing, or asks for what is not computed here, is refused.
+A missing field, or a value that no decoder here supports, raises UserError.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,12 @@ from typing import Any
 from titanlite.models.family import DecoderConfig
 from titanlite.runtime.errors import Problem, UserError
 
-OUTSIDE = {
+MODULE_NAMES = {
     "tok_embeddings": "model.embed_tokens",
     "norm": "model.norm",
     "output": "lm_head",
 }
-IN_BLOCK = {
+BLOCK_NAMES = {
     "attention_norm": "input_layernorm",
     "attention.wq": "self_attn.q_proj",
     "attention.wk": "self_attn.k_proj",
@@ -38,24 +38,24 @@ FIELDS = {
     "max_seq_len": "max_position_embeddings",
     "tie_embeddings": "tie_word_embeddings",
 }
-"""Hyper-parameters by their names here."""
+"""The field of config.json of each hyper-parameter."""
 
-ONLY = {
+SUPPORTED_VALUES = {
     "hidden_act": "silu",
     "attention_bias": False,
     "attention_dropout": 0.0,
     "quantization_config": None,
 }
-"""Fields of which one value is computed here, which is also what a missing one means."""
+"""Fields with a single supported value, which is also their default."""
 
 _TOO_LARGE = 2**40
-"""No number of a model is so large, and whoever computes with one that is may not end."""
+"""Integers from here on are invalid in any model; computing with them might not terminate."""
 
 
-def given(fields: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:
-    """The value of a field, as `kind`; `default` where it is absent.
+def read_field(fields: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:
+    """Value of a field, as `kind`; `default` if the field is absent.
 
-    Raises UserError where that is None too, where it is of another kind, and where a number is too large for a model's.
+    Raises UserError if the field is absent and has no default, has another type, or is too large an integer.
     """
     value = fields.get(name)
     value = default if value is None else value
@@ -69,78 +69,78 @@ def given(fields: Mapping[str, Any], name: str, kind: type, default: Any = None)
     return value
 
 
-def refuse_other(fields: Mapping[str, Any], computed: Mapping[str, Any]) -> None:
-    """Raises UserError where a field is there with another value than the one that is computed here."""
-    for name, value in computed.items():
+def refuse_other(fields: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
+    """Raise UserError if a field is present with a value other than the supported one."""
+    for name, value in supported.items():
         if fields.get(name, value) not in (value, None):
-            raise UserError(f"config.json: {name} = {fields[name]!r}: this family has {value!r} only")
+            raise UserError(f"config.json: {name} = {fields[name]!r}: this family supports only {value!r}")
 
 
 def refuse_invalid(problems: Sequence[Problem], names: Mapping[str, str]) -> None:
-    """Raises UserError for the first of the problems that a family's check finds in hyper-parameters from config.json.
+    """Raise UserError for the first of the problems that a family's check found in hyper-parameters from config.json.
 
-    names: of the fields, by the names of the hyper-parameters here.
+    names: the field of config.json of each hyper-parameter.
     """
     if problems:
         first = problems[0]
         name = first.key.removeprefix("model.")
-        raise UserError(f"config.json: {names.get(name, name)} = {first.value!r}: {first.rule} (here: {first.key})")
+        raise UserError(f"config.json: {names.get(name, name)} = {first.value!r}: {first.rule} (as {first.key})")
 
 
 def rope_fields(fields: Mapping[str, Any], scaled: str | None) -> tuple[float, Mapping[str, Any]]:
-    """(theta, the scaling's fields; {} for none), from rope_parameters of transformers 5, or as it was before.
+    """(theta, fields of the scaling or {}), from rope_parameters (transformers 5) or rope_theta and rope_scaling.
 
-    scaled: the one type of scaling that is computed, if any. Raises UserError for any other.
+    scaled: the supported type of scaling, or None. Raises UserError for any other type.
     """
-    # Where both are there, transformers takes rope_scaling.
+    # If both are present, transformers takes rope_scaling.
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     outside = {field: fields.get(field) for field in ("rope_theta", "partial_rotary_factor")}
-    found = outside | given(fields, name, dict, {})
+    found = outside | read_field(fields, name, dict, {})
     refuse_other(found, {"partial_rotary_factor": 1.0})
     kind = found.get("rope_type") or found.get("type") or "default"
     if kind not in ("default", scaled):
         types = " and ".join(repr(one) for one in ("default", scaled) if one)
-        raise UserError(f"config.json: {name}.rope_type = {kind!r}: this family computes {types} only")
+        raise UserError(f"config.json: {name}.rope_type = {kind!r}: this family supports only {types}")
     if found.get("rope_theta") is None:
         raise UserError(
-            "config.json: rope_theta is missing: write the one that the model was trained with; transformers takes "
-            "10000.0 then, which is that of Llama 1 and 2"
+            "config.json: rope_theta is missing: add the value that the model was trained with; transformers would "
+            "fall back to 10000.0, the value of Llama 1 and 2"
         )
-    return given(found, "rope_theta", float), found if kind == scaled else {}
+    return read_field(found, "rope_theta", float), found if kind == scaled else {}
 
 
-def parameter_names(config: DecoderConfig, in_block: Mapping[str, str]) -> dict[str, str]:
-    """The name there of each parameter. in_block: the modules of a block, by their names here."""
+def parameter_names(config: DecoderConfig, block_names: Mapping[str, str]) -> dict[str, str]:
+    """Names of all parameters in transformers, by their names in titanlite. block_names: of the modules of a block."""
     modules = {
-        f"layers.{index}.{here}": f"model.layers.{index}.{there}"
+        f"layers.{index}.{ours}": f"model.layers.{index}.{theirs}"
         for index in range(config.n_layers)
-        for here, there in in_block.items()
+        for ours, theirs in block_names.items()
     }
-    modules |= {here: there for here, there in OUTSIDE.items() if here != "output" or not config.tie_embeddings}
-    return {f"{here}.weight": f"{there}.weight" for here, there in modules.items()}
+    modules |= {ours: theirs for ours, theirs in MODULE_NAMES.items() if ours != "output" or not config.tie_embeddings}
+    return {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in modules.items()}
 
 
 def decoder_json(config: DecoderConfig) -> dict[str, Any]:
-    """The fields of all decoders; rope_theta stands as in the published folders, which old and new versions read."""
-    computed = {name: value for name, value in ONLY.items() if value is not None}
-    return {there: getattr(config, here) for here, there in FIELDS.items()} | computed
+    """Fields of config.json for all decoders; rope_theta at the top level, which all versions of transformers read."""
+    supported = {name: value for name, value in SUPPORTED_VALUES.items() if value is not None}
+    return {theirs: getattr(config, ours) for ours, theirs in FIELDS.items()} | supported
 
 
 def decoder_values(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters of all decoders but head_dim and what is about rotary embeddings.
+    """Hyper-parameters of all decoders, except head_dim and those of rotary embeddings.
 
-    Raises UserError for a field that is missing, or that asks for what no decoder here computes.
+    Raises UserError if a field is missing, or has a value that no decoder here supports.
     """
-    refuse_other(fields, ONLY)
-    n_heads = given(fields, "num_attention_heads", int)
+    refuse_other(fields, SUPPORTED_VALUES)
+    n_heads = read_field(fields, "num_attention_heads", int)
     return {
-        "dim": given(fields, "hidden_size", int),
-        "n_layers": given(fields, "num_hidden_layers", int),
+        "dim": read_field(fields, "hidden_size", int),
+        "n_layers": read_field(fields, "num_hidden_layers", int),
         "n_heads": n_heads,
-        "n_kv_heads": given(fields, "num_key_value_heads", int, n_heads),
-        "ffn_dim": given(fields, "intermediate_size", int),
-        "vocab_size": given(fields, "vocab_size", int),
-        "norm_eps": given(fields, "rms_norm_eps", float),
-        "max_seq_len": given(fields, "max_position_embeddings", int),
-        "tie_embeddings": given(fields, "tie_word_embeddings", bool, False),
+        "n_kv_heads": read_field(fields, "num_key_value_heads", int, n_heads),
+        "ffn_dim": read_field(fields, "intermediate_size", int),
+        "vocab_size": read_field(fields, "vocab_size", int),
+        "norm_eps": read_field(fields, "rms_norm_eps", float),
+        "max_seq_len": read_field(fields, "max_position_embeddings", int),
+        "tie_embeddings": read_field(fields, "tie_word_embeddings", bool, False),
     }

@@ -1,10 +1,9 @@
 """Initial weights that are the same on every mesh.
 
-A parameter is drawn in blocks of 2^20 elements of its flattened global tensor, each with a CPU generator of its own, so
-a rank draws only the blocks that its shard touches. Values are drawn in float64 and rounded to float32 before they are
-cast to the parameter's dtype. So every dtype starts from the same weights, and so does every CPU: normal_ differs
-between vector instruction sets in float32 but not in float64, and what may remain between platforms is lost in the
-rounding.
+A parameter is drawn in blocks of 2^20 elements of its flattened global tensor, with one CPU generator per block, so a
+rank draws only the blocks that overlap its shard. Values are drawn in float64, rounded to float32, and cast to the
+parameter's dtype. So the weights are the same for every dtype and on every CPU: in float32, normal_ differs between
+vector instruction sets; in float64 it does not, and the rounding removes remaining differences between platforms.
 """
 
 import hashlib
@@ -21,13 +20,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 INIT_VERSION = 1
-"""Version of the scheme. A change of any value that it gives changes every run, and has to change this."""
+"""Version of the scheme. Increment it with any change of the values, since that changes every run."""
 
 BLOCK_NUMEL = 2**20
-"""Elements that one generator draws; the last block of a parameter is shorter."""
+"""Elements per generator; the last block of a parameter is shorter."""
 
 CUT_STD = 3.0
-"""Where normal values are clamped, in standard deviations."""
+"""Bound at which normal values are clamped, in standard deviations."""
 
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -41,12 +40,11 @@ class Init:
 
 
 def init_parameters_(module: nn.Module, seed: int, init: Callable[[str], Init]) -> None:
-    """Give each parameter of `module` its initial values, in place; nothing is communicated.
+    """Initialize the parameters of `module` in place, without communication.
 
-    Parameters may be plain tensors or DTensors of any placement, on any device. `init` is given each parameter's name
-    in the whole, unwrapped model; a shared parameter has the first of its names. Parameters are filled by
-    torch.get_num_threads() threads, 16 at most, each of which takes up to 16 MiB of host memory; the values do not
-    depend on their number.
+    Parameters may be plain tensors or DTensors of any placement, on any device. `init` takes a parameter's name in the
+    full, unwrapped model; for a shared parameter, the first of its names. torch.get_num_threads() threads, at most 16,
+    fill the parameters, each with up to 16 MiB of host memory; the values do not depend on the number of threads.
     """
     with ThreadPoolExecutor(min(torch.get_num_threads(), 16)) as pool:
         running = []
@@ -56,14 +54,14 @@ def init_parameters_(module: nn.Module, seed: int, init: Callable[[str], Init]) 
             local, shape, offset = local_region(parameter)
             running.append(pool.submit(fill_region_, local, seed, name, init(name), shape, offset))
     for filled in running:
-        filled.result()  # raises what the thread raised
+        filled.result()  # raises the exception of the thread
 
 
 def local_region(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
-    """(this rank's part of `tensor`, shape of the whole, offset of the part in the whole).
+    """(local shard, global shape, offset of the shard in the global tensor).
 
-    The part shares the tensor's memory, without its graph. It is one box of the whole, also where two mesh axes cut the
-    same dimension, as tensor parallelism and fully_shard do.
+    The shard shares the tensor's memory, without its autograd graph. It is a single box of the global tensor, also if
+    two mesh axes shard the same dimension, as tensor parallelism and fully_shard do.
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim()
@@ -74,7 +72,7 @@ def local_region(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ..
 
 
 def fill_region_(local: Tensor, seed: int, name: str, init: Init, shape: Sequence[int], offset: Sequence[int]) -> None:
-    """Fill `local`, the box at `offset` of the parameter `name` of that `shape`, in place."""
+    """Fill `local` in place: the box at `offset` of the parameter `name`, whose global shape is `shape`."""
     assert not local.is_meta, f"{name} has no memory yet"
     if init.kind == "ones":
         local.fill_(1.0)
@@ -83,7 +81,7 @@ def fill_region_(local: Tensor, seed: int, name: str, init: Init, shape: Sequenc
 
 
 class _Blocks:
-    """The flattened global tensor, drawn block by block; the latest block is kept."""
+    """The flattened global tensor, drawn block by block; caches the last block."""
 
     def __init__(self, seed: int, name: str, std: float, numel: int) -> None:
         self._seed, self._name, self._std, self._numel = seed, name, std, numel
@@ -106,7 +104,7 @@ class _Blocks:
         if index != self._index:
             digest = hashlib.sha256(f"{self._seed}:{self._name}:{index}".encode()).digest()
             drawn.normal_(generator=torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little")))
-            # NumPy works on the calling thread only: torch would start a team of threads for each of ours.
+            # NumPy runs on the calling thread only; torch would start a pool of threads for each thread here.
             values = drawn.numpy()
             np.clip(values, -CUT_STD, CUT_STD, out=values)
             np.multiply(values, self._std, out=values)
@@ -116,14 +114,14 @@ class _Blocks:
 
 
 def _copy_box(blocks: _Blocks, out: Tensor, shape: Sequence[int], offset: Sequence[int], start: int) -> None:
-    """Copy the box at `offset` of a tensor of `shape`, which begins at element `start` of the flattened whole."""
+    """Copy the box at `offset` of a tensor of `shape` that begins at element `start` of the flattened parameter."""
     inner = tuple(shape[1:])
     if tuple(out.shape[1:]) == inner and out.is_contiguous():
         blocks.copy(out.view(-1), start + (offset[0] * prod(inner) if shape else 0))
     elif out.dim() == 1:
         blocks.copy(out, start + offset[0])
     elif out.dim() == 2:
-        # Whole rows are put together, many at once, and then cut: row by row would take twice as long as drawing them.
+        # Copy many full rows at once, then slice them: row by row, copying would take twice as long as drawing.
         columns, at_once = inner[0], max(1, BLOCK_NUMEL // inner[0])
         for first, part in enumerate(out.split(at_once)):
             rows = torch.empty(part.shape[0] * columns, dtype=torch.float32, device="cpu")

@@ -1,6 +1,6 @@
-"""Layers that model families share: plain torch, no biases, no knowledge of parallelism.
+"""Layers shared by model families: plain torch, no biases, independent of parallelism.
 
-Every island of higher precision is promote_types(dtype, float32), so a float64 model computes in float64 throughout.
+Operations in higher precision use promote_types(dtype, float32), so a float64 model computes in float64 throughout.
 """
 
 import math
@@ -16,12 +16,12 @@ from titanlite.models.attention import AttentionMask, attend
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretch of rotary wavelengths to contexts longer than those of pretraining.
+    """Llama 3.1's scaling of rotary wavelengths for contexts longer than in pretraining.
 
     Source: Grattafiori et al., "The Llama 3 Herd of Models" (2024), and the code published with its weights.
-    factor: by how much long wavelengths are stretched; 1 leaves all as they are.
-    low_freq_factor, high_freq_factor: wavelengths above original_seq_len / low_freq_factor are stretched by `factor`,
-    those below original_seq_len / high_freq_factor are kept, those between are interpolated.
+    factor: by which long wavelengths are multiplied; 1 changes nothing.
+    low_freq_factor, high_freq_factor: wavelengths above original_seq_len / low_freq_factor are multiplied by `factor`,
+    those below original_seq_len / high_freq_factor are unchanged, those between are interpolated.
     """
 
     factor: float
@@ -30,18 +30,18 @@ class RopeScaling:
     original_seq_len: int
 
     def apply(self, inv_freq: Tensor) -> Tensor:
-        """Scaled inverse frequencies, in radians per position; same shape and dtype."""
+        """Scale `inv_freq`, in radians per position; same shape and dtype."""
         turns = inv_freq * (self.original_seq_len / (2 * math.pi))  # full turns within the original context
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        kept = kept.clamp(0.0, 1.0)
-        return inv_freq * (kept + (1.0 - kept) / self.factor)
+        unscaled = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        unscaled = unscaled.clamp(0.0, 1.0)
+        return inv_freq * (unscaled + (1.0 - unscaled) / self.factor)
 
 
 class RotaryTables:
     """Cosines and sines of one forward pass: (seq_len or more, head_dim / 2), or (batch, seq_len, head_dim / 2).
 
-    Neither a tuple nor a dataclass: fully_shard and replicate cast the floating-point tensors among a block's arguments
-    to the compute dtype, and look into both; tables in bfloat16 would cost the angles' precision.
+    Neither a tuple nor a dataclass: fully_shard and replicate cast floating-point tensors in a block's arguments to the
+    compute dtype, also inside of tuples and dataclasses; tables in bfloat16 would lose the angles' precision.
     """
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
@@ -51,8 +51,8 @@ class RotaryTables:
     def rotate(self, x: Tensor) -> Tensor:
         """Rotate each head of `x` (batch, seq_len, heads, head_dim) by its position; same shape and dtype.
 
-        Element i of a head is paired with element i + head_dim / 2, as in weights published in Hugging Face format:
-        they fit without permuting wq and wk. (Meta's own files pair neighbours, 2i with 2i + 1.)
+        Element i of a head is paired with element i + head_dim / 2, as in weights in Hugging Face format, so wq and wk
+        need no permutation. (Meta's own files pair adjacent elements, 2i with 2i + 1.)
         Computed in promote_types(x.dtype, float32), by type promotion with the tables.
         """
         seq_len = x.shape[1]
@@ -65,8 +65,8 @@ class RotaryTables:
 class RotaryEmbedding(nn.Module):
     """Tables of rotary position embeddings (Su et al., "RoFormer", 2021) for positions 0 … max_seq_len - 1.
 
-    scaling: of the wavelengths; None: none. The buffers `cos` and `sin` (max_seq_len, head_dim / 2) are garbage until
-    `init_buffers`.
+    scaling: of the wavelengths; None for no scaling. The buffers `cos` and `sin` (max_seq_len, head_dim / 2) are
+    undefined until `init_buffers`.
     """
 
     cos: Tensor
@@ -82,7 +82,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", torch.empty(max_seq_len, head_dim // 2), persistent=False)
 
     def init_buffers(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Compute the tables in float64 on the CPU (alike on every device), keep them as `dtype` on `device`."""
+        """Compute the tables in float64 on the CPU (same on every device); store them as `dtype` on `device`."""
         exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu") / self.head_dim
         inv_freq = self.theta**-exponent
         inv_freq = inv_freq if self.scaling is None else self.scaling.apply(inv_freq)
@@ -101,12 +101,13 @@ class RotaryEmbedding(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention in which n_heads / n_kv_heads query heads share one key/value head (GQA).
 
-    Heads are counted off the projections' outputs, not off the configuration: where the projections are cut by heads,
-    each rank attends with its own ones.
+    The number of heads comes from the projections' outputs, not from the configuration: if tensor parallelism shards
+    the projections by heads, each rank computes its own heads.
 
-    head_norm_eps: with it each head of queries and keys is normalised (RMSNorm, one weight for all heads of either)
-    before it is rotated; None: not.
-    attend: what computes attention itself, models/attention.py's; whoever generates puts one there that remembers.
+    head_norm_eps: if given, each head of queries and keys is normalized (RMSNorm, one weight vector for all query heads
+    and one for all key heads) before it is rotated.
+    attend: the attention function, by default that of models/attention.py; generation replaces it by one with a KV
+    cache.
     """
 
     def __init__(
@@ -146,6 +147,6 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(dim, hidden_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, seq_len, dim) to the same shape."""
+        """x: (batch, seq_len, dim). Returns the same shape."""
         out: Tensor = self.w2(functional.silu(self.w1(x)) * self.w3(x))
         return out

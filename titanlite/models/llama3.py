@@ -18,12 +18,12 @@ from titanlite.models.decoder import (
 )
 from titanlite.models.family import Family, HuggingFace, Plan
 from titanlite.models.hugging_face import (
+    BLOCK_NAMES,
     FIELDS,
-    IN_BLOCK,
     decoder_json,
     decoder_values,
-    given,
     parameter_names,
+    read_field,
     refuse_invalid,
     refuse_other,
     rope_fields,
@@ -34,7 +34,7 @@ from titanlite.runtime.errors import Problem, require
 
 @dataclass(frozen=True)
 class Llama3Config:
-    """Hyper-parameters of the llama3 family. Each may be given in [model], over the flavor's own value."""
+    """Hyper-parameters of the llama3 family. Each may be given in [model] and overrides the flavor's value."""
 
     dim: int
     """Width of the residual stream."""
@@ -53,15 +53,15 @@ class Llama3Config:
     rope_theta: float = 500_000.0
     """Base of the rotary wavelengths."""
     rope_scaling_factor: float = 1.0
-    """How far Llama 3.1's scaling stretches long rotary wavelengths; 1.0: no scaling."""
+    """Factor by which Llama 3.1's scaling stretches long rotary wavelengths; 1.0: no scaling."""
     rope_low_freq_factor: float = 1.0
-    """Wavelengths above rope_original_seq_len / this are stretched in full."""
+    """Wavelengths above rope_original_seq_len / rope_low_freq_factor are stretched by the full factor."""
     rope_high_freq_factor: float = 4.0
-    """Wavelengths below rope_original_seq_len / this are not stretched."""
+    """Wavelengths below rope_original_seq_len / rope_high_freq_factor are not stretched."""
     rope_original_seq_len: int = 8192
-    """Context length that the scaling starts from."""
+    """Context length before the scaling."""
     max_seq_len: int = 131_072
-    """Longest sequence: the length of the rotary tables."""
+    """Maximum sequence length, and the length of the rotary tables."""
     tie_embeddings: bool = False
     """The output layer uses the embedding's weights."""
 
@@ -101,7 +101,7 @@ FLAVORS = {
     "70B": replace(_LLAMA_3_1_8B, dim=8192, n_layers=80, n_heads=64, ffn_dim=28_672),
     "405B": replace(_LLAMA_3_1_8B, dim=16_384, n_layers=126, n_heads=128, ffn_dim=53_248),
 }
-"""Published sizes (1B and 3B: Llama 3.2; 8B, 70B and 405B: Llama 3.1), and one for a laptop."""
+"""Published sizes (1B and 3B: Llama 3.2; 8B, 70B and 405B: Llama 3.1), and a debug size for a laptop."""
 
 
 class Llama3(Decoder):
@@ -118,7 +118,7 @@ class Llama3(Decoder):
 
 
 def attention(config: Llama3Config) -> Attention:
-    """That of one block."""
+    """Attention module of one block."""
     return Attention(config.dim, config.n_heads, config.n_kv_heads, config.head_dim)
 
 
@@ -127,7 +127,7 @@ def plan(config: Llama3Config) -> Plan:
 
 
 def check(config: Llama3Config, seq_len: int, tp: int, pp: int) -> list[Problem]:
-    """What is wrong with these hyper-parameters, for training on sequences of `seq_len` tokens on these degrees."""
+    """Check the hyper-parameters for sequences of `seq_len` tokens and degrees tp and pp."""
     return [
         *check_decoder(config, seq_len, tp, pp, published="Llama 3"),
         *_check_width(config),
@@ -136,9 +136,9 @@ def check(config: Llama3Config, seq_len: int, tp: int, pp: int) -> list[Problem]
 
 
 def _check_width(config: Llama3Config) -> list[Problem]:
-    """All heads together are as wide as the residual stream."""
+    """Check that n_heads divides dim into heads of even width."""
     if min(config.dim, config.n_heads) < 1:
-        return []  # reported already; divisibility means nothing here
+        return []  # reported by check_sizes
     if config.dim % config.n_heads:
         pairs = 2 * config.n_heads
         return require(
@@ -146,13 +146,13 @@ def _check_width(config: Llama3Config) -> list[Problem]:
             "model.dim",
             config.dim,
             f"a multiple of model.n_heads = {config.n_heads}",
-            f"{math.ceil(config.dim / pairs) * pairs} is the next one with an even head width",
+            f"{math.ceil(config.dim / pairs) * pairs} is the next value with an even head width",
         )
     return require(
         config.head_dim % 2 == 0,
         "model.dim",
         config.dim,
-        f"dim / n_heads is even, since rotary embeddings turn pairs (here {config.head_dim})",
+        f"dim / n_heads must be even, since rotary embeddings rotate pairs (it is {config.head_dim})",
         f"{config.dim + config.n_heads}, or another number of heads",
     )
 
@@ -167,7 +167,7 @@ def _check_scaling(config: Llama3Config) -> list[Problem]:
             "model.rope_scaling_factor",
             config.rope_scaling_factor,
             "at least 1 and finite",
-            "1.0 for no scaling, 8.0 as Llama 3.1",
+            "1.0 for no scaling, 8.0 as in Llama 3.1",
         ),
         *require(
             low < high,
@@ -179,7 +179,7 @@ def _check_scaling(config: Llama3Config) -> list[Problem]:
     ]
 
 
-IN_SCALING = {
+SCALING_FIELDS = {
     "rope_scaling_factor": "factor",
     "rope_low_freq_factor": "low_freq_factor",
     "rope_high_freq_factor": "high_freq_factor",
@@ -188,12 +188,12 @@ IN_SCALING = {
 
 
 def names(config: Llama3Config) -> dict[str, str]:
-    return parameter_names(config, IN_BLOCK)
+    return parameter_names(config, BLOCK_NAMES)
 
 
 def config_json(config: Llama3Config) -> dict[str, Any]:
-    """Without scaling its other hyper-parameters mean nothing, and are not written."""
-    scaling = {"rope_type": "llama3"} | {there: getattr(config, here) for here, there in IN_SCALING.items()}
+    """Fields of config.json; those of the scaling are left out if the factor is 1."""
+    scaling = {"rope_type": "llama3"} | {theirs: getattr(config, ours) for ours, theirs in SCALING_FIELDS.items()}
     return decoder_json(config) | {
         "mlp_bias": False,
         "rope_scaling": None if config.rope_scaling_factor == 1.0 else scaling,
@@ -201,19 +201,19 @@ def config_json(config: Llama3Config) -> dict[str, Any]:
 
 
 def config_from_json(fields: Mapping[str, Any]) -> Llama3Config:
-    """Raises UserError for a field that is missing or invalid, or that asks for what is not computed here."""
+    """Hyper-parameters in config.json. Raises UserError if a field is missing, invalid or not supported."""
     refuse_other(fields, {"mlp_bias": False})
     theta, scaling = rope_fields(fields, "llama3")
-    stretch: dict[str, Any] = {}
+    scaling_values: dict[str, Any] = {}
     if scaling:
-        stretch = {
-            "rope_scaling_factor": given(scaling, "factor", float),
-            "rope_low_freq_factor": given(scaling, "low_freq_factor", float),
-            "rope_high_freq_factor": given(scaling, "high_freq_factor", float),
-            "rope_original_seq_len": given(scaling, "original_max_position_embeddings", int),
+        scaling_values = {
+            "rope_scaling_factor": read_field(scaling, "factor", float),
+            "rope_low_freq_factor": read_field(scaling, "low_freq_factor", float),
+            "rope_high_freq_factor": read_field(scaling, "high_freq_factor", float),
+            "rope_original_seq_len": read_field(scaling, "original_max_position_embeddings", int),
         }
-    config = Llama3Config(rope_theta=theta, **decoder_values(fields), **stretch)
-    refuse_invalid(check(config, 1, 1, 1), FIELDS | IN_SCALING)
+    config = Llama3Config(rope_theta=theta, **decoder_values(fields), **scaling_values)
+    refuse_invalid(check(config, 1, 1, 1), FIELDS | SCALING_FIELDS)
     refuse_other(fields, {"head_dim": config.head_dim})
     return config
 

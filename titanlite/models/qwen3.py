@@ -1,5 +1,5 @@
-"""Qwen3, dense (Qwen Team, "Qwen3 Technical Report", 2025): heads of a width of their own, whose queries and keys are
-normalised before they are rotated."""
+"""Qwen3, dense (Qwen Team, "Qwen3 Technical Report", 2025): the decoder with an independent head width, and with
+RMSNorm on each head of queries and keys before the rotation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,24 +9,24 @@ from typing import Any
 from titanlite.models.decoder import TENSOR_STYLES as DECODER_STYLES
 from titanlite.models.decoder import Decoder, check_decoder, check_sizes, decoder_plan, flops_per_token, init
 from titanlite.models.family import Family, HuggingFace, Plan, TensorStyle
+from titanlite.models.hugging_face import BLOCK_NAMES as DECODER_BLOCK_NAMES
 from titanlite.models.hugging_face import (
     FIELDS,
     decoder_json,
     decoder_values,
-    given,
     parameter_names,
+    read_field,
     refuse_invalid,
     refuse_other,
     rope_fields,
 )
-from titanlite.models.hugging_face import IN_BLOCK as DECODER_NAMES
 from titanlite.models.layers import Attention
 from titanlite.runtime.errors import Problem, require
 
 
 @dataclass(frozen=True)
 class Qwen3Config:
-    """Hyper-parameters of the qwen3 family. Each may be given in [model], over the flavor's own value."""
+    """Hyper-parameters of the qwen3 family. Each may be given in [model] and overrides the flavor's value."""
 
     dim: int
     """Width of the residual stream."""
@@ -41,13 +41,13 @@ class Qwen3Config:
     vocab_size: int
     """Rows of the embedding and of the output, at least the tokenizer's vocabulary."""
     head_dim: int = 128
-    """Width of each head; all together need not be as wide as the residual stream."""
+    """Width of each head; n_heads x head_dim may differ from dim."""
     norm_eps: float = 1e-6
-    """Added to the mean square in RMSNorm, also in that of queries and keys."""
+    """Added to the mean square in RMSNorm, also for queries and keys."""
     rope_theta: float = 1_000_000.0
     """Base of the rotary wavelengths."""
     max_seq_len: int = 40_960
-    """Longest sequence: the length of the rotary tables."""
+    """Maximum sequence length, and the length of the rotary tables."""
     tie_embeddings: bool = False
     """The output layer uses the embedding's weights."""
 
@@ -66,22 +66,22 @@ FLAVORS = {
     "14B": replace(_LARGE, dim=5120, n_layers=40, n_heads=40, ffn_dim=17_408),
     "32B": replace(_LARGE, dim=5120, n_layers=64, n_heads=64, ffn_dim=25_600),
 }
-"""Published dense sizes, and one for a laptop.
+"""Published dense sizes, and a debug size for a laptop.
 
-max_seq_len is that of the models after post-training; the folders of the base models say 32,768, with which they
-compute the same.
+max_seq_len is that of the post-trained models. The base models' config.json has 32,768; up to that length both compute
+the same.
 """
 
 
 class Qwen3(Decoder):
-    """The decoder with heads of a width of their own, whose queries and keys are normalised before they are rotated."""
+    """The decoder with an independent head width, and with RMSNorm on each head of queries and keys."""
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__(config, partial(attention, config))
 
 
 def attention(config: Qwen3Config) -> Attention:
-    """That of one block."""
+    """Attention module of one block."""
     return Attention(config.dim, config.n_heads, config.n_kv_heads, config.head_dim, head_norm_eps=config.norm_eps)
 
 
@@ -97,7 +97,7 @@ def plan(config: Qwen3Config) -> Plan:
 
 
 def check(config: Qwen3Config, seq_len: int, tp: int, pp: int) -> list[Problem]:
-    """What is wrong with these hyper-parameters, for training on sequences of `seq_len` tokens on these degrees."""
+    """Check the hyper-parameters for sequences of `seq_len` tokens and degrees tp and pp."""
     return [
         *check_decoder(config, seq_len, tp, pp, published="Qwen3"),
         *check_sizes(config, ["head_dim"]),
@@ -105,21 +105,21 @@ def check(config: Qwen3Config, seq_len: int, tp: int, pp: int) -> list[Problem]:
             config.head_dim < 1 or config.head_dim % 2 == 0,
             "model.head_dim",
             config.head_dim,
-            "even, since rotary embeddings turn pairs",
-            f"{config.head_dim + 1}, or 128 as all of Qwen3",
+            "even, since rotary embeddings rotate pairs",
+            f"{config.head_dim + 1}, or 128 as in all Qwen3 models",
         ),
     ]
 
 
-IN_BLOCK = {
-    **DECODER_NAMES,
+BLOCK_NAMES = {
+    **DECODER_BLOCK_NAMES,
     "attention.q_norm": "self_attn.q_norm",
     "attention.k_norm": "self_attn.k_norm",
 }
 
 
 def names(config: Qwen3Config) -> dict[str, str]:
-    return parameter_names(config, IN_BLOCK)
+    return parameter_names(config, BLOCK_NAMES)
 
 
 def config_json(config: Qwen3Config) -> dict[str, Any]:
@@ -127,13 +127,13 @@ def config_json(config: Qwen3Config) -> dict[str, Any]:
 
 
 def config_from_json(fields: Mapping[str, Any]) -> Qwen3Config:
-    """Raises UserError for a field that is missing or invalid, or that asks for what is not computed here."""
+    """Hyper-parameters in config.json. Raises UserError if a field is missing, invalid or not supported."""
     refuse_other(fields, {"use_sliding_window": False})
-    for kind in given(fields, "layer_types", list, []):
+    for kind in read_field(fields, "layer_types", list, []):
         refuse_other({"layer_types": kind}, {"layer_types": "full_attention"})
     theta, _ = rope_fields(fields, None)
-    # transformers has a head_dim of 128 too where config.json has none.
-    head_dim = given(fields, "head_dim", int, Qwen3Config.head_dim)
+    # The default, 128, is also that of transformers.
+    head_dim = read_field(fields, "head_dim", int, Qwen3Config.head_dim)
     config = Qwen3Config(head_dim=head_dim, rope_theta=theta, **decoder_values(fields))
     refuse_invalid(check(config, 1, 1, 1), FIELDS)
     return config

@@ -1,4 +1,4 @@
-"""Model families: one line of the table each."""
+"""Table of the model families, and the choice by the [model] section."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,18 +15,18 @@ FAMILIES: dict[str, Family] = {
 
 
 def resolve_model(section: ModelConfig) -> tuple[Family, Any]:
-    """The family that `section` names, and its hyper-parameters: the flavor's, with the overrides in their place.
+    """The family of `section`, and its hyper-parameters: those of the flavor with the overrides.
 
-    KeyError where family or flavor is unknown, TypeError where an override is.
+    Raises KeyError if the family or flavor is unknown, TypeError if an override is.
     """
     family = FAMILIES[section.family]
     return family, replace(family.flavors[section.flavor], **section.overrides)
 
 
 def check_model(section: ModelConfig, *, seq_len: int, tp: int, pp: int) -> list[Problem]:
-    """What is wrong with the hyper-parameters, for training on sequences of `seq_len` tokens on these degrees.
+    """Check the hyper-parameters for sequences of `seq_len` tokens and degrees tp and pp.
 
-    Family, flavor, and the overrides' names and types are taken to be valid.
+    Family, flavor, and the names and types of overrides must be valid.
     """
     family, config = resolve_model(section)
     return family.check(config, seq_len, tp, pp)

@@ -19,7 +19,7 @@ def build(
         eps=section.eps,
         foreach=implementation == "foreach",
         fused=fused,
-        # Step counts live on the device, where the gate is; torch allows (and needs) that on accelerators only.
+        # Keeps step counts on the device, where updates are decided; torch supports this on accelerators only.
         capturable=not fused and device.type != "cpu",
     )
 

@@ -1,4 +1,4 @@
-"""Optimizers: one line of the table each. What is built, and how much memory it takes."""
+"""Table of the optimizers, their construction, and their memory."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
@@ -18,27 +18,27 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
 
 
 def check_optimizer(section: OptimizerConfig) -> list[Problem]:
-    """Ranges, and what torch cannot do."""
+    """Check the ranges of [optimizer], and that torch has the implementation."""
     return [
         *check_ranges(section, "optimizer"),
         *require(
             section.implementation != "fused" or OPTIMIZERS[section.name].has_fused,
             "optimizer.implementation",
             section.implementation,
-            f"{section.name} has no fused form for sharded parameters in torch",
+            f'not "fused": torch has no fused {section.name} for sharded parameters',
             'use "auto" or "foreach", or optimizer.name = "AdamW"',
         ),
     ]
 
 
 def resolve_implementation(section: OptimizerConfig) -> str:
-    """ "auto" is fused if there is a fused form, else foreach."""
+    """The implementation, with "auto" resolved to fused if supported, else foreach."""
     auto = "fused" if OPTIMIZERS[section.name].has_fused else "foreach"
     return auto if section.implementation == "auto" else section.implementation
 
 
 def build_optimizer(section: OptimizerConfig, model_parts: Iterable[nn.Module], device: torch.device) -> GatedOptimizer:
-    """The optimizer of all parameters of `model_parts`, in two groups: with and without weight decay."""
+    """Build the optimizer of all parameters of `model_parts`, in two groups: with and without weight decay."""
     named = {name: parameter for part in model_parts for name, parameter in part.named_parameters()}
     skipped = {name for name in named if any(fnmatchcase(name, pattern) for pattern in section.weight_decay_skip)}
     groups = [
@@ -51,16 +51,15 @@ def build_optimizer(section: OptimizerConfig, model_parts: Iterable[nn.Module], 
 
 
 def state_bytes(section: OptimizerConfig, parameter_bytes: int, num_tensors: int) -> int:
-    """Bytes of the state after a step, of parameters of so many bytes in so many tensors, on one rank.
+    """Bytes of optimizer state after a step on one rank, for `num_tensors` parameters of `parameter_bytes` in total.
 
-    A step count per tensor is on the device (fused, or any form on an accelerator) or on the host.
+    The step count of each tensor is on the device (fused, or any implementation on an accelerator) or on the host.
     """
     kind = OPTIMIZERS[section.name]
     return kind.moments * parameter_bytes + 4 * num_tensors * kind.counts_steps
 
 
 def update_bytes(section: OptimizerConfig, parameter_bytes: int, num_tensors: int) -> int:
-    """Bytes that an update takes beside gradients and state: forms that cannot be gated by their kernel keep copies of
-    parameters and state, and make new ones of both, a tensor at a time."""
+    """Temporary bytes of an update: a copy of parameters and state, unless the kernel can skip updates."""
     fused = resolve_implementation(section) == "fused"
     return 0 if fused else parameter_bytes + state_bytes(section, parameter_bytes, num_tensors)

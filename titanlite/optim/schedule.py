@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step: nothing to checkpoint, nothing to resume."""
+"""Learning-rate schedule: a pure function of the step, without state to checkpoint."""
 
 import math
 from collections.abc import Callable
@@ -10,21 +10,21 @@ from titanlite.runtime.errors import Problem, check_ranges, ranged, require
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Warm-up, stable, decay. Steps count from 1; step 1 already has a learning rate above 0."""
+    """Warm-up, constant learning rate, decay. Steps count from 1; step 1 has a learning rate above 0."""
 
     warmup_steps: int = ranged(100, "0 starts at the full learning rate", least=0)
-    """Steps of linear warm-up; may be as large as training.steps or larger."""
+    """Steps of linear warm-up; may exceed training.steps."""
     decay: Literal["none", "linear", "cosine", "sqrt"] = "linear"
     """Shape of the decay from optimizer.lr to min_lr_factor x optimizer.lr; none keeps optimizer.lr."""
     decay_steps: int = ranged(-1, "leave it out to decay over all steps after the warm-up", least=1, unset=-1)
-    """The decay takes so many steps right after the warm-up, whatever training.steps is; -1: see decay_ratio."""
+    """Length of the decay in steps, right after the warm-up, independent of training.steps; -1: see decay_ratio."""
     decay_ratio: float = ranged(-1.0, "0.2 decays over the last fifth of the run", above=0, most=1, unset=-1)
-    """The decay takes this share of training.steps, at the end of the run; -1: all steps after the warm-up."""
+    """Length of the decay as a fraction of training.steps, at the end of the run; -1: all steps after the warm-up."""
     min_lr_factor: float = ranged(0.1, "0.1 ends at a tenth of optimizer.lr", least=0, most=1)
     """Learning rate at the end of the decay and after it, as a factor of optimizer.lr."""
 
 
-# Fraction of the way from the peak (0) to the minimum (1), by the fraction of the decay that is over. "sqrt" is the
+# Position between the peak (0) and the minimum (1) as a function of the completed fraction of the decay. "sqrt" is the
 # 1-sqrt decay of Hägele et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations", 2024.
 DECAY_SHAPES: dict[str, Callable[[float], float]] = {
     "none": lambda progress: 0.0,  # noqa: ARG005
@@ -35,7 +35,7 @@ DECAY_SHAPES: dict[str, Callable[[float], float]] = {
 
 
 def check_schedule(section: ScheduleConfig) -> list[Problem]:
-    """training.steps is not a bound: a run that is cut short keeps its warm-up."""
+    """Check [lr_schedule]. warmup_steps may exceed training.steps, so that a shortened run keeps its warm-up."""
     key = "lr_schedule"
     problems = check_ranges(section, key)
     if section.decay_steps != -1 and section.decay_ratio != -1.0:
@@ -43,23 +43,23 @@ def check_schedule(section: ScheduleConfig) -> list[Problem]:
             False,
             f"{key}.decay_ratio",
             section.decay_ratio,
-            "decay_steps and decay_ratio say the same thing: one of the two",
+            f"either decay_ratio or {key}.decay_steps = {section.decay_steps}, not both",
             f"leave out {key}.decay_ratio or {key}.decay_steps",
         )
     return problems
 
 
 def depends_on_steps(section: ScheduleConfig) -> bool:
-    """Whether another training.steps can change the learning rate of a step that both runs have.
+    """Whether a change of training.steps can change the learning rate of a step.
 
-    If not, a run that is extended is the run that was longer from the start.
+    If not, an extended run equals a run that was longer from the start.
     """
-    falls = section.decay != "none" and section.min_lr_factor < 1.0
-    return falls and section.decay_steps == -1
+    decays = section.decay != "none" and section.min_lr_factor < 1.0
+    return decays and section.decay_steps == -1
 
 
 def build_schedule(section: ScheduleConfig, peak_lr: float, steps: int) -> Callable[[int], float]:
-    """The learning rate of step 1, 2, ...: the smaller of warm-up and decay, times `peak_lr`."""
+    """Learning rate as a function of the step, from 1: `peak_lr` times the smaller of warm-up and decay."""
     shape = DECAY_SHAPES[section.decay]
     if section.decay_steps != -1:
         start, length = section.warmup_steps, section.decay_steps

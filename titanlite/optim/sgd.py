@@ -1,4 +1,4 @@
-"""Plain SGD: no momentum, hence no state."""
+"""SGD without momentum, and without state."""
 
 from typing import Any
 

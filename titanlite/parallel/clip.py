@@ -1,4 +1,4 @@
-"""The global gradient norm, and clipping to it, without a host read."""
+"""Global gradient norm and gradient clipping, without a host read."""
 
 import math
 from collections.abc import Iterable
@@ -16,14 +16,14 @@ NormType = Literal["2", "inf"]
 def clip_grad_norm_(
     model_parts: Iterable[nn.Module], max_norm: float, norm_type: NormType, pp_group: dist.ProcessGroup | None
 ) -> Tensor:
-    """The norm of all gradients before clipping; scales the gradients in place so that it is at most `max_norm`.
+    """Clip the gradients in place to a global norm of at most `max_norm`; return the norm before clipping.
 
-    model_parts: all that this rank has of the model; the ranks of `pp_group` have the rest (None: all of it is here).
-    Returns a scalar on the device in promote_types(gradient dtype, float32), the same on all ranks. `max_norm` <= 0
-    only measures. Each group of parameters that are sharded over the same mesh axes is reduced by one all-reduce for
-    each such axis, all of them together by one over pp; replicated parameters are counted once.
+    model_parts: this rank's parts of the model; the ranks of `pp_group` have the other stages (None: no pipeline).
+    Returns a scalar on the device in promote_types(gradient dtype, float32), the same on all ranks. If `max_norm` <= 0,
+    gradients are not clipped. One all-reduce per mesh axis reduces all parameters that are sharded over the same axes,
+    and one over pp reduces the total; replicated parameters count once.
     """
-    # Parameters decide on the groups, not gradients: all ranks then issue the same collectives.
+    # Group by parameters, not by gradients, so that all ranks issue the same collectives.
     parameters = [p for part in model_parts for p in part.parameters() if p.requires_grad]
     device = parameters[0].device
     dtype = torch.float32
@@ -53,24 +53,24 @@ def clip_grad_norm_(
 
 
 def _norm_part(gradients: list[Tensor], norm_type: NormType, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Sum of all squares, or for "inf" the largest absolute value: a float64 scalar.
+    """Sum of all squares, or the largest absolute value for "inf": a float64 scalar.
 
-    Squares are added row by row in `dtype`, then over rows in float64. A whole tensor at once would do on no CPU: torch
-    adds its squares one after the other, and is off by 1e-5 after 10^6 float32 elements, by 1e-2 after 10^8.
+    Squares are added within rows in `dtype`, then over rows in float64. A single sum over a tensor would be inexact on
+    CPUs: torch adds the squares sequentially, with an error of 1e-5 after 10^6 float32 elements and 1e-2 after 10^8.
     """
     gradients = [gradient for gradient in gradients if gradient.numel()]
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     if norm_type == "inf":
         largest = torch.stack(torch._foreach_norm(gradients, math.inf)).amax().to(torch.float64)
-        # A maximum over ranks may lose NaN (gloo compares with <). Infinity survives it, and is as little a norm.
+        # A maximum over ranks may drop NaN (gloo compares with <) but not infinity, which is not a finite norm either.
         return largest.nan_to_num(nan=math.inf)
     rows = [torch.linalg.vector_norm(gradient, dim=-1, dtype=dtype) for gradient in gradients]
     return torch.stack(torch._foreach_norm(rows, 2, dtype=torch.float64)).square().sum()
 
 
 def _shard_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Process groups of the mesh axes, larger than 1, over which the parameter is sharded."""
+    """Process groups of the mesh axes with more than one rank over which the parameter is sharded."""
     if not isinstance(parameter, DTensor):
         return ()
     mesh = parameter.device_mesh
@@ -85,5 +85,5 @@ def _local(parameter: Tensor, gradient: Tensor) -> Tensor:
     if not isinstance(gradient, DTensor):
         return gradient
     assert isinstance(parameter, DTensor)
-    assert gradient.placements == parameter.placements, "a gradient that is not reduced yet"
+    assert gradient.placements == parameter.placements, "the gradient is not reduced yet"
     return gradient.to_local()

@@ -1,4 +1,4 @@
-"""Compilation: block by block, and the loss."""
+"""torch.compile for each block, and for the loss."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,18 +16,17 @@ class CompileConfig:
     """torch.compile."""
 
     enable: bool = False
-    """Whether anything is compiled."""
+    """Compile the components."""
     backend: str = "inductor"
-    """A backend of torch.compile."""
+    """Backend of torch.compile."""
     components: tuple[Literal["model", "loss"], ...] = ("model", "loss")
-    """model: each transformer block by itself; loss: the cross-entropy."""
+    """model: each transformer block separately; loss: the cross-entropy."""
 
 
 def check_compile(section: CompileConfig, *, pp_schedule: str, splits_backward: bool) -> list[Problem]:
-    """Only backends that torch knows, and what they can do.
+    """Check that the backend exists, and that this torch can compile blocks under `pp_schedule`.
 
-    splits_backward: whether the pipeline, running `pp_schedule`, computes gradients of weights apart from those of
-    inputs.
+    splits_backward: whether that schedule computes gradients of weights separately from those of inputs.
     """
     if not section.enable:
         return []
@@ -38,22 +37,22 @@ def check_compile(section: CompileConfig, *, pp_schedule: str, splits_backward: 
             "compile.backend",
             section.backend,
             f"one of {', '.join(backends)}",
-            'write "inductor"',
+            'compile.backend = "inductor"',
         ),
         *require(
             not (splits_backward and compiles_blocks(section)) or can_split_compiled_backward(),
             "compile.enable",
             section.enable,
-            f"with parallelism.pp_schedule = {pp_schedule} it needs torch 2.13 or newer, and this is "
-            f"{torch.__version__}: older ones cannot split the backward pass of a compiled block",
+            f"with parallelism.pp_schedule = {pp_schedule} it needs torch 2.13 or newer, and torch is "
+            f"{torch.__version__}: older versions cannot split the backward pass of a compiled block",
             "another schedule, such as Interleaved1F1B, compile.enable = false, or a newer torch",
         ),
     ]
 
 
 def can_split_compiled_backward() -> bool:
-    """Whether this torch computes gradients of weights apart from those of inputs in compiled blocks."""
-    return torch.__version__ >= "2.13"  # compared as versions
+    """Whether this torch can compute gradients of weights separately from those of inputs in compiled blocks."""
+    return torch.__version__ >= "2.13"  # TorchVersion compares versions, not strings
 
 
 def compiles_blocks(section: CompileConfig) -> bool:
@@ -62,7 +61,7 @@ def compiles_blocks(section: CompileConfig) -> bool:
 
 
 def apply_compile(model: nn.Module, plan: Plan, section: CompileConfig) -> list[str]:
-    """Compiles each block's forward, in place; returns what was applied, for the start log. No name changes."""
+    """Compile each block's forward in place, without renaming parameters; return descriptions for the start log."""
     if not compiles_blocks(section):
         return []
     for name in plan.blocks:
@@ -72,7 +71,7 @@ def apply_compile(model: nn.Module, plan: Plan, section: CompileConfig) -> list[
 
 
 def compiled_loss(loss: Callable[..., Tensor], section: CompileConfig) -> Callable[..., Tensor]:
-    """The loss function, compiled where the section asks for it."""
+    """The loss function, compiled if the section enables it."""
     if not section.enable or "loss" not in section.components:
         return loss
     compiled: Callable[..., Tensor] = torch.compile(loss, backend=section.backend)

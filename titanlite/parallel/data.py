@@ -1,7 +1,7 @@
-"""Data parallelism: sharded (`fully_shard`), replicated (`replicate`), or both, and when gradients are reduced.
+"""Data parallelism: sharded (`fully_shard`), replicated (`replicate`) or hybrid, and gradient synchronization.
 
 Gradients are plain sums over the data ranks: the loss is divided by the global number of valid tokens before
-backward, so no reduction may divide again.
+backward, so reductions must not divide again.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,18 +27,18 @@ def apply_data_parallel(
     reduce_dtype: torch.dtype,
     reshard_after_forward: ReshardAfterForward,
 ) -> list[str]:
-    """Wraps the plan's units and then the root, in place; returns what was applied, for the start log.
+    """Wrap the plan's FSDP units and then the root, in place; return descriptions for the start log.
 
     Mesh axes: dp_replicate and dp_shard. Both larger than 1: hybrid sharding; dp_shard alone: `fully_shard`; else
-    `replicate`, also on a mesh of one rank, so that the mixed-precision policy is in force everywhere. Only a model
-    on one data rank, whole and in one dtype, stays as it is: nothing is to be reduced or cast, and the wrapper's
-    copies of gradients would cost 5 % of a step (docs/LOG.md).
+    `replicate`, also on a single rank, so that the mixed-precision policy applies everywhere. The model is not wrapped
+    if dp_replicate, dp_shard and tp are 1 and all dtypes are equal: there is nothing to reduce or cast, and the
+    wrapper's copies of gradients would cost 5 % of a step (docs/LOG.md).
 
     Computes in `param_dtype`, reduces gradients in `reduce_dtype`, as plain sums.
     """
     replicas, shards = mesh["dp_replicate"].size(), mesh["dp_shard"].size()
-    whole = replicas * shards * mesh["tp"].size() == 1
-    if whole and param_dtype == reduce_dtype == next(model.parameters()).dtype:
+    unsharded = replicas * shards * mesh["tp"].size() == 1
+    if unsharded and param_dtype == reduce_dtype == next(model.parameters()).dtype:
         return []
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     units = [[model.get_submodule(name) for name in unit] for unit in plan.units]
@@ -51,30 +51,30 @@ def apply_data_parallel(
         data_mesh = mesh["dp_replicate", "dp_shard"] if replicas > 1 else mesh["dp_shard"]
         for index, unit in enumerate(units):
             is_last = index == len(units) - 1
-            # The last unit is needed again at once by the backward pass: freeing it would only cost a gather.
+            # Backward needs the last unit first: freeing it would only add an all-gather.
             reshard = reshard_after_forward == "always" or (reshard_after_forward == "default" and not is_last)
             fully_shard(unit, mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshard)
         fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward == "always")
         applied = "hybrid fully_shard" if replicas > 1 else "fully_shard"
     for module in wrapped_modules(model):
-        # Plain sums on every backend. The factor alone fails on gloo, and the setters do not recurse.
+        # Plain sums on every backend. The factor alone fails on gloo, and the setters apply to one module only.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        # A parameter without a gradient on this rank still takes part in the reduction.
+        # Reduce parameters without a gradient on this rank as zeros.
         if hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True)
         elif plan.may_skip_parameters:
             raise UserError(
                 f"torch {torch.__version__} cannot reduce gradients that are missing on some ranks, and this model may "
-                "leave parameters without a gradient: use torch 2.13 or newer"
+                "skip parameters: install torch 2.13 or newer"
             )
     return [applied]
 
 
 def resolve_gradient_sync(policy: GradientSync, mesh: DeviceMesh) -> GradientSync | None:
-    """hybrid is a choice between the two data axes: without shards it is last, without replicas every.
+    """The policy for this mesh: hybrid becomes last if dp_shard is 1, and every if dp_replicate is 1.
 
-    None with a pipeline: its stages reduce by themselves, once per schedule step.
+    None with a pipeline: its stages reduce their gradients once per schedule step.
     """
     if mesh["pp"].size() > 1:
         return None
@@ -87,11 +87,11 @@ def resolve_gradient_sync(policy: GradientSync, mesh: DeviceMesh) -> GradientSyn
 
 @contextmanager
 def gradient_sync(model_parts: Iterable[nn.Module], policy: GradientSync | None, *, is_last: bool) -> Iterator[None]:
-    """Whether the backward pass inside reduces its gradients over dp_shard and dp_replicate.
+    """Context for a backward pass: sets whether gradients are reduced over dp_shard and dp_replicate.
 
-    every: both axes, always. last: both axes where `is_last` (the last microbatch of the step); until then the rank
-    keeps its unreduced sums, and the gathered parameters. hybrid: dp_shard always, dp_replicate where `is_last`.
-    All three give the same gradients. None: the pipeline decides, here nothing is set.
+    every: both axes, always. last: both axes if `is_last` (the last microbatch of the step); before that, the rank
+    keeps unreduced gradients and gathered parameters. hybrid: dp_shard always, dp_replicate if `is_last`.
+    All three give the same gradients. None: sets nothing; the pipeline decides.
     """
     for root in (part for part in model_parts if policy is not None and isinstance(part, FSDPModule)):
         root.set_requires_gradient_sync(is_last or policy != "last")
@@ -102,12 +102,12 @@ def gradient_sync(model_parts: Iterable[nn.Module], policy: GradientSync | None,
 
 
 def wrapped_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """All modules that `fully_shard` or `replicate` wrapped, the root first."""
+    """Modules wrapped by `fully_shard` or `replicate`, the root first."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def running_dtypes(model: nn.Module) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """(parameters, compute, gradient reduction), read off a model that `apply_data_parallel` has seen."""
+    """(parameter dtype, compute dtype, reduction dtype) of a model after `apply_data_parallel`."""
     parameters = next(model.parameters()).dtype
     root = next(wrapped_modules(model), None)
     if root is None:

@@ -1,4 +1,4 @@
-"""The mesh pp x dp_replicate x dp_shard x tp: the one place that knows axes, ranks and process groups."""
+"""The device mesh pp x dp_replicate x dp_shard x tp: axes, coordinates of ranks, process groups."""
 
 import math
 from collections.abc import Iterable
@@ -12,9 +12,9 @@ from titanlite.runtime.distributed import World, set_timeout
 from titanlite.runtime.errors import Problem, check_ranges, ranged, require
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-"""From the outermost, whose ranks are farthest apart, to the innermost; each has its degree in ParallelismConfig."""
+"""Mesh axes from the outermost to the innermost, whose ranks are adjacent; ParallelismConfig has their degrees."""
 DATA_AXES = ("dp_replicate", "dp_shard")
-"""Those along which ranks read other rows."""
+"""Axes along which ranks read different rows."""
 
 GradientSync = Literal["every", "last", "hybrid"]
 ReshardAfterForward = Literal["default", "always", "never"]
@@ -25,16 +25,17 @@ PipelineSchedule = Literal[
 
 @dataclass(frozen=True)
 class ParallelismConfig:
-    """How the processes are laid out. A choice of hardware, never of numerics."""
+    """Layout of the processes; it does not change the numerics."""
 
     dp_replicate: int = ranged(1, "1 switches this axis off", least=1)
     """Data-parallel replicas of the parameters."""
     dp_shard: int = ranged(-1, "1 switches this axis off", least=1, unset=-1)
-    """Ranks over which parameters, gradients and optimizer state are sharded; -1: what is left of the world."""
+    """Ranks over which parameters, gradients and optimizer state are sharded; -1: all ranks that the other degrees
+    leave."""
     tp: int = ranged(1, "1 switches this axis off", least=1)
-    """Tensor-parallel ranks: each holds a part of every matrix, and of the sequence between them."""
+    """Tensor-parallel ranks: each holds a shard of every matrix, and of the sequence between the matrices."""
     loss_parallel: bool = True
-    """With tp: the logits stay cut along the vocabulary, and the loss is computed from the parts."""
+    """With tp: the logits stay sharded along the vocabulary, and the loss is computed from the shards."""
     pp: int = ranged(1, "1 switches this axis off", least=1)
     """Pipeline-parallel ranks: each holds some of the layers."""
     pp_schedule: PipelineSchedule = "1F1B"
@@ -43,19 +44,19 @@ class ParallelismConfig:
     pp_microbatch_size: int = 1
     """Sequences per pipeline microbatch."""
     pp_split: tuple[str, ...] = ()
-    """Names of the modules at which stages begin, but for the first, e.g. ["layers.2", "norm"].
-    Empty: stages with parameter counts as even as can be."""
+    """First module of each stage except the first stage, e.g. ["layers.2", "norm"].
+    Empty: balances the parameters of the stages."""
     gradient_sync: GradientSync = "hybrid"
     """When accumulated gradients are reduced: every microbatch (least memory), the last one only (least
     communication), or hybrid: reduce-scatter at every microbatch, all-reduce over replicas at the last.
-    With pp: every sends one local batch at a time through the pipeline, last and hybrid the whole optimizer step."""
+    With pp: every sends one local batch at a time through the pipeline, last and hybrid all of the optimizer step."""
     fsdp_reshard_after_forward: ReshardAfterForward = "default"
-    """Whether sharded parameters are freed between forward and backward; default: all units but the last, and none with
-    a schedule that splits the backward pass (InterleavedZeroBubble, ZBVZeroBubble, DualPipeV)."""
+    """Whether sharded parameters are freed between forward and backward. default: frees all FSDP units but the last;
+    frees none with a schedule that splits the backward pass (InterleavedZeroBubble, ZBVZeroBubble, DualPipeV)."""
 
 
 def resolve_degrees(section: ParallelismConfig, world_size: int) -> dict[str, int]:
-    """Of each axis, in the order of AXES; dp_shard = -1 becomes what is left of the world (0 where nothing fits)."""
+    """Degree of each axis, in the order of AXES. dp_shard = -1 is resolved, to 0 if the other degrees do not fit."""
     degrees = {axis: getattr(section, axis) for axis in AXES}
     if section.dp_shard == -1:
         fixed = math.prod(degree for axis, degree in degrees.items() if axis != "dp_shard")
@@ -64,17 +65,17 @@ def resolve_degrees(section: ParallelismConfig, world_size: int) -> dict[str, in
 
 
 def data_degree(section: ParallelismConfig, world_size: int) -> int:
-    """Number of data-parallel ranks; 0 where the section does not fit the world."""
+    """Number of data-parallel ranks; 0 if the section does not fit the world size."""
     degrees = resolve_degrees(section, world_size)
     return max(0, math.prod(degrees[axis] for axis in DATA_AXES))
 
 
 class Mesh:
-    """Where this process stands on the axes, and its process groups: known at once, and once the ranks are connected.
+    """Coordinates of this process on the mesh axes, and, after `connect`, its process groups.
 
     degrees: of each axis. coordinate: of this process on each axis, from 0. data_rank: its coordinate on the data axis,
-    which is dp_replicate x dp_shard in that order: token counts, loss and data loading go by it. groups: the process
-    groups that training uses.
+    dp_replicate x dp_shard in that order, which token counts, loss and data loading use. groups: the process groups
+    that training uses.
     """
 
     def __init__(self, section: ParallelismConfig, world: World) -> None:
@@ -82,7 +83,7 @@ class Mesh:
         self.degrees = resolve_degrees(section, world.size)
         self.coordinate: dict[str, int] = {}
         rest = world.rank
-        for axis, degree in reversed(self.degrees.items()):  # the last axis changes from rank to rank
+        for axis, degree in reversed(self.degrees.items()):  # the last axis varies fastest
             rest, self.coordinate[axis] = divmod(rest, degree)
         self.data_degree, self.data_rank = 1, 0
         for axis in DATA_AXES:
@@ -93,23 +94,24 @@ class Mesh:
         self.groups: list[dist.ProcessGroup] = []
 
     def is_first(self, axes: Iterable[str]) -> bool:
-        """Whether this process has coordinate 0 on all these axes."""
+        """Whether this process has coordinate 0 on all `axes`."""
         return all(self.coordinate[axis] == 0 for axis in axes)
 
     @property
     def is_data_leader(self) -> bool:
-        """Whether it is the first of the ranks that read the same rows."""
+        """Whether this is the first of the ranks that read the same rows."""
         return self.is_first(axis for axis in AXES if axis not in DATA_AXES)
 
     @property
     def is_loss_leader(self) -> bool:
-        """Whether it is the first of the ranks of its stage that read the same rows, and so compute the same loss."""
+        """Whether this is the first of the ranks of its stage that read the same rows and compute the same loss."""
         return self.is_first(axis for axis in AXES if axis not in (*DATA_AXES, "pp"))
 
     def connect(self, timeout_s: int | None) -> None:
-        """Makes the process groups of all axes; a collective, once torch's default group is there.
+        """Create the process groups of all axes. A collective; needs torch's default group.
 
-        timeout_s: of these groups and the default one, until set_timeout; None for simulated ones, which know none.
+        timeout_s: of these groups and the default group, until set_timeout. None: for simulated groups, which have no
+        timeout.
         """
         mesh = init_device_mesh(self.world.device_type, tuple(self.degrees.values()), mesh_dim_names=AXES)
         assert dist.group.WORLD is not None
@@ -117,11 +119,11 @@ class Mesh:
         self._data_group = mesh[DATA_AXES]._flatten("dp").get_group()
         self.groups += [dist.group.WORLD, *(mesh.get_group(axis) for axis in AXES), self._data_group]
         if timeout_s is not None:
-            self.set_timeout(timeout_s)  # torch gives a mesh's groups its own default, 30 minutes
+            self.set_timeout(timeout_s)  # the default of a mesh's groups is 30 minutes
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """With the axes AXES, size-1 ones included."""
+        """torch's DeviceMesh with all AXES, also those of size 1."""
         assert self._device_mesh is not None, "the ranks are not connected"
         return self._device_mesh
 
@@ -132,14 +134,14 @@ class Mesh:
         return self._data_group
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one on that axis only."""
+        """The ranks that differ from this rank on `axis` only."""
         found: dist.ProcessGroup = self.device_mesh.get_group(axis)
         return found
 
     def new_group(self, timeout_s: int, *, keeps_timeout: bool = False) -> dist.ProcessGroup:
-        """Another group of all ranks, of gloo, for what the hosts tell each other; a collective.
+        """Create a gloo group of all ranks, for communication between hosts. A collective.
 
-        keeps_timeout: whatever set_timeout says later.
+        keeps_timeout: later calls of set_timeout do not change this group.
         """
         group: dist.ProcessGroup = dist.new_group(backend="gloo")
         set_timeout([group], timeout_s)
@@ -148,17 +150,17 @@ class Mesh:
         return group
 
     def set_timeout(self, seconds: int) -> None:
-        """Collectives of all these groups fail after so many seconds from now on."""
+        """Set the timeout of later collectives in all groups."""
         set_timeout(self.groups, seconds)
 
 
 def shard_logits(section: ParallelismConfig) -> bool:
-    """Whether logits stay cut along the vocabulary, over the tp axis."""
+    """Whether logits stay sharded along the vocabulary, over the tp axis."""
     return section.loss_parallel and section.tp > 1
 
 
 def check_parallelism(section: ParallelismConfig, world_size: int) -> list[Problem]:
-    """Degrees are positive and their product is the number of processes."""
+    """Check that degrees are positive and that their product is the world size."""
     key = "parallelism"
     problems = check_ranges(section, key)
     if problems:
@@ -173,7 +175,7 @@ def check_parallelism(section: ParallelismConfig, world_size: int) -> list[Probl
             False,
             f"{key}.{at_fault}",
             getattr(section, at_fault),
-            f"{degrees} must multiply to the world size, and there {'is' if world_size == 1 else 'are'} {processes}",
+            f"the product of {degrees} must be the world size, {processes}",
             f"start a matching number of processes (NGPU=..., torchrun --nproc-per-node ...), change {key}.{at_fault}"
             + ("" if section.dp_shard == -1 else f", or leave {key}.dp_shard at -1"),
         )

@@ -1,4 +1,4 @@
-"""The order in which parallelisms are applied to a model, written once for all families."""
+"""Application of all parallelisms to a model, in order; shared by all families."""
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,10 +23,10 @@ def parallelize(
     reduce_dtype: torch.dtype,
     reshard_after_forward: ReshardAfterForward,
 ) -> list[str]:
-    """Applies to the model, in place and on the meta device, what the mesh asks for, by the names in the family's plan.
+    """Apply tensor parallelism, recomputation, compilation and data parallelism, in place, on the meta device.
 
-    model: whole, or a pipeline stage with the plan of what it has kept. Computes in `param_dtype`, reduces gradients
-    in `reduce_dtype`. Returns what was applied, in order, for the start log.
+    model: the full model, or a pipeline stage with the plan of its units. Computes in `param_dtype`, reduces
+    gradients in `reduce_dtype`. Returns descriptions of what was applied, in order, for the start log.
     """
     recompute_first = inside_compilation(recompute)
     return [

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: which units a stage keeps, and the schedule that runs the stages."""
+"""Pipeline parallelism: the split of a model into stages, and the schedule that runs them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,8 +23,10 @@ from titanlite.runtime.errors import Problem, require
 
 @dataclass(frozen=True)
 class ScheduleShape:
-    """stages_per_rank: stages on each rank. placement: where they are, for rank p of P and its two stages:
-    loop: p and P + p; v: p and 2P - 1 - p. splits_backward: input gradients are computed apart from weight gradients.
+    """Stages of a pipeline schedule.
+
+    stages_per_rank: number of stages on each rank. placement: indexes of the two stages of rank p of P: loop: p and
+    P + p; v: p and 2P - 1 - p. splits_backward: whether input gradients are computed separately from weight gradients.
     """
 
     stages_per_rank: Literal[1, 2]
@@ -44,12 +46,12 @@ SCHEDULES: dict[PipelineSchedule, ScheduleShape] = {
 
 
 def num_stages(section: ParallelismConfig) -> int:
-    """Stages of the whole pipeline; 1 without one."""
+    """Number of pipeline stages over all ranks; 1 without a pipeline."""
     return section.pp * SCHEDULES[section.pp_schedule].stages_per_rank if section.pp > 1 else 1
 
 
 def splits_backward(section: ParallelismConfig) -> bool:
-    """Whether there is a pipeline that computes gradients of weights apart from those of inputs."""
+    """Whether the pipeline, if any, computes gradients of weights separately from those of inputs."""
     return section.pp > 1 and SCHEDULES[section.pp_schedule].splits_backward
 
 
@@ -64,15 +66,15 @@ def local_stages(section: ParallelismConfig, pp_rank: int) -> list[int]:
 
 
 def stage_owners(section: ParallelismConfig) -> list[int]:
-    """The rank on the pp axis of each stage."""
+    """Rank on the pp axis of each stage."""
     owners = {stage: rank for rank in range(section.pp) for stage in local_stages(section, rank)}
     return [owners[stage] for stage in range(num_stages(section))]
 
 
 def forward_timetable(owners: Sequence[int], num_microbatches: int) -> list[list[tuple[int, int]]]:
-    """For each point in time what is computed at it, (stage, microbatch); of a forward pass alone.
+    """Schedule of a forward pass without backward: the (stage, microbatch) pairs computed at each time step.
 
-    owners: as of stage_owners. A rank computes one thing at a time, a microbatch goes through the stages in order.
+    owners: from stage_owners. A rank computes one pair at a time; a microbatch passes the stages in order.
     """
     begins: list[int] = []
     for stage, owner in enumerate(owners):
@@ -85,28 +87,28 @@ def forward_timetable(owners: Sequence[int], num_microbatches: int) -> list[list
 
 
 def rows_per_batch(section: ParallelismConfig, local_batch_size: int, rows_per_step: int) -> int:
-    """Sequences that a data rank computes gradients of at once, of its `rows_per_step` in an optimizer step.
+    """Sequences per batch of a data rank, which computes `rows_per_step` sequences per optimizer step.
 
-    Stages reduce their gradients at the end of each batch: with gradient_sync "every" that is a local batch, else a
-    pipeline gets all of the step.
+    Pipeline stages reduce their gradients at the end of each batch: with gradient_sync "every" a batch is a local
+    batch, otherwise all sequences of the step.
     """
     return local_batch_size if section.pp == 1 or section.gradient_sync == "every" else rows_per_step
 
 
 def resolve_reshard_after_forward(section: ParallelismConfig) -> ReshardAfterForward:
-    """The policy for sharded parameters; with a split backward pass "default" is "never".
+    """The policy for sharded parameters: "never" if the schedule splits the backward pass.
 
-    torch notes which weights the second half has to compute when the first half begins. Those of a unit that is freed
-    then are not gathered yet: it would not find them, and leave out their gradients without a word.
+    At the start of the first half (input gradients), torch records the weights for the second half. The weights of a
+    freed FSDP unit are not gathered at that point, so their gradients would silently be missing.
     """
     return "never" if splits_backward(section) else section.fsdp_reshard_after_forward
 
 
 def check_pipeline(section: ParallelismConfig, plan: Plan, rows: int, *, document_mask: bool = False) -> list[Problem]:
-    """What is wrong with the pp_... keys for a model of that plan. Without a pipeline they are without effect.
+    """Check the pp_... keys for a model with this plan. They have no effect if pp is 1.
 
-    rows: sequences that go through the pipeline at once, 0 where they are not known. document_mask: whether every stage
-    gets the positions of its rows.
+    rows: sequences per pass through the schedule, 0 if unknown. document_mask: whether every stage gets the positions
+    of its rows.
     """
     key = "parallelism"
     if section.pp <= 1:
@@ -117,30 +119,30 @@ def check_pipeline(section: ParallelismConfig, plan: Plan, rows: int, *, documen
         stages <= len(plan.units),
         f"{key}.pp",
         section.pp,
-        f"{section.pp_schedule} makes {stages} stages of it, and the model has {len(plan.units)} units to put on them",
+        f"{section.pp_schedule} needs {stages} stages; the model can be split into at most {len(plan.units)}",
         "fewer stages (a smaller pp, or a schedule with one stage per rank: 1F1B, GPipe), or more model.n_layers",
     )
     problems += require(
         SCHEDULES[section.pp_schedule].placement != "v" or torch.__version__ >= "2.12",
         f"{key}.pp_schedule",
         section.pp_schedule,
-        f"needs torch 2.12 or newer, and this is {torch.__version__}: older ones connect a rank with itself for it",
+        f"needs torch 2.12 or newer, and torch is {torch.__version__}: older versions connect a rank to itself",
         "another schedule, such as Interleaved1F1B, or a newer torch",
     )
     problems += require(
         not (document_mask and splits_backward(section)) or can_split_compiled_backward(),
         f"{key}.pp_schedule",
         section.pp_schedule,
-        f"with data.document_mask it needs torch 2.13 or newer, and this is {torch.__version__}: older ones cannot "
-        "split the backward pass of FlexAttention, which is compiled, or ask for gradients of positions there",
+        f"with data.document_mask it needs torch 2.13 or newer, and torch is {torch.__version__}: older versions "
+        "cannot split the backward pass of FlexAttention, which is compiled, or request gradients of positions",
         "another schedule, such as Interleaved1F1B, or a newer torch",
     )
     problems += require(
         not (splits_backward(section) and section.dp_shard != 1 and section.fsdp_reshard_after_forward == "always"),
         f"{key}.fsdp_reshard_after_forward",
         section.fsdp_reshard_after_forward,
-        f"not with {section.pp_schedule}, which computes gradients of weights later: torch loses those of freed units",
-        'write "default" or "never", which keep the parameters of a stage gathered, or use another pp_schedule',
+        f"not with {section.pp_schedule}, which computes weight gradients later: torch drops those of freed parameters",
+        '"default" or "never", which keep the parameters of a stage gathered, or another pp_schedule',
     )
     given = list(section.pp_split)
     unknown = [name for name in given if name not in cuts]
@@ -148,8 +150,8 @@ def check_pipeline(section: ParallelismConfig, plan: Plan, rows: int, *, documen
         not unknown,
         f"{key}.pp_split",
         given,
-        f"names at which a stage may begin, and {', '.join(unknown)} is none",
-        f"names among {_shortened(cuts)}",
+        f"modules at which a stage can begin; {', '.join(unknown)} cannot",
+        f"choose from {_shortened(cuts)}",
     )
     if given and not unknown:
         problems += require(
@@ -158,7 +160,7 @@ def check_pipeline(section: ParallelismConfig, plan: Plan, rows: int, *, documen
             given,
             f"{stages - 1} different names in the model's order, for the {stages} stages of "
             f"{section.pp_schedule} on pp = {section.pp}",
-            f"name the first module of each stage but the first, or leave {key}.pp_split out",
+            f"list the first module of each stage except the first stage, or leave {key}.pp_split out",
         )
     return problems + _check_microbatches(section, rows)
 
@@ -175,36 +177,35 @@ def _check_microbatches(section: ParallelismConfig, rows: int) -> list[Problem]:
             False,
             f"{key}.pp_microbatch_size",
             size,
-            f"divides {of} = {rows}, the sequences that go through the pipeline at once",
+            f"divides {of} = {rows}, the sequences per pass through the pipeline",
             f"{key}.pp_microbatch_size = {max(n for n in range(1, size) if rows % n == 0)}",
         )
-    found = rows // size
+    microbatches = rows // size
     needed = fewest_microbatches(section)
-    if found < needed:
+    if microbatches < needed:
         return require(
             False,
             f"{key}.pp_schedule",
             section.pp_schedule,
-            f"at least {needed} microbatches on pp = {section.pp}, and {of} = {rows} in microbatches of {size} makes "
-            f"{found}",
+            f"at least {needed} microbatches on pp = {section.pp}; {of} = {rows} in microbatches of {size} gives "
+            f"{microbatches}",
             f"a larger batch (training.global_batch_size, or training.local_batch_size), or a smaller {key}.pp or "
             f"{key}.pp_microbatch_size",
         )
     if section.pp_schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
-        rounds = max(1, found // section.pp)
+        rounds = max(1, microbatches // section.pp)
         return require(
-            found % rounds == 0,
+            microbatches % rounds == 0,
             f"{key}.pp_schedule",
             section.pp_schedule,
-            f"the number of microbatches ({found}) is a multiple of its rounds ({found} // pp = {rounds})",
-            f"a multiple of pp = {section.pp} always fits: {rows - rows % (size * section.pp)} sequences instead of "
-            f"{rows} ({of})",
+            f"the number of microbatches ({microbatches}) is a multiple of {rounds} (microbatches // pp)",
+            f"a multiple of pp = {section.pp} always fits: {of} = {rows - rows % (size * section.pp)}, not {rows}",
         )
     return []
 
 
 def fewest_microbatches(section: ParallelismConfig) -> int:
-    """What the schedule needs to run at all; with fewer than pp every schedule leaves ranks idle most of the time."""
+    """Minimum number of microbatches of the schedule. With fewer than pp, any schedule leaves ranks idle."""
     return {"1F1B": section.pp, "DualPipeV": 2 * section.pp}.get(section.pp_schedule, 1)
 
 
@@ -213,10 +214,10 @@ def _shortened(names: Sequence[str]) -> str:
 
 
 def assign_units(costs: Sequence[int], cuts: Sequence[int], stages: int) -> list[range]:
-    """The units of each stage: contiguous, none without one.
+    """The units of each stage, contiguous and at least one.
 
-    cuts: indexes of the units at which stages begin, but for the first; empty: chosen so that the costliest stage is
-    as cheap as can be, and among those splits the one with the smallest sum of squared stage costs.
+    cuts: index of the first unit of each stage except the first stage. If empty, minimizes the maximum stage cost, and
+    among those splits the sum of squared stage costs.
     """
     if not cuts:
         cuts = _balanced_cuts(costs, stages)
@@ -226,14 +227,17 @@ def assign_units(costs: Sequence[int], cuts: Sequence[int], stages: int) -> list
 
 def _balanced_cuts(costs: Sequence[int], stages: int) -> list[int]:
     totals = [0, *accumulate(costs)]
-    cheapest, _ = _best_split(totals, stages, lambda so_far, cost: max(so_far, cost))
-    _, starts = _best_split(totals, stages, lambda so_far, cost: so_far + cost * cost if cost <= cheapest else math.inf)
+    lowest, _ = _best_split(totals, stages, lambda so_far, cost: max(so_far, cost))
+    _, starts = _best_split(totals, stages, lambda so_far, cost: so_far + cost * cost if cost <= lowest else math.inf)
     return starts[1:]
 
 
 def _best_split(totals: Sequence[int], stages: int, combine: Callable[[float, int], float]) -> tuple[float, list[int]]:
-    """(value, first unit of each stage) of the split with the smallest value, which `combine` makes of a stage's cost
-    and the value of the stages before it. totals: cost of all units before each one."""
+    """(value, first unit of each stage) of the split with the smallest value.
+
+    combine(value of the previous stages, cost of a stage): value of the stages up to this one. totals: cost of all
+    units before each unit, and of all units.
+    """
     best: list[tuple[float, list[int]]] = [(0, []), *[(math.inf, [])] * (len(totals) - 1)]
     for _ in range(stages):
         best = [
@@ -251,7 +255,7 @@ def _best_split(totals: Sequence[int], stages: int, combine: Callable[[float, in
 
 
 def unit_costs(model: nn.Module, plan: Plan) -> list[int]:
-    """Parameters of each unit: what it holds in memory, and, but for the embedding, what it computes with."""
+    """Number of parameters of each unit, proportional to its memory and, except for the embedding, its compute."""
     return [
         sum(parameter.numel() for name in unit for parameter in model.get_submodule(name).parameters())
         for unit in plan.units
@@ -259,7 +263,7 @@ def unit_costs(model: nn.Module, plan: Plan) -> list[int]:
 
 
 def split_stages(model: nn.Module, plan: Plan, section: ParallelismConfig) -> list[range]:
-    """The units of each stage of the whole model: as pp_split says, else with costs as even as can be."""
+    """The units of each stage of the full model: by pp_split, or balanced by cost if it is empty."""
     names = [unit[0] for unit in plan.units]
     cuts = [names.index(name) for name in section.pp_split]
     return assign_units(unit_costs(model, plan), cuts, num_stages(section))
@@ -271,25 +275,28 @@ def describe_stages(plan: Plan, stages: Sequence[range]) -> str:
     return " | ".join(first if first == last else f"{first} to {last}" for first, last in ends)
 
 
-def keep_units_(model: nn.Module, plan: Plan, kept: range) -> Plan:
-    """Removes all units but the `kept` ones from the model, in place; returns the plan of what is left."""
+def keep_units_(model: nn.Module, plan: Plan, stage: range) -> Plan:
+    """Remove all units but those of `stage` from the model, in place; return the plan of the stage."""
     for index, unit in enumerate(plan.units):
-        for name in unit if index not in kept else ():
+        for name in unit if index not in stage else ():
             parent, _, leaf = name.rpartition(".")
             owner = model.get_submodule(parent)
             if isinstance(owner, nn.ModuleDict):
                 del owner[leaf]
             else:
                 setattr(owner, leaf, None)
-    units = tuple(plan.units[index] for index in kept)
+    units = tuple(plan.units[index] for index in stage)
     names = {name for unit in units for name in unit}
     return replace(plan, units=units, blocks={name: index for name, index in plan.blocks.items() if name in names})
 
 
 @dataclass(frozen=True)
 class StageShapes:
-    """Of one microbatch on one rank. boundary: what a stage hands to the next, (microbatch, seq_len / tp, dim), in
-    `dtype`. tokens: (microbatch, seq_len). logits: (microbatch, seq_len, vocabulary)."""
+    """Shapes of one microbatch on one rank.
+
+    tokens: (microbatch, seq_len). boundary: output of a stage for the next stage, (microbatch, seq_len / tp, dim), in
+    `dtype`. logits: (microbatch, seq_len, vocabulary).
+    """
 
     tokens: tuple[int, int]
     boundary: tuple[int, int, int]
@@ -300,13 +307,13 @@ class StageShapes:
     def of_microbatch(
         section: ParallelismConfig, *, seq_len: int, dim: int, vocab_size: int, dtype: torch.dtype
     ) -> "StageShapes":
-        """For a model of that width and vocabulary, computing in `dtype`."""
+        """Shapes for a model of width `dim`, computing in `dtype`."""
         rows = section.pp_microbatch_size
         return StageShapes((rows, seq_len), (rows, seq_len // section.tp, dim), (rows, seq_len, vocab_size), dtype)
 
 
 class Pipeline:
-    """The stages of this rank and their schedule, for forward and backward passes of whole batches.
+    """The stages of this rank and their schedule, for forward and backward passes of entire batches.
 
     Mesh axis: pp. Stages reduce their gradients over the data axes once, at the end of each schedule step.
     """
@@ -322,7 +329,7 @@ class Pipeline:
         num_microbatches: int,
         loss: Callable[[Tensor, Tensor, Tensor], Tensor],
     ) -> None:
-        """loss(logits, labels, num_valid): what each row of a microbatch adds to the mean loss."""
+        """loss(logits, labels, num_valid): share of the mean loss of each row of a microbatch."""
         indexes = local_stages(section, mesh["pp"].get_local_rank())
         last = num_stages(section) - 1
         stages = [
@@ -331,7 +338,7 @@ class Pipeline:
                 index,
                 last + 1,
                 device,
-                # Given, not inferred: inference runs the model once more than the step says, and clears gradients.
+                # Without these, torch infers shapes by an additional run of the model, which clears gradients.
                 input_args=_meta(shapes.tokens, torch.int64) if index == 0 else _meta(shapes.boundary, shapes.dtype),
                 output_args=_meta(shapes.logits if index == last else shapes.boundary, shapes.dtype),
                 group=mesh.get_group("pp"),
@@ -345,7 +352,7 @@ class Pipeline:
         self._shapes = shapes
         self._owns_first = 0 in indexes
         self.owns_last = last in indexes
-        """Whether this rank has the last stage, and so the losses."""
+        """Whether this rank has the last stage, which computes the losses."""
         self._row_shares: list[Tensor] = []
         self._loss = loss
         self._num_valid = torch.ones((), dtype=torch.int64, device=device)
@@ -358,20 +365,20 @@ class Pipeline:
             stages if shape.stages_per_rank > 1 else stages[0],
             n_microbatches=num_microbatches,
             loss_fn=self._microbatch_share,
-            scale_grads=False,  # the loss is divided already, by the valid tokens of the whole global batch
+            scale_grads=False,  # the loss is already divided by the valid tokens of the global batch
         )
 
     def forward_backward(self, batch: Batch, num_valid: Tensor, **keys: Tensor) -> Tensor:
-        """Adds the batch's share of the mean loss's gradient to the parameters of all stages; returns the rows' shares.
+        """Accumulate the gradients of the batch's share of the mean loss; return the share of each row, (rows,).
 
-        keys: more arguments of every stage's forward, one row for each row of the batch. The shares, (rows,), are known
-        on the last stage's ranks, and 0 on all others. An error in a stage is raised as it is.
+        keys: further arguments of every stage's forward, with one row per row of the batch. The shares are 0 except on
+        the ranks of the last stage. Raises the original exception of a stage.
         """
         self._num_valid = num_valid
         self._row_shares = []
         try:
             self._schedule.step(
-                # torch 2.11 compares strides with those of the given shapes; a batch that has them is not copied.
+                # torch 2.11 compares strides with those of the given shapes. No copy if they already match.
                 *((batch.tokens.contiguous(),) if self._owns_first else ()),
                 **keys,
                 target=batch.labels if self.owns_last else None,
@@ -380,15 +387,15 @@ class Pipeline:
         except RuntimeError as error:
             if error.__cause__ is None:
                 raise
-            # torch wraps what a stage raises into an error of its own, whose text does not say what it was.
+            # torch wraps a stage's exception in a RuntimeError whose text does not name the cause.
             raise error.__cause__ from None
         return torch.cat(self._row_shares) if self.owns_last else torch.zeros(len(batch.labels), device=self._device)
 
     def row_losses(self, batch: Batch, **keys: Tensor) -> Tensor:
-        """The sum of the cross-entropy of each row, (rows,), on the last stage's ranks, and 0 on all others.
+        """Summed cross-entropy of each row, (rows,), without backward; 0 except on the ranks of the last stage.
 
-        keys: as of forward_backward. Without the schedule, which would keep the logits of all microbatches: stages
-        compute and hand on one microbatch after the other.
+        keys: see forward_backward. Does not use the schedule, which would keep the logits of all microbatches: stages
+        compute and send one microbatch after the other.
         """
         rows = self._shapes.tokens[0]
         parts = [value.split(rows) for value in (batch.tokens, batch.labels, *keys.values())]
@@ -406,13 +413,14 @@ class Pipeline:
                     inputs[stage + 1, index] = out
                 else:
                     losses.append(self._loss(out, labels[index], self._num_valid))
-            self._hand_on(inputs, computed)
+            self._send_outputs(inputs, computed)
         return torch.cat(losses) if losses else torch.zeros(len(batch.labels), device=self._device)
 
-    def _hand_on(self, inputs: dict[tuple[int, int], Tensor], computed: Sequence[tuple[int, int]]) -> None:
-        """Between the ranks of neighbouring stages. inputs: by (stage, microbatch), on this rank, before and after.
+    def _send_outputs(self, inputs: dict[tuple[int, int], Tensor], computed: Sequence[tuple[int, int]]) -> None:
+        """Send the outputs of stages to the ranks of the next stages, and receive those for this rank's stages.
 
-        computed: the (stage, microbatch) whose outputs are due, on all ranks.
+        inputs: this rank's inputs by (stage, microbatch), updated in place. computed: the (stage, microbatch) pairs
+        whose outputs to send, on all ranks.
         """
         rank, messages = self._group.rank(), []
         for stage, index in computed:
@@ -430,7 +438,7 @@ class Pipeline:
             work.wait()
 
     def _microbatch_share(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """What the schedule computes gradients of. It calls this for one microbatch after the other, in their order."""
+        """Loss function of the schedule, which calls it for one microbatch after the other, in order."""
         shares = self._loss(logits, labels, self._num_valid)
         self._row_shares.append(shares.detach())
         return shares.sum()

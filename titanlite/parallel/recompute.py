@@ -1,4 +1,4 @@
-"""Recomputation (activation checkpointing): blocks that keep less for backward, and compute it again there."""
+"""Activation checkpointing: blocks save fewer activations in forward and recompute them in backward."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,37 +22,40 @@ SAVED_OPS: tuple[Any, ...] = (
     torch.ops.higher_order.flex_attention,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 )
-"""What selective_policy "op" keeps: the results that cost most to compute, or to communicate. The rest (norms,
-rotations, activations, gathers) is computed again."""
+"""Operations whose results selective_policy "op" saves: the most expensive ones to compute or communicate. The rest
+(norms, rotations, activation functions, gathers) is recomputed."""
 
 
 @dataclass(frozen=True)
 class ActivationCheckpointConfig:
-    """What is kept from the forward pass for backward, and what is computed again there. Never changes numbers."""
+    """Activation checkpointing; it does not change the numerics."""
 
     mode: Literal["none", "full", "selective"] = "none"
-    """full: a block keeps its input only; selective: by selective_policy."""
+    """full: a block saves only its input; selective: see selective_policy."""
     selective_policy: Literal["layer", "op"] = "op"
-    """layer: every selective_every-th block keeps its input only, the others all; op: all blocks keep the results of
-    matrix products, attention and reductions."""
+    """layer: every selective_every-th block saves only its input, the others all activations; op: all blocks save the
+    results of matrix products, attention and reductions."""
     selective_every: int = ranged(2, "1 recomputes every block, 2 every other one", least=1)
     """layer: blocks 0, selective_every, 2 x selective_every, ... are recomputed."""
     preserve_rng_state: bool = True
-    """Random numbers are the same in the recomputation."""
+    """Restore torch's random state, so that a recomputation draws the same numbers as the forward pass."""
     determinism_check: Literal["default", "none"] = "default"
-    """default: shapes, dtypes and devices of what is recomputed are compared with the forward pass."""
+    """default: compares shapes, dtypes and devices of recomputed tensors with those of the forward pass."""
     early_stop: bool = True
-    """A recomputation ends as soon as it has what backward needs."""
+    """Stop a recomputation as soon as backward has all the tensors that it needs."""
     debug: bool = False
-    """Errors of a recomputation name the operations of both passes; slow."""
+    """Errors of a recomputation list the operations of both passes; slow."""
 
 
 def check_activation_checkpoint(
     section: ActivationCheckpointConfig, *, compiled: bool, pp_schedule: str, splits_backward: bool
 ) -> list[Problem]:
-    """compiled: whether blocks are. splits_backward: whether the pipeline, running `pp_schedule`, computes gradients of
-    weights apart from those of inputs: each recomputes, and what torch has kept of operations can be read once only,
-    unless compilation has made one backward pass of it."""
+    """Check the section against the pipeline schedule.
+
+    compiled: whether blocks are compiled. splits_backward: whether `pp_schedule` computes gradients of weights
+    separately from those of inputs. Each of the two passes recomputes, but torch's saved results of operations can be
+    read only once, unless compilation merges the two.
+    """
     key = "activation_checkpoint"
     return [
         *check_ranges(section, key),
@@ -60,8 +63,8 @@ def check_activation_checkpoint(
             compiled or not splits_backward or not inside_compilation(section),
             f"{key}.selective_policy",
             section.selective_policy,
-            f'"layer" with parallelism.pp_schedule = {pp_schedule} where blocks are not compiled: it splits the '
-            "backward pass in two, and results kept by operation can be read once",
+            f'"layer" with parallelism.pp_schedule = {pp_schedule} if blocks are not compiled: the schedule splits the '
+            'backward pass in two, and the results that "op" saves can be read only once',
             ("compile.enable = true, " if can_split_compiled_backward() else "")
             + 'selective_policy = "layer", mode = "full", or pp_schedule = "1F1B"',
         ),
@@ -69,18 +72,18 @@ def check_activation_checkpoint(
 
 
 def inside_compilation(section: ActivationCheckpointConfig) -> bool:
-    """Whether recomputation belongs into what is compiled, and not around it.
+    """Whether recomputation is applied before compilation, so that it is part of the compiled block.
 
-    A policy for operations must see them, and a compiled block shows none: outside, it would recompute everything.
-    One that keeps nothing must be outside, since inside it breaks with tensor parallelism.
+    The policy "op" must be inside: a compiled block hides its operations, so outside it would recompute everything.
+    Policies that save only the input must be outside, since inside they fail with tensor parallelism.
     """
     return section.mode == "selective" and section.selective_policy == "op"
 
 
 def apply_recompute(model: nn.Module, plan: Plan, section: ActivationCheckpointConfig) -> list[str]:
-    """Lets the blocks that the section asks for recompute, in place; returns what was applied, for the start log.
+    """Apply activation checkpointing to the blocks, in place; return descriptions for the start log.
 
-    A block's forward is replaced, so that no name of a parameter changes. Before or after compilation: see
+    Replaces a block's forward, so that parameter names do not change. For the order with compilation see
     `inside_compilation`.
     """
     if section.mode == "none":
@@ -94,7 +97,7 @@ def apply_recompute(model: nn.Module, plan: Plan, section: ActivationCheckpointC
 
 
 def recomputes(section: ActivationCheckpointConfig, index: int) -> bool:
-    """Whether the block of that index in the whole model keeps less than everything."""
+    """Whether the block `index` of the full model is recomputed."""
     by_layer = section.mode == "selective" and section.selective_policy == "layer"
     return section.mode != "none" and (not by_layer or index % section.selective_every == 0)
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism with sequence parallelism: parameters cut over the tp axis, by the styles in a family's plan."""
+"""Tensor parallelism with sequence parallelism, by the tensor styles of a family's plan."""
 
 import inspect
 import warnings
@@ -24,12 +24,12 @@ _HEADS_DIM = 2
 
 
 def apply_tensor_parallel(model: LanguageModel, plan: Plan, mesh: DeviceMesh, *, shard_logits: bool) -> list[str]:
-    """Cuts the model's parameters over the tp axis, in place; returns what was applied, for the start log.
+    """Shard the model's parameters over the tp axis, in place; return descriptions for the start log.
 
-    Between blocks activations are (batch, seq_len / tp, dim) on each rank. The logits are a DTensor cut along the
-    vocabulary where `shard_logits`, to be used inside `parallel_loss`; else whole on every rank. The gradient of a
-    parameter that is whole on every rank (a norm's) is summed over tp in backward: each rank has seen a part of the
-    positions, or of the heads.
+    Between blocks, activations are (batch, seq_len / tp, dim) on each rank. With `shard_logits`, the logits are a
+    DTensor sharded along the vocabulary, for use in `parallel_loss`; otherwise every rank has all of them. Backward
+    sums the gradients of replicated parameters (norms) over tp, since each rank computes a part of the positions or of
+    the heads.
     """
     axis = mesh["tp"]
     if axis.size() == 1:
@@ -39,10 +39,10 @@ def apply_tensor_parallel(model: LanguageModel, plan: Plan, mesh: DeviceMesh, *,
         if style is not None:
             parallelize_module(module, axis, _torch_style(style, module, shard_logits))
         if style == "vocabulary":
-            # Its output is a pending collective, which the backward of a compiled block cannot take; a copy is not.
+            # Its output is a pending collective, which a compiled block's backward cannot take; clone waits for it.
             module.register_forward_hook(lambda _module, _args, output: output.clone())
     if not shard_logits:
-        # The gathered logits are a view of a DTensor's part, and nothing changes them in place.
+        # The gathered logits are a view of a DTensor's local tensor, and no code changes them in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     model.tie_weights()
     left_out = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
@@ -51,7 +51,7 @@ def apply_tensor_parallel(model: LanguageModel, plan: Plan, mesh: DeviceMesh, *,
 
 
 def tensor_style(plan: Plan, name: str) -> TensorStyle | None:
-    """The plan's style of the submodule of that name."""
+    """Style of the submodule `name` in the plan; None if it has no style."""
     parts = name.split(".")
     for pattern, style in plan.tensor_styles.items():
         wanted = pattern.split(".")
@@ -61,7 +61,7 @@ def tensor_style(plan: Plan, name: str) -> TensorStyle | None:
 
 
 def parallel_loss(*, shard_logits: bool) -> AbstractContextManager[None]:
-    """Where cross-entropy and its backward accept logits that are cut along the vocabulary."""
+    """Context in which cross-entropy and its backward accept logits sharded along the vocabulary."""
     context: AbstractContextManager[None] = loss_parallel() if shard_logits else nullcontext()
     return context
 
@@ -73,7 +73,7 @@ def _torch_style(style: TensorStyle, module: nn.Module, shard_logits: bool) -> P
         case "norm":
             return SequenceParallel()
         case "head_norm":
-            # Taken as a part of all heads, so that backward knows that the weight's gradient is a part too.
+            # Declare the input as sharded over heads, so that backward sums the weight's gradient over tp.
             return SequenceParallel(sequence_dim=_HEADS_DIM, use_local_output=True)
         case "gather":
             others = (None,) * (len(inspect.signature(module.forward).parameters) - 1)
