@@ -1,4 +1,4 @@
-"""Settings of the tests of data."""
+"""Fixtures of the data tests."""
 
 import functools
 
@@ -8,6 +8,6 @@ from titanlite.data.sources import hf
 
 
 @pytest.fixture
-def hub_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The many loaders of a test need not ask `datasets` each time."""
+def cached_hub_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cache `hf.hub_files`, which the many loaders of a test call for the same dataset."""
     monkeypatch.setattr(hf, "hub_files", functools.cache(hf.hub_files))

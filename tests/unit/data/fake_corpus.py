@@ -1,4 +1,4 @@
-"""A corpus of numbers, and an independent account of what its streams have to yield."""
+"""A corpus of numbered tokens, and an independent computation of the sequences that its streams must yield."""
 
 from collections.abc import Iterator, Sequence
 from itertools import count, islice
@@ -16,7 +16,7 @@ PAD = 0
 
 
 class FakeCorpus:
-    """Piece p holds lengths[p] tokens, all of them different from all others; length None is a bad row."""
+    """Piece p has lengths[p] tokens, and all tokens of the corpus are different. A length of None is a bad row."""
 
     windows = False
     size = 1
@@ -72,7 +72,7 @@ def empty_row(seq_len: int, *, positions: bool = False) -> Row:
 def expected_sequences(
     corpus: FakeCorpus, *, stream: int, num_streams: int, seq_len: int, epochs: int, sequences: int
 ) -> list[tuple[list[int], list[int]]]:
-    """The first `sequences` of a stream that ends after `epochs`: all its tokens in a row, cut at stride seq_len."""
+    """The first (inputs, labels) of a stream that ends after `epochs`: its tokens in a row, cut at stride seq_len."""
     permutation = permutation_of(corpus)
     row: list[int] = []
     for number in range(stream, epochs * corpus.count, num_streams):

@@ -1,4 +1,4 @@
-"""An imitation of the hub: the few addresses that `datasets` and `huggingface_hub` ask for, over folders on disk."""
+"""A local Hugging Face hub over folders on disk: the few URLs that `datasets` and `huggingface_hub` request."""
 
 import hashlib
 import json
@@ -14,9 +14,9 @@ COMMIT = "c0" * 20
 
 
 class SmallHub(ThreadingHTTPServer):
-    """Datasets and models `folder/user/name`, all at one commit, with the same files at every other.
+    """Serves the datasets and models `folder/user/name` at one commit. Other commits have the same files.
 
-    failures: so many requests for data are still to be refused, as those of a server that is too busy.
+    failures: the number of requests for data that are still to fail with 503, as on an overloaded server.
     """
 
     daemon_threads = True
@@ -31,7 +31,7 @@ class SmallHub(ThreadingHTTPServer):
         self.endpoint = f"http://127.0.0.1:{self.server_address[1]}"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that goes away is none of the tests' business."""
+        """Ignore clients that disconnect."""
 
 
 class Answer(BaseHTTPRequestHandler):
@@ -39,8 +39,8 @@ class Answer(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        """/api/datasets/USER/NAME[/revision/REV | /tree/REV/FOLDER], /datasets/USER/NAME/resolve/REV/FILE; of models
-        /api/models/… and /USER/NAME/resolve/REV/FILE."""
+        """Serve /api/datasets/USER/NAME[/revision/REV | /tree/REV/FOLDER] and /datasets/USER/NAME/resolve/REV/FILE; for
+        models, /api/models/… and /USER/NAME/resolve/REV/FILE."""
         parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
         length = int(self.headers.get("Content-Length") or 0)
         body = self.rfile.read(length)
@@ -114,7 +114,7 @@ class Answer(BaseHTTPRequestHandler):
 
 
 def entry(root: Path, path: Path) -> dict[str, object]:
-    """A file or folder as the hub's API describes it."""
+    """The hub API's description of a file or folder."""
     name = path.relative_to(root).as_posix()
     if path.is_dir():
         return {"type": "directory", "oid": "0" * 40, "size": 0, "path": name}
@@ -127,7 +127,7 @@ def etag(path: Path) -> str:
 
 @contextmanager
 def small_hub(folder: Path) -> Iterator[SmallHub]:
-    """Serve datasets until the end of the block."""
+    """Serve datasets and models within a `with` block."""
     with SmallHub(folder) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()

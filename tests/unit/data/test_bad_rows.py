@@ -1,4 +1,4 @@
-"""Nine kinds of faults in every kind of text: what is said of them, and at the same step on every mesh."""
+"""Eight kinds of bad rows and a 10 MB line, in every text format: the message, and the same step on every mesh."""
 
 import gzip
 import json
@@ -26,7 +26,7 @@ LINE = b'{"text": "half a line of gzip'
 
 @dataclass(frozen=True)
 class Case:
-    """kind: of the source, and of its files. data: the file b; the files a and c are good. faults: (line, reason)."""
+    """kind: of the source and its files. data: content of file b; files a and c are valid. faults: (line, reason)."""
 
     kind: str
     fault: str
@@ -57,7 +57,7 @@ def json_cases(kind: str) -> Iterator[Case]:
 
     yield row("corrupt line", b'{"text": "open', "invalid JSON at character 9: Unterminated string starting at")
     yield row("non-UTF-8", b'{"text": "caf\xe9"}', "invalid UTF-8 at byte 13: invalid continuation byte")
-    yield row("missing field", b'{"body": "x"}', "field 'text' is missing; there is 'body'")
+    yield row("missing field", b'{"body": "x"}', "field 'text' is missing; the row has 'body'")
     yield row("wrongly typed field", b'{"text": 5}', "field 'text' is not text but a number")
     yield row("null", b'{"text": null}', "field 'text' is not text but null")
     yield row("empty text", b'{"text": ""}', "the text is empty")
@@ -71,8 +71,8 @@ def parquet_cases(kind: str, streaming: bool) -> Iterator[Case]:
     yield case("non-UTF-8", broken_utf8(), (2, "invalid UTF-8 at byte 3: unexpected end of data"))
     yield case("null", table("good", None, "good"), (2, "field 'text' is null"))
     yield case("empty text", table("good", "", "good"), (2, "the text is empty"))
-    if streaming:  # `datasets` itself refuses the others, at the start
-        missing = "field 'text' is missing; there is 'body'"
+    if streaming:  # `datasets` itself rejects the other faults at the start
+        missing = "field 'text' is missing; the file has 'body'"
         yield case("missing field", table("x", "y", field="body"), (1, missing), (2, missing))
         numbers = "field 'text' is not text but int64"
         yield case("wrongly typed field", pa.table({"text": [1, 2]}), (1, numbers), (2, numbers))
@@ -93,7 +93,7 @@ def cases() -> Iterator[Case]:
 
 
 @pytest.fixture(autouse=True)
-def hugging_face_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub_asked_once: None) -> None:  # noqa: ARG001
+def hugging_face_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached_hub_files: None) -> None:  # noqa: ARG001
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "datasets"))
 
 
@@ -107,7 +107,7 @@ def write(file: Path, data: bytes | pa.Table) -> None:
 
 
 def source_of(case: Case, folder: Path) -> SourceConfig:
-    """The case's three files."""
+    """Write the three files of the case and return their source."""
     folder.mkdir()
     suffix = {"text": "txt"}.get(case.kind, case.kind.removeprefix("hf "))
     rows: bytes | pa.Table = table(*(f"row {n}" for n in range(6))) if suffix == "parquet" else lines(*GOOD[:6])
@@ -144,7 +144,7 @@ class Run:
         ]
 
     def step(self) -> tuple[list[list[int]], int]:
-        """Tokens of the next step in the run's order, and all bad rows so far. Raises the first DataError."""
+        """The tokens of the next step in the run's order, and the bad rows so far. Raises the first DataError."""
         parts, errors = [], []
         for loader in self.loaders:
             try:
@@ -172,7 +172,7 @@ class Run:
 
 
 def until_error(run: Run) -> tuple[int, str]:
-    """The step, and what is said."""
+    """The step and the message of the first DataError."""
     for step in range(1000):
         try:
             run.step()
@@ -183,7 +183,7 @@ def until_error(run: Run) -> tuple[int, str]:
 
 
 SLOW_KINDS = ("jsonl.gz", "hf jsonl", "hf jsonl.gz", "hf parquet")
-"""Left out of the quick size, but for the fault that is theirs alone: the other kinds have their readers too."""
+"""Kinds left out of the quick size, except for truncated gz: other kinds cover the same readers."""
 
 
 def marked_cases() -> Iterator[Any]:
@@ -193,13 +193,13 @@ def marked_cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("case", [*marked_cases()])
-def test_a_fault_is_met_at_the_same_step_on_every_mesh(case: Case, tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_bad_row_is_found_at_the_same_step_on_every_mesh(case: Case, tmp_path: Path, tokenizer: Tokenizer) -> None:
     source = source_of(case, tmp_path / "corpus")
-    told = [until_error(Run(source, tokenizer, degree, skip=False)) for degree in (1, 2, 4)]
-    assert told[0] == told[1] == told[2]
-    message = told[0][1]
+    failures = [until_error(Run(source, tokenizer, degree, skip=False)) for degree in (1, 2, 4)]
+    assert failures[0] == failures[1] == failures[2]
+    message = failures[0][1]
     assert message.startswith("bad row: ")
-    assert message.endswith('; mend it, or skip and count such rows: data.on_bad_row = "skip"')
+    assert message.endswith('; fix the row, or skip bad rows: data.on_bad_row = "skip"')
     if case.streaming:
         where = [f"train-b.{case.kind.split()[-1].replace('text', 'txt')}, ", f" {case.faults[0][0]}: "]
         assert all(part in message for part in where)
@@ -211,9 +211,9 @@ def test_a_fault_is_met_at_the_same_step_on_every_mesh(case: Case, tmp_path: Pat
         states.append(runs[0].state())
         steps.append(runs[0].step())
         assert steps[-1] == runs[1].step() == runs[2].step()
-    assert steps[-1][1] == len(case.faults)  # in two epochs, once
+    assert steps[-1][1] == len(case.faults)  # counted once over two epochs
     resumed = Run(source, tokenizer, 2, skip=True)
-    for begin in (told[0][0], told[0][0] + 1, len(steps) - 1):
+    for begin in (failures[0][0], failures[0][0] + 1, len(steps) - 1):
         for loader in resumed.loaders:
             loader.load_state(states[begin])
         assert [resumed.step() for _ in steps[begin:]] == steps[begin:]
@@ -221,16 +221,16 @@ def test_a_fault_is_met_at_the_same_step_on_every_mesh(case: Case, tmp_path: Pat
         run.close()
 
     step, message = until_error(Run(source, tokenizer, 2, skip=True, limit=0))
-    assert step == told[0][0]
-    assert message.startswith("more than data.max_bad_rows = 0 rows are bad; the last one: ")
+    assert step == failures[0][0]
+    assert message.startswith("more than data.max_bad_rows = 0 bad rows; the last one: ")
 
 
-def test_every_fault_is_there() -> None:
+def test_every_fault_has_a_case() -> None:
     found = {case.fault for case in cases()}
     assert found == {
         *("corrupt line", "non-UTF-8", "missing field", "wrongly typed field", "null", "empty text", "empty file"),
         "truncated gz",
-    }  # and the 10 MB line, which is no fault
+    }  # the 10 MB line is valid, and tested below
 
 
 LONG_BYTES = 10 * 2**20
@@ -254,6 +254,6 @@ def test_a_line_of_10_mb_is_trained_on_in_pieces(kind: str, tmp_path: Path, toke
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     run.close()
-    assert len(set(rows)) > 50  # at least one stream reads nothing else
-    # The line, its text, the same in UTF-8, and its pieces; in other streams of the same file, the line as it passes.
+    assert len(set(rows)) > 50  # at least one stream reads only this line
+    # The line, its text, the text in UTF-8, its pieces; and the line again in other streams, which read past it.
     assert peak_bytes < 8 * LONG_BYTES

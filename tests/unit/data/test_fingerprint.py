@@ -1,4 +1,4 @@
-"""What counts as the same data: content, order and the settings that decide tokens, and nothing else."""
+"""The data fingerprint depends on content, order and the settings that determine tokens, and on nothing else."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def lines(before: DataConfig, after: DataConfig) -> list[str]:
     return describe_difference(fingerprint_of(before), fingerprint_of(after))
 
 
-def test_it_is_small_json_that_a_person_can_read(corpus: Path) -> None:
+def test_the_fingerprint_is_small_readable_json(corpus: Path) -> None:
     for n in range(1000):
         (corpus / f"more{n:04}.txt").write_text(str(n))
     found = fingerprint_of(text_data(corpus))
@@ -80,12 +80,12 @@ def test_it_is_small_json_that_a_person_can_read(corpus: Path) -> None:
 
 
 def test_the_digest_of_known_files_never_changes(corpus: Path) -> None:
-    """If this fails, no run that was saved before can go on: DIGEST_VERSION has to change as well."""
+    """If this fails, saved runs cannot resume: DIGEST_VERSION must change, too."""
     assert base.DIGEST_VERSION == 1
     assert fingerprint_of(text_data(corpus))["sources"][0]["content"] == "xxh3-128:e270adc15663c3d55a37008639783eb0"
 
 
-def test_a_corpus_that_was_moved_touched_or_renamed_in_order_is_the_same(corpus: Path, tmp_path: Path) -> None:
+def test_moving_touching_or_renaming_in_order_keeps_the_fingerprint(corpus: Path, tmp_path: Path) -> None:
     before = fingerprint_of(text_data(corpus))
     other = Path(shutil.copytree(corpus, tmp_path / "elsewhere" / "copied", copy_function=shutil.copy))
     (other / "a.txt").rename(other / "aa.txt")
@@ -95,7 +95,7 @@ def test_a_corpus_that_was_moved_touched_or_renamed_in_order_is_the_same(corpus:
         assert describe_difference(before, fingerprint_of(after)) == []
 
 
-def test_other_order_of_the_files_is_other_data(corpus: Path) -> None:
+def test_another_order_of_the_files_is_other_data(corpus: Path) -> None:
     before = fingerprint_of(text_data(corpus))
     (corpus / "a.txt").rename(corpus / "z.txt")
     (found,) = describe_difference(before, fingerprint_of(text_data(corpus)))
@@ -111,7 +111,7 @@ def overwrite(file: Path, position: int) -> None:
 
 
 @pytest.mark.parametrize("place", ["first byte", "last byte", "second block", "every byte of a small file"])
-def test_an_edit_of_the_same_size_is_seen_in_the_blocks(corpus: Path, place: str) -> None:
+def test_an_edit_of_the_same_size_is_detected_in_sampled_blocks(corpus: Path, place: str) -> None:
     before = fingerprint_of(text_data(corpus))
     second = (LARGE - BLOCK_BYTES) // (SAMPLED_BLOCKS - 1)
     positions = {"first byte": [0], "last byte": [LARGE - 1], "second block": [second, second + BLOCK_BYTES - 1]}
@@ -124,7 +124,8 @@ def test_an_edit_of_the_same_size_is_seen_in_the_blocks(corpus: Path, place: str
     assert describe_difference(before, fingerprint_of(text_data(corpus))) == []
 
 
-def test_the_documented_limit_an_edit_between_the_blocks_is_not_seen(corpus: Path) -> None:
+def test_an_edit_between_sampled_blocks_is_not_detected(corpus: Path) -> None:
+    """A documented limit."""
     before = fingerprint_of(text_data(corpus))
     overwrite(corpus / "large.txt", BLOCK_BYTES)
     assert describe_difference(before, fingerprint_of(text_data(corpus))) == []
@@ -134,7 +135,7 @@ def test_the_documented_limit_an_edit_between_the_blocks_is_not_seen(corpus: Pat
     assert f"bytes {29 + LARGE:,} -> {30 + LARGE:,}; content differs" in found
 
 
-def test_bytes_that_move_from_one_file_to_the_next_are_seen(corpus: Path) -> None:
+def test_bytes_moved_to_the_next_file_are_detected(corpus: Path) -> None:
     before = fingerprint_of(text_data(corpus))
     (corpus / "a.txt").write_text("the first")
     (corpus / "deep" / "b.txt").write_text(" filethe second file")
@@ -143,7 +144,7 @@ def test_bytes_that_move_from_one_file_to_the_next_are_seen(corpus: Path) -> Non
     ]
 
 
-def test_settings_that_decide_tokens_and_those_that_do_not(corpus: Path) -> None:
+def test_only_settings_that_determine_tokens_count(corpus: Path) -> None:
     before = text_data(corpus)
     for change, expected in (
         ({"seed": 1234}, "seed 0 -> 1234"),
@@ -159,18 +160,20 @@ def test_settings_that_decide_tokens_and_those_that_do_not(corpus: Path) -> None
 
 
 def test_settings_of_a_source(corpus: Path, write_jsonl: Callable[..., Path]) -> None:
-    def of(**facts: Any) -> DataConfig:
+    def section_of(**facts: Any) -> DataConfig:
         return text_data(corpus, sources=(SourceConfig(**facts),))
 
     text = {"kind": "text", "path": str(corpus)}
-    assert lines(of(**text), of(**text, document="file")) == []
-    assert lines(of(**text), of(**text, document="line")) == [f'source 0 (text {corpus}): document "file" -> "line"']
+    assert lines(section_of(**text), section_of(**text, document="file")) == []
+    assert lines(section_of(**text), section_of(**text, document="line")) == [
+        f'source 0 (text {corpus}): document "file" -> "line"'
+    ]
     rows = {"kind": "jsonl", "path": str(write_jsonl(["one"])), "name": "rows"}
-    assert lines(of(**rows), of(**rows, field="text")) == []
-    assert lines(of(**rows), of(**rows, field="body")) == ['source 0 (rows): field "text" -> "body"']
+    assert lines(section_of(**rows), section_of(**rows, field="text")) == []
+    assert lines(section_of(**rows), section_of(**rows, field="body")) == ['source 0 (rows): field "text" -> "body"']
 
 
-def test_token_files_know_no_settings_of_text(tmp_path: Path) -> None:
+def test_text_settings_do_not_apply_to_token_files(tmp_path: Path) -> None:
     np.arange(50, dtype="<u2").tofile(tmp_path / "tokens.bin")
     source = SourceConfig(kind="tokens", path=str(tmp_path / "tokens.bin"), dtype="uint16", name="ids")
     before = text_data(tmp_path, sources=(source,))
@@ -201,7 +204,7 @@ def test_a_folder_in_the_layout_of_the_hub(tmp_path: Path) -> None:
     ]
 
 
-def test_a_dataset_on_the_hub_is_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_dataset_is_identified_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     section = text_data(tmp_path, sources=(SourceConfig(kind="hf", path="user/dataset"),))
     found = []
     for commit in ("a" * 40, "b" * 40):
@@ -211,7 +214,7 @@ def test_a_dataset_on_the_hub_is_its_commit(tmp_path: Path, monkeypatch: pytest.
     assert describe_difference(*found) == [f'source 0 (hf user/dataset): commit "{"a" * 40}" -> "{"b" * 40}"']
 
 
-def test_sources_that_are_new_missing_or_swapped(corpus: Path) -> None:
+def test_new_missing_and_swapped_sources(corpus: Path) -> None:
     one, two = (SourceConfig(kind="text", path=str(corpus / name), name=name) for name in ("a.txt", "deep/b.txt"))
     single, both, swapped = (text_data(corpus, sources=sources) for sources in ((one,), (one, two), (two, one)))
     assert lines(single, both) == ["source 1 (deep/b.txt) is new"]
@@ -233,7 +236,7 @@ def test_the_standard_library_and_its_split(stdlib: Path, tmp_path: Path) -> Non
     assert "files 47 -> 48" in found
 
 
-def test_what_another_version_saved_is_a_difference_and_no_error(corpus: Path) -> None:
+def test_a_fingerprint_of_another_version_is_a_difference_not_an_error(corpus: Path) -> None:
     now = fingerprint_of(text_data(corpus))
     found = describe_difference({"stream_version": 0, "extra": 1}, now)
     assert found[:3] == ["stream_version 0 -> 2", "extra 1 -> null", "shuffle null -> true"]
@@ -253,13 +256,13 @@ def test_digests_are_computed_once(corpus: Path, monkeypatch: pytest.MonkeyPatch
     assert len(read) == 6
 
 
-def test_a_file_that_cannot_be_read_is_named(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_file_is_named(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Text, "files", lambda _: [corpus / "deep"])
     with pytest.raises(UserError, match="deep cannot be read"):
         fingerprint_of(text_data(corpus))
 
 
-def test_a_tokenizer_is_what_decides_tokens(tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_fingerprint_covers_merges_and_separators(tokenizer_folder: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tokenizer_folder, tmp_path / "copied"))
     first = Tokenizer(tokenizer_folder / "tokenizer.json")
     assert len(first.fingerprint) == 64

@@ -1,4 +1,4 @@
-"""Datasets of the hub: in folders of its layout, and from a server that answers as it does."""
+"""Datasets of the Hugging Face hub: in folders with its layout, and from a local server with its API."""
 
 import gzip
 import json
@@ -56,7 +56,7 @@ def hugging_face_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
-    """Two Parquet files of 10 rows in row groups of 4, 4 and 2; 6 gzipped JSON lines; a table; a test split."""
+    """Two Parquet files of 10 rows in row groups of 4, 4 and 2; 6 gzipped JSON lines; a CSV table; a test split."""
     root = tmp_path / "hub" / "user" / "dataset"
     for folder in ("data", "french", "table"):
         (root / folder).mkdir(parents=True)
@@ -80,7 +80,7 @@ def problems(source: SourceConfig) -> list[str]:
     return [f"{problem.key.removeprefix('data.sources.0.')}: {problem.rule}; {problem.remedy}" for problem in found]
 
 
-def test_sources_that_are_right(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_valid_sources(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(dataset / "data")
     assert problems(source_of(Path(".."))) == problems(source_of(Path("../../dataset/"))) == []
     for changes in ({}, {"subset": "french"}, {"split": "test"}, {"subset": "table", "streaming": False}):
@@ -96,24 +96,24 @@ def test_sources_that_are_right(dataset: Path, monkeypatch: pytest.MonkeyPatch) 
     [
         ({"subset": "german"}, "subset: one of the dataset's subsets; write subset = 'default' or 'french' or 'table'"),
         ({"split": "dev"}, "split: one of the dataset's splits; write split = 'train' or 'test'"),
-        ({"field": "body"}, "field 'body' is missing; there is 'text', 'number'"),
+        ({"field": "body"}, "field 'body' is missing; the file has 'text', 'number'"),
         ({"field": "number"}, "field 'number' is not text but int64"),
-        ({"subset": "french", "field": "body"}, "field 'body' is missing; there is 'text'"),
-        ({"subset": "table"}, "streaming: only for files of .parquet"),
+        ({"subset": "french", "field": "body"}, "field 'body' is missing; the row has 'text'"),
+        ({"subset": "table"}, "streaming: only for .parquet"),
         ({"revision": "main"}, "revision: only for a name on the hub"),
         ({"path": ""}, "path: a folder in the layout of the hub"),
         ({"path": "/nowhere/at all"}, "there is no folder /nowhere/at all"),
         ({"path": "../nowhere"}, "there is no folder"),
         ({"path": "DATASET/README.md"}, "write its folder"),
         ({"path": "DATASET/empty"}, "doesn't contain any data files"),
-        ({"path": "DATASET/outside"}, "a dataset whose files lie inside it"),
+        ({"path": "DATASET/outside"}, "a dataset whose files are inside it"),
         ({"document": "line"}, "document: only for kind = 'text'"),
         ({"kind": "jsonl", "subset": "french"}, "subset: only for kind = 'hf'"),
         ({"kind": "jsonl", "streaming": False}, "streaming: only for kind = 'hf'"),
         ({"kind": "python-stdlib", "path": "", "split": "dev"}, 'split: "train" or "validation"'),
     ],
 )
-def test_sources_that_are_wrong(changes: dict[str, str], expected: str, dataset: Path) -> None:
+def test_invalid_sources(changes: dict[str, str], expected: str, dataset: Path) -> None:
     (dataset / "empty").mkdir()
     (dataset / "outside").mkdir()
     outside = "---\nconfigs:\n- config_name: default\n  data_files: ../data/train-*\n---\n"
@@ -124,8 +124,8 @@ def test_sources_that_are_wrong(changes: dict[str, str], expected: str, dataset:
     assert expected in found
 
 
-def test_a_folder_that_the_client_of_the_hub_has_filled(dataset: Path) -> None:
-    """Its files are links to others elsewhere."""
+def test_a_snapshot_folder_of_links(dataset: Path) -> None:
+    """A folder written by the hub client: its files are links to blobs in another folder."""
     snapshot = dataset.parent / "snapshot"
     (snapshot / "data").mkdir(parents=True)
     for n, file in enumerate(sorted((dataset / "data").glob("train*"))):
@@ -135,14 +135,14 @@ def test_a_folder_that_the_client_of_the_hub_has_filled(dataset: Path) -> None:
     assert texts_of(source_of(snapshot), 1) == [ALL_ROWS]
 
 
-def test_a_file_that_is_gone_is_named(dataset: Path) -> None:
+def test_a_missing_file_is_named(dataset: Path) -> None:
     pieces = open_stream(divided(source_of(dataset), 2), stream=1)
     (dataset / "data" / "train-00001-of-00002.parquet").unlink()
-    with pytest.raises(UserError, match=r"00002\.parquet of the source .* cannot be read any more"):
+    with pytest.raises(UserError, match=r"00002\.parquet of the source .* can no longer be read"):
         pieces.fetch(pieces.first(), 1)
 
 
-def test_in_a_mixture_a_streamed_dataset_needs_a_weight(dataset: Path) -> None:
+def test_a_streamed_dataset_in_a_mixture_needs_a_weight(dataset: Path) -> None:
     facts = {"global_batch_size": 8, "data_degree": 1, "vocab_size": 300}
     sources = (source_of(dataset), source_of(dataset, split="test"))
     (found,) = check_data(DataConfig(sources=sources), **facts)
@@ -156,14 +156,14 @@ def test_in_a_mixture_a_streamed_dataset_needs_a_weight(dataset: Path) -> None:
     ]
 
 
-def test_datasets_is_needed_for_this_kind_alone(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_this_kind_needs_the_package_datasets(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     (found,) = problems(source_of(dataset))
-    assert found.startswith("kind: needs the Python package datasets; pip install datasets")
+    assert found.startswith("kind: requires the Python package datasets; pip install datasets")
 
 
 class Letters:
-    """A tokenizer whose tokens are characters."""
+    """A tokenizer with one token per character."""
 
     bos_id = eos_id = None
 
@@ -183,12 +183,12 @@ def divided(source: SourceConfig, num_streams: int, seed: int | None = None) -> 
 
 def test_too_many_files_are_refused_at_the_start(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "_UNIT_BITS", 0)
-    with pytest.raises(UserError, match="streaming goes up to 1 files or row groups"):
+    with pytest.raises(UserError, match="streaming supports up to 1 files or row groups"):
         divided(source_of(dataset), 1)
 
 
 def walk(pieces: BlockPieces, epoch: int = 0, place: Place | None = None) -> list[tuple[Place, str]]:
-    """(place, text or fault) from a place, or from the epoch's first, to the epoch's end."""
+    """(place, text or fault) of each piece from `place`, by default the first one, to the end of the epoch."""
     found = []
     place = place or pieces.first()
     while place.epoch <= epoch:
@@ -205,7 +205,7 @@ def walk(pieces: BlockPieces, epoch: int = 0, place: Place | None = None) -> lis
 
 
 def texts_of(source: SourceConfig, num_streams: int, epoch: int = 0, seed: int | None = None) -> list[list[str]]:
-    """Of each stream the pieces of an epoch, in order."""
+    """The pieces of an epoch in order, per stream."""
     division = divided(source, num_streams, seed)
     return [[text for _, text in walk(open_stream(division, stream), epoch)] for stream in range(num_streams)]
 
@@ -213,36 +213,44 @@ def texts_of(source: SourceConfig, num_streams: int, epoch: int = 0, seed: int |
 ALL_ROWS = [f"file {file} row {row}" for file in range(2) for row in range(1, 11)]
 
 
-def test_in_order_it_is_the_files(dataset: Path) -> None:
+def test_without_shuffle_rows_are_in_file_order(dataset: Path) -> None:
     assert texts_of(source_of(dataset), 1) == [ALL_ROWS]
     assert texts_of(source_of(dataset, subset="french"), 1) == [[f"ligne {line}" for line in range(1, 7)]]
 
 
 @pytest.mark.parametrize(
-    ("num_streams", "what"),
+    ("num_streams", "description"),
     [
         (1, "2 files, streamed, each read by one stream"),
         (2, "2 files, streamed, each read by one stream"),
         (3, "6 row groups of 2 files, streamed, each read by one stream"),
         (5, "6 row groups of 2 files, streamed, each read by one stream"),
-        (8, "2 files, streamed; too few for 8 streams: each is read by 4 of them, which keep one row in 4, so that 4 "),
-        (9, "2 files, streamed; too few for 9 streams: each is read by 9 of them, which keep one row in 9, so that 9 "),
-        (24, "2 files, streamed; too few for 24 streams: each is read by 12 of them"),
+        (
+            8,
+            "2 files, streamed; too few for 8 streams: 4 streams read each one and keep one row in 4, "
+            "so the data is read 4 ",
+        ),
+        (
+            9,
+            "2 files, streamed; too few for 9 streams: 9 streams read each one and keep one row in 9, "
+            "so the data is read 9 ",
+        ),
+        (24, "2 files, streamed; too few for 24 streams: 12 streams read each one"),
     ],
 )
 @pytest.mark.parametrize("seed", [None, 7])
-def test_streams_share_all_rows_and_each_row_once(num_streams: int, what: str, seed: int | None, dataset: Path) -> None:
-    assert what in divided(source_of(dataset), num_streams, seed).description
+def test_streams_cover_each_row_once(num_streams: int, description: str, seed: int | None, dataset: Path) -> None:
+    assert description in divided(source_of(dataset), num_streams, seed).description
     for epoch in range(3):
         streams = texts_of(source_of(dataset), num_streams, epoch, seed)
         assert Counter(text for stream in streams for text in stream) == Counter(ALL_ROWS)
-        if "one stream" in what:  # whole units: nobody else reads them
+        if "one stream" in description:  # no other stream reads rows of the same row group
             owned = [{text.split(" row")[0] + str((int(text.split()[-1]) - 1) // 4) for text in one} for one in streams]
             assert sum(map(len, owned)) == len(set.union(*owned)) == 6
 
 
 def test_streams_advance_evenly_over_the_epochs(dataset: Path) -> None:
-    """6 row groups for 5 streams, 20 rows for 8: an epoch serves some more than others, and all in turn."""
+    """6 row groups for 5 streams, 20 rows for 8: shares differ within an epoch and even out over the epochs."""
     for num_streams, epochs in ((5, 5), (8, 4)):
         served = [0] * num_streams
         for epoch in range(epochs):
@@ -256,29 +264,29 @@ def test_each_epoch_has_its_own_order(dataset: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(blocks, "MAX_BLOCK_ROWS", 5)
     epochs = [texts_of(source_of(dataset), 1, epoch, seed=1)[0] for epoch in range(6)]
     assert len({tuple(epoch) for epoch in epochs}) == 6
-    assert {epoch[0].split(" row")[0] for epoch in epochs} == {"file 0", "file 1"}  # files change places, too
+    assert {epoch[0].split(" row")[0] for epoch in epochs} == {"file 0", "file 1"}  # files are shuffled, too
     for epoch in epochs:
-        for begin in range(0, 20, 5):  # a block is permuted inside: its rows are neighbours
+        for begin in range(0, 20, 5):  # a block is shuffled internally: its rows are adjacent in the file
             rows = sorted(int(text.split()[-1]) for text in epoch[begin : begin + 5])
             assert rows in ([1, 2, 3, 4, 5], [6, 7, 8, 9, 10])
 
 
 @pytest.mark.parametrize("subset", ["default", "french"])
 @pytest.mark.parametrize("num_streams", [1, 4])
-def test_a_stream_goes_on_from_any_piece(
+def test_a_stream_resumes_at_any_piece(
     subset: str, num_streams: int, dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocks, "MAX_BLOCK_ROWS", 3)
     division = divided(source_of(dataset, subset=subset), num_streams, seed=5)
     for stream in range(num_streams):
-        whole = walk(open_stream(division, stream, max_piece_bytes=16), epoch=2)
-        assert len({place for place, _ in whole}) == len(whole)
-        for n, (place, _) in enumerate(whole):
+        expected = walk(open_stream(division, stream, max_piece_bytes=16), epoch=2)
+        assert len({place for place, _ in expected}) == len(expected)
+        for n, (place, _) in enumerate(expected):
             pieces = open_stream(division, stream, max_piece_bytes=16)
             assert pieces.has(place)
-            assert walk(pieces, 2, place) == whole[n:]
+            assert walk(pieces, 2, place) == expected[n:]
         used = open_stream(division, stream, max_piece_bytes=16)
-        for place, text in random.Random(0).sample(whole, len(whole)):
+        for place, text in random.Random(0).sample(expected, len(expected)):
             piece = used.fetch(place, 1)
             assert isinstance(piece, TokenPiece)
             assert "".join(map(chr, piece.tokens)) == text
@@ -299,22 +307,22 @@ def test_long_rows_are_cut_and_end_a_block(tmp_path: Path, monkeypatch: pytest.M
     first = pieces.fetch(found[0][0], 20)
     numbers = [pieces.number(found[n][0]) for n in range(2) if n == 0 or pieces.fetch(found[n][0], 20)]
     assert isinstance(first, TokenPiece)
-    assert numbers[1] == numbers[0] + 1  # parts of one document
+    assert numbers[1] == numbers[0] + 1  # pieces of one document
     assert first.starts.tolist() == [0]
     monkeypatch.setattr(blocks, "MAX_ROW_PIECES", 3)
     (bad, *_) = walk(open_stream(division, max_piece_bytes=50))
     assert bad[1].endswith(
-        "train.jsonl, line 1: the text is 4 pieces of data.max_piece_bytes, and at most 3 are possible"
+        "train.jsonl, line 1: the text has 4 pieces of data.max_piece_bytes; at most 3 are supported"
     )
 
 
-def test_a_place_that_is_not_of_this_data(dataset: Path) -> None:
+def test_a_place_of_other_data(dataset: Path) -> None:
     pieces = open_stream(divided(source_of(dataset), 2), stream=1)
     assert [unit for unit in range(3) if pieces.has(Place(0, Position(unit, 1, 0).packed()))] == [1]
     for position in (Position(1, 1, 10), Position(1, 11, 1)):
         fault = pieces.fetch(Place(0, position.packed()), 10)
         assert isinstance(fault, UserError)
-        assert "is not the earlier run's" in str(fault)
+        assert "of the run that is resumed" in str(fault)
     assert Position.of(Position(2**17 - 1, 2**29 - 1, 2**17 - 1).packed()) == (2**17 - 1, 2**29 - 1, 2**17 - 1)
     with pytest.raises(UserError, match="set streaming = false"):
         Position(2**17, 1, 0).packed()
@@ -328,11 +336,11 @@ def test_a_finite_source_ends_with_its_last_row(dataset: Path) -> None:
         texts.append(place)
         place = pieces.after(place)
     assert len(texts) == 40
-    assert pieces.patience == 1000  # at least; two epochs of a larger source
+    assert pieces.patience == 1000  # the minimum; two epochs for a larger source
 
 
-def test_a_read_that_fails_for_a_while_loses_nothing(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file is opened anew in the middle of it, and goes on with the block that could not be read."""
+def test_temporary_read_failures_lose_no_rows(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is reopened, and reading resumes at the block that failed."""
     monkeypatch.setattr(blocks, "MAX_BLOCK_ROWS", 3)
     monkeypatch.setattr(blocks, "retrying", partial(retrying, delays_s=(0, 0)))
     rows, failures = hf.HuggingFace.rows, iter([2, 4, 0])
@@ -350,7 +358,7 @@ def test_a_read_that_fails_for_a_while_loses_nothing(dataset: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("folder", ["data", "french", "table"])
-def test_turned_into_arrow_files_it_is_a_corpus_with_an_index(
+def test_arrow_files_of_a_dataset_are_indexed(
     folder: str, dataset: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = hf.HuggingFace(source_of(dataset / folder, streaming=False))
@@ -368,10 +376,10 @@ def test_turned_into_arrow_files_it_is_a_corpus_with_an_index(
     ("lines", "reason"),
     [
         (['{"text": "one"}', '{"text": 2}'], "field 'text' is not text in all rows: `datasets` reads it as"),
-        (['{"text": "one"}', '{"text": "open'], "cannot be turned into Arrow files: JSON parse error"),
+        (['{"text": "one"}', '{"text": "open'], "cannot be converted to Arrow files: JSON parse error"),
     ],
 )
-def test_what_datasets_cannot_turn_into_text(lines: list[str], reason: str, tmp_path: Path) -> None:
+def test_datasets_that_cannot_be_converted_to_text(lines: list[str], reason: str, tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "train.jsonl").write_text("\n".join(lines))
     with pytest.raises(UserError, match=reason):
@@ -379,7 +387,7 @@ def test_what_datasets_cannot_turn_into_text(lines: list[str], reason: str, tmp_
 
 
 def origins_of(section: DataConfig, tokenizer: Tokenizer, degree: int, state: torch.Tensor | None, steps: int) -> Any:
-    """Where each sequence of some steps comes from, in the run's order, and the state after them."""
+    """(sequence, origin, tokens) of each row of some steps, in the run's order, and the state after these steps."""
     facts = {"seq_len": 5, "vocab_size": 300, "global_batch_size": 8, "local_batch_size": 1, "data_degree": degree}
     loaders = [build_loader(section, tokenizer, **facts, data_rank=rank) for rank in range(degree)]
     found = []
@@ -399,25 +407,25 @@ def origins_of(section: DataConfig, tokenizer: Tokenizer, degree: int, state: to
     return found, after
 
 
-@pytest.mark.usefixtures("hub_asked_once")
+@pytest.mark.usefixtures("cached_hub_files")
 @pytest.mark.parametrize("num_streams", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_killed_anywhere_a_streamed_mixture_goes_on_on_any_mesh(
+def test_a_killed_streamed_mixture_resumes_on_any_mesh(
     num_streams: int, dataset: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Row groups of their own for 4 streams, shared files for 8; epoch edges in both."""
+    """4 streams read separate row groups, 8 streams share files; both cross epochs."""
     monkeypatch.setattr(blocks, "MAX_BLOCK_ROWS", 3)
     sources = (source_of(dataset, weight=2.0), source_of(dataset, subset="french", weight=1.0))
     section = DataConfig(num_streams=num_streams, max_piece_bytes=16, sources=sources)
-    whole, _ = origins_of(section, tokenizer, 1, None, 60)
-    assert max(origin.epoch for _, origin, _ in whole) > 3
+    expected, _ = origins_of(section, tokenizer, 1, None, 60)
+    assert max(origin.epoch for _, origin, _ in expected) > 3
     rng = random.Random(num_streams)
     for _ in range(3):
         found, state = [], None
-        while len(found) < len(whole):
-            steps = min(rng.randrange(1, 30), (len(whole) - len(found)) // 8)
+        while len(found) < len(expected):
+            steps = min(rng.randrange(1, 30), (len(expected) - len(found)) // 8)
             rows, state = origins_of(section, tokenizer, rng.choice([1, 2, 4]), state, steps)
             found += rows
-        assert found == whole
+        assert found == expected
 
 
 ON_THE_HUB = """
@@ -444,8 +452,8 @@ print(json.dumps([pinned.revision, division.description, found, faults]))
 
 
 @pytest.mark.slow
-def test_from_a_hub_that_fails_for_a_while(dataset: Path, tmp_path: Path) -> None:
-    """The same rows in the same order as from the folder; the token goes to the hub and nowhere else."""
+def test_a_hub_with_temporary_failures(dataset: Path, tmp_path: Path) -> None:
+    """Same rows and order as from the folder; the access token is sent only to the hub."""
     (dataset.parent / "script").mkdir()
     (dataset.parent / "script" / "script.py").write_text("raise SystemExit('code from a dataset was run')")
     with small_hub(tmp_path / "hub") as hub:
@@ -475,10 +483,7 @@ def test_from_a_hub_that_fails_for_a_while(dataset: Path, tmp_path: Path) -> Non
     assert "hf_canary" not in done.stdout + done.stderr
 
 
-def test_a_folder_and_its_copy_on_the_hub_are_the_only_ones_asked(
-    dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A folder needs no network."""
+def test_a_local_folder_needs_no_network(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a connection"))
     shutil.copytree(dataset, dataset.parent / "copy")
     assert problems(source_of(dataset.parent / "copy")) == []

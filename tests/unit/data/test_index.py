@@ -1,4 +1,4 @@
-"""The cache: built once, whoever comes first, and again after any change of what it was made from."""
+"""The cached index of pieces: built once by concurrent processes, and rebuilt if any of its inputs changes."""
 
 import logging
 import os
@@ -59,9 +59,7 @@ def test_an_index_is_built_once(write_jsonl: Callable[..., Path], monkeypatch: p
     assert second.records.dtype == np.int64
 
 
-def test_an_index_is_built_anew_after_a_change(
-    write_jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_is_rebuilt_after_a_change(write_jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     built = count_builds(monkeypatch)
     file = write_jsonl(["one", "two"])
     source = SourceConfig(kind="jsonl", path=str(file))
@@ -78,7 +76,7 @@ def test_an_index_is_built_anew_after_a_change(
     assert len(built) == 7
 
 
-def test_a_kind_with_a_key_of_its_own_has_an_index_for_each_value(tmp_path: Path) -> None:
+def test_a_key_of_one_kind_gets_an_index_per_value(tmp_path: Path) -> None:
     class Marked(Text):
         kind = "marked"
         keys = ("document", "dtype")
@@ -99,16 +97,16 @@ def test_a_large_index_is_written_in_blocks(write_jsonl: Callable[..., Path], mo
 def slow_build(folder: Path) -> None:
     with open(folder.parent / "builds", "a") as file:
         file.write("x")
-    (folder / "half").touch()
+    (folder / "started").touch()
     time.sleep(0.3)
-    (folder / "whole").touch()
+    (folder / "finished").touch()
 
 
 def build_in_child(folder: Path) -> None:
-    assert (built_once(folder, "a thing", slow_build) / "whole").exists()
+    assert (built_once(folder, "a thing", slow_build) / "finished").exists()
 
 
-def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
+def test_concurrent_processes_build_once(tmp_path: Path) -> None:
     context = fork_context()
     children = [context.Process(target=build_in_child, args=(tmp_path / "new" / "thing",)) for _ in range(4)]
     for child in children:
@@ -119,11 +117,11 @@ def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "builds").read_text() == "x"
 
 
-def test_a_killed_builder_leaves_nothing_harmful(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_killed_build_is_repeated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "thing"
     child = fork_context().Process(target=build_in_child, args=(folder,))
     child.start()
-    while not (tmp_path / "thing.incomplete" / "half").exists():
+    while not (tmp_path / "thing.incomplete" / "started").exists():
         time.sleep(0.01)
     assert child.pid is not None
     os.kill(child.pid, signal.SIGKILL)
@@ -134,20 +132,20 @@ def test_a_killed_builder_leaves_nothing_harmful(tmp_path: Path, caplog: pytest.
     assert (tmp_path / "builds").read_text() == "xx"
 
 
-def test_waiting_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_waiting_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     child = fork_context().Process(target=build_in_child, args=(tmp_path / "thing",))
     child.start()
-    while not (tmp_path / "thing.incomplete" / "half").exists():
+    while not (tmp_path / "thing.incomplete" / "started").exists():
         time.sleep(0.01)
     with caplog.at_level(logging.INFO, "titanlite"):
         build_in_child(tmp_path / "thing")
     child.join()
-    assert [record.message for record in caplog.records] == ["waiting for another process that builds a thing"]
+    assert [record.message for record in caplog.records] == ["waiting for another process to build a thing"]
 
 
-def test_a_builder_that_fails_publishes_nothing(tmp_path: Path) -> None:
+def test_a_failed_build_publishes_nothing(tmp_path: Path) -> None:
     def fail(folder: Path) -> None:
-        (folder / "half").touch()
+        (folder / "started").touch()
         raise UserError("no")
 
     with pytest.raises(UserError, match="no"):
@@ -155,13 +153,13 @@ def test_a_builder_that_fails_publishes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "thing").exists()
 
 
-def test_a_cache_that_cannot_be_written_names_the_variable(tmp_path: Path) -> None:
+def test_the_error_for_an_unwritable_cache_names_the_variable(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="TITANLITE_CACHE"):
         built_once(tmp_path / "file" / "thing", "a thing", slow_build)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "secret.txt").write_text("x")
 
     def refuse(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""The kind of a source by the names of its files."""
+"""Inferring the kind of a source from its file names."""
 
 from pathlib import Path
 
@@ -29,10 +29,10 @@ def test_kind(tmp_path: Path, names: list[str], path: str, kind: str) -> None:
     assert (found.kind, found.path) == (kind, str(tmp_path / path))
 
 
-def test_no_kind_or_two(tmp_path: Path) -> None:
+def test_no_kind_or_several(tmp_path: Path) -> None:
     for name in ("a.txt", "b.jsonl", "c.rst"):
         (tmp_path / name).touch()
-    for path, reason in ((".", "text and jsonl"), ("*", "text and jsonl"), ("c.rst", "none"), ("d.txt", "matches")):
+    for path, reason in ((".", "text and jsonl"), ("*", "text and jsonl"), ("c.rst", "no known"), ("d.txt", "matches")):
         found = source_from_path(str(tmp_path / path), "--data")
         assert isinstance(found, Problem)
         assert (found.key, found.value) == ("--data", str(tmp_path / path))

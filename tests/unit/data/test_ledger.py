@@ -1,4 +1,4 @@
-"""A run that is killed again and again, over mixtures, epochs and meshes: its ledger is that of a whole one."""
+"""A run that is killed repeatedly, over mixtures, epochs and meshes, has the ledger of an uninterrupted run."""
 
 import json
 import random
@@ -18,6 +18,7 @@ from titanlite.data.sources.config import SourceConfig
 from titanlite.data.streams import Origin
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.metrics.history import keep_rows
+from titanlite.runtime.errors import UsageError
 from titanlite.tools import ledger
 
 STREAMS, STEPS = 8, 40
@@ -30,7 +31,7 @@ def text_of(rng: random.Random) -> str:
 
 @pytest.fixture
 def section(write_jsonl: Callable[..., Path], tmp_path: Path) -> DataConfig:
-    """Four sources whose epochs end within 40 steps: one is finite, one a dataset of three files that is streamed."""
+    """Four sources whose epochs end within 40 steps: one is finite, one a streamed dataset of three files."""
     rng = random.Random(1)
     paths = [write_jsonl([text_of(rng) for _ in range(count)], f"{count}.jsonl") for count in (3, 25, 12)]
     weights, epochs = (1.0, 4.0, 2.0), (-1, -1, 3)
@@ -48,24 +49,24 @@ def section(write_jsonl: Callable[..., Path], tmp_path: Path) -> DataConfig:
 
 
 class Run:
-    """One start on `degree` data ranks: its loaders and ledgers, and what they were given."""
+    """The loaders and ledgers of one start on `degree` data ranks."""
 
     def __init__(self, section: DataConfig, tokenizer: Tokenizer, folder: Path, degree: int, packing: str) -> None:
-        given = DataConfig(**vars(section) | {"packing": packing})
+        config = DataConfig(**vars(section) | {"packing": packing})
         facts = {"seq_len": 12, "vocab_size": 300, "global_batch_size": 8, "local_batch_size": 1}
         self.loaders = [
-            build_loader(given, tokenizer, **facts, data_rank=rank, data_degree=degree) for rank in range(degree)
+            build_loader(config, tokenizer, **facts, data_rank=rank, data_degree=degree) for rank in range(degree)
         ]
         self.ledgers = [Ledger(folder, data_rank=rank, data_degree=degree) for rank in range(degree)]
 
     def step(self, number: int) -> dict[int, Any]:
-        """Sequence -> its tokens and labels."""
+        """Sequence number -> (tokens, labels) of one step."""
         rows = {}
-        for loader, its_ledger in zip(self.loaders, self.ledgers, strict=True):
+        for loader, rank_ledger in zip(self.loaders, self.ledgers, strict=True):
             for batch in loader.next_step():
                 for n, tokens, labels in zip(batch.sequences.tolist(), batch.tokens, batch.labels, strict=True):
                     rows[n] = (tokens.tolist(), labels.tolist())
-            its_ledger.write(number, loader.sequences, loader.origins)
+            rank_ledger.write(number, loader.sequences, loader.origins)
         return rows
 
     def state(self) -> torch.Tensor:
@@ -79,20 +80,20 @@ class Run:
             part.close()
 
 
-@pytest.mark.usefixtures("hub_asked_once")
+@pytest.mark.usefixtures("cached_hub_files")
 @pytest.mark.parametrize("packing", ["concatenate", "none"])
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_a_killed_run_has_the_ledger_of_an_uninterrupted_one(
     section: DataConfig, tokenizer: Tokenizer, tmp_path: Path, seed: int, packing: str
 ) -> None:
     rng = random.Random(seed)
-    (tmp_path / "whole").mkdir()
+    (tmp_path / "reference").mkdir()
     (tmp_path / "killed").mkdir()
-    whole = Run(section, tokenizer, tmp_path / "whole", 1, packing)
-    expected = {number: whole.step(number) for number in range(1, STEPS + 1)}
-    assert len({tuple(origin) for origin in whole.loaders[0].origins}) > 1
-    assert whole.state()[:, ::5].max(0).values.min() >= 1, "not all sources have crossed epochs"
-    whole.close()
+    reference = Run(section, tokenizer, tmp_path / "reference", 1, packing)
+    expected = {number: reference.step(number) for number in range(1, STEPS + 1)}
+    assert len({tuple(origin) for origin in reference.loaders[0].origins}) > 1
+    assert reference.state()[:, ::5].max(0).values.min() >= 1, "not all sources have crossed epochs"
+    reference.close()
 
     saved, saved_at, done = None, 0, 0
     while done < STEPS:
@@ -106,12 +107,12 @@ def test_a_killed_run_has_the_ledger_of_an_uninterrupted_one(
             assert run.step(done) == expected[done]
             if rng.random() < 0.4 or done == STEPS:
                 saved, saved_at = run.state(), done
-        run.close()  # and what was done since it was saved is lost
-    assert list(read_ledger(tmp_path / "killed")) == list(read_ledger(tmp_path / "whole"))
+        run.close()  # the steps since the last save are lost
+    assert list(read_ledger(tmp_path / "killed")) == list(read_ledger(tmp_path / "reference"))
     assert [step for step, _ in read_ledger(tmp_path / "killed")] == list(range(1, STEPS + 1))
 
 
-def test_origins_say_where_the_tokens_are(write_jsonl: Callable[..., Path], tokenizer: Tokenizer) -> None:
+def test_origins_locate_the_tokens(write_jsonl: Callable[..., Path], tokenizer: Tokenizer) -> None:
     texts = [f"{n} reads a few words {n}" for n in range(9)]
     source = SourceConfig(kind="jsonl", path=str(write_jsonl(texts)), epochs=2)
     facts = {"seq_len": 7, "vocab_size": 300, "global_batch_size": 2, "local_batch_size": 2}
@@ -146,13 +147,12 @@ def test_the_ledger_is_printed(tmp_path: Path, capsys: Any) -> None:
         {"step": 1, "sequences": [[0, 0, 0, 5, 0], [1, 0, 0, 5, 1]]},
         {"step": 2, "sequences": [[2, 0, 0, 5, 0], [3, 0, 0, 5, 1]]},
     ]
-    with pytest.raises(SystemExit):
+    with pytest.raises(UsageError, match="--data.ledger true"):
         ledger.main([str(tmp_path / "none")])
-    assert "--data.ledger true" in capsys.readouterr().err
 
 
-def test_a_last_line_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
-    """What a crash leaves, and what is seen of a run that writes at this moment."""
+def test_a_truncated_last_line_is_skipped(tmp_path: Path) -> None:
+    """Left by a crash, or read while the run is writing."""
     one = Ledger(tmp_path, data_rank=0, data_degree=1)
     for step in (1, 2):
         one.write(step, [step - 1], [Origin(0, 0, 5, 0)])
@@ -162,7 +162,7 @@ def test_a_last_line_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
     assert list(read_ledger(tmp_path)) == [(1, [[0, 0, 0, 5, 0]])]
 
 
-def test_it_ends_without_a_traceback_where_nobody_reads_on(tmp_path: Path) -> None:
+def test_a_closed_pipe_causes_no_traceback(tmp_path: Path) -> None:
     one = Ledger(tmp_path, data_rank=0, data_degree=1)
     for step in range(1, 3000):
         one.write(step, [step], [Origin(0, 0, step, 0)])

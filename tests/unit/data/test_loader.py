@@ -36,7 +36,7 @@ def corpus() -> FakeCorpus:
 
 @pytest.fixture
 def make(corpus: FakeCorpus, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """make(rank, degree, ...): loaders that are closed when the test is over."""
+    """make(rank, degree, ...): a loader that is closed after the test."""
     made: list[Loader] = []
 
     def one(rank: int = 0, degree: int = 1, **changes: Any) -> Loader:
@@ -66,7 +66,7 @@ def make(corpus: FakeCorpus, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def steps_of(loaders: list[Loader], count: int) -> list[list[tuple[list[int], list[int], int]]]:
-    """The (tokens, labels, sequence) of each global step, put together from all ranks in the run's order."""
+    """The (tokens, labels, sequence) rows of each global step, merged from all ranks in the run's order."""
     steps = []
     for _ in range(count):
         rows = [[row for batch in loader.next_step() for row in zip(*batch[:3], strict=True)] for loader in loaders]
@@ -99,7 +99,7 @@ def test_sequence_n_is_the_next_of_stream_n_mod_s(
 
 
 @pytest.mark.parametrize("global_batch_size", [16, pytest.param(32, marks=pytest.mark.slow)])
-def test_a_step_has_the_same_content_for_every_mesh(make: Any, global_batch_size: int) -> None:
+def test_steps_are_the_same_on_every_mesh(make: Any, global_batch_size: int) -> None:
     reference = make(local_batch_size=1, global_batch_size=global_batch_size)
     expected = steps_of([reference], 12)
     for degree, local_batch_size in product([1, 2, 4], [1, 2, 4]):
@@ -110,7 +110,7 @@ def test_a_step_has_the_same_content_for_every_mesh(make: Any, global_batch_size
         assert torch.equal(global_state(loaders), reference.state())
 
 
-def test_batches_have_the_promised_shapes(make: Any) -> None:
+def test_shapes_of_batches(make: Any) -> None:
     batches = make(1, 2, global_batch_size=16, local_batch_size=4).next_step()
     assert len(batches) == 2
     for batch in batches:
@@ -121,12 +121,12 @@ def test_batches_have_the_promised_shapes(make: Any) -> None:
 
 
 @pytest.mark.parametrize("epochs", [pytest.param(-1, marks=pytest.mark.slow), 1])
-def test_a_run_goes_on_exactly_on_another_mesh(make: Any, epochs: int) -> None:
+def test_resume_on_another_mesh_is_exact(make: Any, epochs: int) -> None:
     reference = steps_of([make(epochs=epochs)], 20)
     for (before, after), stop in product([(1, 1), (1, 4), (4, 1), (2, 4), (4, 2)], [0, 1, 2, 5, 11]):
         first = [make(rank, before, epochs=epochs) for rank in range(before)]
         assert steps_of(first, stop) == reference[:stop]
-        time.sleep(0.01)  # let the threads run ahead of what was handed out
+        time.sleep(0.01)  # let the threads prefetch
         second = [make(rank, after, local_batch_size=1, epochs=epochs) for rank in range(after)]
         for loader in second:
             loader.load_state(global_state(first))
@@ -136,7 +136,7 @@ def test_a_run_goes_on_exactly_on_another_mesh(make: Any, epochs: int) -> None:
             loader.close()
 
 
-def test_a_running_loader_can_be_set_back(make: Any) -> None:
+def test_a_running_loader_can_be_reset(make: Any) -> None:
     loader = make()
     steps_of([loader], 3)
     state = loader.state()
@@ -145,7 +145,7 @@ def test_a_running_loader_can_be_set_back(make: Any) -> None:
     assert steps_of([loader], 4) == expected
 
 
-def test_a_loader_begins_again(make: Any) -> None:
+def test_a_loader_can_restart(make: Any) -> None:
     loaders = [make(rank, 2, epochs=1) for rank in range(2)]
     expected = steps_of(loaders, 4)
     for loader in loaders:
@@ -154,7 +154,7 @@ def test_a_loader_begins_again(make: Any) -> None:
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
-def test_a_step_that_ends_amid_the_streams_is_continued(make: Any, stop: int) -> None:
+def test_resume_within_a_round_of_the_streams(make: Any, stop: int) -> None:
     reference = steps_of([make(global_batch_size=4)], 8)
     first = [make(rank, 2, global_batch_size=4) for rank in range(2)]
     steps_of(first, stop)
@@ -171,7 +171,7 @@ def test_the_batch_size_may_change_on_resume(make: Any) -> None:
     assert steps_of([after], 4) == steps_of([reference], 10)[6:]
 
 
-def test_states_that_do_not_fit_are_refused(make: Any) -> None:
+def test_mismatched_states_are_refused(make: Any) -> None:
     loader = make(0, 2)
     state = torch.zeros(STREAMS, 5, dtype=torch.int64)
     with pytest.raises(UserError, match=r"num_streams = 8 and 1 data.sources need \(8, 5\)"):
@@ -179,7 +179,7 @@ def test_states_that_do_not_fit_are_refused(make: Any) -> None:
     with pytest.raises(UserError, match="int64"):
         loader.load_state(state.int())
     state[0, 3] = 2
-    with pytest.raises(UserError, match="2 sequences, is not the state after a step"):
+    with pytest.raises(UserError, match=r"2 sequences\) is not the state after a step"):
         loader.load_state(state)
     state[:, 3] = torch.tensor([1, 0, 0, 0, 0, 0, 0, 0])
     with pytest.raises(UserError, match="2 data ranks"):
@@ -195,7 +195,7 @@ def test_a_finite_run_ends_on_all_ranks_and_counts_each_target_once(make: Any, c
     assert all(label == IGNORE_INDEX for row in steps_of(loaders, 1)[0] for label in row[1])
 
 
-def test_errors_come_with_the_step_that_consumes_the_row(make: Any) -> None:
+def test_errors_are_raised_at_the_step_that_consumes_the_row(make: Any) -> None:
     counts = [0]
     counting = make()
     while counts[-1] == 0 or len(counts) < 3:
@@ -217,7 +217,7 @@ def test_errors_come_with_the_step_that_consumes_the_row(make: Any) -> None:
 
 
 class CountingCorpus(FakeCorpus):
-    """Notes which threads fetch, and can be held up."""
+    """Records which threads fetch, and can block them."""
 
     def __init__(self) -> None:
         super().__init__([SEQ_LEN + 1] * 400)
@@ -231,7 +231,7 @@ class CountingCorpus(FakeCorpus):
         return super().fetch(pieces)
 
 
-def test_steps_are_prepared_ahead_in_a_thread_but_only_two(make: Any, corpus: FakeCorpus) -> None:
+def test_a_thread_prepares_at_most_two_steps_ahead(make: Any, corpus: FakeCorpus) -> None:
     counting = CountingCorpus()
     corpus.__dict__, corpus.__class__ = counting.__dict__, CountingCorpus  # type: ignore[assignment]
     loader = make()
@@ -244,7 +244,7 @@ def test_steps_are_prepared_ahead_in_a_thread_but_only_two(make: Any, corpus: Fa
     assert loader.state()[:, 3].tolist() == [1] * STREAMS
 
 
-def test_waiting_is_measured(make: Any, corpus: FakeCorpus) -> None:
+def test_wait_time_is_measured(make: Any, corpus: FakeCorpus) -> None:
     counting = CountingCorpus()
     corpus.__dict__, corpus.__class__ = counting.__dict__, CountingCorpus  # type: ignore[assignment]
     counting.gate.clear()
@@ -264,7 +264,7 @@ def build(section: DataConfig, tokenizer: Tokenizer | None, **changes: Any) -> L
     return build_loader(section, tokenizer, **facts | {"data_degree": 1} | changes)
 
 
-def test_sources_of_one_name_are_told_apart(write_jsonl: Callable[..., Path], tokenizer: Tokenizer) -> None:
+def test_sources_of_the_same_name_are_numbered(write_jsonl: Callable[..., Path], tokenizer: Tokenizer) -> None:
     source = replace(write_words(write_jsonl, 3), name="words", weight=1.0)
     loader = build(DataConfig(num_streams=4, max_piece_bytes=1000, sources=(source, source)), tokenizer)
     assert loader.source_names == ("words", "words 2")
@@ -304,7 +304,7 @@ def test_the_parts_of_a_long_document_have_no_separators(
 def test_fewer_pieces_than_streams_are_shared_over_the_epochs(
     write_jsonl: Callable[..., Path], tokenizer: Tokenizer
 ) -> None:
-    """Stream s begins with the piece s of all epochs in a row, so that none is without."""
+    """Stream s starts at piece s of the concatenated epochs, so that every stream has tokens."""
     source = write_words(write_jsonl, 3)
     section = DataConfig(num_streams=8, max_piece_bytes=1000, shuffle=False, sources=(source,))
     loader = build(section, tokenizer, global_batch_size=8, local_batch_size=8)
@@ -314,26 +314,26 @@ def test_fewer_pieces_than_streams_are_shared_over_the_epochs(
     loader.close()
 
 
-def test_a_corpus_of_bad_files_alone_is_an_error(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_corpus_of_only_bad_files_is_an_error(tmp_path: Path, tokenizer: Tokenizer) -> None:
     for n in range(4):
         (tmp_path / f"{n}.txt").touch()
     section = DataConfig(num_streams=4, max_piece_bytes=99, sources=(SourceConfig(kind="text", path=str(tmp_path)),))
-    with pytest.raises(UserError, match=r"nothing to train on: .*0.txt, line 1: the file is empty: add data"):
+    with pytest.raises(UserError, match=r"no data to train on: .*0.txt, line 1: the file is empty: add data"):
         build(section, tokenizer)
     (tmp_path / "9.txt").write_bytes(b"\xff\xff")
-    for on_bad_row, message in (("error", "0.txt, line 1: the file is empty"), ("skip", "has a token")):
+    for on_bad_row, message in (("error", "0.txt, line 1: the file is empty"), ("skip", "have no token")):
         loader = build(replace(section, on_bad_row=on_bad_row, shuffle=False), tokenizer)
         with pytest.raises(UserError, match=message):
             loader.next_step()
         loader.close()
 
 
-def test_fewer_bad_files_than_streams_are_named_for_what_they_are(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_fewer_bad_files_than_streams_are_reported_as_bad(tmp_path: Path, tokenizer: Tokenizer) -> None:
     file = tmp_path / "empty"
     file.touch()
     for kind, reason in (("text", "the file is empty"), ("jsonl", "the file is empty"), ("parquet", "")):
         section = DataConfig(num_streams=4, max_piece_bytes=99, sources=(SourceConfig(kind=kind, path=str(file)),))
-        with pytest.raises(UserError, match=f"nothing to train on: {file}, .*{reason}"):
+        with pytest.raises(UserError, match=f"no data to train on: {file}, .*{reason}"):
             build(section, tokenizer)
 
 

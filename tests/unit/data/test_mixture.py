@@ -7,16 +7,16 @@ from titanlite.data.order import Mixture
 RECORDED = [0, 1, 0, 2, 0, 0, 1, 0, 2, 0, 0, 1]
 
 
-def test_the_choice_is_the_same_for_ever() -> None:
-    """If this fails, runs that are resumed change their data: STREAM_VERSION has to change as well."""
+def test_choices_never_change() -> None:
+    """If this fails, resumed runs change their data: STREAM_VERSION must change, too."""
     mixture = Mixture([5, 3, 1], seed=7)
     assert [mixture.source(stream, count) for stream in range(3) for count in range(4)] == RECORDED
 
 
 @pytest.mark.parametrize("weights", [[1, 1], [0.9, 0.1], [5, 3, 1, 0.5], [1e-3, 1], [0.2] * 5])
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])
-def test_realised_shares_follow_the_weights_from_the_start(weights: list[float], seed: int) -> None:
-    """Along each stream, and over the rows of the steps; drawn at random, they would stray by 27 of 3000."""
+def test_actual_shares_follow_the_weights_from_the_start(weights: list[float], seed: int) -> None:
+    """Along each stream and over the rows of the steps. Random draws would deviate by 27 of 3000."""
     mixture = Mixture(weights, seed=seed)
     along = [[mixture.source(stream, count) for count in range(3000)] for stream in (0, 1, 17)]
     steps = [mixture.source(stream, count) for count in range(50) for stream in range(64)]

@@ -18,8 +18,8 @@ def test_mix_is_splitmix64() -> None:
     assert mix(states).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
-def test_the_order_is_the_same_for_ever() -> None:
-    """If this fails, runs that are resumed change their data: STREAM_VERSION has to change as well."""
+def test_the_order_never_changes() -> None:
+    """If this fails, resumed runs change their data: STREAM_VERSION must change, too."""
     assert STREAM_VERSION == 2
     assert shuffled(10, 0).tolist() == SHUFFLED
     assert order(Permutation(17, seeds=(5, 0), shuffle=True, block_pieces=6), 1) == ORDER
@@ -40,14 +40,14 @@ def test_epochs_and_seeds_differ() -> None:
     assert orders[0] == order(one, 0)
 
 
-def test_positions_may_be_asked_for_in_any_order() -> None:
+def test_positions_may_be_read_in_any_order() -> None:
     permutation = Permutation(500, seeds=(0,), shuffle=True, block_pieces=8)
     expected = order(permutation, 0)
     again = Permutation(500, seeds=(0,), shuffle=True, block_pieces=8)
     assert [again.piece(0, position) for position in reversed(range(500))] == expected[::-1]
 
 
-def test_pieces_are_read_in_stretches() -> None:
+def test_pieces_are_shuffled_within_contiguous_blocks() -> None:
     pieces = order(Permutation(1000, seeds=(0,), shuffle=True, block_pieces=100), 0)
     blocks = [pieces[n : n + 100] for n in range(0, 1000, 100)]
     assert all(max(block) - min(block) == 99 for block in blocks)
@@ -56,7 +56,7 @@ def test_pieces_are_read_in_stretches() -> None:
     assert len({tuple(piece % 100 for piece in block) for block in blocks}) == 10
 
 
-def test_without_shuffle_it_is_the_order_of_the_source() -> None:
+def test_without_shuffle_the_order_is_that_of_the_source() -> None:
     assert order(Permutation(8, seeds=(9,), shuffle=False), 4) == list(range(8))
 
 

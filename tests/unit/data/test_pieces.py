@@ -40,7 +40,7 @@ def test_bytes_that_are_not_utf8_are_cut_too() -> None:
     assert max(end - begin for begin, end in parts) <= 16
 
 
-def test_lines_count_blank_ones_but_leave_them_out() -> None:
+def test_blank_lines_are_counted_and_skipped() -> None:
     data = b"\n  \nfirst\r\n\nlast"
     assert [(number, data[begin:end]) for number, begin, end in lines(data)] == [(3, b"first"), (5, b"last")]
 

@@ -32,7 +32,7 @@ def test_results_come_in_order_and_at_most_depth_ahead() -> None:
     prefetcher.close()
 
 
-def test_an_error_comes_after_the_results_before_it_and_stays() -> None:
+def test_an_error_follows_the_earlier_results_and_repeats() -> None:
     results = iter([1, 2])
     prefetcher = Prefetcher(lambda: next(results), 5)
     time.sleep(0.05)
@@ -43,7 +43,7 @@ def test_an_error_comes_after_the_results_before_it_and_stays() -> None:
     prefetcher.close()
 
 
-def test_close_is_prompt_also_when_the_thread_waits() -> None:
+def test_close_is_prompt_while_the_thread_waits() -> None:
     prefetcher = Prefetcher(lambda: 0, 2)
     time.sleep(0.05)
     start = time.monotonic()
@@ -55,15 +55,15 @@ def test_close_is_prompt_also_when_the_thread_waits() -> None:
 
 def test_the_thread_ends_with_the_last_reference() -> None:
     prefetcher = Prefetcher(lambda: 0, 2)
-    gone = weakref.ref(prefetcher)
+    reference = weakref.ref(prefetcher)
     assert len(data_threads()) == 1
     del prefetcher
     gc.collect()
-    assert gone() is None
+    assert reference() is None
     assert data_threads() == []
 
 
-def test_close_does_not_wait_for_ever() -> None:
+def test_close_returns_after_its_timeout() -> None:
     gate = threading.Event()
     prefetcher = Prefetcher(gate.wait, 2)
     prefetcher.close(timeout_s=0.05)
@@ -74,7 +74,7 @@ def test_close_does_not_wait_for_ever() -> None:
 
 
 @pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "raise KeyboardInterrupt"])
-def test_the_interpreter_ends_while_the_thread_works(end: str) -> None:
+def test_the_interpreter_exits_while_the_thread_works(end: str) -> None:
     program = (
         "import tokenizers, time\n"
         "from tokenizers import models, pre_tokenizers\n"

@@ -1,4 +1,4 @@
-"""Text, JSON lines and parquet: what a piece is, what it reads as, and what is bad about bad rows."""
+"""Readers of text, JSON Lines and Parquet: the pieces, their text, and the reasons of bad rows."""
 
 import gzip
 import json
@@ -17,7 +17,7 @@ from titanlite.data.sources.parquet import Parquet
 from titanlite.data.sources.pieces import ENDS_DOCUMENT, STARTS_DOCUMENT, BadRowError
 from titanlite.data.sources.text import Text
 
-WHOLE = STARTS_DOCUMENT | ENDS_DOCUMENT
+COMPLETE = STARTS_DOCUMENT | ENDS_DOCUMENT
 
 
 def text(document: str) -> Text:
@@ -52,16 +52,16 @@ def text_file(tmp_path: Path) -> Path:
 
 
 def test_text_by_file(text_file: Path) -> None:
-    assert read_all(text("file"), text_file) == [(1, text_file.read_bytes().decode(), WHOLE)]
+    assert read_all(text("file"), text_file) == [(1, text_file.read_bytes().decode(), COMPLETE)]
 
 
 def test_text_by_paragraph(text_file: Path) -> None:
-    expected = [(2, "one\ntwo", WHOLE), (6, "three", WHOLE), (8, "four", WHOLE)]
+    expected = [(2, "one\ntwo", COMPLETE), (6, "three", COMPLETE), (8, "four", COMPLETE)]
     assert read_all(text("paragraph"), text_file) == expected
 
 
 def test_text_by_line(text_file: Path) -> None:
-    expected = [(2, "one", WHOLE), (3, "two", WHOLE), (6, "three", WHOLE), (8, "four", WHOLE)]
+    expected = [(2, "one", COMPLETE), (3, "two", COMPLETE), (6, "three", COMPLETE), (8, "four", COMPLETE)]
     assert read_all(text("line"), text_file) == expected
 
 
@@ -72,7 +72,7 @@ def test_long_text_is_cut_at_line_ends(tmp_path: Path) -> None:
     assert read_all(text("file"), file, 16) == expected
 
 
-def test_only_the_part_of_a_text_that_is_not_utf8_is_bad(tmp_path: Path) -> None:
+def test_only_the_piece_that_is_not_utf8_is_bad(tmp_path: Path) -> None:
     file = tmp_path / "broken.txt"
     file.write_bytes(b"first line here\nbroken \xff line\nlast line here\n")
     rows = read_all(text("file"), file, 16)
@@ -97,7 +97,7 @@ def test_a_file_of_blank_lines_is_one_bad_row(reader: TextSource, tmp_path: Path
 
 def test_jsonl_rows(write_jsonl: Callable[..., Path]) -> None:
     file = write_jsonl(["one", b"", "zwei\n€", b'{"text": "3", "more": [1]}\r'])
-    assert read_all(jsonl("text"), file) == [(1, "one", WHOLE), (3, "zwei\n€", WHOLE), (4, "3", WHOLE)]
+    assert read_all(jsonl("text"), file) == [(1, "one", COMPLETE), (3, "zwei\n€", COMPLETE), (4, "3", COMPLETE)]
 
 
 @pytest.mark.parametrize(
@@ -107,14 +107,14 @@ def test_jsonl_rows(write_jsonl: Callable[..., Path]) -> None:
         (b'{"text": "\xff"}', "invalid UTF-8 at byte 10"),
         (b'["text"]', "not a JSON object but an array"),
         (b"null", "not a JSON object but null"),
-        (b'{"body": "x"}', "field 'text' is missing; there is 'body'"),
-        (b"{}", "field 'text' is missing; there is nothing"),
+        (b'{"body": "x"}', "field 'text' is missing; the row has 'body'"),
+        (b"{}", "field 'text' is missing; the row has no field"),
         (b'{"text": 1.5}', "field 'text' is not text but a number"),
         (b'{"text": null}', "field 'text' is not text but null"),
         (b'{"text": true}', "field 'text' is not text but a boolean"),
         (b'{"text": ["x"]}', "field 'text' is not text but an array"),
         (b'{"text": ""}', "the text is empty"),
-        (b'{"text": "ab\\ud800"}', "half a surrogate pair, \\ud800, at character 2"),
+        (b'{"text": "ab\\ud800"}', "an unpaired surrogate, \\ud800, at character 2"),
         (b'{"text": ' + b"[" * 200_000, "invalid JSON"),
         (b'{"text": ' + b"1" * 10_000 + b"}", "invalid JSON"),
     ],
@@ -129,9 +129,9 @@ def test_bad_jsonl_rows(row: bytes, reason: str, max_piece_bytes: int, write_jso
     assert (rows[0][1], rows[2][1]) == ("good", "good")
 
 
-def test_a_byte_order_mark_is_no_part_of_the_json(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n{"text": "two"}\r\n')
-    assert read_all(jsonl("text"), tmp_path / "rows.jsonl") == [(1, "one", WHOLE), (2, "two", WHOLE)]
+    assert read_all(jsonl("text"), tmp_path / "rows.jsonl") == [(1, "one", COMPLETE), (2, "two", COMPLETE)]
 
 
 def test_long_jsonl_text_is_cut_after_decoding(write_jsonl: Callable[..., Path]) -> None:
@@ -139,18 +139,18 @@ def test_long_jsonl_text_is_cut_after_decoding(write_jsonl: Callable[..., Path])
     file = write_jsonl([text, "short"])
     rows = read_all(jsonl("text"), file, 22)
     expected = [(1, "ääääääääää\n", STARTS_DOCUMENT), (1, "öööööööööö\n", 0), (1, "end", ENDS_DOCUMENT)]
-    assert rows == [*expected, (2, "short", WHOLE)]
+    assert rows == [*expected, (2, "short", COMPLETE)]
 
 
 def gz_of(file: Path) -> Path:
-    """A gzip file beside it, of two members."""
+    """Write a gzip file of two members next to `file`, and return its path."""
     data = file.read_bytes()
     packed = file.with_name(file.name + ".gz")
     packed.write_bytes(gzip.compress(data[:20]) + gzip.compress(data[20:]))
     return packed
 
 
-def test_gzipped_jsonl_reads_as_what_it_unpacks_to(
+def test_gzipped_jsonl_reads_like_unpacked_jsonl(
     write_jsonl: Callable[..., Path], caplog: pytest.LogCaptureFixture, cache: Path
 ) -> None:
     file = write_jsonl(["one", b"", "zwei\n€" * 10, b"{", "last"])
@@ -167,23 +167,23 @@ def test_gzipped_jsonl_reads_as_what_it_unpacks_to(
 
 
 @pytest.mark.parametrize("lines", [0, 1, 2000])
-def test_damaged_gzip_data_is_one_bad_row_behind_its_whole_lines(lines: int, write_jsonl: Callable[..., Path]) -> None:
+def test_damaged_gzip_data_is_one_bad_row_after_complete_lines(lines: int, write_jsonl: Callable[..., Path]) -> None:
     packed = gz_of(write_jsonl([f"the text of row {n}" for n in range(max(1, lines))]))
-    whole = packed.read_bytes()
-    if lines:  # all lines are there, only the checksum is not
-        packed.write_bytes(whole[:-8] + bytes(8))
+    content = packed.read_bytes()
+    if lines:  # all lines are complete, only the checksum is wrong
+        packed.write_bytes(content[:-8] + bytes(8))
         rows = read_all(jsonl("text"), packed)
         assert [row for row, text, _ in rows] == [*range(1, lines + 2)]
         assert rows[-1][1].startswith("BAD the gzip data is corrupt (CRC check failed")
         assert rows[-1][1].endswith(f"after line {lines}")
-    packed.write_bytes(whole[: len(whole) // 2 if lines else 5])
+    packed.write_bytes(content[: len(content) // 2 if lines else 5])
     rows = read_all(jsonl("text"), packed)
-    assert rows[-1] == (len(rows), f"BAD the gzip data ends early after line {len(rows) - 1}", WHOLE ^ 7)
+    assert rows[-1] == (len(rows), f"BAD the gzip data ends early after line {len(rows) - 1}", COMPLETE ^ 7)
     assert [text for _, text, _ in rows[:-1]] == [f"the text of row {n}" for n in range(len(rows) - 1)]
     assert len(rows) > lines / 4
 
 
-def test_an_error_of_the_system_is_no_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operating_system_error_is_not_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pq.write_table(pa.table({"text": ["one"]}), tmp_path / "rows.parquet")
     (piece,) = parquet("text").scan(tmp_path / "rows.parquet", 0, 100)
 
@@ -197,7 +197,7 @@ def test_an_error_of_the_system_is_no_bad_row(tmp_path: Path, monkeypatch: pytes
 
 def test_another_field(tmp_path: Path) -> None:
     (tmp_path / "rows").write_text(json.dumps({"body": "x", "text": "y"}))
-    assert read_all(jsonl("body"), tmp_path / "rows") == [(1, "x", WHOLE)]
+    assert read_all(jsonl("body"), tmp_path / "rows") == [(1, "x", COMPLETE)]
 
 
 @pytest.mark.parametrize(
@@ -208,12 +208,12 @@ def test_parquet_rows(kind: pa.DataType, tmp_path: Path) -> None:
     texts = ["one", None, "", "long line one\nlong line two\n", "fünf"]
     pq.write_table(pa.table({"text": pa.array(texts).cast(kind), "n": range(5)}), file, row_group_size=2)
     assert read_all(parquet("text"), file, 20) == [
-        (1, "one", WHOLE),
-        (2, "BAD field 'text' is null", WHOLE),
-        (3, "BAD the text is empty", WHOLE),
+        (1, "one", COMPLETE),
+        (2, "BAD field 'text' is null", COMPLETE),
+        (3, "BAD the text is empty", COMPLETE),
         (4, "long line one\n", STARTS_DOCUMENT),
         (4, "long line two\n", ENDS_DOCUMENT),
-        (5, "fünf", WHOLE),
+        (5, "fünf", COMPLETE),
     ]
 
 
@@ -229,18 +229,18 @@ def test_parquet_text_that_is_not_utf8(tmp_path: Path) -> None:
 def test_parquet_without_the_field_or_with_another_type(tmp_path: Path) -> None:
     file = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"n": [1, 2]}), file)
-    missing = "BAD field 'text' is missing; there is 'n'"
-    assert read_all(parquet("text"), file) == [(1, missing, WHOLE), (2, missing, WHOLE)]
-    assert read_all(parquet("n"), file)[0] == (1, "BAD field 'n' is not text but int64", WHOLE)
+    missing = "BAD field 'text' is missing; the file has 'n'"
+    assert read_all(parquet("text"), file) == [(1, missing, COMPLETE), (2, missing, COMPLETE)]
+    assert read_all(parquet("n"), file)[0] == (1, "BAD field 'n' is not text but int64", COMPLETE)
     pq.write_table(pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), file)
-    twice = "BAD field 'text' is there more than once; there is 'text', 'text'"
-    assert read_all(parquet("text"), file) == [(1, twice, WHOLE)]
+    twice = "BAD field 'text' is not unique; the file has 'text', 'text'"
+    assert read_all(parquet("text"), file) == [(1, twice, COMPLETE)]
 
 
-def test_parquet_that_is_none_or_has_no_rows(tmp_path: Path) -> None:
+def test_invalid_parquet_and_parquet_without_rows(tmp_path: Path) -> None:
     (tmp_path / "broken").write_bytes(b"PAR1 but not really")
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "no_rows")
     (broken,) = read_all(parquet("text"), tmp_path / "broken")
     (no_rows,) = read_all(parquet("text"), tmp_path / "no_rows")
-    assert broken[1].startswith("BAD not a parquet file that can be read: ")
+    assert broken[1].startswith("BAD not a readable Parquet file: ")
     assert no_rows[1] == "BAD the file has no rows"

@@ -1,7 +1,7 @@
 from titanlite.runtime.cache import Recent
 
 
-def test_the_least_recently_used_go_first() -> None:
+def test_the_least_recently_used_entry_is_evicted_first() -> None:
     made: list[str] = []
     recent: Recent[str, str] = Recent(6, len)
 
@@ -15,7 +15,7 @@ def test_the_least_recently_used_go_first() -> None:
     assert made == ["a", "b", "c", "b"]
 
 
-def test_the_last_one_stays_however_large_it_is() -> None:
+def test_the_latest_entry_is_kept_at_any_size() -> None:
     recent: Recent[int, str] = Recent(2, len)
     assert recent.get(1, lambda: "long") == "long"
     assert recent.get(1, lambda: "other") == "long"

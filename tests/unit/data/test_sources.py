@@ -48,7 +48,7 @@ def found(path: str, kind: str = "text") -> list[str]:
     return [file.name for file in open_source(SourceConfig(kind=kind, path=path)).files()]
 
 
-def test_a_folder_means_all_files_of_the_kind_below_it(folder: Path) -> None:
+def test_a_folder_selects_all_files_of_the_kind_below_it(folder: Path) -> None:
     assert found(str(folder)) == ["[x].txt", "a.txt", "b.txt", "d.md", "c.TXT"]
     assert found(str(folder), "jsonl") == ["e.jsonl", "f.ndjson.GZ"]
 
@@ -66,7 +66,7 @@ def test_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("stdlib")
-def test_sources_that_are_right(folder: Path) -> None:
+def test_valid_sources(folder: Path) -> None:
     assert keys(SourceConfig()) == []
     assert keys(SourceConfig(split="validation")) == []
     assert keys(SourceConfig(kind="text", path=str(folder), document="line", name="mine")) == []
@@ -89,14 +89,14 @@ def test_sources_that_are_right(folder: Path) -> None:
         (SourceConfig(kind="tokens", path="F/tokens.npy", dtype="uint16"), "dtype"),
     ],
 )
-def test_sources_that_are_wrong(source: SourceConfig, key: str, folder: Path) -> None:
+def test_invalid_sources(source: SourceConfig, key: str, folder: Path) -> None:
     for name in ("tokens.bin", "tokens.npy"):
         (folder / name).write_bytes(b"12")
     source = replace(source, path=source.path.replace("F", str(folder)))
     assert keys(source) == [f"data.sources.0.{key}"]
 
 
-def test_a_missing_file_names_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_file_names_the_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (problem,) = problems(SourceConfig(kind="text", path="data/*.txt"), "data.sources.3")
     assert (problem.key, problem.value) == ("data.sources.3.path", "data/*.txt")
@@ -123,7 +123,7 @@ def test_the_index_of_files(write_jsonl: Callable[..., Path]) -> None:
     assert [(piece.file, piece.row) for piece in map(index.__getitem__, range(len(index)))] == [(0, 1), (0, 2), (1, 1)]
 
 
-def test_sources_have_different_names() -> None:
+def test_source_names_are_unique() -> None:
     sources = [SourceConfig(name=name) for name in ("a", "b", "a", "a 2", "a")]
     assert source_names(sources) == ("a", "b", "a 2", "a 2 2", "a 3")
     assert source_names([SourceConfig("jsonl", "x", field=field) for field in "ab"]) == ("jsonl x", "jsonl x 2")

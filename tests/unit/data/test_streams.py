@@ -32,7 +32,7 @@ def take(stream: SourceStream, sequences: int) -> list[tuple[list[int], list[int
 
 
 @seeds(10, 400)
-def test_a_finite_stream_is_its_tokens_in_a_row(seeds: range) -> None:
+def test_a_finite_stream_yields_its_tokens_in_a_row(seeds: range) -> None:
     for seed in seeds:
         rng = random.Random(seed)
         corpus, seq_len, epochs = random_corpus(rng, bad=True), rng.randrange(1, 9), rng.randrange(1, 4)
@@ -70,26 +70,26 @@ def test_each_token_but_the_first_of_a_stream_is_a_target_once() -> None:
 
 @seeds(4, 100)
 @pytest.mark.parametrize("epochs", [-1, 1, 2])
-def test_restored_at_any_sequence_it_goes_on_exactly(seeds: range, epochs: int) -> None:
+def test_resume_at_any_sequence_is_exact(seeds: range, epochs: int) -> None:
     for seed in seeds:
         rng = random.Random(seed)
         corpus = random_corpus(rng, bad=True)
         facts = {"stream": 0, "num_streams": 2, "seq_len": rng.randrange(1, 9), "epochs": epochs}
-        whole, states = [], []
+        expected, states = [], []
         stream = make_stream(corpus, **facts)
         for _ in range(40):
             states.append(stream.state())
-            whole += take(stream, 1)
+            expected += take(stream, 1)
         end = stream.state()
         for n, state in enumerate(states):
             restored = make_stream(corpus, **facts)
             take(restored, rng.randrange(3))
             restored.load_state(SourceState(*state))
-            assert take(restored, 40 - n) == whole[n:]
+            assert take(restored, 40 - n) == expected[n:]
             assert restored.state() == end
 
 
-def test_a_restored_stream_reads_only_the_piece_at_which_it_stands() -> None:
+def test_a_restored_stream_reads_only_its_current_piece() -> None:
     corpus = FakeCorpus([10] * 40)
     stream = make_stream(corpus, stream=0, num_streams=2, seq_len=8, epochs=-1)
     take(stream, 12)
@@ -116,7 +116,7 @@ def test_an_empty_stream_is_a_finite_stream_of_length_0() -> None:
     assert take(stream, 1) == [([0, 0], [IGNORE_INDEX, IGNORE_INDEX])]
 
 
-def test_bad_rows_are_counted_with_the_sequence_that_consumes_them_and_once() -> None:
+def test_bad_rows_are_counted_once_with_the_sequence_that_consumes_them() -> None:
     corpus = FakeCorpus([None, 4, None, None, 4, 4])
     stream = make_stream(corpus, stream=0, num_streams=1, seq_len=4, epochs=-1)
     order = [permutation_of(corpus).piece(0, position) for position in range(6)]
@@ -130,7 +130,7 @@ def test_bad_rows_are_counted_with_the_sequence_that_consumes_them_and_once() ->
     assert counts[-1][0] == 3
 
 
-def test_of_the_ranks_that_read_the_same_one_names_the_bad_rows(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_one_rank_logs_a_bad_row(caplog: pytest.LogCaptureFixture) -> None:
     for logs in (True, False):
         caplog.clear()
         stream = make_stream(FakeCorpus([None, 9]), stream=0, num_streams=1, seq_len=4, epochs=1)
@@ -151,16 +151,16 @@ def test_a_bad_row_is_raised_when_it_is_consumed() -> None:
         take(stream, 1)
 
 
-def test_more_bad_rows_than_the_limit_end_the_run() -> None:
+def test_more_bad_rows_than_the_limit_raise() -> None:
     stream = make_stream(FakeCorpus([None] * 50 + [3]), stream=0, num_streams=1, seq_len=4, epochs=-1, limit=20)
-    with pytest.raises(UserError, match=r"more than data.max_bad_rows = 20 rows are bad; the last one: row"):
+    with pytest.raises(UserError, match=r"more than data.max_bad_rows = 20 bad rows; the last one: row"):
         take(stream, 1)
 
 
 @pytest.mark.parametrize("length", [0, None])
 def test_a_stream_without_any_token_is_an_error_not_an_endless_loop(length: int | None) -> None:
     stream = make_stream(FakeCorpus([length] * 6), stream=1, num_streams=2, seq_len=4, epochs=-1)
-    with pytest.raises(UserError, match=r"none of the last 1,000 pieces .* has a token"):
+    with pytest.raises(UserError, match=r"the last 1,000 pieces .* have no token"):
         take(stream, 1)
 
 
@@ -171,10 +171,10 @@ def test_one_token_is_enough_to_repeat() -> None:
 
 def test_states_of_other_data_are_refused() -> None:
     stream = make_stream(FakeCorpus([4] * 6), stream=0, num_streams=2, seq_len=4, epochs=-1)
-    with pytest.raises(UserError, match="no piece for the saved state"):
+    with pytest.raises(UserError, match="no piece at the saved state"):
         stream.load_state(SourceState(0, 6, 0, 0, 0))
     stream.load_state(SourceState(0, 2, 4, 2, 0))
-    with pytest.raises(UserError, match="is not the one of the earlier run"):
+    with pytest.raises(UserError, match="use the data and the tokenizer of the run that is resumed"):
         take(stream, 1)
 
 
@@ -201,7 +201,7 @@ def test_without_packing_each_document_starts_a_sequence(seeds: range) -> None:
 
 @seeds(5, 100)
 def test_positions_restart_and_labels_stay_inside_documents(seeds: range) -> None:
-    """Each token of the fake corpus is unique, so that its document and its place there can be looked up."""
+    """Each token of the fake corpus is unique: it determines its document and its position there."""
     for seed in seeds:
         rng = random.Random(seed)
         corpus, seq_len = random_corpus(rng), rng.randrange(2, 12)
@@ -227,7 +227,7 @@ def test_positions_restart_and_labels_stay_inside_documents(seeds: range) -> Non
 
 
 class OneDocument(FakeCorpus):
-    """Its pieces are the parts of a single document."""
+    """A corpus whose pieces are the parts of one document."""
 
     def fetch(self, pieces: Sequence[int]) -> list[TokenPiece | Exception]:
         found = super().fetch(pieces)
@@ -238,8 +238,8 @@ class OneDocument(FakeCorpus):
 
 
 @pytest.mark.parametrize(("num_streams", "positions"), [(1, [0, 1, 2, 3, 4, 5]), (2, [0, 1, 2, 0, 1, 2])])
-def test_parts_of_a_document_that_follow_each_other_are_one_document(num_streams: int, positions: list[int]) -> None:
-    """Piece 1 goes on with the document of piece 0; piece 2 does not go on with what piece 0 has said."""
+def test_consecutive_parts_of_a_document_are_one_document(num_streams: int, positions: list[int]) -> None:
+    """Piece 1 continues the document of piece 0; piece 2 does not continue piece 0."""
     corpus = OneDocument([3, 3, 3, 3])
     permutation = Permutation(4, seeds=(0,), shuffle=False)
     pieces = IndexedOrder(corpus, permutation, name="one", epochs=1).pieces(0, num_streams)

@@ -20,7 +20,7 @@ STDLIB = (SourceConfig(),)
 
 @pytest.fixture
 def folder(tokenizer_folder: Path, tmp_path: Path) -> Path:
-    """A copy that a test may change."""
+    """A copy of the tokenizer folder that a test may change."""
     return Path(shutil.copytree(tokenizer_folder, tmp_path / "tokenizer"))
 
 
@@ -35,20 +35,20 @@ def test_training_twice_gives_the_same_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["the model", "  \n\t two\r\n", "é€😀\x00\u200b", f"x{EOS}y", " ", "日本語 text"])
-def test_every_text_comes_back(text: str, tokenizer: Tokenizer) -> None:
+def test_text_round_trips(text: str, tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode_batch([text, "", text]) == [tokenizer.encode(text), [], tokenizer.encode(text)]
 
 
 @pytest.mark.parametrize("text", ["the model", "  \n\t two\r\n", "é€😀\x00\u200b", f"x{EOS}y", "", "日本語 text"])
-def test_bytes_of_tokens_are_those_of_the_text(text: str, tokenizer: Tokenizer) -> None:
+def test_token_bytes_add_up_to_the_bytes_of_the_text(text: str, tokenizer: Tokenizer) -> None:
     sizes = tokenizer.token_bytes()
     assert sizes is not None
     assert sum(sizes[token] for token in tokenizer.encode(text)) == len(text.encode())
     assert sizes[tokenizer.eos_id] == 0
 
 
-def test_added_tokens_stand_for_their_text_unless_they_are_special(folder: Path) -> None:
+def test_added_tokens_have_the_bytes_of_their_text_unless_special(folder: Path) -> None:
     raw = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     raw.add_tokens(["<größe>"])
     raw.add_special_tokens(["<pad>"])
@@ -58,7 +58,7 @@ def test_added_tokens_stand_for_their_text_unless_they_are_special(folder: Path)
     assert sizes[-2:] == [9, 0]
 
 
-def test_only_byte_level_tokens_say_how_many_bytes_they_are(folder: Path) -> None:
+def test_only_byte_level_tokenizers_have_token_bytes(folder: Path) -> None:
     file = folder / "tokenizer.json"
     raw = tokenizers.Tokenizer.from_file(str(file))
     raw.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteLevel()])
@@ -73,7 +73,7 @@ def test_only_byte_level_tokens_say_how_many_bytes_they_are(folder: Path) -> Non
     assert Tokenizer(file).token_bytes() is None
 
 
-def test_text_cannot_hold_special_tokens(tokenizer: Tokenizer) -> None:
+def test_text_never_encodes_to_special_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.eos_id not in tokenizer.encode(f"before {EOS} after")
 
 
@@ -96,7 +96,7 @@ def write_config(folder: Path, **tokens: object) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
 
 
-def test_separators_come_from_the_section_else_from_beside(folder: Path) -> None:
+def test_separators_come_from_the_section_or_tokenizer_config(folder: Path) -> None:
     file = folder / "tokenizer.json"
     the, eos = (tokenizers.Tokenizer.from_file(str(file)).token_to_id(text) for text in ("the", EOS))
     assert (Tokenizer(file).bos_id, Tokenizer(file).eos_id) == (None, eos)
@@ -106,12 +106,14 @@ def test_separators_come_from_the_section_else_from_beside(folder: Path) -> None
     assert "BOS 'the' = " in Tokenizer(file, bos="the").description
     assert "(tokenizer.bos), EOS none" in Tokenizer(file, bos="the").description
     write_config(folder, bos_token="<nothing>")
-    assert "none (tokenizer_config.json names '<nothing>', which the vocabulary lacks)" in Tokenizer(file).description
+    assert (
+        "none (tokenizer_config.json names '<nothing>', which is not in the vocabulary)" in Tokenizer(file).description
+    )
     (folder / "tokenizer_config.json").unlink()
     assert (Tokenizer(file).bos_id, Tokenizer(file).eos_id) == (None, None)
 
 
-def test_vocab_size_is_the_largest_id_and_one(folder: Path) -> None:
+def test_vocab_size_is_the_largest_id_plus_one(folder: Path) -> None:
     raw = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     size = raw.get_vocab_size()
     raw.add_special_tokens(["<more>"])
@@ -159,12 +161,12 @@ def test_check_tokenizer_without_a_path() -> None:
     assert keys(TokenizerConfig(eos="x"), STDLIB) == ["tokenizer.eos"]
 
 
-def test_a_broken_config_beside_is_a_problem(folder: Path) -> None:
+def test_a_broken_tokenizer_config_is_a_problem(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text("{")
     assert keys(TokenizerConfig(str(folder)), STDLIB) == ["tokenizer.path"]
 
 
-def test_prepare_loads_what_the_path_names(folder: Path) -> None:
+def test_prepare_loads_the_tokenizer_of_the_path(folder: Path) -> None:
     tokenizer = prepare_tokenizer(TokenizerConfig(str(folder), eos="the"), STDLIB, vocab_size=300)
     assert tokenizer is not None
     assert tokenizer.decode([tokenizer.eos_id or 0]) == "the"
@@ -177,11 +179,11 @@ def test_prepare_without_a_path(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
     trained: list[list[str]] = []
     train = train_bpe
 
-    def noting(texts: object, vocab_size: int, folder: Path) -> int:
+    def record_and_train(texts: object, vocab_size: int, folder: Path) -> int:
         trained.append(list(texts))  # type: ignore[call-overload]
         return train(iter(trained[-1]), vocab_size, folder)
 
-    monkeypatch.setattr(bpe, "train_bpe", noting)
+    monkeypatch.setattr(bpe, "train_bpe", record_and_train)
     prepare: Callable[[int], Tokenizer | None] = lambda size: prepare_tokenizer(  # noqa: E731
         TokenizerConfig(), STDLIB, vocab_size=size
     )
@@ -201,11 +203,11 @@ def test_prepare_without_a_path(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_tokenizer_that_lacks_a_token_is_refused(folder: Path) -> None:
-    with pytest.raises(UserError, match="no token '<no>'"):
+    with pytest.raises(UserError, match="'<no>' is not a token"):
         Tokenizer(folder / "tokenizer.json", eos="<no>")
 
 
-def test_what_is_saved_makes_the_same_tokenizer_again(folder: Path, tmp_path: Path) -> None:
+def test_a_saved_tokenizer_loads_unchanged(folder: Path, tmp_path: Path) -> None:
     config = {"bos_token": "other", "eos_token": {"content": EOS}, "model_max_length": 77, "auto_map": {"a": "b.c"}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").write_text("{{ messages }}")

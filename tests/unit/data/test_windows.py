@@ -75,7 +75,7 @@ def test_windows_do_not_cross_files(tmp_path: Path) -> None:
     assert rows(loader, 3) == expected
 
 
-def test_a_finite_run_counts_the_tail_as_well(tmp_path: Path) -> None:
+def test_a_finite_run_trains_on_the_tail(tmp_path: Path) -> None:
     np.save(tmp_path / "tokens.npy", np.arange(1, 26))
     loader = build(source(tmp_path / "tokens.npy", epochs=1))
     (*_, last, empty) = rows(loader, 2)
@@ -84,7 +84,7 @@ def test_a_finite_run_counts_the_tail_as_well(tmp_path: Path) -> None:
     assert loader.ended == [True]
 
 
-def test_shuffled_windows_are_each_there_once_per_epoch(tmp_path: Path) -> None:
+def test_each_shuffled_window_occurs_once_per_epoch(tmp_path: Path) -> None:
     tokens = np.arange(SEQ_LEN * 20 + 1)
     np.save(tmp_path / "tokens.npy", tokens)
     found = rows(build(source(tmp_path / "tokens.npy"), shuffle=True), 20)
@@ -96,7 +96,7 @@ def test_shuffled_windows_are_each_there_once_per_epoch(tmp_path: Path) -> None:
 
 def test_resume(tmp_path: Path) -> None:
     np.save(tmp_path / "tokens.npy", np.arange(SEQ_LEN * 7 + 1))
-    whole = rows(build(source(tmp_path / "tokens.npy"), shuffle=True), 9)
+    expected = rows(build(source(tmp_path / "tokens.npy"), shuffle=True), 9)
     first = build(source(tmp_path / "tokens.npy"), shuffle=True)
     for _ in range(4):
         first.next_step()
@@ -104,7 +104,7 @@ def test_resume(tmp_path: Path) -> None:
     second.load_state(first.state())
     first.close()
     assert torch.equal(second.state(), first.state())
-    assert rows(second, 5) == whole[8:]
+    assert rows(second, 5) == expected[8:]
 
 
 @pytest.mark.parametrize(("wrong", "shown"), [(5000, "5000"), (-1, "-1"), (2**40, str(2**40))])
@@ -120,7 +120,7 @@ def test_a_token_outside_the_vocabulary_is_raised_at_its_step(wrong: int, shown:
     loader.close()
 
 
-def test_find_invalid_knows_unsigned_types() -> None:
+def test_find_invalid_handles_unsigned_types() -> None:
     assert find_invalid(np.array([1, 2, 3], np.uint16), 4) is None
     assert find_invalid(np.array([1, 2, 3], np.uint16), 3) == 2
     assert find_invalid(np.array([1, -2, 9], np.int8), 5) == 1
@@ -129,9 +129,7 @@ def test_find_invalid_knows_unsigned_types() -> None:
 
 def test_too_few_tokens(tmp_path: Path) -> None:
     np.save(tmp_path / "tokens.npy", np.arange(SEQ_LEN))
-    with pytest.raises(
-        UserError, match=r"there is nothing to train on: .*10 tokens, 0 windows.*smaller training.seq_len"
-    ):
+    with pytest.raises(UserError, match=r"no data to train on: .*10 tokens, 0 windows.*smaller training.seq_len"):
         build(source(tmp_path / "tokens.npy"))
 
 
@@ -147,16 +145,16 @@ def test_other_arrays_are_refused(array: np.ndarray, text: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 an archive", b"\x80\x04]\x94."])
-def test_a_file_that_is_no_npy_is_refused_in_numpys_own_words_about_the_format(content: bytes, tmp_path: Path) -> None:
+def test_an_invalid_npy_file_is_refused_with_the_format_error_of_numpy(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "tokens.npy").write_bytes(content)
     with pytest.raises(UserError, match=r"tokens.npy is not an array of tokens: .*magic string"):
         open_tokens(tmp_path / "tokens.npy", "")
     (problem,) = check_content(source(tmp_path), 10)
-    assert "titanlite tokenize makes" in problem.remedy
+    assert "with titanlite tokenize" in problem.remedy
     assert "pickle" not in problem.remedy
 
 
-def test_suffixes_in_capitals_are_the_same_suffixes(tmp_path: Path) -> None:
+def test_suffixes_are_case_insensitive(tmp_path: Path) -> None:
     tokens = np.arange(SEQ_LEN * 4 + 1)
     np.save(tmp_path / "tokens.npy", tokens)
     (tmp_path / "tokens.npy").rename(tmp_path / "TOKENS.NPY")

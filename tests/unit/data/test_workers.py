@@ -1,4 +1,4 @@
-"""The same steps, states and errors from worker processes as from the thread; and no hang when one is gone."""
+"""Worker processes: the same steps, states and errors as from the thread, and no hang if a worker dies."""
 
 import os
 import signal
@@ -37,13 +37,13 @@ def section(write_jsonl: Callable[..., Path]) -> DataConfig:
 
 @pytest.fixture
 def make(section: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[..., Loader]]:
-    """make(num_workers, ...): loaders that are closed when the test is over."""
+    """make(num_workers, ...): a loader that is closed after the test."""
     made: list[Loader] = []
 
     def one(num_workers: int, **changes: Any) -> Loader:
-        given = DataConfig(**vars(section) | {"num_workers": num_workers} | changes)
+        config = DataConfig(**vars(section) | {"num_workers": num_workers} | changes)
         facts = {"seq_len": 16, "vocab_size": 300, "global_batch_size": 6, "local_batch_size": 2}
-        made.append(build_loader(given, tokenizer, **facts, data_rank=0, data_degree=1))
+        made.append(build_loader(config, tokenizer, **facts, data_rank=0, data_degree=1))
         return made[-1]
 
     yield one
@@ -78,10 +78,10 @@ def test_steps_do_not_depend_on_the_number_of_workers(make: Callable[..., Loader
     assert same_steps(thread, workers, 5)
 
 
-def test_a_bad_row_is_raised_at_the_same_sequence_and_its_worker_ends_in_order(
+def test_a_bad_row_is_raised_at_the_same_sequence_and_its_worker_exits_cleanly(
     make: Callable[..., Loader], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The worker once aborted, with a line about a fatal error of the interpreter beside the message."""
+    """Regression test: the worker aborted, and the interpreter printed a fatal error besides the message."""
     errors = []
     for num_workers in (0, 2):
         loader = make(num_workers, on_bad_row="error")
@@ -92,7 +92,7 @@ def test_a_bad_row_is_raised_at_the_same_sequence_and_its_worker_ends_in_order(
     assert "other.jsonl, line 21: " in errors[0][0]
     assert isinstance(loader._producer, WorkerPool)
     codes: list[int] = []
-    while not codes:  # only the one with the bad row ends by itself
+    while not codes:  # only the worker with the bad row exits on its own
         codes = [code for worker in loader._producer._workers if (code := worker._process.poll()) is not None]
     assert codes == [0]
     assert capfd.readouterr().err == ""
@@ -103,7 +103,7 @@ def pids(loader: Loader) -> list[int]:
     return [worker._process.pid for worker in loader._producer._workers]
 
 
-def test_warnings_of_workers_are_logged_here_and_close_ends_them(
+def test_warnings_of_workers_are_logged_and_close_stops_the_workers(
     make: Callable[..., Loader], caplog: pytest.LogCaptureFixture
 ) -> None:
     loader = make(2)
@@ -117,18 +117,18 @@ def test_warnings_of_workers_are_logged_here_and_close_ends_them(
             os.kill(pid, 0)
 
 
-def test_a_killed_worker_is_an_error_at_once(make: Callable[..., Loader]) -> None:
+def test_a_killed_worker_is_an_immediate_error(make: Callable[..., Loader]) -> None:
     loader = make(2)
     loader.next_step()
     os.kill(pids(loader)[1], signal.SIGKILL)
     begin = time.monotonic()
     with pytest.raises(UserError, match=r"a data worker \(process \d+\) was killed by SIGKILL: .*num_workers = 0"):
-        take(loader, 5000)  # what the pipe still holds is used
+        take(loader, 5000)  # steps left in the pipe are delivered first
     assert time.monotonic() - begin < 10
 
 
-def test_a_worker_ends_with_the_process_that_reads_it() -> None:
-    """It has SIGTERM ignored, since a rank that is asked to stop trains on for a step: the closed pipe ends it."""
+def test_a_worker_exits_when_its_pipe_closes() -> None:
+    """Workers ignore SIGTERM, because a rank that receives it trains one more step. The closed pipe stops them."""
     worker = subprocess.Popen([sys.executable, "-m", "titanlite.data.workers"], stdin=subprocess.PIPE)
     assert worker.stdin is not None
     worker.stdin.close()

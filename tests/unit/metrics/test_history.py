@@ -1,4 +1,4 @@
-"""The rows of earlier starts: what stays, what goes, and that no moment of a kill loses a row."""
+"""Rows of earlier starts in metrics.jsonl: which are kept or removed, and that a kill at any moment loses no row."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ def test_which_steps_have_a_validation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "kept", "said"),
+    ("content", "expected", "message"),
     [
         (row(1) + row(10) + row(20) + row(30), row(1) + row(10) + row(20), "1 of steps after 20"),
         (row(1) + row(10) + row(10, "b"), row(1) + row(10, "b"), "1 replaced by a later row of the same step"),
@@ -53,27 +53,29 @@ def test_which_steps_have_a_validation(tmp_path: Path) -> None:
         (
             validation(20) + row(20) + validation(10) + validation(20, "b") + validation(30),
             validation(10) + row(20) + validation(20, "b"),
-            "1 of steps after 20, where the run goes on, 1 replaced",
+            "1 of steps after 20, from which the run resumes, 1 replaced",
         ),
         (row(30) + row(30) + row(40)[:-3], b"", "3 rows removed: 2 of steps after 20"),
     ],
 )
-def test_what_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes, kept: bytes, said: str) -> None:
+def test_kept_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes, expected: bytes, message: str
+) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(content)
     keep_rows(path, 20)
-    assert path.read_bytes() == kept
+    assert path.read_bytes() == expected
     assert list(tmp_path.iterdir()) == [path]
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == bool(said)
-    assert said in "".join(lines)
-    keep_rows(path, 20)  # and what is in order stays so, silently
-    assert path.read_bytes() == kept
+    assert len(lines) == bool(message)
+    assert message in "".join(lines)
+    keep_rows(path, 20)  # a second call changes and logs nothing
+    assert path.read_bytes() == expected
     assert len(caplog.records) == len(lines)
 
 
 @pytest.mark.parametrize("content", [None, b"", row(1) + row(10) + row(20)])
-def test_a_file_in_order_is_not_touched(
+def test_a_file_without_rows_to_remove_is_not_rewritten(
     tmp_path: Path, content: bytes | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -86,8 +88,8 @@ def test_a_file_in_order_is_not_touched(
 
 
 @seeds(8, 200)
-def test_after_any_number_of_kills_and_resumes_there_is_one_row_per_step(seeds: range, tmp_path: Path) -> None:
-    """Starts that go on after a random earlier step, end at a random later one, and leave torn rows."""
+def test_kills_and_resumes_leave_one_row_per_step(seeds: range, tmp_path: Path) -> None:
+    """Starts that resume after a random earlier step, end at a random later step, and leave truncated rows."""
     path = tmp_path / "metrics.jsonl"
     for seed in seeds:
         rng = random.Random(seed)
@@ -112,7 +114,7 @@ def test_after_any_number_of_kills_and_resumes_there_is_one_row_per_step(seeds: 
 
 
 @pytest.mark.parametrize(("owner", "name"), [(os, "fsync"), (Path, "replace")])
-def test_a_rewrite_that_is_cut_short_leaves_the_old_file(
+def test_an_interrupted_rewrite_leaves_the_old_file(
     tmp_path: Path, owner: object, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -132,22 +134,22 @@ def test_a_rewrite_that_is_cut_short_leaves_the_old_file(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_new_file_is_on_the_disk_before_it_takes_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_new_file_is_synced_before_it_replaces_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(row(30))
     calls: list[str] = []
     sync, replace = os.fsync, Path.replace
 
-    def noted_sync(number: int) -> None:
+    def recorded_sync(number: int) -> None:
         calls.append("sync " + os.path.basename(os.readlink(f"/proc/self/fd/{number}")))
         sync(number)
 
-    def noted_replace(self: Path, target: Path) -> Path:
+    def recorded_replace(self: Path, target: Path) -> Path:
         calls.append("replace")
         return replace(self, target)
 
-    monkeypatch.setattr(os, "fsync", noted_sync)
-    monkeypatch.setattr(Path, "replace", noted_replace)
+    monkeypatch.setattr(os, "fsync", recorded_sync)
+    monkeypatch.setattr(Path, "replace", recorded_replace)
     keep_rows(path, 20)
     assert calls == ["sync metrics.jsonl.new", "replace", f"sync {tmp_path.name}"]
 

@@ -1,4 +1,4 @@
-"""The meter: what a record says, and what it costs to get it."""
+"""The meter: the values of a record, and the cost of computing them."""
 
 import json
 import math
@@ -28,7 +28,7 @@ HOST_READS = {"tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int_
 
 
 class Clock:
-    """A clock that goes when told."""
+    """A clock that advances only when `now` is set."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -38,7 +38,7 @@ class Clock:
 
 
 class HostReads(TorchFunctionMode):
-    """Counts the calls by which a host gets at a tensor's values."""
+    """Counts the calls that read values of a tensor on the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def meter_of(
     )
 
 
-def test_a_record_is_the_last_step_over_the_interval(group: dist.ProcessGroup) -> None:
+def test_a_record_has_the_last_step_and_means_of_the_interval(group: dist.ProcessGroup) -> None:
     clock = Clock()
     meter = meter_of(group, clock)
     clock.now += 1000  # set-up, not training
@@ -124,7 +124,7 @@ def test_the_keys_of_a_row(group: dist.ProcessGroup) -> None:
     assert row["mfu"] == pytest.approx(512 * 1e6 / 1e12)
 
 
-def test_skipped_steps_are_counted_also_between_log_lines(group: dist.ProcessGroup) -> None:
+def test_skipped_steps_between_log_lines_are_counted(group: dist.ProcessGroup) -> None:
     clock = Clock()
     meter = meter_of(group, clock)
     counts = []
@@ -137,7 +137,7 @@ def test_skipped_steps_are_counted_also_between_log_lines(group: dist.ProcessGro
 
 
 def run_steps(meter: Meter, clock: Clock, first: int, last: int) -> Record:
-    """Steps first..last, each third of which is skipped; the record of the last."""
+    """Run steps first..last, skipping every third one, and return the record of the last step."""
     for step in range(first, last + 1):
         clock.now += 1.0
         meter.update(step, stats_of(1.0, skipped=step % 3 == 0), lr=0.1, data_wait_s=0.0, bad_rows=step)
@@ -145,29 +145,29 @@ def run_steps(meter: Meter, clock: Clock, first: int, last: int) -> Record:
 
 
 @pytest.mark.parametrize("stops", [(4,), (3, 6), (1, 2, 7), (9,)])
-def test_a_resumed_run_counts_on(group: dist.ProcessGroup, stops: tuple[int, ...]) -> None:
+def test_totals_continue_after_resume(group: dist.ProcessGroup, stops: tuple[int, ...]) -> None:
     clock = Clock()
-    whole = run_steps(meter_of(group, clock), clock, 1, 10)
+    uninterrupted = run_steps(meter_of(group, clock), clock, 1, 10)
     meter, done = meter_of(group, clock), 0
     for stop in stops:
         run_steps(meter, clock, done + 1, stop)
         state, done = meter.state(), stop
         meter = meter_of(group, clock)
         meter.load_state(MeterState(**asdict(state)))
-        assert meter.state() == state  # also before any step
+        assert meter.state() == state  # also before the first step
     record = run_steps(meter, clock, done + 1, 10)
     assert (record.tokens_seen, record.skipped_steps, record.bad_rows) == (10 * 512, 3, 10)
-    assert (whole.tokens_seen, whole.skipped_steps, whole.bad_rows) == (10 * 512, 3, 10)
+    assert (uninterrupted.tokens_seen, uninterrupted.skipped_steps, uninterrupted.bad_rows) == (10 * 512, 3, 10)
 
 
-def test_steps_of_another_size_are_counted_as_what_they_were(group: dist.ProcessGroup) -> None:
+def test_earlier_steps_keep_their_own_token_count(group: dist.ProcessGroup) -> None:
     clock = Clock()
     meter = Meter(group, CPU, tokens_per_step=100, flops_per_token=1.0, peak_flops=None, clock=clock)
     meter.load_state(MeterState(tokens_seen=5 * 512, skipped_steps=0))
     assert run_steps(meter, clock, 6, 7).tokens_seen == 5 * 512 + 2 * 100
 
 
-def test_a_state_is_of_the_step_last_noted_and_costs_no_collective(group: dist.ProcessGroup) -> None:
+def test_the_state_includes_the_last_step_without_a_collective(group: dist.ProcessGroup) -> None:
     clock = Clock()
     meter = meter_of(group, clock)
     meter.update(1, stats_of(1.0, skipped=True), lr=0.1, data_wait_s=0.0, bad_rows=0)
@@ -200,7 +200,7 @@ def test_num_valid_is_exact_up_to_2_to_the_53(group: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("loss", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_stays_so(group: dist.ProcessGroup, loss: float) -> None:
+def test_non_finite_values_are_preserved(group: dist.ProcessGroup, loss: float) -> None:
     clock = Clock()
     meter = meter_of(group, clock)
     clock.now += 1.0
@@ -211,7 +211,7 @@ def test_what_is_not_finite_stays_so(group: dist.ProcessGroup, loss: float) -> N
 
 def test_a_device_without_float64_uses_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     def zeros(*_: Any, dtype: torch.dtype, **__: Any) -> None:
-        raise TypeError(f"no {dtype} here")
+        raise TypeError(f"no {dtype} on this device")
 
     assert meter_module._widest_float(CPU) == torch.float64
     monkeypatch.setattr(torch, "zeros", zeros)
@@ -236,7 +236,7 @@ def test_update_reads_nothing_and_flush_costs_one_collective_and_one_transfer(gr
     assert operations.collectives() == 1
 
 
-def test_what_is_left_out_takes_no_time_of_the_interval(group: dist.ProcessGroup) -> None:
+def test_left_out_time_is_not_counted(group: dist.ProcessGroup) -> None:
     clock = Clock()
     meter = meter_of(group, clock)
     clock.now += 2.0
@@ -249,12 +249,12 @@ def test_what_is_left_out_takes_no_time_of_the_interval(group: dist.ProcessGroup
 
 
 def by_source_of(step: int) -> list[list[float]]:
-    """Losses, tokens and sequences of three sources; the last one has none before step 7."""
+    """Losses, tokens and sequences of three sources; the last source is unused before step 7."""
     return [[2.5 * step, 7.0, 3.0 * (step >= 7)], [step, 2, 1 * (step >= 7)], [1, 2, 1 * (step >= 7)]]
 
 
 def sources_of_steps(meter: Meter, clock: Clock, steps: range) -> list[dict[str, float]]:
-    """Of the log lines at each third step; step 5 is withheld for what is not finite."""
+    """Values by source of the log lines at every third step; step 5 is skipped because its loss is not finite."""
     found = []
     for step in steps:
         clock.now += 1.0
@@ -273,37 +273,37 @@ def test_losses_and_shares_by_source(group: dist.ProcessGroup) -> None:
     assert first == {"loss/a": 2.5, "loss/b": 3.5, "share/a": 1 / 3, "share/b": 2 / 3, "share/c": 0.0}
     assert second["loss/a"] == 2.5  # steps 4 and 6
     assert second["loss/b"] == 3.5
-    assert second["share/a"] == 6 / 18  # also step 5
+    assert second["share/a"] == 6 / 18  # includes step 5
     assert third["loss/c"] == 3.0
     assert third["share/c"] == 3 / 30
 
 
-def test_one_source_has_no_keys_of_its_own(group: dist.ProcessGroup) -> None:
+def test_a_single_source_has_no_keys_by_source(group: dist.ProcessGroup) -> None:
     clock = Clock()
     assert sources_of_steps(meter_of(group, clock, sources=("a",)), clock, range(1, 4)) == [{}]
 
 
 @pytest.mark.parametrize("stop", [1, 5, 6, 8])
-def test_a_resumed_run_goes_on_with_the_interval_and_the_shares(group: dist.ProcessGroup, stop: int) -> None:
+def test_a_resumed_run_continues_the_interval_and_the_shares(group: dist.ProcessGroup, stop: int) -> None:
     clock = Clock()
     names = ("a", "b", "c")
-    whole = sources_of_steps(meter_of(group, clock, sources=names), clock, range(1, 10))
+    expected = sources_of_steps(meter_of(group, clock, sources=names), clock, range(1, 10))
     meter = meter_of(group, clock, sources=names)
     before = sources_of_steps(meter, clock, range(1, stop + 1))
     state = json.loads(json.dumps(asdict(meter.state())))
     meter = meter_of(group, clock, sources=names)
     meter.load_state(MeterState(**state))
-    assert before + sources_of_steps(meter, clock, range(stop + 1, 10)) == whole
+    assert before + sources_of_steps(meter, clock, range(stop + 1, 10)) == expected
 
 
-def test_sources_are_known_by_name(group: dist.ProcessGroup) -> None:
+def test_state_by_source_is_matched_by_name(group: dist.ProcessGroup) -> None:
     clock = Clock()
     meter = meter_of(group, clock, sources=("b", "new"))
     meter.load_state(MeterState(0, 0, {"a": [1.0, 2.0, 3.0], "b": [4.0, 5.0, 6.0]}))
     assert meter.state().by_source == {"b": [4.0, 5.0, 6.0], "new": [0.0, 0.0, 0.0]}
 
 
-def test_a_flush_without_a_step_is_a_bug_of_the_caller(group: dist.ProcessGroup) -> None:
+def test_a_flush_without_a_step_fails_an_assertion(group: dist.ProcessGroup) -> None:
     clock = Clock()
     meter = meter_of(group, clock)
     clock.now += 1.0
@@ -330,7 +330,7 @@ def _flush_on_a_rank() -> dict[str, Any]:
     return {"rows": [record.row() for record in records], "collectives": operations.collectives()}
 
 
-def test_two_ranks_agree_on_the_whole_mesh() -> None:
+def test_two_ranks_report_the_values_of_the_mesh() -> None:
     first, second = run_ranks(_flush_on_a_rank, 2)
     assert first == second
     assert first["collectives"] == 2
@@ -345,5 +345,5 @@ def test_two_ranks_agree_on_the_whole_mesh() -> None:
     assert row["mfu"] == pytest.approx(512 / 0.5 * 1e6 / (2 * 1e9))
 
 
-def test_log_steps_are_the_first_the_last_and_each_nth() -> None:
+def test_log_steps_are_the_first_the_last_and_every_nth() -> None:
     assert [step for step in range(1, 26) if is_log_step(step, log_freq=10, total_steps=25)] == [1, 10, 20, 25]

@@ -1,4 +1,4 @@
-"""The sinks: a line for a person, a strict row for a program, TensorBoard, and the checks of their section."""
+"""The sinks: console line, strict JSON row, TensorBoard, and the checks of their section."""
 
 import json
 import logging
@@ -35,7 +35,7 @@ RECORD = Record(
 
 @pytest.fixture(autouse=True)
 def _own_log() -> Iterator[None]:
-    """Put the logger back as it was."""
+    """Restore the logger after the test."""
     before = (log.handlers[:], log.level, log.propagate)
     yield
     log.handlers[:], log.level, log.propagate = before[0], before[1], before[2]
@@ -86,14 +86,14 @@ def test_rows_are_read_back_exactly(tmp_path: Path) -> None:
     assert rows[0]["num_valid"] == 2**40 + 1
 
 
-def test_what_is_not_finite_is_strict_json_and_comes_back() -> None:
+def test_non_finite_values_round_trip_in_strict_json() -> None:
     record = replace(RECORD, loss=math.nan, grad_norm=math.inf, lr=-math.inf)
     row = json.loads(json_line(record), parse_constant=refuse_constant)
     assert math.isnan(float(row["loss"]))
     assert (float(row["grad_norm"]), float(row["lr"])) == (math.inf, -math.inf)
 
 
-def test_each_row_is_one_write_and_on_disk_at_once(tmp_path: Path) -> None:
+def test_each_row_is_one_unbuffered_write(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
     sink = JsonlSink(path)
     writes = []
@@ -115,7 +115,7 @@ def test_each_row_is_one_write_and_on_disk_at_once(tmp_path: Path) -> None:
     sink.close()
 
 
-def test_a_write_that_the_disk_cuts_short_is_finished(tmp_path: Path) -> None:
+def test_a_short_write_is_completed(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
     sink = JsonlSink(path)
     file = sink._file
@@ -131,7 +131,7 @@ def test_a_write_that_the_disk_cuts_short_is_finished(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b'{"step": 1}\n'])
-def test_whole_files_are_appended_to(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_intact_files_are_appended_to(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / METRICS_FILE
     path.write_bytes(content)
     sink = JsonlSink(path)
@@ -179,7 +179,7 @@ def test_tensorboard_has_the_same_names(tmp_path: Path) -> None:
         MetricsConfig(enable_tensorboard=True, folder="a/b"), tmp_path, rank=0, total_steps=100, resume_step=0
     )
     sinks.write(RECORD)
-    # read before closing: what is written is there at once
+    # before closing: written records are readable immediately
     events = EventAccumulator(str(tmp_path / "a" / "b")).Reload()
     assert [event.step for event in events.Scalars("bad_rows")] == [30]
     sinks.write(replace(RECORD, step=40, loss=math.nan))
@@ -193,9 +193,9 @@ def test_tensorboard_has_the_same_names(tmp_path: Path) -> None:
 def starts_of(
     folder: Path, starts: list[tuple[int, list[int]]], damage: bytes | None = None, *, caplog: pytest.LogCaptureFixture
 ) -> list[tuple[int, float]]:
-    """Starts that go on after a step and log others with loss = the number of their start; TensorBoard's points.
+    """Run starts that resume after a step and log `steps` with loss = index of the start; return TensorBoard's points.
 
-    damage: what each start leaves behind its last record, as a kill or a power cut would; None: nothing.
+    damage: bytes that each start leaves after its last record, as after a kill or power failure; None: no bytes.
     """
     from tensorboard.backend.event_processing import event_accumulator, plugin_event_accumulator
     from tensorboard.summary.writer import event_file_writer  # type: ignore[import-untyped]
@@ -204,7 +204,7 @@ def starts_of(
     folder.mkdir(exist_ok=True)
     section = MetricsConfig(enable_tensorboard=True)
     for number, (resume_step, steps) in enumerate(starts):
-        # Starts lie seconds apart: the names of the files, by which TensorBoard sorts, tell it.
+        # Starts are seconds apart: TensorBoard sorts the files by the time in their names.
         with mock.patch.object(event_file_writer, "time", mock.Mock(time=lambda at=1e9 + number: at)):
             sinks = build_sinks(section, folder, rank=0, total_steps=100, resume_step=resume_step)
         for step in steps:
@@ -213,7 +213,7 @@ def starts_of(
         if damage is not None:
             newest = max((folder / section.folder).iterdir())
             newest.write_bytes(newest.read_bytes() + damage)
-    with caplog.at_level(logging.ERROR):  # it says at length what it purges
+    with caplog.at_level(logging.ERROR):  # TensorBoard logs at length what it purges
         read = event_accumulator.EventAccumulator(str(folder / section.folder), {"scalars": 0}).Reload()
         served = plugin_event_accumulator.EventAccumulator(str(folder / section.folder), {"tensors": 0}).Reload()
     points = [(event.step, event.value) for event in read.Scalars("loss")]
@@ -222,9 +222,9 @@ def starts_of(
 
 
 @pytest.mark.parametrize(
-    "damage", [None, b"\x18\x00\x00", b"\x00" * 64, b"\xff" * 64], ids=["", "torn", "zeros", "ones"]
+    "damage", [None, b"\x18\x00\x00", b"\x00" * 64, b"\xff" * 64], ids=["intact", "truncated", "zeros", "ones"]
 )
-def test_a_resumed_run_supersedes_what_earlier_starts_logged_of_later_steps(
+def test_a_resumed_run_replaces_later_steps_of_earlier_starts(
     tmp_path: Path, damage: bytes | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     starts = [(0, [1, 10, 20, 30, 40]), (25, [30, 40, 50]), (30, [40, 50]), (45, []), (40, [50, 60]), (12, [20])]
@@ -236,9 +236,7 @@ def test_a_resumed_run_supersedes_what_earlier_starts_logged_of_later_steps(
     assert points == [(1, 0.0), (10, 0.0), (20, 0.0), (30, 1.0), (40, 2.0), (50, 4.0), (60, 4.0)]
 
 
-def test_a_resume_of_a_run_whose_files_are_gone_starts_new_ones(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_resume_without_the_old_files_creates_new_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert starts_of(tmp_path, [(20, [30])], caplog=caplog) == [(30, 0.0)]
     assert [json.loads(line)["step"] for line in (tmp_path / METRICS_FILE).read_text().splitlines()] == [30]
 

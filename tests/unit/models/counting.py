@@ -1,4 +1,4 @@
-"""The number of a model's parameters, without building all its blocks."""
+"""Parameter counts without building all blocks of a model."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,7 @@ from titanlite.models.family import Family
 
 
 def count_parameters(family: Family, config: Any) -> int:
-    """Of a configuration with any number of blocks, which are alike; built without memory."""
+    """Count a configuration's parameters from models of one and two blocks on the meta device; all blocks are alike."""
     counts = []
     for n_layers in (1, 2):
         with torch.device("meta"):

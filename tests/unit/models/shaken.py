@@ -1,4 +1,4 @@
-"""Models in which every parameter matters: none near zero, no norm that is 1."""
+"""Models in which every parameter matters: no parameter is near zero, no norm is 1."""
 
 from functools import partial
 from typing import Any
@@ -9,8 +9,8 @@ from titanlite.models.family import Family, LanguageModel
 from titanlite.models.init import init_parameters_
 
 
-def shaken_model(family: Family, config: Any) -> LanguageModel:
-    """In float64, with weights of order 1, so that nothing is near linear and no parameter can stand for another."""
+def perturbed_model(family: Family, config: Any) -> LanguageModel:
+    """A float64 model with weights of order 1: clearly nonlinear, and no two parameters are interchangeable."""
     model = family.build(config).to(torch.float64)
     model.init_buffers(torch.device("cpu"))
     init_parameters_(model, 1, partial(family.init, config))

@@ -1,7 +1,7 @@
-"""The kernels behind `attend` agree, and what is built once is built once.
+"""The kernels behind `attend` agree, and each mask is built only once.
 
-FlexAttention is what GPUs use. Its arithmetic, forward and backward, is checked here on a CPU, where torch composes it
-of plain operations once it is not asked for a fused kernel; tests/gpu checks the kernel itself.
+GPUs use FlexAttention. Its arithmetic, forward and backward, is checked here on a CPU, where torch runs it as plain
+operations if no fused kernel is requested; tests/gpu checks the kernel itself.
 """
 
 import math
@@ -32,7 +32,7 @@ from titanlite.models.llama3 import Llama3Config, plan
 from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.recompute import ActivationCheckpointConfig, apply_recompute
 
-pytestmark = [  # of torch's compiler
+pytestmark = [  # warnings of torch's compiler
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
@@ -41,11 +41,11 @@ SEQ_LEN = 150  # more than one block of 128
 STARTS = ([], [1], [40, 41, 149], [127, 128])
 OTHER_STARTS = (([3], [], [128], [1, 2]), ([5], [149], [], [3]))
 HEADS = ((4, 2, 8), (3, 1, 24))
-"""Query heads, key and value heads, width of each."""
+"""Query heads, key/value heads, width of each head."""
 
 
 def ids_of(*rows: list[int], seq_len: int = SEQ_LEN) -> Tensor:
-    """Documents of each row by the positions at which they start, beside 0."""
+    """document_ids of rows, from the positions at which documents start; every row also starts one at 0."""
     positions = torch.ones(len(rows), seq_len, dtype=torch.int64)
     for row, starts in enumerate(rows):
         positions[row, [0, *starts]] = 0
@@ -60,8 +60,8 @@ def projections(heads: tuple[int, int, int], rows: int, dtype: torch.dtype, *, g
     return [tensor.requires_grad_(grad) for tensor in drawn]
 
 
-def seen_blocks(document_ids: Tensor) -> Tensor:
-    """Which blocks of 128 x 128 scores hold one that counts: 1 or 0, (rows, blocks, blocks)."""
+def visible_blocks(document_ids: Tensor) -> Tensor:
+    """(rows, blocks, blocks): 1 for a block of 128 x 128 scores that has a visible score, else 0."""
     seen = may_see(document_ids)[:, 0].float()
     return functional.max_pool2d(seen, 128, ceil_mode=True).to(torch.int32)
 
@@ -76,7 +76,7 @@ def by_definition(queries: Tensor, keys: Tensor, values: Tensor, document_ids: T
 
 @pytest.fixture
 def composed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """FlexAttention of plain operations, also backward, which torch refuses on a CPU for want of a fused kernel."""
+    """Run FlexAttention as plain operations, including backward, which torch rejects on CPUs (no fused kernel)."""
     torch._dynamo.reset()
     once: dict[Callable[..., Any], Callable[..., Any]] = {
         function: torch.compile(function, backend="aot_eager", dynamic=False)
@@ -108,8 +108,8 @@ MASKS: dict[str, Callable[[Tensor, torch.dtype], Any]] = {
         pytest.param(HEADS[1], "blocks", marks=pytest.mark.slow),
     ],
 )
-def test_every_form_of_the_mask_is_the_definition(heads: tuple[int, int, int], form: str) -> None:
-    """Forward and backward, and other documents compile nothing anew."""
+def test_every_mask_form_matches_the_definition(heads: tuple[int, int, int], form: str) -> None:
+    """Forward and backward; other documents cause no recompilation."""
     for number, starts in enumerate((STARTS, *OTHER_STARTS)):
         document_ids = ids_of(*starts)
         inputs = projections(heads, len(STARTS), torch.float64, grad=True)
@@ -124,13 +124,15 @@ def test_every_form_of_the_mask_is_the_definition(heads: tuple[int, int, int], f
         ):
             assert relative(found, wanted) < 1e-13
         if isinstance(mask, BlockMask):
-            assert torch.equal(mask.to_dense()[:, 0], seen_blocks(document_ids)), "blocks that nobody sees are left out"
+            assert torch.equal(mask.to_dense()[:, 0], visible_blocks(document_ids)), (
+                "blocks without visible scores must be left out"
+            )
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_the_fused_kernel_on_a_cpu() -> None:
-    """Forward only, which is all that there is."""
+    """Forward only: torch has no fused backward on CPUs."""
     torch._dynamo.reset()
     document_ids = ids_of(*STARTS)
     inputs = projections((4, 2, 16), len(STARTS), torch.float32)
@@ -149,7 +151,7 @@ def test_the_fused_kernel_on_a_cpu() -> None:
         ("cuda", torch.float64, 128, "scores"),
     ],
 )
-def test_the_choice_of_the_kernel(
+def test_choice_of_the_mask_form(
     device: str, dtype: torch.dtype, head_dim: int, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert mask_form(device, dtype, head_dim) == form
@@ -181,20 +183,20 @@ def small_model() -> llama3.Llama3:
 
 
 def test_one_mask_for_all_blocks() -> None:
-    """Built once in a forward pass, and kept once for the backward pass."""
+    """Built once in a forward pass, and saved once for the backward pass."""
     model, document_ids = small_model(), ids_of([40], [7])
-    kept: list[Tensor] = []
+    saved: list[Tensor] = []
 
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
+    def save(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
         return tensor
 
     tokens = torch.zeros(2, SEQ_LEN, dtype=torch.int64)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         model(tokens, document_ids=document_ids)
-    of_scores = [tensor for tensor in kept if tensor.shape[-2:] == (SEQ_LEN, SEQ_LEN)]
-    assert len(of_scores) == CONFIG.n_layers
-    assert len({tensor.data_ptr() for tensor in of_scores}) == 1
+    score_masks = [tensor for tensor in saved if tensor.shape[-2:] == (SEQ_LEN, SEQ_LEN)]
+    assert len(score_masks) == CONFIG.n_layers
+    assert len({tensor.data_ptr() for tensor in score_masks}) == 1
 
 
 def gradients(model: llama3.Llama3, document_ids: Tensor) -> dict[str, Tensor]:
@@ -206,7 +208,7 @@ def gradients(model: llama3.Llama3, document_ids: Tensor) -> dict[str, Tensor]:
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one for each time that FlexAttention's operations compute attention in a forward pass."""
+    """A list that grows by one with every forward computation of FlexAttention's plain operations."""
     module = sys.modules["torch._higher_order_ops.flex_attention"]
     times: list[int] = []
     compute = module.math_attention
@@ -224,21 +226,21 @@ POLICIES = [
     pytest.param(ActivationCheckpointConfig("full"), 2, id="full"),
     pytest.param(ActivationCheckpointConfig("selective", "op"), 1, id="op"),
 ]
-"""And how often each block computes its attention."""
+"""The policy, and how often each block computes its attention."""
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("composed")
 @pytest.mark.parametrize("compile_blocks", [pytest.param(False, marks=pytest.mark.soak), True])
 @pytest.mark.parametrize(("policy", "per_block"), POLICIES)
-def test_blocks_of_scores_in_recomputed_and_compiled_blocks(
+def test_block_masks_in_recomputed_and_compiled_blocks(
     policy: ActivationCheckpointConfig,
     per_block: int,
     compile_blocks: bool,
     computed: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on a GPU: a BlockMask goes into each transformer block, other documents compile nothing anew."""
+    """As on a GPU: each transformer block gets a BlockMask, and other documents cause no recompilation."""
     document_ids = ids_of([40, 41], [127])
     expected = gradients(small_model(), document_ids)
     monkeypatch.setattr(attention, "additive_mask", lambda document_ids, _dtype: block_mask(document_ids))

@@ -1,4 +1,4 @@
-"""What holds for every model family: a new one joins by its line in the table."""
+"""Tests of every model family in the registry; a new family is added by its entry there."""
 
 import ast
 import inspect
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.unit.models.shaken import shaken_model
+from tests.unit.models.shaken import perturbed_model
 from titanlite.models.family import Family, LanguageModel, ModelConfig
 from titanlite.models.init import init_parameters_
 from titanlite.models.registry import FAMILIES, check_model
@@ -47,7 +47,7 @@ def some_tokens(*shape: int) -> Tensor:
 
 @every_family
 def test_every_hyper_parameter_is_documented(family: Family) -> None:
-    """A string after a field is its documentation: one for each."""
+    """Every field is followed by a string that documents it."""
     body = ast.parse(inspect.getsource(family.config_type)).body[0].body  # type: ignore[attr-defined]
     documented = [
         node.target.id
@@ -58,7 +58,7 @@ def test_every_hyper_parameter_is_documented(family: Family) -> None:
 
 
 @every_family
-def test_a_family_says_who_it_is(family: Family) -> None:
+def test_a_family_is_registered_by_its_name(family: Family) -> None:
     assert FAMILIES[family.name] is family
     assert "debug" in family.flavors
     for config in family.flavors.values():
@@ -77,11 +77,11 @@ def test_every_flavor_is_valid_and_built_without_memory(name: str, flavor: str) 
 
 @tied_or_not
 @every_family
-def test_flops_are_those_of_all_matrix_products(family: Family, tied: bool) -> None:
-    """torch's counter agrees to the last operation, for attention by plain matrix products."""
-    config = small(family, tie_embeddings=tied, n_kv_heads=4)  # shared heads would be counted without their copies
+def test_flops_match_the_counter_of_torch(family: Family, tied: bool) -> None:
+    """Exactly the count of torch's FLOP counter, with attention as plain matrix products."""
+    config = small(family, tie_embeddings=tied, n_kv_heads=4)  # with shared heads, the counter would miss their copies
     assert config.n_heads == 4
-    model, tokens = shaken_model(family, config), some_tokens(2, 16)
+    model, tokens = perturbed_model(family, config), some_tokens(2, 16)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(tokens).sum().backward()
     assert counter.get_total_flops() == family.flops_per_token(config, 16) * tokens.numel()
@@ -141,15 +141,15 @@ def test_the_plan_covers_each_parameter_once(name: str, flavor: str) -> None:
 
 @tied_or_not
 @every_family
-def test_what_backward_needs_first_is_the_last_unit(family: Family, tied: bool) -> None:
-    """Tied or not: the reshard policy `default` keeps the last unit, and backward begins with the output."""
+def test_the_output_is_in_the_last_unit(family: Family, tied: bool) -> None:
+    """Tied or not: the reshard policy `default` does not reshard the last unit, and backward starts at the output."""
     assert "output" in family.plan(small(family, tie_embeddings=tied)).units[-1]
 
 
 @tied_or_not
 @every_family
-def test_from_meta_to_the_same_model(family: Family, tied: bool) -> None:
-    """The way that training takes: meta, memory, tie, buffers, weights."""
+def test_a_model_from_the_meta_device_is_the_same(family: Family, tied: bool) -> None:
+    """In the order of training: meta device, memory, ties, buffers, weights."""
     config = small(family, tie_embeddings=tied)
     model = on_meta(family, config)
     model.to_empty(device=CPU)
@@ -164,8 +164,8 @@ def test_from_meta_to_the_same_model(family: Family, tied: bool) -> None:
 
 
 @every_family
-def test_packed_documents_equal_documents_alone(family: Family) -> None:
-    model = shaken_model(family, small(family))
+def test_packed_documents_equal_separate_documents(family: Family) -> None:
+    model = perturbed_model(family, small(family))
     lengths = [3, 10, 1, 6]
     tokens = some_tokens(1, sum(lengths))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -180,9 +180,9 @@ def test_packed_documents_equal_documents_alone(family: Family) -> None:
 
 
 @every_family
-def test_generation_goes_on_as_the_whole_text_would(family: Family) -> None:
-    """Keys and values that are kept are those of the whole text: no family keeps them by itself."""
-    model, prompt = shaken_model(family, small(family)).eval(), some_tokens(1, 5)[0].tolist()
+def test_cached_generation_equals_a_full_forward_pass(family: Family) -> None:
+    """Cached keys and values equal those of the full text, without caching code in any family."""
+    model, prompt = perturbed_model(family, small(family)).eval(), some_tokens(1, 5)[0].tolist()
     steps = generate(model, [prompt], Sampling(), max_new_tokens=12, eos_id=None)
     text = torch.tensor([[*prompt, *(token for (token,) in steps)]])
     assert torch.equal(model(text)[0, len(prompt) - 1 : -1].argmax(-1), text[0, len(prompt) :])
@@ -190,8 +190,8 @@ def test_generation_goes_on_as_the_whole_text_would(family: Family) -> None:
 
 
 @every_family
-def test_a_bfloat16_model_computes_in_bfloat16_between_islands(family: Family) -> None:
-    exact, rounded = shaken_model(family, small(family)), shaken_model(family, small(family)).bfloat16()
+def test_a_bfloat16_model_computes_in_bfloat16_outside_float32_islands(family: Family) -> None:
+    exact, rounded = perturbed_model(family, small(family)), perturbed_model(family, small(family)).bfloat16()
     rounded.init_buffers(CPU)
     with torch.no_grad():
         for left, right in zip(exact.parameters(), rounded.parameters(), strict=True):
@@ -211,7 +211,7 @@ def test_each_parameter_has_one_name_in_transformers(family: Family, tied: bool)
 
 
 @pytest.mark.parametrize(("name", "flavor"), FLAVORS)
-def test_a_written_config_is_read_again(name: str, flavor: str) -> None:
+def test_config_json_round_trips(name: str, flavor: str) -> None:
     family = FAMILIES[name]
     written = json.loads(json.dumps(family.hugging_face.config_json(family.flavors[flavor]), allow_nan=False))
     assert family.hugging_face.config_from_json(written) == family.flavors[flavor]
@@ -227,5 +227,5 @@ def _uneven_heads(config: Any) -> Any:
 
 @pytest.mark.parametrize("change", [_without_layers, _uneven_heads])
 @every_family
-def test_an_invalid_model_is_found(family: Family, change: Callable[[Any], Any]) -> None:
+def test_an_invalid_model_is_reported(family: Family, change: Callable[[Any], Any]) -> None:
     assert family.check(change(small(family)), 16, 1, 1) != []

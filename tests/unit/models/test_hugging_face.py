@@ -1,4 +1,4 @@
-"""What config.json means, and that a field which is missing, wrong or not computed is named."""
+"""Reading config.json, and errors that name a missing, invalid or unsupported field."""
 
 import json
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import UserError
 
-# As the published folders have them.
+# As in the published model folders.
 LLAMA_3_2_1B = """{
     "architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 128000,
     "eos_token_id": 128001, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
@@ -32,10 +32,10 @@ PUBLISHED = {"llama3": (LLAMA_3_2_1B, "1B"), "qwen3": (QWEN3_8B, "8B")}
 
 
 def read(family: str, changes: dict[str, Any] | None = None) -> Any:
-    """The hyper-parameters of the published fields with `changes`; None takes a field away."""
+    """The hyper-parameters of the published fields with `changes`; None removes a field."""
     fields = json.loads(PUBLISHED[family][0]) | (changes or {})
-    kept = {name: value for name, value in fields.items() if value is not None or name not in (changes or {})}
-    return FAMILIES[family].hugging_face.config_from_json(kept)
+    remaining = {name: value for name, value in fields.items() if value is not None or name not in (changes or {})}
+    return FAMILIES[family].hugging_face.config_from_json(remaining)
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
@@ -61,7 +61,7 @@ QWEN3_ROPE = {"rope_type": "default", "rope_theta": 1e6}
     ],
     ids=str,
 )
-def test_other_forms_of_the_same(family: str, changes: dict[str, Any]) -> None:
+def test_equivalent_forms(family: str, changes: dict[str, Any]) -> None:
     assert read(family, changes) == read(family)
 
 
@@ -70,7 +70,7 @@ def test_older_llamas_are_unscaled_and_share_no_heads() -> None:
     assert (config.rope_scaling_factor, config.n_kv_heads, config.tie_embeddings) == (1.0, 32, False)
 
 
-def test_a_factor_of_one_scales_nothing() -> None:
+def test_a_factor_of_one_means_no_scaling() -> None:
     assert read("llama3", {"rope_scaling": SCALING | {"factor": 1}}).rope_scaling_factor == 1.0
 
 
@@ -104,10 +104,10 @@ def test_a_wrong_field_is_named(family: str) -> None:
             read(family, {"rope_scaling": None, name: value} if name == "rope_parameters" else {name: value})
         except UserError as raised:
             return str(raised)
-        return "taken"
+        return "accepted"
 
-    told = [(name, str(value)[:20], error(name, value)) for name, value in WRONG]
-    assert [case for case in told if not (case[2].startswith("config.json: ") and case[0] in case[2])] == []
+    cases = [(name, str(value)[:20], error(name, value)) for name, value in WRONG]
+    assert [case for case in cases if not (case[2].startswith("config.json: ") and case[0] in case[2])] == []
 
 
 @pytest.mark.parametrize(
@@ -130,14 +130,14 @@ def test_a_wrong_field_is_named(family: str) -> None:
     ],
     ids=str,
 )
-def test_what_a_family_does_not_compute_is_named(family: str, changes: dict[str, Any], name: str) -> None:
+def test_an_unsupported_feature_is_named(family: str, changes: dict[str, Any], name: str) -> None:
     with pytest.raises(UserError) as raised:
         read(family, changes)
     assert name in str(raised.value)
 
 
-def test_what_is_written_is_read_by_older_versions_too() -> None:
-    """rope_theta outside of rope_scaling, which is null or names its rope_type: transformers 4.43 and later."""
+def test_older_versions_read_the_written_config() -> None:
+    """rope_theta is outside rope_scaling, which is null or has a rope_type: for transformers 4.43 and later."""
     written = {name: FAMILIES[name].hugging_face.config_json(read(name)) for name in PUBLISHED}
     assert written["llama3"]["rope_theta"] == 500_000.0
     assert written["llama3"]["rope_scaling"] == SCALING

@@ -1,4 +1,4 @@
-"""Initial weights: the same values in every box, on every number of threads, in every dtype."""
+"""Initial weights: the same values in every region of a tensor, for any number of threads, in every dtype."""
 
 import hashlib
 import os
@@ -18,7 +18,7 @@ NORMAL = Init("normal", 0.02)
 
 
 @cache
-def _whole(name: str, *shape: int, seed: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def _full(name: str, *shape: int, seed: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     out = torch.empty(shape, dtype=dtype)
     fill_region_(out, seed, name, NORMAL, shape, (0,) * len(shape))
     return out
@@ -29,20 +29,20 @@ def _digest(values: torch.Tensor) -> str:
 
 
 def test_golden_values_of_this_version() -> None:
-    """These may change only together with INIT_VERSION: they are every run's first weights."""
+    """These change only together with INIT_VERSION: they are the initial weights of every run."""
     assert INIT_VERSION == 1
-    assert _digest(_whole("layers.0.attention.wq.weight", 16, 8)) == "e5697101a2b20f25"
-    assert _digest(_whole("tok_embeddings.weight", 1031, 1024)) == "a6ff7373086a5bc1"
+    assert _digest(_full("layers.0.attention.wq.weight", 16, 8)) == "e5697101a2b20f25"
+    assert _digest(_full("tok_embeddings.weight", 1031, 1024)) == "a6ff7373086a5bc1"
 
 
-def test_first_block_is_one_generator_of_seed_name_and_index() -> None:
+def test_a_block_is_drawn_by_one_generator_of_seed_name_and_index() -> None:
     digest = hashlib.sha256(b"3:w:1").digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
     expected = torch.empty(24, dtype=torch.float64).normal_(generator=generator).clamp(-CUT_STD, CUT_STD) * NORMAL.std
-    assert torch.equal(_whole("w", BLOCK_NUMEL + 24)[BLOCK_NUMEL:], expected.float())
+    assert torch.equal(_full("w", BLOCK_NUMEL + 24)[BLOCK_NUMEL:], expected.float())
 
 
-BOXES = [
+REGIONS = [
     ((40,), (0,), (40,)),
     ((40,), (13,), (27,)),
     ((40,), (40,), (0,)),
@@ -54,7 +54,7 @@ BOXES = [
     ((4, 6, 5), (1, 2, 0), (2, 3, 5)),
     ((4, 6, 5), (0, 0, 3), (4, 6, 2)),
     ((1500, 1021), (0, 0), (1500, 1021)),
-    ((1500, 1021), (1026, 0), (2, 1021)),  # row 1026 … holds the border of blocks 0 and 1
+    ((1500, 1021), (1026, 0), (2, 1021)),  # has the border of blocks 0 and 1
     ((1500, 1021), (700, 0), (800, 1021)),
     ((1500, 1021), (0, 1000), (1500, 21)),
     ((1500, 1021), (1000, 500), (400, 521)),
@@ -63,11 +63,11 @@ BOXES = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "offset", "part"), BOXES)
-def test_a_box_has_the_values_of_the_whole(
+@pytest.mark.parametrize(("shape", "offset", "part"), REGIONS)
+def test_a_region_has_the_values_of_the_full_tensor(
     shape: tuple[int, ...], offset: tuple[int, ...], part: tuple[int, ...]
 ) -> None:
-    expected = _whole("w", *shape)[tuple(slice(o, o + n) for o, n in zip(offset, part, strict=True))]
+    expected = _full("w", *shape)[tuple(slice(o, o + n) for o, n in zip(offset, part, strict=True))]
     local = torch.full(part, float("nan"))
     fill_region_(local, 3, "w", NORMAL, shape, offset)
     assert torch.equal(local, expected)
@@ -77,12 +77,12 @@ def test_a_box_has_the_values_of_the_whole(
 
 
 def test_scalar() -> None:
-    assert torch.equal(_whole("w"), _whole("w", 1)[0])
+    assert torch.equal(_full("w"), _full("w", 1)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_dtypes_have_the_same_weights_up_to_the_cast(dtype: torch.dtype) -> None:
-    assert torch.equal(_whole("w", 100, 7, dtype=dtype), _whole("w", 100, 7).to(dtype))
+    assert torch.equal(_full("w", 100, 7, dtype=dtype), _full("w", 100, 7).to(dtype))
 
 
 def test_only_the_touched_blocks_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,11 +99,11 @@ def test_only_the_touched_blocks_are_drawn(monkeypatch: pytest.MonkeyPatch) -> N
     fill_region_(local, 3, "w", NORMAL, (64 * BLOCK_NUMEL,), (7 * BLOCK_NUMEL - 1,))
     assert len(seeds) == 2
     fill_region_(torch.empty(1024, 8), 3, "w", NORMAL, (1024, 4096), (0, 16))
-    assert len(seeds) == 2 + 4  # each of the four blocks once, though every row is a run of its own
+    assert len(seeds) == 2 + 4  # each of the four blocks once, although every row is a separate run
 
 
 def test_distribution() -> None:
-    values = _whole("w", 1000, 1000) / NORMAL.std
+    values = _full("w", 1000, 1000) / NORMAL.std
     assert abs(values.mean().item()) < 0.005
     assert abs(values.std().item() - 0.9936) < 0.005  # a standard normal clamped at 3
     assert values.abs().max().item() == pytest.approx(CUT_STD, rel=1e-6)
@@ -111,8 +111,8 @@ def test_distribution() -> None:
 
 
 def test_seeds_names_and_blocks_differ() -> None:
-    first = _whole("w", 2 * BLOCK_NUMEL)
-    others = [first[BLOCK_NUMEL:], _whole("v", 64), _whole("w", 64, seed=4)]
+    first = _full("w", 2 * BLOCK_NUMEL)
+    others = [first[BLOCK_NUMEL:], _full("v", 64), _full("w", 64, seed=4)]
     for other in others:
         assert not (first[:64] == other[:64]).any()
 
@@ -126,19 +126,19 @@ class _Wrapped(nn.Module):
 def test_names_are_those_of_the_unwrapped_model() -> None:
     plain = _Wrapped("layer", nn.Linear(4, 4))
     wrapped = _Wrapped("layer", _Wrapped("_orig_mod", _Wrapped("_checkpoint_wrapped_module", nn.Linear(4, 4))))
-    asked: list[str] = []
+    names: list[str] = []
 
     def init(name: str) -> Init:
-        asked.append(name)
+        names.append(name)
         return Init("ones") if name.endswith("bias") else NORMAL
 
     for module in (plain, wrapped):
         init_parameters_(module, 3, init)
-    assert asked == ["layer.weight", "layer.bias"] * 2
+    assert names == ["layer.weight", "layer.bias"] * 2
     for left, right in zip(plain.parameters(), wrapped.parameters(), strict=True):
         assert torch.equal(left, right)
     assert torch.equal(plain.layer.bias, torch.ones(4))
-    assert torch.equal(plain.layer.weight, _whole("layer.weight", 4, 4))
+    assert torch.equal(plain.layer.weight, _full("layer.weight", 4, 4))
 
 
 def test_a_parameter_without_memory_is_refused() -> None:
@@ -168,11 +168,11 @@ def test_values_do_not_depend_on_the_number_of_threads() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="the CPU has one instruction set only")
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="the CPU has only one instruction set")
 def test_values_do_not_depend_on_the_instruction_set() -> None:
-    code = f"from {Path(__file__).stem} import _digest, _whole; print(_digest(_whole('w', 1000, 100)))"
+    code = f"from {Path(__file__).stem} import _digest, _full; print(_digest(_full('w', 1000, 100)))"
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": os.pathsep.join(sys.path)}
     plain = subprocess.run(
         [sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True
     )
-    assert plain.stdout.strip() == _digest(_whole("w", 1000, 100)), plain.stderr
+    assert plain.stdout.strip() == _digest(_full("w", 1000, 100)), plain.stderr

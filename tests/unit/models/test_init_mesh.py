@@ -1,4 +1,4 @@
-"""Initial weights of DTensors: each rank of each mesh has its part of the one-process weights, bit for bit.
+"""Initial weights of DTensors: on every mesh, the shard of each rank equals the one-process weights bit for bit.
 
 Ranks are simulated one after another with the fake process group, which needs no peers.
 """
@@ -25,7 +25,7 @@ def _rank(rank: int, degrees: tuple[int, ...]) -> Iterator[DeviceMesh]:
     world_size = torch.Size(degrees).numel()
     dist.init_process_group("fake", rank=rank, world_size=world_size)
     try:
-        # Meshes are compared by shape and names in DTensor's caches: one rank's must not pass for another's.
+        # DTensor's caches compare meshes by shape and names, so the names must differ by rank.
         names = (f"dp_{rank}", f"tp_{rank}")[: len(degrees)]
         yield init_device_mesh("cpu", degrees, mesh_dim_names=names)
     finally:
@@ -35,7 +35,7 @@ def _rank(rank: int, degrees: tuple[int, ...]) -> Iterator[DeviceMesh]:
 CASES: list[tuple[tuple[int, ...], tuple[Placement, ...], tuple[int, ...]]] = [
     ((4,), (Replicate(),), (6, 5)),
     ((4,), (Shard(0),), (8, 5)),
-    ((4,), (Shard(0),), (6, 5)),  # uneven: the last rank has nothing
+    ((4,), (Shard(0),), (6, 5)),  # uneven: the shard of the last rank is empty
     ((4,), (Shard(0),), (3,)),
     ((3,), (Shard(1),), (4, 7)),
     ((2, 2), (Shard(0), Shard(0)), (9, 4)),
@@ -47,11 +47,11 @@ CASES: list[tuple[tuple[int, ...], tuple[Placement, ...], tuple[int, ...]]] = [
 
 @pytest.mark.parametrize(("degrees", "placements", "shape"), CASES, ids=str)
 def test_any_placement(degrees: tuple[int, ...], placements: tuple[Placement, ...], shape: tuple[int, ...]) -> None:
-    whole = nn.ParameterDict({"w": nn.Parameter(torch.empty(shape))})
-    init_parameters_(whole, 3, lambda _: NORMAL)
+    reference = nn.ParameterDict({"w": nn.Parameter(torch.empty(shape))})
+    init_parameters_(reference, 3, lambda _: NORMAL)
     for rank in range(torch.Size(degrees).numel()):
         with _rank(rank, degrees) as mesh:
-            expected = distribute_tensor(whole["w"].detach(), mesh, placements, src_data_rank=None)
+            expected = distribute_tensor(reference["w"].detach(), mesh, placements, src_data_rank=None)
             empty = torch.full_like(expected, float("nan"))
             module = nn.ParameterDict({"w": nn.Parameter(empty)})
             init_parameters_(module, 3, lambda _: NORMAL)
@@ -67,10 +67,10 @@ class _Pair(nn.Module):
 
 @pytest.mark.parametrize("hidden", [16, 20])
 def test_fully_shard_over_tensor_parallelism(hidden: int) -> None:
-    """Both axes cut `up` along dim 0 (a strided shard), unevenly where hidden = 20 is cut into 2, then 4."""
-    whole = _Pair(hidden)
-    init_parameters_(whole, 3, lambda _: NORMAL)
-    expected = {name: parameter.detach() for name, parameter in whole.named_parameters()}
+    """Both axes shard `up` along dim 0 (a strided shard); hidden = 20 is cut into 2, then unevenly into 4."""
+    reference = _Pair(hidden)
+    init_parameters_(reference, 3, lambda _: NORMAL)
+    expected = {name: parameter.detach() for name, parameter in reference.named_parameters()}
     seen = {name: torch.zeros_like(parameter) for name, parameter in expected.items()}
     for rank in range(8):
         with _rank(rank, (4, 2)) as mesh:

@@ -1,4 +1,4 @@
-"""Published sizes, arithmetic, and the rules for hyper-parameters."""
+"""Llama 3: published sizes, FLOPs, and the rules for hyper-parameters."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ PUBLISHED = {  # flavor: parameters, dim, layers, heads, key/value heads, feed-f
 }
 
 
-def test_every_flavor_is_published_here() -> None:
+def test_published_sizes_cover_every_flavor() -> None:
     assert FLAVORS.keys() == PUBLISHED.keys()
 
 
@@ -38,7 +38,7 @@ def test_published_sizes(flavor: str) -> None:
     assert LLAMA3.check(config, 8192, 8, 1) == []
 
 
-def test_resolve_puts_overrides_over_the_flavor() -> None:
+def test_overrides_replace_values_of_the_flavor() -> None:
     family, config = resolve_model(ModelConfig(flavor="8B", overrides={"vocab_size": 4096, "norm_eps": 1e-6}))
     assert family is FAMILIES["llama3"]
     assert config == replace(FLAVORS["8B"], vocab_size=4096, norm_eps=1e-6)
@@ -46,7 +46,7 @@ def test_resolve_puts_overrides_over_the_flavor() -> None:
 
 
 def test_flops_of_8b() -> None:
-    weights = 8_030_261_248 - 128_256 * 4096 - 65 * 4096  # but the embedding and the norms
+    weights = 8_030_261_248 - 128_256 * 4096 - 65 * 4096  # without the embedding and the norms
     assert LLAMA3.flops_per_token(FLAVORS["8B"], 8192) == 6 * weights + 12 * 32 * 8192 * 4096
 
 
@@ -98,6 +98,6 @@ def test_the_remedy_for_a_width_is_valid(dim: int, remedy: int) -> None:
         (4, {"vocab_size": 131}, []),
     ],
 )
-def test_what_tensor_parallelism_cuts_is_divisible(tp: int, overrides: dict[str, Any], keys: list[str]) -> None:
+def test_tensor_parallelism_requires_divisible_dimensions(tp: int, overrides: dict[str, Any], keys: list[str]) -> None:
     problems = check_model(ModelConfig(overrides=overrides), seq_len=128, tp=tp, pp=1)
     assert [problem.key for problem in problems] == keys

@@ -1,4 +1,4 @@
-"""Llama 3 against a second implementation, written below in plain einsum without any of the model's code."""
+"""Llama 3 against a second implementation, written below in plain einsum without the model's code."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from tests.unit.models.shaken import shaken_model
+from tests.unit.models.shaken import perturbed_model
 from titanlite.models.attention import may_see
 from titanlite.models.init import init_parameters_
 from titanlite.models.layers import RopeScaling, RotaryEmbedding, RotaryTables
@@ -45,7 +45,7 @@ def _reference_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _reference_frequencies(config: Llama3Config) -> list[float]:
-    """Llama 3.1's rule, by wavelength."""
+    """Rotary frequencies of Llama 3.1, whose rule depends on the wavelength."""
     frequencies = []
     for index in range(config.head_dim // 2):
         frequency = config.rope_theta ** (-2 * index / config.head_dim)
@@ -64,7 +64,7 @@ def _reference_frequencies(config: Llama3Config) -> list[float]:
 
 
 def _reference_rotation(config: Llama3Config, positions: Tensor) -> Tensor:
-    """(batch, seq_len, head_dim, head_dim) matrices that turn each pair (i, i + head_dim / 2)."""
+    """(batch, seq_len, head_dim, head_dim) matrices that rotate each pair (i, i + head_dim / 2)."""
     half = config.head_dim // 2
     matrices = torch.zeros(*positions.shape, 2 * half, 2 * half, dtype=torch.float64)
     for index, frequency in enumerate(_reference_frequencies(config)):
@@ -135,9 +135,9 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("config", VARIANTS, ids=["gqa", "mha", "mqa", "unscaled", "tied"])
-def test_logits_and_gradients_are_those_of_the_reference(config: Llama3Config) -> None:
-    """In float64 to 1e-12: an operation in float32 anywhere would show as 1e-7."""
-    model, tokens = shaken_model(LLAMA3, config), _tokens(2, 33)
+def test_logits_and_gradients_match_the_reference(config: Llama3Config) -> None:
+    """In float64, to 1e-12: a single operation in float32 would cause an error of 1e-7."""
+    model, tokens = perturbed_model(LLAMA3, config), _tokens(2, 33)
     expected = _reference(model, tokens, torch.arange(33).expand(2, 33), _causal(2, 33))
     logits = model(tokens)
     _assert_equal(logits, expected)
@@ -146,7 +146,7 @@ def test_logits_and_gradients_are_those_of_the_reference(config: Llama3Config) -
 
 
 def test_positions_and_documents_against_the_reference() -> None:
-    model, tokens = shaken_model(LLAMA3, CONFIG), _tokens(2, 12)
+    model, tokens = perturbed_model(LLAMA3, CONFIG), _tokens(2, 12)
     positions = torch.randint(CONFIG.max_seq_len, (2, 12), generator=torch.Generator().manual_seed(3))
     document_ids = torch.tensor([[0] * 5 + [1] * 7, [4] * 1 + [2] * 6 + [4] * 5])
     visible = _causal(2, 12)
@@ -159,14 +159,14 @@ def test_positions_and_documents_against_the_reference() -> None:
     _assert_equal(logits, _reference(model, tokens, positions, visible))
 
 
-def test_default_positions_and_documents_are_the_plain_row() -> None:
-    model, tokens = shaken_model(LLAMA3, CONFIG), _tokens(2, 9)
+def test_by_default_a_row_is_one_document_from_position_0() -> None:
+    model, tokens = perturbed_model(LLAMA3, CONFIG), _tokens(2, 9)
     positions = torch.arange(9).expand(2, 9)
     _assert_equal(model(tokens, positions, torch.zeros_like(tokens)), model(tokens))
 
 
 def test_no_position_sees_a_later_token() -> None:
-    model, tokens = shaken_model(LLAMA3, CONFIG), _tokens(1, 10)
+    model, tokens = perturbed_model(LLAMA3, CONFIG), _tokens(1, 10)
     changed = tokens.clone()
     changed[0, 6:] = (changed[0, 6:] + 1) % CONFIG.vocab_size
     before, after = model(tokens), model(changed)
@@ -175,8 +175,8 @@ def test_no_position_sees_a_later_token() -> None:
 
 
 def test_tied_gradient_is_the_sum_of_both_uses() -> None:
-    tied = shaken_model(LLAMA3, replace(CONFIG, tie_embeddings=True))
-    untied = shaken_model(LLAMA3, CONFIG)
+    tied = perturbed_model(LLAMA3, replace(CONFIG, tie_embeddings=True))
+    untied = perturbed_model(LLAMA3, CONFIG)
     untied.load_state_dict(tied.state_dict())
     tokens = _tokens(2, 9)
     for model in (tied, untied):
@@ -196,7 +196,7 @@ def test_rotary_tables_are_in_float32_or_better(dtype: torch.dtype) -> None:
 
 
 def test_rotation_in_bfloat16_rounds_once() -> None:
-    """Computed in float32: the result is the exact one, rounded to bfloat16, but for ties of rounding."""
+    """Computed in float32: equal to the exact result rounded to bfloat16, except for rounding ties."""
     rope = RotaryEmbedding(16, 4096, 500_000.0, RopeScaling(1.0, 1.0, 4.0, 8192))
     rope.init_buffers(CPU, torch.float64)
     x = torch.randn(1, 4096, 2, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -208,7 +208,7 @@ def test_rotation_in_bfloat16_rounds_once() -> None:
 
 
 def test_rotary_frequencies_of_llama_3_1() -> None:
-    """At 8B's own hyper-parameters, each branch of the rule: kept, interpolated, stretched."""
+    """With the hyper-parameters of 8B, each branch of the rule: unchanged, interpolated, scaled."""
     config = Llama3Config(4096, 32, 32, 8, 14_336, 128_256, rope_scaling_factor=8.0)
     plain = 500_000.0 ** -(torch.arange(0, 128, 2, dtype=torch.float64) / 128)
     scaled = RopeScaling(8.0, 1.0, 4.0, 8192).apply(plain)
@@ -228,7 +228,7 @@ def one_rank() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_mixed_precision_leaves_the_rotary_tables_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_precision_does_not_cast_the_rotary_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """fully_shard casts a block's floating-point arguments to the compute dtype; the tables must not be among them."""
     model = Llama3(CONFIG)
     model.init_buffers(CPU)

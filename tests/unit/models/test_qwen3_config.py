@@ -1,4 +1,4 @@
-"""Published sizes of Qwen3, and the rules that are its own."""
+"""Qwen3: published sizes, and the rules specific to it."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ PUBLISHED = {  # flavor: parameters, dim, layers, heads, key/value heads, feed-f
 
 
 def parameters_by_arithmetic(config: Qwen3Config) -> int:
-    """Counted tensor by tensor, as the technical report describes them."""
+    """Count the parameters tensor by tensor, as described in the technical report."""
     queries, keys = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     block = [
         *[config.dim * queries, config.dim * keys, config.dim * keys, queries * config.dim],
@@ -32,7 +32,7 @@ def parameters_by_arithmetic(config: Qwen3Config) -> int:
     return config.n_layers * sum(block) + vocabulary * (1 if config.tie_embeddings else 2) + config.dim
 
 
-def test_every_flavor_is_published_here() -> None:
+def test_published_sizes_cover_every_flavor() -> None:
     assert FLAVORS.keys() == {"debug", *PUBLISHED}
 
 
@@ -49,7 +49,7 @@ def test_published_sizes(flavor: str) -> None:
     assert QWEN3.check(config, 8192, 8, 1) == []
 
 
-def test_the_debug_flavor_is_as_small_as_that_of_llama3_and_has_heads_of_its_own_width() -> None:
+def test_the_debug_flavor_is_small_and_sets_its_head_dim() -> None:
     config = FLAVORS["debug"]
     assert config.n_heads * config.head_dim != config.dim
     assert config.n_heads > config.n_kv_heads
@@ -57,7 +57,7 @@ def test_the_debug_flavor_is_as_small_as_that_of_llama3_and_has_heads_of_its_own
 
 
 def test_flops_of_8b() -> None:
-    weights = 8_190_735_360 - 151_936 * 4096 - 73 * 4096 - 36 * 2 * 128  # but the embedding and the norms
+    weights = 8_190_735_360 - 151_936 * 4096 - 73 * 4096 - 36 * 2 * 128  # without the embedding and the norms
     assert QWEN3.flops_per_token(FLAVORS["8B"], 8192) == 6 * weights + 12 * 36 * 8192 * 32 * 128
 
 
@@ -68,7 +68,7 @@ def test_flops_of_8b() -> None:
         ({"head_dim": -2}, ["model.head_dim"]),
         ({"head_dim": 7}, ["model.head_dim"]),
         ({"head_dim": 2}, []),
-        ({"dim": 250}, []),  # no multiple of the heads
+        ({"dim": 250}, []),  # not a multiple of n_heads
         ({"dim": 0, "n_heads": 0, "norm_eps": 0.0}, ["model.dim", "model.n_heads", "model.norm_eps"]),
         ({"rope_theta": 1.0, "max_seq_len": 64}, ["model.rope_theta", "training.seq_len"]),
     ],
@@ -79,6 +79,6 @@ def test_invalid_hyper_parameters_are_named(overrides: dict[str, Any], keys: lis
     assert [problem.key for problem in problems] == keys
 
 
-def test_remedies_are_qwen3s_own() -> None:
+def test_remedies_name_the_values_of_qwen3() -> None:
     problems = check_model(ModelConfig("qwen3", "8B", {"norm_eps": 0.0, "rope_theta": 0.5}), seq_len=128, tp=1, pp=1)
     assert [problem.remedy for problem in problems] == ["1e-06 is what Qwen3 uses", "1000000.0 is what Qwen3 uses"]

@@ -1,4 +1,4 @@
-"""Numbers that depend on seed, step, sequence, site and element, on nothing else, and on these well."""
+"""Random numbers that depend only on seed, step, sequence, site and element, and have good statistics."""
 
 from collections.abc import Callable
 
@@ -14,14 +14,14 @@ FNV_OFFSET = 0xCBF29CE484222325
 
 
 def mixed(word: int) -> int:
-    """The output function of SplitMix64, in Python's own integers."""
+    """The output function of SplitMix64, in Python integers."""
     word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % WORD
     word = (word ^ word >> 27) * 0x94D049BB133111EB % WORD
     return word ^ word >> 31
 
 
 def unmixed(word: int) -> int:
-    """What `mixed` makes `word` of."""
+    """The inverse of `mixed`."""
     word = (word ^ word >> 31 ^ word >> 62) * pow(0x94D049BB133111EB, -1, WORD) % WORD
     word = (word ^ word >> 27 ^ word >> 54) * pow(0xBF58476D1CE4E5B9, -1, WORD) % WORD
     return word ^ word >> 30 ^ word >> 60
@@ -40,7 +40,7 @@ def expected(seed: int, step: int, sequence: int, site: str, element: int) -> fl
 
 @pytest.mark.parametrize(("seed", "step"), [(0, 1), (2**63 - 1, 10**9), (7, 0)])
 @pytest.mark.parametrize("site", ["layers.0.dropout", "a", ""])
-def test_they_are_those_of_the_formula(seed: int, step: int, site: str) -> None:
+def test_numbers_match_the_formula(seed: int, step: int, site: str) -> None:
     sequences = [0, 5, 2**40]
     numbers = uniform(row_keys(seed, step, torch.tensor(sequences)), site, 3, 5)
     assert numbers.dtype == torch.float32
@@ -52,22 +52,22 @@ def test_they_are_those_of_the_formula(seed: int, step: int, site: str) -> None:
 
 
 def test_known_values_of_this_version() -> None:
-    """These may change only together with DRAW_VERSION: a run that draws would not go on as it was."""
+    """These change only together with DRAW_VERSION: otherwise a run with dropout would not resume exactly."""
     assert DRAW_VERSION == 1
     numbers = uniform(row_keys(1, 2, torch.tensor([3, 4])), "layers.0.dropout", 2)
     assert (numbers * 2**24).to(torch.int64).tolist() == [[9931375, 7873719], [8530700, 10363082]]
 
 
-def test_a_row_is_the_same_in_any_batch_and_its_elements_in_any_shape() -> None:
+def test_numbers_do_not_depend_on_batch_or_shape() -> None:
     keys = row_keys(1, 2, torch.arange(6))
-    whole = uniform(keys, "site", 4, 3)
-    assert torch.equal(torch.cat([uniform(part, "site", 4, 3) for part in keys.split([1, 3, 2])]), whole)
-    assert torch.equal(uniform(keys.flip(0), "site", 12).flip(0).view(6, 4, 3), whole)
-    assert torch.equal(uniform(keys, "site", 2, 3), whole[:, :2])
+    full = uniform(keys, "site", 4, 3)
+    assert torch.equal(torch.cat([uniform(part, "site", 4, 3) for part in keys.split([1, 3, 2])]), full)
+    assert torch.equal(uniform(keys.flip(0), "site", 12).flip(0).view(6, 4, 3), full)
+    assert torch.equal(uniform(keys, "site", 2, 3), full[:, :2])
     assert uniform(keys, "site").shape == (6,)
 
 
-def test_torch_generators_have_no_part_in_it() -> None:
+def test_torch_generators_are_not_used() -> None:
     before = torch.get_rng_state()
     first = uniform(row_keys(1, 2, torch.arange(6)), "site", 100)
     assert torch.equal(torch.get_rng_state(), before)
@@ -92,8 +92,8 @@ def of_sites(n: int) -> Tensor:
 
 
 @pytest.mark.parametrize("numbers_of", [of_seeds, of_steps, of_sequences, of_sites])
-def test_neighbours_are_independent(numbers_of: Callable[[int], Tensor]) -> None:
-    """A square of 512 x 512: uniform in 16 classes, and without correlation along and across, within 5 deviations."""
+def test_neighbors_are_independent(numbers_of: Callable[[int], Tensor]) -> None:
+    """512 x 512 numbers: uniform in 16 classes and uncorrelated along and across, within 5 standard deviations."""
     numbers = numbers_of(512).to(torch.float64)
     assert numbers.min() >= 0
     assert numbers.max() < 1
@@ -101,14 +101,14 @@ def test_neighbours_are_independent(numbers_of: Callable[[int], Tensor]) -> None
     classes = torch.histc(numbers, 16, 0, 1)
     chi_square = ((classes - count / 16).square() / (count / 16)).sum()
     assert abs(chi_square - 15) < 5 * 30**0.5
-    centred = (numbers - 0.5) * 12**0.5
+    centered = (numbers - 0.5) * 12**0.5
     for shift in ((0, 1), (1, 0), (1, 1), (0, 64), (64, 0)):
-        correlation = (centred * centred.roll(shift, (0, 1))).mean()
+        correlation = (centered * centered.roll(shift, (0, 1))).mean()
         assert abs(correlation) < 5 / count**0.5, shift
 
 
-def test_no_two_rows_walk_the_same_sequence() -> None:
-    """Plain SplitMix64 gives every key a stretch of one and the same sequence: shifted, rows could be equal."""
+def test_rows_are_not_shifted_copies() -> None:
+    """In plain SplitMix64 every key is a position in the same sequence, so that a row could be another one, shifted."""
     starts = [12345, 12345 + GOLDEN]
     keys = [(unmixed(start) - FNV_OFFSET) % WORD for start in starts]
     first, second = uniform(torch.tensor([key - WORD * (key >= 2**63) for key in keys]), "", 1000)
@@ -129,7 +129,7 @@ def test_dropout_keeps_the_mean_and_its_gradient() -> None:
     assert dropout(x.to(torch.bfloat16), 0.25, keys, "site").dtype == torch.bfloat16
 
 
-def test_compiled_they_are_the_same() -> None:
+def test_compiled_dropout_is_the_same() -> None:
     def draw(x: Tensor, keys: Tensor) -> Tensor:
         return dropout(x, 0.3, keys, "layers.3.dropout")
 

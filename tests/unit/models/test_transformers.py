@@ -1,7 +1,7 @@
-"""Both families against the models of Hugging Face's transformers: logits and the gradients of all parameters.
+"""Both families against the models of Hugging Face transformers: logits, loss and the gradients of all parameters.
 
-transformers computes RMSNorm, rotary tables and the softmax in float32 whatever the model's dtype. For the exact
-comparison these are put into float64 in its modules; as they are, they bound it.
+transformers computes RMSNorm, rotary tables and the softmax in float32 for every dtype of the model. The exact
+comparison patches them to float64; the comparison without patches has the tolerance of float32.
 """
 
 import json
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.unit.models.shaken import shaken_model
+from tests.unit.models.shaken import perturbed_model
 from titanlite.batch import IGNORE_INDEX
 from titanlite.loss import cross_entropy_by_row
 from titanlite.models.family import Family, LanguageModel
@@ -25,7 +25,7 @@ from titanlite.models.llama3 import Llama3Config
 from titanlite.models.qwen3 import Qwen3Config
 from titanlite.models.registry import FAMILIES
 
-EXACT, AS_IT_IS = 1e-10, 1e-5
+EXACT, UNPATCHED = 1e-10, 1e-5
 VOCAB_SIZE, SEQ_LEN = 131, 40
 
 LLAMA3 = Llama3Config(32, 2, 4, 2, 48, VOCAB_SIZE, norm_eps=1e-3, rope_theta=1000.0, max_seq_len=64)
@@ -54,7 +54,7 @@ MODULES = ("models.llama.modeling_llama", "models.qwen3.modeling_qwen3", "modeli
 
 
 class WideTorch:
-    """torch, in which float32 is float64."""
+    """A stand-in for torch in which float32 means float64."""
 
     def __getattr__(self, name: str) -> Any:
         return torch.float64 if name in ("float32", "float") else getattr(torch, name)
@@ -62,7 +62,7 @@ class WideTorch:
 
 @pytest.fixture
 def float64_islands() -> Iterator[None]:
-    """What transformers asks of torch in float32 is computed in float64."""
+    """Patch transformers to compute in float64 what it computes in float32."""
     patches = [patch(f"transformers.{module}.torch", WideTorch()) for module in MODULES]
     for one in patches:
         one.start()
@@ -71,9 +71,9 @@ def float64_islands() -> Iterator[None]:
         one.stop()
 
 
-def theirs(family: Family, config: Any, model: LanguageModel, names: dict[str, str]) -> nn.Module:
-    """The model of transformers that config.json means, with the same weights under the names there."""
-    import transformers  # only here: the import takes seconds, which collecting the tests need not
+def transformers_model(family: Family, config: Any, model: LanguageModel, names: dict[str, str]) -> nn.Module:
+    """The transformers model that our config.json describes, with our weights under its parameter names."""
+    import transformers  # imported here: it takes seconds, which test collection does not need
 
     fields = family.hugging_face.config_json(config) | {"attn_implementation": "eager"}
     other = getattr(transformers, family.hugging_face.architecture)(
@@ -90,7 +90,7 @@ def theirs(family: Family, config: Any, model: LanguageModel, names: dict[str, s
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Tokens, and labels of which each row has another share, the last one none."""
+    """Tokens and labels; the share of valid labels differs by row and is 0 in the last row."""
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(VOCAB_SIZE, (3, SEQ_LEN), generator=generator)
     labels = torch.randint(VOCAB_SIZE, (3, SEQ_LEN), generator=generator)
@@ -104,42 +104,42 @@ def relative(value: Tensor, expected: Tensor) -> float:
 
 
 def differences(family: Family, config: Any, change: Callable[[nn.Module], None] | None = None) -> dict[str, float]:
-    """Relative errors of the logits, the loss and each parameter's gradient, by our names. change: to our model."""
-    model = shaken_model(family, config)
-    other = theirs(family, config, model, family.hugging_face.names(config))
+    """Relative errors of logits, loss and each gradient, by our parameter names. change: applied to our model."""
+    model = perturbed_model(family, config)
+    other = transformers_model(family, config, model, family.hugging_face.names(config))
     if change is not None:
         change(model)
     tokens, labels = batch()
     num_valid = (labels != IGNORE_INDEX).sum()
     logits, expected = model(tokens), other(input_ids=tokens, use_cache=False).logits
     loss = cross_entropy_by_row(logits, labels).sum() / num_valid
-    mean = F.cross_entropy(expected.flatten(0, 1), labels.flatten())  # of all valid tokens alike
+    mean = F.cross_entropy(expected.flatten(0, 1), labels.flatten())  # the mean over all valid tokens
     loss.backward()
     mean.backward()
     gradients = dict(other.named_parameters())
     found = {"logits": relative(logits, expected), "loss": relative(loss, mean)}
-    for name, there in family.hugging_face.names(config).items():
-        found[name] = relative(model.get_parameter(name).grad, gradients[there].grad)
+    for name, other_name in family.hugging_face.names(config).items():
+        found[name] = relative(model.get_parameter(name).grad, gradients[other_name].grad)
     return found
 
 
 @pytest.mark.usefixtures("float64_islands")
 @every_case
-def test_exactly_the_same_function_and_gradients(name: str, config: Any) -> None:
+def test_logits_and_gradients_match_exactly(name: str, config: Any) -> None:
     found = differences(FAMILIES[name], config)
     assert {name: error for name, error in found.items() if not error <= EXACT} == {}
 
 
 @pytest.mark.slow
 @every_case
-def test_the_same_up_to_the_float32_islands_of_transformers(name: str, config: Any) -> None:
+def test_unpatched_transformers_match_up_to_float32(name: str, config: Any) -> None:
     found = differences(FAMILIES[name], config)
-    assert {name: error for name, error in found.items() if not error <= AS_IT_IS} == {}
-    assert max(found.values()) > EXACT, "the islands are not seen: the exact comparison patches nothing"
+    assert {name: error for name, error in found.items() if not error <= UNPATCHED} == {}
+    assert max(found.values()) > EXACT, "no error above EXACT: the patches of the exact comparison have no effect"
 
 
-def neighbours_paired(model: nn.Module) -> None:
-    """wq and wk as in Meta's files, where rotary pairs are neighbours."""
+def adjacent_pairs(model: nn.Module) -> None:
+    """Put wq and wk into the layout of Meta's files, in which rotary pairs are adjacent."""
     for layer in model.layers.values():
         for weight in (layer.attention.wq.weight, layer.attention.wk.weight):
             heads = weight.detach().clone().unflatten(0, (-1, layer.attention.head_dim // 2, 2))
@@ -147,7 +147,7 @@ def neighbours_paired(model: nn.Module) -> None:
                 weight.copy_(heads.transpose(1, 2).flatten(0, 2))
 
 
-def head_not_normalised(model: nn.Module) -> None:
+def missing_head_norm(model: nn.Module) -> None:
     norm = model.layers["1"].attention.q_norm
     norm.forward = lambda x: x * norm.weight
 
@@ -156,9 +156,9 @@ def swapped(first: str, second: str) -> Callable[[nn.Module], None]:
     def swap(model: nn.Module) -> None:
         one, other = model.get_parameter(first), model.get_parameter(second)
         with torch.no_grad():
-            kept = one.clone()
+            saved = one.clone()
             one.copy_(other)
-            other.copy_(kept)
+            other.copy_(saved)
 
     return swap
 
@@ -178,11 +178,11 @@ def in_single_precision(model: nn.Module) -> None:
 
 
 MISTAKES = {
-    "rotary pairs are neighbours": ("llama3", neighbours_paired),
-    "a norm of heads is missing": ("qwen3", head_not_normalised),
+    "rotary pairs are adjacent": ("llama3", adjacent_pairs),
+    "a head norm is missing": ("qwen3", missing_head_norm),
     "w1 and w3 swapped": ("llama3", swapped("layers.0.feed_forward.w1.weight", "layers.0.feed_forward.w3.weight")),
     "norms of a block swapped": ("llama3", swapped("layers.1.attention_norm.weight", "layers.1.ffn_norm.weight")),
-    "norms of heads swapped": (
+    "head norms swapped": (
         "qwen3",
         swapped("layers.1.attention.q_norm.weight", "layers.1.attention.k_norm.weight"),
     ),
@@ -195,36 +195,36 @@ MISTAKES = {
 @pytest.mark.slow
 @pytest.mark.usefixtures("float64_islands")
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_seen(mistake: str) -> None:
+def test_a_mistake_is_detected(mistake: str) -> None:
     name, change = MISTAKES[mistake]
     found = differences(FAMILIES[name], {"llama3": SCALED, "qwen3": QWEN3}[name], change)
     assert found["logits"] > 10 * EXACT
     assert max(found.values()) > 100 * EXACT
 
 
-def test_the_scaling_of_rotary_embeddings_is_seen() -> None:
-    """A case would prove nothing about it where it changed nothing."""
+def test_rotary_scaling_changes_the_logits() -> None:
+    """Otherwise the scaled cases would not test the scaling."""
     family = FAMILIES["llama3"]
-    plain, scaled = (shaken_model(family, config)(batch()[0]) for config in (LLAMA3, SCALED))
+    plain, scaled = (perturbed_model(family, config)(batch()[0]) for config in (LLAMA3, SCALED))
     assert relative(plain, scaled) > 1e-3
 
 
 class Warnings(logging.Handler):
-    """What transformers says."""
+    """Collects the warnings of transformers."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
+        self.messages.append(record.getMessage())
 
 
 @pytest.fixture
-def said() -> Iterator[list[str]]:
+def warnings() -> Iterator[list[str]]:
     handler = Warnings()
     logging.getLogger("transformers").addHandler(handler)
-    yield handler.said
+    yield handler.messages
     logging.getLogger("transformers").removeHandler(handler)
 
 
@@ -235,20 +235,20 @@ ALL_CONFIGS = [
 
 
 @pytest.mark.slow
-def test_transformers_reads_what_is_written_and_is_read_again(tmp_path: Path, said: list[str]) -> None:
-    """Without a word, and its own form of it (that of version 5) means the same."""
+def test_config_json_round_trips_through_transformers(tmp_path: Path, warnings: list[str]) -> None:
+    """Without warnings. The form that transformers saves (that of version 5) has the same meaning."""
     import transformers
 
     for name, config in ALL_CONFIGS:
-        known = FAMILIES[name].hugging_face
-        fields = {"model_type": known.model_type, "architectures": [known.architecture]} | known.config_json(config)
+        hf = FAMILIES[name].hugging_face
+        fields = {"model_type": hf.model_type, "architectures": [hf.architecture]} | hf.config_json(config)
         (tmp_path / "config.json").write_text(json.dumps(fields))
         loaded = transformers.AutoConfig.from_pretrained(tmp_path)
-        assert loaded.model_type == known.model_type
+        assert loaded.model_type == hf.model_type
         loaded.save_pretrained(tmp_path / "saved")
         saved = json.loads((tmp_path / "saved" / "config.json").read_text())
         assert "rope_parameters" in saved
-        assert known.config_from_json(saved) == config
-    assert said == []
+        assert hf.config_from_json(saved) == config
+    assert warnings == []
     transformers.LlamaConfig(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 0.5})
-    assert said != [], "what it says is not heard"
+    assert warnings != [], "the handler receives no warnings"

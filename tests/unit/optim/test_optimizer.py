@@ -1,4 +1,4 @@
-"""Groups by name, implementations, and updates that are withheld on the device."""
+"""Parameter groups by name, implementations, and updates that are skipped on the device."""
 
 import math
 
@@ -47,16 +47,16 @@ def test_norms_and_biases_are_not_decayed() -> None:
 
 
 @pytest.mark.parametrize(("name", "implementation"), IMPLEMENTATIONS)
-def test_a_withheld_update_changes_nothing_and_the_next_one_is_the_first(name: str, implementation: str) -> None:
+def test_a_skipped_update_changes_neither_weights_nor_state(name: str, implementation: str) -> None:
     model, optimizer = build(name, implementation)
     control, control_optimizer = build(name, implementation)
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     set_gradients(model, float("nan"))
     optimizer.step_if(torch.tensor(False))
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
-    for one, its_optimizer in ((model, optimizer), (control, control_optimizer)):
+    for one, one_optimizer in ((model, optimizer), (control, control_optimizer)):
         set_gradients(one, 0.5)
-        its_optimizer.step_if(torch.tensor(True))
+        one_optimizer.step_if(torch.tensor(True))
     for left, right in zip(snapshot(model, optimizer), snapshot(control, control_optimizer), strict=True):
         assert torch.equal(left, right)
     before = snapshot(model, optimizer)
@@ -80,8 +80,8 @@ def test_all_implementations_agree() -> None:
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
-def test_adamw_is_the_formula_with_the_numbers_of_the_configuration(implementation: str) -> None:
-    """No number is torch's default or ours, so that none can be left out."""
+def test_adamw_matches_the_formula(implementation: str) -> None:
+    """Every value differs from torch's default and ours, so that an ignored value shows."""
     section = OptimizerConfig(
         lr=0.05,
         beta1=0.7,

@@ -1,4 +1,4 @@
-"""State that is made ahead of the first update: what torch would make, and without effect on it."""
+"""Optimizer state created before the first update: the same as torch's, and without effect on training."""
 
 from collections.abc import Iterable
 
@@ -46,7 +46,7 @@ def all_tensors(model: nn.Module, optimizer: GatedOptimizer) -> dict[str, Tensor
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_it_is_the_state_that_torch_makes(implementation: str, dtype: torch.dtype) -> None:
+def test_the_state_is_the_same_as_that_of_torch(implementation: str, dtype: torch.dtype) -> None:
     _, ahead = build(implementation, dtype)
     assert described(ahead) == {}
     ahead.init_state()
@@ -59,7 +59,7 @@ def test_it_is_the_state_that_torch_makes(implementation: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_training_after_it_is_the_same_bit_for_bit(implementation: str, dtype: torch.dtype) -> None:
+def test_training_is_the_same_bit_for_bit(implementation: str, dtype: torch.dtype) -> None:
     with_state, without = build(implementation, dtype), build(implementation, dtype)
     with_state[1].init_state()
     for model, optimizer in (with_state, without):
@@ -71,7 +71,7 @@ def test_training_after_it_is_the_same_bit_for_bit(implementation: str, dtype: t
         assert torch.equal(tensor, other[name]), name
 
 
-def test_state_that_is_there_stays() -> None:
+def test_existing_state_is_not_replaced() -> None:
     model, optimizer = build("auto", torch.float32)
     train(model, optimizer, [1, 2])
     before = {name: (value, value.clone()) for name, value in optimizer.named_state()}
@@ -81,8 +81,8 @@ def test_state_that_is_there_stays() -> None:
         assert torch.equal(value, before[name][1])
 
 
-def test_state_written_in_place_is_what_the_next_update_starts_from() -> None:
-    """As loading a checkpoint does: the run goes on bit for bit."""
+def test_the_next_update_uses_state_written_in_place() -> None:
+    """As loading a checkpoint does: training continues bit for bit."""
     model, optimizer = build("auto", torch.float32)
     train(model, optimizer, [1, 2])
     other, other_optimizer = build("auto", torch.float32)
@@ -90,15 +90,15 @@ def test_state_written_in_place_is_what_the_next_update_starts_from() -> None:
     source = all_tensors(model, optimizer)
     for name, tensor in all_tensors(other, other_optimizer).items():
         tensor.copy_(source[name])
-    for one, its_optimizer in ((model, optimizer), (other, other_optimizer)):
-        train(one, its_optimizer, [3])
+    for one, one_optimizer in ((model, optimizer), (other, other_optimizer)):
+        train(one, one_optimizer, [3])
     after = all_tensors(other, other_optimizer)
     for name, tensor in all_tensors(model, optimizer).items():
         assert torch.equal(tensor, after[name]), name
 
 
 @pytest.mark.parametrize("implementation", ["auto", "for-loop"])
-def test_sgd_has_none(implementation: str) -> None:
+def test_sgd_has_no_state(implementation: str) -> None:
     model, optimizer = build(implementation, torch.float32, name="SGD")
     optimizer.init_state()
     assert dict(optimizer.named_state()) == {}
@@ -107,7 +107,7 @@ def test_sgd_has_none(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_of_sharded_parameters_the_moments_are_sharded_alike(implementation: str) -> None:
+def test_moments_are_sharded_like_their_parameters(implementation: str) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))

@@ -30,7 +30,7 @@ def test_decay_steps_do_not_depend_on_the_length_of_the_run() -> None:
 
 
 @pytest.mark.parametrize("decay", ["none", "linear", "cosine", "sqrt"])
-def test_what_is_said_of_an_extended_run_is_so(decay: str) -> None:
+def test_depends_on_steps_is_true_if_an_extended_run_differs(decay: str) -> None:
     lengths = [{}, {"decay_steps": 5}, {"decay_ratio": 0.5}, {"decay_ratio": 1.0}]
     for length, factor, warmup_steps in product(lengths, [0.0, 0.1, 1.0], [0, 3, 12]):
         section = ScheduleConfig(warmup_steps=warmup_steps, decay=decay, min_lr_factor=factor, **length)  # type: ignore[arg-type]
@@ -47,7 +47,7 @@ def test_shapes_halfway(decay: str, half: float) -> None:
 
 @pytest.mark.parametrize("decay", ["none", "linear", "cosine", "sqrt"])
 @pytest.mark.parametrize("ratio", [-1.0, 0.5])
-def test_a_run_shorter_than_its_warm_up_rises_from_above_zero(decay: str, ratio: float) -> None:
+def test_a_run_shorter_than_its_warm_up_has_positive_rates(decay: str, ratio: float) -> None:
     section = ScheduleConfig(warmup_steps=100, decay=decay, decay_ratio=ratio, min_lr_factor=0.1)
     found = rates(section, 40)
     assert found[0] == pytest.approx(0.01)

@@ -1,4 +1,4 @@
-"""Degrees against the world."""
+"""Degrees and axes of the mesh for a world size."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,7 @@ from titanlite.runtime.distributed import World
         (ParallelismConfig(pp=2, dp_replicate=2, tp=2), 16, (2, 2, 2, 2)),
     ],
 )
-def test_what_is_left_goes_to_dp_shard(
+def test_remaining_ranks_go_to_dp_shard(
     section: ParallelismConfig, world_size: int, axes: tuple[int, int, int, int]
 ) -> None:
     assert tuple(resolve_degrees(section, world_size).values()) == axes
@@ -50,7 +50,7 @@ def test_what_is_left_goes_to_dp_shard(
         (ParallelismConfig(pp=-1), 4, "parallelism.pp"),
     ],
 )
-def test_what_does_not_fit_is_named(section: ParallelismConfig, world_size: int, key: str) -> None:
+def test_an_invalid_degree_is_named(section: ParallelismConfig, world_size: int, key: str) -> None:
     assert [problem.key for problem in check_parallelism(section, world_size)] == [key]
 
 
@@ -74,14 +74,14 @@ def test_pp_is_the_outermost_axis_and_tp_the_innermost() -> None:
     assert found[6].coordinate == {"pp": 1, "dp_replicate": 1, "dp_shard": 0, "tp": 0}
 
 
-def test_the_data_axis_is_replicas_of_shards() -> None:
+def test_data_ranks_are_ordered_by_replica_then_shard() -> None:
     found = meshes(ParallelismConfig(dp_replicate=2, dp_shard=3, tp=2), 12)
     assert [mesh.data_rank for mesh in found] == [rank // 2 for rank in range(12)]
     places = [(mesh.coordinate["dp_replicate"], mesh.coordinate["dp_shard"]) for mesh in found]
     assert [3 * replica + shard for replica, shard in places] == [mesh.data_rank for mesh in found]
 
 
-def test_groups_come_once_ranks_are_connected() -> None:
+def test_groups_require_connected_ranks() -> None:
     (mesh,) = meshes(ParallelismConfig(), 1)
     assert mesh.groups == []
     with pytest.raises(AssertionError, match="not connected"):
@@ -89,8 +89,8 @@ def test_groups_come_once_ranks_are_connected() -> None:
 
 
 @pytest.mark.parametrize("reads_other_rows", [False, True])
-def test_what_follows_from_the_entry_of_another_axis(reads_other_rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who reads, who counts and who speaks for a stage, on 2 x 2 x 2 x 2 x 2 ranks."""
+def test_an_added_axis_is_supported(reads_other_rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data ranks, data leaders and loss leaders with an added axis, on 2 x 2 x 2 x 2 x 2 ranks."""
     monkeypatch.setattr(mesh, "AXES", ("pp", "dp_replicate", "dp_shard", "new", "tp"))
     data_axes = ("dp_replicate", "dp_shard", "new") if reads_other_rows else ("dp_replicate", "dp_shard")
     monkeypatch.setattr(mesh, "DATA_AXES", data_axes)

@@ -1,4 +1,4 @@
-"""Which units a stage gets, and what is refused before anything runs."""
+"""The units of pipeline stages, and configurations that are refused before the run."""
 
 from itertools import combinations, pairwise
 
@@ -36,7 +36,7 @@ def stage_costs(costs: list[int], split: list[range]) -> list[int]:
     return [sum(costs[unit] for unit in stage) for stage in split]
 
 
-def test_the_split_is_the_best_one() -> None:
+def test_the_split_is_optimal() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):
         units = int(torch.randint(1, 9, (), generator=generator))
@@ -53,7 +53,7 @@ def test_the_split_is_the_best_one() -> None:
         assert sum(cost**2 for cost in found) == min(squares)
 
 
-def test_given_cuts_are_kept() -> None:
+def test_given_cuts_are_used() -> None:
     assert assign_units([1, 100, 1, 1], [1, 3], 3) == [range(1), range(1, 3), range(3, 4)]
 
 
@@ -70,15 +70,15 @@ def test_stages_together_are_the_model(schedule: PipelineSchedule, split: tuple[
     assert num_stages(section) == 4
     owned = sorted(stage for rank in range(section.pp) for stage in local_stages(section, rank))
     assert owned == [0, 1, 2, 3]
-    whole, _ = model_of(5)
+    model, _ = model_of(5)
     names: list[str] = []
     for stage in owned:
         part, plan = model_of(5)
-        kept = keep_units_(part, plan, split_stages(part, plan, section)[stage])
+        stage_plan = keep_units_(part, plan, split_stages(part, plan, section)[stage])
         names += [name for name, _ in part.named_parameters()]
-        assert sum(unit_costs(part, kept)) == sum(parameter.numel() for parameter in part.parameters())
-        assert all(kept.blocks[name] == int(name.split(".")[1]) for name in kept.blocks)
-    assert names == [name for name, _ in whole.named_parameters()]
+        assert sum(unit_costs(part, stage_plan)) == sum(parameter.numel() for parameter in part.parameters())
+        assert all(stage_plan.blocks[name] == int(name.split(".")[1]) for name in stage_plan.blocks)
+    assert names == [name for name, _ in model.named_parameters()]
     if split:
         assert names[-2:] == ["norm.weight", "output.weight"]
         assert {name.split(".")[0] for name, _ in part.named_parameters()} == {"norm", "output"}
@@ -106,14 +106,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_run_is_refused_with_a_remedy(name: str) -> None:
+def test_invalid_pipelines_are_refused_with_a_remedy(name: str) -> None:
     section, rows, key = REFUSED[name]
     (problem,) = check_pipeline(section, PLAN, rows)
     assert problem.key == key
     assert problem.remedy
 
 
-def test_what_can_run_is_not_refused() -> None:
+def test_valid_pipelines_are_accepted() -> None:
     assert check_pipeline(ParallelismConfig(pp=2, pp_split=("norm",)), PLAN, 8) == []
     assert check_pipeline(ParallelismConfig(pp=2, pp_microbatch_size=4), PLAN, 8) == []
     assert check_pipeline(ParallelismConfig(pp=1, pp_split=("nowhere",), pp_microbatch_size=0), PLAN, 8) == []
@@ -122,9 +122,7 @@ def test_what_can_run_is_not_refused() -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("pp", [2, 3, 4])
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_a_forward_pass_computes_all_in_order_and_a_rank_one_thing_at_a_time(
-    schedule: PipelineSchedule, pp: int, count: int
-) -> None:
+def test_forward_timetable_is_complete_and_in_order(schedule: PipelineSchedule, pp: int, count: int) -> None:
     owners = stage_owners(ParallelismConfig(pp=pp, pp_schedule=schedule))
     assert sorted(set(owners)) == list(range(pp))
     times: dict[tuple[int, int], int] = {}
@@ -137,4 +135,4 @@ def test_a_forward_pass_computes_all_in_order_and_a_rank_one_thing_at_a_time(
         assert stage == 0 or times[stage - 1, microbatch] < time
         assert microbatch == 0 or times[stage, microbatch - 1] < time
     if len(owners) == pp:
-        assert len(table) == pp + count - 1  # no rank waits longer than it has to
+        assert len(table) == pp + count - 1  # no rank waits longer than necessary

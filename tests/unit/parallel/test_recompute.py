@@ -1,4 +1,4 @@
-"""Which blocks recompute, and what is refused."""
+"""Blocks that recompute, and combinations that are refused."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_blocks_are_chosen_by_index() -> None:
 
 
 def refused(*settings: str) -> set[str]:
-    """Keys of the problems of a configuration of two pipeline ranks."""
+    """Keys of the problems of a configuration with two pipeline ranks."""
     shape = ["--parallelism.pp", "2", "--training.local_batch_size", "8", "--model.n_layers", "4"]
     try:
         load_config([*SOURCE, *shape, *settings], world_size=2, device_type="cpu")
@@ -38,9 +38,9 @@ DOCUMENTS = ["--data.document_mask", "true"]
 SPLIT: list[PipelineSchedule] = ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.13 is the first to do all of it")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="needs torch 2.13 or newer")
 @pytest.mark.parametrize("schedule", SPLIT)
-def test_operations_are_not_kept_for_two_backward_passes(schedule: str) -> None:
+def test_schedules_with_split_backward_refuse_policy_op(schedule: str) -> None:
     pipeline = ["--parallelism.pp_schedule", schedule]
     key = "activation_checkpoint.selective_policy"
     assert refused(*pipeline, *BY_OP) == {key}
@@ -50,7 +50,7 @@ def test_operations_are_not_kept_for_two_backward_passes(schedule: str) -> None:
     assert refused(*pipeline, "--activation_checkpoint.mode", "full") == set()
 
 
-def test_other_schedules_keep_operations() -> None:
+def test_other_schedules_accept_policy_op() -> None:
     for schedule in ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B"):
         assert refused("--parallelism.pp_schedule", schedule, *BY_OP) == set()
     assert refused("--activation_checkpoint.selective_every", "0") == {"activation_checkpoint.selective_every"}
@@ -73,7 +73,7 @@ def test_other_schedules_keep_operations() -> None:
         ("2.11.0", ["--parallelism.pp_schedule", "Interleaved1F1B", *DOCUMENTS], set()),
     ],
 )
-def test_what_older_torch_cannot_is_refused(
+def test_features_that_older_torch_lacks_are_refused(
     version: str, settings: list[str], keys: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
