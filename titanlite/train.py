@@ -1,4 +1,4 @@
-"""Training: `python -m titanlite.train --job.config_file X.toml [--section.key value ...]`, or the same by torchrun."""
+"""Command: train. On one process `titanlite train CONFIG`, on several `torchrun ... -m titanlite.train CONFIG`."""
 
 from titanlite.runtime.failure import FailureReport, end_on_interrupt, end_process
 from titanlite.runtime.orphans import end_with_launcher
@@ -19,26 +19,37 @@ import torch.distributed as dist
 from titanlite.assembly.run import Run, build_run
 from titanlite.batch import Batch
 from titanlite.config.describe import show_help
-from titanlite.config.load import load_config
+from titanlite.config.load import load_config, shipped_names
 from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device
 from titanlite.metrics.meter import Record, is_log_step
 from titanlite.runtime.distributed import World, connect, world_from_environment
-from titanlite.runtime.errors import DataError, UserError
+from titanlite.runtime.errors import DataError, UsageError, UserError
 from titanlite.runtime.garbage import PacedGarbageCollection
 from titanlite.runtime.job_lock import job_lock
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.summary import summarize
 from titanlite.trainer import Trainer
 
+GETTING_STARTED = """\
+a configuration is missing. To start:
+
+  titanlite train quickstart              a small Llama on your Python's standard library: minutes on a laptop
+  titanlite train my.toml                 your own TOML file; its keys: titanlite train --help
+  titanlite train my.toml --training.steps 100     --section.key VALUE overrides the file
+
+Shipped configurations: """
+
 
 def main() -> None:
-    """Config, build, train; the same program on every rank."""
+    """Read the configuration, build the run, train; the same program on every rank."""
     end_with_launcher()
     with FailureReport() as failure:
         environment = dict(os.environ)
         world = world_from_environment()
         setup_logging(world.rank)
+        if not sys.argv[1:]:
+            raise UsageError(GETTING_STARTED + ", ".join(shipped_names()))
         show_help(sys.argv[1:])
         config = load_config(sys.argv[1:], world_size=world.size, device_type=world.device_type)
         failure.store = connect(world, config.comm)
@@ -47,23 +58,23 @@ def main() -> None:
 
 
 def run_job(config: JobConfig, world: World, failure: FailureReport, environment: Mapping[str, str]) -> None:
-    """Builds, trains, and logs how the run ended. The dump folder is locked for this job."""
+    """Build the run, train, log how it ended. The dump folder is locked for this job."""
     assert failure.store is not None
     run = build_run(config, world, failure.store, environment)
     first_step = run.trainer.step + 1
     ended = run.data_end.before_training()
-    if run.validation is not None and run.validation.missing:  # a kill or a signal has prevented it
+    if run.validation is not None and run.validation.missing:  # a kill or a signal prevented it
         last = any(ended) or first_step > config.training.steps
         run.validation.after_step(run.start.step, last, failure)
     if any(ended):
         log.info(
-            "Nothing to do: the data has ended after step %d: %s", run.trainer.step, describe_end(config, run, ended)
+            "Nothing to do: the data is exhausted after step %d: %s", run.trainer.step, describe_end(config, run, ended)
         )
     elif first_step > config.training.steps:
         log.info(
-            "Nothing to do: the run is finished, step %d of training.steps = %d. To go on: %s",
+            "Nothing to do: the run is finished, step %d of training.steps = %d. To continue: %s",
             *(run.start.step, config.training.steps),
-            "a new run from these weights, by --checkpoint.initial_load_path; there is no optimizer state to go on with"
+            "start a new run from these weights with --checkpoint.initial_load_path; there is no optimizer state"
             if run.start.model_only
             else f"--training.steps {2 * run.start.step}",
         )
@@ -73,14 +84,14 @@ def run_job(config: JobConfig, world: World, failure: FailureReport, environment
         if record is None:
             assert run.checkpoints is not None
             log.info(
-                "Stopped by %s after step %d, which is saved: the same command%s goes on from there",
+                "Stopped by %s after step %d, which is saved: the same command%s resumes from there",
                 *(run.checkpoints.stopped_by, run.trainer.step),
                 " without --checkpoint.load_step" if config.checkpoint.load_step >= 0 else "",
             )
         else:
             if record.step < config.training.steps:
                 ended = run.loader.ended
-                log.info("The data has ended after step %d: %s", record.step, describe_end(config, run, ended))
+                log.info("The data is exhausted after step %d: %s", record.step, describe_end(config, run, ended))
             summarize(config, record, record.step - first_step + 1, perf_counter() - start)
     run.loader.close()
     if run.validation is not None:
@@ -92,24 +103,24 @@ def run_job(config: JobConfig, world: World, failure: FailureReport, environment
 
 
 def describe_end(config: JobConfig, run: Run, ended: Sequence[bool]) -> str:
-    """Which sources have ended, and what to do to train on."""
+    """The exhausted sources, and how to train on."""
     keys = [
-        f"{name}, which data.sources.{n}.epochs = {source.epochs} lets be read no more"
+        f"data.sources.{n}, {name} (epochs = {source.epochs})"
         for n, (name, source) in enumerate(zip(run.loader.source_names, config.data.sources, strict=True))
         if ended[n]
     ]
     accept = """--checkpoint.accept_changes '["data"]'"""
-    return f"{', '.join(keys)}; to read more of it, raise epochs (-1: for ever), with {accept}"
+    return f"{', '.join(keys)}; to train on, raise epochs (-1: no limit) and give {accept}"
 
 
 def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
-    """All steps from where the run stands; returns the last one's record, None where a signal has ended training.
+    """Train to the last step; return its record, or None if a signal stopped training.
 
-    What happens in a step stands here, in order. Saving comes before validation, so that no fault of its data costs a
-    checkpoint. Between two log steps the host only launches work: the device is asked nothing.
+    Every event of a step is here, in order. Saving comes before validation, so that an error in validation data does
+    not cost a checkpoint. Between two log steps the host only launches work: it never reads the device.
     """
     trainer, loader, checkpoints = run.trainer, run.loader, run.checkpoints
-    assert trainer.step < config.training.steps, "nothing is left to train"
+    assert trainer.step < config.training.steps, "no step is left to train"
     first_step = trainer.step + 1
     with stoppable(run), PacedGarbageCollection(config.training.gc_freq) as garbage:
         run.meter.start()
@@ -132,7 +143,7 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
             if run.validation is not None and (last or not stops):
                 requested = run.validation.after_step(step, last, failure)
                 if requested and not stops:
-                    assert checkpoints is not None, "signals end a run without checkpoints at once"
+                    assert checkpoints is not None, "signals stop a run without checkpoints at once"
                     checkpoints.stop_after(step, requested)
                     stops = True
             if last:
@@ -144,7 +155,7 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
 
 @contextmanager
 def stoppable(run: Run) -> Iterator[None]:
-    """Inside, signals ask training to stop; on every way out a save under way is finished. Only with checkpoints."""
+    """Let signals request a stop, and finish a pending save on exit. Does nothing if checkpoints are disabled."""
     if run.checkpoints is None:
         yield
         return
@@ -156,7 +167,7 @@ def stoppable(run: Run) -> Iterator[None]:
 def next_batches(run: Run, failure: FailureReport) -> list[Batch]:
     """This rank's microbatches of the next step, on the device.
 
-    Raises DataError where its data cannot be used, after all ranks have noted theirs of this step in `failure`.
+    Raises DataError if the data is invalid, after all ranks have recorded their data errors of this step in `failure`.
     """
     try:
         return [on_device(batch, run.trainer.device) for batch in run.loader.next_step()]
@@ -167,19 +178,19 @@ def next_batches(run: Run, failure: FailureReport) -> list[Batch]:
 
 
 def wait_for_ranks(trainer: Trainer) -> None:
-    """Until all data ranks have come to this step: takes part in its first collective, in place of the step."""
-    with suppress(RuntimeError):  # a rank that is gone will not come
-        nothing = torch.zeros((), dtype=torch.int64, device=trainer.device)
-        dist.all_reduce(nothing, group=trainer.data_group)
-        nothing.tolist()
+    """Wait until all data ranks have reached this step, by a collective in place of the step's first one."""
+    with suppress(RuntimeError):  # a rank has ended
+        count = torch.zeros((), dtype=torch.int64, device=trainer.device)
+        dist.all_reduce(count, group=trainer.data_group)
+        count.tolist()
 
 
 def require_few_bad_rows(record: Record, max_bad_rows: int) -> None:
-    """Raises UserError, on all ranks alike."""
+    """Raise UserError, on all ranks, if more rows were skipped than allowed."""
     if record.bad_rows > max_bad_rows:
         raise UserError(
             f"data.max_bad_rows = {max_bad_rows}: {record.bad_rows} rows were skipped as bad by step {record.step}; "
-            "mend the data, or raise data.max_bad_rows"
+            "fix the data, or raise data.max_bad_rows"
         )
 
 

@@ -1,4 +1,4 @@
-"""The commands: listed without an import of torch, and run by either of their names."""
+"""The commands: listed without importing torch, and started by their current and older names."""
 
 import importlib.util
 import subprocess
@@ -23,20 +23,20 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",)])
-def test_it_lists_the_commands_without_torch(arguments: tuple[str, ...]) -> None:
+def test_commands_are_listed_without_torch(arguments: tuple[str, ...]) -> None:
     done = run(*arguments)
     assert (done.returncode, done.stderr) == (0, "")
-    assert [line.split()[0] for line in done.stdout.splitlines()[2:]] == list(COMMANDS)
+    assert [line.split()[0] for line in done.stdout.splitlines()[2:-2]] == list(COMMANDS)
 
 
 def test_an_unknown_command_is_refused() -> None:
     done = run("tokenise", "config.toml")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: unknown command 'tokenise': did you mean tokenize?\n"
+    assert done.stderr == "titanlite: unknown command 'tokenise': did you mean tokenize?\n"
 
 
 @pytest.mark.parametrize("name", [module for module, _ in COMMANDS.values()])
-def test_a_command_is_a_module_that_runs(name: str) -> None:
+def test_each_command_is_a_runnable_module(name: str) -> None:
     spec = importlib.util.find_spec(name)
     assert spec is not None
     assert spec.origin is not None
@@ -54,8 +54,20 @@ def test_an_older_name_runs_the_command(name: str) -> None:
     assert called in Path(spec.origin).read_text()
 
 
+def test_an_older_name_prints_the_new_one() -> None:
+    command = [sys.executable, "-m", "titanlite.data.ledger", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0
+    assert done.stderr == "titanlite: titanlite.data.ledger is an old name, use: titanlite ledger\n"
+    assert done.stdout.startswith("usage: titanlite ledger ")
+
+
+def test_the_version_is_printed() -> None:
+    assert run("--version").stdout == f"titanlite {titanlite.__version__}\n"
+
+
 def test_the_table_has_all_tools() -> None:
-    """Whatever can be run in tools/; config_page makes a page of the docs, encoding is a process of another command."""
+    """All runnable modules of tools/, except config_page (writes a docs page) and encoding (a worker of a command)."""
     tools = Path(titanlite.__file__).with_name("tools")
     files = [path for path in tools.rglob("*.py") if "__main__" in path.read_text()]
     names = {path.parent.name if path.name == "__main__.py" else path.stem for path in files}

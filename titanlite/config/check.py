@@ -1,4 +1,4 @@
-"""All checks of a configuration: each part checks its own section, here they only get the facts of the others."""
+"""Check and resolve a configuration. Each part checks its own section; this module passes it facts of the others."""
 
 import math
 import os
@@ -24,11 +24,11 @@ from titanlite.runtime.errors import Problem, check_ranges, require
 
 
 def check_config(config: JobConfig, *, world_size: int, device_type: str, looks_at_files: bool = True) -> list[Problem]:
-    """All that is wrong with a configuration whose names and types are valid, for this many processes.
+    """All problems of a configuration with valid names and types, for this number of processes.
 
-    looks_at_files: also whether the data, the tokenizer and a place for the outputs are there, on this machine.
+    looks_at_files: also check that data, tokenizer and output folder exist on this machine.
     """
-    degree = data_degree(config.parallelism, world_size)  # 0: not known, which is a problem of its own
+    degree = data_degree(config.parallelism, world_size)  # 0: unknown, which is another problem
     facts = resolve_config(config, world_size=world_size, device_type=device_type) if degree else config
     return [
         *(_check_places(config) if looks_at_files else ()),
@@ -46,7 +46,7 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, looks_
 
 
 def _check_places(config: JobConfig) -> list[Problem]:
-    """What has to be on this machine's disk beside the data: a place for the outputs, what the run starts from."""
+    """Problems of the output folder, the tokenizer, and the checkpoint or model folder that the run starts from."""
     family, model = resolve_model(config.model)
     imported = imported_from(config.checkpoint, config.job.dump_folder)
     return [
@@ -60,7 +60,7 @@ def _check_places(config: JobConfig) -> list[Problem]:
 
 
 def _check_sources(config: JobConfig, global_batch_size: int, degree: int, *, looks_at_files: bool) -> list[Problem]:
-    """Of [data] and [validation]."""
+    """Problems of [data] and [validation]."""
     _, model = resolve_model(config.model)
     has_text = any(open_source(source).holds == "text" for source in config.data.sources)
     return [
@@ -82,7 +82,7 @@ def _check_sources(config: JobConfig, global_batch_size: int, degree: int, *, lo
 
 
 def _check_layout(config: JobConfig, facts: JobConfig, world_size: int, degree: int) -> list[Problem]:
-    """The model, the batch and the parallelisms suit each other. facts: `config`, resolved if degree is known."""
+    """Problems between model, batch and parallelisms. facts: `config`, resolved if the data degree is known."""
     section, training = config.parallelism, config.training
     family, model = resolve_model(config.model)
     problems = check_model(config.model, seq_len=training.seq_len, tp=section.tp, pp=section.pp)
@@ -90,7 +90,7 @@ def _check_layout(config: JobConfig, facts: JobConfig, world_size: int, degree: 
     batch_problems = check_training(training, degree, section.tp)
     problems += [*batch_problems, *check_parallelism(section, world_size)]
     if model_is_valid:
-        rows = 0  # not known
+        rows = 0  # unknown
         if degree and not batch_problems:
             rows_per_step = facts.training.global_batch_size // degree
             rows = rows_per_batch(section, facts.training.local_batch_size, rows_per_step)
@@ -110,13 +110,13 @@ def _check_layout(config: JobConfig, facts: JobConfig, world_size: int, degree: 
 
 
 def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> JobConfig:
-    """The configuration with every -1 and "auto" that decides numbers replaced by its value.
+    """Replace every -1 and "auto" that affects numbers by its value.
 
-    The layout must be one that fits `world_size`. Layout keys stay as they are: they may differ from start to start.
+    The layout must fit `world_size`. Layout keys are not replaced: they may differ between starts.
     """
     training, data = config.training, config.data
     degree = data_degree(config.parallelism, world_size)
-    # Nothing below the parameters' own precision is chosen for the user: a float64 run stays one on every device.
+    # Never choose less than the parameters' precision: a float64 run computes in float64 on every device.
     mixed = device_type == "cuda" and training.dtype != "float64"
     if training.global_batch_size == -1:
         training = replace(training, global_batch_size=training.local_batch_size * degree)
@@ -132,33 +132,30 @@ def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> J
 
 
 def check_job(section: JobSection) -> list[Problem]:
-    """The outputs have a place: job.dump_folder, or the nearest of its parents that exists, is a writable folder."""
+    """Problems of job.dump_folder: it, or its nearest existing parent, must be a writable folder."""
     key, folder = "job.dump_folder", section.dump_folder
     if not folder.strip():
         return require(False, key, folder, "the path of a folder", 'write for example "outputs"')
     if folder.startswith("~"):
         expanded = os.path.expanduser(folder)
-        return require(False, key, folder, 'a path as it is; "~" has no meaning here', f'write "{expanded}"')
+        return require(False, key, folder, 'a path without "~", which is not expanded', f'write "{expanded}"')
     existing = Path(folder).absolute()
     while not os.path.lexists(existing):
         existing = existing.parent
     return [
-        *require(existing.is_dir(), key, folder, f"a folder, and {existing} is none", "choose another place"),
+        *require(existing.is_dir(), key, folder, f"a folder; {existing} is a file", "choose another place"),
         *require(
             not existing.is_dir() or os.access(existing, os.W_OK | os.X_OK),
             key,
             folder,
-            f"a place where one may write, and {existing} is none",
+            f"a writable folder; {existing} is not writable",
             "choose another place or change its permissions",
         ),
     ]
 
 
 def check_training(section: TrainingConfig, data_degree: int, tp: int) -> list[Problem]:
-    """data_degree: number of data-parallel ranks, 0 where it is not known because of another problem.
-
-    tp: number of tensor-parallel ranks, each with a part of every sequence.
-    """
+    """Problems of [training]. data_degree: number of data-parallel ranks, 0 if unknown. tp: tensor-parallel degree."""
     key = "training"
     problems = check_ranges(section, key)
     if tp > 1:

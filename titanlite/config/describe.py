@@ -1,4 +1,4 @@
-"""What every key is, from the sections' own source: for --help and for the documentation."""
+"""Describe every key, from the source of the sections, for --help and docs/config.md."""
 
 import ast
 import contextlib
@@ -11,25 +11,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+import tyro
+
 from titanlite.config.fields import SECTIONS, fields_of, kinds_of, literal, row_type, section_kinds
 from titanlite.config.load import parse_config, split_arguments
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import resolve_model
 
-PROGRAM = "python -m titanlite.train"
+PROGRAM = "titanlite train"
 
 HELP = """\
-Trains a language model. Keys come from a TOML file (--job.config_file X.toml)
-and from the command line, which wins: --section.key VALUE, VALUE as in TOML
-but strings without quotes. The defaults below are the values in force: given
-together with a TOML file, --help shows what that file says.
+Train a language model: titanlite train CONFIG [--section.key VALUE ...].
+CONFIG is a TOML file or the name of a shipped configuration. The command line
+overrides it; values are written as in TOML, strings without quotes. Given a
+CONFIG, --help shows its values as defaults.
 """
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key. name: without its section. kind: its values, in a word. value: as TOML. text: its meaning."""
+    """One key. name: without its section. kind: label of its type. value: as TOML. text: its meaning."""
 
     name: str
     kind: str
@@ -62,7 +64,7 @@ def describe_config(config: JobConfig) -> list[Section]:
         for key in arrays:
             row_kind = row_type(kinds[key])
             assert row_kind is not None
-            for index, row in enumerate(values[key] or (row_kind(),)):  # of an empty array what a first table would be
+            for index, row in enumerate(values[key] or (row_kind(),)):  # for an empty array, the defaults of a first table
                 keys = _keys(fields_of(row), kinds_of(type(row)), field_texts(type(row)))
                 sections.append(Section(f"{name}.{key}.{index}", _text(type(row)), keys))
     return sections
@@ -99,9 +101,15 @@ def show_help(argv: Sequence[str]) -> None:
 
 
 def help_text(config: JobConfig) -> str:
-    """All keys for the terminal, laid out by tyro: every key is a text to it, whose form our own labels say."""
-    import tyro
+    """All keys for the terminal, laid out by tyro."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
+        tyro.cli(options_type(config), prog=PROGRAM, description=HELP, args=["--help"], use_underscores=True)
+    return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
 
+
+def options_type(config: JobConfig) -> Any:
+    """A dataclass of all keys, as tyro prints them; every value is a string, with a label of our own for its type."""
     sections: list[tuple[str, Any, Any]] = []
     for section in describe_config(config):
         fields: list[tuple[str, Any, Any]] = [
@@ -111,16 +119,10 @@ def help_text(config: JobConfig) -> str:
         shown.__doc__ = section.text
         named = Annotated[shown, tyro.conf.arg(name=section.name)]
         sections.append((section.name.replace(".", "_"), named, shown()))
-    root = dataclasses.make_dataclass("JobConfig", sections, frozen=True)
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
-        tyro.cli(root, prog=PROGRAM, description=HELP, args=["--help"], use_underscores=True)
-    return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
+    return dataclasses.make_dataclass("JobConfig", sections, frozen=True)
 
 
 def _argument(key: Key) -> Any:
-    import tyro
-
     return tyro.conf.arg(help=key.text, metavar=key.kind, help_behavior_hint=f"(default: {key.value})")
 
 

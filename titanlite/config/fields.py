@@ -1,4 +1,4 @@
-"""Keys and values: the type of each key, one strict reading for TOML and command line, and the TOML form."""
+"""Types of keys, strict reading of values from TOML and command line, and their TOML form."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ TABLES: Mapping[type, Mapping[str, Mapping[str, Any]]] = {
     SourceConfig: {"kind": KINDS},
     OptimizerConfig: {"name": OPTIMIZERS},
 }
-"""Keys whose values are the entries of a table, which a new file adds to."""
+"""Keys whose choices are the entries of a registry."""
 
 
 def kinds_of(section_type: Any) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def section_kinds(section: str, family: str | None) -> dict[str, Any]:
 
 
 def row_type(kind: Any) -> type | None:
-    """The dataclass of one table where a key holds an array of tables, else None."""
+    """The dataclass of one table if the key is an array of tables, else None."""
     item = get_args(kind)[0] if get_origin(kind) is tuple else None
     return item if isinstance(item, type) and dataclasses.is_dataclass(item) else None
 
@@ -69,18 +69,18 @@ def literal(value: Any) -> str:
         return repr(value)
     if isinstance(value, tuple | list):
         return "[" + ", ".join(literal(item) for item in value) + "]"
-    raise TypeError(f"{type(value).__name__} has no place in a configuration: {value!r}")
+    raise TypeError(f"{type(value).__name__} is not a type of the configuration: {value!r}")
 
 
 def is_text(kind: Any) -> bool:
-    """Whether values of this type are strings, which the command line gives without quotes."""
+    """Whether values of this type are strings, written without quotes on the command line."""
     return kind is str or get_origin(kind) is Literal
 
 
 def value_from_text(text: str, kind: Any) -> Any:
-    """A value from the command line: a string as it stands, anything else read as TOML.
+    """A value from the command line: a string unchanged, any other type parsed as TOML.
 
-    Text that is no TOML value comes back as the string that it is, for `read_value` to refuse.
+    Text that is not valid TOML is returned as a string, which `read_value` then refuses.
     """
     if is_text(kind):
         return text
@@ -92,7 +92,7 @@ def value_from_text(text: str, kind: Any) -> Any:
 
 
 def read_value(key: str, value: Any, kind: Any, default: Any) -> Any | Problem:
-    """`value` as a field of type `kind` holds it, or the Problem with it. `default` serves as an example."""
+    """Convert `value` to a field of type `kind`, or return its Problem, with `default` as an example."""
     if get_origin(kind) is Literal:
         return _read_choice(key, value, get_args(kind))
     if get_origin(kind) is tuple:
@@ -109,11 +109,11 @@ def read_value(key: str, value: Any, kind: Any, default: Any) -> Any | Problem:
         return Problem(key, value, "a finite number", f"write a finite number, for example {literal(default)}")
     if kind not in (bool, int, float, str):
         raise TypeError(f"{key}: the configuration has no values of type {kind}")
-    return Problem(key, value, describe_kind(kind), _mended(value, kind) or f"for example {literal(default)}")
+    return Problem(key, value, describe_kind(kind), _guess(value, kind) or f"for example {literal(default)}")
 
 
 def describe_kind(kind: Any) -> str:
-    """What values of a type are, in words."""
+    """The values of a type, in words."""
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(literal(choice) for choice in get_args(kind))
     if get_origin(kind) is tuple:
@@ -133,8 +133,8 @@ def _read_choice(key: str, value: Any, choices: tuple[str, ...]) -> Any | Proble
 
 def _read_array(key: str, value: Any, kind: Any, default: Any) -> Any | Problem:
     if not isinstance(value, list):
-        mended = literal([value]) if isinstance(value, str) else literal(default)
-        return Problem(key, value, f"an array, each item {describe_kind(kind)}", f"write {mended}")
+        example = literal([value]) if isinstance(value, str) else literal(default)
+        return Problem(key, value, f"an array, each item {describe_kind(kind)}", f"write {example}")
     items = [read_value(key, item, kind, "text") for item in value]
     bad = [item for item in items if isinstance(item, Problem)]
     return bad[0] if bad else tuple(items)
@@ -145,11 +145,11 @@ def _is_clean(text: str) -> bool:
 
 
 def _unclean(key: str, value: str) -> Problem:
-    return Problem(key, value, "valid Unicode text without NUL characters", "remove the characters that are not text")
+    return Problem(key, value, "valid Unicode text without NUL characters", "remove these characters")
 
 
-def _mended(value: Any, kind: type) -> str:
-    """The remedy where it can be guessed what was meant, else ""."""
+def _guess(value: Any, kind: type) -> str:
+    """The remedy if the intended value can be guessed, else ""."""
     if kind is str:
         return f"write {literal(str(value))}" if isinstance(value, int | float) else ""
     meant: Any = value.strip() if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""From a TOML file and a command line to one checked, frozen JobConfig; and back to TOML."""
+"""Read a TOML file and a command line into one checked, frozen JobConfig; write it back as TOML."""
 
 import re
 import tomllib
@@ -29,9 +29,12 @@ CONFIG_FILE = "job.config_file"
 CONFIG_COPY = "config.toml"
 """The resolved configuration of a run, in its dump folder."""
 
+SHIPPED = Path(__file__).parents[1] / "configs"
+"""The configurations that come with titanlite; their names without .toml are valid wherever a path is."""
+
 HELP = ("--help", "-h")
 
-# Names that users of other trainers know.
+# Names in other trainers -> names here.
 MOVED = {
     "training.batch_size": "training.local_batch_size",
     "training.seed": "debug.seed",
@@ -47,12 +50,12 @@ MOVED = {
 }
 
 Tables = dict[str, dict[str, Any]]
-"""Section -> key -> value as written; sections are known and are tables, nothing else is checked."""
+"""Section -> key -> value as written. Sections exist and are tables; keys and values are not checked yet."""
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """config: keys with a problem have their default. file_is_read: whether the TOML file, if any, could be read."""
+    """config: keys with a problem have their default. file_is_read: False if the TOML file could not be read."""
 
     config: JobConfig
     problems: list[Problem]
@@ -77,7 +80,7 @@ def load_config(argv: Sequence[str], *, world_size: int, device_type: str, looks
 
 
 def keep_earlier(config: JobConfig) -> JobConfig:
-    """With what the first start of the run has put in place of -1, where there is a checkpoint of it to go on from."""
+    """Replace -1 by the values of the run's first start, if it has a checkpoint to resume from."""
     earlier = earlier_config(config.checkpoint, config.job.dump_folder)
     if not earlier:
         return config
@@ -90,15 +93,15 @@ def keep_earlier(config: JobConfig) -> JobConfig:
 
 
 def parse_config(argv: Sequence[str]) -> tuple[JobConfig, list[Problem]]:
-    """The configuration as given, and the problems with names and types; keys with a problem have their default."""
+    """The configuration as given, and its problems with names and types; keys with a problem have their default."""
     parsed = _parse(argv)
     return parsed.config, parsed.problems
 
 
 def config_from_values(values: Mapping[str, Mapping[str, Any]], argv: Sequence[str] = ()) -> JobConfig:
-    """The configuration that a checkpoint's manifest holds, by section; argv: `--section.key value` on top of it.
+    """The configuration of a checkpoint's manifest, with overrides `--section.key value` from argv.
 
-    Raises ConfigError where it is of another form, as one that a later titanlite has written may be, and for argv.
+    values: by section. Raises ConfigError if argv is invalid, or if a later version wrote a manifest with other keys.
     """
     arguments = split_arguments(argv)
     tables = {name: dict(table) for name, table in values.items()}
@@ -117,7 +120,7 @@ def config_from_values(values: Mapping[str, Mapping[str, Any]], argv: Sequence[s
 
 
 def dump_config(config: JobConfig) -> str:
-    """TOML that gives `config` again when it is read; job.config_file, which says where from, is left out."""
+    """TOML that reads back as `config`, without job.config_file."""
     lines: list[str] = []
     for section in SECTIONS:
         values = getattr(config, section)
@@ -140,7 +143,7 @@ def dump_config(config: JobConfig) -> str:
 
 
 def _with_origin(problem: Problem, given: JobConfig, kept: JobConfig) -> Problem:
-    """Of a value that nobody has written, but that an earlier start has kept: where it is from, and what fits it."""
+    """Explain a value that comes from the run's checkpoints, not from the user."""
     values = {
         "training.global_batch_size": (given.training.global_batch_size, kept.training.global_batch_size),
         "data.num_streams": (given.data.num_streams, kept.data.num_streams),
@@ -148,17 +151,17 @@ def _with_origin(problem: Problem, given: JobConfig, kept: JobConfig) -> Problem
     before, now = values.get(problem.key, (None, None))
     if before == now:
         return problem
-    rule = f"{problem.rule}; the run's checkpoints say {now}"
+    rule = f"{problem.rule}; the run's checkpoints have {now}"
     return replace(problem, rule=rule, remedy="use a mesh and a local_batch_size that fit it, or start a new run")
 
 
 def _stands_on(problem: Problem, earlier: list[Problem]) -> bool:
-    """Whether a part's problem is with a key that could not be read, or speaks of one and so of its default."""
+    """Whether a problem is about a key that already has a problem, or mentions such a key (and thus its default)."""
     section = problem.key.partition(".")[0]
-    said = set(re.findall(r"\w+(?:\.\w+)*", f"{problem.rule} {problem.remedy}"))
+    mentioned = set(re.findall(r"\w+(?:\.\w+)*", f"{problem.rule} {problem.remedy}"))
     for bad in (other.key for other in earlier):
         names = {bad, bad.rpartition(".")[2]} if bad.startswith(f"{section}.") else {bad}
-        if problem.key == bad or problem.key.startswith(f"{bad}.") or ("." in bad and said & names):
+        if problem.key == bad or problem.key.startswith(f"{bad}.") or ("." in bad and mentioned & names):
             return True
     return False
 
@@ -178,13 +181,14 @@ def _parse(argv: Sequence[str]) -> Parsed:
 
 
 def _read_file(path: str, problems: list[Problem]) -> dict[str, Any] | None:
-    """What the file says; None where it cannot be read, and why goes to `problems`."""
+    """The file's content; None if it cannot be read (adds the reason to `problems`)."""
     try:
-        content = tomllib.loads(Path(path).read_bytes().decode("utf-8-sig"))
+        content = tomllib.loads(config_path(path).read_bytes().decode("utf-8-sig"))
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         folder = Path(path).parent
-        close = get_close_matches(path, [str(file) for file in folder.glob("*.toml")], 1) if folder.is_dir() else []
+        known = [str(file) for file in folder.glob("*.toml")] if folder.is_dir() else []
+        close = get_close_matches(path, [*known, *shipped_names()], 1)
         remedy = f"did you mean {close[0]}?" if close else "give the path of a TOML file"
         problems.append(Problem(CONFIG_FILE, path, f"a TOML file that can be read ({reason})", remedy))
         return None
@@ -192,7 +196,7 @@ def _read_file(path: str, problems: list[Problem]) -> dict[str, Any] | None:
         problems.append(Problem(CONFIG_FILE, path, "a file in UTF-8", f"save it as UTF-8: byte {error.start} is not"))
         return None
     except (ValueError, RecursionError) as error:
-        problems.append(Problem(CONFIG_FILE, path, "valid TOML", f"mend the file: {error}"))
+        problems.append(Problem(CONFIG_FILE, path, "valid TOML", f"fix the file: {error}"))
         return None
     if isinstance(content.get("job"), dict) and "config_file" in content["job"]:
         value = content["job"].pop("config_file")
@@ -200,12 +204,23 @@ def _read_file(path: str, problems: list[Problem]) -> dict[str, Any] | None:
     return content
 
 
+def shipped_names() -> list[str]:
+    """Names of the configurations that come with titanlite."""
+    return sorted(file.stem for file in SHIPPED.glob("*.toml"))
+
+
+def config_path(name: str) -> Path:
+    """The TOML file that `name` means: a path, or the name of a shipped configuration if no such file exists."""
+    path = Path(name)
+    return SHIPPED / f"{name}.toml" if name in shipped_names() and not path.exists() else path
+
+
 @dataclass(frozen=True)
 class Arguments:
-    """What was said on the command line.
+    """The parsed command line.
 
-    texts: key -> text, in the order given; None where a key came without a value. Keys given twice are not in it.
-    problems: stray words, and keys given twice.
+    texts: key -> text, in the given order; None if a key has no value. Repeated keys are left out.
+    problems: unexpected arguments and repeated keys.
     """
 
     texts: dict[str, str | None]
@@ -214,7 +229,10 @@ class Arguments:
 
 
 def split_arguments(argv: Sequence[str]) -> Arguments:
-    """Split `--section.key value` and `--section.key=value`. A value after a space does not start with `--`."""
+    """Split `--section.key value` and `--section.key=value`. A value after a space does not start with `--`.
+
+    One argument may be the configuration itself: the first one, a path ending in .toml, or a shipped name.
+    """
     texts: dict[str, list[str | None]] = {}
     problems: list[Problem] = []
     wants_help = False
@@ -224,8 +242,10 @@ def split_arguments(argv: Sequence[str]) -> Arguments:
         position += 1
         if word in HELP:
             wants_help = True
+        elif _may_be_path(word) and (position == 1 or word.endswith(".toml") or word in shipped_names()):
+            texts.setdefault(CONFIG_FILE, []).append(word)
         elif not word.startswith("--") or word == "--":
-            problems.append(_stray(word))
+            problems.append(_unexpected(word))
         else:
             key, equals, text = word[2:].partition("=")
             value: str | None = text if equals else None
@@ -238,9 +258,9 @@ def split_arguments(argv: Sequence[str]) -> Arguments:
 
 
 def missing_value(key: str, default: Any) -> Problem:
-    """The Problem of a known key without a value; its default serves as an example."""
+    """The Problem of a known key without a value; the remedy uses its default as an example."""
     example = (default or "TEXT") if isinstance(default, str) else literal(default)
-    remedy = f"write --{key} {example}; a value that starts with -- is written --{key}=--VALUE"
+    remedy = f"write --{key} {example}; for a value that starts with --, write --{key}=--VALUE"
     return Problem(key, "", "a value after its key", remedy)
 
 
@@ -248,14 +268,16 @@ def _is_flag(word: str) -> bool:
     return word.startswith("--") or word in HELP
 
 
-def _stray(word: str) -> Problem:
-    rule = "every word is a --section.key or the value after one"
+def _may_be_path(word: str) -> bool:
+    return not word.startswith("-") and "=" not in word
+
+
+def _unexpected(word: str) -> Problem:
+    rule = "each argument must be a --section.key or its value"
     if word.startswith("-") and "." in word.strip("-."):
         remedy = f"write -{word}"
     elif "=" in word and "." in word.partition("=")[0]:
         remedy = f"write --{word}"
-    elif word.endswith(".toml"):
-        remedy = f"write --job.config_file {word}"
     else:
         remedy = """put its key before it, or remove it; several values of one key are one word: '["a", "b"]'"""
     return Problem("command line", word, rule, remedy)
@@ -268,14 +290,14 @@ def _repeated(key: str, given: list[str | None]) -> Problem:
 
 
 def sections_of(tables: Mapping[str, Any], problems: list[Problem]) -> Tables:
-    """The sections among the top-level entries of a file; what else is there goes to `problems`."""
+    """The sections among a file's top-level entries; adds a problem for every other entry."""
     sections: Tables = {}
     for name, value in tables.items():
         if name in SECTIONS and isinstance(value, dict):
             sections[name] = dict(value)
         elif name in SECTIONS:
             problems.append(
-                Problem(name, value, "a section, which is a table", f"write [{name}] and its keys below it")
+                Problem(name, value, "a table of keys", f"write [{name}] and its keys below it")
             )
         elif isinstance(value, dict):
             close = close_names(name, SECTIONS)
@@ -287,9 +309,9 @@ def sections_of(tables: Mapping[str, Any], problems: list[Problem]) -> Tables:
 
 
 def put_argument(tables: Tables, key: str, text: str | None, family: str | None) -> Problem | None:
-    """Put the value of one command-line key into `tables`, or say why it has no place there.
+    """Put the value of one command-line key into `tables`, or return its Problem.
 
-    text: None where the key came without a value. family: of the model; None where it is unknown, and so are its keys.
+    text: None if the key has no value. family: of the model; None if unknown, then keys of [model] are not checked.
     """
     section, _, name = key.partition(".")
     name, *row_path = name.split(".")
@@ -310,10 +332,10 @@ def put_argument(tables: Tables, key: str, text: str | None, family: str | None)
 
 
 def build_section(section: str, table: Mapping[str, Any], family: str | None, problems: list[Problem]) -> Any:
-    """The section's dataclass; a key with a problem keeps its default."""
+    """Build the section's dataclass; a key with a problem keeps its default."""
     kinds = section_kinds(section, family)
     if section == "model":
-        table = {"flavor": ModelConfig.flavor, **table}  # not every family need have a flavor of that name
+        table = {"flavor": ModelConfig.flavor, **table}  # a family may lack the default flavor
     values: dict[str, Any] = {}
     for name, value in table.items():
         key = f"{section}.{name}"
@@ -344,7 +366,7 @@ def _build_model(values: dict[str, Any], family: str | None) -> ModelConfig:
 def _put_in_row(tables: Tables, key: str, text: str | None, row: type) -> Problem | None:
     """Put one value into an array of tables: key is SECTION.NAME.INDEX.COLUMN; INDEX = length appends a table."""
     section, name, index, *columns = key.split(".")
-    if not columns:  # the number is missing, or the column
+    if not columns:  # the index or the column is missing
         column = index if index in kinds_of(row) else "KEY"
         number = index if index.isdecimal() else "0"
         remedy = f"write --{section}.{name}.{number}.{column} VALUE"
@@ -355,11 +377,11 @@ def _put_in_row(tables: Tables, key: str, text: str | None, row: type) -> Proble
         return missing_value(key, getattr(row, columns[0]))
     rows = tables.setdefault(section, {}).setdefault(name, [fields_of(row) for row in _default(section, name, None)])
     if not isinstance(rows, list) or not all(isinstance(each, dict) for each in rows):
-        return None  # what the file has there is a problem of its own
+        return None  # the file's value has its own problem
     if not (index.isdecimal() and index.isascii() and str(int(index)) == index and int(index) <= len(rows)):
         last = f"{section}.{name}.{len(rows)}.{columns[0]}"
         return Problem(
-            key, text, f"tables count from 0 without gaps, and there are {len(rows)} so far", f"--{last} adds one"
+            key, text, f"an index from 0 to {len(rows)} (tables so far: {len(rows)})", f"--{last} adds one"
         )
     if int(index) == len(rows):
         rows.append({})
@@ -425,7 +447,7 @@ def unknown_key(key: str, value: Any, family: str | None) -> Problem:
 
 
 def suggest(key: str, known: Collection[str]) -> list[str]:
-    """The known keys that `key` was probably meant to be; all of them equally likely, mostly one or none."""
+    """The known keys most similar to `key`: usually one or none, several if equally likely."""
     if key in MOVED:
         return [MOVED[key]]
     folded = _fold(key)
@@ -440,7 +462,7 @@ def suggest(key: str, known: Collection[str]) -> list[str]:
 
 
 def close_names(name: str, known: Collection[str]) -> list[str]:
-    """The known name that `name` is most alike, if any; letter case and hyphens do not count."""
+    """The known name most similar to `name`, if any, ignoring case and hyphens."""
     folded = {_fold(candidate): candidate for candidate in known}
     return [folded[match] for match in get_close_matches(_fold(name), folded, 1)]
 

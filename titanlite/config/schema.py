@@ -1,4 +1,4 @@
-"""The root of the configuration, the only place that sees all sections; and [job] and [training], of no part alone."""
+"""The root of the configuration, and the sections [job] and [training], which no single part owns."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -21,25 +21,24 @@ from titanlite.runtime.errors import ranged
 
 @dataclass(frozen=True)
 class JobSection:
-    """What the run is called and where its outputs go."""
+    """Name and output folder of the run."""
 
     config_file: str = ""
-    """The TOML file; on the command line only."""
+    """TOML file, or name of a shipped configuration; on the command line only, also without this key."""
     dump_folder: str = "outputs"
-    """Folder of everything that the run writes."""
+    """Folder for all outputs of the run."""
     description: str = ""
-    """Free text, shown at start."""
+    """Free text, logged at the start."""
     take_over: bool = False
-    """Says that the job which uses dump_folder has ended, where that cannot be seen from here (it ran on another host);
-    a job that is seen to live keeps its folder all the same."""
+    """Take dump_folder over from a job on another host that has ended. A job that is known to run keeps it."""
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How much is trained, in which batches, in which precision."""
+    """Length, batches and precision of the training."""
 
     steps: int = ranged(1000, "give a positive number", least=1)
-    """Optimizer steps of the whole run."""
+    """Total optimizer steps of the run."""
     seq_len: int = ranged(2048, "give a positive number", least=1)
     """Tokens per sequence."""
     local_batch_size: int = ranged(8, "give a positive number", least=1)
@@ -54,11 +53,11 @@ class TrainingConfig:
     dtype: DtypeName = "float32"
     """Dtype of the parameters, and so of gradients and optimizer state."""
     mixed_precision_param: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
-    """Dtype of the computation; auto: bfloat16 on CUDA, training.dtype on CPU and where that is float64."""
+    """Dtype of the computation; auto: bfloat16 on CUDA unless training.dtype is float64; else training.dtype."""
     mixed_precision_reduce: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
-    """Dtype of gradient reductions; auto: float32 on CUDA, training.dtype on CPU and where that is float64."""
+    """Dtype of gradient reductions; auto: float32 on CUDA unless training.dtype is float64; else training.dtype."""
     gc_freq: int = ranged(50, "give a positive number", least=1)
-    """Python's garbage is collected every so many steps, at the same step on all ranks."""
+    """Interval in steps of Python's garbage collection, at the same step on all ranks."""
 
 
 @dataclass(frozen=True)

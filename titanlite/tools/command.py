@@ -1,43 +1,118 @@
-"""What the commands share: how they end, and outputs that appear complete or not at all."""
+"""Parts that the commands share: options read by tyro, exit codes, and outputs that appear complete or not at all."""
 
+import contextlib
+import io
 import os
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import fields, replace
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
-from titanlite.runtime.errors import ConfigError, UserError
+import tyro
+
+from titanlite.runtime.errors import Problem, UsageError, UserError, check_ranges, require
+
+OptionsT = TypeVar("OptionsT")
+
+ConfigFile = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG")]
+RunFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+Folder = Annotated[Path, tyro.conf.arg(metavar="DIR")]
+File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
+Count = Annotated[int, tyro.conf.arg(metavar="N")]
+OptionalCount = Annotated[int | None, tyro.conf.arg(metavar="N")]
 
 
 def run_command(main: Callable[[Sequence[str]], None]) -> None:
-    """Run it and end the process: 0; 2 after a problem of the configuration, 1 after another error of the user's."""
+    """Run `main` on the command line and exit: 0, 1 after an error, 2 after a usage or configuration error, 130 after
+    Ctrl-C, 143 after SIGTERM."""
     code = 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was begun is cleaned up
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that temporary files are removed
     try:
         main(sys.argv[1:])
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = 2 if isinstance(error, ConfigError) else 1
+        print(f"titanlite: {error}", file=sys.stderr)
+        code = 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("titanlite: interrupted", file=sys.stderr)
         code = 130
-    except BrokenPipeError:  # nobody reads on, as with `| head`
+    except BrokenPipeError:  # the reader has closed the pipe, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = 1
     sys.exit(code)
 
 
+def read_options(kind: Any, argv: Sequence[str], command: str) -> Any:
+    """The command's options: an instance of the dataclass `kind`, or of one of a union of subcommands; not checked.
+
+    Prints the help and exits if argv has --help. Raises UsageError.
+    """
+    options, rest = read_options_and_overrides(kind, argv, command)
+    if rest:
+        close = get_close_matches(rest[0], [_flag(field.name) for field in fields(options)], 1)
+        remedy = f"did you mean {close[0]}?" if close else f"titanlite {command} --help lists the options"
+        raise UsageError(f"unexpected argument {rest[0]!r}: {remedy}")
+    return options
+
+
+def read_options_and_overrides(kind: Any, argv: Sequence[str], command: str) -> tuple[Any, list[str]]:
+    """As `read_options`; also the arguments that are not options of the command: `--section.key value` of a config."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            options, rest = tyro.cli(
+                kind,
+                args=list(argv),
+                prog=f"titanlite {command}",
+                return_unknown_args=True,
+                config=(tyro.conf.FlagCreatePairsOff,),
+            )
+    except SystemExit as end:
+        if not end.code:
+            raise
+        raise UsageError(f"{_message(printed.getvalue())}\ntitanlite {command} --help lists the options") from None
+    return options, rest
+
+
+def check_options(options: Any) -> list[Problem]:
+    """Problems of numbers that are out of range."""
+    problems = check_ranges(options, "options")
+    return [replace(problem, key=_flag(problem.key.partition(".")[2])) for problem in problems]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _message(box: str) -> str:
+    """The error that tyro prints in a box, without the box and the help text."""
+    lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()]
+    blocks = "\n".join("" if set(line) == {"─"} else line for line in lines[1:-1]).split("\n\n")
+    kept = [block for block in blocks if not block.startswith(("For full helptext", "Argument helptext"))]
+    return "; ".join(" ".join(block.replace(" (required)", ",").split()).rstrip(",") for block in kept)
+
+
+def check_output_file(option: str, path: Path | None) -> list[Problem]:
+    """Problems of a file that the command will write at its end."""
+    if path is None:
+        return []
+    folder = path.absolute().parent
+    writable = not path.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+    return require(writable, option, str(path), "a file in a writable folder", f"check {folder}")
+
+
 def require_new(out: Path) -> None:
-    """Raise UserError where `out` exists: nothing is overwritten."""
+    """Raise UserError if `out` exists: nothing is overwritten."""
     if os.path.lexists(out):
-        raise UserError(f"{out} exists already and is not overwritten: remove it, or write another --out")
+        raise UserError(f"{out} already exists and is not overwritten: remove it, or choose another --out")
 
 
-@contextmanager
+@contextlib.contextmanager
 def appears_complete(out: Path) -> Iterator[Path]:
-    """A path beside `out` for a file or folder; renamed to `out` in the end, removed after an error."""
+    """Yield a temporary path for a file or folder; at the end rename it to `out`, or remove it on error."""
     temporary = out.with_name(f"{out.name}.incomplete-{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +120,7 @@ def appears_complete(out: Path) -> Iterator[Path]:
         require_new(out)
         os.rename(temporary, out)
     except OSError as error:
-        raise UserError(f"{out} cannot be written: {error}") from error
+        raise UserError(f"cannot write {out}: {error}") from error
     finally:
         if temporary.is_dir():
             shutil.rmtree(temporary)

@@ -1,4 +1,4 @@
-"""Evaluation of a saved run: `python -m titanlite evaluate RUN [--data SOURCE ...]`, or the same by torchrun."""
+"""Command: evaluate a saved run; on several processes by `torchrun -m titanlite.tools.evaluate`."""
 
 from titanlite.runtime.failure import FailureReport, end_on_interrupt, end_process
 from titanlite.runtime.orphans import end_with_launcher
@@ -7,19 +7,18 @@ if __name__ == "__main__":  # before the imports that take seconds
     end_with_launcher()
     end_on_interrupt()
 
-import argparse
 import json
 import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Annotated, Any
 
 import torch.distributed as dist
+import tyro
 
 from titanlite.assembly.data import build_validation_data, pin_revisions
 from titanlite.assembly.model import build_forward, build_model
@@ -42,19 +41,22 @@ from titanlite.runtime.distributed import (
     set_timeout,
     world_from_environment,
 )
-from titanlite.runtime.errors import ConfigError, Problem, UserError
+from titanlite.runtime.errors import ConfigError, Problem, UserError, ranged
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.runtime.signals import StopRequest
+from titanlite.tools.command import (
+    File,
+    OptionalCount,
+    RunFolder,
+    check_options,
+    check_output_file,
+    read_options_and_overrides,
+)
 from titanlite.tools.saved_run import SavedRun, open_run, reading
 from titanlite.validation import Evaluator, build_token_bytes, why_no_bytes
 
-DESCRIPTION = """\
-Loss, perplexity and bits per byte of a saved run on any data, by the code of validation. Nothing is trained, and
-nothing is written into the run's folder. RUN's own configuration holds, but for its layout: all processes are
-data-parallel unless --parallelism.… says otherwise. Without --data: the run's own validation.sources.
-"""
 SECTIONS = ("validation", "data", "training", "parallelism", "compile", "comm")
-"""Whose keys may be given: a model, its tokenizer and how it was trained are as they were saved."""
+"""Sections whose keys may be overridden; the model, its tokenizer and its training stay as saved."""
 BATCH_KEYS = ("data.num_streams", "training.global_batch_size", "training.local_batch_size")
 DATA = "--data"
 CHECKPOINT_KEY = "evaluated_checkpoint"
@@ -62,8 +64,30 @@ CHECKPOINT_KEY = "evaluated_checkpoint"
 
 
 @dataclass(frozen=True)
+class Options:
+    """Loss, perplexity and bits per byte of a saved run on any data, by the code of validation.
+
+    Nothing is trained or written into the run's folder. The run's own configuration applies, except for its layout:
+    all processes are data-parallel unless --parallelism.AXIS is given. Without --data, the run's validation.sources
+    are evaluated. --section.key VALUE overrides a key of the sections validation, data, training, parallelism, compile
+    and comm; --validation.sources.0.KEY VALUE sets the keys of a source that --data cannot express.
+    """
+
+    run: RunFolder
+    """dump folder of a run, or one of its folders step-N"""
+    data: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE")]] = ()
+    """file, folder or glob; its kind follows from the file names"""
+    steps: OptionalCount = ranged(None, "leave it out to evaluate on all of the data", least=1)
+    """batches of training.global_batch_size sequences per source; None: all of its data"""
+    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
+    """tokenizer.json or its folder, for a run on token files without a tokenizer; None: the run's own"""
+    json: File = None
+    """also write the results to this file"""
+
+
+@dataclass(frozen=True)
 class Found:
-    """totals and seconds by source; why_no_bytes: "" where bits per byte are known."""
+    """Totals and seconds by source. why_no_bytes: "" if bits per byte are known."""
 
     totals: Mapping[str, SetTotals]
     time_s: Mapping[str, float]
@@ -71,64 +95,43 @@ class Found:
 
 
 def main(argv: Sequence[str]) -> None:
-    """The same program on every rank; a table from rank 0."""
+    """Evaluate, on every rank; rank 0 prints the table."""
     end_with_launcher()
     with FailureReport() as failure:
-        own, rest = parse_arguments(argv)
+        options, overrides = read_arguments(argv)
         world = world_from_environment()
         setup_logging(world.rank)
         failure.store = connect(world, CommConfig())
-        saved = verified_run(own.run, world, failure.store)
+        saved = verified_run(options.run, world, failure.store)
         with reading(saved.path):
-            tokenizer = saved.tokenizer_at(own.tokenizer) if own.tokenizer else saved.tokenizer()
+            tokenizer = saved.tokenizer_at(options.tokenizer) if options.tokenizer else saved.tokenizer()
             if tokenizer is not None:
-                saved.require_room(tokenizer, own.tokenizer)
-            config = evaluated_config(saved, own, rest, world, has_tokenizer=tokenizer is not None)
+                saved.require_room(tokenizer, options.tokenizer)
+            config = evaluated_config(saved, options, overrides, world, has_tokenizer=tokenizer is not None)
             found = evaluate(config, saved, tokenizer, world, failure.store, failure)
         if world.rank == 0:
             print("\n".join(report_lines(config, saved, found)), flush=True)
-            if own.json is not None:
-                write_json(own.json, config, saved, found)
+            if options.json is not None:
+                write_json(options.json, config, saved, found)
         dist.destroy_process_group()
 
 
-def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The command's own arguments, and the words of `--section.key value`. Raises ConfigError."""
-    parser = argparse.ArgumentParser(
-        "titanlite evaluate",
-        description=DESCRIPTION,
-        epilog=f"--section.key value overrides a key of the run, of the sections {', '.join(SECTIONS)}; "
-        "--validation.sources.0.kind and so on say all about a source that --data cannot say.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("run", metavar="RUN", type=Path, help="dump folder of a run, or one of its folders step-N")
-    text = "file, folder or glob, its kind by the files' names; several for several sources"
-    parser.add_argument(DATA, metavar="SOURCE", action="append", default=[], help=text)
-    text = "of each source at most N batches of training.global_batch_size sequences (default: the whole of it)"
-    parser.add_argument("--steps", metavar="N", type=int, help=text)
-    text = "tokenizer.json or its folder, for a run on tokens that has none; default: the run's own"
-    parser.add_argument("--tokenizer", metavar="PATH", help=text)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the results there as well")
-    own, rest = parser.parse_known_args(argv)
-    problems = []
-    if own.steps is not None and own.steps < 1:
-        problems.append(Problem("--steps", own.steps, "at least 1", "leave it out to evaluate on all of the data"))
-    if own.json is not None and (own.json.is_dir() or not os.access(own.json.absolute().parent, os.W_OK | os.X_OK)):
-        rule = "a file in a folder that exists and may be written"
-        problems.append(Problem("--json", str(own.json), rule, f"look at {own.json.absolute().parent}"))
-    for word in rest:
+def read_arguments(argv: Sequence[str]) -> tuple[Options, list[str]]:
+    """The command's options, and the overrides: `--section.key value`. Raises UsageError."""
+    options, overrides = read_options_and_overrides(Options, argv, "evaluate")
+    problems = [*check_options(options), *check_output_file("--json", options.json)]
+    for word in overrides:
         key = word[2:].partition("=")[0]
         if word.startswith("--") and key.partition(".")[0] not in SECTIONS:
             rule = f"a key of a section that evaluation depends on: {', '.join(SECTIONS)}"
-            problems.append(Problem(key, "", rule, "leave it out: the rest is as it was saved"))
+            problems.append(Problem(key, "", rule, "leave it out: the run's saved value is used"))
     if problems:
         raise ConfigError(problems)
-    return own, rest
+    return options, overrides
 
 
 def verified_run(path: Path, world: World, store: dist.Store) -> SavedRun:
-    """The checkpoint that RUN means, the same on all ranks: rank 0 chooses and verifies it. Raises UserError."""
+    """The checkpoint to evaluate, the same on all ranks: rank 0 chooses and verifies it. Raises UserError."""
     if world.rank == 0:
         saved = open_run(path)
         store.set(CHECKPOINT_KEY, str(saved.path))
@@ -140,33 +143,34 @@ def verified_run(path: Path, world: World, store: dist.Store) -> SavedRun:
 
 
 def evaluated_config(
-    saved: SavedRun, own: argparse.Namespace, rest: Sequence[str], world: World, *, has_tokenizer: bool
+    saved: SavedRun, options: Options, overrides: Sequence[str], world: World, *, has_tokenizer: bool
 ) -> JobConfig:
-    """The run's configuration with the data that are asked for and a layout for this world. Raises ConfigError.
+    """The run's configuration with the requested data and a layout for this world. Raises ConfigError.
 
-    Checked is what evaluation depends on: not whether training could go on here.
+    Only keys that evaluation depends on are checked, not whether training could resume here.
     """
-    sources = [source_from_path(text, DATA) for text in own.data]
+    sources = [source_from_path(text, DATA) for text in options.data]
     problems = [source for source in sources if isinstance(source, Problem)]
     if problems:
         raise ConfigError(problems)
     values = {name: dict(table) for name, table in saved.manifest.config.items()}
     validation = values.get("validation", {})
-    if sources or any(word.startswith("--validation.sources") for word in rest):
+    if sources or any(word.startswith("--validation.sources") for word in overrides):
         tables = [asdict(source) for source in sources if isinstance(source, SourceConfig)]
         validation |= {"sources": tables, "steps": -1}
-    if own.steps is not None:
-        validation["steps"] = own.steps
+    if options.steps is not None:
+        validation["steps"] = options.steps
     layout = values.get("parallelism", {}) | {axis: getattr(ParallelismConfig, axis) for axis in AXES}
-    if own.tokenizer is not None:
-        values["tokenizer"] = values["tokenizer"] | {"path": own.tokenizer}
-    config = config_from_values(values | {"validation": validation, "parallelism": layout | {"pp_split": []}}, rest)
+    if options.tokenizer is not None:
+        values["tokenizer"] = values["tokenizer"] | {"path": options.tokenizer}
+    values |= {"validation": validation, "parallelism": layout | {"pp_split": []}}
+    config = config_from_values(values, overrides)
     config = replace(config, validation=replace(config.validation, enable=True))
     if not config.validation.sources:
-        rule = "something to evaluate on: the run itself has no validation.sources"
-        raise ConfigError([Problem(DATA, "", rule, f"write {DATA} and a file, a folder or a glob")])
-    rule = "tokens: the run has no tokenizer, neither in its dump folder nor where its configuration says"
-    remedy = "give it token files, or --tokenizer PATH"
+        rule = "needed, since the run has no validation.sources"
+        raise ConfigError([Problem(DATA, "", rule, f"give {DATA} and a file, a folder or a glob")])
+    rule = "a source of tokens: neither the run's dump folder nor its tokenizer.path has a tokenizer"
+    remedy = "use token files, or give --tokenizer PATH"
     problems = [
         Problem(f"validation.sources.{n}.kind", source.kind, rule, remedy)
         for n, source in enumerate(config.validation.sources)
@@ -180,16 +184,16 @@ def evaluated_config(
         config.validation, config.data, vocab_size=saved.hyper_parameters.vocab_size, has_tokenizer=True
     )
     if problems:
-        raise ConfigError([_of_this_mesh(problem, rest) for problem in problems])
+        raise ConfigError([_of_this_mesh(problem, overrides) for problem in problems])
     config = resolve_config(config, world_size=world.size, device_type=world.device_type)
-    return replace(config, data=replace(config.data, sources=()))  # those of training play no part
+    return replace(config, data=replace(config.data, sources=()))  # training data is not evaluated
 
 
 def _of_this_mesh(problem: Problem, given: Sequence[str]) -> Problem:
-    """Of a value that is the run's own and does not fit so many processes: what to do about it here."""
+    """The problem, with another remedy if a value saved by the run does not fit this number of processes."""
     if problem.key not in BATCH_KEYS or any(word.startswith(f"--{problem.key}") for word in given):
         return problem
-    remedy = f"it is the run's own: use another number of processes, or give --{problem.key} for this evaluation"
+    remedy = f"it is the run's value: use another number of processes, or give --{problem.key} for this evaluation"
     return replace(problem, remedy=remedy)
 
 
@@ -201,10 +205,10 @@ def evaluate(
     store: dist.Store,
     failure: FailureReport,
 ) -> Found:
-    """Builds the model without what training adds, loads it, goes through the data. On all ranks; raises UserError."""
+    """Build the model without optimizer, load it, evaluate the data. On all ranks. Raises UserError."""
     apply_determinism(config.debug)
     config = pin_revisions(config, world, store)
-    # As in training, data comes before the ranks are tied together: an index that one of them builds takes its time.
+    # As in training, data comes before the process group: building an index may exceed its timeout.
     mesh = Mesh(config.parallelism, world)
     loaders = build_validation_data(config, mesh, tokenizer)
     init_process_group(world, store, config.comm)
@@ -230,7 +234,7 @@ def evaluate(
 
 
 def conditions(config: JobConfig, saved: SavedRun) -> dict[str, Any]:
-    """All that losses depend on beside the data: they compare only where these are alike."""
+    """Settings that losses depend on beside the data: two losses are comparable only if these are equal."""
     data, training = config.data, config.training
     return {
         "checkpoint": str(saved.path),
@@ -246,9 +250,9 @@ def conditions(config: JobConfig, saved: SavedRun) -> dict[str, Any]:
 
 
 def report_lines(config: JobConfig, saved: SavedRun, found: Found) -> list[str]:
-    """What losses depend on, a row for each source, and one for all of them."""
+    """The settings that losses depend on, a row per source, and a row for all sources."""
     about = conditions(config, saved)
-    said = ", ".join(f"{name} {json.dumps(about[name])}".replace('"', "") for name in list(about)[2:-2])
+    settings = ", ".join(f"{name} {json.dumps(about[name])}".replace('"', "") for name in list(about)[2:-2])
     limit = config.validation.steps
     limits = [] if limit < 0 else [f"at most {limit} x {about['global_batch_size']} sequences of each source"]
     table = [["source", "loss", "perplexity", "bits/byte", "tokens", "seconds", "tokens/s"]]
@@ -267,18 +271,18 @@ def report_lines(config: JobConfig, saved: SavedRun, found: Found) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [
         f"{saved.path}, step {saved.manifest.step}",
-        said,
+        settings,
         *limits,
         "",
         *("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in table),
         "",
         "loss: the mean cross-entropy in nats per token; perplexity: its exponential",
-        *([f"without bits per byte, since {found.why_no_bytes}"] if found.why_no_bytes else []),
+        *([f"no bits per byte: {found.why_no_bytes}"] if found.why_no_bytes else []),
     ]
 
 
 def write_json(file: Path, config: JobConfig, saved: SavedRun, found: Found) -> None:
-    """The same, with all digits; null is what is not a finite number. Raises UserError."""
+    """Write the results with all digits; null for values that are not finite. Raises UserError."""
 
     def entry(totals: SetTotals, time_s: float) -> dict[str, float | int | None]:
         numbers = {"loss_sum": totals.loss_sum, **totals.numbers(), "time_s": time_s}
@@ -295,7 +299,7 @@ def write_json(file: Path, config: JobConfig, saved: SavedRun, found: Found) -> 
     try:
         file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{file} cannot be written: {error.strerror}") from None
+        raise UserError(f"cannot write {file}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

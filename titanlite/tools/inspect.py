@@ -1,9 +1,5 @@
-"""Command: what the sources of a configuration hold, and what the model sees of them.
+"""Command: show the data of a configuration, and the sequences that the model is trained on."""
 
-python -m titanlite inspect CONFIG [--sequences N] [--all] [--section.key value ...]
-"""
-
-import argparse
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,55 +29,62 @@ from titanlite.data.streams import Origin
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.registry import resolve_model
 from titanlite.parallel.mesh import AXES
-from titanlite.runtime.errors import UserError
-from titanlite.tools.command import run_command
-from titanlite.tools.documents import parse_arguments
+from titanlite.runtime.errors import ranged
+from titanlite.tools.command import ConfigFile, Count, read_options_and_overrides, run_command
+from titanlite.tools.documents import config_of_data
 from titanlite.tools.encoding import BATCH_PIECES, Job, JobEncoder
 
 SAMPLED_DOCUMENTS = 1000
-"""So many documents of each source are read for what is said about their lengths, drawn by data.seed."""
+"""Documents of each source that are read for the statistics, drawn by data.seed."""
 
 STEPS = 100
-"""The realised shares are those of the sequences of so many steps."""
+"""Steps whose sequences are counted for the realized shares."""
 
 SHOWN_BAD_ROWS = 3
 PERCENTILES = (5, 25, 50, 75, 95)
 
 
+@dataclass(frozen=True)
+class Options:
+    """Show the data that a configuration trains on: sizes, shares, bad rows, and the first sequences as text.
+
+    --section.key VALUE overrides a key of CONFIG, as for training.
+    """
+
+    config: ConfigFile
+    """TOML file, or the name of a shipped configuration"""
+    sequences: Count = ranged(3, "0 to show none", least=0)
+    """number of the run's first sequences to show"""
+    all: bool = False
+    """read all documents for the statistics, not a sample of each source"""
+
+
 def main(argv: Sequence[str]) -> None:
-    """Print what there is, and the first sequences as text. Raises UserError."""
-    parser = argparse.ArgumentParser(
-        "titanlite inspect", description="Look at the data that a configuration trains on.", allow_abbrev=False
-    )
-    text = "so many of the run's first sequences are shown; default: %(default)s"
-    parser.add_argument("--sequences", type=int, default=3, metavar="N", help=text)
-    text = f"read all documents for the statistics, not {SAMPLED_DOCUMENTS:,} of each source"
-    parser.add_argument("--all", action="store_true", help=text)
-    own, config = parse_arguments(parser, argv, needs_tokenizer=True, reads_tokens=True)
-    if own.sequences < 0:
-        raise UserError(f"--sequences {own.sequences}: at least 0")
+    """Print statistics of each source, and the first sequences as text. Raises UserError."""
+    options, overrides = read_options_and_overrides(Options, argv, "inspect")
+    config = config_of_data(options, overrides, needs_tokenizer=True, reads_tokens=True)
     config = resolved(config)
     vocab_size = resolve_model(config.model)[1].vocab_size
     tokenizer = prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=vocab_size)
     print(f"tokenizer: {tokenizer.description if tokenizer else 'none, the sources hold tokens'}")
-    describe_sources(config, tokenizer, vocab_size, reads_all=own.all)
-    for sequence in islice(packed_sequences(config, tokenizer, vocab_size), own.sequences):
+    describe_sources(config, tokenizer, vocab_size, reads_all=options.all)
+    for sequence in islice(packed_sequences(config, tokenizer, vocab_size), options.sequences):
         print("\n".join(shown(sequence, tokenizer)))
 
 
 def resolved(config: JobConfig) -> JobConfig:
-    """Without any -1, for the layout that is written; dp_shard = -1 counts as 1, since the machine is not known."""
+    """Replace each -1 for the configured layout; dp_shard = -1 becomes 1, since the number of ranks is unknown."""
     size = math.prod(max(1, getattr(config.parallelism, axis)) for axis in AXES)
     return resolve_config(config, world_size=size, device_type="cpu")
 
 
 @dataclass
 class Statistics:
-    """What was found in documents: all, or a sample.
+    """Statistics of all documents, or of a sample.
 
-    lengths: tokens of each that has any. size: about their bytes, as the index has them. sequences: those that they
-    fill where each piece is packed alone. pieces: how many were read. bad_rows: how many of these are bad; faults: what
-    the first of them are.
+    lengths: tokens of each non-empty document. size: their bytes by the index, approximately. sequences: the number
+    that they fill if each piece is packed alone. pieces: pieces read. bad_rows: bad ones among them; faults: the first
+    errors.
     """
 
     lengths: list[int] = field(default_factory=list)
@@ -97,18 +100,18 @@ class Statistics:
 
 
 def describe_sources(config: JobConfig, tokenizer: Tokenizer | None, vocab_size: int, *, reads_all: bool) -> None:
-    """Print a paragraph for each source."""
+    """Print the statistics of each source."""
     data, training = config.data, config.training
     sources = [open_source(source) for source in data.sources]
     mixture = Sources(data, sources, tokenizer, seq_len=training.seq_len, vocab_size=vocab_size).mixture
-    realised = realised_shares(mixture, data.num_streams, STEPS * training.global_batch_size)
+    realized = realized_shares(mixture, data.num_streams, STEPS * training.global_batch_size)
     for n, source in enumerate(sources):
         print(f"\nsource {n}, {source.name}")
         sequences = None
         if isinstance(source, Tokens):
             sequences = describe_token_files(source, training.seq_len)
         elif source.is_streamed:
-            print("  size          not known: it is streamed")
+            print("  size          unknown: the source is streamed")
         else:
             assert tokenizer is not None, "sources of text have a tokenizer"
             assert isinstance(source, TextSource)
@@ -116,15 +119,15 @@ def describe_sources(config: JobConfig, tokenizer: Tokenizer | None, vocab_size:
         if len(data.sources) > 1:
             weight = "by size" if source.config.weight == -1 else f"weight {source.config.weight:g}"
             share = f"{mixture.shares[n]:.2%} of the sequences ({weight})"
-            print(f"  share         {share}, {realised[n]:.2%} of those of the first {STEPS} steps")
+            print(f"  share         {share}, {realized[n]:.2%} of those of the first {STEPS} steps")
         if sequences is not None:
             steps = sequences / (training.global_batch_size * mixture.shares[n])
             of = f"{training.global_batch_size:,} sequences of {training.seq_len:,} tokens"
             print(f"  an epoch      {sequences:,.0f} sequences, {steps:,.1f} steps of {of}")
 
 
-def realised_shares(mixture: Mixture, num_streams: int, sequences: int) -> list[float]:
-    """Of each source, its part of the run's first sequences."""
+def realized_shares(mixture: Mixture, num_streams: int, sequences: int) -> list[float]:
+    """The share of each source in the run's first sequences."""
     counts = [0] * len(mixture.shares)
     for n in range(sequences):
         counts[mixture.source(n % num_streams, n // num_streams)] += 1
@@ -132,7 +135,7 @@ def realised_shares(mixture: Mixture, num_streams: int, sequences: int) -> list[
 
 
 def describe_token_files(source: Tokens, seq_len: int) -> float:
-    """Print what token files hold; the sequences in them."""
+    """Print the statistics of token files; return their number of sequences."""
     files = source.files()
     sizes = [len(open_tokens(file, source.config.dtype)) for file in files]
     lengths: list[int] = []
@@ -147,14 +150,14 @@ def describe_token_files(source: Tokens, seq_len: int) -> float:
         print(f"  documents     {len(lengths):,}")
         print(f"  tokens each   {describe_lengths(lengths)}")
     else:
-        print("  documents     not known: no .documents files beside these")
+        print("  documents     unknown: the token files have no .documents files beside them")
     return sum(max(0, size - 1) // seq_len for size in sizes)
 
 
 def describe_text(
     source: TextSource, data: DataConfig, tokenizer: Tokenizer, seq_len: int, *, reads_all: bool
 ) -> float:
-    """Print what there is in a source of text; the sequences in it, estimated where it was not read as a whole."""
+    """Print the statistics of a text source; return its number of sequences, estimated if only a sample was read."""
     index = open_index(source, data.max_piece_bytes)
     flags = index.records[:, Piece._fields.index("flags")]
     begins = np.flatnonzero(flags & (STARTS_DOCUMENT | BAD_FILE))
@@ -175,14 +178,14 @@ def describe_text(
         each = found.tokens / found.size
         print(f"  tokens        {about}{found.tokens * scale:,.0f}, {each:.3f} per byte")
         print(f"  tokens each   {describe_lengths(found.lengths)}")
-    print(f"  bad rows      {found.bad_rows:,} of {found.pieces:,} pieces that were read")
+    print(f"  bad rows      {found.bad_rows:,} of {found.pieces:,} pieces read")
     for fault in found.faults:
         print(f"                {fault}")
     return scale * (found.sequences if data.packing == "none" else found.tokens / seq_len)
 
 
 def read_documents(encoder: JobEncoder, documents: Sequence[range], seq_len: int) -> Statistics:
-    """Read and tokenize documents, each given by its pieces. Raises UserError where a file cannot be read."""
+    """Read and tokenize documents, each given by its pieces. Raises UserError if a file cannot be read."""
     found = Statistics()
     bar = tqdm(documents, desc="reading", unit=" documents", disable=not sys.stderr.isatty(), leave=False)
     for batch in _batches(bar):
@@ -204,7 +207,7 @@ def read_documents(encoder: JobEncoder, documents: Sequence[range], seq_len: int
 
 
 def _batches(documents: Iterable[range]) -> Iterator[list[range]]:
-    """Of about BATCH_PIECES pieces."""
+    """Group documents into batches of about BATCH_PIECES pieces."""
     batch: list[range] = []
     for document in documents:
         batch.append(document)
@@ -223,8 +226,8 @@ def describe_lengths(lengths: Sequence[int]) -> str:
 
 
 class PackedSequence(NamedTuple):
-    """A sequence of the run. head: what its first token belongs to. length: its tokens, the rest is padding. starts:
-    where documents start in them, None where that is not known. labels: as the model gets them."""
+    """A sequence of the run. head: label of the document that its first token belongs to. length: tokens before the
+    padding. starts: positions of the first tokens of documents, None if unknown. labels: as the model gets them."""
 
     number: int
     source: str
@@ -237,7 +240,7 @@ class PackedSequence(NamedTuple):
 
 
 def packed_sequences(config: JobConfig, tokenizer: Tokenizer | None, vocab_size: int) -> Iterator[PackedSequence]:
-    """Those of the run in order, as the trainer's loader yields them."""
+    """The run's sequences in order, as the trainer's loader yields them."""
     data, training = config.data, config.training
 
     def loader(document_mask: bool) -> Loader:
@@ -252,7 +255,7 @@ def packed_sequences(config: JobConfig, tokenizer: Tokenizer | None, vocab_size:
             data_degree=1,
         )
 
-    # Masking tells where documents start, and changes labels: so it is done beside, where it is not what is configured.
+    # A document mask shows where documents start, but it also changes labels: a second loader provides the mask.
     with ExitStack() as stack:
         plain = stack.enter_context(closing(loader(False)))
         marked = stack.enter_context(closing(loader(True))) if documents_are_known(data.sources) else None
@@ -275,12 +278,12 @@ def packed_sequences(config: JobConfig, tokenizer: Tokenizer | None, vocab_size:
 
 
 def head_of(origin: Origin, data: DataConfig) -> str:
-    """What the first token of a sequence belongs to."""
+    """Label of the document that a sequence's first token belongs to."""
     source = open_source(data.sources[origin.source])
     if source.holds == "tokens":
         return "window"
     if origin.offset > 0:
-        return "document, begun before"
+        return "document, continued"
     if source.is_streamed or origin.piece < 0:
         return "document"
     assert isinstance(source, TextSource)
@@ -289,19 +292,19 @@ def head_of(origin: Origin, data: DataConfig) -> str:
 
 
 def documents_are_known(sources: Sequence[SourceConfig]) -> bool:
-    """Whether it is known where documents start, which token files of other programs do not say."""
+    """Whether the starts of documents are known: token files of other programs lack them."""
     files = [file for source in map(open_source, sources) if isinstance(source, Tokens) for file in source.files()]
     return all(documents_file(file).is_file() for file in files)
 
 
 def unpadded_length(labels: Sequence[int]) -> int:
-    """Tokens of a row without a mask inside: each has a label but the last, whose label may lie behind the row."""
+    """Tokens before the padding of a row without masked documents: each has a label, except maybe the last."""
     targets = sum(label != IGNORE_INDEX for label in labels)
     return min(targets + 1, len(labels)) if targets else 0
 
 
 def shown(sequence: PackedSequence, tokenizer: Tokenizer | None) -> Iterator[str]:
-    """The lines of a sequence, decoded where there is a tokenizer, with a rule where a document or padding begins."""
+    """The lines of a sequence, as text if there is a tokenizer, with a rule before each document and the padding."""
     origin, length = sequence.origin, sequence.length
     where = f"epoch {origin.epoch}, from token {origin.offset} of piece {origin.piece}" if length else "at its end"
     yield f"\n════ sequence {sequence.number} of the run: {sequence.source}, {where} ════"
@@ -318,7 +321,7 @@ def shown(sequence: PackedSequence, tokenizer: Tokenizer | None) -> Iterator[str
 
 
 def printable(text: str) -> str:
-    """The text with what would steer a terminal written out."""
+    """Escape control characters, so that the text cannot control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 

@@ -1,23 +1,30 @@
-"""Command: what a run was trained on, the lines of all data ranks and starts as one ledger.
+"""Command: print what a run was trained on, the ledgers of all data ranks and restarts merged."""
 
-python -m titanlite ledger DUMP_FOLDER
-"""
-
-import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from titanlite.data.ledger import LEDGER_FOLDER, ledger_files, ledger_line, read_ledger
-from titanlite.tools.command import run_command
+from titanlite.runtime.errors import UsageError
+from titanlite.tools.command import read_options, run_command
+
+
+@dataclass(frozen=True)
+class Options:
+    """Print what each step of a run was trained on."""
+
+    dump_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DUMP_FOLDER")]
+    """job.dump_folder of a run with data.ledger = true"""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print the ledger of a run."""
-    parser = argparse.ArgumentParser("titanlite ledger", description="Print what a run was trained on.")
-    parser.add_argument("dump_folder", metavar="DUMP_FOLDER", type=Path, help="job.dump_folder of a run with a ledger")
-    folder = parser.parse_args(argv).dump_folder
+    """Print the ledger of a run. Raises UsageError."""
+    folder = read_options(Options, argv, "ledger").dump_folder
     if not ledger_files(folder):
-        parser.error(f"{folder / LEDGER_FOLDER} holds no ledger: train with --data.ledger true")
+        raise UsageError(f"{folder / LEDGER_FOLDER} has no ledger: train with --data.ledger true")
     for step, rows in read_ledger(folder):
         print(ledger_line(step, rows), end="")
 

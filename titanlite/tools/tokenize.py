@@ -1,16 +1,15 @@
-"""Command: tokenize the sources of a configuration into token files.
+"""Command: tokenize the sources of a configuration into token files."""
 
-python -m titanlite tokenize CONFIG --out DIR [--workers N] [--shard_tokens M] [--section.key value ...]
-"""
-
-import argparse
 import fcntl
 import json
 import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 from titanlite.config.fields import literal
 from titanlite.config.schema import JobConfig
@@ -20,46 +19,54 @@ from titanlite.data.kinds import open_source
 from titanlite.data.sources.pieces import ENDS_DOCUMENT
 from titanlite.data.sources.tokens import FORMAT_VERSION, MANIFEST, UNFINISHED, read_json
 from titanlite.models.registry import resolve_model
-from titanlite.runtime.errors import UserError
-from titanlite.tools.command import run_command
-from titanlite.tools.documents import UsableRows, parse_arguments, piece_bytes, pieces_with_progress
+from titanlite.runtime.errors import UserError, ranged
+from titanlite.tools.command import ConfigFile, Count, Folder, read_options_and_overrides, run_command
+from titanlite.tools.documents import UsableRows, config_of_data, piece_bytes, pieces_with_progress
 from titanlite.tools.encoding import CHUNK_BYTES, Chunk, Job, JobEncoder, encoded
 from titanlite.tools.token_files import PARTIAL, ShardWriter, write_manifest, write_unfinished
 
 SHARD_TOKENS = 10**8
 
 
-def main(argv: Sequence[str]) -> None:
-    """Write token files of uint16, or of uint32 where the vocabulary needs it. Raises UserError.
+@dataclass(frozen=True)
+class Options:
+    """Tokenize the text of a configuration into token files, in parallel.
 
-    The tokens are those of all documents in source order, once, BOS and EOS as in training: what one unshuffled stream
-    reads. They and the shards do not depend on the number of workers, nor on interruptions.
+    An interrupted command resumes if it is started again. --section.key VALUE overrides a key of CONFIG, as for
+    training.
     """
-    parser = argparse.ArgumentParser(
-        "titanlite tokenize", description="Tokenize sources into token files.", allow_abbrev=False
-    )
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder, or one to go on with")
-    cores = len(os.sched_getaffinity(0))
-    text = "worker processes, 0: none beside this; default: one for each core (here %(default)s)"
-    parser.add_argument("--workers", type=int, default=cores, metavar="N", help=text)
-    text = "a shard ends with the document with which it has as many tokens; default: %(default)s"
-    parser.add_argument("--shard_tokens", type=int, default=SHARD_TOKENS, metavar="M", help=text)
-    own, config = parse_arguments(parser, argv, needs_tokenizer=True)
-    for name, least in (("workers", 0), ("shard_tokens", 1)):
-        if getattr(own, name) < least:
-            raise UserError(f"--{name} {getattr(own, name)}: at least {least}")
-    with _own_folder(own.out):
-        manifest, description = tokenize(config, own.out, own.workers, own.shard_tokens)
+
+    config: ConfigFile
+    """TOML file, or the name of a shipped configuration"""
+    out: Folder
+    """new folder, or that of an interrupted command"""
+    workers: Count = ranged(len(os.sched_getaffinity(0)), "0 to tokenize in this process", least=0)
+    """worker processes; 0: none, tokenize in this process"""
+    shard_tokens: Annotated[int, tyro.conf.arg(metavar="M")] = ranged(SHARD_TOKENS, least=1)
+    """minimum tokens of a shard, which ends with the document that reaches it"""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Write token files of uint16, or of uint32 if the vocabulary needs it. Raises UserError.
+
+    The tokens are those of all documents once, in source order, with BOS and EOS as in training: the tokens that one
+    unshuffled stream reads. Tokens and shards depend neither on the number of workers nor on interruptions.
+    """
+    options, overrides = read_options_and_overrides(Options, argv, "tokenize")
+    config = config_of_data(options, overrides, needs_tokenizer=True)
+    with _own_folder(options.out):
+        manifest, description = tokenize(config, options.out, options.workers, options.shard_tokens)
     print(
-        f"{own.out}: {manifest['tokens']:,} tokens of {manifest['documents']:,} documents, {manifest['dtype']}, "
+        f"{options.out}: {manifest['tokens']:,} tokens of {manifest['documents']:,} documents, {manifest['dtype']}, "
         f"{len(manifest['shards']):,} shards, from {description}; {manifest['bad_rows']:,} bad rows\nto use it:\n"
     )
     vocab_size = manifest["tokenizer"]["vocab_size"]
-    print(f'[model]\nvocab_size = {vocab_size}\n\n[[data.sources]]\nkind = "tokens"\npath = {literal(str(own.out))}')
+    path = literal(str(options.out))
+    print(f'[model]\nvocab_size = {vocab_size}\n\n[[data.sources]]\nkind = "tokens"\npath = {path}')
 
 
 def tokenize(config: JobConfig, out: Path, num_workers: int, shard_tokens: int) -> tuple[dict[str, Any], str]:
-    """Fill the folder; its manifest, and what the sources are in one line. Raises UserError."""
+    """Fill the folder; return its manifest and a one-line description of the sources. Raises UserError."""
     data = config.data
     vocab_size = resolve_model(config.model)[1].vocab_size
     tokenizer = prepare_tokenizer(config.tokenizer, data.sources, vocab_size=vocab_size)
@@ -87,7 +94,7 @@ def tokenize(config: JobConfig, out: Path, num_workers: int, shard_tokens: int) 
     rows = UsableRows(data, sum(shard["bad_rows"] for shard in shards))
     first = sum(shard["pieces"] for shard in shards)
     with (
-        closing(_chunks(encoder.texts, first)) as chunks,  # the progress bar ends before a message comes
+        closing(_chunks(encoder.texts, first)) as chunks,  # the progress bar ends before an error message is printed
         encoded(encoder, job, chunks, num_workers) as in_order,
     ):
         for shard in write_shards(out, in_order, rows, encoder.dtype, shard_tokens, len(shards)):
@@ -103,31 +110,31 @@ def tokenize(config: JobConfig, out: Path, num_workers: int, shard_tokens: int) 
 
 @contextmanager
 def _own_folder(out: Path) -> Iterator[None]:
-    """Make the folder, for this process alone; remove it again where nothing is written. Raises UserError."""
+    """Create and lock the folder; remove it again if nothing was written. Raises UserError."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with _locked(out):
             left = {file.name for file in out.iterdir() if file.suffix != PARTIAL}
             if left and UNFINISHED not in left:
-                what = "is complete" if MANIFEST in left else "holds other files"
-                raise UserError(f"{out} {what} and is not overwritten: remove it, or write another --out")
+                what = "is complete" if MANIFEST in left else "has other files"
+                raise UserError(f"{out} {what} and is not overwritten: remove it, or choose another --out")
             try:
                 yield
             finally:
                 if not any(out.iterdir()):
                     out.rmdir()
     except OSError as error:
-        raise UserError(f"{out} cannot be written: {error}") from error
+        raise UserError(f"cannot write {out}: {error}") from error
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the system takes back when the process dies. Raises UserError."""
+    """Hold the folder's lock, which the system releases if the process dies. Raises UserError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"another process writes into {folder}: wait for it, or write another --out") from None
+        raise UserError(f"another process writes into {folder}: wait for it, or choose another --out") from None
     else:
         yield
     finally:
@@ -135,7 +142,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _shards_so_far(out: Path, facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """What an earlier, interrupted run of the same command has completed. Raises UserError where it was another one."""
+    """The shards that an interrupted run of the same command has completed. Raises UserError if the settings differ."""
     unfinished = read_json(out / UNFINISHED)
     if unfinished is None:
         return []
@@ -143,16 +150,16 @@ def _shards_so_far(out: Path, facts: dict[str, Any]) -> list[dict[str, Any]]:
     different = [key for key in facts if unfinished.get(key) != facts[key]]
     if different:
         raise UserError(
-            f"{out} was begun with another configuration (see {', '.join(different)} in {UNFINISHED}): go on with the "
-            "same, remove the folder, or write another --out"
+            f"{out} was started with another configuration (see {', '.join(different)} in {UNFINISHED}): resume with "
+            "the same one, remove the folder, or choose another --out"
         )
     shards: list[dict[str, Any]] = unfinished["shards"]
-    print(f"going on after {shards[-1]['file']}")
+    print(f"resuming after {shards[-1]['file']}")
     return shards
 
 
 def _chunks(texts: Texts, first: int) -> Generator[range, None, None]:
-    """The pieces from `first` on, in ranges of about CHUNK_BYTES, with a progress bar."""
+    """The pieces from `first` to the end, in ranges of about CHUNK_BYTES, with a progress bar."""
     begin, size = first, 0
     for piece in pieces_with_progress(texts, "tokenizing", first):
         size += texts.num_bytes(piece)
@@ -166,15 +173,15 @@ def _chunks(texts: Texts, first: int) -> Generator[range, None, None]:
 def write_shards(
     out: Path, chunks: Iterable[Chunk], rows: UsableRows, dtype: Any, shard_tokens: int, number: int
 ) -> Iterator[dict[str, Any]]:
-    """Write shards from `number` on; after each, what a manifest says about it. The first chunk begins a document.
+    """Write shards, numbered from `number`; yield each one's manifest entry. The first chunk begins a document.
 
-    Where a document's first piece is a bad row, or empty, the document starts with the next of its pieces.
+    If a document's first piece is a bad row or empty, the document starts with its next piece.
     """
     writer, pieces, bad_rows = ShardWriter(out, number, dtype), 0, rows.bad_rows
     is_start = True
     try:
         for chunk in chunks:
-            begin = end = 0  # of those of the chunk's tokens that are not written yet
+            begin = end = 0  # range of the chunk's tokens that are not written yet
             for place, (length, flags) in enumerate(zip(chunk.lengths, chunk.flags, strict=True)):
                 pieces += 1
                 if place in chunk.errors:

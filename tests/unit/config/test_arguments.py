@@ -1,8 +1,10 @@
-"""The command line as words."""
+"""Test how the command line is split into keys and texts."""
+
+from pathlib import Path
 
 import pytest
 
-from titanlite.config.load import split_arguments
+from titanlite.config.load import SHIPPED, config_path, shipped_names, split_arguments
 
 
 @pytest.mark.parametrize(
@@ -34,10 +36,45 @@ def test_help_is_never_a_value(argv: list[str]) -> None:
     assert split_arguments(argv).wants_help
 
 
-def test_every_stray_word_is_a_problem() -> None:
-    arguments = split_arguments(["x", "--a.b", "1", "y", "--", "z"])
-    assert [problem.value for problem in arguments.problems] == ["x", "y", "--", "z"]
+def test_every_unexpected_word_is_a_problem() -> None:
+    arguments = split_arguments(["--a.b", "1", "y", "--", "z", "-c.d", "e.f=1"])
+    assert [problem.value for problem in arguments.problems] == ["y", "--", "z", "-c.d", "e.f=1"]
     assert arguments.texts == {"a.b": "1"}
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["my_run", "--a.b", "1"],
+        ["run.toml", "--a.b", "1"],
+        ["--a.b", "1", "run.toml"],
+        ["--a.b", "1", "quickstart"],
+        ["--a.b=1", "--job.config_file", "run.toml"],
+    ],
+)
+def test_the_configuration_is_positional(argv: list[str]) -> None:
+    arguments = split_arguments(argv)
+    assert arguments.problems == ()
+    assert arguments.texts == {"a.b": "1", "job.config_file": next(word for word in argv if word[0] in "mrq")}
+
+
+def test_two_configurations_are_one_problem() -> None:
+    (problem,) = split_arguments(["a.toml", "--job.config_file=b.toml"]).problems
+    assert (problem.key, problem.value) == ("job.config_file", ["a.toml", "b.toml"])
+
+
+def test_a_value_that_ends_in_toml_is_a_value() -> None:
+    arguments = split_arguments(["--job.description", "a.toml", "b.toml"])
+    assert arguments.texts == {"job.description": "a.toml", "job.config_file": "b.toml"}
+
+
+def test_shipped_configurations_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "quickstart" in shipped_names()
+    assert config_path("quickstart") == SHIPPED / "quickstart.toml"
+    assert config_path("other") == Path("other")
+    Path("quickstart").touch()
+    assert config_path("quickstart") == Path("quickstart")
 
 
 def test_repeated_key_is_one_problem_and_has_no_text() -> None:

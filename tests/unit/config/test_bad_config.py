@@ -1,4 +1,4 @@
-"""Bad configurations, one kind each: which key is named, which rule, which remedy; and that all come at once."""
+"""Bad configurations: the key, rule and remedy of each kind, and that all problems are reported together."""
 
 import os
 import random
@@ -14,7 +14,7 @@ from titanlite.runtime.errors import ConfigError, Problem
 
 
 def problems_of(argv: list[str], world_size: int = 1, device_type: str = "cpu") -> list[Problem]:
-    """[] for a valid configuration."""
+    """The problems of a configuration; [] if it is valid."""
     try:
         load_config(argv, world_size=world_size, device_type=device_type)
     except ConfigError as error:
@@ -24,7 +24,7 @@ def problems_of(argv: list[str], world_size: int = 1, device_type: str = "cpu") 
 
 @dataclass(frozen=True)
 class Bad:
-    """One bad setting, given as `argv` or in a file of the text `toml`, and parts of rule and remedy to expect."""
+    """One bad setting, given as `argv` or as the file content `toml`, and expected parts of rule and remedy."""
 
     key: str
     rule: str
@@ -51,12 +51,13 @@ VALID = "--validation.enable true --validation.sources.0."
 
 
 BAD = [
-    # The command line as such.
-    Bad("command line", "every word", "put its key before it", argv="50"),
-    Bad("command line", "every word", "--job.config_file a.toml", argv="a.toml"),
-    Bad("command line", "every word", "write --training.steps", argv="-training.steps"),
-    Bad("command line", "every word", "write --training.steps=5", argv="training.steps=5"),
-    Bad("command line", "every word", '["a", "b"]', argv='--optimizer.weight_decay_skip ["x"] y'),
+    # The command line.
+    Bad("command line", "each argument", "put its key before it", argv="--training.steps 50 60"),
+    Bad("job.config_file", "a TOML file that can be read", "give the path", argv="nowhere.toml"),
+    Bad("job.config_file", "a TOML file that can be read", "did you mean quickstart", argv="quikstart"),
+    Bad("command line", "each argument", "write --training.steps", argv="-training.steps"),
+    Bad("command line", "each argument", "write --training.steps=5", argv="training.steps=5"),
+    Bad("command line", "each argument", '["a", "b"]', argv='--optimizer.weight_decay_skip ["x"] y'),
     Bad("training.steps", "a value after its key", "--training.steps 1000", argv="--training.steps"),
     Bad("data.shuffle", "a value after its key", "--data.shuffle true", argv="--data.shuffle --training.steps 5"),
     Bad("data.sources.0.path", "a value after its key", "--data.sources.0.path TEXT", argv="--data.sources.0.path"),
@@ -91,14 +92,14 @@ BAD = [
     Bad("model.overrides", "a key of [model]", "its keys: family", toml="model.overrides = {dim = 64}"),
     Bad("data.sources.0.pth", "[[data.sources]] table", "data.sources.0.path?", argv="--data.sources.0.pth x"),
     Bad("data.sources.0.pth", "[[data.sources]] table", "data.sources.0.path?", toml='[[data.sources]]\npth = "x"'),
-    Bad("data.sources.2.path", "there are 1 so far", "--data.sources.1.path", argv="--data.sources.2.path x"),
-    Bad("data.sources.x.path", "count from 0", "--data.sources.1.path", argv="--data.sources.x.path x"),
-    Bad("data.sources.-1.path", "count from 0", "--data.sources.1.path", argv="--data.sources.-1.path x"),
-    Bad("data.sources.00.path", "count from 0", "--data.sources.1.path", argv="--data.sources.00.path x"),
+    Bad("data.sources.2.path", "tables so far: 1", "--data.sources.1.path", argv="--data.sources.2.path x"),
+    Bad("data.sources.x.path", "an index from 0", "--data.sources.1.path", argv="--data.sources.x.path x"),
+    Bad("data.sources.-1.path", "an index from 0", "--data.sources.1.path", argv="--data.sources.-1.path x"),
+    Bad("data.sources.00.path", "an index from 0", "--data.sources.1.path", argv="--data.sources.00.path x"),
     Bad("data.path", "a key of [data]", "tokenizer.path or data.sources.0.path or", toml='data.path = "x"'),
     # Shapes of tables.
-    Bad("training", "a section, which is a table", "write [training]", toml="training = 5"),
-    Bad("training", "a section, which is a table", "write [training]", toml="[[training]]\nsteps = 5"),
+    Bad("training", "a table of keys", "write [training]", toml="training = 5"),
+    Bad("training", "a table of keys", "write [training]", toml="[[training]]\nsteps = 5"),
     Bad("data.sources", "an array of tables", "[[data.sources]]", toml='[data.sources]\nkind = "text"'),
     Bad("data.sources", "an array of tables", "[[data.sources]]", toml='data.sources = ["text"]'),
     # Types.
@@ -140,11 +141,11 @@ BAD = [
     Bad("model.family", 'one of "llama3"', "write one of them", argv="--model.family gpt2 --model.n_embd 64"),
     Bad("model.family", 'one of "llama3"', "write one of them", toml="model.family = 3"),
     Bad("model.rope_scaling_factor", "a key of [model]", "", argv="--model.family qwen3 --model.rope_scaling_factor 8"),
-    Bad("model.head_dim", "even, since rotary", "128 as all", argv="--model.family qwen3 --model.head_dim 63"),
+    Bad("model.head_dim", "even, since rotary", "128 as in all", argv="--model.family qwen3 --model.head_dim 63"),
     Bad("model.flavor", 'one of "debug", "1B"', 'did you mean "8B"?', argv="--model.flavor 8b"),
     Bad("model.dim", "an integer", "write 64", toml="model.dim = 64.0"),
     Bad("model.tie_embeddings", "true or false", "write true", argv="--model.tie_embeddings 1"),
-    # Ranges and rules across keys, which the parts own.
+    # Ranges, and rules across keys.
     Bad("training.steps", "at least 1", "positive", argv="--training.steps 0"),
     Bad("training.seq_len", "at least 1", "positive", toml="training.seq_len = 0"),
     Bad("training.local_batch_size", "at least 1", "positive", argv="--training.local_batch_size 0"),
@@ -162,7 +163,7 @@ BAD = [
     Bad("lr_schedule.warmup_steps", "0 or more", "0", argv="--lr_schedule.warmup_steps -1"),
     Bad("lr_schedule.decay_steps", "-1 or at least 1", "leave it out", argv="--lr_schedule.decay_steps 0"),
     Bad("lr_schedule.decay_ratio", "at most 1", "0.2", argv="--lr_schedule.decay_ratio 1.5"),
-    Bad("lr_schedule.decay_ratio", "one of the two", "leave out",
+    Bad("lr_schedule.decay_ratio", "not both", "leave out",
         argv="--lr_schedule.decay_ratio 0.5 --lr_schedule.decay_steps 5"),
     Bad("lr_schedule.min_lr_factor", "from 0 to 1", "0.1", argv="--lr_schedule.min_lr_factor 2"),
     Bad("parallelism.dp_replicate", "at least 1", "1", argv="--parallelism.dp_replicate 0"),
@@ -193,12 +194,12 @@ BAD = [
     Bad("training.norm_type", 'one of "2", "inf"', "one of", argv="--training.norm_type 3"),
     Bad("parallelism.dp_shard", "world size", "dp_shard", argv="--parallelism.dp_shard 4", world_size=2),
     Bad("parallelism.dp_replicate", "world size", "NGPU", argv="--parallelism.dp_replicate 3", world_size=2),
-    Bad("debug.seed", "from 0", "any such number", argv="--debug.seed -1"),
+    Bad("debug.seed", "from 0", "any integer", argv="--debug.seed -1"),
     Bad("comm.init_timeout_s", "from 1 to 604,800", "leave it out", argv="--comm.init_timeout_s 0"),
     Bad("comm.train_timeout_s", "from 1 to 604,800", "leave it out", argv="--comm.train_timeout_s -5"),
     Bad("metrics.log_freq", "at least 1", "1 logs every step", argv="--metrics.log_freq 0"),
     Bad("metrics.folder", "inside job.dump_folder", "plain name", argv="--metrics.folder ../x"),
-    Bad("model.dim", "a multiple of", "one", argv="--model.dim 250"),
+    Bad("model.dim", "a multiple of", "next value", argv="--model.dim 250"),
     Bad("model.n_kv_heads", "divides model.n_heads", "one of", argv="--model.n_kv_heads 3"),
     Bad("model.vocab_size", "at least 1", "", argv="--model.vocab_size 0"),
     Bad("training.seq_len", "max_seq_len", "shorten", argv="--model.max_seq_len 128 --training.seq_len 256"),
@@ -212,30 +213,30 @@ BAD = [
     Bad("data.sources.0.path", "only for kind", "leave path out", argv="--data.sources.0.path x"),
     Bad("data.sources.0.path", "matches files", "/none/x.npy",
         argv="--data.sources.0.kind tokens --data.sources.0.path /none/x.npy"),
-    Bad("data.sources.0.path", "required for kind", "write where", argv="--data.sources.0.kind tokens"),
+    Bad("data.sources.0.path", "required for kind", "write the path", argv="--data.sources.0.kind tokens"),
     Bad("data.sources.0.document", 'one of "", "file"', 'did you mean "line"?', argv="--data.sources.0.document lines"),
-    Bad("data.add_bos", "EOS", "false", argv="--data.add_bos true"),
+    Bad("data.add_bos", "no BOS", "false", argv="--data.add_bos true"),
     Bad("tokenizer.path", "tokenizer.json", "/none/t.json", argv="--tokenizer.path /none/t.json"),
     Bad("tokenizer.bos", "tokenizer.path", "leave bos out", argv="--tokenizer.bos <s>"),
     Bad("model.vocab_size", "at least 257", "vocab_size = 4096", argv="--model.vocab_size 100"),
     Bad("validation.interval", "at least 1", "every step", argv="--validation.interval 0"),
     Bad("validation.steps", "-1 or at least 1", "leave it out", argv="--validation.steps 0"),
     Bad("validation.sources", "at least one source", "[[validation.sources]]", argv="--validation.enable true"),
-    Bad("validation.sources.0.path", "required for kind", "write where", argv=f"{VALID}kind tokens"),
+    Bad("validation.sources.0.path", "required for kind", "write the path", argv=f"{VALID}kind tokens"),
     Bad("validation.sources.0.path", "matches files", "/none/x",
         argv=f"{VALID}kind tokens --validation.sources.0.path /none/x"),
-    Bad("validation.sources.0.weight", "not for validation", "leave it out", argv=f"{VALID}weight 2"),
-    Bad("validation.sources.0.epochs", "not for validation", "leave it out", argv=f"{VALID}epochs 2"),
+    Bad("validation.sources.0.weight", "not valid for validation", "leave it out", argv=f"{VALID}weight 2"),
+    Bad("validation.sources.0.epochs", "not valid for validation", "leave it out", argv=f"{VALID}epochs 2"),
     Bad("validation.sources.0.kind", 'one of "text"', 'did you mean "jsonl"?', argv="--validation.sources.0.kind json"),
-    Bad("tokenizer.path", "where data.sources are tokens", "the tokenizer that made them",
+    Bad("tokenizer.path", "data.sources are tokens", "the tokenizer that made the tokens",
         argv=f"--data.sources.0.kind tokens --data.sources.0.path {TOKENS} --validation.enable true "
         "--validation.sources.0.kind python-stdlib"),
     # Outputs.
     Bad("job.dump_folder", "the path of a folder", '"outputs"', toml='job.dump_folder = ""'),
     Bad("job.dump_folder", "the path of a folder", '"outputs"', toml='job.dump_folder = "  "'),
-    Bad("job.dump_folder", '"~" has no meaning', "write", argv="--job.dump_folder ~/runs"),
-    Bad("job.dump_folder", "a folder, and", "another place", argv="--job.dump_folder /dev/null"),
-    Bad("job.dump_folder", "a folder, and", "another place", argv="--job.dump_folder /dev/null/runs/a"),
+    Bad("job.dump_folder", 'without "~"', "write", argv="--job.dump_folder ~/runs"),
+    Bad("job.dump_folder", "a folder; ", "another place", argv="--job.dump_folder /dev/null"),
+    Bad("job.dump_folder", "a folder; ", "another place", argv="--job.dump_folder /dev/null/runs/a"),
     # The file.
     Bad("job.config_file", "on the command line only", "remove it", toml='job.config_file = "x.toml"'),
     Bad("job.config_file", "valid TOML", "line 2", toml="[training]\nsteps = \n"),
@@ -278,7 +279,7 @@ def test_file_that_is_not_utf8(tmp_path: Path) -> None:
     assert "byte 22" in problem.remedy
 
 
-def test_misspelt_file_name_gets_the_name_of_the_file_beside_it(tmp_path: Path) -> None:
+def test_misspelled_file_name_suggests_a_file_in_the_same_folder(tmp_path: Path) -> None:
     (tmp_path / "quickstart.toml").write_text("")
     (problem,) = problems_of(["--job.config_file", str(tmp_path / "quikstart.toml")])
     assert str(tmp_path / "quickstart.toml") in problem.remedy
@@ -303,10 +304,10 @@ def test_dump_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.
 def test_dump_folder_behind_a_broken_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     (problem,) = problems_of(["--job.dump_folder", str(tmp_path / "link")])
-    assert "a folder, and" in problem.rule
+    assert "a folder; " in problem.rule
 
 
-def test_all_problems_come_at_once_and_once_each(tmp_path: Path) -> None:
+def test_all_problems_are_reported_together_and_once_each(tmp_path: Path) -> None:
     file = tmp_path / "bad.toml"
     file.write_text(
         """
@@ -331,7 +332,7 @@ def test_all_problems_come_at_once_and_once_each(tmp_path: Path) -> None:
         dump_folder = ""
         """
     )
-    argv = ["--job.config_file", str(file), "stray", "--metrics.log_freq", "--debug.seed", "1", "--debug.seed", "2"]
+    argv = ["--job.config_file", str(file), "word", "--metrics.log_freq", "--debug.seed", "1", "--debug.seed", "2"]
     found = problems_of([*argv, "--comm.init_timeout_s", "0", "--parallelism.tp", "0"])
     assert sorted(problem.key for problem in found) == sorted(
         [
@@ -381,8 +382,8 @@ GARBAGE = [
 
 
 @seeds(4, 100)
-def test_no_garbage_ends_in_anything_but_problems(seeds: range) -> None:
-    """Several bad values at once, in any combination: each part's check stands what the others' keys may be."""
+def test_garbage_is_always_reported_as_problems(seeds: range) -> None:
+    """Several bad values at once, in any combination: each check handles arbitrary values of the other keys."""
     for seed in seeds:
         choose = random.Random(seed)
         family = list(FAMILIES)[seed % len(FAMILIES)]
@@ -396,14 +397,14 @@ def test_no_garbage_ends_in_anything_but_problems(seeds: range) -> None:
             assert len(set(report)) == len(report), argv
 
 
-def test_rules_that_speak_of_an_unreadable_value_wait_for_it() -> None:
-    """global_batch_size = 6 fits local_batch_size = 2, which was meant, and not the default, which stands in for it."""
+def test_rules_that_use_an_unreadable_value_are_skipped() -> None:
+    """global_batch_size = 6 fits the intended local_batch_size = 2, but not the default used in its place."""
     argv = ["--training.global_batch_size", "6", "--training.local_batch_size"]
     assert [problem.key for problem in problems_of([*argv, "8"])] == ["training.global_batch_size"]
     assert [problem.key for problem in problems_of([*argv, "two"])] == ["training.local_batch_size"]
 
 
-def test_unreadable_file_is_the_only_problem_besides_those_of_the_command_line() -> None:
+def test_unreadable_file_is_reported_with_unknown_keys_only() -> None:
     found = problems_of(["--job.config_file", "/none.toml", "--training.stesp", "5", "--optimizer.lr", "-1"])
     assert [problem.key for problem in found] == ["job.config_file", "training.stesp"]
 

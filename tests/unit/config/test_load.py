@@ -1,4 +1,4 @@
-"""Precedence, the one reading of TOML and command line, resolution, and the way back to TOML."""
+"""Loading a configuration: precedence, values in TOML and on the command line, resolution, and the dump to TOML."""
 
 import dataclasses
 import random
@@ -17,7 +17,7 @@ from titanlite.models.registry import FAMILIES
 
 
 def config_of(tmp_path: Path, toml: str, *argv: str) -> JobConfig:
-    """The configuration of a file and a command line, both without a problem of name or type."""
+    """The configuration of a file and a command line, which must have no problem of name or type."""
     file = tmp_path / "config.toml"
     file.write_text(toml, encoding="utf-8")
     config, problems = parse_config(["--job.config_file", str(file), *argv])
@@ -25,7 +25,7 @@ def config_of(tmp_path: Path, toml: str, *argv: str) -> JobConfig:
     return dataclasses.replace(config, job=dataclasses.replace(config.job, config_file=""))
 
 
-def test_nothing_given_is_the_default() -> None:
+def test_empty_command_line_gives_the_defaults() -> None:
     assert parse_config([]) == (JobConfig(), [])
 
 
@@ -35,7 +35,7 @@ def test_command_line_over_toml_over_default(tmp_path: Path) -> None:
     assert config.training.local_batch_size == JobConfig().training.local_batch_size
 
 
-def test_value_that_the_command_line_replaces_is_not_looked_at(tmp_path: Path) -> None:
+def test_value_replaced_by_the_command_line_is_not_checked(tmp_path: Path) -> None:
     assert config_of(tmp_path, 'training.steps = "five"', "--training.steps", "7").training.steps == 7
 
 
@@ -52,7 +52,7 @@ def test_hyper_parameters_follow_family_and_flavor(tmp_path: Path) -> None:
     assert type(config.model.overrides["norm_eps"]) is float
 
 
-def test_family_without_the_default_flavor_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_family_without_the_default_flavor_requires_a_flavor(monkeypatch: pytest.MonkeyPatch) -> None:
     llama = FAMILIES["llama3"]
     flavors = {"small": llama.flavors["debug"]}
     monkeypatch.setitem(FAMILIES, "tiny", dataclasses.replace(llama, name="tiny", flavors=flavors))
@@ -122,7 +122,7 @@ def test_toml_and_command_line_read_alike(key: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["5", "true", "", " x ", '"quoted"', "a#b", "[1]", "caf\u00e9 \U0001f642", "-", "a=b"])
-def test_string_key_takes_the_text_as_it_stands(text: str, tmp_path: Path) -> None:
+def test_string_key_takes_the_text_verbatim(text: str, tmp_path: Path) -> None:
     assert parse_config([f"--job.description={text}"])[0].job.description == text
     assert config_of(tmp_path, f"job.description = {literal(text)}").job.description == text
 
@@ -152,7 +152,7 @@ def test_resolved_values_for_cuda() -> None:
     assert config.training.mixed_precision_reduce == "float32"
 
 
-def test_given_values_are_not_resolved_away() -> None:
+def test_given_values_are_not_overridden() -> None:
     argv = ["--training.global_batch_size", "64", "--data.num_streams", "32", "--data.max_piece_bytes", "1000"]
     precision = ["--training.mixed_precision_param", "float32", "--training.mixed_precision_reduce", "float32"]
     config = load_config([*argv, *precision], world_size=2, device_type="cuda")
@@ -160,7 +160,7 @@ def test_given_values_are_not_resolved_away() -> None:
     assert config.training.mixed_precision_param == config.training.mixed_precision_reduce == "float32"
 
 
-def test_resolved_config_fed_back_in_is_the_same(tmp_path: Path) -> None:
+def test_resolved_config_reloads_unchanged(tmp_path: Path) -> None:
     first = load_config(["--training.local_batch_size", "4"], world_size=2, device_type="cpu")
     file = tmp_path / "config.toml"
     file.write_text(dump_config(first))
@@ -185,7 +185,7 @@ INTS = [0, -1, 2**63 - 1, -(2**63), 1000]
 
 
 def any_value(kind: Any, choose: random.Random) -> Any:
-    """A value of a type of the schema; rows of tables are made of such values too."""
+    """A random value of a schema type; the rows of tables are made of such values, too."""
     if row := row_type(kind):
         return tuple(row(**any_values(kinds_of(row), choose)) for _ in range(choose.randrange(4)))
     if get_origin(kind) is Literal:
@@ -220,7 +220,7 @@ def test_dumped_config_reads_back_equal(seeds: range, tmp_path: Path) -> None:
         config = any_config(random.Random(seed))
         expected = dataclasses.replace(config, job=dataclasses.replace(config.job, config_file=""))
         again = config_of(tmp_path, dump_config(config))
-        assert repr(again) == repr(expected), seed  # repr tells 0.0 from -0.0 and 1 from 1.0
+        assert repr(again) == repr(expected), seed  # repr distinguishes 0.0 from -0.0 and 1 from 1.0
 
 
 def test_empty_keys_of_sources_are_left_out_of_the_dump() -> None:
@@ -229,7 +229,7 @@ def test_empty_keys_of_sources_are_left_out_of_the_dump() -> None:
 
 
 def test_every_key_has_a_type_that_can_be_read() -> None:
-    """Each default, written as TOML, is read as itself: no field of a type that the configuration does not know."""
+    """Each default, written as TOML, reads back unchanged: every field has a supported type."""
     for family in FAMILIES:
         for flavor in FAMILIES[family].flavors:
             values = dataclasses.asdict(FAMILIES[family].flavors[flavor])

@@ -1,23 +1,29 @@
-"""Command: between a run's checkpoints and model folders in the format of Hugging Face's transformers.
+"""Command: convert between a run's checkpoints and model folders in the format of Hugging Face's transformers."""
 
-python -m titanlite convert export RUN --out DIR [--dtype D] [--shard-size 5GB] [--verify | --no-verify]
-python -m titanlite convert import FOLDER_OR_HUB_NAME --out DIR [--dtype D]
-"""
-
-import argparse
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
+import tyro
 
 from titanlite.checkpoint.storage import sync_folder
 from titanlite.hf.folder import PREFIX
 from titanlite.hf.source import open_source
 from titanlite.precision import DTYPES
+from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.runtime.logging import log, setup_logging
-from titanlite.tools.command import appears_complete, require_new, run_command
+from titanlite.tools.command import (
+    Folder,
+    RunFolder,
+    appears_complete,
+    read_options,
+    require_new,
+    run_command,
+)
 from titanlite.tools.convert.export_run import write_folder
 from titanlite.tools.convert.import_folder import kept_dtype, write_run
 from titanlite.tools.convert.verify import check_tokenizer, too_large, verify
@@ -27,51 +33,66 @@ EXPORT_DTYPES = DTYPES | {"float16": torch.float16}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
+@dataclass(frozen=True)
+class ExportOptions:
+    """Write a run's model as a folder that transformers loads."""
+
+    run: RunFolder
+    """dump folder of a run, or one of its folders step-N"""
+    out: Folder
+    """new folder"""
+    dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
+    """of the weights; auto: as in the run"""
+    shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "5GB"
+    """maximum size of a file of weights: 5GB, 500MB, 2GiB"""
+    verify: bool = False
+    """compare logits even if two copies of the model may not fit into memory (then the default is to skip it)"""
+    no_verify: bool = False
+    """do not compare logits of the run and of the folder"""
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """Write a model folder, or a model of the hub, as a run at step 0."""
+
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER|ORGANIZATION/NAME[@REVISION]")]
+    """a folder, or a name on the hub"""
+    out: Folder
+    """new folder, the dump folder of the run"""
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
+    """of the weights; auto: as in the model folder"""
+
+
+Options = (
+    Annotated[ExportOptions, tyro.conf.subcommand("export")] | Annotated[ImportOptions, tyro.conf.subcommand("import")]
+)
+
+
 def main(argv: Sequence[str]) -> None:
-    """Writes a new folder, or nothing. Raises UserError."""
-    parser = argparse.ArgumentParser(
-        "titanlite convert",
-        description="To and from model folders of Hugging Face's transformers.",
-        allow_abbrev=False,
-    )
-    commands = parser.add_subparsers(required=True, metavar="export | import")
-    export = commands.add_parser("export", help="a run's model as a folder for transformers", allow_abbrev=False)
-    export.add_argument("run", type=Path, metavar="RUN", help="dump folder of a run, or one of its folders step-N")
-    export.add_argument("--out", required=True, type=Path, metavar="DIR", help="new folder")
-    export.add_argument("--dtype", choices=sorted(EXPORT_DTYPES), help="of the weights; default: as in the run")
-    export.add_argument("--shard-size", type=size, default="5GB", metavar="SIZE", help="of a file; default: 5GB")
-    export.add_argument(
-        "--verify",
-        action=argparse.BooleanOptionalAction,
-        help="compare logits before the folder gets its name; default: where two copies of the model fit in memory",
-    )
-    export.set_defaults(command=export_run)
-    imports = commands.add_parser("import", help="such a folder as a run that has not begun", allow_abbrev=False)
-    imports.add_argument("source", metavar="FOLDER|ORGANISATION/NAME[@REVISION]", help="a folder, or a name on the hub")
-    imports.add_argument("--out", required=True, type=Path, metavar="DIR", help="new folder, a run's dump folder")
-    imports.add_argument("--dtype", choices=sorted(DTYPES), help="of the weights; default: as they are")
-    imports.set_defaults(command=import_folder)
-    own = parser.parse_args(argv)
+    """Write a new folder, or nothing. Raises UserError."""
+    options = read_options(Options, argv, "convert")
     setup_logging(0)
-    require_new(own.out)
-    for left in sorted(own.out.parent.glob(f"{own.out.name}.incomplete-*")):
-        log.warning(
-            "%s is what an interrupted conversion has left, or one that runs beside this; it may be removed", left
-        )
-    own.command(own)
+    require_new(options.out)
+    for left in sorted(options.out.parent.glob(f"{options.out.name}.incomplete-*")):
+        log.warning("%s was left by an interrupted conversion, or is being written now; remove it if none runs", left)
+    if isinstance(options, ExportOptions):
+        export_run(options)
+    else:
+        import_folder(options)
 
 
-def export_run(own: argparse.Namespace) -> None:
-    run = open_run(own.run)
-    dtype = EXPORT_DTYPES[own.dtype] if own.dtype else run.dtype
-    why_not = "--no-verify" if own.verify is False else None
-    if own.verify is None and (reason := too_large(run, dtype)):
-        why_not = f"{reason}; --verify does it all the same"
+def export_run(options: ExportOptions) -> None:
+    shard_bytes = size_in_bytes(options.shard_size)
+    run = open_run(options.run)
+    dtype = EXPORT_DTYPES.get(options.dtype, run.dtype)
+    why_not = "--no-verify" if options.no_verify else None
+    if not options.verify and why_not is None and (reason := too_large(run, dtype)):
+        why_not = f"{reason}; use --verify to compare anyway"
     log.info("Exporting %s: %s", run.path, conversion(run.dtype, dtype))
     if run.tokenizer() is None and run.manifest.facts["tokenizer"] is not None:
-        log.warning("The run's tokenizer is not there any more: the folder will have none")
-    with new_folder(own.out) as folder:
-        files = write_folder(run, folder, dtype, own.shard_size)
+        log.warning("The run's tokenizer is missing: the folder will have no tokenizer")
+    with new_folder(options.out) as folder:
+        files = write_folder(run, folder, dtype, shard_bytes)
         log.info("Wrote %d file(s) of weights, %.1f MiB", len(files), weights_bytes(folder, files) / 2**20)
         if why_not is None:
             log.info("Verified: %s", verify(run, folder, dtype))
@@ -80,25 +101,24 @@ def export_run(own: argparse.Namespace) -> None:
         warning = check_tokenizer(run, folder)
         if warning:
             log.warning("%s", warning)
-    print(f"{own.out} is complete. To load it: AutoModelForCausalLM.from_pretrained({str(own.out)!r})")
+    print(f"{options.out} is complete. To load it: AutoModelForCausalLM.from_pretrained({str(options.out)!r})")
 
 
-def import_folder(own: argparse.Namespace) -> None:
-    source = open_source(own.source.removeprefix(PREFIX))
-    dtype = own.dtype or kept_dtype(source)
+def import_folder(options: ImportOptions) -> None:
+    source = open_source(options.source.removeprefix(PREFIX))
+    dtype = kept_dtype(source) if options.dtype == "auto" else options.dtype
     log.info("Importing %s: %s %s", source.name, source.family.name, source.describe(DTYPES[dtype]))
     if source.tokenizer_file is None:
         log.warning("%s has no tokenizer.json: the run will have no tokenizer", source.name)
-    with new_folder(own.out) as folder:
-        write_run(source, folder, own.out, dtype)
-    print(
-        f"{own.out} is complete. To train from it: its [model] section, and initial_load_path = '{own.out}/checkpoint'"
-    )
+    with new_folder(options.out) as folder:
+        write_run(source, folder, options.out, dtype)
+    path = f"{options.out}/checkpoint"
+    print(f"{options.out} is complete. To train from it: its [model] section, and initial_load_path = '{path}'")
 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Where to write what is on the disk at the end of the block: it gets its name then, or never. Raises UserError."""
+    """Yield a temporary folder that is fsynced and renamed to `out` at the end. Raises UserError."""
     with appears_complete(out) as temporary:
         temporary.mkdir()
         yield temporary
@@ -114,12 +134,12 @@ def weights_bytes(folder: Path, files: Sequence[str]) -> int:
     return sum((folder / file).stat().st_size for file in files)
 
 
-def size(text: str) -> int:
-    """Bytes: 5GB, 500MB, 2GiB, or a number of them."""
+def size_in_bytes(text: str) -> int:
+    """Bytes of "5GB", "500MB", "2GiB", or of a plain number. Raises UsageError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", text.strip().upper())
     number = float(found[1]) * UNITS[found[2] or ""] if found else 0.0
     if not 1 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 5GB, 500MB or 2GiB")
+        raise ConfigError([Problem("--shard-size", text, "a size in bytes", "for example 5GB, 500MB or 2GiB")])
     return int(number)
 
 

@@ -1,25 +1,26 @@
-"""The command's arguments, and what it prints: text to stdout, all else to stderr. Exit code 2 for bad arguments."""
+"""Command: generate text from a saved run. The text goes to stdout, everything else to stderr."""
 
 from titanlite.runtime.failure import end_on_interrupt
 
 if __name__ == "__main__":  # before the imports that take seconds
     end_on_interrupt()
 
-import argparse
 import io
 import math
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
+import tyro
 
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.precision import DTYPES
-from titanlite.runtime.errors import ConfigError, Problem, require
+from titanlite.runtime.errors import ConfigError, Problem, ranged, require
 from titanlite.runtime.logging import log, setup_logging
-from titanlite.tools.command import run_command
+from titanlite.tools.command import Count, OptionalCount, RunFolder, check_options, read_options, run_command
 from titanlite.tools.generate.decoding import TextStream
 from titanlite.tools.generate.generation import generate
 from titanlite.tools.generate.printing import print_texts
@@ -27,122 +28,89 @@ from titanlite.tools.generate.prompts import Prompt, encode_prompts, read_prompt
 from titanlite.tools.generate.sampling import Sampling
 from titanlite.tools.saved_run import SavedRun, open_run, reading
 
-USUAL_NEW_TOKENS = 200
+DEFAULT_NEW_TOKENS = 200
 
-DESCRIPTION = """\
-Goes on writing where a prompt ends, with the model and the tokenizer of a run, whatever mesh saved it.
 
-stdout has the prompt and what follows it, as it is written; stderr everything else. Several prompts are written on
-together and shown one under the other: the first as it is written, each of the others once those above it are
-complete. A text ends with the token that ends documents, which is not shown, or after --max-new-tokens.
+@dataclass(frozen=True)
+class Options:
+    """Continue prompts with the model and the tokenizer of a run, whatever mesh saved it.
 
-The same arguments give the same text. With --temperature 0 a text does not depend on the other prompts; what is
-drawn depends on --seed and on a prompt's place among them.
-"""
+    stdout shows each prompt and its continuation, stderr everything else. Several prompts are generated as one batch
+    and printed one below the other. A text ends after the token that ends documents, which is not printed, or after
+    --max-new-tokens. The same arguments give the same text. With --temperature 0 a text does not depend on the other
+    prompts; otherwise it depends on --seed and on the prompt's position among them.
+    """
+
+    run: RunFolder
+    """dump folder of a run, for its latest valid checkpoint; or one folder step-N"""
+    prompt: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT")]] = ()
+    """text to continue"""
+    prompt_file: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE")]] = ()
+    """file with a text to continue; -: stdin"""
+    max_new_tokens: OptionalCount = ranged(None, f"leave it out for {DEFAULT_NEW_TOKENS}", least=1)
+    """maximum tokens to generate per prompt; None: 200, or fewer if the model has fewer positions left"""
+    temperature: Annotated[float, tyro.conf.arg(metavar="T")] = ranged(
+        0.8, "0 for the most likely token, about 0.8 for varied text", least=0, below=math.inf
+    )
+    """divides the logits; 0: always the most likely token"""
+    top_k: Annotated[int | None, tyro.conf.arg(metavar="K")] = ranged(None, "leave it out to sample from all", least=1)
+    """sample from the K most likely tokens; None: all"""
+    top_p: Annotated[float, tyro.conf.arg(metavar="P")] = ranged(1.0, "1 to sample from all", above=0, most=1)
+    """sample from the fewest most likely tokens with total probability P"""
+    seed: Count = ranged(0, "any number in this range", least=0, most=2**63 - 1)
+    """seed of the sampling"""
+    ignore_eos: bool = False
+    """continue after the end of a document, and print the token that ends it"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda if available"""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """of weights and arithmetic; auto: the dtype of the run's weights"""
+    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
+    """tokenizer.json or its folder; None: the run's own"""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Raises UserError."""
-    own = parse_arguments(argv)
+    """Print the texts. Raises UserError."""
+    options = read_options(Options, argv, "generate")
+    prompts_given, problems = read_prompts(options.prompt, options.prompt_file)
+    has_gpu = torch.cuda.is_available()
+    has_device = has_gpu or options.device != "cuda"
+    problems += require(has_device, "--device", "cuda", "a GPU that torch can use", "leave it out, or use cpu")
+    problems += check_options(options)
+    if problems:
+        raise ConfigError(problems)
     setup_logging(0, sys.stderr)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows what it can
-    run = open_run(own.run)
-    tokenizer = find_tokenizer(run, own.tokenizer)
+        sys.stdout.reconfigure(errors="replace")  # for terminals that are not UTF-8
+    run = open_run(options.run)
+    tokenizer = find_tokenizer(run, options.tokenizer)
+    max_seq_len = run.hyper_parameters.max_seq_len
     prompts = encode_prompts(
-        own.prompts,
+        prompts_given,
         tokenizer,
         starts_with_bos=run.config.data.add_bos,
-        max_new_tokens=own.max_new_tokens or 1,
-        max_seq_len=run.hyper_parameters.max_seq_len,
+        max_new_tokens=options.max_new_tokens or 1,
+        max_seq_len=max_seq_len,
     )
-    if own.max_new_tokens is None:
-        room = run.hyper_parameters.max_seq_len - max(len(prompt.ids) for prompt in prompts)
-        own.max_new_tokens = min(USUAL_NEW_TOKENS, room)
-    eos_id = None if own.ignore_eos else tokenizer.eos_id
-    announce(run, own, prompts, tokenizer)
+    room = max_seq_len - max(len(prompt.ids) for prompt in prompts)
+    max_new_tokens = options.max_new_tokens or min(DEFAULT_NEW_TOKENS, room)
+    eos_id = None if options.ignore_eos else tokenizer.eos_id
+    device = torch.device("cuda", 0) if has_gpu and options.device != "cpu" else torch.device("cpu")
+    dtype = DTYPES.get(options.dtype, run.dtype)
+    log.info("%s: %s, %s on %s", run.path, run.family.name, str(dtype).removeprefix("torch."), device)
+    warn(run, prompts, tokenizer, max_new_tokens)
     with reading(run.path):
-        model = run.model(own.device, own.dtype or run.dtype)
+        model = run.model(device, dtype)
     began = time.perf_counter()
-    steps = generate(
-        model, [prompt.ids for prompt in prompts], own.sampling, max_new_tokens=own.max_new_tokens, eos_id=eos_id
-    )
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    steps = generate(model, [prompt.ids for prompt in prompts], sampling, max_new_tokens=max_new_tokens, eos_id=eos_id)
     written = print_texts(prompts, [TextStream(tokenizer, prompt.ids) for prompt in prompts], steps, eos_id)
     took = time.perf_counter() - began
     log.info("%s tokens in %.1f s, %.1f tokens/s", f"{written:,}", took, written / took)
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """With `prompts` read, and `sampling`, `device` and `dtype` (None: the run's) made. Raises ConfigError."""
-    parser = argparse.ArgumentParser(
-        "titanlite generate",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    text = "dump folder of a run, for its newest checkpoint that is whole; or one folder step-N"
-    parser.add_argument("run", type=Path, metavar="RUN", help=text)
-    text = "text to go on from; may be given several times"
-    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help=text)
-    text = "the same, all that a file holds; -: stdin"
-    parser.add_argument("--prompt-file", action="append", default=[], metavar="FILE", help=text)
-    text = f"at most so many; default: {USUAL_NEW_TOKENS}, or what the model has positions for"
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help=text)
-    text = "below 1 likely tokens become likelier; 0: always the likeliest one; default: %(default)s"
-    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help=text)
-    text = "draw among the K likeliest tokens; default: all"
-    parser.add_argument("--top-k", type=int, metavar="K", help=text)
-    text = "draw among the fewest likeliest tokens that together have probability P; default: %(default)s, all"
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help=text)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn; default: %(default)s")
-    text = "write on where a document ends, and show the token that ends it"
-    parser.add_argument("--ignore-eos", action="store_true", help=text)
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: cuda if there is")
-    text = "of weights and arithmetic; default: as the run keeps its weights"
-    parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help=text)
-    text = "tokenizer.json or its folder; default: the run's own"
-    parser.add_argument("--tokenizer", metavar="PATH", help=text)
-    own = parser.parse_args(argv)
-    own.prompts, problems = read_prompts(own.prompt, own.prompt_file)
-    problems += check_arguments(own)
-    if problems:
-        raise ConfigError(problems)
-    own.sampling = Sampling(own.temperature, own.top_k, own.top_p, own.seed)
-    with_gpu = torch.cuda.is_available() if own.device == "auto" else own.device == "cuda"
-    own.device = torch.device("cuda", 0) if with_gpu else torch.device("cpu")
-    own.dtype = DTYPES.get(own.dtype)
-    return own
-
-
-def check_arguments(own: argparse.Namespace) -> list[Problem]:
-    """What can be said without the run."""
-    no_gpu = own.device == "cuda" and not torch.cuda.is_available()
-    return [
-        *require(
-            own.max_new_tokens is None or own.max_new_tokens >= 1,
-            "--max-new-tokens",
-            own.max_new_tokens,
-            "at least 1",
-            f"leave it out for {USUAL_NEW_TOKENS}",
-        ),
-        *require(
-            0 <= own.temperature < math.inf,
-            "--temperature",
-            own.temperature,
-            "0 or more, and finite",
-            "0 for the likeliest tokens, about 0.8 for varied ones",
-        ),
-        *require(
-            own.top_k is None or own.top_k >= 1, "--top-k", own.top_k, "at least 1", "leave it out to draw among all"
-        ),
-        *require(0 < own.top_p <= 1, "--top-p", own.top_p, "above 0 and at most 1", "1 to draw among all"),
-        *require(0 <= own.seed < 2**63, "--seed", own.seed, "from 0 to 2^63 - 1", "any such number is as good"),
-        *require(not no_gpu, "--device", "cuda", "a GPU that torch can use", "leave it out, or write cpu"),
-    ]
-
-
 def find_tokenizer(run: SavedRun, path: str | None) -> Tokenizer:
-    """The one at `path`; None: the run's own. Raises UserError where there is none, or the model has no room for it."""
+    """The tokenizer at `path`; None: the run's own. Raises UserError if absent or too large for the model."""
     if path is None:
         own = run.tokenizer()
         if own is None:
@@ -153,16 +121,13 @@ def find_tokenizer(run: SavedRun, path: str | None) -> Tokenizer:
     return run.tokenizer_at(path)
 
 
-def announce(run: SavedRun, own: argparse.Namespace, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> None:
-    """Log what is about to write, and what to expect of it."""
-    dtype = str(own.dtype or run.dtype).removeprefix("torch.")
-    log.info("%s: %s, %s on %s", run.path, run.family.name, dtype, own.device)
+def warn(run: SavedRun, prompts: Sequence[Prompt], tokenizer: Tokenizer, max_new_tokens: int) -> None:
+    """Log what limits the quality or the length of the texts."""
     if tokenizer.eos_id is None:
-        log.warning("the tokenizer names no EOS: each text ends after --max-new-tokens = %d", own.max_new_tokens)
-    longest = max(len(prompt.ids) for prompt in prompts) + own.max_new_tokens
+        log.warning("the tokenizer names no EOS: each text ends after --max-new-tokens = %d", max_new_tokens)
     trained = run.config.training.seq_len
-    if longest > trained:
-        log.warning("the run saw %d tokens at once: what is written after as many is guesswork", trained)
+    if max(len(prompt.ids) for prompt in prompts) + max_new_tokens > trained:
+        log.warning("the run was trained on sequences of %d tokens: longer texts are extrapolated", trained)
 
 
 if __name__ == "__main__":

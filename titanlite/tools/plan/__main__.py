@@ -1,51 +1,51 @@
-"""What a run would need on N ranks: `python -m titanlite plan CONFIG --world-size N [--section.key value ...]`.
+"""Command: estimate what a run needs on N ranks. One process, no accelerator, no data, no tokenizer."""
 
-One process, no accelerator, no data, no tokenizer. Exit code 2 where training would refuse the configuration.
-"""
-
-import argparse
 import math
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
 
 from titanlite.config.load import load_config
-from titanlite.runtime.errors import ConfigError, require
-from titanlite.runtime.failure import FailureReport, end_process
+from titanlite.runtime.errors import ConfigError, ranged
+from titanlite.tools.command import ConfigFile, Count, check_options, read_options_and_overrides, run_command
 from titanlite.tools.plan.estimate import estimate
 from titanlite.tools.plan.report import report
 
 
-def main() -> None:
-    """Prints the plan."""
-    parser = argparse.ArgumentParser(
-        prog="python -m titanlite plan",
-        description="Memory, communication and idle time of a configuration on a number of ranks.",
-        epilog="--section.key value overrides a key of CONFIG, as for training.",
-        allow_abbrev=False,
+@dataclass(frozen=True)
+class Options:
+    """Memory, communication and idle time of a configuration on a number of ranks, before it is run.
+
+    --section.key VALUE overrides a key of CONFIG, as for training. Exit code 2 if training would refuse the
+    configuration.
+    """
+
+    config: ConfigFile
+    """TOML file, or the name of a shipped configuration"""
+    world_size: Count = ranged(tyro.MISSING, least=1)
+    """number of processes"""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """device that "auto" dtypes are resolved for"""
+    device_memory_gib: Annotated[float, tyro.conf.arg(metavar="GIB")] = ranged(
+        80.0, "80 for an H100", above=0, below=math.inf
     )
-    parser.add_argument("config", metavar="CONFIG", help="TOML file, as for training")
-    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of processes")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help='what "auto" dtypes go by')
-    parser.add_argument("--device-memory-gib", type=float, default=80.0, metavar="GIB", help="of one device")
-    own, rest = parser.parse_known_args()
-    problems = [
-        *require(own.world_size >= 1, "--world-size", own.world_size, "at least 1", "the number of processes"),
-        *require(
-            0 < own.device_memory_gib < math.inf,
-            "--device-memory-gib",
-            own.device_memory_gib,
-            "above 0 and finite",
-            "80 is that of an H100",
-        ),
-    ]
-    if problems:
+    """memory of one device"""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print the plan. Raises UsageError."""
+    options, overrides = read_options_and_overrides(Options, argv, "plan")
+    if problems := check_options(options):
         raise ConfigError(problems)
-    arguments = ["--job.config_file", own.config, *rest]
-    config = load_config(arguments, world_size=own.world_size, device_type=own.device, looks_at_files=False)
-    print(report(config, estimate(config, own.world_size, device_type=own.device), own.device_memory_gib), end="")
+    arguments = ["--job.config_file", options.config, *overrides]
+    world_size, device = options.world_size, options.device
+    config = load_config(arguments, world_size=world_size, device_type=device, looks_at_files=False)
+    plan = estimate(config, world_size, device_type=device)
+    sys.stdout.write(report(config, plan, options.device_memory_gib))
 
 
 if __name__ == "__main__":
-    with FailureReport():
-        main()
-    sys.stdout.flush()
-    end_process(0)
+    run_command(main)

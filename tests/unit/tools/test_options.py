@@ -1,0 +1,146 @@
+"""Test how commands read their options, and how their processes end."""
+
+import math
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from titanlite.runtime.errors import ConfigError, Problem, UsageError, UserError, ranged
+from titanlite.tools.command import (
+    ConfigFile,
+    Count,
+    check_options,
+    check_output_file,
+    read_options,
+    read_options_and_overrides,
+    run_command,
+)
+from titanlite.tools.convert.__main__ import ExportOptions
+from titanlite.tools.convert.__main__ import Options as ConvertOptions
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a command."""
+
+    config: ConfigFile
+    """a file"""
+    num_steps: Count = ranged(3, "give a positive number", least=1)
+    """steps"""
+    rate: float = ranged(0.5, least=0, below=math.inf)
+    """a rate"""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """a device"""
+    all_of_it: bool = False
+    """a flag"""
+
+
+@pytest.mark.parametrize(
+    "spelling", ["--num-steps 7 --all-of-it", "--num_steps 7 --all_of_it", "--num-steps=7 --all-of-it"]
+)
+def test_hyphens_and_underscores_are_the_same(spelling: str) -> None:
+    assert read_options(Options, ["a.toml", *spelling.split()], "test") == Options("a.toml", 7, 0.5, "cpu", True)
+
+
+def test_options_may_stand_before_the_configuration() -> None:
+    assert read_options(Options, ["--num-steps", "7", "a.toml"], "test") == Options("a.toml", 7)
+
+
+def test_overrides_of_the_configuration_are_passed_on() -> None:
+    argv = ["a.toml", "--training.steps", "5", "--num_steps", "7", "--data.sources.0.path=x"]
+    options, overrides = read_options_and_overrides(Options, argv, "test")
+    assert options == Options("a.toml", 7)
+    assert overrides == ["--training.steps", "5", "--data.sources.0.path=x"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], ["CONFIG"]),
+        (["a.toml", "--num-steps", "x"], ["--num-steps", "'x'"]),
+        (["a.toml", "--device", "tpu"], ["--device", "'tpu'", "'cuda'"]),
+        (["a.toml", "--num-stpes", "7"], ["'--num-stpes'", "did you mean --num-steps?"]),
+        (["a.toml", "b.toml"], ["'b.toml'", "titanlite test --help"]),
+    ],
+)
+def test_a_usage_error_is_a_short_text(argv: list[str], words: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_options(Options, argv, "test")
+    text = str(caught.value)
+    assert [word for word in words if word not in text] == []
+    assert len(text.splitlines()) <= 2
+    assert not set(text) & set("│╭╮╰╯─")
+
+
+def test_help_is_printed_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        read_options(Options, ["--help"], "test")
+    assert not caught.value.code
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "usage: titanlite test " in shown
+    assert "--num-steps N" in shown
+    assert "(default: 3)" in shown
+
+
+@pytest.mark.parametrize(("key", "value"), [("num_steps", 0), ("rate", -1.0), ("rate", math.inf), ("rate", math.nan)])
+def test_a_number_out_of_range_is_a_problem_of_its_option(key: str, value: float) -> None:
+    (problem,) = check_options(Options("a.toml", **{key: value}))
+    assert problem.key == f"--{key.replace('_', '-')}"
+    assert check_options(Options("a.toml")) == []
+
+
+def test_subcommands() -> None:
+    options = read_options(ConvertOptions, ["export", "run", "--out", "folder", "--dtype", "float16"], "convert")
+    assert options == ExportOptions(Path("run"), Path("folder"), "float16")
+    with pytest.raises(UsageError, match="export"):
+        read_options(ConvertOptions, ["exprt", "run"], "convert")
+
+
+def test_output_files(tmp_path: Path) -> None:
+    assert check_output_file("--json", None) == []
+    assert check_output_file("--json", tmp_path / "a.json") == []
+    for path in (tmp_path, tmp_path / "missing" / "a.json"):
+        (problem,) = check_output_file("--json", path)
+        assert (problem.key, problem.value) == ("--json", str(path))
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (None, 0, ""),
+        (UserError("no"), 1, "titanlite: no\n"),
+        (UsageError("no"), 2, "titanlite: no\n"),
+        (ConfigError([Problem("a.b", 1, "rule", "remedy")]), 2, "titanlite: the configuration has 1 problem"),
+        (KeyboardInterrupt(), 130, "titanlite: interrupted\n"),
+        (BrokenPipeError(), 1, ""),
+        (signal.SIGTERM, 143, ""),
+    ],
+)
+def test_exit_codes(
+    error: BaseException | signal.Signals | None,
+    code: int,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def main(_: object) -> None:
+        if isinstance(error, signal.Signals):
+            os.kill(os.getpid(), error)
+        elif error is not None:
+            raise error
+
+    monkeypatch.setattr(os, "dup2", lambda *_: None)  # would redirect the output of pytest
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            run_command(main)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert caught.value.code == code
+    assert capsys.readouterr().err.startswith(text)
+    assert sys.exc_info()[0] is None
