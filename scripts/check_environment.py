@@ -1,12 +1,13 @@
-"""What the shell scripts ask about a Python environment. It is run by the Python in question:
+"""Check a Python environment, for the shell scripts. The Python of that environment runs this file:
 
-check_environment.py missing [EXTRA …]    what titanlite lacks there, one thing per line; nothing where it is complete
-check_environment.py torch-folder         the folder with a torch in the supported range; nothing where there is none
-check_environment.py gpus [cpu|cuda]      how many GPUs torch can use; why not, and exit code 1, where it ought to
+check_environment.py missing [EXTRA …]    the missing dependencies, one per line; nothing if complete
+check_environment.py torch-folder         the folder that contains a supported torch; nothing if absent
+check_environment.py gpus [cpu|cuda]      the number of GPUs that torch can use; if it should find one but cannot:
+                                          the reason, and exit code 1
 
-Only `gpus` imports torch, and only where there is a sign of a GPU: the answers come within tenths of a second. Python
-puts the folder of this file on sys.path, not the current folder: a checkout that is merely the current folder does not
-count as installed.
+Only `gpus` imports torch, and only if the system appears to have a GPU, so each call takes tenths of a second. Python
+puts the folder of this file on sys.path, not the current folder, so a checkout in the current folder does not count as
+installed.
 """
 
 import importlib.metadata
@@ -25,11 +26,11 @@ REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(?P<clauses>(?:[<>]=?[\d.]+,?)*)")
 def requirements(extras: list[str]) -> list[str]:
     """The dependencies that pyproject.toml lists, with those of the extras."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
-    return [*project["dependencies"], *(one for extra in extras for one in project["optional-dependencies"][extra])]
+    return [*project["dependencies"], *(name for extra in extras for name in project["optional-dependencies"][extra])]
 
 
 def fits(version: str, clauses: str) -> bool:
-    """Whether a version is a release (no nightly or pre-release) within ">=2.11,<2.14" or the like."""
+    """Whether a version is a release (no nightly or pre-release) that satisfies clauses such as ">=2.11,<2.14"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)*)(?:\.post\d+)?(?:\+.*)?", version)
     if not match:
         return not clauses
@@ -43,10 +44,10 @@ def as_numbers(version: str) -> tuple[int, ...]:
 
 
 def lacking(requirement: str) -> str | None:
-    """None where the requirement is met here, else what is lacking."""
+    """The missing package, or its wrong version; None if this environment meets the requirement."""
     match = REQUIREMENT.fullmatch(requirement.replace(" ", ""))
     if not match:
-        raise ValueError(f"pyproject.toml: {requirement!r} is more than a name with >=, <=, > or < and numbers")
+        raise ValueError(f"pyproject.toml: {requirement!r} is not a name with >=, <=, > or < and numbers")
     name, clauses = match["name"], match["clauses"]
     try:
         version = importlib.metadata.version(name)
@@ -56,7 +57,7 @@ def lacking(requirement: str) -> str | None:
 
 
 def missing(extras: list[str]) -> list[str]:
-    """What titanlite lacks here: itself, imported from this checkout, or any of its dependencies."""
+    """The missing dependencies, and "titanlite" if this environment does not import it from this checkout."""
     spec = importlib.util.find_spec("titanlite")
     ours = REPOSITORY / "titanlite" / "__init__.py"
     found_here = spec is not None and spec.origin is not None and Path(spec.origin).resolve() == ours
@@ -65,17 +66,17 @@ def missing(extras: list[str]) -> list[str]:
 
 
 def torch_folder() -> str:
-    """The folder to put on another environment's path for the torch of this one; "" where none fits."""
+    """The folder to add to another environment's path to use this environment's torch; "" if it is unsupported."""
     spec = importlib.util.find_spec("torch")
     (torch,) = [requirement for requirement in requirements([]) if requirement.startswith("torch>")]
     return "" if spec is None or spec.origin is None or lacking(torch) else str(Path(spec.origin).parent.parent)
 
 
 def gpus(device: str = "", root: Path = Path("/")) -> int | str:
-    """Number of GPUs that torch can use; why it can use none, where it ought to.
+    """The number of GPUs that torch can use; the reason if it should find one but cannot.
 
-    It ought to where `device` is "cuda", or where it is "" and an NVIDIA device is there that CUDA_VISIBLE_DEVICES does
-    not hide. root: where dev/ and proc/ are.
+    It should if `device` is "cuda", or if `device` is "" and an NVIDIA device exists that CUDA_VISIBLE_DEVICES does not
+    hide. root: the folder with dev/ and proc/.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     nvidia = any(root.glob("dev/nvidia[0-9]*")) or any(root.glob("proc/driver/nvidia/gpus/*"))
@@ -84,15 +85,15 @@ def gpus(device: str = "", root: Path = Path("/")) -> int | str:
         return 0
     import torch
 
-    warnings.simplefilter("ignore")  # what torch warns of is in the reason
+    warnings.simplefilter("ignore")  # the returned reason covers torch's warnings
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted and count == 0:
-        return why_no_gpu("an NVIDIA GPU is there" if nvidia else "DEVICE=cuda was given", hidden)
+        return why_no_gpu("this machine has an NVIDIA GPU" if nvidia else "DEVICE=cuda was given", hidden)
     return count
 
 
 def why_no_gpu(reason: str, hidden: bool) -> str:
-    """One line on why torch can use no GPU, and the remedy."""
+    """The reason why torch cannot use a GPU, and the remedy, in one line."""
     import torch
 
     build = f"torch {torch.__version__}"
@@ -106,7 +107,7 @@ def why_no_gpu(reason: str, hidden: bool) -> str:
         )
     try:
         torch.cuda.init()
-        error = "it sees no device"
+        error = "it finds no device"
     except (RuntimeError, AssertionError) as failure:
         error = str(failure).strip().split("\n")[0]
     return (

@@ -1,11 +1,11 @@
 # shellcheck shell=bash
-# Finds or makes the Python environment. Sourced by run_train.sh, scripts/test.sh and .ci/run, under `set -euo pipefail`.
-# Sets `repo`, this checkout; `use_environment [EXTRA …]` then sets `python`. The current folder stays what it is.
-# `venv` may be set to another path in between. "$venv.incomplete" is there while a venv of ours is half-made.
+# Find or create the Python environment. Sourced by run_train.sh, scripts/test.sh and .ci/run, under `set -euo pipefail`.
+# Sets `repo`, this checkout; `use_environment [EXTRA …]` then sets `python`. Does not change the current folder.
+# `venv` may be set to another path in between. "$venv.incomplete" exists until the venv is complete.
 
 repo=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
 venv=$repo/.venv
-tested=(3.11 3.12 3.13) # newer Pythons may work: a dependency may have no wheel for them yet
+tested=(3.11 3.12 3.13) # newer Pythons may work, if all dependencies have wheels for them
 
 say() { printf '%s: %s\n' "${0##*/}" "$*" >&2; }
 die() {
@@ -13,14 +13,14 @@ die() {
     exit 1
 }
 
-# check INTERPRETER QUESTION [ARGUMENT …]: what scripts/check_environment.py answers about that Python
+# check INTERPRETER QUESTION [ARGUMENT …]: run scripts/check_environment.py with that Python
 check() {
     local interpreter=$1
     shift
     "$interpreter" "$repo/scripts/check_environment.py" "$@"
 }
 
-# Sets `active` to the path of the active Python: $PYTHON, else python3, else python; `untested` to a remark, if any.
+# Set `active` to the path of the active Python ($PYTHON, else python3, else python), and `untested` to a remark or "".
 find_active_python() {
     local names=(python3 python) name version found=""
     untested=""
@@ -37,10 +37,10 @@ find_active_python() {
         found=${found:-$name is Python $version}
     done
     die "Python 3.11 or newer is needed, but ${found:-nothing runs as ${PYTHON:-python3 or python}}:" \
-        "install one, or say where it is: PYTHON=/path/to/python3 $0"
+        "install one, or set its path: PYTHON=/path/to/python3 $0"
 }
 
-# Sets `python` to one that has everything: the active one, else that of `venv`, which is made or completed where need be.
+# Set `python` to one with all dependencies: the active one, else that of `venv`, which is created or completed.
 use_environment() {
     local missing
     find_active_python
@@ -56,7 +56,7 @@ use_environment() {
             say "PYTHON=$PYTHON lacks ${missing//$'\n'/, }: using ${venv##*/}"
         fi
     fi
-    # The active Python's own PATH is left as it is
+    # The active Python needs no change of PATH
     [[ $python == "$active" && -z ${PYTHON:-} ]] || PATH=$(dirname "$python"):$PATH
     export PATH
 }
@@ -65,11 +65,11 @@ venv_is_complete() {
     [[ ! -e $venv.incomplete && -x $venv/bin/python ]] && [[ -z $(check "$venv/bin/python" missing "$@" 2>&1 || echo all) ]]
 }
 
-# Locks the checkout's folder, where the system can: of two starts at once the second waits and finds all done.
+# Lock the checkout's folder if flock is available: the second of two simultaneous starts waits for the first.
 one_at_a_time() {
     exec 9<"$repo"
     if command -v flock >/dev/null && ! flock -n 9; then
-        say "another set-up of ${venv##*/} is under way: waiting for it"
+        say "another process is setting up ${venv##*/}: waiting for it"
         flock 9 || true
     fi
 }
@@ -87,11 +87,11 @@ set_up_venv() {
     elif [[ -x $python ]]; then
         say "$active lacks $missing: completing ${venv##*/} ($own)"
     else
-        die "$venv has no Python that runs: delete it, and start again"
+        die "$venv has no working Python: delete it, and start again"
     fi
     "$python" -P -m pip --version >/dev/null 2>&1 || "$python" -P -m ensurepip >&2 || die "$venv has no pip: install it there"
     (cd "$repo" && "$python" -P -m pip install --disable-pip-version-check --editable ".${extras:+[$extras]}") >&2 ||
-        die "pip could not install titanlite into ${venv##*/}, for the reason above: fix it, and start again${untested:+. $untested}"
+        die "pip could not install titanlite into ${venv##*/}, see the error above: fix it, and start again${untested:+. $untested}"
     make_torchrun
     missing=$(check "$python" missing "$@")
     [[ -z $missing ]] || die "$venv still lacks ${missing//$'\n'/, }: delete it, and start again"
@@ -104,8 +104,8 @@ create_venv() {
     "$active" -P -c 'import venv, ensurepip' 2>/dev/null ||
         die "$active has no venv module: install it (Debian, Ubuntu: apt install $package), and start again"
     : >"$venv.incomplete"
-    "$active" -P -m venv --clear "$venv" >&2 || die "$active could not create $venv, for the reason above"
-    # A torch that the active Python has is put on the path of the new one, where pip finds it as installed
+    "$active" -P -m venv --clear "$venv" >&2 || die "$active could not create $venv: see the error above"
+    # If the active Python has torch, add its folder to the path of the new one, so that pip treats it as installed
     torch_folder=$(check "$active" torch-folder)
     if [[ -n $torch_folder ]]; then
         say "keeping the torch in $torch_folder"
@@ -113,10 +113,10 @@ create_venv() {
     fi
 }
 
-# pip writes no torchrun for a torch in another folder, and that of a .venv that was moved calls the Python of the old place
+# pip creates no torchrun for a torch in another folder, and the torchrun of a moved .venv calls the old Python
 make_torchrun() {
     grep -qsF "$venv/bin/" "$venv/bin/torchrun" && return
-    # shellcheck disable=SC2016 # for the shell that runs torchrun
+    # shellcheck disable=SC2016 # expanded by the shell that runs torchrun
     printf '#!/bin/sh\nexec "${0%%/*}/python" -m torch.distributed.run "$@"\n' >"$venv/bin/torchrun"
     chmod +x "$venv/bin/torchrun"
 }

@@ -1,8 +1,8 @@
-"""The README's table of verified layouts, measured: `python -m scripts.layout_table [ranks]`, in the repository's root.
+"""Measure the README's table of verified layouts: `python -m scripts.layout_table [ranks]`, in the repository root.
 
-For each layout of tests/distributed/layouts.py the largest relative error of any parameter's gradient, of the loss over
-two steps, and of the gradient norm, over all ranks: what tests/distributed/test_layouts.py bounds. ranks: only the
-layouts of at most so many.
+Prints, for each layout of tests/distributed/layouts.py, the largest relative error over all ranks of any parameter's
+gradient, of the loss over two steps, and of the gradient norm. tests/distributed/test_layouts.py bounds these errors.
+ranks: measure only the layouts of at most this many ranks.
 """
 
 import sys
@@ -14,7 +14,7 @@ from titanlite.runtime.launch import run_ranks
 
 
 def errors(layouts: list[Layout], dtype: str) -> list[dict[str, Any]]:
-    """On each rank, by layout."""
+    """The errors on this rank, by layout."""
     return [{**asdict(measured), "worst": measured.worst} for measured in measure_all(layouts, dtype)]
 
 

@@ -1,7 +1,8 @@
-"""How far the plan's memory formulas are off, as tables: `python -m scripts.plan_error_table`, in the repository root.
+"""Measure the error of the plan's memory formulas: `python -m scripts.plan_error_table`, in the repository root.
 
-A small model on this machine's CPU. First what one microbatch keeps between forward and backward, then the peak of a
-whole step beside parameters and optimizer state (for pipelines of each pipeline rank): planned / measured - 1.
+Runs a small model on this machine's CPU and prints planned / measured - 1 in two tables: the memory that one microbatch
+keeps between forward and backward; the peak of a step without parameters and optimizer state (with a pipeline, per
+pipeline rank).
 """
 
 from tests.distributed.test_plan_memory import (

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Runs the quick size of the tests on several Pythons, one after the other, and prints a line for each at the end:
+# Run the quick size of the tests on several Pythons in turn, and print one line for each at the end:
 #
 #     ./scripts/test_pythons.sh                       each tested version: the first found on PATH, else in pyenv
-#     ./scripts/test_pythons.sh 3.12 /path/to/python  these; one that is not found is a failure
+#     ./scripts/test_pythons.sh 3.12 /path/to/python  these; fails if one is not found
 #     ./scripts/test_pythons.sh 3.12 -- tests/unit    further arguments for pytest
 #
-# A Python that lacks a dependency gets an environment of its own, .venv-3.12 for 3.12, which is kept.
+# A Python that lacks a dependency gets its own environment, .venv-3.12 for 3.12, which is kept.
 set -euo pipefail
 
 # shellcheck source=scripts/environment.sh

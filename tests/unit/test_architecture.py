@@ -1,4 +1,4 @@
-"""The rules that hold the parts apart, read off the source: imports point down, the configuration stays at the top."""
+"""Layering rules, checked on the source: imports point down, and only the top layers use the full configuration."""
 
 import ast
 import re
@@ -10,26 +10,26 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "titanlite"
 
-README = (PACKAGE.parent / "README.md").read_text("utf-8")
+LISTING = (PACKAGE.parent / "CONTRIBUTING.md").read_text("utf-8")
 LAYERS = re.findall(
-    r"^  (\w+)(?:\.py|/) ", README[README.index("\ntitanlite/ ") : README.index("\nscripts/ ")], re.MULTILINE
+    r"^  (\w+)(?:\.py|/) ", LISTING[LISTING.index("\ntitanlite/ ") : LISTING.index("\nscripts/ ")], re.MULTILINE
 )
-"""The folders and files of titanlite/, as README lists them. Each imports itself and what stands below it there."""
+"""The folders and files of titanlite/ in CONTRIBUTING's order. Each imports only itself and those listed below it."""
 COMMANDS = {"__main__", "parity", "plan", "convert", "generate", "evaluate"}
-"""The table of commands, and their older names: they import nothing."""
+"""The command table and the older command names, which are above all layers."""
 
 LAYER = {name: len(LAYERS) - place for place, name in enumerate(LAYERS)} | dict.fromkeys(COMMANDS, len(LAYERS) + 1)
 MAX_FILES_OF_TRAINER, MAX_DEPTH_OF_TRAINER, MAX_DEPTH_OF_TRAIN = 20, 6, 12
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "components"}
 
 
-def room_of(module: str) -> str:
-    """The folder or file of titanlite/ in which a module is; "" for titanlite itself."""
+def part_of(module: str) -> str:
+    """The folder or file of titanlite/ that contains a module; "" for titanlite itself."""
     return module.split(".")[1] if "." in module else ""
 
 
 def first_party_imports(tree: ast.AST, modules: set[str]) -> Iterator[str]:
-    """Names of the modules of titanlite that are imported anywhere in the tree, as far down as they are modules."""
+    """Yield the titanlite modules imported anywhere in the tree; for a function or class, the module that has it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             yield "." * node.level + (node.module or "")
@@ -42,18 +42,18 @@ def first_party_imports(tree: ast.AST, modules: set[str]) -> Iterator[str]:
 
 
 def import_violations(module: str, tree: ast.AST, modules: set[str]) -> Iterator[str]:
-    room = room_of(module)
-    if room and room not in LAYER:
-        yield "has no layer: give it one in the table of this test"
+    part = part_of(module)
+    if part and part not in LAYER:
+        yield "has no layer: add it to the list of titanlite/ in CONTRIBUTING.md"
         return
     for imported in first_party_imports(tree, modules):
-        other = room_of(imported)
+        other = part_of(imported)
         if imported.startswith("."):
-            yield f"imports {imported}: relative, write the whole name"
-        elif other not in ("", room) and LAYER.get(other, len(LAYER)) >= LAYER[room]:
+            yield f"imports {imported}: relative; write the absolute name"
+        elif other not in ("", part) and LAYER.get(other, len(LAYER)) >= LAYER[part]:
             yield f"imports {imported}, which does not lie below it"
-        elif room == "models" and other not in ("models", "runtime"):
-            yield f"imports {imported}: models know models/ and runtime/ only"
+        elif part == "models" and other not in ("models", "runtime"):
+            yield f"imports {imported}: models/ imports only models/ and runtime/"
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             yield from (f"imports {name} inside {function.name}" for name in first_party_imports(function, modules))
@@ -63,8 +63,8 @@ def name_violations(module: str, tree: ast.AST) -> Iterator[str]:
     if BANNED_NAMES & set(module.split(".")):
         yield "is not named after its subject"
     names = [name for node in ast.walk(tree) for name in names_of(node)]
-    if "JobConfig" in names and LAYER[room_of(module)] < LAYER["config"]:
-        yield "names JobConfig: it takes its own section or plain values"
+    if "JobConfig" in names and LAYER[part_of(module)] < LAYER["config"]:
+        yield "names JobConfig: take its own section or plain values instead"
 
 
 def names_of(node: ast.AST) -> list[str]:
@@ -78,7 +78,7 @@ def value_violations(module: str, tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         match node:
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=100)) if module != "titanlite.batch":
-                yield "has a literal -100: it is titanlite.batch.IGNORE_INDEX"
+                yield "has a literal -100: use titanlite.batch.IGNORE_INDEX"
             case ast.Attribute(value=ast.Name(id="pickle"), attr="load" | "loads" as name):
                 yield f"uses pickle.{name}"
             case ast.ImportFrom(module="pickle", names=names) if {"load", "loads"} & {alias.name for alias in names}:
@@ -124,7 +124,7 @@ def test_no_module_breaks_a_rule() -> None:
 
 @cache
 def imports() -> dict[str, list[str]]:
-    """Of each module, those that it imports when it is imported itself; packages with nothing in them left out."""
+    """Map each module to the modules that it imports, without empty packages."""
     found = {module: tree_of(source) for module, source in sources().items()}
     empty = {module for module, tree in found.items() if not any(not is_docstring(node) for node in tree.body)}
     return {
@@ -139,12 +139,12 @@ def is_docstring(node: ast.stmt) -> bool:
 
 @cache
 def longest_chain(module: str) -> tuple[str, ...]:
-    """From the module down, each importing the next."""
+    """The longest import chain that starts at the module."""
     return (module, *max((longest_chain(name) for name in imports()[module]), key=len, default=()))
 
 
 def reached(module: str) -> set[str]:
-    """All modules that importing it brings, without itself."""
+    """All modules loaded by importing the module, except itself."""
     found: set[str] = set()
     waiting = [module]
     while waiting:
@@ -155,12 +155,12 @@ def reached(module: str) -> set[str]:
 
 
 def folder_of(module: str) -> str:
-    """titanlite.data.sources.base -> titanlite.data.sources; of a file of titanlite/ the file itself."""
+    """titanlite.data.sources.base -> titanlite.data.sources; for a file directly in titanlite/, the file itself."""
     return module.rpartition(".")[0] if module.count(".") > 1 else module
 
 
-def test_no_folders_import_each_other_in_a_circle() -> None:
-    """Folders inside folders, too."""
+def test_folders_have_no_import_cycle() -> None:
+    """Nested folders included."""
     waiting = {folder_of(module): set[str]() for module in imports()}
     for module, names in imports().items():
         waiting[folder_of(module)] |= {folder_of(name) for name in names} - {folder_of(module)}
@@ -170,8 +170,8 @@ def test_no_folders_import_each_other_in_a_circle() -> None:
     assert waiting == {}
 
 
-def test_what_a_reader_has_to_follow_is_short() -> None:
-    """Files under the trainer, and the longest chains of imports: figures that grow unseen otherwise."""
+def test_import_graph_of_the_trainer_stays_small() -> None:
+    """Bound the number of files under the trainer and the longest import chains, which grow unnoticed otherwise."""
     trainer, chain = longest_chain("titanlite.trainer"), longest_chain("titanlite.train")
     files = reached("titanlite.trainer")
     print(f"\n{len(files)} files under titanlite.trainer, {len(trainer)} deep: {' > '.join(trainer)}")
@@ -197,7 +197,7 @@ def test_ignore_index_is_defined_in_batch() -> None:
         ("titanlite.data.loader", "from titanlite.tools.tokenize import X", "which does not lie below it"),
         ("titanlite.optim.optimizer", "from titanlite.data.loader import X", "which does not lie below it"),
         ("titanlite.optim.optimizer", "if TYPE_CHECKING:\n    from titanlite.trainer import X", "which does not lie"),
-        ("titanlite.models.layers", "from titanlite.batch import X", "models know models/ and runtime/ only"),
+        ("titanlite.models.layers", "from titanlite.batch import X", "models/ imports only models/ and runtime/"),
         ("titanlite.train", "def f():\n    from titanlite.loss import X", "imports titanlite.loss inside f"),
         ("titanlite.trainer", "from . import loss", "relative"),
         ("titanlite.novelty", "", "has no layer"),
@@ -213,7 +213,7 @@ def test_ignore_index_is_defined_in_batch() -> None:
         ("titanlite.runtime.cache", "eval(text)", "calls eval"),
     ],
 )
-def test_broken_rule_is_found(module: str, source: str, problem: str) -> None:
+def test_broken_rule_is_reported(module: str, source: str, problem: str) -> None:
     (found,) = violations(module, source, set(sources()))
     assert found.startswith(f"{module} ")
     assert problem in found
@@ -231,5 +231,5 @@ def test_broken_rule_is_found(module: str, source: str, problem: str) -> None:
         ("titanlite.runtime.cache", "torch.load(path, weights_only=True)"),
     ],
 )
-def test_kept_rules_are_not_found(module: str, source: str) -> None:
+def test_valid_modules_have_no_violations(module: str, source: str) -> None:
     assert violations(module, source, set(sources())) == []

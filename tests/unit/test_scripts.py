@@ -1,4 +1,4 @@
-"""The shell scripts: against stubs of python, pip and torchrun, in a checkout whose path has a space."""
+"""The shell scripts, with stubs of python, pip and torchrun, in a checkout whose path contains a space."""
 
 import fcntl
 import importlib.util
@@ -18,7 +18,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOOLS = ["bash", "cat", "chmod", "cp", "dirname", "env", "flock", "getconf", "grep", "mkdir", "nproc", "readlink", "rm"]
 
-# A Python that writes down its calls. Files beside it say how it is: version, missing, gpus, torch-folder, no-venv
+# A Python that logs its calls. Files next to it set its state: version, missing, gpus, torch-folder, no-venv
 PYTHON = """#!/usr/bin/env bash
 here=$(dirname "$0")
 echo "$here/python $*" >>"$STUB_LOG"
@@ -60,7 +60,7 @@ def executable(path: Path, text: str) -> Path:
 
 
 class Checkout:
-    """A checkout with the real scripts, and a PATH with nothing but stubs and a few system tools."""
+    """A checkout with the real scripts, and a PATH of stubs and a few system tools only."""
 
     def __init__(self, folder: Path) -> None:
         self.repo = folder / "a checkout"
@@ -92,13 +92,13 @@ class Checkout:
         return subprocess.run(command, cwd=self.cwd, env=environment, capture_output=True, text=True, timeout=60)
 
     def launched(self, *arguments: str, **variables: str) -> list[str]:
-        """What torchrun was given: its arguments, the folder, then the variables."""
+        """Return the output of the torchrun stub: its arguments, the working folder, then the variables."""
         done = self.run(*arguments, **variables)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 
     def refused(self, *arguments: str, script: str = "run_train.sh", **variables: str) -> str:
-        """The one line with which the script ends before it starts anything."""
+        """Return the error message of a script that exits before it starts anything."""
         done = self.run(*arguments, script=script, **variables)
         assert done.returncode == 1
         assert done.stdout == ""
@@ -115,7 +115,7 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
-def test_complete_active_python_runs_torchrun_at_once(checkout: Checkout) -> None:
+def test_complete_active_python_runs_torchrun_without_set_up(checkout: Checkout) -> None:
     lines = checkout.launched("--training.steps", "50", "--job.description", "two words")
     config = str(checkout.repo / "configs" / "quickstart.toml")
     assert lines[:10] == [
@@ -141,7 +141,9 @@ def test_called_through_a_symlink(checkout: Checkout) -> None:
     assert str(checkout.repo / "configs" / "quickstart.toml") in done.stdout
 
 
-@pytest.mark.parametrize("own", [["--job.config_file", "own.toml"], ["--job.config_file=own.toml"]])
+@pytest.mark.parametrize(
+    "own", [["--job.config_file", "own.toml"], ["--job.config_file=own.toml"], ["own.toml", "--training.steps", "5"]]
+)
 def test_config_file_by_variable_and_by_command_line(checkout: Checkout, own: list[str]) -> None:
     assert checkout.launched(CONFIG_FILE="my run.toml")[5:7] == ["--job.config_file", "my run.toml"]
     lines = checkout.launched(*own, CONFIG_FILE="other.toml")
@@ -177,10 +179,10 @@ def test_nodes(checkout: Checkout) -> None:
         ({"NGPU": "two"}, "NGPU=two"),
         ({"NGPU": "0"}, "NGPU=0"),
         ({"NNODES": "1:4"}, "NNODES=1:4"),
-        ({"NNODES": "2"}, "NODE_RANK (this node's number, 0 to 1) and RDZV_ENDPOINT"),
+        ({"NNODES": "2"}, "NODE_RANK (the rank of this node, 0 to 1) and RDZV_ENDPOINT"),
         ({"NNODES": "2", "NODE_RANK": "2", "RDZV_ENDPOINT": "a:1"}, "NODE_RANK=2"),
-        ({"NNODES": "2", "NODE_RANK": "0", "RDZV_ENDPOINT": "a"}, "RDZV_ENDPOINT=a: it is host:port"),
-        ({"DEVICE": "tpu"}, "DEVICE=tpu: it is cpu, cuda, or not set"),
+        ({"NNODES": "2", "NODE_RANK": "0", "RDZV_ENDPOINT": "a"}, "RDZV_ENDPOINT=a: must be host:port"),
+        ({"DEVICE": "tpu"}, "DEVICE=tpu: must be cpu, cuda, or not set"),
     ],
 )
 def test_bad_variables_are_refused_before_any_set_up(checkout: Checkout, variables: dict[str, str], words: str) -> None:
@@ -195,7 +197,7 @@ def test_device(checkout: Checkout) -> None:
     assert checkout.refused() == "run_train.sh: an NVIDIA GPU is there, but"
 
 
-def test_python_is_too_old_or_not_there(checkout: Checkout) -> None:
+def test_python_too_old_or_missing(checkout: Checkout) -> None:
     for version in ("2.7", "3.10"):
         checkout.python_is(version=version)
         assert f"Python 3.11 or newer is needed, but python3 is Python {version}" in checkout.refused()
@@ -205,13 +207,13 @@ def test_python_is_too_old_or_not_there(checkout: Checkout) -> None:
     assert not checkout.venv.exists()
 
 
-def test_minimum_python_is_that_of_pyproject() -> None:
+def test_minimum_python_matches_pyproject() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     text = (REPOSITORY / "scripts" / "environment.sh").read_text()
     assert f"Python {project['requires-python'].removeprefix('>=')} or newer is needed" in text
 
 
-def test_set_up_in_one_line_and_only_once(checkout: Checkout) -> None:
+def test_set_up_runs_once_and_prints_one_line(checkout: Checkout) -> None:
     checkout.python_is(missing="titanlite\ntorch")
     done = checkout.run("--training.steps", "1")
     assert done.returncode == 0
@@ -219,7 +221,7 @@ def test_set_up_in_one_line_and_only_once(checkout: Checkout) -> None:
     assert "lacks titanlite, torch: creating .venv" in done.stderr
     assert f"pip install -e '{checkout.repo}'" in done.stderr
     assert f"PYTHON_EXEC={checkout.venv / 'bin' / 'python'}" in done.stdout
-    assert "-m torch.distributed.run --standalone" in checkout.calls()  # pip made no torchrun, so the script did
+    assert "-m torch.distributed.run --standalone" in checkout.calls()  # the stub pip installs no torchrun
     calls = checkout.calls()
     assert (
         f"{checkout.venv}/bin/python -P -m pip install --disable-pip-version-check --editable .\n{checkout.repo}\n"
@@ -231,21 +233,21 @@ def test_set_up_in_one_line_and_only_once(checkout: Checkout) -> None:
     assert "pip install" not in checkout.calls().removeprefix(calls)
 
 
-def test_interrupted_set_up_is_done_anew(checkout: Checkout) -> None:
+def test_interrupted_set_up_is_repeated(checkout: Checkout) -> None:
     checkout.python_is(missing="torch")
     (checkout.log.parent / "log.no-pip").touch()
     assert "pip could not install titanlite" in checkout.refused()
     assert (checkout.repo / ".venv.incomplete").exists()
     (checkout.log.parent / "log.no-pip").unlink()
     (checkout.venv / "half").touch()
-    (checkout.venv / "bin" / "missing").unlink()  # what pip wrote last time may look complete
+    (checkout.venv / "bin" / "missing").unlink()  # a partial installation may look complete
     assert checkout.run().returncode == 0
     assert not (checkout.venv / "half").exists()
     assert not (checkout.repo / ".venv.incomplete").exists()
 
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="the system has no flock")
-def test_second_of_two_starts_waits_and_finds_all_done(checkout: Checkout) -> None:
+def test_second_concurrent_start_waits_for_the_first(checkout: Checkout) -> None:
     checkout.python_is(missing="torch")
     lock = os.open(checkout.repo, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -254,7 +256,7 @@ def test_second_of_two_starts_waits_and_finds_all_done(checkout: Checkout) -> No
             [checkout.repo / "run_train.sh"], env=checkout.environment, stdout=PIPE, stderr=PIPE, text=True
         )
         assert second.stderr is not None
-        assert "another set-up of .venv is under way" in second.stderr.readline()
+        assert "another process is setting up .venv" in second.stderr.readline()
         executable(checkout.venv / "bin" / "python", PYTHON)
     finally:
         os.close(lock)
@@ -273,7 +275,7 @@ def test_users_own_venv_is_completed_and_never_cleared(checkout: Checkout) -> No
     assert "-m venv" not in checkout.calls()
     assert "-m pip install" in checkout.calls()
     (checkout.venv / "bin" / "python").unlink()
-    assert "has no Python that runs: delete it" in checkout.refused()
+    assert "has no working Python: delete it" in checkout.refused()
 
 
 def test_installed_torch_is_kept(checkout: Checkout) -> None:
@@ -288,7 +290,7 @@ def test_missing_venv_module_names_the_package(checkout: Checkout) -> None:
     assert not (checkout.repo / ".venv.incomplete").exists()
 
 
-def test_named_python_comes_first(checkout: Checkout) -> None:
+def test_python_variable_takes_precedence(checkout: Checkout) -> None:
     other = executable(checkout.cwd / "other" / "python3", PYTHON)
     executable(other.parent / "torchrun", TORCHRUN + "echo other\n")
     lines = checkout.launched(PYTHON="other/python3")
@@ -312,7 +314,7 @@ def test_ci_lints_checks_types_then_calls_the_test_script(checkout: Checkout) ->
     assert calls[-1].startswith("-m pytest ")
 
 
-# What check_environment.py answers
+# check_environment.py
 
 
 def load_check_environment() -> ModuleType:
@@ -337,7 +339,7 @@ check_environment = load_check_environment()
         ],
     ],
 )
-def test_version_range_and_no_nightly(version: str, fits: bool) -> None:
+def test_version_range_excludes_nightlies(version: str, fits: bool) -> None:
     assert check_environment.fits(version, ">=2.11,<2.14") is fits
 
 
@@ -347,7 +349,7 @@ def test_every_requirement_can_be_checked() -> None:
         check_environment.lacking(requirement)
     assert check_environment.lacking("no-such-distribution>=1") == "no-such-distribution"
     assert check_environment.lacking("pytest<1").startswith("pytest <1 (it has ")
-    with pytest.raises(ValueError, match="more than a name"):
+    with pytest.raises(ValueError, match="is not a name with"):
         check_environment.lacking("a; python_version < '3.12'")
 
 
@@ -366,7 +368,7 @@ def test_current_folder_does_not_count_as_installed(tmp_path: Path) -> None:
 
 
 class FakeTorch(ModuleType):
-    """A torch without a device; `error` is what initialising CUDA says."""
+    """A torch without a device; `error` is the message if CUDA fails to initialize."""
 
     def __init__(self, build: str | None, count: int = 0, error: str = "No CUDA GPUs are available") -> None:
         super().__init__("torch")
@@ -401,7 +403,7 @@ def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.soak
 def test_fresh_clone_sets_itself_up(tmp_path: Path) -> None:
-    """With the network and a Python that has nothing: the commands of the README, in a new clone."""
+    """The README's commands in a new clone, with network access and a Python without packages."""
     repo = tmp_path / "a clone"
     subprocess.run(["git", "clone", "-q", REPOSITORY, repo], check=True)
     path = f"{Path(sys.base_prefix) / 'bin'}:/usr/bin:/bin"
