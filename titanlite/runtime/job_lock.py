@@ -1,8 +1,8 @@
-"""One job per dump folder: a file in it names the process that writes there, while that process lives.
+"""Lock of the dump folder: one job at a time writes into it.
 
-The file says who, it locks nothing by itself. Whether its owner still lives is asked of the system: a killed job frees
-its folder without cleaning up. What only one starter at a time may do, judging the file and replacing it, is guarded by
-the system's own lock (flock) on that file, for milliseconds.
+`job.lock` names the owner of the folder: the process of rank 0. Whether the owner still runs is checked by its pid and
+start time, so a killed job frees the folder without cleanup, on file systems without locks as well. A system lock
+(flock) on the file lets one starting job at a time read and replace it; it is held for milliseconds.
 """
 
 import errno
@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -26,40 +27,40 @@ from titanlite.runtime.logging import log
 
 JOB_LOCK_FILE = "job.lock"
 
-# The ranks of a launcher that was killed end a little after it, and its next start may be faster than that.
+# The ranks of a killed launcher end shortly after it; its next start may be faster.
 WAIT_S = 10.0
 POLL_S = 0.1
-# Far above the milliseconds for which the file is locked: whoever waits so long waits for a process that is stopped.
+# A starting job holds the system lock for milliseconds. After this timeout its process must be stopped (SIGSTOP).
 GUARD_S = 30.0
 GUARD_POLL_S = 0.01
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 
-State = Literal["lives", "ended", "unknown"]
+State = Literal["running", "ended", "unknown"]
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A process that writes into a folder, as its lock file has it. "" is what the system or the launcher lacks."""
+    """Process of rank 0 of the job that uses a folder. "" for a value that the system or the launcher lacks."""
 
     token: str
-    """A random name of this one use of the folder."""
+    """Random id of this use of the folder."""
     host: str
     boot: str
-    """The kernel's name for the time since the host was started."""
+    """The kernel's id of the current boot."""
     pid_namespace: str
-    """Where `pid` means something: a container has its own."""
+    """The namespace of `pid`: a container may have its own."""
     pid: int
     process_start: str
-    """When the process began, as the system says it: tells it from a later one with the same pid."""
+    """Start time of the process, as the system reports it: a later process with the same pid has another."""
     started: str
-    """When the job began, for people."""
+    """Start time of the job, for messages."""
     torchrun_id: str
     slurm_job_id: str
     slurm_restarts: int
 
     def __str__(self) -> str:
         launchers = (("torchrun", self.torchrun_id), ("Slurm job", self.slurm_job_id))
-        launched = "".join(f", {what} {name}" for what, name in launchers if name)
+        launched = "".join(f", {launcher} {name}" for launcher, name in launchers if name)
         return f"process {self.pid} on host {self.host}, since {self.started}{launched}"
 
 
@@ -67,18 +68,18 @@ class Owner:
 def job_lock(
     folder: str | Path, rank: int, *, take_over: bool, environment: Mapping[str, str], wait_s: float = WAIT_S
 ) -> Iterator[None]:
-    """Context in which this job is the only one in `folder`, which is made where it is missing.
+    """Context in which this job is the only one in `folder`, which is created if missing.
 
-    A folder whose owner has ended without leaving it is taken over, with a line in the log. An owner on this host is
-    found to live or not; one that lives is given `wait_s` seconds to end. Of one elsewhere (another host, another
-    container) it is known only that it has ended where the same torchrun launch has restarted its ranks, or Slurm has
-    requeued the same job; else `take_over` (job.take_over) says so. It never takes the folder from an owner that is
-    seen to live. A host that was started again since, by its name, has no process left from before.
+    An owner on this host is checked: if it has ended, the folder is taken over and a line logged; if it runs, it gets
+    `wait_s` seconds to end, and then this job is refused, whatever `take_over` is. An owner on another host or in
+    another container cannot be checked. It has ended if torchrun restarted the ranks of the same launch, if Slurm
+    requeued the same job, or if its host has rebooted; otherwise its state is unknown, and only `take_over`
+    (job.take_over) takes the folder.
 
-    Only rank 0 touches the disk; on the others this does nothing, and they must not write before rank 0 is inside.
-    environment: as the program found it. Left by any exception as well as at a good end; where the process ends without
-    (os._exit, a signal), the file stays behind with an owner that is gone.
-    Raises UserError where the folder has another owner, or cannot be made, written or read.
+    Only rank 0 touches the disk; the other ranks must not write before rank 0 is inside.
+    environment: the environment variables at program start. Any exception releases the folder too. If the process ends
+    without one (os._exit, a signal), the file remains with an owner that has ended.
+    Raises UserError if the folder has another owner, or cannot be created, written or read.
     """
     if rank != 0:
         yield
@@ -100,56 +101,53 @@ def job_lock(
 
 def _acquire(path: Path, mine: Owner, take_over: bool, wait_s: float) -> None:
     deadline = time.monotonic() + wait_s
-    told = False
+    logged = False
     while True:
-        with _guarded(path) as file:
+        with _locked(path) as file:
             content = file.read()
             owner = _parse(content)
             state = _state_of(owner, mine) if owner else "unknown"
-            if not content:  # made just now, or by a starter that was killed before it had the folder
+            if not content:  # created just now, or by a job that was killed before it wrote its owner
                 return _write(path, mine)
             if state == "ended":
-                log.info("%s: the job of %s has ended without leaving its folder; taken over", path.parent, owner)
+                log.info("%s: the job of %s has ended without releasing the folder; taken over", path.parent, owner)
                 return _write(path, mine)
             if state == "unknown" and take_over:
-                log.warning("%s: taken over from %s, as job.take_over says", path.parent, owner or "an unknown job")
+                name = owner or "an unknown job"
+                log.warning("%s: taken over from %s, because job.take_over = true", path.parent, name)
                 return _write(path, mine)
-        if state == "unknown" or time.monotonic() >= deadline or _is_here(owner, mine):
+        is_this_process = owner and (owner.pid, owner.process_start) == (mine.pid, mine.process_start)
+        if state == "unknown" or is_this_process or time.monotonic() >= deadline:
             raise UserError(_refusal(path, owner, state))
-        if not told:
-            log.info("%s is in use by %s; waiting %.0f s for it to end", path.parent, owner, wait_s)
-            told = True
+        if not logged:
+            log.info("%s is in use by %s; waiting up to %.0f s for it to end", path.parent, owner, wait_s)
+            logged = True
         time.sleep(POLL_S)
 
 
 def _release(path: Path, mine: Owner) -> None:
-    """Remove the file if it is still of this use of the folder, by this process (not one forked from it)."""
+    """Remove the file if it belongs to this use of the folder. A process forked from the owner leaves it alone."""
     if mine.pid != os.getpid():
         return
     try:
-        with _guarded(path) as file:
+        with _locked(path) as file:
             content = file.read()
             owner = _parse(content)
             if not content or (owner and owner.token == mine.token):
                 path.unlink()
             else:
-                log.warning("%s was taken over meanwhile by %s", path.parent, owner or "an unknown job")
-    except (OSError, UserError) as error:  # it tells nobody of more than a process that is gone
+                log.warning("%s was taken over by %s while this job ran", path.parent, owner or "an unknown job")
+    except (OSError, UserError) as error:  # harmless: the owner in the file ends with this process
         log.warning("%s could not be removed: %s", path, error)
 
 
-def _is_here(owner: Owner | None, mine: Owner) -> bool:
-    """Whether the owner is this very process, in another use: no waiting ends that."""
-    return owner is not None and (owner.pid, owner.process_start) == (mine.pid, mine.process_start)
-
-
 def _state_of(owner: Owner, mine: Owner) -> State:
-    """What is known of the owner, from where this process is."""
+    """State of the owner, as far as this process can tell."""
     if (owner.host, owner.boot, owner.pid_namespace) == (mine.host, mine.boot, mine.pid_namespace):
         start = _process_start(owner.pid)
         if start is None or (start and owner.process_start and start != owner.process_start):
             return "ended"
-        return "lives"
+        return "running"
     # torchrun ends the ranks of an attempt before it starts the next; Slurm ends a job before it requeues it.
     restarted = mine.torchrun_id == owner.torchrun_id != ""
     requeued = mine.slurm_job_id == owner.slurm_job_id != "" and mine.slurm_restarts > owner.slurm_restarts
@@ -161,15 +159,15 @@ def _refusal(path: Path, owner: Owner | None, state: State) -> str:
     another = "give another folder with --job.dump_folder"
     if owner is None:
         return (
-            f"job.dump_folder: {path} says that a job uses the folder, and not which one: it is damaged; {another}, or "
-            "say with --job.take_over true that no job uses it"
+            f"job.dump_folder: {path} is damaged, so the job that uses the folder is unknown; {another}, or pass "
+            "--job.take_over true if no job uses it"
         )
-    if state == "lives":
-        return f"job.dump_folder: {path.parent} is in use by another job: {owner}; {another}, or end that job first"
+    in_use = f"job.dump_folder: {path.parent} is in use by another job: {owner}"
+    if state == "running":
+        return f"{in_use}; {another}, or end that job first"
     return (
-        f"job.dump_folder: {path.parent} is in use by another job, or was when it ended: {owner}; that cannot be told "
-        f"from host {socket.gethostname()}: {another}, or end that job and say with --job.take_over true that it has "
-        "ended"
+        f"{in_use}; host {socket.gethostname()} cannot check whether it still runs: {another}, or end that job and "
+        "pass --job.take_over true"
     )
 
 
@@ -179,8 +177,8 @@ def _this_process(environment: Mapping[str, str]) -> Owner:
     return Owner(
         token=uuid.uuid4().hex,
         host=socket.gethostname(),
-        boot=_first_line("/proc/sys/kernel/random/boot_id"),
-        pid_namespace=_link("/proc/self/ns/pid"),
+        boot=_read_system("/proc/sys/kernel/random/boot_id"),
+        pid_namespace=_read_system("/proc/self/ns/pid"),
         pid=os.getpid(),
         process_start=_process_start(os.getpid()) or "",
         started=datetime.now().astimezone().isoformat(" ", "seconds"),
@@ -190,27 +188,36 @@ def _this_process(environment: Mapping[str, str]) -> Owner:
     )
 
 
+def _read_system(path: str) -> str:
+    """Target of a link or content of a file in /proc; "" if the system lacks it."""
+    try:
+        return os.readlink(path) if os.path.islink(path) else Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
 def _process_start(pid: int) -> str | None:
-    """When the process began, in a form of the system's own; "" where that is hidden, None where no process is."""
+    """Start time of a process, in the system's own format; "" if it is hidden, None if the process has ended."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return None
     except PermissionError:
-        pass  # another user's
-    if os.path.exists("/proc/self/stat"):
-        try:
-            values = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        except OSError:
-            return ""  # hidden, or it has ended this moment: to be asked again
-        status, start = values[0].decode(), values[19].decode()
-    else:
+        pass  # it belongs to another user
+    if not os.path.exists("/proc/self/stat"):
         status, start = _status_by_ps(pid)
-    return None if status[:1] in ("Z", "X") else start  # ended, and its parent has not taken note yet
+        return None if status[:1] in ("Z", "X") else start
+    try:
+        values = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return ""  # hidden, or the process has just ended: the next check will tell
+    status, threads, start = values[0].decode(), int(values[17]), values[19].decode()
+    # A zombie has ended and waits for its parent, unless another of its threads is still blocked in the kernel.
+    return None if status in ("Z", "X") and threads <= 1 else start
 
 
 def _status_by_ps(pid: int) -> tuple[str, str]:
-    """State and start of a process where there is no /proc; "" for each where ps cannot say."""
+    """Status and start time of a process on a system without /proc (macOS); "" for each that ps does not report."""
     command = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
     environment = {**os.environ, "LC_ALL": "C", "TZ": "UTC0"}
     try:
@@ -221,60 +228,48 @@ def _status_by_ps(pid: int) -> tuple[str, str]:
     return status, start.strip()
 
 
-def _first_line(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
-
-
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""
-
-
 @contextmanager
-def _guarded(path: Path) -> Iterator[BinaryIO]:
-    """The file at `path`, made empty where there is none; nobody else is in here until the context ends."""
+def _locked(path: Path) -> Iterator[BinaryIO]:
+    """Context with the file at `path`, created if missing, under an exclusive system lock."""
+    deadline = time.monotonic() + GUARD_S
     while True:
         with path.open("a+b") as file:
-            _flock(file, path)
-            if _is_at(file, path):
+            if _try_lock(file, path):
                 file.seek(0)
                 yield file
                 return
-        # It was removed or replaced while we waited for it: what is there now has a lock of its own.
-
-
-def _flock(file: BinaryIO, path: Path) -> None:
-    deadline = time.monotonic() + GUARD_S
-    while True:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                raise UserError(
-                    f"job.dump_folder: another process keeps {path} locked; end it, or give another folder with "
-                    "--job.dump_folder"
-                ) from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            return log.warning("%s has no file locks: jobs that start at the same moment are not told apart", path)
+        if time.monotonic() >= deadline:
+            raise UserError(
+                f"job.dump_folder: another process keeps {path} locked; end it, or give another folder with "
+                "--job.dump_folder"
+            )
         time.sleep(GUARD_POLL_S)
 
 
-def _is_at(file: BinaryIO, path: Path) -> bool:
+def _try_lock(file: BinaryIO, path: Path) -> bool:
+    """Lock the open file; False if it is locked elsewhere, or another job has removed or replaced it at `path`."""
     try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        _warn_without_locks(path)
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())  # st_nlink == 0 is not reliable on NFS
     except FileNotFoundError:
         return False
 
 
+@cache
+def _warn_without_locks(path: Path) -> None:
+    """Log the warning once per file."""
+    log.warning("%s: the file system has no locks; jobs that start at the same moment may all run", path)
+
+
 def _write(path: Path, owner: Owner) -> None:
-    """Put the owner in place, whole at any moment, whenever the power is cut."""
+    """Write the owner atomically and to the disk: a power cut leaves the old content or the new."""
     temporary = path.with_name(path.name + ".new")
     with temporary.open("wb") as file:
         file.write(json.dumps(asdict(owner), indent=1).encode() + b"\n")
@@ -284,7 +279,7 @@ def _write(path: Path, owner: Owner) -> None:
 
 
 def _parse(content: bytes) -> Owner | None:
-    """None where the content is no owner, as after a power cut, or by another version."""
+    """The owner; None if the content is damaged or has the format of another version."""
     try:
         owner = Owner(**json.loads(content))
     except (ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""Two jobs on one dump folder: one has it, whoever was there before, however that one ended."""
+"""Two jobs on one dump folder: one gets it, whatever the previous owner was and however it ended."""
 
 import errno
 import fcntl
@@ -28,7 +28,7 @@ from titanlite.runtime.job_lock import job_lock
 folder, go, wait_s = sys.argv[1], sys.argv[2], float(sys.argv[3])
 
 def say(text):
-    os.write(1, f"{text}\\n".encode())  # a line in one piece
+    os.write(1, f"{text}\\n".encode())  # one write per line
 
 say("ready")
 while go and not os.path.exists(go):
@@ -43,7 +43,7 @@ except UserError as error:
 JOBS = JOB.replace('say("ready")', 'all(os.fork() for _ in range(7))\nsay("ready")').replace(
     'say("inside")', 'say(f"inside {os.getpid()}")'
 )
-"""Eight of them, which have imported everything when they begin."""
+"""Eight jobs, forked after all imports."""
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def owner_in(folder: Path) -> dict[str, Any]:
 
 
 def leave(folder: Path, **changes: Any) -> None:
-    """A lock file as of a job of this process, with changes: such as of another host."""
+    """Write the lock file of a job of this process, with changes such as another host."""
     environment = {
         "TORCHELASTIC_RUN_ID": changes.pop("torchrun_id", "none"),
         "SLURM_JOB_ID": changes.pop("slurm_job_id", ""),
@@ -74,7 +74,7 @@ def leave(folder: Path, **changes: Any) -> None:
 
 @contextmanager
 def job(folder: Path, *, go: str = "", wait_s: float = 0.0) -> Iterator[subprocess.Popen[str]]:
-    """A process that takes the folder and stays until its stdin is closed."""
+    """A process that takes the folder and keeps it until its stdin is closed."""
     command = [sys.executable, "-c", JOB, str(folder), go, str(wait_s)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -95,7 +95,7 @@ def finish(process: subprocess.Popen[str]) -> None:
     assert process.wait(30) == 0
 
 
-def test_the_file_says_who_while_the_job_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_file_names_the_owner_while_the_job_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "new" / "folder"
     with enter(folder, TORCHELASTIC_RUN_ID="launch", SLURM_JOB_ID="17", SLURM_RESTART_COUNT="2"):
         owner = owner_in(folder)
@@ -107,18 +107,18 @@ def test_the_file_says_who_while_the_job_runs(tmp_path: Path, caplog: pytest.Log
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, UserError])
-def test_the_folder_is_free_after_a_failed_job_too(tmp_path: Path, error: type[BaseException]) -> None:
+def test_a_failed_job_frees_the_folder(tmp_path: Path, error: type[BaseException]) -> None:
     with pytest.raises(error), enter(tmp_path):
         raise error("failed")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_ranks_leave_the_disk_alone(tmp_path: Path) -> None:
+def test_other_ranks_do_not_touch_the_disk(tmp_path: Path) -> None:
     with job_lock(tmp_path / "new", 1, take_over=False, environment={}):
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_second_job_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+def test_a_second_job_is_refused_while_the_first_runs(tmp_path: Path) -> None:
     with job(tmp_path) as first:
         assert says(first) == "inside"
         for take_over in (False, True):
@@ -133,7 +133,7 @@ def test_a_second_job_is_refused_while_the_first_lives(tmp_path: Path) -> None:
             assert owner_in(tmp_path)["pid"] == os.getpid()
 
 
-def test_the_first_job_keeps_its_folder_when_others_were_refused(tmp_path: Path) -> None:
+def test_a_refused_job_does_not_change_the_folder(tmp_path: Path) -> None:
     with job(tmp_path) as first:
         assert says(first) == "inside"
         before = (tmp_path / JOB_LOCK_FILE).read_bytes()
@@ -154,17 +154,17 @@ def test_a_killed_owner_is_taken_over(tmp_path: Path, caplog: pytest.LogCaptureF
         if reaped:
             first.wait()
         else:
-            os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+            os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)  # it remains a zombie
         with enter(tmp_path):
             assert owner_in(tmp_path)["pid"] == os.getpid()
     (record,) = caplog.records
     assert f"process {first.pid} on host" in record.getMessage()
-    assert record.getMessage().endswith("has ended without leaving its folder; taken over")
+    assert record.getMessage().endswith("has ended without releasing the folder; taken over")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_owner_that_ends_a_little_later_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As the ranks of a launcher that was killed: they end a little after it."""
+def test_a_job_waits_for_an_owner_that_ends_shortly_after(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Such as the ranks of a killed launcher: they end shortly after it."""
     with job(tmp_path) as first:
         assert says(first) == "inside"
         with job(tmp_path, wait_s=30.0) as second:
@@ -176,10 +176,10 @@ def test_an_owner_that_ends_a_little_later_is_waited_for(tmp_path: Path, caplog:
                 pass
             assert 0.4 <= time.monotonic() - start < 10
             finish(second)
-    assert [record.getMessage().rpartition("; ")[2] for record in caplog.records] == ["waiting 0 s for it to end"]
+    assert [record.getMessage().rpartition("; ")[2] for record in caplog.records] == ["waiting up to 0 s for it to end"]
 
 
-def test_a_pid_that_another_process_has_now_is_no_owner(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_owner_whose_pid_was_reused_has_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with job(tmp_path / "elsewhere") as other:
         leave(tmp_path, pid=other.pid, process_start="1")
         with enter(tmp_path):
@@ -187,13 +187,13 @@ def test_a_pid_that_another_process_has_now_is_no_owner(tmp_path: Path, caplog: 
     assert "has ended" in caplog.text
 
 
-def test_an_owner_whose_start_is_hidden_lives(tmp_path: Path) -> None:
+def test_an_owner_whose_start_time_is_hidden_counts_as_running(tmp_path: Path) -> None:
     leave(tmp_path, pid=1, process_start="")
     with pytest.raises(UserError, match="is in use by another job: process 1 on host"), enter(tmp_path):
         pass
 
 
-def test_one_process_cannot_have_a_folder_twice(tmp_path: Path) -> None:
+def test_one_process_cannot_lock_a_folder_twice(tmp_path: Path) -> None:
     with enter(tmp_path):
         start = time.monotonic()
         with pytest.raises(UserError, match="in use by another job"), enter(tmp_path, wait_s=30.0):
@@ -211,19 +211,19 @@ ELSEWHERE: list[dict[str, Any]] = [{"host": "other"}, {"pid_namespace": "pid:[7]
 
 
 @pytest.mark.parametrize("where", ELSEWHERE)
-def test_an_owner_elsewhere_needs_a_word(
+def test_an_owner_elsewhere_needs_take_over(
     tmp_path: Path, where: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     leave(tmp_path, **where, slurm_job_id="17")
     for environment in ({}, {"TORCHELASTIC_RUN_ID": "none"}, {"SLURM_JOB_ID": "17"}, {"SLURM_JOB_ID": "18"}):
-        with pytest.raises(UserError, match=r"Slurm job 17; that cannot be told from .*--job\.take_over true"):
+        with pytest.raises(UserError, match=r"Slurm job 17; host .* cannot check whether .*--job\.take_over true"):
             enter(tmp_path, wait_s=30.0, **environment).__enter__()
     assert not caplog.records
     with enter(tmp_path, take_over=True):
         assert owner_in(tmp_path)["pid_namespace"] != "pid:[7]"
         assert owner_in(tmp_path)["host"] != "other"
     (record,) = caplog.records
-    assert "as job.take_over says" in record.getMessage()
+    assert "because job.take_over = true" in record.getMessage()
 
 
 @pytest.mark.parametrize("where", ELSEWHERE)
@@ -235,7 +235,7 @@ def test_an_owner_elsewhere_needs_a_word(
         ({"slurm_job_id": "17", "slurm_restarts": "1"}, {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "2"}),
     ],
 )
-def test_the_same_launch_on_another_host_goes_on(
+def test_the_same_launch_on_another_host_takes_over(
     tmp_path: Path, where: dict[str, Any], before: dict[str, Any], now: dict[str, str]
 ) -> None:
     leave(tmp_path, **where, **before)
@@ -243,13 +243,13 @@ def test_the_same_launch_on_another_host_goes_on(
         pass
 
 
-def test_the_same_launch_does_not_take_from_an_owner_that_is_seen_to_live(tmp_path: Path) -> None:
+def test_the_same_launch_does_not_take_over_from_a_running_owner(tmp_path: Path) -> None:
     leave(tmp_path, torchrun_id="a", pid=os.getppid(), process_start="")
     with pytest.raises(UserError, match="is in use"), enter(tmp_path, take_over=True, TORCHELASTIC_RUN_ID="a"):
         pass
 
 
-def test_a_host_that_was_started_again_has_no_owner(tmp_path: Path) -> None:
+def test_an_owner_from_before_a_reboot_has_ended(tmp_path: Path) -> None:
     leave(tmp_path, boot="before", pid_namespace="pid:[7]")
     with enter(tmp_path):
         pass
@@ -266,14 +266,14 @@ def test_a_host_that_was_started_again_has_no_owner(tmp_path: Path) -> None:
         lambda content: content.replace(b'"boot": "', b'"boot": 1, "more": "'),
     ],
 )
-def test_a_damaged_file_is_of_an_unknown_owner(
+def test_the_owner_of_a_damaged_file_is_unknown(
     tmp_path: Path, damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     leave(tmp_path)
     path = tmp_path / JOB_LOCK_FILE
     path.write_bytes(damage(path.read_bytes()))
     damaged = path.read_bytes()
-    with pytest.raises(UserError, match=r"job\.lock says that a job uses .* damaged; .*--job\.take_over true"):
+    with pytest.raises(UserError, match=r"job\.lock is damaged, so .* is unknown; .*--job\.take_over true"):
         enter(tmp_path, wait_s=30.0).__enter__()
     assert path.read_bytes() == damaged
     with enter(tmp_path, take_over=True):
@@ -282,14 +282,14 @@ def test_a_damaged_file_is_of_an_unknown_owner(
 
 
 @pytest.mark.parametrize("name", [JOB_LOCK_FILE, JOB_LOCK_FILE + ".new"])
-def test_what_a_starter_leaves_that_was_killed_before_it_had_the_folder(tmp_path: Path, name: str) -> None:
+def test_a_job_that_was_killed_while_it_took_the_folder_does_not_keep_it(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     with enter(tmp_path):
         assert owner_in(tmp_path)["pid"] == os.getpid()
 
 
 @pytest.mark.parametrize("meanwhile", ["another", "nothing", "damaged"])
-def test_only_what_is_ours_is_removed(tmp_path: Path, meanwhile: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_release_removes_only_its_own_file(tmp_path: Path, meanwhile: str, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / JOB_LOCK_FILE
     with enter(tmp_path):
         if meanwhile == "another":
@@ -299,10 +299,10 @@ def test_only_what_is_ours_is_removed(tmp_path: Path, meanwhile: str, caplog: py
         else:
             path.unlink()
     assert path.exists() == (meanwhile != "nothing")
-    assert ("was taken over meanwhile" in caplog.text) == (meanwhile != "nothing")
+    assert ("while this job ran" in caplog.text) == (meanwhile != "nothing")
 
 
-def test_a_process_forked_from_the_owner_does_not_free_its_folder(tmp_path: Path) -> None:
+def test_a_forked_child_that_exits_does_not_free_the_folder(tmp_path: Path) -> None:
     program = JOB.replace("sys.stdin.read()", "os.fork() or sys.exit()\n        os.wait(); sys.stdin.read()")
     command = [sys.executable, "-c", program, str(tmp_path), "", "0"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -313,8 +313,63 @@ def test_a_process_forked_from_the_owner_does_not_free_its_folder(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_forked_child_that_outlives_a_killed_owner_does_not_keep_the_folder(tmp_path: Path) -> None:
+    program = JOB.replace(
+        "sys.stdin.read()", "child = os.fork()\n        say(child) if child else None\n        sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path), "", "0"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        assert [says(owner), says(owner)] == ["ready", "inside"]
+        child = int(says(owner))
+        owner.kill()
+        owner.wait()
+        os.kill(child, 0)  # raises if it has ended
+        with enter(tmp_path):
+            assert owner_in(tmp_path)["pid"] == os.getpid()
+            os.kill(child, 0)
+
+
+def test_a_stopped_owner_counts_as_running(tmp_path: Path) -> None:
+    with job(tmp_path) as first:
+        assert says(first) == "inside"
+        first.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, first.pid, os.WSTOPPED)
+        for take_over in (False, True):
+            with pytest.raises(UserError, match=f"process {first.pid} on"), enter(tmp_path, take_over=take_over):
+                pass
+        first.send_signal(signal.SIGCONT)
+        finish(first)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_an_owner_with_a_thread_left_counts_as_running(tmp_path: Path) -> None:
+    """Such as after a SIGKILL while a writer thread is blocked in the kernel: the main thread is a zombie by then."""
+    thread = "import ctypes, threading; threading.Thread(target=sys.stdin.read).start()"
+    program = JOB.replace("sys.stdin.read()", f"{thread}; ctypes.CDLL(None).pthread_exit(None)")
+    command = [sys.executable, "-c", program, str(tmp_path), "", "0"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        assert [says(owner), says(owner)] == ["ready", "inside"]
+        stat = Path(f"/proc/{owner.pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
+        for take_over in (False, True):
+            with pytest.raises(UserError, match=f"process {owner.pid} on"), enter(tmp_path, take_over=take_over):
+                pass
+        owner.kill()
+        owner.wait()
+        with enter(tmp_path):
+            pass
+
+
+def test_the_file_format_is_stable(tmp_path: Path) -> None:
+    """Otherwise an upgrade of titanlite would take a running job's file for a damaged one."""
+    names = ["token", "host", "boot", "pid_namespace", "pid", "process_start", "started"]
+    with enter(tmp_path):
+        assert list(owner_in(tmp_path)) == [*names, "torchrun_id", "slurm_job_id", "slurm_restarts"]
+
+
 @pytest.mark.parametrize("before", ["nothing", "killed", "empty"])
-def test_of_many_jobs_that_start_at_once_one_has_the_folder(tmp_path: Path, before: str) -> None:
+def test_one_of_many_jobs_that_start_at_once_gets_the_folder(tmp_path: Path, before: str) -> None:
     for attempt in range(3):
         folder, go = tmp_path / f"folder{attempt}", tmp_path / f"go{attempt}"
         if before == "killed":
@@ -333,7 +388,7 @@ def test_of_many_jobs_that_start_at_once_one_has_the_folder(tmp_path: Path, befo
                 assert owner_in(folder)["pid"] == pid
             finally:
                 go.touch()
-                jobs.communicate()  # until the last of them has ended
+                jobs.communicate()  # waits for all of them
         assert list(folder.iterdir()) == []
 
 
@@ -349,7 +404,7 @@ while time.monotonic() < end:
     if child == 0:
         try:
             with job_lock(folder, 0, take_over=False, environment={}, wait_s=0):
-                os.close(os.open(folder + ".used", os.O_CREAT | os.O_EXCL))  # fails where another is inside
+                os.close(os.open(folder + ".used", os.O_CREAT | os.O_EXCL))  # fails if another job is inside
                 time.sleep(pause_s)
                 os.unlink(folder + ".used")
                 if dies:
@@ -369,8 +424,8 @@ print(uses)
 
 
 @pytest.mark.parametrize("seconds", [1.0, pytest.param(30.0, marks=pytest.mark.soak)])
-def test_no_two_jobs_are_ever_inside_at_once(seconds: float, tmp_path: Path) -> None:
-    """Six starters again and again: some leave in order, some die inside, some are refused."""
+def test_two_jobs_are_never_inside_at_once(seconds: float, tmp_path: Path) -> None:
+    """Six processes start jobs in a loop: some jobs end normally, some are killed inside, some are refused."""
     commands = [[sys.executable, "-c", USERS, str(tmp_path / "folder"), str(seed), str(seconds)] for seed in range(6)]
     users = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
     outputs = [user.communicate()[0] for user in users]
@@ -378,20 +433,61 @@ def test_no_two_jobs_are_ever_inside_at_once(seconds: float, tmp_path: Path) -> 
     assert sum(map(int, outputs)) > 6, outputs
 
 
-def test_a_file_system_without_locks_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_without_system_locks_the_owner_is_still_checked(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def flock(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
+        raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with enter(tmp_path), pytest.raises(UserError, match="in use by another job"), enter(tmp_path):
-        pass
-    assert "has no file locks" in caplog.text
+    with job(tmp_path) as first:
+        assert says(first) == "inside"
+        monkeypatch.setattr(fcntl, "flock", flock)
+        for take_over in (False, True):
+            with pytest.raises(UserError, match=f"in use by another job: process {first.pid}"):
+                enter(tmp_path, take_over=take_over, wait_s=0.3).__enter__()
+        first.kill()
+        first.wait()
+        with enter(tmp_path):
+            assert owner_in(tmp_path)["pid"] == os.getpid()
+    assert caplog.text.count("the file system has no locks") == 1
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_stays_locked_is_an_error_not_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_error_of_the_system_lock_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(UserError, match=r"cannot read and write .*job\.lock: Input/output error"), enter(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("event", ["replaced", "removed"])
+def test_a_file_that_changes_between_open_and_lock_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, event: str
+) -> None:
+    real, path = fcntl.flock, tmp_path / JOB_LOCK_FILE
+    leave(tmp_path, pid=os.getppid(), process_start="")
+    owner = path.rename(tmp_path / "owner")
+    path.touch()
+    changes: list[Callable[[], object]] = [path.unlink if event == "removed" else lambda: owner.replace(path)]
+
+    def flock(file: Any, operation: int) -> None:
+        if changes:
+            changes.pop()()
+        real(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    if event == "replaced":
+        with pytest.raises(UserError, match=f"in use by another job: process {os.getppid()} on"), enter(tmp_path):
+            pass
+    else:
+        with enter(tmp_path):
+            assert owner_in(tmp_path)["pid"] == os.getpid()
+
+
+def test_a_file_that_stays_locked_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_lock_module, "GUARD_S", 0.1)
     with (tmp_path / JOB_LOCK_FILE).open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -399,7 +495,7 @@ def test_a_file_that_stays_locked_is_an_error_not_a_hang(tmp_path: Path, monkeyp
             pass
 
 
-def test_what_cannot_be_written_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_errors_are_user_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"job\.dump_folder: .*file is a file, not a folder"), enter(tmp_path / "file"):
         pass
@@ -413,11 +509,11 @@ def test_what_cannot_be_written_is_a_clear_error(tmp_path: Path, monkeypatch: py
             UserError, match=r"cannot read and write .*job\.lock: No space left on device; give another"
         ):
             enter(tmp_path).__enter__()
-    with enter(tmp_path):  # and the folder has no owner after it
+    with enter(tmp_path):  # the failed write left no owner
         pass
 
 
-def test_a_removal_that_fails_does_not_hide_what_happened(
+def test_a_failed_removal_does_not_hide_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def unlink(_: Path) -> None:
@@ -429,7 +525,7 @@ def test_a_removal_that_fails_does_not_hide_what_happened(
     assert "could not be removed" in caplog.text
 
 
-def test_a_system_without_proc_asks_ps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_proc_ps_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.path.exists
     monkeypatch.setattr(os.path, "exists", lambda path: path != "/proc/self/stat" and real(path))
     with job(tmp_path / "elsewhere") as other:
