@@ -1,12 +1,12 @@
-"""What checkpoints cost: saving and loading against torch.save and plain DCP, alternating in one run.
+"""Benchmark of checkpoints: saving and loading compared with torch.save and plain DCP, alternating in one run.
 
     python benchmarks/checkpoint.py [--processes 1] [--rounds 7] [--folder DIR]
 
-The state is that of a model of about 100 M parameters with AdamW: 1.2 GB in float32, of which each rank writes its
-shards. Every round saves it in each way once, and then loads it in each, in another order each time; the first round is
-left out. What is written is on the disk when a save ends (fsync), for all ways alike, and reading is from the page
-cache. The table has MB/s (median over rounds, smallest and largest), and the ratio to plain DCP in the same round. A
-round's async save is timed twice: what the training thread waits, and until the checkpoint is published.
+The state is that of a model with about 100 M parameters and AdamW: 1.2 GB in float32. Each rank writes its shards.
+Every round saves with each method once and then loads with each method once, in random order; the first round is
+discarded. All methods sync the files to disk before a save ends (fsync); loads read from the page cache. The table
+shows MB/s (median over rounds, minimum, maximum) and the ratio to plain DCP in the same round. An async save has two
+timings: the wait of the training thread, and the time until the checkpoint is published.
 """
 
 import argparse
@@ -40,7 +40,7 @@ KEEP_ALL = Retention(keep_latest_k=0, keep_every=0, keep=frozenset())
 
 
 def state() -> dict[str, Tensor]:
-    """Parameters and moments of a model of 12 blocks of width 768, cut over the ranks in their first dimension."""
+    """Parameters and moments of a model with 12 blocks of width 768, sharded over the ranks in the first dimension."""
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("tok_embeddings", "output"), (VOCABULARY, WIDTH))
     for block in range(BLOCKS):
         shapes |= {f"layers.{block}.attention.{name}": (WIDTH, WIDTH) for name in ("wq", "wk", "wv", "wo")}
@@ -58,7 +58,7 @@ def state() -> dict[str, Tensor]:
 
 
 class NoHash:
-    """Stands where a hash does."""
+    """Replaces the hash and does nothing."""
 
     def update(self, data: object) -> None: ...
 
@@ -67,7 +67,7 @@ class NoHash:
 
 
 class Ways:
-    """The ways to save and load; each method is one, and starts in an empty folder."""
+    """The methods to save and load. Each save starts in an empty folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -129,7 +129,7 @@ def storage_of(tensor: Tensor) -> Tensor:
 
 
 def measure(folder: str, rounds: int, threads: int) -> tuple[int, list[dict[str, float]]]:
-    """(bytes of the state, seconds of each way by round)."""
+    """(bytes of the state, seconds per method for each round)."""
     torch.set_num_threads(threads)
     logging.getLogger("titanlite").setLevel(logging.WARNING)
     ways = Ways(Path(folder))
@@ -180,7 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, choices=(1, 2), default=1)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--folder", help="where to write; default: a folder of the system's for temporary files")
+    parser.add_argument("--folder", help="where to write; default: the system's temporary folder")
     given = parser.parse_args()
     threads = max(1, (os.cpu_count() or 1) // given.processes)
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:

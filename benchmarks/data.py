@@ -1,14 +1,13 @@
-"""What the data pipeline costs over a bare tokenizer, and over a plain read of token files.
+"""Benchmark of the data pipeline, compared with a bare tokenizer and with a plain read of token files.
 
     python benchmarks/data.py [--rounds 5] [--seconds 1.5] [--mebibytes 16]
 
-A corpus is made from a seed out of the Python standard library's own sources, and written once for each kind of source.
-The loader is the trainer's; its steps are consumed and thrown away. Beside it, on the same text: `encode_batch` of the
-`tokenizers` library with nothing around it, and `encode_batch_fast`, which leaves offsets out and is what titanlite
-calls; for token files, windows read one after the other. All have one thread per process. A round measures each of them
-once, every other round backwards. The table has tokens per second, and the ratio to the bare way in the same round of
-tokens per second of processor time, this process and its workers together: what one core does (median over rounds,
-least, most).
+The corpus consists of seeded samples of the Python standard library's sources, written once per kind of source. The
+loader is the trainer's; its batches are discarded. The baselines on the same text are `encode_batch` of the
+`tokenizers` library, and `encode_batch_fast`, which computes no offsets and is the method that titanlite calls; for
+token files, the baseline reads consecutive windows. Every process uses one thread. A round measures each case once;
+every second round runs in reverse order. The table shows tokens per second, and tokens per second of CPU time (this
+process and its workers together) as a ratio to the baseline in the same round (median over rounds, minimum, maximum).
 """
 
 import argparse
@@ -42,13 +41,13 @@ GLOBAL_BATCH_SIZE = 16
 VOCAB_SIZE = 8192
 WORKERS = (0, 1, 2)
 FILES = 8
-"""So many files are written of each kind but text and tokens."""
+"""Files per kind, except for text and tokens."""
 WINDOWS = 2**14
-"""Windows of the token file, 64 MiB: it is read again and again."""
+"""Windows of the token file, 64 MiB, which is read repeatedly."""
 
 
 class Rates(NamedTuple):
-    """Tokens per second, and per second of processor time."""
+    """Tokens per second, and tokens per second of CPU time."""
 
     per_second: float
     per_core: float
@@ -56,7 +55,7 @@ class Rates(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table. measure: over about so many seconds. bare: the name of what it is compared to."""
+    """One row of the table. measure: takes the approximate duration in seconds. bare: name of the baseline case."""
 
     name: str
     measure: Callable[[float], Rates]
@@ -64,7 +63,7 @@ class Case:
 
 
 def documents(num_bytes: int) -> Iterator[str]:
-    """Seeded stretches of the standard library's lines, of 256 bytes to 16 KiB, log-uniform."""
+    """Random excerpts of the standard library's sources, 256 bytes to 16 KiB, log-uniform."""
     generator = random.Random(SEED)
     texts = [file.read_text("utf-8") for file in PythonStdlib(SourceConfig()).split_files()]
     while num_bytes > 0:
@@ -103,7 +102,7 @@ def write_corpus(folder: Path, texts: list[str]) -> dict[str, SourceConfig]:
 
 
 def repeated(step: Callable[[], int], seconds: float) -> Rates:
-    """Of step(), which returns how many tokens it made, called for about so many seconds; once before."""
+    """The rates of step(), which returns its number of tokens, called for about `seconds` after one warm-up call."""
     step()
     tokens, start, worked = 0, perf_counter(), processor_seconds()
     while (elapsed := perf_counter() - start) < seconds:
@@ -112,7 +111,7 @@ def repeated(step: Callable[[], int], seconds: float) -> Rates:
 
 
 def processor_seconds() -> float:
-    """That this process and its children have used."""
+    """CPU time of this process and its children."""
     ticks = 0
     for children in Path("/proc/self/task").glob("*/children"):
         for child in children.read_text().split():
@@ -122,7 +121,7 @@ def processor_seconds() -> float:
 
 
 def pipeline(source: SourceConfig, tokenizer: Tokenizer, num_workers: int) -> Callable[[float], Rates]:
-    """The loader of one data rank that has the whole global batch, from the beginning of the data each time."""
+    """Measure the loader of a single data rank (the full global batch). Each measurement starts at the first row."""
     section = DataConfig(
         num_streams=GLOBAL_BATCH_SIZE, max_piece_bytes=64 * SEQ_LEN, num_workers=num_workers, sources=(source,)
     )
@@ -147,7 +146,7 @@ def pipeline(source: SourceConfig, tokenizer: Tokenizer, num_workers: int) -> Ca
 
 
 def bare_encoder(file: Path, method: str, texts: list[str]) -> Callable[[float], Rates]:
-    """The library's own method on batches of 16 documents, with the ids as Python's lists."""
+    """Measure a method of the library on batches of 16 documents, with the ids as Python lists."""
     encode = getattr(tokenizers.Tokenizer.from_file(str(file)), method)
 
     def measure(seconds: float) -> Rates:
@@ -155,7 +154,7 @@ def bare_encoder(file: Path, method: str, texts: list[str]) -> Callable[[float],
 
         def step() -> int:
             begin = next(begins) % len(texts)
-            ids = [one.ids for one in encode(texts[begin : begin + 16], add_special_tokens=False)]
+            ids = [encoding.ids for encoding in encode(texts[begin : begin + 16], add_special_tokens=False)]
             return sum(map(len, ids))
 
         return repeated(step, seconds)
@@ -164,7 +163,7 @@ def bare_encoder(file: Path, method: str, texts: list[str]) -> Callable[[float],
 
 
 def plain_read(file: Path) -> Callable[[float], Rates]:
-    """Windows of the memory-mapped file one after the other, as rows of int64."""
+    """Measure reading consecutive windows of the memory-mapped file as rows of int64."""
     ids = np.load(file, mmap_mode="r").view(np.ndarray)
 
     def measure(seconds: float) -> Rates:
@@ -220,7 +219,7 @@ def main() -> None:
         cases = build_cases(Path(folder), given.mebibytes * 2**20)
         rates: dict[str, list[Rates]] = {case.name: [] for case in cases}
         for case in cases:
-            case.measure(0.1)  # indexes are built, files come into memory
+            case.measure(0.1)  # builds the indexes and fills the page cache
         for round_ in range(given.rounds):
             for case in cases if round_ % 2 == 0 else reversed(cases):
                 rates[case.name].append(case.measure(given.seconds))

@@ -1,8 +1,8 @@
-"""What a rank's share of the initial weights costs: `python benchmarks/initial_weights.py`, on one thread.
+"""Benchmark of drawing a rank's shard of the initial weights: `python benchmarks/initial_weights.py`, on one thread.
 
-Draws one matrix of 16.8 M elements whole, and an eighth of it, cut by rows (as fully_shard and column parallelism do)
-and by columns (as row parallelism does): blocks are drawn whole, so a cut along the second dimension saves nothing. The
-last lines say what that makes of the published sizes, by elements alone.
+Draws a full matrix of 16.8 M elements, and one eighth of it, sharded by rows (as fully_shard and column parallelism do)
+or by columns (as row parallelism does). Full blocks of random numbers are drawn, so sharding the second dimension saves
+no time. The last lines extrapolate to the published sizes by number of elements.
 """
 
 import time
@@ -19,7 +19,7 @@ SHAPES = {"8B": (8.03e9, 8, 1, 0.35), "405B": (405.9e9, 4096, 8, 0.35)}
 
 
 def seconds(rows: int, columns: int) -> float:
-    """Of the fastest of some rounds: filling the first `rows` x `columns` of the matrix."""
+    """The fastest time over several rounds to fill the first `rows` x `columns` of the matrix."""
     best = float("inf")
     for _ in range(ROUNDS):
         local = torch.empty(rows, columns)
@@ -31,14 +31,14 @@ def seconds(rows: int, columns: int) -> float:
 
 def main() -> None:
     torch.set_num_threads(1)
-    whole = seconds(SIDE, SIDE)
-    print(f"whole: {whole:.3f} s, {1e9 * whole / SIDE**2:.1f} ns per element")
-    print(f"1/{PARTS} by rows: {seconds(SIDE // PARTS, SIDE) / whole:.2f} of it")
-    print(f"1/{PARTS} by columns: {seconds(SIDE, SIDE // PARTS) / whole:.2f} of it")
+    full = seconds(SIDE, SIDE)
+    print(f"full matrix: {full:.3f} s, {1e9 * full / SIDE**2:.1f} ns per element")
+    print(f"1/{PARTS} by rows: {seconds(SIDE // PARTS, SIDE) / full:.2f} of it")
+    print(f"1/{PARTS} by columns: {seconds(SIDE, SIDE // PARTS) / full:.2f} of it")
     for name, (parameters, ranks, tp, second) in SHAPES.items():
         drawn = parameters / ranks * (1 - second + second * tp)
         print(
-            f"{name} on {ranks} ranks, tp {tp}: {drawn / 1e6:,.0f} M elements, {drawn * whole / SIDE**2:.0f} s a rank"
+            f"{name} on {ranks} ranks, tp {tp}: {drawn / 1e6:,.0f} M elements, {drawn * full / SIDE**2:.0f} s per rank"
         )
 
 

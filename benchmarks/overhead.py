@@ -1,11 +1,11 @@
-"""What the trainer costs over a bare PyTorch loop: the same model on the same batches, alternating in one run.
+"""Benchmark of the trainer's overhead over a bare PyTorch loop: same model and batches, alternating in one run.
 
     python benchmarks/overhead.py [--processes 1] [--rounds 8] [--steps 4]
 
-With one process the bare loop is plain torch; with two it is FSDP2 (against dp_shard = 2), and torch's FSDP-based
-replicate and DDP (against dp_replicate = 2). A round is `--steps` optimizer steps of either side, and the order changes
-from round to round; the table has tokens/s (median over rounds) and the ratio trainer / bare of neighbouring rounds.
-Another line says how long the trainer waits for real data, tokenized and packed while it trains.
+With one process the bare loop is plain torch; with two it is FSDP2 (compared with dp_shard = 2), and torch's FSDP-based
+replicate and DDP (compared with dp_replicate = 2). A round consists of `--steps` optimizer steps of each side, in
+alternating order. The table shows tokens/s (median over rounds) and the ratio trainer / bare per round. With one
+process, a last line shows how long the trainer waits for real data, tokenized and packed while it trains.
 """
 
 import argparse
@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 
 
 class PreparedBatches:
-    """Stands where the loader does, with batches that are there already."""
+    """Replaces the loader, with batches prepared in advance."""
 
     def __init__(self, steps: Sequence[list[Batch]]) -> None:
         self._steps = steps
@@ -54,7 +54,7 @@ class PreparedBatches:
 
 
 def configuration(layout: Sequence[str], accumulation: int) -> JobConfig:
-    """The quick start's model, 8 sequences of 256 tokens a step."""
+    """The quick start's model, with 8 sequences of 256 tokens per step."""
     size = dist.get_world_size()
     keys = [
         "--model.vocab_size=4096",
@@ -75,7 +75,7 @@ def bare_model(config: JobConfig) -> nn.Module:
 
 
 def bare_loop(model: nn.Module, data: PreparedBatches) -> Callable[[int], None]:
-    """Steps of a loop as one writes it by hand: accumulate, clip, update."""
+    """Steps of a minimal training loop: accumulate, clip, update."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     def synchronize(is_last: bool) -> None:
@@ -103,7 +103,7 @@ def bare_loop(model: nn.Module, data: PreparedBatches) -> Callable[[int], None]:
 
 
 def trainer_loop(config: JobConfig, data: PreparedBatches) -> Callable[[int], None]:
-    """Steps of titanlite's Trainer, with what the loop around it does in each of them."""
+    """Steps of titanlite's Trainer, including the work of the surrounding loop."""
     mesh = Mesh(config.parallelism, World(dist.get_rank(), dist.get_rank(), dist.get_world_size(), "cpu"))
     mesh.connect(config.comm.init_timeout_s)
     trainer = build_trainer(config, build_model(config, mesh, CPU), mesh, CPU)
@@ -157,7 +157,7 @@ def compare(layout: Sequence[str], wrap: str, accumulation: int, rounds: int, st
     for round_ in range(rounds):
         times = {}
         for side in (0, 1) if round_ % 2 == 0 else (1, 0):
-            # The trainer's side sets aside all objects when it starts: once in a run, so not a part of its steps.
+            # The trainer freezes all objects once when a run starts: keep that out of the timed steps.
             gc.collect()
             gc.freeze()
             dist.barrier()
@@ -202,7 +202,7 @@ def main() -> None:
     threads = max(1, (os.cpu_count() or 1) // given.processes)
     cases: list[tuple[str, str, list[str]]] = [("1 process", "plain torch", [])]
     if given.processes == 2:
-        # The bare loop reduces at the last microbatch, and so does the trainer here: the same communication.
+        # Both sides reduce at the last microbatch only, so they communicate the same.
         cases = [
             ("dp_shard 2", "FSDP2", ["--parallelism.dp_shard=2", "--parallelism.gradient_sync=last"]),
             ("dp_replicate 2", "replicate", ["--parallelism.dp_replicate=2", "--parallelism.dp_shard=1"]),

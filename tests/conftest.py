@@ -1,4 +1,4 @@
-"""Settings of all tests."""
+"""Settings for all tests."""
 
 import os
 from collections.abc import Iterator
@@ -8,14 +8,14 @@ import pytest
 
 from tests.durations import pytest_runtest_logreport, pytest_terminal_summary  # noqa: F401 these are hooks
 
-# For the fork server, which imports modules of the tests ahead of time
+# for the fork server, which imports test modules ahead of time
 REPOSITORY = str(Path(__file__).resolve().parents[1])
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [REPOSITORY, os.environ.get("PYTHONPATH", "")]))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Soak tests are slow tests too, so that `-m "not slow"` leaves both out; before pytest itself looks at `-m`."""
+    """Mark soak tests as slow, so that `-m "not slow"` deselects both. Runs before pytest evaluates `-m`."""
     for item in items:
         if item.get_closest_marker("soak"):
             item.add_marker(pytest.mark.slow)
@@ -23,11 +23,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def pools() -> Iterator[None]:
-    """Ends the ranks that served the tests."""
-    # Here: pytest's first process starts its workers only when this file is imported, and runs no test itself
+    """Ends the ranks of the pools after the tests."""
+    # imported late: the main process of pytest-xdist imports this file before it starts its workers, and runs no test
     from tests.pool import close_pools
     from titanlite.runtime.launch import fork_context
 
-    fork_context()  # before anything starts the fork server: what it imports
+    fork_context()  # sets the modules that the fork server imports, before anything starts it
     yield
     close_pools()

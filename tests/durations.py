@@ -1,4 +1,4 @@
-"""Prints what each test file cost, and the total against the budget: a warning where it is over, never a failure."""
+"""Print the duration of each test file, and the total against a budget. Exceeding the budget warns; it never fails."""
 
 import time
 from collections import Counter
@@ -7,7 +7,7 @@ import pytest
 from _pytest.terminal import TerminalReporter
 
 BUDGETS_S = {"not soak": 12 * 60, "not slow": 2 * 60}
-"""By `-m`, on 2 cores."""
+"""Budget per `-m` expression, on 2 cores."""
 SHOWN_S = 2.0
 
 _STARTED = time.monotonic()
@@ -15,7 +15,7 @@ _seconds: Counter[str] = Counter()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    _seconds[report.nodeid.partition("::")[0]] += report.duration  # of set-up, call and tear-down
+    _seconds[report.nodeid.partition("::")[0]] += report.duration  # setup, call and teardown
 
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter, config: pytest.Config) -> None:
@@ -28,17 +28,17 @@ def pytest_terminal_summary(terminalreporter: TerminalReporter, config: pytest.C
     elif total <= budget:
         terminalreporter.write_line(f"{total:7.1f} s in all, within the budget of {budget} s")
     else:
-        text = f"{total:7.1f} s in all: over the budget of {budget} s (CONTRIBUTING.md says what to do)"
+        text = f"{total:7.1f} s in all: over the budget of {budget} s (see CONTRIBUTING.md)"
         terminalreporter.write_line(text, yellow=True, bold=True)
 
 
 def runs_all(config: pytest.Config) -> bool:
-    """Whether nothing but `-m` selects among the tests."""
+    """Whether `-m` is the only selection of tests."""
     return config.args == config.getini("testpaths") and not config.option.keyword
 
 
 def duration_lines(seconds: Counter[str]) -> list[str]:
-    """A line for each file from SHOWN_S, the longest first, and one for all others."""
+    """A line per file of at least SHOWN_S, longest first, and one line for all other files."""
     shown = [(name, spent) for name, spent in seconds.most_common() if spent >= SHOWN_S]
     others = sum(seconds.values()) - sum(spent for _, spent in shown)
     lines = [f"{spent:7.1f} s  {name}" for name, spent in shown]

@@ -1,6 +1,6 @@
-"""Ranks that serve many cases: forked once per test run, reset after each case, ended by a case that fails.
+"""Pools of ranks that serve many test cases: forked once per test run, reset after each case, ended if a case fails.
 
-`run_ranks` has the contract of titanlite.runtime.launch.run_ranks. 1, 2 and 4 ranks cost no start of processes.
+`run_ranks` has the contract of titanlite.runtime.launch.run_ranks, but reuses processes for 1, 2 and 4 ranks.
 """
 
 import gc
@@ -33,14 +33,15 @@ POOL_SIZES = (1, 2, 4)
 launch.PRELOAD = (*launch.PRELOAD, "titanlite.train", "titanlite.tools.parity.measure", "tests.distributed.layouts")
 
 _WATCHED = ("titanlite", "torch.nn", "torch.distributed")
-"""Packages whose code cases replace. Not torch.optim, which wraps `step` of its classes when they are first used."""
+"""Packages whose code test cases may replace. Excludes torch.optim, which wraps `step` of its classes on first use."""
 _RESET_S = 60.0
 _MOST_THREADS = 20
-"""Above which a pool is closed: gloo's threads outlive their process groups, and poll (docs/LOG.md)."""
+"""Threads per rank above which a pool is closed: gloo's threads outlive their process groups and poll (docs/LOG.md)."""
 
 
 class Pool:
-    """Ranks that wait for cases. A case that fails, hangs, or leaves replaced code or too many threads closes it."""
+    """Ranks that wait for cases. The pool closes after a case that fails, hangs, or leaves replaced code or too many
+    threads."""
 
     def __init__(self, world_size: int) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -60,12 +61,12 @@ class Pool:
         return [process.pid for process, _ in self._ranks]
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
-        """As run_ranks."""
+        """Run one case; see run_ranks."""
         try:
             for _, connection in self._ranks:
                 connection.send((function, args, timeout_s))
             results = launch.collect(self._ranks, time.monotonic() + timeout_s)
-            # only now, since a rank that leaves its process group early breaks a collective of another
+            # after all ranks are done: a rank that leaves its process group early breaks collectives of the others
             for _, connection in self._ranks:
                 connection.send("reset")
             if any(launch.collect(self._ranks, time.monotonic() + _RESET_S)):
@@ -88,7 +89,7 @@ _pools: dict[int, Pool] = {}
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 300.0) -> list[Any]:
-    """titanlite.runtime.launch.run_ranks on the pool of that size; other sizes are forked per use."""
+    """titanlite.runtime.launch.run_ranks on the pool of that size. Sizes without a pool are forked per call."""
     if world_size not in POOL_SIZES:
         return launch.run_ranks(function, world_size, *args, timeout_s=timeout_s)
     pool = _pools.get(world_size)
@@ -107,7 +108,7 @@ def _serve(rank: int, world_size: int, folder: str, connection: Connection) -> N
     threading.Thread(target=launch.end_with_parent, daemon=True).start()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
-    gc.freeze()  # what was imported stays: collections are for the cases' own objects
+    gc.freeze()  # exclude the imported modules from garbage collections
     before = _State()
     case = 0
     while True:
@@ -121,7 +122,7 @@ def _serve(rank: int, world_size: int, folder: str, connection: Connection) -> N
             message = json.dumps({"result": function(*args)}).encode()
         except BaseException:
             connection.send_bytes(json.dumps({"error": traceback.format_exc(), "time": time.monotonic()}).encode())
-            os._exit(1)  # the other ranks notice by its sockets
+            os._exit(1)  # closes the sockets, so that the other ranks fail too
         connection.send_bytes(message)
         connection.recv()
         if dist.is_initialized():
@@ -133,13 +134,13 @@ def _serve(rank: int, world_size: int, folder: str, connection: Connection) -> N
 
 
 def _threads() -> int:
-    """Threads of this process, those of libraries included; 0 if the system does not tell."""
+    """Number of threads of this process, including those of libraries; 0 if unknown."""
     tasks = Path("/proc/self/task")
     return len(list(tasks.iterdir())) if tasks.exists() else 0
 
 
 class _State:
-    """What a case may change about its process, as it is now."""
+    """A snapshot of the process state that a case may change."""
 
     def __init__(self) -> None:
         self._environment = dict(os.environ)
@@ -168,7 +169,7 @@ class _State:
         torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = self._cudnn
         torch.set_grad_enabled(True)
         torch._dynamo.reset()
-        dtensor._clear_sharding_prop_cache()  # its entries name the meshes, and so the process groups, of this case
+        dtensor._clear_sharding_prop_cache()  # its entries refer to the meshes and process groups of this case
         signal.set_wakeup_fd(-1)
         for number, handler in self._signals.items():
             signal.signal(number, handler)
@@ -179,11 +180,11 @@ class _State:
         log.propagate = self._log[1]
         gc.enable()
         gc.collect()
-        gc.freeze()  # a training loop thaws what it found frozen
+        gc.freeze()  # again, since a training loop unfreezes all objects
 
 
 def _replaceable_code() -> dict[tuple[str, ...], Any]:
-    """Functions and classes of the watched packages, and what these classes define, by their names."""
+    """The functions, classes and methods of the watched packages, by name."""
     found: dict[tuple[str, ...], Any] = {}
     for module_name, module in list(sys.modules.items()):
         if module is None or not f"{module_name}.".startswith(tuple(f"{package}." for package in _WATCHED)):

@@ -1,6 +1,6 @@
-"""The first steps of the golden run. `python -m tests.golden.record` puts them on record anew.
+"""Record the first steps of the golden run. `python -m tests.golden.record` overwrites the record.
 
-A change of these numbers is a change of numerics: every run of every user changes with it, and its commit says so.
+If these numbers change, the numerics of every run change. The commit message must state that.
 """
 
 import json
@@ -14,7 +14,7 @@ RECORD = FOLDER / "first_steps.json"
 
 
 def first_steps(dump_folder: Path) -> list[dict[str, float]]:
-    """Trains the golden configuration in one process; loss and gradient norm of each step."""
+    """Train the golden configuration in one process; returns the loss and gradient norm of each step."""
     config = ["--job.config_file", str(FOLDER / "config.toml"), "--job.dump_folder", str(dump_folder)]
     program = start_command(dump_folder.parent, *config, "--data.sources.0.path", str(FOLDER / "tokens.npy"))
     if program.wait() != 0:

@@ -1,4 +1,4 @@
-"""Each kind of source gives the tokens that it gave at 0aa755c, in the same order, from the same places."""
+"""Each kind of source yields the same tokens as at commit 0aa755c, in the same order and from the same origins."""
 
 import gzip
 import hashlib
@@ -35,7 +35,7 @@ RECORDED = {
     "hf": "0a78097b57feb915",
     "tokens": "fa5c0149689e7e7a",
 }
-"""The same rows in the same pieces are the same text, whatever files they are in."""
+"""Digests by kind. Kinds that read the same rows as the same pieces have the same digest."""
 
 
 def write(kind: str, folder: Path, rows: Sequence[str], number: int) -> None:
@@ -54,7 +54,7 @@ def write(kind: str, folder: Path, rows: Sequence[str], number: int) -> None:
 
 
 def write_tokenizer(folder: Path) -> Tokenizer:
-    """A token for each byte, and EOS: the same whatever the version of the library."""
+    """A tokenizer with one token per byte, and EOS; independent of the version of the library."""
     vocabulary = {letter: n for n, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary | {"EOS": 256}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -63,7 +63,7 @@ def write_tokenizer(folder: Path) -> Tokenizer:
 
 
 def digest(kind: str, folder: Path) -> str:
-    """Of some steps: tokens, labels, positions, and where each sequence comes from."""
+    """A digest of some steps: tokens, labels, positions, and the origin of each sequence."""
     (folder / "rows").mkdir()
     for number in range(3):
         write(kind, folder / "rows", ROWS[number * 40 : number * 40 + 40], number)

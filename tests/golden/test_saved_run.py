@@ -1,6 +1,6 @@
-"""A run that an earlier version has saved goes on, and is exported, as that version did it.
+"""A run saved by an earlier version resumes and exports as with that version.
 
-`expected.json` has what that version made of it: the steps after the checkpoint, and the exported folder.
+`expected.json` contains the results of that version: the steps after the checkpoint, and the exported folder.
 """
 
 import json
@@ -19,14 +19,14 @@ EXPECTED = json.loads((FOLDER / "saved_run" / "expected.json").read_text())
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
-    """With the run in "run", its configuration and its data."""
+    """A folder with the run in "run", its configuration and its data."""
     shutil.copytree(FOLDER / "saved_run", tmp_path, dirs_exist_ok=True)
     shutil.copy(FOLDER / "tokens.npy", tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_it_goes_on_as_it_did(ranks: int, workplace: Path) -> None:
+def test_it_resumes_with_the_recorded_losses(ranks: int, workplace: Path) -> None:
     """On one process, and sharded over two."""
     before = rows(workplace / "run")
     program = start_command(workplace, "--job.config_file", "config.toml", "--job.dump_folder", "run", ranks=ranks)
@@ -35,7 +35,7 @@ def test_it_goes_on_as_it_did(ranks: int, workplace: Path) -> None:
     assert found[:4] == before
     steps = [{key: row[key] for key in ("step", "loss", "grad_norm")} for row in found[4:]]
     for step, expected in zip(steps, EXPECTED["steps"]["two ranks" if ranks else "one process"], strict=True):
-        # To the bit on the processor that made them. Others round differently, in float64; other numerics are far off.
+        # Bitwise equal on the original processor. Others round differently in float64; wrong numerics differ far more.
         assert step == pytest.approx(expected, rel=1e-12, abs=0)
 
 

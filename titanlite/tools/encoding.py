@@ -1,7 +1,7 @@
-"""Text to tokens in worker processes: chunks of pieces, encoded by whoever is free, handed out in their order.
+"""Tokenize text in worker processes: any free worker encodes the next chunk of pieces; results keep their order.
 
-A worker is a process of its own that imports no torch. It gets a job and ranges of pieces as JSON and answers with JSON
-and the bytes of arrays; nothing is pickled.
+A worker is a separate process that imports no torch. It receives a job and ranges of pieces as JSON and returns JSON
+and the bytes of arrays. Nothing is pickled.
 """
 
 import json
@@ -30,16 +30,16 @@ from titanlite.data.workers import describe_exit, start_process
 from titanlite.runtime.errors import UserError
 
 CHUNK_BYTES = 2**20
-"""A worker encodes about so much text at a time."""
+"""Approximate size of the text that a worker encodes at a time."""
 
 BATCH_PIECES = 256
 CHUNKS_PER_WORKER = 3
-"""So many are under way for each worker, one of them perhaps waiting for its turn."""
+"""Limit on the chunks per worker that are being encoded or wait for their turn in the output."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is encoded, and how. tokenizer: its arguments."""
+    """The sources to encode, and the settings. tokenizer: the arguments of Tokenizer."""
 
     sources: tuple[SourceConfig, ...]
     max_piece_bytes: int
@@ -49,10 +49,10 @@ class Job:
 
 
 class Chunk(NamedTuple):
-    """Pieces as tokens.
+    """Encoded pieces.
 
-    ids: 1-D, the tokens of all pieces one after the other. lengths: how many each piece has, 0 where it has an error.
-    flags: Piece.flags of each. errors: by place in the chunk, what is to be raised: BadRowError, UserError.
+    ids: 1-D, the concatenated tokens of all pieces. lengths: tokens per piece; 0 for a piece with an error.
+    flags: Piece.flags of each piece. errors: index in the chunk -> the exception to raise (BadRowError or UserError).
     """
 
     ids: npt.NDArray[np.integer]
@@ -62,12 +62,12 @@ class Chunk(NamedTuple):
 
 
 def id_type(vocab_size: int) -> np.dtype[Any]:
-    """The smallest of the types in which token files are written."""
+    """The smallest dtype of token files (uint16 or uint32) that holds all ids."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 class JobEncoder:
-    """Reads and encodes pieces in this process. texts: the sources' text; pieces are counted as there."""
+    """Reads and encodes pieces in this process. texts: the sources' text, which defines the piece numbers."""
 
     def __init__(self, job: Job) -> None:
         named = job.tokenizer
@@ -98,10 +98,9 @@ class _Worker(NamedTuple):
 
 @contextmanager
 def encoded(encoder: JobEncoder, job: Job, chunks: Iterable[range], num_workers: int) -> Iterator[Iterator[Chunk]]:
-    """The chunks in their order, whatever the number of workers; with 0 they are encoded in this process.
+    """Encode chunks in order, with any number of workers; with 0 workers they are encoded in this process.
 
-    encoder: of `job`. Raises UserError, from within the iteration, where a worker is killed. Leaving the block ends the
-    workers.
+    encoder: built from `job`. The iterator raises UserError if a worker is killed. Leaving the block ends the workers.
     """
     if num_workers == 0:
         yield map(encoder.encode, chunks)
@@ -128,7 +127,7 @@ def _start_worker(job: Job) -> _Worker:
 
 
 def _in_order(workers: Sequence[_Worker], chunks: Iterable[range], dtype: np.dtype[Any]) -> Iterator[Chunk]:
-    """At most CHUNKS_PER_WORKER chunks for each worker are under way or wait for their turn."""
+    """Yield results in order, with at most CHUNKS_PER_WORKER chunks per worker in progress or waiting."""
     numbered = enumerate(chunks)
     done: dict[int, Chunk] = {}
     given, handed_out, exhausted = 0, 0, False
@@ -138,8 +137,8 @@ def _in_order(workers: Sequence[_Worker], chunks: Iterable[range], dtype: np.dty
             if pieces is None:
                 exhausted = True
                 break
-            worker = min(workers, key=lambda one: len(one.chunks))
-            with _naming_the_dead(worker):
+            worker = min(workers, key=lambda candidate: len(candidate.chunks))
+            with _exit_as_user_error(worker):
                 worker.connection.send_bytes(json.dumps([pieces.start, pieces.stop]).encode())
             worker.chunks.append(number)
             given += 1
@@ -149,22 +148,22 @@ def _in_order(workers: Sequence[_Worker], chunks: Iterable[range], dtype: np.dty
             waiting = {worker.connection: worker for worker in workers if worker.chunks}
             for ready in wait(list(waiting)):
                 worker = waiting[ready]  # type: ignore[index]
-                with _naming_the_dead(worker):
+                with _exit_as_user_error(worker):
                     done[worker.chunks.popleft()] = _receive(worker.connection, dtype)
         yield done.pop(handed_out)
         handed_out += 1
 
 
 @contextmanager
-def _naming_the_dead(worker: _Worker) -> Iterator[None]:
-    """Turn the end of a connection into a UserError about the process at its other end."""
+def _exit_as_user_error(worker: _Worker) -> Iterator[None]:
+    """Turn a closed connection into a UserError that names the worker process and its exit code."""
     try:
         yield
     except (EOFError, OSError):
         code = worker.process.wait()
-        hint = " (where memory ran out, use fewer --workers)" if code == -signal.SIGKILL else ""
-        again = "the same command goes on after the last complete shard"
-        raise UserError(f"the worker process {worker.process.pid} {describe_exit(code)}{hint}; {again}") from None
+        hint = " (if memory ran out, use fewer --workers)" if code == -signal.SIGKILL else ""
+        remedy = "run the same command again to resume after the last complete shard"
+        raise UserError(f"the worker process {worker.process.pid} {describe_exit(code)}{hint}; {remedy}") from None
 
 
 def _receive(connection: Connection, dtype: np.dtype[Any]) -> Chunk:
@@ -193,7 +192,7 @@ def _job_from(table: dict[str, Any]) -> Job:
 
 
 def _work(connection: Connection) -> None:
-    """A worker's life: it ends when its parent closes the connection, or is gone."""
+    """Run a worker: returns when the parent closes the connection or exits."""
     try:
         encoder = JobEncoder(_job_from(json.loads(connection.recv_bytes())))
         while True:
@@ -207,5 +206,5 @@ def _work(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent as well, which ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which ends its workers
     _work(Connection(int(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""A run that is on the disk, as the commands see it that use its model."""
+"""Open a saved run, for the commands that use its model."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -30,7 +30,7 @@ from titanlite.runtime.logging import log
 
 @dataclass(frozen=True)
 class SavedRun:
-    """One whole checkpoint of a run. path: its folder, step-N."""
+    """One valid checkpoint of a run. path: its folder, step-N."""
 
     path: Path
     manifest: Manifest
@@ -39,22 +39,23 @@ class SavedRun:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters."""
+        """The dtype of the parameters."""
         return DTYPES[self.manifest.facts["dtype"]]
 
     @property
     def config(self) -> JobConfig:
-        """The resolved configuration that the run was saved with. Raises UserError."""
+        """The resolved configuration in the checkpoint. Raises UserError if this version cannot read it."""
         try:
             return config_from_values(self.manifest.config)
         except ConfigError as error:
             version = self.manifest.versions["titanlite"]
             raise UserError(
-                f"{self.path}: this titanlite cannot read what titanlite {version} has saved: {error}"
+                f"{self.path}: this version of titanlite cannot read the configuration that titanlite {version} saved: "
+                f"{error}"
             ) from None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the model's parameters, by name. Raises UserError."""
+        """The shapes of the model's parameters, by name. Raises UserError."""
         try:
             found = read_shapes(self.path)
         except InvalidCheckpointError as error:
@@ -62,9 +63,9 @@ class SavedRun:
         return {name.removeprefix(MODEL): shape for name, (shape, _) in found.items() if name.startswith(MODEL)}
 
     def load(self, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-        """Fills tensors, by the names of the model's parameters, in place; read are these alone. Raises UserError.
+        """Load `tensors`, keyed by parameter name, in place; reads no other tensors. Raises UserError.
 
-        group: of the ranks that load together, each its own part of tensors on a mesh; None: this process alone.
+        group: the ranks that load together, each its own shards; None: this process only.
         """
         try:
             load_tensors(self.path, {MODEL + name: tensor for name, tensor in tensors.items()}, group)
@@ -72,15 +73,15 @@ class SavedRun:
             raise UserError(f"{self.path} cannot be loaded: {first_failure(error)}") from None
 
     def model(self, device: torch.device, dtype: torch.dtype) -> LanguageModel:
-        """The whole model with its weights, in evaluation mode. Raises UserError."""
+        """The full model with its weights, in evaluation mode. Raises UserError."""
         model = empty_model(self.family, self.hyper_parameters, device, dtype)
         self.load({name: parameter.data for name, parameter in model.named_parameters()})
         return model.eval()
 
     def tokenizer(self) -> Tokenizer | None:
-        """The run's own: its copy in the dump folder, or as the configuration says; None where there is neither.
+        """The run's tokenizer: the copy in the dump folder, else the configured one; None if both are missing.
 
-        Raises UserError where what is there is another one by now.
+        Raises UserError if it is not the tokenizer that the run was trained with.
         """
         fingerprint = self.manifest.facts["tokenizer"]
         if fingerprint is None:
@@ -88,35 +89,35 @@ class SavedRun:
         copy = next((file for file in self._tokenizer_copies() if file.is_file()), None)
         found = self._configured_tokenizer() if copy is None else Tokenizer(copy)
         if found is not None and found.fingerprint != fingerprint:
-            raise UserError(f"{self.path} was trained with another tokenizer than {found.description}")
+            raise UserError(f"{self.path} was trained with a different tokenizer than {found.description}")
         return found
 
     def tokenizer_at(self, path: str) -> Tokenizer:
-        """The one at `path`, a value of --tokenizer; a warning where it is not the run's.
+        """The tokenizer at `path`, a value of --tokenizer. Logs a warning if it is not the run's.
 
-        Raises ConfigError where there is none, or the model has no room for it.
+        Raises ConfigError if the file is missing or the tokenizer has more tokens than the model.
         """
         if not tokenizer_file(path).is_file():
-            rule = "a tokenizer.json, or a folder that holds one"
-            raise ConfigError([Problem("--tokenizer", path, rule, "leave it out for the run's own")])
+            rule = "a tokenizer.json, or a folder that contains one"
+            raise ConfigError([Problem("--tokenizer", path, rule, "omit it to use the run's own tokenizer")])
         section = self.config.tokenizer
         tokenizer = Tokenizer(tokenizer_file(path), bos=section.bos, eos=section.eos)
         self.require_room(tokenizer, path)
         if self.manifest.facts["tokenizer"] not in (None, tokenizer.fingerprint):
-            log.warning("%s was trained with another tokenizer than %s", self.path, tokenizer.description)
+            log.warning("%s was trained with a different tokenizer than %s", self.path, tokenizer.description)
         return tokenizer
 
     def require_room(self, tokenizer: Tokenizer, path: str | None) -> None:
-        """Raises ConfigError where the tokenizer has more tokens than the model. path: see `tokenizer_at`; None: the
-        run's own, which may be so in an import."""
+        """Raises ConfigError if the tokenizer has more tokens than the model. path: see `tokenizer_at`; None: the run's
+        own tokenizer, which may be too large in an imported run."""
         vocab_size = self.hyper_parameters.vocab_size
         if tokenizer.vocab_size > vocab_size:
             rule = f"at most the model's vocab_size = {vocab_size} tokens; it has {tokenizer.vocab_size}"
-            remedy = "write the path of the one that the run was trained with"
+            remedy = "pass the path of the tokenizer that the run was trained with"
             raise ConfigError([Problem("--tokenizer", path, rule, remedy)])
 
     def _tokenizer_copies(self) -> list[Path]:
-        """Where the dump folder's copy may be: above the path as it is written, or, through links, above its target."""
+        """Candidate paths of the dump folder's copy: above the path as given, and above it with links resolved."""
         depth = len(PurePath(self.config.checkpoint.folder).parts)
         steps = (Path(os.path.abspath(self.path)), self.path.resolve())
         folders = [step.parents[depth] for step in steps if len(step.parents) > depth]
@@ -131,7 +132,7 @@ class SavedRun:
 
 
 def empty_model(family: Family, hyper_parameters: Any, device: torch.device, dtype: torch.dtype) -> LanguageModel:
-    """The whole model, its parameters yet to be filled."""
+    """The full model, with initialized buffers and uninitialized parameters."""
     with torch.device("meta"):
         model = family.build(hyper_parameters).to(dtype)
     model.tie_weights()
@@ -142,11 +143,11 @@ def empty_model(family: Family, hyper_parameters: Any, device: torch.device, dty
 
 
 def open_run(path: Path, *, verifies: bool = True) -> SavedRun:
-    """The checkpoint that RUN means: one folder step-N, or the newest whole one of a dump folder or of a folder of
-    checkpoints.
+    """Open the checkpoint that RUN refers to: a folder step-N, or the latest valid checkpoint of a dump folder or of a
+    checkpoint folder.
 
-    Its files are verified in full; of several, damaged ones are left aside with a warning each. verifies: False for
-    ranks that are told a folder step-N which another one has verified. Raises UserError.
+    Verifies all its files. In a folder of several, skips damaged checkpoints with a warning each. verifies: False on
+    ranks whose folder step-N another rank has verified. Raises UserError.
     """
     if (path / MANIFEST_FILE).exists():
         try:
@@ -161,10 +162,10 @@ def open_run(path: Path, *, verifies: bool = True) -> SavedRun:
         try:
             return _opened(step_folder(folder, step))
         except InvalidCheckpointError as error:
-            log.warning("%s is damaged: %s; the one before it is looked at", step_folder(folder, step), error)
-    what = "no checkpoint that is whole" if steps else "no checkpoint"
+            log.warning("%s is damaged: %s; trying the previous checkpoint", step_folder(folder, step), error)
+    what = "no valid checkpoint" if steps else "no checkpoint"
     raise UserError(
-        f"{path}: there is {what}; give the dump folder of a run with checkpoint.enable = true, or one of its folders "
+        f"{path} contains {what}; pass the dump folder of a run with checkpoint.enable = true, or one of its folders "
         "step-N"
     )
 
@@ -189,27 +190,27 @@ def _opened(path: Path, *, verifies: bool = True) -> SavedRun:
     values = dict(manifest.facts["model"])
     family = FAMILIES.get(values.pop("family"))
     if family is None:
-        raise UserError(f"{path}: its model is of the family {manifest.facts['model']['family']!r}, unknown here")
+        raise UserError(f"{path}: this version of titanlite has no family {manifest.facts['model']['family']!r}")
     try:
         hyper_parameters = family.config_type(**values)
     except TypeError as error:
         reason = str(error).partition("() ")[2]
         raise UserError(
-            f"{path}: another titanlite wrote its model of the family {family.name!r}, with other hyper-parameters: "
-            f"{reason}; use that one"
+            f"{path}: another version of titanlite wrote this model of the family {family.name!r}, with different "
+            f"hyper-parameters: {reason}; use that version"
         ) from None
     return SavedRun(path, manifest, family, hyper_parameters)
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """An error of the user's inside is another one where the checkpoint is gone by then. Raises UserError."""
+    """Replace a UserError inside the block by one that names the cause, if the checkpoint was deleted meanwhile."""
     try:
         yield
     except UserError:
         if path.is_dir():
             raise
         raise UserError(
-            f"{path} is gone: it was deleted while it was read, perhaps by the run itself (checkpoint.keep_latest_k); "
-            "start again with the dump folder, which means its newest checkpoint"
+            f"{path} was deleted while it was being read, perhaps by the run itself (checkpoint.keep_latest_k); "
+            "run the command again with the dump folder, to use its latest checkpoint"
         ) from None

@@ -1,4 +1,4 @@
-"""Writing of token files: shards that appear complete, and the tokens.json beside them."""
+"""Write token files: shards that appear only when complete, and their manifest tokens.json."""
 
 import io
 import json
@@ -15,26 +15,26 @@ import xxhash
 from titanlite.data.sources.tokens import HEADER_BYTES, MANIFEST, UNFINISHED, documents_file
 
 PARTIAL = ".incomplete"
-"""Suffix of files that are being written; what a killed process leaves of them is written anew."""
+"""Suffix of files that are being written. Those that a killed process leaves are overwritten."""
 
 COPY_BYTES = 2**22
 
 
 def write_unfinished(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Keep what is complete so far. facts: as in a manifest."""
+    """Record the shards that are complete so far. facts: as in a manifest."""
     temporary = folder / f"{UNFINISHED}{PARTIAL}"
     temporary.write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
     _publish(temporary, folder / UNFINISHED)
 
 
 def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Declare the folder complete."""
+    """Mark the folder as complete."""
     write_unfinished(folder, facts)
     _publish(folder / UNFINISHED, folder / MANIFEST)
 
 
 def _publish(temporary: Path, path: Path) -> None:
-    """Rename a written file, so that it is there as a whole or not at all, also after a power cut."""
+    """Rename a written file, so that `path` is complete or absent, even after a power failure."""
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -46,7 +46,7 @@ def _publish(temporary: Path, path: Path) -> None:
 
 
 class ShardWriter:
-    """Writes one shard; nothing of it is there under its name before finish()."""
+    """Writes one shard. The shard gets its final name in finish()."""
 
     def __init__(self, folder: Path, number: int, dtype: np.dtype[Any]) -> None:
         self._path = folder / f"tokens-{number:05}.npy"
@@ -58,7 +58,7 @@ class ShardWriter:
         self.tokens = 0
 
     def start_document(self, tokens_ahead: int) -> None:
-        """A document starts so many tokens behind those written so far."""
+        """Record that a document starts `tokens_ahead` tokens after those written so far."""
         self._starts.append(self.tokens + tokens_ahead)
 
     def write(self, ids: npt.NDArray[np.integer]) -> None:
@@ -66,7 +66,7 @@ class ShardWriter:
         self.tokens += len(ids)
 
     def finish(self) -> dict[str, Any]:
-        """Put the shard and its document starts in place; what a manifest says about them."""
+        """Publish the shard and its document starts; returns its entry in the manifest."""
         self._file.seek(0)
         self._file.write(_npy_header(self.tokens, self._dtype))
         self._file.close()
@@ -87,13 +87,13 @@ class ShardWriter:
         }
 
     def discard(self) -> None:
-        """Remove what was written since the last finish()."""
+        """Delete the unfinished shard."""
         self._file.close()
         self._temporary.unlink(missing_ok=True)
 
 
 def _npy_header(count: int, dtype: np.dtype[Any]) -> bytes:
-    """The header of a .npy file of `count` elements; of the same size for every count."""
+    """The header of a .npy file of `count` elements. Its size does not depend on `count`."""
     header = io.BytesIO()
     description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
     np.lib.format.write_array_header_1_0(header, description)
@@ -102,7 +102,7 @@ def _npy_header(count: int, dtype: np.dtype[Any]) -> bytes:
 
 
 def file_digest(path: Path) -> str:
-    """xxh3-128 of a whole file, 32 hex digits, as `xxhsum -H2` prints it."""
+    """The xxh3-128 of a file, 32 hex digits, as `xxhsum -H2` prints it."""
     digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
         while block := file.read(COPY_BYTES):

@@ -1,4 +1,4 @@
-"""Model folders in the format of transformers, written by the format's own library."""
+"""Make model folders in the format of transformers, with the safetensors library."""
 
 import json
 from dataclasses import replace
@@ -15,13 +15,13 @@ from titanlite.tools.parity.shrink import shrink_model
 
 
 def tiny(family: Family, **changes: Any) -> Any:
-    """Hyper-parameters of a tiny model; no size of it is another one's."""
+    """Hyper-parameters of a tiny model whose sizes all differ."""
     small = shrink_model(family.flavors["debug"], 2)
     return replace(small, **{"vocab_size": 131, "max_seq_len": 96, "n_layers": 2} | changes)
 
 
 def weights(family: Family, config: Any, seed: int = 0) -> dict[str, Tensor]:
-    """By the model's own names, float64; norms as well are no two alike."""
+    """Random weights, including norms, by titanlite's parameter names, in float64."""
     generator = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
         model = family.build(config)
@@ -35,7 +35,7 @@ def weights(family: Family, config: Any, seed: int = 0) -> dict[str, Tensor]:
 def write_model(
     folder: Path, family: str = "llama3", dtype: torch.dtype = torch.float64, shards: int = 1, **changes: Any
 ) -> dict[str, Tensor]:
-    """A folder; returns its tensors by the names in it, as they are in it."""
+    """Write a folder; returns its tensors by their names in the folder."""
     found = FAMILIES[family]
     config = tiny(found, **changes)
     names = found.hugging_face.names(config)

@@ -1,4 +1,4 @@
-"""Model folders: which are opened, which are refused, and that nothing outside of them is read."""
+"""Model folders: valid ones open, invalid ones are refused, and no file outside the folder is read."""
 
 import json
 import os
@@ -36,9 +36,9 @@ def _note(event: str, args: tuple[Any, ...]) -> None:
 
 @contextmanager
 def opened_files() -> Iterator[list[str]]:
-    """The files that are opened meanwhile, those of Python's own left out."""
+    """Records the files that are opened inside the block."""
     if not hasattr(sys, "_noted_for_model_folders"):
-        sys.addaudithook(_note)  # for good: there is no way to take it away
+        sys.addaudithook(_note)  # an audit hook cannot be removed
         sys._noted_for_model_folders = True  # type: ignore[attr-defined]
     _opened.clear()
     _watching.append(True)
@@ -49,7 +49,7 @@ def opened_files() -> Iterator[list[str]]:
 
 
 def edit(file: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """Changes a JSON file."""
+    """A change of a JSON file."""
 
     def apply(folder: Path) -> None:
         content = json.loads((folder / file).read_text())
@@ -60,7 +60,7 @@ def edit(file: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path],
 
 
 def retensor(file: str, change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None]:
-    """Changes the tensors of a file."""
+    """A change of the tensors of a file."""
 
     def apply(folder: Path) -> None:
         tensors = load_file(folder / file)
@@ -79,7 +79,7 @@ def both(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
 
 
 def moved_out(file: str, link: str) -> Callable[[Path], None]:
-    """The file lies beside the folder, and a link in its place leads there."""
+    """Move the file out of the folder and replace it by a link."""
 
     def apply(folder: Path) -> None:
         shutil.move(folder / file, folder.parent / "outside")
@@ -127,11 +127,11 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "pipe": (lambda f: ((f / FIRST).unlink(), os.mkfifo(f / FIRST)), f"{FIRST} is not a file"),
     "stale shard": (
         lambda f: shutil.copy(f / FIRST, f / "model-00003-of-00003.safetensors"),
-        "model-00003-of-00003.safetensors is there, which",
+        "unexpected file model-00003-of-00003.safetensors",
     ),
-    "single beside index": (lambda f: shutil.copy(f / FIRST, f / SINGLE), f"{SINGLE} is there, which"),
+    "single beside index": (lambda f: shutil.copy(f / FIRST, f / SINGLE), f"unexpected file {SINGLE}"),
     "missing shard": (lambda f: (f / SECOND).unlink(), f"{SECOND} is missing"),
-    "torn shard": (lambda f: os.truncate(f / SECOND, 1000), f"{SECOND}: its "),
+    "truncated shard": (lambda f: os.truncate(f / SECOND, 1000), f"{SECOND}: its "),
     "longer shard": (lambda f: os.truncate(f / SECOND, (f / SECOND).stat().st_size + 8), f"{SECOND}: its tensors end"),
     "no shard": (lambda f: (f / SECOND).write_text("version https://git-lfs"), f"{SECOND}: its header"),
     "missing tensor": (
@@ -143,18 +143,18 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "tensor in the index alone": (in_index("model.layers.9.x.weight", FIRST), "lacks model.layers.9.x.weight"),
     "tensor in the shard alone": (
         lambda f: retensor(FIRST, lambda tensors: tensors.update(extra=torch.zeros(2)))(f),
-        f"{FIRST} holds extra, which is nowhere by",
+        f"{FIRST} contains extra, but model.safetensors.index.json does not list it",
     ),
     "tensor in another shard": (
         lambda f: in_index(W1, SECOND if place(f) == FIRST else FIRST)(f),
-        f"holds {W1}, which is in model-",
+        f"contains {W1}, but model.safetensors.index.json lists it in model-",
     ),
     "extra tensor": (
         both(
             retensor(FIRST, lambda tensors: tensors.update({"model.layers.0.bias": torch.zeros(2)})),
             in_index("model.layers.0.bias", FIRST),
         ),
-        "model.layers.0.bias is a tensor that this model does not have",
+        "model.layers.0.bias is not a tensor of this model",
     ),
     "transposed": (
         lambda f: retensor(place(f), lambda tensors: tensors.update({W1: tensors[W1].t()}))(f),
@@ -173,14 +173,14 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: (f / INDEX).write_text('{"weight_map": {"a": "a.safetensors", "a": "b.safetensors"}}'),
         f"{INDEX} has 'a' twice",
     ),
-    "index torn": (lambda f: (f / INDEX).write_text('{"weight_map": '), f"{INDEX} is not JSON"),
+    "truncated index": (lambda f: (f / INDEX).write_text('{"weight_map": '), f"{INDEX} is not JSON"),
     "no weights": (
         lambda f: [(f / name).unlink() for name in (INDEX, FIRST, SECOND)],
         f"has neither {SINGLE} nor {INDEX}",
     ),
     "pickles": (
         lambda f: [(f / name).unlink() for name in (INDEX, FIRST)] + [(f / SECOND).rename(f / "pytorch_model.bin")],
-        "pytorch_model.bin, a pickle, which is not opened",
+        "pytorch_model.bin, a pickle file, which is not supported",
     ),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json is missing"),
     "no object": (lambda f: (f / "config.json").write_text("[]"), "config.json is not a JSON object"),
@@ -191,7 +191,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         edit("config.json", lambda c: c.update(num_hidden_layers=3)),
         "model.layers.2.input_layernorm.weight is missing",
     ),
-    "fewer layers": (edit("config.json", lambda c: c.update(num_hidden_layers=1)), "is a tensor that this model does"),
+    "fewer layers": (edit("config.json", lambda c: c.update(num_hidden_layers=1)), "is not a tensor of this model"),
     "endless layers": (
         edit("config.json", lambda c: c.update(num_hidden_layers=10**12)),
         "num_hidden_layers = 10000000",
@@ -212,8 +212,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_wrong_is_refused_by_name_and_nothing_outside_is_read(made: Path, tmp_path: Path, case: str) -> None:
-    change, said = REFUSED[case]
+def test_invalid_folders_are_refused_and_nothing_outside_is_read(made: Path, tmp_path: Path, case: str) -> None:
+    change, message = REFUSED[case]
     folder = Path(shutil.copytree(made, tmp_path / "folder"))
     (tmp_path / "outside").write_bytes((made / FIRST).read_bytes())
     (tmp_path / FIRST).write_bytes((made / FIRST).read_bytes())
@@ -221,23 +221,23 @@ def test_what_is_wrong_is_refused_by_name_and_nothing_outside_is_read(made: Path
     with opened_files() as opened, pytest.raises(UserError) as error:
         open_folder("hf:it", folder)
     assert str(error.value).startswith("hf:it")
-    assert said in str(error.value)
+    assert message in str(error.value)
     python = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[3]))
     assert [path for path in opened if not path.startswith((f"{folder}/", *python))] == []
 
 
-def test_a_transposed_tensor_is_called_that(made: Path, tmp_path: Path) -> None:
+def test_the_message_names_a_transposed_tensor(made: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made, tmp_path / "folder"))
     retensor(place(folder), lambda tensors: tensors.update({W1: tensors[W1].t()}))(folder)
-    with pytest.raises(UserError, match=r"asks for \(\d+, \d+\): it is transposed"):
+    with pytest.raises(UserError, match=r"it must be \(\d+, \d+\): it is transposed"):
         open_folder("it", folder)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_whole_folder_is_read_into_the_model(tmp_path: Path, family: str, shards: int, tied: bool) -> None:
-    there = write_model(tmp_path / "it", family, torch.bfloat16, shards, tie_embeddings=tied)
+def test_all_tensors_are_read_into_the_model(tmp_path: Path, family: str, shards: int, tied: bool) -> None:
+    written = write_model(tmp_path / "it", family, torch.bfloat16, shards, tie_embeddings=tied)
     folder = open_folder("it", tmp_path / "it")
     names = folder.family.hugging_face.names(folder.hyper_parameters)
     model = empty_model(folder.family, folder.hyper_parameters, torch.device("cpu"), torch.float32)
@@ -245,45 +245,45 @@ def test_a_whole_folder_is_read_into_the_model(tmp_path: Path, family: str, shar
     with opened_files() as opened:
         read = folder.fill_(own)
     assert {os.path.dirname(path) for path in opened} == {str(tmp_path / "it")}
-    assert read == sum(tensor.nbytes for tensor in there.values())
-    assert {names[name] for name in own} == there.keys()
-    assert all(torch.equal(tensor, there[names[name]].float()) for name, tensor in own.items())
-    assert folder.describe(torch.float32) == f"{len(there)} tensors, converted from bfloat16 to float32"
+    assert read == sum(tensor.nbytes for tensor in written.values())
+    assert {names[name] for name in own} == written.keys()
+    assert all(torch.equal(tensor, written[names[name]].float()) for name, tensor in own.items())
+    assert folder.describe(torch.float32) == f"{len(written)} tensors, converted from bfloat16 to float32"
     assert folder.tied is None
 
 
-def with_more(folder: Path, more: dict[str, Tensor]) -> None:
+def add_tensors(folder: Path, more: dict[str, Tensor]) -> None:
     save_file(load_file(folder / SINGLE) | more, folder / SINGLE)
 
 
-def test_a_copy_of_a_tied_embedding_has_to_be_one(tmp_path: Path) -> None:
-    there = write_model(tmp_path / "it", tie_embeddings=True)
-    with_more(tmp_path / "it", {"lm_head.weight": there[EMBEDDING].clone()})
+def test_an_output_beside_a_tied_embedding_must_equal_it(tmp_path: Path) -> None:
+    written = write_model(tmp_path / "it", tie_embeddings=True)
+    add_tensors(tmp_path / "it", {"lm_head.weight": written[EMBEDDING].clone()})
     folder = open_folder("it", tmp_path / "it")
-    out = {"tok_embeddings.weight": torch.empty_like(there[EMBEDDING])}
+    out = {"tok_embeddings.weight": torch.empty_like(written[EMBEDDING])}
     folder.fill_(out)
-    assert torch.equal(out["tok_embeddings.weight"], there[EMBEDDING])
-    other = there[EMBEDDING].clone()
+    assert torch.equal(out["tok_embeddings.weight"], written[EMBEDDING])
+    other = written[EMBEDDING].clone()
     other[-1, -1] += 1
-    with_more(tmp_path / "it", {"lm_head.weight": other})
-    with pytest.raises(UserError, match=r"lm_head.weight is another matrix than model.embed_tokens.weight"):
+    add_tensors(tmp_path / "it", {"lm_head.weight": other})
+    with pytest.raises(UserError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
         open_folder("it", tmp_path / "it").fill_(out)
-    with_more(tmp_path / "it", {"lm_head.weight": other[1:].clone()})
+    add_tensors(tmp_path / "it", {"lm_head.weight": other[1:].clone()})
     with pytest.raises(UserError, match=r"lm_head.weight has shape \(130, "):
         open_folder("it", tmp_path / "it")
 
 
-def test_rotary_frequencies_of_old_folders_are_left_aside(tmp_path: Path) -> None:
+def test_rotary_frequencies_of_old_folders_are_ignored(tmp_path: Path) -> None:
     write_model(tmp_path / "it")
-    with_more(tmp_path / "it", {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(4) for n in (0, 1)})
-    assert open_folder("it", tmp_path / "it").describe(torch.float64).endswith(", 2 rotary tables left aside")
-    with_more(tmp_path / "it", {"model.layers.x.self_attn.rotary_emb.inv_freq": torch.ones(4)})
-    with pytest.raises(UserError, match=r"layers\.x\..* is a tensor that this model does not have"):
+    add_tensors(tmp_path / "it", {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(4) for n in (0, 1)})
+    assert open_folder("it", tmp_path / "it").describe(torch.float64).endswith(", 2 rotary tables ignored")
+    add_tensors(tmp_path / "it", {"model.layers.x.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    with pytest.raises(UserError, match=r"layers\.x\..* is not a tensor of this model"):
         open_folder("it", tmp_path / "it")
 
 
-def test_links_may_lead_into_a_folder_that_is_allowed(made: Path, tmp_path: Path) -> None:
-    """As in the hub's cache: snapshots are links to blobs beside them."""
+def test_links_may_lead_into_an_allowed_folder(made: Path, tmp_path: Path) -> None:
+    """As in the hub's cache, whose snapshots are links to blobs beside them."""
     repository = tmp_path / "models--a--b"
     (repository / "snapshots").mkdir(parents=True)
     shutil.copytree(made, repository / "blobs")
@@ -296,6 +296,6 @@ def test_links_may_lead_into_a_folder_that_is_allowed(made: Path, tmp_path: Path
         open_folder("it", snapshot)
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"it: config\.json is missing"):
         open_folder("it", tmp_path / "nowhere")

@@ -1,4 +1,4 @@
-"""Where initial_load_path leads: folders, and models from a server that answers as the hub does."""
+"""initial_load_path: folders, and models from a local server that behaves like the hub."""
 
 import threading
 from dataclasses import replace
@@ -42,7 +42,7 @@ def test_names_on_the_hub(text: str, expected: HubModel | None) -> None:
     assert parse_hub_name(text) == expected
 
 
-def test_problems_of_a_folder_are_found_with_the_configuration(tmp_path: Path) -> None:
+def test_the_configuration_check_reports_problems_of_a_folder(tmp_path: Path) -> None:
     write_model(tmp_path / "it")
     text, config = f"hf:{tmp_path / 'it'}", tiny(LLAMA3)
     assert check_source(text, LLAMA3, config) == []
@@ -52,7 +52,7 @@ def test_problems_of_a_folder_are_found_with_the_configuration(tmp_path: Path) -
         *(("model.vocab_size", 140), ("model.rope_theta", 1e4), ("model.tie_embeddings", True)),
     ]
     assert found[0].rule == f"that of config.json in {text}, 131"
-    assert found[0].remedy.startswith("write vocab_size = 131 in [model]: the embedding has a row for each token")
+    assert found[0].remedy.startswith("write vocab_size = 131 in [model], and use the folder's tokenizer")
     assert found[1].remedy == "write rope_theta = 500000.0 in [model]"
     assert found[2].remedy == "write tie_embeddings = false in [model]"
     (problem,) = check_source(text, replace(LLAMA3, name="other"), config)
@@ -60,16 +60,16 @@ def test_problems_of_a_folder_are_found_with_the_configuration(tmp_path: Path) -
     (tmp_path / "it" / "stale.safetensors").touch()
     (problem,) = check_source(text, LLAMA3, config)
     assert problem.key == "checkpoint.initial_load_path"
-    assert "stale.safetensors is there" in problem.remedy
+    assert "unexpected file stale.safetensors" in problem.remedy
 
 
-def test_what_is_no_folder_is_a_name_or_a_problem(tmp_path: Path) -> None:
+def test_a_path_without_folder_is_a_hub_name_or_a_problem(tmp_path: Path) -> None:
     def check(text: str) -> list[Problem]:
         return check_source(text, LLAMA3, tiny(LLAMA3))
 
     assert check("hf:org/name@v1") == []
     (problem,) = check(f"hf:{tmp_path / 'nowhere'}")
-    assert f"there is no folder {tmp_path / 'nowhere'}: mend the path" in problem.remedy
+    assert f"there is no folder {tmp_path / 'nowhere'}: fix the path" in problem.remedy
     (problem,) = check("hf:~/model")
     assert problem.remedy == f'write "hf:{Path.home()}/model"'
     for text in ("hf:", "hf:name"):
@@ -77,7 +77,7 @@ def test_what_is_no_folder_is_a_name_or_a_problem(tmp_path: Path) -> None:
         assert "there is no folder" in problem.remedy
 
 
-def test_the_weights_alone_and_only_where_the_run_begins(tmp_path: Path) -> None:
+def test_only_weights_are_imported_and_only_by_a_new_run(tmp_path: Path) -> None:
     section = CheckpointConfig(enable=True, initial_load_path="hf:org/name")
     assert check_start(section, str(tmp_path)) == []
     (problem,) = check_start(replace(section, initial_load_model_only=False), str(tmp_path))
@@ -101,41 +101,41 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-unt
         yield server
 
 
-def files_asked_for(hub: SmallHub) -> list[str]:
+def requested_files(hub: SmallHub) -> list[str]:
     paths = [path for method, path, _ in hub.requests if method == "GET" and "resolve" in path]
     return sorted({path.rpartition("/")[2] for path in paths})
 
 
 def test_a_model_is_downloaded_once_and_only_what_is_needed(hub: SmallHub, tmp_path: Path) -> None:
     folder = tmp_path / "hub" / "org" / "name"
-    there = write_model(folder, shards=2)
+    written = write_model(folder, shards=2)
     for name in ("pytorch_model.bin", "consolidated.safetensors", "README.md", "code.py"):
         (folder / name).write_bytes(b"0" * 1000)
     found = open_source("org/name")
     names = found.family.hugging_face.names(found.hyper_parameters)
-    own = {name: torch.empty_like(there[names[name]]) for name in names}
+    own = {name: torch.empty_like(written[names[name]]) for name in names}
     found.fill_(own)
-    assert all(torch.equal(tensor, there[names[name]]) for name, tensor in own.items())
+    assert all(torch.equal(tensor, written[names[name]]) for name, tensor in own.items())
     shards = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
-    assert files_asked_for(hub) == ["config.json", *shards, "model.safetensors.index.json"]
+    assert requested_files(hub) == ["config.json", *shards, "model.safetensors.index.json"]
     assert all(tensor.file.parent.name == "blobs" for tensor in found.tensors.values())
     assert pinned(HubModel("org/name")) == HubModel("org/name", COMMIT)
     hub.requests.clear()
     model = HubModel("org/name", COMMIT)
     assert open_snapshot(model, download(model)).name == f"hf:org/name@{COMMIT}"
-    assert files_asked_for(hub) == []
+    assert requested_files(hub) == []
     hub.commit = MOVED
     assert pinned(HubModel("org/name")).revision == MOVED
 
 
-def test_an_index_cannot_lead_the_download_astray(hub: SmallHub, tmp_path: Path) -> None:
+def test_an_index_cannot_redirect_the_download(hub: SmallHub, tmp_path: Path) -> None:
     folder = tmp_path / "hub" / "org" / "name"
     write_model(folder, shards=2)
     index = folder / "model.safetensors.index.json"
     index.write_text(index.read_text().replace("model-00001-of", "../../model-00001-of"))
     with pytest.raises(UserError, match=r"hf:org/name: .*is in '../../model-00001-of-00002.safetensors', which is not"):
         open_source("org/name")
-    assert files_asked_for(hub) == ["config.json", index.name]
+    assert requested_files(hub) == ["config.json", index.name]
 
 
 def test_links_of_a_snapshot_stay_in_its_own_cache_folder(hub: SmallHub, tmp_path: Path) -> None:
@@ -151,26 +151,26 @@ def test_links_of_a_snapshot_stay_in_its_own_cache_folder(hub: SmallHub, tmp_pat
         open_snapshot(model, path)
 
 
-def test_what_the_hub_does_not_have_or_give(hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"hf:org/name is no folder here, and cannot be had from the hub: .*HF_TOKEN"):
+def test_missing_models_and_an_unreachable_hub(hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"hf:org/name is not a local folder, and cannot be downloaded .*HF_TOKEN"):
         open_source("org/name")
     write_model(tmp_path / "hub" / "org" / "name")
     hub.failures = 1
-    assert open_source("org/name").tensors  # after another try
+    assert open_source("org/name").tensors  # after a retry
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match=r"cannot be had from the hub|could not be read"):
+    with pytest.raises(UserError, match=r"cannot be downloaded from the hub|cannot read"):
         open_source("org/another")
-    assert open_source("org/name").tensors  # what is there needs no hub
+    assert open_source("org/name").tensors  # cached models need no hub
 
 
-def test_without_the_package_its_name_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_message_names_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
     with pytest.raises(UserError, match=r"pip install huggingface_hub"):
         open_source("org/name")
 
 
 def on_all_ranks(text: str, worlds: list[World], **changes: int) -> list[ModelFolder | str | None]:
-    """What fetch_source gives on ranks that are threads here; the text of an error."""
+    """The result of fetch_source, or its error message, on ranks that are threads of this process."""
     store = dist.HashStore()
     found: list[ModelFolder | str | None] = [""] * len(worlds)
 
@@ -191,18 +191,18 @@ def on_all_ranks(text: str, worlds: list[World], **changes: int) -> list[ModelFo
 def test_the_first_rank_of_each_node_downloads(hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path / "hub" / "org" / "name")
     worlds = [World(rank, rank % 2, 4, "cpu") for rank in range(4)]
-    asked: list[str] = []
+    downloads: list[str] = []
     snapshot = hub_module._snapshot
 
     def counted(model: HubModel, names: list[str]) -> Path:
-        asked.append(f"{model} {'all' if len(names) > 1 else names[0]}")
+        downloads.append(f"{model} {'all' if len(names) > 1 else names[0]}")
         return snapshot(model, names)
 
     monkeypatch.setattr(hub_module, "_snapshot", counted)
     found = on_all_ranks("hf:org/name", worlds)
     assert [folder.name for folder in found if isinstance(folder, ModelFolder)] == [f"hf:org/name@{COMMIT}"] * 4
     each = [f"org/name@{COMMIT} {what}" for what in ("all", "model.safetensors")]
-    assert sorted(asked) == sorted(["org/name config.json", *each, *each])
+    assert sorted(downloads) == sorted(["org/name config.json", *each, *each])
     assert hub.requests
 
     assert on_all_ranks("", worlds) == [None] * 4
@@ -210,4 +210,4 @@ def test_the_first_rank_of_each_node_downloads(hub: SmallHub, tmp_path: Path, mo
     assert all("write vocab_size = 131 in [model]" in str(text) for text in refused)
     missing = on_all_ranks("hf:org/missing", worlds)
     assert len(set(missing)) == 1
-    assert "checkpoint.initial_load_path: hf:org/missing is no folder here" in str(missing[0])
+    assert "checkpoint.initial_load_path: hf:org/missing is not a local folder" in str(missing[0])

@@ -35,7 +35,7 @@ def toml_of(printed: str) -> dict[str, object]:
     return tomllib.loads(printed[printed.index("[model]") :])
 
 
-def test_tokenize_writes_what_one_unshuffled_stream_reads(
+def test_tokenize_writes_the_tokens_of_one_unshuffled_stream(
     config: Path, tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new" / "out"
@@ -61,7 +61,7 @@ def test_tokenize_writes_what_one_unshuffled_stream_reads(
     }
 
 
-def test_nothing_is_overwritten_and_nothing_left_behind(config: Path, tmp_path: Path) -> None:
+def test_nothing_is_overwritten_and_no_temporary_file_remains(config: Path, tmp_path: Path) -> None:
     out = tmp_path / "mine"
     out.mkdir()
     (out / "tokens.npy").write_text("precious")
@@ -74,9 +74,11 @@ def test_nothing_is_overwritten_and_nothing_left_behind(config: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("command", [tokenize_here, train_tokenizer.main])
-def test_a_place_that_cannot_be_written(command: Callable[[list[str]], None], config: Path, tmp_path: Path) -> None:
+def test_an_output_folder_that_cannot_be_written(
+    command: Callable[[list[str]], None], config: Path, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("precious")
-    with pytest.raises(UserError, match=r"out cannot be written"):
+    with pytest.raises(UserError, match=r"cannot write .*out"):
         command([str(config), "--out", str(tmp_path / "file" / "out")])
 
 
@@ -113,7 +115,7 @@ def test_bad_rows(
     with pytest.raises(UserError, match=r"rows\.jsonl, line 2: invalid JSON"):
         command(arguments)
     assert not list((tmp_path / "out").rglob("*"))
-    with pytest.raises(UserError, match=r"more than data\.max_bad_rows = 1 rows are bad"):
+    with pytest.raises(UserError, match=r"more than data\.max_bad_rows = 1 bad rows"):
         command([*arguments, "--data.on_bad_row", "skip", "--data.max_bad_rows", "1"])
     command([*arguments, "--data.on_bad_row", "skip"])
     assert "2 bad rows" in capsys.readouterr().out
@@ -128,7 +130,7 @@ def test_train_tokenizer(config: Path, tmp_path: Path, capsys: pytest.CaptureFix
     expected = {"model": {"vocab_size": 280}, "tokenizer": {"path": str(tmp_path / "trained")}}
     assert toml_of(capsys.readouterr().out) == expected
     with pytest.raises(UserError, match="at least 257"):
-        train_tokenizer.main([str(config), "--out", str(tmp_path / "other"), "--vocab_size", "256"])
+        train_tokenizer.main([str(config), "--out", str(tmp_path / "other"), "--vocab-size", "256"])
 
 
 def test_all_problems_at_once(config: Path, tmp_path: Path) -> None:
@@ -145,7 +147,7 @@ def test_sources_of_tokens_are_refused(tmp_path: Path) -> None:
         tokenize.main([str(tmp_path / "c.toml"), "--out", str(tmp_path / "out")])
 
 
-@pytest.mark.parametrize(("extra", "code"), [([], 0), (["--data.seed", "-1"], 2), (["--vocab_size", "3"], 1)])
+@pytest.mark.parametrize(("extra", "code"), [([], 0), (["--data.seed", "-1"], 2), (["--vocab_size", "3"], 2)])
 def test_exit_codes(
     extra: list[str],
     code: int,
@@ -158,7 +160,7 @@ def test_exit_codes(
     with pytest.raises(SystemExit) as caught:
         run_command(train_tokenizer.main)
     assert caught.value.code == code
-    assert ("error: " in capsys.readouterr().err) == (code > 0)
+    assert ("titanlite: " in capsys.readouterr().err) == (code > 0)
     assert (tmp_path / "out").exists() == (code == 0)
 
 

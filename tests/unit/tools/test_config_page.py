@@ -1,4 +1,4 @@
-"""The help and docs/config.md: complete, current, and about what really holds."""
+"""The help and docs/config.md are complete and current."""
 
 from pathlib import Path
 
@@ -28,13 +28,13 @@ def test_the_documentation_is_current() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_is_printed_and_ends_the_program_well(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_exits_with_code_0(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         show_help(["--training.stesp", "5", flag])
     assert caught.value.code == 0
     shown = capsys.readouterr().out
-    assert "usage: python -m titanlite.train" in shown
-    assert "Optimizer steps of the whole run. (default: 1000)" in shown
+    assert "usage: titanlite train" in shown
+    assert "Total optimizer steps of the run. (default: 1000)" in shown
 
 
 def test_help_comes_from_the_first_rank_only(
@@ -60,5 +60,5 @@ def test_help_shows_the_values_in_force() -> None:
     assert "--model.n_layers INT Number of transformer blocks. (default: 32)" in shown
     assert "--data.shuffle {true,false}" in shown
     assert f"--model.family {{{','.join(FAMILIES)}}}" in shown
-    assert "anew in each epoch. (default: false)" in shown
+    assert "differently in each epoch. (default: false)" in shown
     assert "--data.sources.1.kind {text,jsonl,parquet,hf,tokens,python-stdlib}" in shown

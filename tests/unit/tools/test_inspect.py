@@ -1,4 +1,4 @@
-"""What the inspect command says, against what is known of small corpora."""
+"""The output of the inspect command for small corpora with known statistics."""
 
 import re
 from collections.abc import Callable
@@ -21,7 +21,7 @@ ROWS = [f"the model reads {n} words\n" * (1 + n % 5) for n in range(40)]
 
 @pytest.fixture
 def config(tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_folder: Path) -> Path:
-    """40 documents of one to five pieces, two of them bad rows; sequences of 16 tokens, two a step."""
+    """40 documents of one to five pieces and two bad rows; sequences of 16 tokens, two per step."""
     rows = write_jsonl([*ROWS, b"{", b"[]"])
     file = tmp_path / "config.toml"
     file.write_text(
@@ -38,7 +38,7 @@ def printed(capsys: pytest.CaptureFixture[str], config: Path, *arguments: str) -
 
 
 def number(text: str, before: str) -> float:
-    """The number behind some words."""
+    """The number after `before`."""
     found = re.search(rf"{before}\D*?([\d,]+(\.\d+)?)", text)
     assert found, text
     return float(found[1].replace(",", ""))
@@ -47,7 +47,7 @@ def number(text: str, before: str) -> float:
 def test_statistics(config: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = [len(tokenizer.encode(row)) + 1 for row in ROWS]  # every cut is between two lines, and splits no token
     text = printed(capsys, config, "--sequences", "0")
-    assert "documents     42; all read" in text  # a bad row is one until it is read
+    assert "documents     42; all read" in text  # including two bad rows, which are counted before they are read
     assert number(text, "tokens  ") == sum(lengths)
     assert number(text, "mean") == pytest.approx(np.mean(lengths), abs=0.05)
     assert number(text, "longest") == max(lengths)
@@ -59,20 +59,20 @@ def test_statistics(config: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFi
     assert "sequence 0" not in text
 
 
-def test_a_sample_says_so_and_is_about_right(
+def test_a_sample_is_marked_and_about_right(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = printed(capsys, config, "--sequences", "0")
+    complete = printed(capsys, config, "--sequences", "0")
     monkeypatch.setattr(inspect, "SAMPLED_DOCUMENTS", 15)
     sample = printed(capsys, config, "--sequences", "0")
     assert "documents     42; 15 of them, drawn at random, were read" in sample
-    assert number(sample, "tokens  ") == pytest.approx(number(whole, "tokens  "), rel=0.2)
+    assert number(sample, "tokens  ") == pytest.approx(number(complete, "tokens  "), rel=0.2)
     assert "tokens        about " in sample
-    assert printed(capsys, config, "--sequences", "0", "--all") == whole
+    assert printed(capsys, config, "--sequences", "0", "--all") == complete
 
 
 def training_batches(section: DataConfig, tokenizer: Tokenizer, steps: int) -> list[Batch]:
-    """Those of the first steps, of one sequence each."""
+    """The batches of the first steps, of one sequence each."""
     loader = build_loader(
         section,
         tokenizer,
@@ -89,9 +89,10 @@ def training_batches(section: DataConfig, tokenizer: Tokenizer, steps: int) -> l
 
 
 def blocks(text: str) -> list[list[tuple[str, str]]]:
-    """Of each sequence that was printed, its parts: the words of the rule, and the text."""
+    """The parts of each printed sequence: (heading, text)."""
     sequences = text.split("\n════ ")[1:]
-    return [re.findall(r"^──── (.*?) ────\n(.*?)(?=\n──── |\n?\Z)", one, re.DOTALL | re.MULTILINE) for one in sequences]
+    pattern = re.compile(r"^──── (.*?) ────\n(.*?)(?=\n──── |\n?\Z)", re.DOTALL | re.MULTILINE)
+    return [pattern.findall(sequence) for sequence in sequences]
 
 
 @pytest.mark.parametrize("mask", ["true", "false"])
@@ -120,7 +121,7 @@ def test_the_sequences_are_those_of_training(
             assert begin == 0 or rule.startswith("document: rows, ")
             boundaries += begin > 0
     assert boundaries > 5
-    assert any(rule.startswith("document, begun before: rows, ") for (rule, _), *_ in found)
+    assert any(rule.startswith("document, continued: rows, ") for (rule, _), *_ in found)
     assert any(rule.startswith("part of a document: rows, ") for (rule, _), *_ in found)
 
 
@@ -149,7 +150,7 @@ def test_a_mixture_has_shares(
     )
     section = DataConfig(num_streams=2, max_piece_bytes=60, on_bad_row="skip", sources=sources)
     drawn = [batch.sources for batch in training_batches(section, tokenizer, 100)]
-    shares = [sum(int((one == n).sum()) for one in drawn) / 200 for n in range(2)]
+    shares = [sum(int((batch == n).sum()) for batch in drawn) / 200 for n in range(2)]
     assert f"share         75.00% of the sequences (weight 3), {shares[0]:.2%} of those of the first 100 steps" in text
     assert f"share         25.00% of the sequences (weight 1), {shares[1]:.2%}" in text
     assert shares[0] == pytest.approx(0.75, abs=0.02)
@@ -179,19 +180,19 @@ def test_token_files(decodes: bool, config: Path, tmp_path: Path, capsys: pytest
         assert " ".join(part for parts in blocks(text) for _, part in parts) == " ".join(map(str, tokens[:48]))
     (out / "tokens-00000.documents").unlink()
     text = printed(capsys, config, *arguments)
-    assert "documents     not known" in text
+    assert "documents     unknown" in text
     assert [len(parts) for parts in blocks(text)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
     ("text", "shown"), [("a\tb\n", "a\tb\n"), ("\x1b[31m", "\\x1b[31m"), ("é ©\u202e", "é ©\\u202e")]
 )
-def test_what_would_steer_a_terminal_is_written_out(text: str, shown: str) -> None:
+def test_control_characters_are_escaped(text: str, shown: str) -> None:
     assert inspect.printable(text) == shown
 
 
-def test_a_number_that_makes_no_sense(config: Path) -> None:
-    with pytest.raises(UserError, match="--sequences -1: at least 0"):
+def test_an_invalid_number(config: Path) -> None:
+    with pytest.raises(UserError, match=r"--sequences = -1\n +rule: +0 or more"):
         inspect.main([str(config), "--sequences", "-1"])
 
 
@@ -199,6 +200,6 @@ def test_it_is_a_command(config: Path, tmp_path: Path) -> None:
     wrong = ("--training.seq_len", "8", "--data.seed", "-1", "--tokenizer.path", "nowhere")
     program = start_command(tmp_path, str(config), *wrong, program=("-m", "titanlite.tools.inspect"))
     assert program.wait() == 2
-    assert program.output.startswith("error: ")
+    assert program.output.startswith("titanlite: ")
     assert "data.seed = -1" in program.output
     assert "tokenizer.path = 'nowhere'" in program.output

@@ -1,4 +1,4 @@
-"""Token files: the same bytes whoever writes them and however often they are interrupted; refused where not whole."""
+"""Token files: the same bytes with any number of workers and interruptions; incomplete folders are refused."""
 
 import dataclasses
 import json
@@ -50,7 +50,7 @@ def config(tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_folder: P
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two or three pieces each, so that documents and shards lie across them."""
+    """Chunks of two or three pieces, so that documents and shards span several chunks."""
     monkeypatch.setattr(tokenize, "CHUNK_BYTES", 150)
 
 
@@ -86,7 +86,7 @@ def test_the_files_do_not_depend_on_the_number_of_workers(config: Path, tmp_path
 
 
 def pieces_of_rows(tokenizer: Tokenizer) -> list[list[int]]:
-    """The tokens of each row, cut behind the last line end within 60 bytes."""
+    """The tokens of each row, cut after the last line end within 60 bytes."""
     lines = [row.splitlines(keepends=True) for row in ROWS]
     per_piece = [60 // len(row[0]) for row in lines]
     return [
@@ -96,7 +96,7 @@ def pieces_of_rows(tokenizer: Tokenizer) -> list[list[int]]:
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_an_interrupted_run_goes_on_after_the_last_complete_shard(
+def test_an_interrupted_run_resumes_after_the_last_complete_shard(
     config: Path,
     tmp_path: Path,
     write_jsonl: Callable[..., Path],
@@ -104,7 +104,7 @@ def test_an_interrupted_run_goes_on_after_the_last_complete_shard(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     write_jsonl([b"a bad row", *ROWS])
-    whole = run(config, tmp_path / "whole")
+    uninterrupted = run(config, tmp_path / "uninterrupted")
     written: list[Any] = []
 
     def write_two(*arguments: Any) -> None:
@@ -120,13 +120,13 @@ def test_an_interrupted_run_goes_on_after_the_last_complete_shard(
         run(config, out)
     monkeypatch.undo()
     (problem,) = check_content(SourceConfig(kind="tokens", path=str(out)), 300)
-    assert "tokens.incomplete.json says that it was interrupted" in problem.remedy
-    with pytest.raises(UserError, match=r"begun with another configuration \(see settings in tokens.incomplete.json\)"):
+    assert "tokens.incomplete.json shows an interrupted run" in problem.remedy
+    with pytest.raises(UserError, match=r"another configuration \(see settings in tokens.incomplete.json\)"):
         run(config, out, "--data.add_eos", "false")
     encoded_before = len(list(out.glob("*.npy")))
-    assert encoded_before == 3  # the last one is complete, but nobody has noted it: it is written again
-    assert contents(run(config, out)) == contents(whole)
-    assert "going on after tokens-00001.npy" in capsys.readouterr().out
+    assert encoded_before == 3  # the last one is complete but not recorded, so it is written again
+    assert contents(run(config, out)) == contents(uninterrupted)
+    assert "resuming after tokens-00001.npy" in capsys.readouterr().out
     with pytest.raises(UserError, match="is complete and is not overwritten"):
         run(config, out)
 
@@ -144,19 +144,22 @@ def test_a_worker_that_is_killed_ends_the_command(
     original = encoding._start_worker
     monkeypatch.setattr(encoding, "_start_worker", start)
     with pytest.raises(
-        UserError, match=r"the worker process \d+ was killed by SIGKILL .*fewer --workers.*goes on after"
+        UserError, match=r"the worker process \d+ was killed by SIGKILL .*fewer --workers.*resume after"
     ):
         run(config, tmp_path / "out", workers=2)
     assert [worker.process.poll() for worker in started] == [-signal.SIGKILL] * 2
     assert not (tmp_path / "out").exists()
 
 
-def test_an_error_in_a_worker_is_an_error_here(write_jsonl: Callable[..., Path], tokenizer: Tokenizer) -> None:
+def test_an_error_in_a_worker_is_raised_in_the_parent(write_jsonl: Callable[..., Path], tokenizer: Tokenizer) -> None:
     source = SourceConfig(kind="jsonl", path=str(write_jsonl(ROWS)))
     job = Job((source,), 60, tokenizer.arguments, add_bos=False, add_eos=True)
     encoder = JobEncoder(job)
     moved = dataclasses.replace(job, tokenizer=job.tokenizer | {"file": "nowhere"})
-    with encoded(encoder, moved, [range(2)], 1) as chunks, pytest.raises(UserError, match="nowhere is not a tokenizer"):
+    with (
+        encoded(encoder, moved, [range(2)], 1) as chunks,
+        pytest.raises(UserError, match="nowhere is not a readable"),
+    ):
         next(chunks)
     with encoded(encoder, job, [range(10**6)], 1) as chunks, pytest.raises(RuntimeError, match="IndexError"):
         next(chunks)
@@ -164,13 +167,11 @@ def test_an_error_in_a_worker_is_an_error_here(write_jsonl: Callable[..., Path],
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("workers", [0, 1])
-def test_bad_rows_are_named_and_counted_where_they_are(
+def test_bad_rows_are_named_and_counted_in_their_shards(
     workers: int, config: Path, tmp_path: Path, write_jsonl: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_jsonl(["one", b"{", b"[]", *ROWS[:9], b"5"])
-    with pytest.raises(
-        UserError, match=r"more than data\.max_bad_rows = 2 rows are bad; the last one: .* line 13: not a"
-    ):
+    with pytest.raises(UserError, match=r"more than data\.max_bad_rows = 2 bad rows; the last one: .* line 13: not a"):
         run(config, tmp_path / "no", "--data.max_bad_rows", "2", workers=workers)
     with pytest.raises(UserError, match=r"bad row: .*rows\.jsonl, line 2"):
         run(config, tmp_path / "neither", "--data.on_bad_row", "error", workers=workers)
@@ -181,7 +182,7 @@ def test_bad_rows_are_named_and_counted_where_they_are(
     assert [line.split(", ")[1].split(":")[0] for line in named] == ["line 2", "line 3", "line 13"]
 
 
-def test_a_document_that_begins_with_a_bad_or_empty_piece_starts_with_its_next(tmp_path: Path) -> None:
+def test_a_document_that_begins_with_a_bad_or_empty_piece_starts_at_the_next(tmp_path: Path) -> None:
     def chunks() -> Iterator[Chunk]:
         start, end, both = STARTS_DOCUMENT, ENDS_DOCUMENT, STARTS_DOCUMENT | ENDS_DOCUMENT
         ids = np.arange(9, dtype=np.uint16)
@@ -238,12 +239,12 @@ def forget_the_shards(folder: Path) -> None:
         (remove, "tokens-00001.npy is missing"),
         (shorten, "tokens-00001.npy has 300 bytes instead of"),
         (shorten_documents, "tokens-00001.documents has 128 bytes instead of"),
-        (add, "tokens-99999.npy is not one of them"),
+        (add, "tokens-99999.npy is not listed"),
         (spoil, "tokens.json cannot be read"),
         (forget_the_shards, "tokens.json does not list its shards and its tokenizer"),
     ],
 )
-def test_a_folder_that_is_not_as_it_says_is_refused(
+def test_a_folder_that_differs_from_its_manifest_is_refused(
     change: Callable[[Path], None], remedy: str, config: Path, tmp_path: Path
 ) -> None:
     out = run(config, tmp_path / "out")
@@ -286,7 +287,7 @@ def test_the_tokenizer_of_token_files_is_part_of_the_fingerprint(config: Path, t
     assert '-> "another"' in line
 
 
-def test_where_documents_start_is_part_of_the_fingerprint_where_it_matters(config: Path, tmp_path: Path) -> None:
+def test_document_starts_are_part_of_the_fingerprint_with_document_mask(config: Path, tmp_path: Path) -> None:
     out = run(config, tmp_path / "out")
     plain = DataConfig(sources=(SourceConfig(kind="tokens", path=str(out)),))
     masked = dataclasses.replace(plain, document_mask=True)
@@ -304,13 +305,13 @@ def test_where_documents_start_is_part_of_the_fingerprint_where_it_matters(confi
 def test_two_commands_do_not_write_into_one_folder(config: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    (out / "tokens-00000.npy.incomplete").touch()  # as a killed command leaves it
+    (out / "tokens-00000.npy.incomplete").touch()  # left by a killed command
     with tokenize._own_folder(out), pytest.raises(UserError, match="another process writes into"):
         run(config, out)
     assert "tokens-00000.npy.incomplete" not in contents(run(config, out))
 
 
-@pytest.mark.parametrize(("argument", "value"), [("--workers", "-1"), ("--shard_tokens", "0")])
-def test_numbers_that_make_no_sense(argument: str, value: str, config: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"{argument} {value}: at least"):
+@pytest.mark.parametrize(("argument", "value"), [("--workers", "-1"), ("--shard-tokens", "0")])
+def test_invalid_numbers(argument: str, value: str, config: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"{argument} = {value}\n +rule: "):
         tokenize.main([str(config), "--out", str(tmp_path / "out"), argument, value])

@@ -1,4 +1,4 @@
-"""A run's model as a folder in the format of Hugging Face's transformers."""
+"""Export a run's model as a folder in the format of Hugging Face's transformers."""
 
 import json
 import os
@@ -20,11 +20,11 @@ from titanlite.tools.saved_run import SavedRun
 
 
 def write_folder(run: SavedRun, folder: Path, dtype: torch.dtype, shard_bytes: int) -> list[str]:
-    """Writes the model into the empty `folder`, on the disk on return; returns the names of the weights' files.
+    """Write the model into the empty `folder`, synced to disk on return; returns the names of the weight files.
 
-    The same bytes for the same weights, whatever mesh has saved them. In memory is one shard at a time, of at most
-    `shard_bytes` in `dtype` where a tensor is not larger by itself, and one of the tensors as it was saved.
-    Raises UserError for values that `dtype` cannot hold, OSError.
+    The same weights give the same bytes, whatever mesh saved them. Holds in memory one shard at a time (at most
+    `shard_bytes` in `dtype`, unless a single tensor is larger) and one tensor in the dtype it was saved in.
+    Raises OSError, and UserError if `dtype` cannot represent a value.
     """
     tokenizer = run.tokenizer()
     write_json(folder / CONFIG_FILE, config_json(run, dtype, tokenizer))
@@ -39,7 +39,7 @@ def write_folder(run: SavedRun, folder: Path, dtype: torch.dtype, shard_bytes: i
 
 
 def config_json(run: SavedRun, dtype: torch.dtype, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """dtype stands twice: as it is called now, and as versions of transformers before 4.56 read it."""
+    """The contents of config.json. Names the dtype twice: transformers before 4.56 reads it as torch_dtype."""
     described = run.family.hugging_face
     name = str(dtype).removeprefix("torch.")
     return {
@@ -53,7 +53,7 @@ def config_json(run: SavedRun, dtype: torch.dtype, tokenizer: Tokenizer | None) 
 
 
 def _separators(tokenizer: Tokenizer | None) -> dict[str, int | None]:
-    """Written as null where there is none: else a reader would put its own in their place."""
+    """The ids of BOS and EOS; null if absent, since a reader would otherwise use its own defaults."""
     if tokenizer is None:
         return {"bos_token_id": None, "eos_token_id": None}
     return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
@@ -62,7 +62,7 @@ def _separators(tokenizer: Tokenizer | None) -> dict[str, int | None]:
 def _write_weights(run: SavedRun, folder: Path, dtype: torch.dtype, shard_bytes: int) -> list[str]:
     shapes = run.shapes()
     names = run.family.hugging_face.names(run.hyper_parameters)
-    assert names.keys() == shapes.keys(), "the family names its parameters in Hugging Face's format, all of them"
+    assert names.keys() == shapes.keys(), "the family must map all its parameters to names in Hugging Face's format"
     sizes = {name: prod(shapes[name]) * dtype.itemsize for name in names}
     shards = list(_shards(sizes, shard_bytes))
     files = [shard_name(number, len(shards)) for number in range(len(shards))]
@@ -79,7 +79,7 @@ def _write_weights(run: SavedRun, folder: Path, dtype: torch.dtype, shard_bytes:
 
 
 def _shards(sizes: Mapping[str, int], limit: int) -> Iterator[Sequence[str]]:
-    """Names in order, as many in one shard as the limit allows, one at least."""
+    """Names in order, per shard: as many as the limit allows, and at least one."""
     shard: list[str] = []
     filled = 0
     for name, size in sizes.items():
@@ -92,22 +92,22 @@ def _shards(sizes: Mapping[str, int], limit: int) -> Iterator[Sequence[str]]:
 
 
 def shard_name(number: int, count: int) -> str:
-    """Of the shard `number`, counted from 0."""
+    """The file name of shard `number`, counted from 0, of `count`."""
     stem = SINGLE_FILE.removesuffix(SUFFIX)
     return SINGLE_FILE if count == 1 else f"{stem}-{number + 1:05d}-of-{count:05d}{SUFFIX}"
 
 
 def _require_finite(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Nothing that is not finite is ever saved, so that the dtype has made it."""
+    """Raises UserError if a value is not finite. Checkpoints hold finite values only, so the cast to `dtype` failed."""
     name = first_not_finite(tensors)
     if name is not None:
         raise UserError(
-            f"--dtype {str(dtype).removeprefix('torch.')}: {name} has values that it cannot hold: write another one"
+            f"--dtype {str(dtype).removeprefix('torch.')} cannot represent all values of {name}: use another dtype"
         )
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """A new file, on the disk on return."""
+    """Write a new JSON file, synced to disk on return."""
     with file.open("x", encoding="utf-8") as opened:
         opened.write(json.dumps(content, indent=2) + "\n")
         opened.flush()

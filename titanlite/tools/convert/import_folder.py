@@ -1,4 +1,4 @@
-"""A folder in the format of Hugging Face's transformers as the dump folder of a run that has not begun."""
+"""Import a folder in the format of Hugging Face's transformers as the dump folder of a run at step 0."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -33,17 +33,17 @@ from titanlite.runtime.logging import log
 
 
 def kept_dtype(source: ModelFolder) -> DtypeName:
-    """The one that holds all its values: its own, or the next wider one that a run can have."""
+    """The dtype that preserves all values: the folder's own, or float32 if a run cannot have that (float16)."""
     widest = reduce(torch.promote_types, source.dtypes)
     names: tuple[DtypeName, ...] = get_args(DtypeName)
     return next((name for name in names if DTYPES[name] == widest), "float32")
 
 
 def write_run(source: ModelFolder, folder: Path, out: Path, dtype: DtypeName) -> None:
-    """Writes into the empty `folder`, on the disk on return, what `out` will be; in memory are two tensors at a time.
+    """Write the dump folder that will become `out` into the empty `folder`, synced to disk on return.
 
-    config.toml, the tokenizer where the source has one, and checkpoint/step-0 with the weights alone. Raises UserError,
-    OSError.
+    Writes config.toml, the tokenizer if the source has one, and checkpoint/step-0 with the weights only. Holds two
+    tensors in memory at a time. Raises UserError, OSError.
     """
     tokenizer = None
     if source.tokenizer_file is not None:
@@ -51,7 +51,7 @@ def write_run(source: ModelFolder, folder: Path, out: Path, dtype: DtypeName) ->
         tokenizer = Tokenizer(folder / TOKENIZER_FOLDER / "tokenizer.json")
         if tokenizer.vocab_size > source.hyper_parameters.vocab_size:
             log.warning(
-                "Its tokenizer has ids up to %d, and its model %d tokens: training and generation refuse it",
+                "The tokenizer has ids up to %d, but the model has only %d tokens: training and generation reject it",
                 *(tokenizer.vocab_size - 1, source.hyper_parameters.vocab_size),
             )
     config = _config(source, out, dtype, tokenizer)
@@ -63,9 +63,9 @@ def write_run(source: ModelFolder, folder: Path, out: Path, dtype: DtypeName) ->
     try:
         records = save_tensors(writing, weights.without_values(), weights, None, file_per_tensor=True)
     except dcp.CheckpointException as error:
-        raise UserError(f"{out} cannot be written: {first_failure(error)}") from None
+        raise UserError(f"cannot write {out}: {first_failure(error)}") from None
     resolved = resolve_config(config, world_size=1, device_type="cpu")
-    about = about_run(replace(resolved, data=replace(resolved.data, sources=())), tokenizer)  # it has seen no data
+    about = about_run(replace(resolved, data=replace(resolved.data, sources=())), tokenizer)  # no data seen yet
     manifest = Manifest(
         step=0,
         content="model",
@@ -87,7 +87,7 @@ def write_run(source: ModelFolder, folder: Path, out: Path, dtype: DtypeName) ->
 
 
 def _config(source: ModelFolder, out: Path, dtype: DtypeName, tokenizer: Tokenizer | None) -> JobConfig:
-    """Of a run that has trained nothing; all hyper-parameters stand in [model], over the flavor that is nearest."""
+    """The configuration of an untrained run. [model] names the nearest flavor and overrides all hyper-parameters."""
     values = asdict(source.hyper_parameters)
 
     def differing(name: str) -> int:
@@ -105,7 +105,7 @@ def _config(source: ModelFolder, out: Path, dtype: DtypeName, tokenizer: Tokeniz
 
 
 class _Weights(Mapping[str, Tensor]):
-    """The parameters in `dtype`, by their names in a checkpoint: each is read when it is asked for, and not kept."""
+    """The parameters in `dtype`, by their names in a checkpoint. Each access reads the tensor; nothing is cached."""
 
     def __init__(self, source: ModelFolder, dtype: torch.dtype) -> None:
         self._source = source

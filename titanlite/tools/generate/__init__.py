@@ -1,1 +1,1 @@
-"""Text from a saved run: the command, and what it is made of."""
+"""Command: generate text from a saved run."""

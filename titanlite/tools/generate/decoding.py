@@ -1,4 +1,4 @@
-"""The text of tokens that come one by one."""
+"""Decode tokens to text one at a time."""
 
 from collections.abc import Sequence
 
@@ -8,37 +8,37 @@ _UNDECODED = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream:
-    """Text in pieces, none of which is taken back: a character whose bytes are not all there yet is waited for.
+    """Emits text in pieces and never retracts one: an incomplete character is held back until its last byte arrives.
 
-    All pieces together are what `tokenizer.decode` makes of the prompt and all tokens, after what it makes of the
-    prompt. Only the tokens since the piece before the last one are decoded again, so the cost does not grow.
+    The concatenated pieces equal `tokenizer.decode` of the prompt and all tokens, minus the decoded prompt. Each step
+    decodes only the tokens since the piece before the last one, so its cost does not grow.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._byte_tokens = tokenizer.byte_tokens()
         self._ids = list(prompt)
-        self._num_given = len(prompt)
-        self._given = tokenizer.decode(prompt)
+        self._num_emitted = len(prompt)
+        self._emitted = tokenizer.decode(prompt)
 
     def add(self, token: int) -> str:
-        """What is certain by now; "" where it is nothing new, as after an id that is no token."""
+        """The text that this token completes; "" if it completes nothing or the tokenizer lacks the id."""
         if not self._tokenizer.has(token):
             return ""
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
         if token in self._byte_tokens or text.endswith(_UNDECODED):
             return ""
-        return self._give(text)
+        return self._emit(text)
 
     def rest(self) -> str:
-        """What was waited for, as it is: no token follows."""
-        return self._give(self._tokenizer.decode(self._ids))
+        """The text held back so far, even if incomplete. Call after the last token."""
+        return self._emit(self._tokenizer.decode(self._ids))
 
-    def _give(self, text: str) -> str:
-        """The new end of `text`. Tokens given now remain, since some decoders treat the first of all differently."""
-        new = text[len(self._given) :]
-        self._ids = self._ids[self._num_given :]
-        self._num_given = len(self._ids)
-        self._given = self._tokenizer.decode(self._ids)
+    def _emit(self, text: str) -> str:
+        """The new end of `text`. Keeps its tokens as context, since some decoders treat the first token differently."""
+        new = text[len(self._emitted) :]
+        self._ids = self._ids[self._num_emitted :]
+        self._num_emitted = len(self._ids)
+        self._emitted = self._tokenizer.decode(self._ids)
         return new

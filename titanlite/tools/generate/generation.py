@@ -1,4 +1,4 @@
-"""Tokens that a model writes after prompts."""
+"""Generate tokens after prompts."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +10,7 @@ from titanlite.tools.generate.kv_cache import remembering
 from titanlite.tools.generate.sampling import Sampling, choose
 
 COLUMNS_AT_ONCE = 512
-"""A prompt is read in parts of so many tokens: logits of all its tokens at once would take more than the model does."""
+"""Tokens per prefill step. The logits of all tokens of a prompt at once would take more memory than the model."""
 
 
 def generate(
@@ -21,11 +21,11 @@ def generate(
     max_new_tokens: int,
     eos_id: int | None,
 ) -> Iterator[list[int | None]]:
-    """Yields the next token of each prompt, up to max_new_tokens times; None for one that ended before, with eos_id.
+    """Yield the next token of each prompt, up to max_new_tokens times; None for a prompt that has already hit eos_id.
 
-    What is written after a prompt does not depend on the others, up to rounding; what is drawn does on its index. Each
-    prompt has a token at least. Until the iterator has ended, or is closed, the model is good for nothing else. Raises
-    UserError where the model computes no finite logits.
+    The text of a prompt does not depend on the other prompts, up to rounding; draws depend on the prompt's index. Each
+    prompt needs at least one token. Do not use the model otherwise until the iterator is exhausted or closed. Raises
+    UserError if the logits are not finite.
     """
     longest = max(map(len, prompts))
     padding = [longest - len(prompt) for prompt in prompts]
@@ -37,7 +37,7 @@ def generate(
             logits = reading.read(part)[:, -1]
         for step in range(max_new_tokens):
             chosen = choose(logits, sampling, step)
-            # One read of the device for each token.
+            # one copy from the device per step
             *found, all_finite = torch.cat([chosen, logits.isfinite().all().to(chosen.dtype).view(1)]).tolist()
             if not all_finite:
                 raise UserError("the model's logits are not finite: its weights have diverged, or overflow in --dtype")

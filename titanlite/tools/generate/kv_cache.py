@@ -1,4 +1,4 @@
-"""Reading on where a model stopped: keys and values of what it has read are kept, not computed again."""
+"""Incremental forward passes: the keys and values of earlier tokens are cached instead of recomputed."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,13 +13,13 @@ from titanlite.models.layers import Attention
 
 
 class Reading:
-    """Rows of tokens that a model reads a few columns at a time, as inside `remembering`.
+    """A batch of token rows that a model reads a few columns at a time, inside `remembering`.
 
-    Rows of unequal length end in the same column: the shorter ones begin later. What stands before is padding, which
-    has no position, sees itself only (a softmax over nothing would be NaN) and is seen by nobody else.
+    Rows are padded on the left, so that all end in the same column. Padding has no position; a padding column attends
+    only to itself (a softmax over nothing would be NaN), and no other column attends to it.
 
-    padding: columns before each row's first token. capacity: columns that will ever be read. columns: that were read.
-    mask: for the columns that are being read, 0 or -inf: (rows, 1, columns being read, all up to them); None: causal.
+    padding: number of padding columns per row. capacity: total number of columns. columns: number of columns read so
+    far. mask: 0 or -inf, (rows, 1, columns being read, all columns up to them); None: causal.
     """
 
     def __init__(self, model: LanguageModel, padding: Sequence[int], capacity: int) -> None:
@@ -33,7 +33,7 @@ class Reading:
         self._padding = torch.tensor(padding, device=parameter.device).unsqueeze(1)
 
     def read(self, tokens: Tensor) -> Tensor:
-        """Logits (rows, columns, vocab_size) after each of the next columns; tokens: int64 (rows, columns)."""
+        """Logits (rows, columns, vocab_size) of the next columns. tokens: int64 (rows, columns)."""
         columns = torch.arange(self.columns, self.columns + tokens.shape[1], device=tokens.device)
         with torch.inference_mode():
             self.mask = self._mask_of(columns)
@@ -52,7 +52,7 @@ class Reading:
 
 
 class KeyValueCache:
-    """In place of the `attend` of one Attention: attends to all that was read, in buffers of the reading's capacity."""
+    """Replaces the `attend` of one Attention: attends to all columns read so far, in buffers of the full capacity."""
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
@@ -60,11 +60,11 @@ class KeyValueCache:
         self._values: Tensor | None = None
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None) -> Tensor:
-        """As models/attention.py's attend; `mask` is None, since each row is one document."""
-        assert mask is None, "rows of several documents cannot be read bit by bit"
+        """Like attend in models/attention.py; `mask` is None, since each row is one document."""
+        assert mask is None, "rows of several documents cannot be read incrementally"
         begin, count = self._reading.columns, queries.shape[2]
-        keys = self._keys = self._kept(self._keys, keys, begin)
-        values = self._values = self._kept(self._values, values, begin)
+        keys = self._keys = self._append(self._keys, keys, begin)
+        values = self._values = self._append(self._values, values, begin)
         return functional.scaled_dot_product_attention(
             queries,
             keys[:, :, : begin + count],
@@ -74,8 +74,8 @@ class KeyValueCache:
             enable_gqa=queries.shape[1] != keys.shape[1],
         )
 
-    def _kept(self, buffer: Tensor | None, new: Tensor, begin: int) -> Tensor:
-        """The buffer (rows, heads, capacity, head_dim), with the new columns in it."""
+    def _append(self, buffer: Tensor | None, new: Tensor, begin: int) -> Tensor:
+        """The buffer (rows, heads, capacity, head_dim), with the new columns written into it."""
         rows, heads, count, width = new.shape
         if buffer is None:
             buffer = new.new_empty(rows, heads, self._reading.capacity, width)
@@ -85,15 +85,15 @@ class KeyValueCache:
 
 @contextmanager
 def remembering(model: LanguageModel, padding: Sequence[int], capacity: int) -> Iterator[Reading]:
-    """The model reads bit by bit inside; after it, it is as it was. padding, capacity: see Reading.
+    """Replace the model's attention by cached attention inside the block. padding, capacity: see Reading.
 
-    Asked of a family: all that lets one position depend on another happens in modules of models/layers.py's
-    Attention, called with queries and keys that are rotated by `positions` already. Raises TypeError where it has none.
+    Requires that positions interact only in modules of class Attention (models/layers.py), whose queries and keys are
+    already rotated by `positions`. Raises TypeError if the model has no such module.
     """
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     if not layers:
         raise TypeError(
-            f"{type(model).__name__} cannot generate: it has no module of titanlite.models.layers.Attention"
+            f"{type(model).__name__} cannot generate: it has no module of class titanlite.models.layers.Attention"
         )
     kernels = [layer.attend for layer in layers]
     reading = Reading(model, padding, capacity)

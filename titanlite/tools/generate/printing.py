@@ -1,4 +1,4 @@
-"""Texts on stdout while they are written."""
+"""Stream the generated texts to stdout."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -10,10 +10,11 @@ from titanlite.tools.generate.prompts import Prompt
 def print_texts(
     prompts: Sequence[Prompt], streams: Sequence[TextStream], steps: Iterable[Sequence[int | None]], eos_id: int | None
 ) -> int:
-    """Print each prompt and what `steps` say of it, one under the other; how many tokens these are.
+    """Print each prompt and its new tokens, one text below the other; returns the number of new tokens.
 
-    steps: as of `generate`. The first text that is not complete appears as it is written, those below it wait for it;
-    of several each has a heading. A text ends with eos_id, which is not shown, or with `steps`, and with a newline.
+    steps: as yielded by `generate`. The first incomplete text is streamed; the texts below it wait until it is
+    complete. Several texts get a heading each. A text ends at eos_id, which is not shown, or when `steps` is exhausted;
+    a newline follows.
     """
     count = len(prompts)
     titles = [f"--- {row} of {count}\n" if count > 1 else "" for row in range(1, count + 1)]
@@ -36,7 +37,7 @@ def print_texts(
 
 
 def _show(waiting: list[str], is_complete: Sequence[bool], first: int) -> int:
-    """Print what waits of the text `first` and of those after it, up to one that is not complete: its index."""
+    """Print the waiting text from index `first` up to the first incomplete text; returns the index of that text."""
     for row in range(first, len(waiting)):
         sys.stdout.write(waiting[row])
         waiting[row] = ""

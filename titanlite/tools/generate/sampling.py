@@ -1,4 +1,4 @@
-"""Which token comes next: the most likely one, or one that is drawn."""
+"""Choose the next token: greedy, or drawn at random."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,12 @@ from titanlite.models.randomness import row_keys, uniform
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen of a row of logits; what is left out of the draw, in this order.
+    """How to choose a token from a row of logits. The settings apply in this order.
 
-    temperature: logits are divided by it; 0: the most likely token is taken, of equal ones the first, nothing is drawn.
-    top_k: so many most likely tokens stay, and those that are equal to the last of them; None: all.
-    top_p: of these the fewest whose probabilities add up to top_p, of equal ones the first; 1: all.
-    seed: of the draws; what a row draws depends on the seed, its index and how many tokens it has drawn, nothing else.
+    temperature: divides the logits; 0: greedy, i.e. the most likely token, the first of equal ones.
+    top_k: keep the k most likely tokens, and all that tie with the last of them; None: keep all.
+    top_p: of these, keep the fewest whose probabilities add up to top_p, the first of equal ones; 1: keep all.
+    seed: of the draws. A draw depends only on the seed, the row's index and the number of tokens drawn before.
     """
 
     temperature: float = 0.0
@@ -25,12 +25,12 @@ class Sampling:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """What is drawn from: (rows, vocab_size) in promote_types(dtype, float32), 0 for what is left out.
+    """The distribution to draw from: (rows, vocab_size) in promote_types(dtype, float32); 0 for excluded tokens.
 
-    logits: (rows, vocab_size). The temperature is above 0.
+    logits: (rows, vocab_size). The temperature must be above 0.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # A temperature below `tiny` might be rounded to 0. The highest score becomes 0, so that none overflows upwards.
+    # A temperature below `tiny` might round to 0. The largest score becomes 0, so that no score overflows.
     temperature = max(sampling.temperature, torch.finfo(scores.dtype).tiny)
     scores = (scores - scores.amax(-1, keepdim=True)) / temperature
     if sampling.top_k is not None:
@@ -45,7 +45,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def choose(logits: Tensor, sampling: Sampling, step: int) -> Tensor:
-    """A token for each row, int64 (rows,). logits: (rows, vocab_size); step: how many were chosen before."""
+    """Choose a token per row: int64 (rows,). logits: (rows, vocab_size). step: number of tokens chosen before."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
     cumulative = probabilities(logits, sampling).double().cumsum(-1)

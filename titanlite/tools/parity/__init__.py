@@ -1,5 +1,5 @@
-"""Command: does every layout compute what one process computes, for a user's own configuration?
+"""Command: verify that every layout computes the same as one process, for a user's configuration.
 
-python -m titanlite parity CONFIG [--ranks N | --layouts L ...] [--steps K] [--shrink] [--json FILE]
+titanlite parity CONFIG [--ranks N | --layouts L ...] [--steps K] [--shrink] [--json FILE]
     [--section.key value ...]
 """

@@ -1,4 +1,4 @@
-"""Runs the reference and all layouts, one launch of ranks for each world size."""
+"""Run the reference and all layouts, with one launch of ranks per world size."""
 
 import hashlib
 import json
@@ -17,12 +17,12 @@ from titanlite.tools.parity.reference import measure_reference
 from titanlite.tools.parity.verdict import FLOAT64_BOUND, Bounds, Verdict, judge, merge_ranks, own_bounds, vacuous
 
 TIME_LIMIT_S = 600.0
-"""For one layout in one pass, all its steps."""
+"""Time limit per layout, pass and step."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One layout in one pass. dtypes: of parameters, computation and reductions."""
+    """The result of one layout in one pass. dtypes: of parameters, computation and reductions."""
 
     layout: Layout
     dtypes: tuple[str, str, str]
@@ -30,25 +30,25 @@ class Result:
 
 
 def run_reference(config: JobConfig, steps: int, folder: str) -> list[Measurement]:
-    """The reference, once per pass: its weights' hashes are those of the pass's dtype. config: resolved.
+    """Run the reference; returns one measurement per pass, with the weights hashed in the pass's dtype.
 
-    Leaves its gradients in `folder`. Raises UserError where agreement with it would prove nothing, and
-    where the model loses precision.
+    config: resolved. Writes the gradients to `folder`. Raises UserError if agreement would prove nothing, or if the
+    model computes below float64.
     """
     answers = _launch("the reference", measure_reference, 1, (config, steps, folder), folder, TIME_LIMIT_S * steps)
     references = [Measurement.of_json(value) for value in answers[0]["measurements"]]
     if answers[0]["imprecise"]:
-        raise UserError(f"the model is not in float64 where all of its inputs are: {answers[0]['imprecise']}")
+        raise UserError(f"the model computes below float64 although all inputs are float64: {answers[0]['imprecise']}")
     reason = vacuous(references[0])
     if reason is not None:
-        raise UserError(f"nothing would be proven: {reason}. Other data, another seed or --steps may help")
+        raise UserError(f"the comparison would prove nothing: {reason}. Other data, another seed or --steps may help")
     return references
 
 
 def compare_layouts(
     config: JobConfig, layouts: Sequence[Layout], steps: int, references: Sequence[Measurement], folder: str
 ) -> Iterator[list[Result]]:
-    """The results of each world size, with the one-process run in front of all. Raises UserError where a rank fails."""
+    """Yield the results of each world size; the one-process run comes first. Raises UserError if a rank fails."""
     all_dtypes = [own_dtypes(settings) for settings in passes(config)]
     bounds: list[Bounds] = []
     for size, group in by_world_size([ONE_PROCESS, *(x for x in layouts if x != ONE_PROCESS)]).items():
@@ -71,7 +71,7 @@ def compare_layouts(
 def _launch(
     what: str, function: Callable[..., Any], ranks: int, args: tuple[Any, ...], folder: str, limit_s: float
 ) -> list[Any]:
-    """run_ranks, whose failures become one message: which layout, and the error that came first."""
+    """Call run_ranks; on failure raise a UserError with the layout and the earliest error of any rank."""
     for status in Path(folder).glob("rank-*.json"):
         status.unlink()
     try:
@@ -82,18 +82,18 @@ def _launch(
         first = str(error).partition("\n")[0]
         if first.endswith("failed:"):
             if not failed:
-                raise  # before anything was measured: nothing that a configuration can bring about
+                raise  # failed before any measurement: no configuration causes that
             raise UserError(f"{failed[0]['what']}: {failed[0]['error']}") from None
-        # A rank that was killed has told nothing, and what others tell is about its silence.
+        # A killed rank leaves no error, and the errors of the other ranks only follow from its death.
         raise UserError(f"{found[0]['what'] if found else what}: {first}") from None
 
 
 def combined_hash(hashes: dict[str, str]) -> str:
-    """One hash of many, in the order of their names; 16 digits."""
+    """One hash over many, sorted by name; 16 hex digits."""
     text = "".join(f"{name} {hashes[name]}\n" for name in sorted(hashes))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def workplace() -> "tempfile.TemporaryDirectory[str]":
-    """A folder that is gone after the run."""
+    """A temporary folder for one run of the command."""
     return tempfile.TemporaryDirectory(prefix="titanlite-parity-")

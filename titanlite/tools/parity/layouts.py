@@ -1,4 +1,4 @@
-"""Layouts: how they are written, which of them a number of ranks has, and the configuration of each."""
+"""Layouts: their text form, the layouts of a number of ranks, and the configuration of each."""
 
 import math
 import re
@@ -20,7 +20,7 @@ FORM = f"{'x'.join(axis.upper() for axis in AXES)}, with a pipeline also :SCHEDU
 
 @dataclass(frozen=True)
 class Layout:
-    """degrees: of the mesh axes, in the order of AXES. schedule: of the pipeline; None if pp = 1."""
+    """A mesh and a pipeline schedule. degrees: of the mesh axes, in the order of AXES. schedule: None if pp = 1."""
 
     degrees: tuple[int, ...]
     schedule: PipelineSchedule | None = None
@@ -39,14 +39,14 @@ ONE_PROCESS = Layout((1,) * len(AXES))
 
 @dataclass(frozen=True)
 class Refusal:
-    """A layout that the configuration's own checks do not accept, and why."""
+    """A layout that the checks of the configuration reject, and the problems."""
 
     layout: Layout
     problems: tuple[Problem, ...]
 
 
 def layout_from_text(text: str, own_schedule: PipelineSchedule) -> Layout | Problem:
-    """The layout that a user named; a pipeline without a schedule has the configuration's own."""
+    """Parse a layout. If a pipeline has no schedule, it uses the configuration's schedule."""
     found = re.fullmatch(rf"([1-9]\d*(?:x[1-9]\d*){{{len(AXES) - 1}}})(?::(\w+))?", text)
     if not found:
         return Problem("--layouts", text, f"{FORM}, each degree at least 1", f"for example {EXAMPLE}")
@@ -61,10 +61,10 @@ def layout_from_text(text: str, own_schedule: PipelineSchedule) -> Layout | Prob
 
 
 def candidate_layouts(ranks: int, own_schedule: PipelineSchedule) -> Iterator[tuple[Layout, ...]]:
-    """All factorizations of `ranks`; for each, its layouts in order of preference.
+    """Yield, for each factorization of `ranks`, its layouts in order of preference.
 
-    Without a pipeline that is one. With one, the configuration's own schedule comes first, and the others begin at a
-    different one each time, so that all have their turn.
+    Without a pipeline there is one layout. With a pipeline, the configuration's schedule comes first; the order of the
+    others rotates between factorizations, so that each schedule is used.
     """
     others = [name for name in SCHEDULE_NAMES if name != own_schedule]
     turn = 0
@@ -78,9 +78,9 @@ def candidate_layouts(ranks: int, own_schedule: PipelineSchedule) -> Iterator[tu
 
 
 def choose_layouts(config: JobConfig, ranks: int) -> tuple[list[Layout], list[Refusal]]:
-    """The layouts of `ranks` ranks that the configuration's checks accept, and those refused on the way.
+    """The layouts of `ranks` ranks that pass the checks of the configuration, and the refused ones.
 
-    Each pipeline gets up to SCHEDULES_PER_PIPELINE schedules.
+    Each factorization with a pipeline gets up to SCHEDULES_PER_PIPELINE schedules.
     """
     accepted: list[Layout] = []
     refused: list[Refusal] = []
@@ -99,12 +99,12 @@ def choose_layouts(config: JobConfig, ranks: int) -> tuple[list[Layout], list[Re
 
 
 def check_layout(config: JobConfig, layout: Layout) -> list[Problem]:
-    """What the checks of a training run say to the configuration on this layout."""
+    """The problems that a training run with this layout would report."""
     return check_config(config_of(config, layout), world_size=layout.world_size, device_type="cpu")
 
 
 def config_of(config: JobConfig, layout: Layout) -> JobConfig:
-    """The configuration on that layout. pp_split stays where it makes as many stages as the layout has."""
+    """The configuration with this layout. Keeps pp_split only if it matches the layout's number of stages."""
     degrees: dict[str, Any] = dict(zip(AXES, layout.degrees, strict=True))
     schedule = layout.schedule or config.parallelism.pp_schedule
     section = replace(config.parallelism, **degrees, pp_schedule=schedule)
@@ -116,7 +116,7 @@ def _fitting_split(section: ParallelismConfig) -> tuple[str, ...]:
 
 
 def _factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
-    """All ordered ways to write `number` as a product of so many factors."""
+    """All ordered ways to write `number` as a product of `factors` factors."""
     if factors == 1:
         yield (number,)
         return
@@ -126,6 +126,6 @@ def _factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
 
 
 def by_world_size(layouts: Sequence[Layout]) -> dict[int, list[Layout]]:
-    """The layouts of each world size, smallest first; what is run together."""
+    """The layouts by world size, smallest first. Each group shares one launch."""
     sizes = sorted({layout.world_size for layout in layouts})
     return {size: [layout for layout in layouts if layout.world_size == size] for size in sizes}

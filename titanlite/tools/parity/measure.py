@@ -1,4 +1,4 @@
-"""What is measured on ranks, by the trainer, one layout after the other."""
+"""Measure the trainer on the ranks, one layout after the other."""
 
 import hashlib
 import json
@@ -33,12 +33,11 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Step:
-    """Of one optimizer step, before its update. Lists and keys as JSON has them.
+    """One optimizer step, measured before its update. Uses JSON types only.
 
-    loss: this rank's share of the mean loss; in the reference, all of it. rows: number of each sequence of this rank
-    in the run -> hash of its tokens, labels and positions. gradients: name -> norm of the difference between the whole
-    gradient and the reference's, None where the reference does not know the name; in the reference, norm of the
-    gradient.
+    loss: this rank's share of the mean loss; in the reference, the mean loss. rows: number in the run of each sequence
+    of this rank -> hash of its tokens, labels and positions. gradients: name -> norm of the difference between the full
+    gradient and the reference's, None if the reference lacks the name; in the reference, norm of the gradient.
     """
 
     loss: float
@@ -51,7 +50,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Measurement:
-    """weights: name -> hash of the whole initial parameter."""
+    """The steps of one layout in one pass. weights: name -> hash of the full initial parameter."""
 
     weights: dict[str, str]
     steps: list[Step]
@@ -62,7 +61,7 @@ class Measurement:
 
 
 def own_dtypes(config: JobConfig) -> tuple[str, str, str]:
-    """(parameters, compute, reduction) of a resolved configuration."""
+    """The dtypes (parameters, compute, reduction) of a resolved configuration."""
     training = config.training
     return training.dtype, training.mixed_precision_param, training.mixed_precision_reduce
 
@@ -76,24 +75,24 @@ def in_float64(config: JobConfig) -> JobConfig:
 
 
 def passes(config: JobConfig) -> list[JobConfig]:
-    """In float64, and in the configuration's own dtypes where these are others."""
+    """The configuration in float64, and in its own dtypes if they differ."""
     wide = in_float64(config)
     return [wide] if own_dtypes(config) == own_dtypes(wide) else [wide, config]
 
 
 def measure_layouts(config: JobConfig, layouts: Sequence[Layout], steps: int, folder: str) -> list[list[Any]]:
-    """On a rank of run_ranks: for each layout, a Measurement of each pass, as JSON.
+    """Run on a rank of run_ranks: returns, for each layout and pass, a Measurement as JSON.
 
-    config: resolved. folder: holds the reference's gradients; see status_kept.
+    config: resolved. folder: contains the reference's gradients; see record_status.
     """
-    # Gathering a parameter that two axes cut is no part of training, and its cost no news.
+    # Silences the warning on the cost of gathering a parameter that two axes shard. Training does not do that.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     results: list[list[Any]] = []
     meshes: dict[tuple[int, ...], Mesh] = {}
     for layout in layouts:
         results.append([])
         for settings in passes(config_of(config, layout)):
-            with status_kept(f"{layout}, {settings.training.dtype}", folder):
+            with record_status(f"{layout}, {settings.training.dtype}", folder):
                 if layout.degrees not in meshes:
                     rank = dist.get_rank()
                     meshes[layout.degrees] = Mesh(settings.parallelism, World(rank, rank, layout.world_size, "cpu"))
@@ -103,13 +102,13 @@ def measure_layouts(config: JobConfig, layouts: Sequence[Layout], steps: int, fo
 
 
 def measure_layout(config: JobConfig, mesh: Mesh, steps: int, folder: Path) -> Measurement:
-    """This rank's part of the steps, by the same parts that training itself is built of."""
+    """Measure this rank's part of the steps, with the same components as training."""
     if config.compile.enable:
-        torch._dynamo.reset()  # compiled blocks of all layouts share their code, and the limit on its versions
+        torch._dynamo.reset()  # the compiled blocks of all layouts share the recompilation limit
     loader = build_data(config, mesh, build_tokenizer(config))
     try:
         trainer = build_trainer(config, build_model(config, mesh, CPU), mesh, CPU)
-        weights = {name: hash_of(whole(parameter.detach())) for name, parameter in named_parameters(trainer)}
+        weights = {name: hash_of(full_tensor(parameter.detach())) for name, parameter in named_parameters(trainer)}
         measured = []
         for step in range(steps):
             numbers = own_sequences(config, step, mesh.data_rank, mesh.data_degree)
@@ -131,17 +130,17 @@ def measure_layout(config: JobConfig, mesh: Mesh, steps: int, folder: Path) -> M
 
 
 def named_parameters(trainer: Trainer) -> Iterator[tuple[str, nn.Parameter]]:
-    """Those of all parts of the model on this rank."""
+    """The parameters of all model parts on this rank."""
     for part in trainer.model_parts:
         yield from part.named_parameters()
 
 
 def gradient_differences(trainer: Trainer, reference: dict[str, Tensor]) -> dict[str, float | None]:
-    """Step.gradients: of this rank's parameters, each gathered in turn. A gradient that is missing counts as zero."""
+    """Step.gradients of this rank's parameters, gathered one at a time. A missing gradient counts as zero."""
     differences: dict[str, float | None] = {}
     for name, parameter in named_parameters(trainer):
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        value = whole(gradient.detach()).to(torch.float64)
+        value = full_tensor(gradient.detach()).to(torch.float64)
         expected = reference.get(name)
         if expected is None or expected.shape != value.shape:
             differences[name] = None
@@ -151,24 +150,24 @@ def gradient_differences(trainer: Trainer, reference: dict[str, Tensor]) -> dict
 
 
 def load_gradients(folder: Path, step: int) -> dict[str, Tensor]:
-    """The reference's, float64, mapped from the file and so read one by one."""
+    """The reference's gradients, float64, memory-mapped."""
     loaded: dict[str, Tensor] = torch.load(gradient_file(folder, step), mmap=True, weights_only=True)
     return loaded
 
 
 def gradient_file(folder: Path, step: int) -> Path:
-    """Where the reference leaves the gradients of a step, counted from 0."""
+    """The file of the reference's gradients of a step, counted from 0."""
     return folder / f"gradients-{step}.pt"
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The global tensor; a collective of its mesh where it is cut."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The global tensor; for a DTensor a collective over its mesh."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager
-def status_kept(what: str, folder: str) -> Iterator[None]:
-    """`what` this rank is at inside, and an error that it ends with, in folder/rank-R.json, for the command to tell."""
+def record_status(what: str, folder: str) -> Iterator[None]:
+    """Write what this rank is doing, and the error if it fails, to folder/rank-R.json, which the command reads."""
     file = Path(folder, f"rank-{dist.get_rank()}.json")
     file.write_text(json.dumps({"what": what}))
     try:
@@ -179,13 +178,13 @@ def status_kept(what: str, folder: str) -> Iterator[None]:
 
 
 def _one_line(error: Exception) -> str:
-    """What went wrong; where it is no fault of the user's, also where in our own code."""
+    """The message; for errors other than UserError also the last line in titanlite's own code."""
     text = " ".join(str(error).split())
     if isinstance(error, UserError):
         return text
     package = Path(titanlite.__file__).parent
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(str(package))]
-    own = [frame for frame in own if frame.name != status_kept.__name__]
+    own = [frame for frame in own if frame.name != record_status.__name__]
     where = f" ({Path(own[-1].filename).relative_to(package.parent)}:{own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {text}{where}"
 
@@ -193,10 +192,10 @@ def _one_line(error: Exception) -> str:
 def mask_and_hash(
     batches: Sequence[Batch], numbers: Sequence[int], config: JobConfig
 ) -> tuple[list[Batch], dict[str, str]]:
-    """The batches with labels masked by `keep_label`, and the hash of each row's tokens, labels and, where there are
-    any, positions, by its number.
+    """The batches with labels masked by `keep_label`, and the hash of each row's tokens, labels and positions (if any)
+    by its number.
 
-    numbers: those of the rows in the run, in the order of the batches' rows.
+    numbers: the rows' numbers in the run, in the order of the batches' rows.
     """
     rows: dict[str, str] = {}
     masked = []
@@ -209,15 +208,15 @@ def mask_and_hash(
             positions = [] if batch.positions is None else [batch.positions[index]]
             rows[str(number)] = hash_of(torch.stack([batch.tokens[index], row, *positions]))
         masked.append(batch._replace(labels=labels))
-    assert next(left, None) is None, "the loader gave fewer rows than a step has"
+    assert next(left, None) is None, "the loader returned fewer rows than a step has"
     return masked, rows
 
 
 def keep_label(config: JobConfig, number: int) -> Tensor:
-    """bool (seq_len): which labels of sequence `number` of the run stay valid.
+    """Which labels of sequence `number` of the run stay valid: bool (seq_len).
 
-    A function of debug.seed and the number alone. Each sequence keeps its own share, anything from 0 to 1; of each
-    global batch the first one keeps none, the second one all. A batch of one sequence keeps about half.
+    Depends only on debug.seed and the number. Each sequence keeps a random share between 0 and 1; the first sequence
+    of a global batch keeps no labels, the second all. A batch of one sequence keeps about half.
     """
     seq_len, batch = config.training.seq_len, config.training.global_batch_size
     random = np.random.default_rng([config.debug.seed, number])
@@ -227,13 +226,13 @@ def keep_label(config: JobConfig, number: int) -> Tensor:
 
 
 def own_sequences(config: JobConfig, step: int, data_rank: int, data_degree: int) -> range:
-    """Numbers in the run of the sequences that a data rank consumes in a step, in the loader's order."""
+    """The numbers in the run of the sequences that a data rank consumes in a step, in the loader's order."""
     batch = config.training.global_batch_size
     return range(step * batch + data_rank, (step + 1) * batch, data_degree)
 
 
 def hash_of(tensor: Tensor) -> str:
-    """Of the bytes of a whole tensor."""
+    """The SHA-256 of a tensor's bytes."""
     assert tensor.numel(), "nothing to hash"
     data: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
     return hashlib.sha256(data).hexdigest()

@@ -1,4 +1,4 @@
-"""What all layouts are compared with: one process, plain torch, float64, no code of the trainer."""
+"""The reference for all layouts: one process, plain torch, float64, no code of the trainer."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -33,18 +33,18 @@ from titanlite.tools.parity.measure import (
     mask_and_hash,
     own_sequences,
     passes,
-    status_kept,
+    record_status,
 )
 
 
 def measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, Any]:
-    """On one rank of run_ranks. measurements: one per pass, which differ in the dtype of the hashed weights alone.
-    imprecise: what was computed below float64, None where nothing was.
+    """Run the reference on one rank of run_ranks; writes the gradients to `folder`.
 
-    Plain torch: the model of the family, the sum of the cross-entropies of the whole global batch over its number of
-    valid tokens, updates w -= lr * gradient. Gradients are written to `folder`.
+    Plain torch: the family's model; the loss is the summed cross-entropy of the global batch over its number of valid
+    tokens; the update is w -= lr * gradient. Returns measurements (one per pass, which differ only in the dtype of the
+    hashed weights) and imprecise (the first operation below float64; None if all are float64).
     """
-    with status_kept("the reference", folder):
+    with record_status("the reference", folder):
         return _measure_reference(config_of(config, ONE_PROCESS), steps, folder)
 
 
@@ -82,9 +82,9 @@ def _measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, 
 
 
 def forward_backward(model: LanguageModel, batch: Batch, num_valid: int, seed: int, step: int) -> float:
-    """Adds the gradient of these rows' share of the mean loss to the parameters; returns the share.
+    """Accumulate the gradient of these rows' share of the mean loss; returns the share.
 
-    seed, step: from 1; what a model that draws random numbers draws them from.
+    seed, step: the keys of the random numbers of a model with `draws`; step counts from 1.
     """
     keys = document_arguments(batch.positions)
     if model.draws:
@@ -97,10 +97,9 @@ def forward_backward(model: LanguageModel, batch: Batch, num_valid: int, seed: i
 
 
 class PrecisionWatch:
-    """found: the first operation inside `with` whose result has less than float64 precision, and the module it is in.
+    """Finds the first operation inside `with` whose result has less than float64 precision, and its module (`found`).
 
-    The layouts have the model's code in common with the reference, so comparing them would not show it: what is
-    rounded alike everywhere agrees.
+    Comparing layouts with the reference cannot reveal such an operation: both run the same model code and round alike.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -129,7 +128,7 @@ class PrecisionWatch:
 
 
 class _ResultMode(TorchDispatchMode):
-    """Shows each operation and its result to `look`."""
+    """Calls `look` with each operation and its result."""
 
     def __init__(self, look: Callable[[Any, Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -142,7 +141,7 @@ class _ResultMode(TorchDispatchMode):
 
 
 def plain_model(config: JobConfig) -> LanguageModel:
-    """The family's model in one piece, in float64, with its initial weights."""
+    """The family's full model in float64, with its initial weights."""
     family, hyper_parameters = resolve_model(config.model)
     model = family.build(hyper_parameters).to(torch.float64)
     model.tie_weights()

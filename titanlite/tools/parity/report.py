@@ -1,4 +1,4 @@
-"""What is told: the head, the table row by row, the end; and the same as JSON."""
+"""The report: header, table (row by row) and summary, and the same as JSON."""
 
 import json
 import math
@@ -20,12 +20,12 @@ DIFFERS = "DIFFERS"
 
 
 def dtypes_in_short(dtypes: Sequence[str]) -> str:
-    """ "float64", or where they are not all one, parameters/compute/reduction."""
+    """ "float64" if all dtypes are equal, else "parameters/compute/reduction"."""
     return dtypes[0] if len(set(dtypes)) == 1 else "/".join(dtypes)
 
 
 def refusal_lines(refused: Sequence[Refusal]) -> Iterator[str]:
-    """Each reason once, with the layouts that it concerns."""
+    """The reasons for refusals, each once, with its layouts."""
     by_reason: dict[str, list[str]] = {}
     for refusal in refused:
         reason = "; ".join(f"{problem.key} = {problem.value!r}: {problem.rule}" for problem in refusal.problems)
@@ -35,7 +35,7 @@ def refusal_lines(refused: Sequence[Refusal]) -> Iterator[str]:
 
 
 def head_lines(config: JobConfig, steps: int, references: Sequence[Measurement]) -> Iterator[str]:
-    """What is compared with what."""
+    """A description of the reference."""
     training, reference = config.training, references[0]
     labels = training.global_batch_size * training.seq_len
     valid = ", ".join(str(step.num_valid) for step in reference.steps)
@@ -51,21 +51,21 @@ def head_lines(config: JobConfig, steps: int, references: Sequence[Measurement])
     yield f"           sha256 of initial weights {combined_hash(reference.weights)}, of tokens {combined_hash(tokens)}"
     dead = dead_parameters(reference)
     if dead:
-        yield f"note: nothing is shown about {len(dead)} parameters that get no gradient: {', '.join(dead)}"
+        yield f"note: untested, since they get no gradient: {len(dead)} parameters, {', '.join(dead)}"
 
 
 def bound_lines(own_dtypes: Sequence[str]) -> Iterator[str]:
-    """The rule of agreement."""
+    """The bounds on relative errors."""
     yield f"bounds on relative errors: float64 {FLOAT64_BOUND:.0e}"
     if set(own_dtypes) != {"float64"}:
         yield (
             f"    {dtypes_in_short(own_dtypes)}, against float64: {MULTIPLE:g} x the one-process run's own error + "
-            f"{FLOOR_EPS:g} eps; that run itself {ONE_PROCESS_EPS:g} eps"
+            f"{FLOOR_EPS:g} eps; the one-process run itself {ONE_PROCESS_EPS:g} eps"
         )
 
 
 class Table:
-    """Rows of fixed width, so that they can be told as they come."""
+    """A table of fixed column widths, so that rows can be printed as they arrive."""
 
     def __init__(self, layouts: Sequence[Layout], own_dtypes: Sequence[str], parameters: Sequence[str]) -> None:
         layout = max(len(str(layout)) for layout in layouts)
@@ -78,7 +78,7 @@ class Table:
         return f"{self._row(COLUMNS)}\n{rule}"
 
     def row(self, result: Result) -> str:
-        """One layout in one pass; below it, where it differs, the first thing that does."""
+        """The row of one layout in one pass; if it differs, a second line with the first difference."""
         verdict = result.verdict
         cells = (
             str(result.layout),
@@ -98,7 +98,7 @@ class Table:
 
 
 def last_line(results: Sequence[Result]) -> str:
-    """How many agree; of the others, the first."""
+    """The number of layouts that agree or differ, and the first that differs."""
     layouts = list(dict.fromkeys(result.layout for result in results))
     different = [result for result in results if result.verdict.first_difference]
     if not different:
@@ -119,7 +119,7 @@ def write_json(
     results: Sequence[Result],
     refused: Sequence[Refusal],
 ) -> None:
-    """All that the table says, and each step's error of each parameter. Raises UserError."""
+    """Write the table's contents and every step's error of every parameter as JSON. Raises UserError."""
     reference = references[0]
     content = {
         "agree": all(result.verdict.first_difference is None for result in results),
@@ -155,7 +155,7 @@ def write_json(
 
 
 def _json_values(value: Any) -> Any:
-    """Numbers that are not finite as the texts "inf" and "nan"."""
+    """The value with non-finite numbers replaced by the strings "inf" and "nan"."""
     if isinstance(value, dict):
         return {key: _json_values(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""The configuration that is compared: what no comparison needs is set aside, and on request everything gets smaller."""
+"""The configuration that is compared: disables settings that would hide a difference; shrinks all sizes on request."""
 
 import math
 import tempfile
@@ -21,13 +21,12 @@ TINY_HEAD_DIM = 8
 
 
 def comparable_config(config: JobConfig, ranks: int) -> JobConfig:
-    """The same training without what would hide or change what is compared.
+    """The configuration without settings that would hide or distort a difference.
 
-    No clipping: gradients are compared as backward leaves them, and the norm that clipping would use beside them.
-    Plain SGD with the configuration's learning rate: it answers a rounding error by an update that is as small, where
-    AdamW turns it into one of full size wherever a gradient is nearly zero. A global_batch_size of -1 is
-    local_batch_size x `ranks`, so that all layouts of so many ranks train on the same batch. The dump folder,
-    checkpoints and metrics are not used.
+    No clipping: compares the gradients after backward, and the norm that clipping would use. Plain SGD with the
+    configuration's learning rate: a rounding error changes the update by as little, whereas AdamW turns it into an
+    update of full size if the gradient is nearly zero. A global_batch_size of -1 becomes local_batch_size x `ranks`, so
+    that all layouts train on the same batch. The dump folder, checkpoints and metrics are not used.
     """
     training = config.training
     if training.global_batch_size == -1:
@@ -44,15 +43,15 @@ def comparable_config(config: JobConfig, ranks: int) -> JobConfig:
 
 
 def resolved_config(config: JobConfig) -> JobConfig:
-    """With every -1 and "auto" replaced as on one process on the CPU; the same for all layouts from here on."""
+    """The configuration with every -1 and "auto" resolved for one process on the CPU, the same for all layouts."""
     return resolve_config(config_of(config, ONE_PROCESS), world_size=1, device_type="cpu")
 
 
 def shrink_config(config: JobConfig, ranks: int) -> JobConfig:
-    """A small configuration of the same kind: what divides the sizes of `config` among `ranks` divides its own.
+    """A small configuration whose sizes are divisible by the same mesh degrees, up to `ranks`, as those of `config`.
 
-    The vocabulary is the tokenizer's own where the model's is larger; tokens of files may have any id, and keep it. The
-    text is cut into the same pieces, so an index that is there serves.
+    The vocabulary shrinks to the tokenizer's if that is smaller; token files may contain any id, so their vocabulary
+    stays. The text is cut into the same pieces, so an existing index is reused.
     """
     _, model = resolve_model(config.model)
     tokenizer = prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=model.vocab_size)
@@ -63,7 +62,7 @@ def shrink_config(config: JobConfig, ranks: int) -> JobConfig:
     training, data = config.training, config.data
     if data.max_piece_bytes == -1:
         data = replace(data, max_piece_bytes=PIECE_BYTES_PER_POSITION * training.seq_len)
-    # One batch must fill a pipeline of all ranks twice over, as the most demanding schedule asks.
+    # One batch must fill a pipeline of all ranks twice, the requirement of the most demanding schedule.
     local = 2 * ranks if config.parallelism.gradient_sync == "every" else 1
     training = replace(
         training,
@@ -81,7 +80,7 @@ def shrink_config(config: JobConfig, ranks: int) -> JobConfig:
 
 
 def describe_shrinking(before: JobConfig, after: JobConfig) -> str:
-    """What became smaller, in one line."""
+    """The changed sizes, in one line."""
     changed = []
     models = [resolve_model(config.model)[1] for config in (before, after)]
     for section, (old, new) in {"model": models, "training": [before.training, after.training]}.items():
@@ -90,7 +89,7 @@ def describe_shrinking(before: JobConfig, after: JobConfig) -> str:
             for field in fields(old)
             if getattr(old, field.name) != getattr(new, field.name)
         ]
-    return ", ".join(changed) or "nothing: all of it is as small already"
+    return ", ".join(changed) or "nothing: all sizes are already this small"
 
 
 def _values(hyper_parameters: Any) -> dict[str, Any]:
@@ -98,11 +97,11 @@ def _values(hyper_parameters: Any) -> dict[str, Any]:
 
 
 def shrink_model(config: Any, ranks: int) -> Any:
-    """Hyper-parameters of a tiny decoder of the same kind: every number that divides `ranks` and a size of `config`
-    divides the same size of the result.
+    """Hyper-parameters of a tiny decoder of the same kind.
 
-    Two pipeline stages per rank still have more units than one each, if they had in `config`. Of several query heads
-    per key/value head two remain. Heads that need not be as wide as the residual stream are not. The vocabulary stays.
+    Every divisor of `ranks` that divides a size of `config` also divides the same size of the result.
+    Two pipeline stages per rank still have more than one unit each, if they do in `config`. Several query heads per
+    key/value head shrink to two. If the family has a head_dim, dim is independent of it. The vocabulary stays.
     """
     n_kv_heads = math.gcd(config.n_kv_heads, ranks)
     n_heads = n_kv_heads * min(config.n_heads // config.n_kv_heads, 2)
@@ -116,6 +115,6 @@ def shrink_model(config: Any, ranks: int) -> Any:
 
 
 def size_alike(size: int, target: int, ranks: int) -> int:
-    """The smallest size from `target` on which shares with `ranks` the divisors that `size` does; at most `size`."""
+    """The smallest number >= `target` with the same greatest common divisor with `ranks` as `size`; at most `size`."""
     shared = math.gcd(size, ranks)
     return next((smaller for smaller in range(target, size) if math.gcd(smaller, ranks) == shared), size)

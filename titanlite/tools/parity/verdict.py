@@ -1,8 +1,8 @@
-"""Whether a layout computed what the reference did: pure functions of what was measured.
+"""Decide whether a layout agrees with the reference. Pure functions of the measurements.
 
 Errors are relative: |value - reference| / |reference| for loss and grad norm, ||value - reference|| / ||reference|| for
-the gradient of a parameter. A parameter whose gradient is below SMALL_SHARE of the whole gradient's norm is measured
-against that share, since what is nearly zero by cancellation has no relative precision.
+the gradient of a parameter. If the norm of a parameter's gradient is below SMALL_SHARE of the global gradient norm, the
+error is relative to that share, since a value that is nearly zero by cancellation has no relative precision.
 """
 
 import math
@@ -24,7 +24,7 @@ RANKS_DISAGREE = "the ranks disagree"
 
 @dataclass(frozen=True)
 class StepErrors:
-    """Relative errors of one step; infinite where a value is not finite. grad_norm_ratio: of the rank farthest off."""
+    """Relative errors of one step; infinite if a value is not finite. grad_norm_ratio: of the rank farthest from 1."""
 
     loss: float
     grad_norm: float
@@ -34,7 +34,7 @@ class StepErrors:
 
 @dataclass(frozen=True)
 class Bounds:
-    """The largest errors that count as agreement: multiple x those of the one-process run, plus floor."""
+    """The largest errors that count as agreement: multiple x the error of the one-process run, plus floor."""
 
     floor: float
     multiple: float = 0.0
@@ -54,10 +54,8 @@ class Bounds:
 
 
 def own_bounds(dtypes: Sequence[str], one_process: Sequence[StepErrors] | None) -> Bounds:
-    """In a configuration's own dtypes. one_process: its errors; None: the bounds of that run itself.
-
-    A run of one process has nothing to be compared with but the precision of its coarsest dtype.
-    """
+    """The bounds in a configuration's own dtypes. one_process: the errors of the one-process run; None: the bounds of
+    that run itself, which depend only on its coarsest dtype."""
     eps = max(torch.finfo(DTYPES[name]).eps for name in dtypes)
     if one_process is None:
         return Bounds(ONE_PROCESS_EPS * eps)
@@ -66,8 +64,8 @@ def own_bounds(dtypes: Sequence[str], one_process: Sequence[StepErrors] | None) 
 
 @dataclass(frozen=True)
 class Verdict:
-    """first_difference: None where all agrees. The numbers are the worst over the steps; parameter: the one whose error
-    is largest for its bound."""
+    """The verdict on one layout. first_difference: None if everything agrees. The numbers are the worst over the steps;
+    parameter: the one with the largest error relative to its bound."""
 
     first_difference: str | None
     loss_difference: float
@@ -79,7 +77,8 @@ class Verdict:
 
 
 def merge_ranks(ranks: Sequence[Measurement]) -> Measurement:
-    """One measurement of all ranks' own. What two ranks should have alike and have not is RANKS_DISAGREE."""
+    """Merge the measurements of all ranks into one. Values that should be equal on two ranks but differ become
+    RANKS_DISAGREE, NaN or -1."""
     weights: dict[str, str] = {}
     for rank in ranks:
         _merge_hashes(weights, rank.weights)
@@ -117,12 +116,12 @@ def _larger(one: float | None, other: float | None) -> float | None:
 
 
 def _farthest(values: Sequence[float]) -> float:
-    """The value on all ranks; NaN where they differ, since it should be one number."""
+    """The value that all ranks agree on; NaN if they differ."""
     return values[0] if all(value == values[0] for value in values) else math.nan
 
 
 def errors_of(measured: Measurement, reference: Measurement) -> tuple[StepErrors, ...]:
-    """Of each step. Both measurements know the same parameters."""
+    """The errors of each step. Both measurements have the same parameters."""
     errors = []
     for step, expected in zip(measured.steps, reference.steps, strict=True):
         norms = {name: norm or 0.0 for name, norm in expected.gradients.items()}
@@ -143,7 +142,7 @@ def _finite(value: float) -> float:
 
 
 def judge(measured: Measurement, reference: Measurement, bounds: Bounds) -> Verdict:
-    """measured: of all ranks. reference: with the weights' hashes in the same dtype; not vacuous."""
+    """Judge a layout. measured: merged over ranks. reference: not vacuous; its weights are hashed in the same dtype."""
     errors = errors_of(measured, reference)
     ranked = [
         (error / bounds.gradient(index, name), error, name, bounds.gradient(index, name))
@@ -165,7 +164,7 @@ def judge(measured: Measurement, reference: Measurement, bounds: Bounds) -> Verd
 def differences(
     measured: Measurement, reference: Measurement, errors: Sequence[StepErrors], bounds: Bounds
 ) -> Iterator[str]:
-    """All that differs, causes before effects."""
+    """All differences, causes before effects."""
     yield from _different_hashes("initial weights: {}", measured.weights, reference.weights)
     for index, (step, expected, error) in enumerate(zip(measured.steps, reference.steps, errors, strict=True)):
         at = f"step {index + 1}"
@@ -180,15 +179,15 @@ def differences(
             numbers = _numbers(step.grad_norm, expected.grad_norm, error.grad_norm, bounds.grad_norm(index))
             yield f"{at}, grad norm: {numbers}"
         if step.skipped:
-            yield f"{at}: no update was made"
+            yield f"{at}: the update was skipped"
 
 
 def _different_hashes(text: str, found: Mapping[str, str], expected: Mapping[str, str]) -> Iterator[str]:
     for name in [*expected, *(extra for extra in found if extra not in expected)]:
         if name not in found:
-            yield f"{text.format(name)} is on no rank"
+            yield f"{text.format(name)} is missing on all ranks"
         elif name not in expected:
-            yield f"{text.format(name)} is unknown to the reference"
+            yield f"{text.format(name)} is missing in the reference"
         elif found[name] != expected[name]:
             yield text.format(name) + (f" ({RANKS_DISAGREE})" if found[name] == RANKS_DISAGREE else "")
 
@@ -196,10 +195,10 @@ def _different_hashes(text: str, found: Mapping[str, str], expected: Mapping[str
 def _different_gradients(
     at: str, index: int, step: Step, expected: Step, error: StepErrors, bounds: Bounds
 ) -> Iterator[str]:
-    """The worst one, and how many others."""
+    """The missing gradients, and the worst error with the number of others above their bounds."""
     absent = [name for name in expected.gradients if step.gradients.get(name) is None]
     if absent:
-        yield f"{at}, gradient of {absent[0]}: on no rank, or of another shape"
+        yield f"{at}, gradient of {absent[0]}: missing on all ranks, or of a different shape"
     excess = {name: value / bounds.gradient(index, name) for name, value in error.gradients.items()}
     over = [name for name, value in excess.items() if not value <= 1.0]
     if over:
@@ -215,7 +214,7 @@ def _numbers(value: float, expected: float, error: float, bound: float) -> str:
 
 
 def vacuous(reference: Measurement) -> str | None:
-    """Why agreement with this reference would prove nothing; None where it would."""
+    """Why agreement with this reference would prove nothing; None if it is meaningful."""
     if not reference.steps:
         return "no step was taken"
     for index, step in enumerate(reference.steps):
@@ -235,5 +234,5 @@ def vacuous(reference: Measurement) -> str | None:
 
 
 def dead_parameters(reference: Measurement) -> list[str]:
-    """Parameters whose gradient is zero in every step: nothing is shown about them."""
+    """Parameters whose gradient is zero in every step, so that the comparison does not test them."""
     return [name for name in reference.weights if not any(step.gradients[name] for step in reference.steps)]

@@ -1,4 +1,4 @@
-"""What a microbatch of a decoder keeps in memory between its forward and its backward pass, by arithmetic."""
+"""Compute the activation memory of a decoder's microbatch between its forward and its backward pass, analytically."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ from titanlite.models.family import DecoderConfig, Plan
 
 @dataclass(frozen=True)
 class MicrobatchShape:
-    """Of one microbatch on one rank of `tp`: rows x seq_len positions, in a compute dtype of `element_bytes`.
+    """One microbatch on one of `tp` ranks: rows x seq_len positions, in a compute dtype of `element_bytes`.
 
-    shard_logits: whether logits are cut along the vocabulary. fused_norm: whether RMSNorm is one kernel, as on CUDA;
-    elsewhere torch composes it of several operations, which keep more. mask: in which form attention is kept inside
-    documents; None: rows are documents.
+    shard_logits: whether logits are sharded along the vocabulary. fused_norm: whether RMSNorm is one kernel, as on
+    CUDA; elsewhere torch composes it of several operations, which save more. mask: the form of the document mask; None:
+    each row is one document.
     """
 
     rows: int
@@ -27,12 +27,12 @@ class MicrobatchShape:
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Bytes on one rank that a microbatch keeps until its backward pass, by who keeps them.
+    """Bytes on one rank that a microbatch keeps until its backward pass, by owner.
 
-    block: a transformer block; block_by_op: with the recompute policy "op"; block_input: with full recomputation.
-    block_backward: what the backward pass of one block takes beside that. embedding, head: first and last unit.
-    loss: what the cross-entropy keeps; loss_backward: what its backward pass takes beside that. logits: themselves.
-    documents: what all blocks of a stage share to keep attention, and positions, inside documents.
+    block: one transformer block; block_by_op: with the recompute policy "op"; block_input: with full recomputation.
+    block_backward: additional memory of the backward pass of one block. embedding, head: first and last FSDP unit.
+    loss: saved by the cross-entropy; loss_backward: additional memory of its backward pass. logits: the logits.
+    documents: document mask and positions, shared by all blocks of a stage.
     """
 
     block: int
@@ -48,16 +48,16 @@ class ActivationBytes:
 
 
 def activation_bytes(config: DecoderConfig, plan: Plan, shape: MicrobatchShape) -> ActivationBytes:
-    """Counted off the model's own forward pass, operation by operation; measured against it in docs/parallelism.md.
+    """Count the saved bytes of the model's forward pass, operation by operation. docs/parallelism.md has the error.
 
-    With tensor parallelism the residual stream is cut along the sequence, the inside of attention and feed-forward by
-    heads and features; what the column layers read was gathered, so it is whole on every rank. A selective policy "op"
-    also keeps the unreduced outputs of the row layers, which are whole too.
+    With tensor parallelism the residual stream is sharded along the sequence, the inside of attention and feed-forward
+    by heads and features. The inputs of the column layers are gathered, so each rank has them in full. The selective
+    policy "op" also keeps the unreduced outputs of the row layers, which have full size too.
     """
     head_norms = "head_norm" in plan.tensor_styles.values()
     positions, tp, size = shape.rows * shape.seq_len, shape.tp, shape.element_bytes
     query_dim, kv_dim = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    wide = max(size, 4)  # bytes of the islands of higher precision
+    wide = max(size, 4)  # bytes per element of the operations in at least float32
     residual = positions * config.dim * size // tp
     gathered = positions * config.dim * size
     heads = positions * (query_dim + 2 * kv_dim) * size // tp  # queries, keys, values
@@ -67,10 +67,10 @@ def activation_bytes(config: DecoderConfig, plan: Plan, shape: MicrobatchShape) 
     norm = _norm_bytes(config.dim, positions // tp, size, wide, fused=shape.fused_norm)
     normed_heads = positions * (config.n_heads + config.n_kv_heads) // tp if head_norms else 0
     head_norm = _norm_bytes(config.head_dim, normed_heads, size, wide, fused=shape.fused_norm)
-    row_outputs = 2 * (gathered + (residual if tp > 1 else 0))  # of wo and w2, before and after they are summed
+    row_outputs = 2 * (gathered + (residual if tp > 1 else 0))  # of wo and w2, before and after the reduction
     scores = positions * config.vocab_size * wide // (tp if shape.shard_logits else 1)
     return ActivationBytes(
-        # two norms, what wq, wk, wv and w1, w3 read, attention, and of SwiGLU: both factors' inputs, silu, the product
+        # two norms, the inputs of wq, wk, wv and of w1, w3, attention, and of SwiGLU: both inputs, silu, the product
         block=2 * norm + head_norm + 2 * gathered + heads + attended + logsumexp + 4 * hidden,
         block_by_op=residual + heads + attended + logsumexp + 2 * hidden + row_outputs,
         block_input=residual,
@@ -87,7 +87,7 @@ def activation_bytes(config: DecoderConfig, plan: Plan, shape: MicrobatchShape) 
 
 
 def _document_bytes(config: DecoderConfig, shape: MicrobatchShape, wide: int) -> int:
-    """Cosines and sines of each position, and a number for each pair of positions; tables of blocks are left out."""
+    """Cosines and sines per position, and one element per pair of positions. Block-mask tables are neglected."""
     if shape.mask is None:
         return 0
     pairs = shape.seq_len * shape.element_bytes if shape.mask == "scores" else 0
@@ -95,13 +95,13 @@ def _document_bytes(config: DecoderConfig, shape: MicrobatchShape, wide: int) ->
 
 
 def _norm_bytes(dim: int, vectors: int, size: int, wide: int, *, fused: bool) -> int:
-    """Input and reciprocal root mean square; unfused also the normalised input, both in the wider type."""
-    kept = dim * size if fused else 2 * dim * wide
-    return vectors * (kept + wide)
+    """Input and reciprocal root mean square; unfused also the normalized input, with both inputs in the wider dtype."""
+    saved = dim * size if fused else 2 * dim * wide
+    return vectors * (saved + wide)
 
 
 def unit_flops_per_token(config: DecoderConfig, seq_len: int, unit: str) -> int:
-    """The share of one unit of the plan, by the name of its first module, in `flops_per_token`."""
+    """The share of one FSDP unit in `flops_per_token`. unit: the name of its first module."""
     output = 6 * config.vocab_size * config.dim
     if unit.startswith("layers."):
         return (flops_per_token(config, seq_len) - output) // config.n_layers

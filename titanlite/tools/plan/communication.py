@@ -1,7 +1,7 @@
-"""What a rank sends in one optimizer step, by mesh axis and operation, by arithmetic.
+"""Compute the communication of a rank in one optimizer step, by mesh axis and operation, analytically.
 
-Checked against the collectives of real steps in tests/distributed/test_plan_collectives.py. Left out: scalars (the
-number of valid tokens, the loss, the gradient norm), and each first step's own.
+tests/distributed/test_plan_collectives.py compares it with the collectives of real steps. Not counted: scalars (the
+number of valid tokens, the loss, the gradient norm) and the extra collectives of the first step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,9 @@ Operation = Literal["all-gather", "reduce-scatter", "all-reduce", "send"]
 
 @dataclass(frozen=True)
 class Traffic:
-    """calls of one operation over one axis, which together move `bytes` of whole tensors.
+    """The calls of one operation over one mesh axis, with the total `bytes` of their full tensors.
 
-    Whole tensors: the output of an all-gather, the input of a reduce-scatter or all-reduce, what is sent.
+    The full tensor is the output of an all-gather, the input of a reduce-scatter or all-reduce, the message of a send.
     """
 
     axis: str
@@ -32,8 +32,8 @@ class Traffic:
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank sends by the ring algorithms (Thakur, Rabenseifner, Gropp, "Optimization of Collective
-        Communication Operations in MPICH", 2005): (n - 1)/n of the tensor, twice for an all-reduce."""
+        """Bytes that this rank sends with ring algorithms: (n - 1)/n of the tensor, twice for an all-reduce (Thakur,
+        Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005)."""
         if self.operation == "send":
             return self.bytes
         passes = 2 if self.operation == "all-reduce" else 1
@@ -42,8 +42,8 @@ class Traffic:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What decides on the traffic beside the stage. sync: None with a pipeline. microbatches: per optimizer step, of
-    `rows` x seq_len positions; schedule_steps: how many times the rank goes through its actions."""
+    """The inputs of the traffic formulas besides the stage. sync: None with a pipeline. microbatches: per optimizer
+    step, of `positions` positions each. schedule_steps: runs of the actions per optimizer step."""
 
     sizes: Mapping[str, int]
     sync: GradientSync | None
@@ -61,7 +61,7 @@ class StepShape:
 def stage_traffic(
     stage: Stage, section: ParallelismConfig, recompute: ActivationCheckpointConfig, shape: StepShape
 ) -> list[Traffic]:
-    """Of one stage; a rank with several has the sum of theirs."""
+    """The traffic of one stage. The traffic of a rank is the sum over its stages."""
     last = stage.index == num_stages(section) - 1
     found = [
         *_data_parallel(stage, section, shape),
@@ -72,7 +72,7 @@ def stage_traffic(
 
 
 def reductions(shape: StepShape, axis: str) -> int:
-    """How often a unit's gradient is reduced over a data axis in an optimizer step."""
+    """Number of reductions of a unit's gradient over a data axis per optimizer step."""
     if shape.sync is None:
         return shape.schedule_steps
     each = shape.sync == "every" or (shape.sync == "hybrid" and axis == "dp_shard")
@@ -80,7 +80,7 @@ def reductions(shape: StepShape, axis: str) -> int:
 
 
 def frees_after_forward(stage: Stage, section: ParallelismConfig, unit: int) -> bool:
-    """Whether that unit of the stage is freed between forward and backward."""
+    """Whether FSDP unit number `unit` of the stage is freed between forward and backward."""
     policy = resolve_reshard_after_forward(section)
     return policy == "always" or (policy == "default" and unit < len(stage.units) - 1)
 
@@ -98,7 +98,7 @@ def _data_parallel(stage: Stage, section: ParallelismConfig, shape: StepShape) -
             shape.actions, stage.index, frees_after_forward=freed, frees_after_backward=frees
         )
         if shape.sync is not None and index == len(stage.units) - 1:
-            # Until the last microbatch, fully_shard takes the end of the one before for what backward needs next.
+            # After each microbatch but the last, fully_shard's backward prefetch gathers the last unit again.
             count += shape.microbatches - 1
         gathers, gathered = gathers + count, gathered + count * unit.elements * shape.param_bytes
     units, elements = len(stage.units), sum(unit.elements for unit in stage.units)
@@ -120,12 +120,12 @@ def _tensor_parallel(
     first: bool,
     last: bool,
 ) -> list[Traffic]:
-    """Each block gathers and scatters the residual stream twice, forward and backward, once each at both ends of the
-    model; recomputed blocks gather again, and unless what they scattered was kept, scatter again."""
+    """Each block gathers and scatters the residual stream twice per direction; embedding and head once each. Recomputed
+    blocks gather again, and scatter again unless the policy keeps the scattered outputs."""
     tp, count = shape.sizes["tp"], shape.microbatches
     again = sum(recomputes(recompute, index) for index in stage.blocks)
     keeps_scattered = recompute.mode == "selective" and recompute.selective_policy == "op"
-    # The last scatter of a block is not needed again, and left out where recomputation may stop early.
+    # With early stop, recomputation skips the last scatter of a block, which backward does not need.
     scatters_again = 0 if keeps_scattered else 1 if recompute.early_stop else 2
     blocks = 4 * len(stage.blocks)
     gathers = blocks + 2 * again + first + last
@@ -140,14 +140,14 @@ def _tensor_parallel(
     elif last:
         logits = shape.positions * shape.vocab_size * shape.param_bytes
         found.append(Traffic("tp", "all-gather", count, count * logits, tp))
-    whole = [elements for unit in stage.units for elements in unit.replicated_over_tp]
+    replicated = [elements for unit in stage.units for elements in unit.replicated_over_tp]
     times = reductions(shape, "dp_shard" if shape.sizes["dp_shard"] > 1 else "dp_replicate")
-    found.append(Traffic("tp", "all-reduce", len(whole) * times, sum(whole) * times * shape.param_bytes, tp))
+    found.append(Traffic("tp", "all-reduce", len(replicated) * times, sum(replicated) * times * shape.param_bytes, tp))
     return found
 
 
 def _pipeline(stage: Stage, section: ParallelismConfig, shape: StepShape, *, last: bool) -> list[Traffic]:
-    """Activations to the next stage, gradients to the one before, unless that is on the same rank."""
+    """Sends activations to the next stage and gradients to the previous one, unless that stage is on the same rank."""
     mine = {action.stage for action in shape.actions}
     sends = (not last and stage.index + 1 not in mine) + (stage.index > 0 and stage.index - 1 not in mine)
     boundary = shape.positions // shape.sizes["tp"] * shape.dim * shape.param_bytes

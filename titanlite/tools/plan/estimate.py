@@ -1,4 +1,4 @@
-"""From a configuration and a world size to what each rank of the pipeline holds, sends and computes in a step."""
+"""Estimate the memory, communication and FLOPs per pipeline rank and step, from a configuration and a world size."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ from titanlite.tools.plan.stages import Stage, build_stage, simulated_mesh
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank of the pp axis: that of its data and tp ranks which has most.
+    """One pipeline rank; the numbers are those of its worst data and tp rank.
 
-    flops: of an optimizer step's matrix products, recomputation left out; recomputed_flops: those of recomputation.
+    flops: matrix products of an optimizer step without recomputation; recomputed_flops: those of recomputation.
     """
 
     pp_rank: int
@@ -35,7 +35,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Estimate:
-    """axes: sizes by name. microbatches: per optimizer step and data rank, of `rows` sequences."""
+    """The plan of a run. axes: mesh sizes by name. microbatches: per step and data rank, of `rows` sequences each."""
 
     axes: dict[str, int]
     microbatches: int
@@ -51,7 +51,7 @@ class Estimate:
 
 
 def estimate(config: JobConfig, world_size: int, *, device_type: str) -> Estimate:
-    """config: checked and resolved for this world, whose devices are of that type ("cuda", "cpu")."""
+    """Estimate a run. config: checked and resolved for this world. device_type: "cuda" or "cpu"."""
     section, training = config.parallelism, config.training
     rows_per_step = training.global_batch_size // data_degree(section, world_size)
     batch = rows_per_batch(section, training.local_batch_size, rows_per_step)

@@ -1,4 +1,4 @@
-"""What a rank holds at the peak of a step, by arithmetic; how far off that is stands in docs/parallelism.md."""
+"""Compute the peak memory of a rank in a step, analytically. docs/parallelism.md has the error against measurements."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from titanlite.tools.plan.stages import Stage
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank. parameters, gradients, optimizer, buffers: exact, of all its stages.
+    """Bytes on one rank. parameters, gradients, optimizer, buffers: exact, summed over its stages.
 
-    activations: kept between forward and backward, of all microbatches in flight, and the working memory of the
-    largest single piece of a backward pass. data_parallel: gathered parameters, and gradients that are not reduced
-    yet. pipeline: what is received and sent. update: what an update takes beside the state, when activations are gone.
-    in_flight: microbatches of each stage at the peak of activations.
+    activations: saved between forward and backward for all microbatches in flight, plus the working memory of the
+    largest part of a backward pass. data_parallel: gathered parameters, and gradients before their reduction.
+    pipeline: buffers for received and sent tensors. update: temporary memory of the optimizer update, after the
+    activations are freed. in_flight: microbatches per stage at the peak of activations.
     """
 
     parameters: int
@@ -36,7 +36,7 @@ class Memory:
 
     @property
     def items(self) -> dict[str, int]:
-        """What is there at the same time at the peak, by name."""
+        """The items that coexist at the peak, by name."""
         during = {"activations": self.activations, "data parallel": self.data_parallel}
         peak = during if sum(during.values()) >= self.update else {"update": self.update}
         return {
@@ -61,7 +61,7 @@ def rank_memory(
     shape: StepShape,
     activations: ActivationBytes,
 ) -> Memory:
-    """Of a rank that owns these stages."""
+    """The memory of a rank that owns these stages."""
     last = num_stages(section) - 1
     kept = {
         stage.index: kept_bytes(stage, recompute, activations, section.pp > 1, stage.index == last) for stage in stages
@@ -81,7 +81,7 @@ def rank_memory(
         buffers=sum(stage.buffer_bytes for stage in stages),
         activations=most + max(working_bytes(stage, recompute, activations, stage.index == last) for stage in stages),
         data_parallel=sum(data_parallel_bytes(stage, section, shape) for stage in stages),
-        # torch's stages have a buffer for every microbatch of a schedule step, for inputs and for gradients
+        # torch's stages allocate an input and a gradient buffer per microbatch of a schedule step
         pipeline=received * per_step * activations.block_input if section.pp > 1 else 0,
         update=update_bytes(optimizer, parameters, tensors),
         in_flight=in_flight,
@@ -91,23 +91,23 @@ def rank_memory(
 def kept_bytes(
     stage: Stage, recompute: ActivationCheckpointConfig, activations: ActivationBytes, pipelined: bool, last: bool
 ) -> int:
-    """What one microbatch keeps on a stage from its forward to its backward pass."""
+    """Bytes that one microbatch keeps on a stage from its forward to its backward pass."""
     kept = sum(_block_bytes(recompute, index, activations) for index in stage.blocks)
     kept += activations.documents if stage.blocks else 0
     kept += activations.embedding if stage.index == 0 else 0
     kept += activations.head + activations.loss if last else 0
     if pipelined:
-        kept += activations.logits if last else activations.block_input  # the stage's output, held by the schedule
-        kept -= activations.block_input if stage.index > 0 and stage.blocks else 0  # it is the buffer of the receiver
+        kept += activations.logits if last else activations.block_input  # the schedule holds the stage's output
+        kept -= activations.block_input if stage.index > 0 and stage.blocks else 0  # counted as a pipeline buffer
     return kept
 
 
 def working_bytes(stage: Stage, recompute: ActivationCheckpointConfig, activations: ActivationBytes, last: bool) -> int:
-    """The most that one piece of a backward pass takes beside what its microbatch has kept.
+    """The peak working memory of a backward pass, in addition to the memory that its microbatch keeps.
 
-    On the last stage that may be the loss; what a block needs comes later, when loss and head are done.
+    On the last stage the loss may need the most; blocks run later, when the memory of loss and head is free.
     """
-    indexes = stage.blocks[-1:]  # the first in the backward pass, when all blocks before it still keep theirs
+    indexes = stage.blocks[-1:]  # first in the backward pass, when all other blocks still keep their activations
     again = sum(activations.block - _block_bytes(recompute, index, activations) for index in indexes)
     block = sum(activations.block_backward for _ in indexes) + again
     if not last:
@@ -116,11 +116,11 @@ def working_bytes(stage: Stage, recompute: ActivationCheckpointConfig, activatio
 
 
 def data_parallel_bytes(stage: Stage, section: ParallelismConfig, shape: StepShape) -> int:
-    """Parameters that are gathered, or cast, and gradients that are not reduced yet, where it takes most.
+    """Peak bytes of gathered or cast parameters, and of gradients before their reduction.
 
-    Gathered: the units that stay, and of the others the one in use and the next one, which is copied out of the
-    collective's own buffer. Gradients: all of the stage's where they are reduced once per step, else one unit's; and
-    one unit's in both dtypes on its way into the reduction, while the one before may still be under way.
+    Gathered: the units that stay gathered, and of the others the current and the prefetched one, which is copied out of
+    the collective's buffer. Gradients: the stage's if reduced once per step, else one unit's; plus one unit's in both
+    dtypes as input of the reduction, while the previous reduction may still run.
     """
     if not stage.wrapped:
         return 0
@@ -128,13 +128,13 @@ def data_parallel_bytes(stage: Stage, section: ParallelismConfig, shape: StepSha
     largest = max(sizes)
     unit_gradients = largest * (shape.param_bytes + shape.reduce_bytes)
     reduces_once = shape.sync in (None, "last") and shape.microbatches > 1
-    # Where all wait for one reduction, the reduced ones are not there yet: only what is more than those is counted.
+    # With a single reduction, the reduced gradients do not exist yet: count only the excess over them.
     all_waiting = max(sum(sizes) * shape.reduce_bytes - stage.gradient_bytes, 0)
     waiting = all_waiting if reduces_once else largest * shape.reduce_bytes
     if shape.sizes["dp_shard"] == 1:
         return sum(sizes) * shape.param_bytes + unit_gradients + waiting
     freed = [size for index, size in enumerate(sizes) if frees_after_forward(stage, section, index)]
-    stays = reduces_once or section.pp > 1  # after a backward pass without reduction nothing is freed
+    stays = reduces_once or section.pp > 1  # a backward pass without reduction frees no parameters
     gathered = sum(sizes) if stays else sum(sizes) - sum(freed) + sum(sorted(freed)[-2:])
     return (gathered + largest) * shape.param_bytes + unit_gradients + waiting
 

@@ -1,4 +1,4 @@
-"""The plan as text for a person."""
+"""Format the plan as text."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,11 +7,11 @@ from titanlite.tools.plan.estimate import Estimate, RankPlan
 
 GIB = 2**30
 USABLE = 0.9
-"""Share of a device's memory that tensors may take: the rest is for the CUDA context, NCCL's buffers, fragmentation."""
+"""Share of device memory available to tensors. The rest is for the CUDA context, NCCL's buffers and fragmentation."""
 
 
 def report(config: JobConfig, plan: Estimate, device_memory_gib: float) -> str:
-    """Everything, with the verdict last."""
+    """The full report, with the verdict last."""
     training, section = config.training, config.parallelism
     axes = " x ".join(f"{axis} {size}" for axis, size in plan.axes.items())
     world = 1
@@ -30,13 +30,13 @@ def report(config: JobConfig, plan: Estimate, device_memory_gib: float) -> str:
     if section.pp > 1:
         steps = "" if plan.schedule_steps == 1 else f" in {plan.schedule_steps} runs of the schedule"
         lines.append(f"Pipeline: {section.pp_schedule}{steps}, bubble {plan.bubble:.1%} of the time")
-    lines += ["", "Memory of the rank of each pipeline rank that has most, GiB:", *_memory_table(plan.ranks)]
+    lines += ["", "Peak memory per pipeline rank (worst data and tp rank), GiB:", *_memory_table(plan.ranks)]
     lines += ["", "Per rank and optimizer step: PFLOPs, and GiB sent (number of calls) by axis:"]
     return "\n".join([*lines, *_work_table(plan.ranks), "", *verdict(config, plan, device_memory_gib)]) + "\n"
 
 
 def verdict(config: JobConfig, plan: Estimate, device_memory_gib: float) -> list[str]:
-    """Whether the rank with most fits, what takes most, and what would make that smaller."""
+    """Whether the rank with the highest memory fits, its largest item, and the settings that reduce that item."""
     memory = plan.largest.memory
     total, usable = memory.total / GIB, USABLE * device_memory_gib
     items = memory.items

@@ -1,4 +1,4 @@
-"""The order in which a rank works through microbatches, and what follows from it: idle time, memory, gathers."""
+"""Pipeline schedules: the order of a rank's actions, and the resulting idle time, activation memory and gathers."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from titanlite.parallel.pipeline import local_stages, num_stages
 
 Kind = Literal["forward", "backward", "input_gradient", "weight_gradient", "gather", "free"]
 
-# What torch's schedules call them; sends, receives and reductions are left out.
+# The names in torch's schedules. Sends, receives and reductions are ignored.
 _KINDS: dict[str, Kind] = {
     "FORWARD": "forward",
     "FULL_BACKWARD": "backward",
@@ -22,11 +22,11 @@ _KINDS: dict[str, Kind] = {
     "RESHARD": "free",
 }
 DURATION: dict[Kind, int] = {"forward": 1, "backward": 2, "input_gradient": 1, "weight_gradient": 1}
-"""The usual unit of time: input gradients and weight gradients cost as much as the forward pass, each."""
+"""In units of a forward pass. Input gradients and weight gradients cost one forward pass each."""
 
 
 class Action(NamedTuple):
-    """One thing that a rank does with one of its stages. microbatch: -1 for gather and free."""
+    """One action of a rank on one of its stages. microbatch: -1 for gather and free."""
 
     kind: Kind
     stage: int
@@ -34,10 +34,10 @@ class Action(NamedTuple):
 
 
 def schedule_order(section: ParallelismConfig, num_microbatches: int) -> list[list[Action]]:
-    """What each rank of the pp axis does in one schedule step, in order; without a pipeline: forward, backward, ...
+    """The ordered actions of each pipeline rank in one schedule step; without a pipeline: forward, backward, ...
 
-    Schedules of several stages are asked of torch, with the gathers that its runtime adds. num_microbatches: one that
-    check_pipeline accepts.
+    Orders of schedules with several stages per rank come from torch, including the gathers that its runtime adds.
+    num_microbatches: must pass check_pipeline.
     """
     if section.pp == 1:
         return [one_stage_order(0, 0, num_microbatches)]
@@ -46,7 +46,7 @@ def schedule_order(section: ParallelismConfig, num_microbatches: int) -> list[li
         ahead = [num_microbatches if gpipe else section.pp - 1 - rank for rank in range(section.pp)]
         return [one_stage_order(rank, count, num_microbatches) for rank, count in enumerate(ahead)]
     stages = [
-        # All that a schedule reads of a stage before it runs.
+        # the only attributes of a stage that a schedule reads before it runs
         SimpleNamespace(
             stage_index=index,
             num_stages=num_stages(section),
@@ -61,7 +61,7 @@ def schedule_order(section: ParallelismConfig, num_microbatches: int) -> list[li
 
 
 def one_stage_order(stage: int, ahead: int, num_microbatches: int) -> list[Action]:
-    """One forward, one backward, after up to `ahead` forward passes: Narayanan et al., "PipeDream" (2019)."""
+    """The 1F1B order after up to `ahead` forward passes: Narayanan et al., "PipeDream" (2019)."""
     ahead = min(ahead, num_microbatches)
     actions = [Action("forward", stage, index) for index in range(ahead)]
     for index in range(ahead, num_microbatches):
@@ -70,7 +70,7 @@ def one_stage_order(stage: int, ahead: int, num_microbatches: int) -> list[Actio
 
 
 def _flat(actions: Iterable[Any]) -> Iterable[Action]:
-    """Pairs that a schedule calls overlapping are run one after the other by torch's runtime."""
+    """Flatten overlapping pairs of actions, which torch's runtime runs one after the other."""
     for action in actions:
         if action.sub_actions is not None:
             yield from _flat(action.sub_actions)
@@ -80,12 +80,12 @@ def _flat(actions: Iterable[Any]) -> Iterable[Action]:
 
 
 def bubble_share(section: ParallelismConfig, num_microbatches: int) -> float:
-    """Share of a schedule step's time in which a rank waits, for stages of equal cost and free communication.
+    """The fraction of a schedule step in which a rank is idle, for stages of equal cost and free communication.
 
-    With p ranks, m microbatches and v stages per rank: (p - 1) / (v m + p - 1), the bubble over all of the time, for
-    GPipe and 1F1B (v = 1), LoopedBFS and Interleaved1F1B: Narayanan et al., "Efficient Large-Scale Language Model
-    Training on GPU Clusters Using Megatron-LM" (2021), section 2.2. The others split the backward pass (Qi et al.,
-    "Zero Bubble Pipeline Parallelism", 2023; Liu et al., "DeepSeek-V3", 2024): theirs is simulated.
+    With p ranks, m microbatches and v stages per rank it is (p - 1) / (v m + p - 1) for GPipe and 1F1B (v = 1),
+    LoopedBFS and Interleaved1F1B: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
+    Using Megatron-LM" (2021), section 2.2. The other schedules split the backward pass (Qi et al., "Zero Bubble
+    Pipeline Parallelism", 2023; Liu et al., "DeepSeek-V3", 2024), and their bubble is simulated.
     """
     if section.pp == 1:
         return 0.0
@@ -96,9 +96,9 @@ def bubble_share(section: ParallelismConfig, num_microbatches: int) -> float:
 
 
 def simulated_bubble_share(order: Sequence[Sequence[Action]], stages: int) -> float:
-    """As bubble_share, by running the order: each action starts once its rank is free and its inputs are there.
+    """bubble_share by simulation: each action starts when its rank is free and its inputs are complete.
 
-    Durations: DURATION, per stage. A rank's own first wait and last one count.
+    Actions take DURATION. The idle time before a rank's first action and after its last one counts.
     """
     queues = [[action for action in actions if action.kind in DURATION] for actions in order]
     end: dict[tuple[str, int, int], int] = {}
@@ -116,18 +116,18 @@ def simulated_bubble_share(order: Sequence[Sequence[Action]], stages: int) -> fl
                 end[_result(action), action.stage, action.microbatch] = clocks[rank]
                 position[rank] += 1
                 moved = True
-        assert moved, "the schedule waits for itself"
+        assert moved, "the schedule deadlocks"
     busy = sum(DURATION[action.kind] for queue in queues for action in queue)
     return 1.0 - busy / (len(queues) * max(clocks))
 
 
 def _result(action: Action) -> str:
-    """A whole backward pass gives the input's gradient, too."""
+    """The result that other actions depend on. A full backward pass also produces the input gradient."""
     return "input_gradient" if action.kind == "backward" else action.kind
 
 
 def _inputs(action: Action, stages: int) -> list[tuple[str, int, int]]:
-    """What must be done before, by whom: (result, stage, microbatch)."""
+    """The prerequisites of an action: (result, stage, microbatch)."""
     stage, index = action.stage, action.microbatch
     if action.kind == "forward":
         return [("forward", stage - 1, index)] if stage > 0 else []
@@ -138,10 +138,10 @@ def _inputs(action: Action, stages: int) -> list[tuple[str, int, int]]:
 
 
 def peak_in_flight(actions: Iterable[Action], bytes_per_microbatch: Callable[[int], int]) -> tuple[int, dict[int, int]]:
-    """(most bytes that microbatches between forward and backward take at once, how many of each stage these are).
+    """(peak bytes of the microbatches between forward and backward, number of them per stage at the peak).
 
-    bytes_per_microbatch(stage). With a split backward pass a microbatch is held until its weight gradients are there:
-    an upper bound, since input gradients free a part of it.
+    bytes_per_microbatch: called with the stage. With a split backward pass a microbatch counts until its weight
+    gradients are done; this is an upper bound, since the input gradients free a part of it.
     """
     held: dict[int, int] = {}
     most, at_most = 0, dict[int, int]()
@@ -159,9 +159,9 @@ def peak_in_flight(actions: Iterable[Action], bytes_per_microbatch: Callable[[in
 def count_gathers(
     actions: Iterable[Action], stage: int, *, frees_after_forward: bool, frees_after_backward: Mapping[int, bool]
 ) -> int:
-    """How often a unit of that stage is gathered in one run through the actions, which ends with it freed.
+    """Number of gathers of one FSDP unit of the stage in one run of the actions. The unit starts and ends freed.
 
-    frees_after_backward: by microbatch; missing: not.
+    frees_after_backward: by microbatch; False if missing.
     """
     gathered, count = False, 0
     for action in actions:

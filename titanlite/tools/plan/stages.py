@@ -1,4 +1,4 @@
-"""The model as one rank holds it: built on meta, cut into stages and parallelized as in training; nothing allocated."""
+"""Build one rank's part of the model on the meta device, split and parallelized as in training, without allocation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,10 +24,10 @@ from titanlite.runtime.distributed import World
 
 @dataclass(frozen=True)
 class Unit:
-    """One of the plan's units on one rank. name: of its first module.
+    """One FSDP unit on one rank. name: of its first module.
 
-    elements: of its parameters once gathered over dp_shard, padding included; tensors: how many parameters;
-    replicated_over_tp: elements of each of them that every tp rank has whole.
+    elements: of its parameters when gathered over dp_shard, including padding. tensors: number of parameters.
+    replicated_over_tp: elements of each parameter that is replicated over tp.
     """
 
     name: str
@@ -40,8 +40,8 @@ class Unit:
 class Stage:
     """A pipeline stage on one rank.
 
-    num_parameters: of the stage on all ranks together, a tied one once. The ..._bytes are this rank's. blocks: the
-    indexes of its transformer blocks in the whole model. wrapped: whether data parallelism wraps it.
+    num_parameters: of the stage over all ranks, with tied ones counted once. The ..._bytes are those of this rank.
+    blocks: the indexes of its transformer blocks in the full model. wrapped: whether FSDP or replicate wraps it.
     """
 
     index: int
@@ -56,13 +56,13 @@ class Stage:
 
     @property
     def gradient_bytes(self) -> int:
-        """Once they are reduced, gradients have the parameters' dtype and shards."""
+        """Bytes of the reduced gradients, which have the parameters' dtype and sharding."""
         return self.parameter_bytes
 
 
 @contextmanager
 def simulated_mesh(config: JobConfig, world_size: int, rank: int = 0) -> Iterator[Mesh]:
-    """The mesh of a world in which only `rank` exists: its process groups answer at once and move nothing."""
+    """The mesh of a simulated world with only this process, as `rank`. Collectives return at once and move no data."""
     dist.init_process_group("fake", rank=rank, world_size=world_size)
     try:
         mesh = Mesh(config.parallelism, World(rank, rank, world_size, "cpu"))
@@ -73,10 +73,10 @@ def simulated_mesh(config: JobConfig, world_size: int, rank: int = 0) -> Iterato
 
 
 def build_stage(config: JobConfig, mesh: Mesh, index: int) -> Stage:
-    """What the rank of `mesh` would hold if it owned that stage of the pipeline.
+    """Build pipeline stage `index` as the rank of `mesh` would hold it.
 
-    Ranks of a stage differ where a dimension is not divisible: shards are cut from the front, so that coordinate 0 of
-    dp_shard and of tp has most.
+    If a dimension is not divisible, the ranks of a stage differ: coordinate 0 of dp_shard and of tp has the largest
+    shards.
     """
     family, hyper_parameters = resolve_model(config.model)
     dtype = DTYPES[config.training.dtype]
@@ -101,7 +101,7 @@ def build_stage(config: JobConfig, mesh: Mesh, index: int) -> Stage:
     model.tie_weights()
     shards = [_local(parameter) for parameter in model.parameters()]
     parameter_bytes = sum(shard.numel() * shard.element_size() for shard in shards)
-    wide = torch.promote_types(dtype, torch.float32).itemsize  # what init_buffers makes of them
+    wide = torch.promote_types(dtype, torch.float32).itemsize  # the dtype that init_buffers uses
     return Stage(
         index,
         num_parameters,
@@ -117,22 +117,22 @@ def build_stage(config: JobConfig, mesh: Mesh, index: int) -> Stage:
 
 def _units(model: LanguageModel, plan: Plan, dp_shard: int) -> Iterator[Unit]:
     for names in plan.units:
-        # A set: tied parameters are one.
+        # a set, so that tied parameters count once
         parameters = {parameter for name in names for parameter in model.get_submodule(name).parameters()}
         elements = 0
         for parameter in parameters:
             rows, *others = _local(parameter).shape or (1,)
-            # Coordinate 0 has a full shard, to whose size all others are padded.
+            # Coordinate 0 has a full shard; all others are padded to its size.
             elements += rows * dp_shard * torch.Size(others).numel()
-        whole = tuple(parameter.numel() for parameter in parameters if _is_whole_over_tp(parameter))
-        yield Unit(names[0], elements, len(parameters), whole)
+        replicated = tuple(parameter.numel() for parameter in parameters if _is_replicated_over_tp(parameter))
+        yield Unit(names[0], elements, len(parameters), replicated)
 
 
 def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _is_whole_over_tp(parameter: Tensor) -> bool:
+def _is_replicated_over_tp(parameter: Tensor) -> bool:
     if not isinstance(parameter, DTensor) or "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
         return False
     axis = (parameter.device_mesh.mesh_dim_names or ()).index("tp")

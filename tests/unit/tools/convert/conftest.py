@@ -1,4 +1,4 @@
-"""What tests of the command share."""
+"""Fixtures of the command's tests."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 @pytest.fixture(autouse=True)
 def _own_logging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The command directs the logger, for its process."""
+    """Restores the logger, which the command configures for its process."""
     monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "cache"))
     before = (log.handlers[:], log.level, log.propagate)
     yield
@@ -25,7 +25,7 @@ def _own_logging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 @pytest.fixture(scope="session")
 def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer of fewer tokens than the tiny models' 400, with a chat template."""
+    """A tokenizer with fewer tokens than the tiny models' 400, and a chat template."""
     folder = tmp_path_factory.mktemp("tokenizer")
     train_bpe(iter([TEXT] * 4), 280, folder)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "model_max_length": 77}

@@ -1,4 +1,4 @@
-"""python -m titanlite convert: there and back, against transformers."""
+"""titanlite convert: export and import, compared with transformers."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import UserError
 from titanlite.tools.convert import __main__ as command
 from titanlite.tools.convert import export_run, verify
-from titanlite.tools.convert.__main__ import main, size
+from titanlite.tools.convert.__main__ import main, size_in_bytes
 from titanlite.tools.saved_run import open_run
 
 VOCAB_SIZE = 400
@@ -36,13 +36,13 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def loaded(folder: Path, **options: Any) -> Any:
-    import transformers  # over a second: not for each worker of the tests as it collects them
+    import transformers  # takes over a second, so not at collection time in every test worker
 
     return transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
 
 
 @torch.no_grad()
-def their_logits(folder: Path, **options: Any) -> Tensor:
+def transformers_logits(folder: Path, **options: Any) -> Tensor:
     logits: Tensor = loaded(folder, **options).eval()(TOKENS).logits
     return logits
 
@@ -56,25 +56,25 @@ def source(folder: Path, tokenizer: Path | None, family: str = "llama3", **optio
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_export_import_export_gives_the_same_bytes_which_transformers_loads(
+def test_export_import_export_gives_the_same_bytes_and_transformers_loads_them(
     tmp_path: Path, tokenizer_files: Path, capsys: pytest.CaptureFixture[str], family: str, tied: bool
 ) -> None:
-    there = source(tmp_path / "there", tokenizer_files, family, shards=3, tie_embeddings=tied)
-    main(["import", str(there), "--out", str(tmp_path / "run")])
+    original = source(tmp_path / "original", tokenizer_files, family, shards=3, tie_embeddings=tied)
+    main(["import", str(original), "--out", str(tmp_path / "run")])
     main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "one"), "--shard-size", "20KB"])
     main(["import", f"hf:{tmp_path / 'one'}", "--out", str(tmp_path / "again")])
     step = tmp_path / "again" / "checkpoint" / "step-0"
     main(["export", str(step), "--out", str(tmp_path / "two"), "--shard-size", "20KB"])
-    said = capsys.readouterr().out
-    assert said.count("Verified: logits of the folder by transformers") == 2
-    assert "warning" not in said
+    printed = capsys.readouterr().out
+    assert printed.count("Verified: logits of the folder by transformers") == 2
+    assert "warning" not in printed
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
     assert len(list((tmp_path / "one").glob("*.safetensors"))) > 3
 
-    found, expected = tensors_of(tmp_path / "one"), tensors_of(there)
+    found, expected = tensors_of(tmp_path / "one"), tensors_of(original)
     assert found.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
-    assert torch.equal(their_logits(tmp_path / "one"), their_logits(there))
+    assert torch.equal(transformers_logits(tmp_path / "one"), transformers_logits(original))
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "one", local_files_only=True)
@@ -89,8 +89,8 @@ def test_export_import_export_gives_the_same_bytes_which_transformers_loads(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_transformers_itself_has_saved_is_the_same_model(tmp_path: Path, family: str) -> None:
-    """Its own fields and file names; with rotary tables that are stretched, where the family knows that."""
+def test_a_folder_saved_by_transformers_is_the_same_model(tmp_path: Path, family: str) -> None:
+    """With transformers' own fields and file names, and with rotary scaling if the family supports it."""
     described, config = FAMILIES[family].hugging_face, tiny(FAMILIES[family], vocab_size=VOCAB_SIZE)
     if hasattr(config, "rope_scaling_factor"):
         config = replace(config, rope_scaling_factor=4.0, rope_original_seq_len=16)
@@ -104,8 +104,8 @@ def test_what_transformers_itself_has_saved_is_the_same_model(tmp_path: Path, fa
     model = transformers.AutoModelForCausalLM.from_config(theirs, dtype=torch.float64)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    model.save_pretrained(tmp_path / "there", max_shard_size="30KB")
-    main(["import", str(tmp_path / "there"), "--out", str(tmp_path / "run")])
+    model.save_pretrained(tmp_path / "original", max_shard_size="30KB")
+    main(["import", str(tmp_path / "original"), "--out", str(tmp_path / "run")])
     run = open_run(tmp_path / "run")
     assert run.hyper_parameters == config
     with torch.no_grad():
@@ -119,42 +119,42 @@ def export(run: Path, out: Path, *arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of float32, without a tokenizer."""
+    """An imported run in float32, without a tokenizer."""
     folder = tmp_path_factory.mktemp("imported")
-    main(["import", str(source(folder / "there", None, dtype=torch.float32)), "--out", str(folder / "run")])
+    main(["import", str(source(folder / "original", None, dtype=torch.float32)), "--out", str(folder / "run")])
     return folder / "run"
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
 def test_other_dtypes(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str) -> None:
     export(run, tmp_path / "out", "--dtype", dtype, "--verify")
-    wanted, before = getattr(torch, dtype), tensors_of(run.parent / "there")
+    wanted, before = getattr(torch, dtype), tensors_of(run.parent / "original")
     found = tensors_of(tmp_path / "out")
     assert all(torch.equal(tensor, before[name].to(wanted)) for name, tensor in found.items())
     assert loaded(tmp_path / "out").dtype == wanted
-    said = capsys.readouterr().out
-    assert f"converted from float32 to {dtype}" in said
-    assert f"tokens in {'float64' if dtype == 'float64' else 'float32'}: " in said
+    printed = capsys.readouterr().out
+    assert f"converted from float32 to {dtype}" in printed
+    assert f"tokens in {'float64' if dtype == 'float64' else 'float32'}: " in printed
     main(["import", str(tmp_path / "out"), "--out", str(tmp_path / "back")])
-    kept = "float32" if dtype == "float16" else dtype  # no run can have float16
-    assert open_run(tmp_path / "back").dtype == getattr(torch, kept)
+    imported = "float32" if dtype == "float16" else dtype  # runs do not support float16
+    assert open_run(tmp_path / "back").dtype == getattr(torch, imported)
     if dtype == "float16":
         assert "converted from float16 to float32" in capsys.readouterr().out
 
 
-def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
-    there = source(tmp_path / "there", None)
-    tensors = load_file(there / "model.safetensors")
+def test_values_out_of_a_dtypes_range_are_refused(tmp_path: Path) -> None:
+    original = source(tmp_path / "original", None)
+    tensors = load_file(original / "model.safetensors")
     tensors["model.norm.weight"][3] = 1e5
-    save_file(tensors, there / "model.safetensors")
-    main(["import", str(there), "--out", str(tmp_path / "run")])
-    with pytest.raises(UserError, match=r"--dtype float16: norm.weight has values that it cannot hold"):
+    save_file(tensors, original / "model.safetensors")
+    main(["import", str(original), "--out", str(tmp_path / "run")])
+    with pytest.raises(UserError, match=r"--dtype float16 cannot represent all values of norm\.weight"):
         export(tmp_path / "run", tmp_path / "out", "--dtype", "float16")
     tensors["model.norm.weight"][3] = float("nan")
-    save_file(tensors, there / "model.safetensors")
+    save_file(tensors, original / "model.safetensors")
     with pytest.raises(UserError, match=r"norm.weight has values that are not finite"):
-        main(["import", str(there), "--out", str(tmp_path / "other")])
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "cache") == ["run", "there"]
+        main(["import", str(original), "--out", str(tmp_path / "other")])
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "cache") == ["original", "run"]
 
 
 def test_shards_keep_to_their_size_and_the_index_names_each_tensor(run: Path, tmp_path: Path) -> None:
@@ -182,14 +182,13 @@ def test_shards_keep_to_their_size_and_the_index_names_each_tensor(run: Path, tm
     [("5GB", 5 * 10**9), ("1.5 GiB", 3 * 2**29), ("500mb", 5 * 10**8), ("7", 7), ("3KB", 3000)],
 )
 def test_sizes(text: str, expected: int) -> None:
-    assert size(text) == expected
+    assert size_in_bytes(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "0", "GB", "-5GB", "5 apples", "0.1", "9" * 400])
-def test_what_is_no_size(text: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
+def test_invalid_sizes(text: str, run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--shard-size = .*\n +rule: +a size in bytes"):
         export(run, tmp_path / "out", f"--shard-size={text}")
-    assert "is no size such as 5GB" in capsys.readouterr().err
 
 
 Names = Mapping[str, str]
@@ -203,7 +202,7 @@ def swapped(one: str, other: str) -> Callable[[Names], Names]:
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, **changes: Callable[[Any], Any]) -> None:
-    """Llama 3 is written by functions whose results are changed."""
+    """Change the results of the functions that export Llama 3."""
     family = FAMILIES["llama3"]
     described: HuggingFace = family.hugging_face
 
@@ -215,7 +214,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, **changes: Callable[[Any], Any]) ->
 
 
 def interleaved(tensor: Tensor) -> Tensor:
-    """Rows of each head of 8 as with rotary pairs side by side."""
+    """The tensor with the rows of each head of 8 reordered to interleaved rotary pairs."""
     return tensor.view(-1, 2, 4, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
 
 
@@ -225,7 +224,7 @@ def written_with(change: Callable[[str, Tensor], Tensor]) -> Callable[[Path, Map
 
 
 def unused_row_changed(tensor: Tensor) -> Tensor:
-    """Of a token that is not among those whose logits are compared."""
+    """Change the row of a token whose logits are not compared."""
     used = torch.randint(VOCAB_SIZE, (verify.ROWS, verify.SEQ_LEN), generator=torch.Generator().manual_seed(0))
     row = next(row for row in range(VOCAB_SIZE) if row not in used)
     return tensor.index_fill(0, torch.tensor([row]), 0.0)
@@ -251,36 +250,36 @@ MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_folder_that_computes_something_else_is_never_there(
+def test_a_folder_with_different_results_is_deleted(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str
 ) -> None:
     MISTAKES[mistake](monkeypatch)
-    with pytest.raises(UserError, match="the folder is not the run's model, and is not kept: ") as error:
+    with pytest.raises(UserError, match="the exported folder differs from the run's model and was deleted: ") as error:
         export(run, tmp_path / "out")
     by_logits = mistake not in ("rotary layout", "one value")
-    assert ("(bound 1e-04)" if by_logits else "has other values there") in str(error.value)
+    assert ("(bound 1e-04)" if by_logits else "deleted: the values of ") in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == []
 
 
-def test_without_transformers_it_is_read_back_by_this_package(
+def test_without_transformers_titanlite_verifies_the_folder(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(verify, "_has_transformers", lambda: False)
     export(run, tmp_path / "out", "--dtype", "bfloat16")
-    said = capsys.readouterr().out
-    assert "by titanlite (transformers is not installed) against" in said
-    assert "largest difference 0, 0 of the largest logit (bound 0e+00)" in said
+    printed = capsys.readouterr().out
+    assert "by titanlite (transformers is not installed) against" in printed
+    assert "largest difference 0, 0 of the largest logit (bound 0e+00)" in printed
     MISTAKES["one value"](monkeypatch)
-    with pytest.raises(UserError, match="is not the run's model"):
+    with pytest.raises(UserError, match="differs from the run's model"):
         export(run, tmp_path / "other")
 
 
 @pytest.mark.parametrize(("version", "name"), [("4.53.3", "torch_dtype"), ("4.56.0", "dtype"), ("6.0.dev0", "dtype")])
-def test_the_dtype_is_called_what_that_transformers_calls_it(
+def test_the_dtype_argument_depends_on_the_version_of_transformers(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, name: str
 ) -> None:
-    """An older one takes an unknown name as a field of config.json, and fails on a folder that is right."""
-    library: Any = sys.modules["transformers"]  # which puts another object there while it is used
+    """Older versions treat an unknown argument as a field of config.json, and fail on a valid folder."""
+    library: Any = sys.modules["transformers"]  # the library replaces its own module object
     loaded, arguments = library.AutoModelForCausalLM.from_pretrained, []
 
     def load(folder: Path, **chosen: Any) -> Any:
@@ -293,20 +292,22 @@ def test_the_dtype_is_called_what_that_transformers_calls_it(
     assert arguments == [{name: torch.float32, "local_files_only": True}]
 
 
-def test_what_transformers_cannot_load_is_not_kept(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_transformers_cannot_load_is_deleted(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     planted(monkeypatch, config_json=lambda fields: fields | {"pad_token_id": 10**9})
-    with pytest.raises(UserError, match=r"transformers [\d.]+ cannot load what was written, "):
+    with pytest.raises(UserError, match=r"transformers [\d.]+ cannot load the exported folder, "):
         export(run, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == []
 
 
-def test_a_model_that_does_not_fit_twice_is_not_verified_unless_asked(
+def test_a_model_that_does_not_fit_twice_is_verified_only_on_request(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(verify, "available_memory_bytes", lambda: 1000)
     export(run, tmp_path / "out")
-    said = capsys.readouterr().out
-    assert "Not verified: two copies of the model take 0.0 GiB, and 0.0 GiB are free; --verify does it all" in said
+    printed = capsys.readouterr().out
+    assert "Not verified: two copies of the model take 0.0 GiB, and 0.0 GiB are free; use --verify" in printed
     export(run, tmp_path / "asked", "--verify")
     assert "Verified: " in capsys.readouterr().out
     export(run, tmp_path / "not", "--no-verify")
@@ -314,41 +315,41 @@ def test_a_model_that_does_not_fit_twice_is_not_verified_unless_asked(
     assert contents(tmp_path / "out") == contents(tmp_path / "asked") == contents(tmp_path / "not")
 
 
-def test_the_import_is_a_run_that_has_not_begun(tmp_path: Path, tokenizer_files: Path) -> None:
-    there = source(tmp_path / "there", tokenizer_files, rope_theta=123_456.0)
-    main(["import", str(there), "--out", str(tmp_path / "run"), "--dtype", "float32"])
+def test_the_import_is_a_run_at_step_0(tmp_path: Path, tokenizer_files: Path) -> None:
+    original = source(tmp_path / "original", tokenizer_files, rope_theta=123_456.0)
+    main(["import", str(original), "--out", str(tmp_path / "run"), "--dtype", "float32"])
     found = open_run(tmp_path / "run")
     assert (found.manifest.step, found.manifest.content, found.dtype) == (0, "model", torch.float32)
-    assert found.manifest.facts["imported_from"] == str(there)
+    assert found.manifest.facts["imported_from"] == str(original)
     assert found.config.model.overrides["rope_theta"] == 123_456.0
     assert f'path = "{tmp_path / "run" / "tokenizer"}"' in (tmp_path / "run" / "config.toml").read_text()
 
 
-def test_a_tokenizer_that_the_model_has_no_room_for_is_said(
+def test_a_tokenizer_with_more_tokens_than_the_model_is_warned_of(
     tmp_path: Path, tokenizer_files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    there = source(tmp_path / "there", tokenizer_files, vocab_size=200)
-    main(["import", str(there), "--out", str(tmp_path / "run")])
-    assert "ids up to 279, and its model 200 tokens: training and generation refuse it" in capsys.readouterr().out
+    original = source(tmp_path / "original", tokenizer_files, vocab_size=200)
+    main(["import", str(original), "--out", str(tmp_path / "run")])
+    assert "ids up to 279, but the model has only 200 tokens: training" in capsys.readouterr().out
 
 
-def test_nothing_is_overwritten_and_what_was_left_is_named(
+def test_nothing_is_overwritten_and_leftovers_are_named(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    for arguments in (["export", str(run)], ["import", str(run.parent / "there")]):
-        with pytest.raises(UserError, match="exists already and is not overwritten"):
+    for arguments in (["export", str(run)], ["import", str(run.parent / "original")]):
+        with pytest.raises(UserError, match="already exists and is not overwritten"):
             main([*arguments, "--out", str(out)])
     (tmp_path / "link").symlink_to("gone")
-    with pytest.raises(UserError, match="link exists already"):
+    with pytest.raises(UserError, match="link already exists"):
         export(run, tmp_path / "link")
     (tmp_path / "new.incomplete-1").mkdir()
     export(run, tmp_path / "new", "--no-verify")
-    assert f"{tmp_path}/new.incomplete-1 is what an interrupted conversion has left" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"nowhere: there is no checkpoint"):
+    assert f"{tmp_path}/new.incomplete-1 was left by an interrupted conversion" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"nowhere contains no checkpoint"):
         export(tmp_path / "nowhere", tmp_path / "x")
-    with pytest.raises(UserError, match=r"nowhere' is neither a folder nor ORGANISATION/NAME"):
+    with pytest.raises(UserError, match=r"nowhere' is neither a folder nor ORGANIZATION/NAME"):
         main(["import", str(tmp_path / "nowhere"), "--out", str(tmp_path / "x")])
     with pytest.raises(UserError, match="'' is neither a folder"):  # not the current folder
         main(["import", "", "--out", str(tmp_path / "x")])
@@ -364,5 +365,5 @@ def test_an_interrupted_export_leaves_nothing(
     monkeypatch.setattr(command, "verify", fail)
     with pytest.raises((KeyboardInterrupt, SystemExit, UserError)) as raised:
         export(run, tmp_path / "out")
-    assert isinstance(error, OSError) == ("out cannot be written: [Errno 28] No space left" in str(raised.value))
+    assert isinstance(error, OSError) == ("out: [Errno 28] No space left" in str(raised.value))
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Generation against transformers: the same tokens, the same kept sets and probabilities."""
+"""Generation compared with transformers: the same tokens, the same candidates and probabilities."""
 
 from itertools import product
 from typing import Any
@@ -12,21 +12,21 @@ from titanlite.models.llama3 import LLAMA3, Llama3
 from titanlite.tools.generate.generation import generate
 from titanlite.tools.generate.sampling import Sampling, probabilities
 
-pytestmark = pytest.mark.slow  # transformers is imported where it is used: that takes seconds
+pytestmark = pytest.mark.slow  # importing transformers takes seconds, so the functions import it
 
 NEW = 40
 PAD = 0
 
 
 def counterpart(model: Llama3) -> Any:
-    """The same weights there, in float64. Its own default would end texts with token 2."""
+    """The model of transformers with the same weights, in float64. Its default would end texts at token 2."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     form = LLAMA3.hugging_face
     config = LlamaConfig(**form.config_json(model.config), attn_implementation="sdpa", eos_token_id=None)
     other = LlamaForCausalLM(config).double()
     names = form.names(model.config)
-    weights = {there: model.get_parameter(here).detach() for here, there in names.items()}
+    weights = {theirs: model.get_parameter(ours).detach() for ours, theirs in names.items()}
     missing = other.load_state_dict(weights, strict=False)
     assert set(missing.missing_keys) <= ({"lm_head.weight"} if model.config.tie_embeddings else set())
     assert not missing.unexpected_keys
@@ -34,8 +34,8 @@ def counterpart(model: Llama3) -> Any:
     return other.eval()
 
 
-def greedy_there(other: Any, prompts: list[list[int]], eos_id: int | None) -> list[list[int]]:
-    """New tokens of each prompt, padded on the left there, to the first EOS."""
+def greedy_transformers(other: Any, prompts: list[list[int]], eos_id: int | None) -> list[list[int]]:
+    """The new tokens of each prompt up to the first EOS. Prompts are padded on the left."""
     from transformers import GenerationConfig
 
     longest = max(map(len, prompts))
@@ -47,7 +47,7 @@ def greedy_there(other: Any, prompts: list[list[int]], eos_id: int | None) -> li
     return [row[: row.index(eos_id) + 1] if eos_id in row else row for row in rows]
 
 
-def greedy_here(model: Llama3, prompts: list[list[int]], eos_id: int | None) -> list[list[int]]:
+def greedy_titanlite(model: Llama3, prompts: list[list[int]], eos_id: int | None) -> list[list[int]]:
     steps = list(generate(model, prompts, Sampling(), max_new_tokens=NEW, eos_id=eos_id))
     return [[token for token in row if token is not None] for row in zip(*steps, strict=True)]
 
@@ -58,20 +58,20 @@ def greedy_here(model: Llama3, prompts: list[list[int]], eos_id: int | None) -> 
 def test_greedy_tokens_are_the_same(changes: dict[str, int | float | bool]) -> None:
     model = tiny(**changes)
     other = counterpart(model)
-    free = greedy_here(model, PROMPTS, None)
-    assert free == greedy_there(other, PROMPTS, None)
-    assert all(len(set(tokens)) > 5 for tokens in free), "too monotonous to find a fault"
+    free = greedy_titanlite(model, PROMPTS, None)
+    assert free == greedy_transformers(other, PROMPTS, None)
+    assert all(len(set(tokens)) > 5 for tokens in free), "too monotonous to reveal an error"
     eos_id = free[1][7]
-    found = greedy_here(model, PROMPTS, eos_id)
-    assert found == greedy_there(other, PROMPTS, eos_id)
+    found = greedy_titanlite(model, PROMPTS, eos_id)
+    assert found == greedy_transformers(other, PROMPTS, eos_id)
     assert len(found[1]) <= 8
     assert max(map(len, found)) > 8
-    assert [greedy_here(model, [prompt], None)[0] for prompt in PROMPTS] == free
+    assert [greedy_titanlite(model, [prompt], None)[0] for prompt in PROMPTS] == free
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
-def test_what_is_drawn_from_is_the_same(temperature: float) -> None:
-    """Of many equal logits the same number, since there it is left to chance which."""
+def test_candidates_and_probabilities_are_the_same(temperature: float) -> None:
+    """Of equal logits only the number of candidates is compared, since transformers chooses among them arbitrarily."""
     from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     generator = torch.Generator().manual_seed(4)
@@ -80,13 +80,13 @@ def test_what_is_drawn_from_is_the_same(temperature: float) -> None:
         warpers = [TemperatureLogitsWarper(temperature)]
         warpers += [] if top_k is None else [TopKLogitsWarper(top_k)]
         warpers += [] if top_p == 1.0 else [TopPLogitsWarper(top_p)]
-        there = LogitsProcessorList(warpers)(torch.zeros(30, 1, dtype=torch.int64), logits.clone()).softmax(-1)
-        here = probabilities(logits, Sampling(temperature, top_k, top_p))
+        expected = LogitsProcessorList(warpers)(torch.zeros(30, 1, dtype=torch.int64), logits.clone()).softmax(-1)
+        found = probabilities(logits, Sampling(temperature, top_k, top_p))
         if logits is not smooth:
-            here, there = here.sort().values, there.sort().values
-        assert torch.equal(here > 0, there > 0)
-        torch.testing.assert_close(here, there, rtol=1e-12, atol=0)
+            found, expected = found.sort().values, expected.sort().values
+        assert torch.equal(found > 0, expected > 0)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
-def test_the_configuration_there_is_the_one_here() -> None:
+def test_the_configuration_survives_a_round_trip() -> None:
     assert LLAMA3.hugging_face.config_from_json(LLAMA3.hugging_face.config_json(CONFIG)) == CONFIG

@@ -1,4 +1,4 @@
-"""What the command makes of its arguments, without a run; what it prints, without a model."""
+"""The command's arguments, without a run; its output, without a model."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +12,11 @@ from titanlite.data.bpe import train_bpe
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.llama3 import LLAMA3
 from titanlite.runtime.errors import ConfigError, Problem, UserError
+from titanlite.tools.command import read_options
 from titanlite.tools.generate import __main__ as command
 from titanlite.tools.generate.decoding import TextStream
 from titanlite.tools.generate.printing import print_texts
 from titanlite.tools.generate.prompts import Prompt, encode_prompts
-from titanlite.tools.generate.sampling import Sampling
 from titanlite.tools.saved_run import SavedRun
 
 BAD = {
@@ -70,15 +70,15 @@ def test_all_bad_values_are_named_at_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("never_opened")
-def test_a_prompt_is_needed() -> None:
+def test_a_prompt_is_required() -> None:
     assert [problem.key for problem in problems_of()] == ["--prompt"]
 
 
 def test_defaults() -> None:
-    own = command.parse_arguments(["run", "--prompt", "x"])
-    assert own.sampling == Sampling(0.8, None, 1.0, 0)
-    assert (own.max_new_tokens, own.dtype, own.ignore_eos) == (None, None, False)
-    assert own.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    options = read_options(command.Options, ["run", "--prompt", "x"], "generate")
+    assert (options.temperature, options.top_k, options.top_p, options.seed) == (0.8, None, 1.0, 0)
+    assert (options.max_new_tokens, options.dtype, options.ignore_eos) == (None, "auto", False)
+    assert (options.device, options.prompt, options.prompt_file) == ("auto", ("x",), ())
 
 
 def test_documents_that_start_with_bos(tokenizer_folder: Path) -> None:
@@ -94,7 +94,7 @@ def test_documents_that_start_with_bos(tokenizer_folder: Path) -> None:
 
 
 def run_on(folder: Path, fingerprint: str | None, vocab_size: int = 300, found: Tokenizer | None = None) -> SavedRun:
-    """As far as find_tokenizer looks at it; its own tokenizer is `found`."""
+    """A run with the parts that find_tokenizer uses. Its own tokenizer is `found`."""
 
     class Run(SavedRun):
         def tokenizer(self) -> Tokenizer | None:
@@ -104,7 +104,7 @@ def run_on(folder: Path, fingerprint: str | None, vocab_size: int = 300, found: 
     return Run(folder, manifest, LLAMA3, replace(LLAMA3.flavors["debug"], vocab_size=vocab_size))
 
 
-def test_a_run_without_tokenizer_needs_one(tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_a_run_without_tokenizer_requires_the_option(tokenizer_folder: Path, tmp_path: Path) -> None:
     for fingerprint, why in ((None, "was trained on tokens"), ("f", "has lost its tokenizer")):
         with pytest.raises(ConfigError, match=f"--tokenizer = None\n.*needed: {tmp_path} {why}"):
             command.find_tokenizer(run_on(tmp_path, fingerprint), None)
@@ -118,22 +118,22 @@ def test_a_run_without_tokenizer_needs_one(tokenizer_folder: Path, tmp_path: Pat
     with pytest.raises(ConfigError, match="--tokenizer = 'nowhere'"):
         command.find_tokenizer(run_on(tmp_path, None), "nowhere")
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match="is not a tokenizer"):
+    with pytest.raises(UserError, match="is not a readable tokenizer"):
         command.find_tokenizer(run_on(tmp_path, None), str(tmp_path))
 
 
-def test_another_tokenizer_is_taken_with_a_warning(
+def test_a_different_tokenizer_is_used_with_a_warning(
     tokenizer_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     own = Tokenizer(tokenizer_folder / "tokenizer.json")
     command.find_tokenizer(run_on(tmp_path, own.fingerprint), str(tokenizer_folder))
     assert caplog.text == ""
     command.find_tokenizer(run_on(tmp_path, "another"), str(tokenizer_folder))
-    assert f"{tmp_path} was trained with another tokenizer than {tokenizer_folder}" in caplog.text
+    assert f"{tmp_path} was trained with a different tokenizer than {tokenizer_folder}" in caplog.text
 
 
 class Written(list[str]):
-    """stdout, as it is at each flush."""
+    """Replaces stdout; contains the text at each flush."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -145,9 +145,7 @@ class Written(list[str]):
         self.append(self.text)
 
 
-def test_the_first_text_that_is_not_complete_appears_as_it_is_written(
-    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_incomplete_text_is_streamed(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer(tokenizer_folder / "tokenizer.json")
     eos_id = tokenizer.eos_id
     prompts = encode_prompts(
@@ -172,7 +170,7 @@ def test_the_first_text_that_is_not_complete_appears_as_it_is_written(
     ]
 
 
-def test_a_text_alone_has_no_heading_and_may_show_its_eos(
+def test_a_single_text_has_no_heading_and_may_show_its_eos(
     tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = Tokenizer(tokenizer_folder / "tokenizer.json")

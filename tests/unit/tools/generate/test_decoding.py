@@ -20,7 +20,7 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """As SentencePiece makes them: a word begins with its space, which the first one loses; bytes are tokens."""
+    """Like SentencePiece: words begin with a space, which the first word of a text loses; each byte is a token."""
     words = ["▁the", "▁model", "wri", "tes", "▁", "é", "\n"]
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {word: 256 + n for n, word in enumerate(words)}
     raw = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
@@ -45,15 +45,15 @@ def pieces(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> list[s
 
 
 def test_pieces_add_up_to_the_text_of_all_tokens(tokenizer: Tokenizer) -> None:
-    """Of tokens at random, most of which are no UTF-8; among them ids that the tokenizer does not have."""
+    """Random tokens, mostly invalid UTF-8, including ids that the tokenizer does not have."""
     rng = random.Random(0)
     size = tokenizer.vocab_size
     few = [0xE2, 0x82, 0xAC, size - 1, size - 2, size + 5, *rng.sample(range(size), 3)]
     for case in range(400):
         alphabet = few if case % 2 else range(size)
         prompt, tokens = (rng.choices(alphabet, k=rng.randrange(limit)) for limit in (4, 24))
-        whole = tokenizer.decode(prompt + tokens)[len(tokenizer.decode(prompt)) :]
-        assert "".join(pieces(tokenizer, prompt, tokens)) == whole, (prompt, tokens)
+        expected = tokenizer.decode(prompt + tokens)[len(tokenizer.decode(prompt)) :]
+        assert "".join(pieces(tokenizer, prompt, tokens)) == expected, (prompt, tokens)
 
 
 def test_half_a_character_is_never_shown(byte_level: Tokenizer) -> None:
@@ -64,7 +64,7 @@ def test_half_a_character_is_never_shown(byte_level: Tokenizer) -> None:
     assert [piece for piece in found if piece] == list(text)
 
 
-def test_bytes_that_are_tokens_wait_for_the_end_of_their_run(byte_fallback: Tokenizer) -> None:
+def test_byte_tokens_are_held_back_until_the_next_other_token(byte_fallback: Tokenizer) -> None:
     the, euro = 256, [0xE2, 0x82, 0xAC]
     assert pieces(byte_fallback, [the], [*euro, the]) == ["", "", "", "€ the", ""]
     assert pieces(byte_fallback, [the], euro) == ["", "", "", "€"]
@@ -87,6 +87,6 @@ def test_plain_text_appears_with_each_token_and_is_not_decoded_again(
     assert sum(decoded) < 8 * len(tokens)
 
 
-def test_unfinished_bytes_appear_in_the_end(byte_level: Tokenizer) -> None:
+def test_incomplete_bytes_appear_at_the_end(byte_level: Tokenizer) -> None:
     first, *_ = byte_level.encode("🦊")
     assert pieces(byte_level, [], [first]) == ["", "�"]

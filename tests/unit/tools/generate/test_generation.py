@@ -34,7 +34,7 @@ def written(
 
 
 def without_cache(model: LanguageModel, prompt: Sequence[int], sampling: Sampling, row: int) -> list[int]:
-    """The whole text anew for each token; the row's index among the prompts decides what is drawn."""
+    """Recompute the full text for each token. row: the index among the prompts, which determines the draws."""
     tokens = list(prompt)
     for step in range(NEW):
         with torch.no_grad():
@@ -50,7 +50,7 @@ def texts_without_cache(sampling: Sampling) -> list[list[int]]:
 
 @pytest.mark.parametrize("at_once", [512, pytest.param(4, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
-def test_a_text_is_the_one_without_cache_and_without_the_others(
+def test_a_text_is_the_same_without_cache_and_without_other_prompts(
     sampling: Sampling, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generation, "COLUMNS_AT_ONCE", at_once)
@@ -59,13 +59,13 @@ def test_a_text_is_the_one_without_cache_and_without_the_others(
     assert found == texts_without_cache(sampling)
     assert found == written(model, PROMPTS, sampling)
     assert found[0] == written(model, PROMPTS[:1], sampling)[0]
-    assert all(len(set(tokens)) > 5 for tokens in found), "too monotonous to find a fault"
+    assert all(len(set(tokens)) > 5 for tokens in found), "too monotonous to reveal an error"
 
 
 @pytest.mark.parametrize("parts", [[9], [4, 4, 1], [1] * 9, [8, 1]])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_logits_at_each_step_are_those_of_the_whole_row(parts: list[int], dtype: torch.dtype) -> None:
-    """Padded rows, and the same without: read in parts, then token by token."""
+def test_incremental_logits_equal_those_of_the_full_row(parts: list[int], dtype: torch.dtype) -> None:
+    """Rows with and without padding, read in parts, then token by token."""
     bound = 1e-12 if dtype == torch.float64 else 1e-4
     model = tiny(dtype)
     texts = torch.randint(61, (3, 40), generator=torch.Generator().manual_seed(3))
@@ -83,7 +83,7 @@ def test_logits_at_each_step_are_those_of_the_whole_row(parts: list[int], dtype:
 
 
 def test_positions_count_from_a_rows_first_token() -> None:
-    """Attention with rotary embeddings would not tell: it knows distances only."""
+    """The logits cannot reveal this: attention with rotary embeddings depends on distances only."""
     model, found = tiny(), []
     model.register_forward_pre_hook(lambda _module, arguments: found.append(arguments[1]))
     with remembering(model, [0, 3], 6) as reading:
@@ -92,7 +92,7 @@ def test_positions_count_from_a_rows_first_token() -> None:
     assert torch.cat(found, dim=1).tolist() == [[0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 1, 2]]
 
 
-def test_what_stands_in_padding_is_seen_by_nobody() -> None:
+def test_no_token_attends_to_padding() -> None:
     model, found = tiny(), []
     for filler in (0, 60):
         rows = torch.tensor([[7, 3, 50, 12], [filler, filler, filler, 5]])
@@ -101,10 +101,10 @@ def test_what_stands_in_padding_is_seen_by_nobody() -> None:
             assert reading.mask is not None
             assert (reading.mask == 0).any(-1).all(), "a softmax over nothing"
             found.append([first[:, -1], reading.read(torch.tensor([[1], [2]]))])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
 
 
-def test_each_row_ends_where_it_says_eos() -> None:
+def test_each_row_ends_at_its_eos() -> None:
     model = tiny()
     free = written(model, PROMPTS)
     eos_id = free[1][6]
@@ -118,19 +118,19 @@ def test_each_row_ends_where_it_says_eos() -> None:
     assert alone == [[token] for token in free[1][: ends[1]]]
 
 
-def test_one_token_is_one_forward_of_one_column() -> None:
+def test_each_new_token_costs_one_forward_of_one_column() -> None:
     model, shapes = tiny(), []
     model.register_forward_pre_hook(lambda _module, arguments: shapes.append(tuple(arguments[0].shape)))
     written(model, PROMPTS, count=5)
     assert shapes == [(4, 9), *[(4, 1)] * 4]
 
 
-def test_a_text_may_fill_the_whole_length() -> None:
+def test_a_text_may_fill_all_positions() -> None:
     (found,) = written(tiny(), PROMPTS[:1], count=CONFIG.max_seq_len - len(PROMPTS[0]))
     assert len(found) + len(PROMPTS[0]) == CONFIG.max_seq_len
 
 
-def test_the_model_is_afterwards_as_it_was() -> None:
+def test_the_model_is_restored_afterwards() -> None:
     model = tiny()
     tokens = torch.tensor([PROMPTS[0]])
     before = model(tokens)
@@ -145,7 +145,7 @@ def test_the_model_is_afterwards_as_it_was() -> None:
     after.sum().backward()
 
 
-def test_a_family_without_attention_that_can_remember_is_refused() -> None:
+def test_a_family_without_cacheable_attention_is_refused() -> None:
     class Other(LanguageModel):
         def __init__(self) -> None:
             super().__init__()
@@ -160,11 +160,11 @@ def test_a_family_without_attention_that_can_remember_is_refused() -> None:
         def init_buffers(self, device: torch.device) -> None: ...
 
     steps: Iterator[list[int | None]] = generate(Other(), PROMPTS, GREEDY, max_new_tokens=1, eos_id=None)
-    with pytest.raises(TypeError, match=r"Other cannot generate: it has no module of titanlite\.models\.layers"):
+    with pytest.raises(TypeError, match=r"Other cannot generate: it has no module of class titanlite\.models\.layers"):
         next(steps)
 
 
-def test_weights_that_have_diverged_are_named() -> None:
+def test_diverged_weights_are_an_error() -> None:
     model = tiny()
     with torch.no_grad():
         model.norm.weight[3] = torch.nan

@@ -20,7 +20,7 @@ def test_greedy_takes_the_first_of_the_likeliest() -> None:
     [(1e-9, 1), (0.499, 1), (0.501, 2), (0.749, 2), (0.751, 3), (0.874, 3), (0.9, 4), (0.938, 5), (1.0, 5)],
 )
 def test_top_p_keeps_the_fewest_that_reach_it(top_p: float, kept: int) -> None:
-    """The two last ones are equal: the first of them stays where one is enough."""
+    """The last two are equal: if one of them is enough, the first stays."""
     exact = torch.tensor([[0.5, 0.25, 0.125, 0.0625, 0.0625]], dtype=torch.float64)
     found = probabilities(exact.log(), Sampling(1.0, top_p=top_p))[0]
     assert (found > 0).tolist() == [True] * kept + [False] * (5 - kept)
@@ -33,14 +33,14 @@ def test_top_p_reaches_a_sum_exactly(dtype: torch.dtype) -> None:
     assert (found[0] > 0).tolist() == [True, True, True, False]
 
 
-def test_what_equals_the_last_kept_stays_too() -> None:
+def test_top_k_keeps_ties_with_the_last_token() -> None:
     found = probabilities(torch.tensor([[1.0, 3.0, 1.0, 0.0, 1.0]]), Sampling(1.0, top_k=2))
     assert (found > 0).tolist() == [[True, True, True, False, True]]
 
 
-def test_top_p_counts_what_top_k_leaves() -> None:
+def test_top_p_applies_after_top_k() -> None:
     exact = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64)
-    found = probabilities(exact.log(), Sampling(1.0, top_k=2, top_p=0.55))  # of 4/7 and 3/7 the first is enough
+    found = probabilities(exact.log(), Sampling(1.0, top_k=2, top_p=0.55))  # 4/7 is enough
     assert found.tolist() == [[1.0, 0.0, 0.0, 0.0]]
 
 
@@ -60,12 +60,12 @@ def test_probabilities_are_never_less_precise_than_float32() -> None:
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0, seed=3), Sampling(2.5, 20, 0.8, seed=4)])
 def test_tokens_are_drawn_as_often_as_they_are_likely(sampling: Sampling) -> None:
-    """Chi-square over 40,000 draws, of one row at many steps and of many rows at one."""
+    """Chi-square over 40,000 draws: 500 rows at each of 80 steps."""
     scores = logits(1, 50)
     expected = probabilities(scores, sampling)[0]
     draws = torch.cat([choose(scores.expand(500, -1), sampling, step) for step in range(80)])
     counts = draws.bincount(minlength=50).double()
-    likely = expected > 1e-3  # the others together are one more cell
+    likely = expected > 1e-3  # all others share one cell
     observed = torch.cat((counts[likely], counts[~likely].sum(0, keepdim=True)))
     wanted = torch.cat((expected[likely], expected[~likely].sum(0, keepdim=True))) * len(draws)
     observed, wanted = observed[wanted > 0], wanted[wanted > 0]
@@ -76,7 +76,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(sampling: Sampling) -> Non
     assert int(counts[expected == 0].sum()) == 0
 
 
-def test_draws_depend_on_seed_row_and_step_alone() -> None:
+def test_draws_depend_only_on_seed_row_and_step() -> None:
     scores = logits(1).expand(64, -1)
     first = choose(scores, Sampling(1.0, seed=5), 7)
     assert torch.equal(first, choose(scores, Sampling(1.0, seed=5), 7))
@@ -87,10 +87,10 @@ def test_draws_depend_on_seed_row_and_step_alone() -> None:
 
 
 @pytest.mark.parametrize("number", [0.0, 1 - 2.0**-24])
-def test_the_ends_of_what_can_be_drawn_are_tokens_that_may_be_drawn(
+def test_the_smallest_and_largest_random_numbers_draw_valid_tokens(
     number: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Probabilities in float32 add up to more or less than 1; the first and the last tokens have none."""
+    """Probabilities in float32 add up to slightly more or less than 1; the first and last tokens have probability 0."""
     scores = 3 * torch.randn(300, 1000, generator=torch.Generator().manual_seed(1))
     scores[:, :2] = scores[:, -2:] = -torch.inf
     sums = probabilities(scores, Sampling(1.0)).double().sum(-1)

@@ -1,4 +1,4 @@
-"""A model whose next token depends on all before it, and prompts of unequal length."""
+"""A model whose next token depends on all tokens before it, and prompts of unequal length."""
 
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ PROMPTS = [[7, 3, 50, 12, 12, 9, 33, 4, 21], [5], [60, 59, 1, 0, 2], [8, 8, 8]]
 
 
 def tiny(dtype: torch.dtype = torch.float64, **changes: int | float | bool) -> Llama3:
-    """Weights of order 1, so that nothing is near linear and the tokens do not repeat soon; norms that are not 1."""
+    """A model with weights of order 1 and norms other than 1: far from linear, so that tokens do not repeat soon."""
     config = replace(CONFIG, **changes)
     model = Llama3(config).to(dtype)
     model.init_buffers(torch.device("cpu"))

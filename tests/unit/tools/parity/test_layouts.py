@@ -1,4 +1,4 @@
-"""How layouts are written, and which ones are chosen."""
+"""The text form of layouts, and the choice of layouts."""
 
 from math import prod
 from typing import get_args
@@ -44,7 +44,7 @@ def test_a_named_layout(text: str, layout: Layout) -> None:
         ("1x1x2x1:GPipe", "pp above 1"),
     ],
 )
-def test_a_layout_that_is_none(text: str, rule: str) -> None:
+def test_an_invalid_layout(text: str, rule: str) -> None:
     problem = layout_from_text(text, "1F1B")
     assert isinstance(problem, Problem)
     assert (problem.key, problem.value) == ("--layouts", text)
@@ -54,7 +54,7 @@ def test_a_layout_that_is_none(text: str, rule: str) -> None:
 def test_candidates_are_all_factorizations_with_all_schedules() -> None:
     found = list(candidate_layouts(12, "DualPipeV"))
     degrees = [x.degrees for x, *_ in found]
-    assert all(prod(one) == 12 for one in degrees)
+    assert all(prod(factors) == 12 for factors in degrees)
     assert len(degrees) == len(set(degrees)) == 10 * 4  # of 2^2: 10, of 3: 4
     for candidates in found:
         names = [layout.schedule for layout in candidates]
@@ -72,7 +72,7 @@ def test_four_ranks_have_each_factorization_and_each_schedule() -> None:
     assert sum(x.schedule == "1F1B" for x in pipelines) == 4
 
 
-def test_refused_layouts_come_with_the_checks_own_words() -> None:
+def test_refused_layouts_come_with_the_problems_of_the_checks() -> None:
     accepted, refused = choose_layouts(small_config(1), 4)  # 2 key/value heads, 2 layers
     assert "1x1x1x4" in [str(refusal.layout) for refusal in refused]
     by_name = {str(refusal.layout): refusal.problems for refusal in refused}
@@ -82,13 +82,13 @@ def test_refused_layouts_come_with_the_checks_own_words() -> None:
     assert not {str(layout) for layout in accepted} & by_name.keys()
 
 
-def test_the_split_of_a_pipeline_stays_where_it_makes_as_many_stages() -> None:
+def test_pp_split_stays_only_if_it_matches_the_number_of_stages() -> None:
     config = small_config(1, 'parallelism.pp_split=["layers.1"]')
     assert config_of(config, Layout((2, 1, 1, 1), "1F1B")).parallelism.pp_split == ("layers.1",)
     assert config_of(config, Layout((2, 1, 1, 1), "ZBVZeroBubble")).parallelism.pp_split == ()
     assert config_of(config, Layout((1, 1, 2, 1))).parallelism.pp_split == ()
 
 
-def test_layouts_of_one_size_run_together() -> None:
+def test_layouts_of_the_same_size_share_a_group() -> None:
     first, second, third = Layout((2, 1, 1, 1), "GPipe"), Layout((1, 1, 1, 1)), Layout((1, 2, 1, 1))
     assert by_world_size([first, second, third]) == {1: [second], 2: [first, third]}

@@ -1,4 +1,4 @@
-"""What a comparison changes of a configuration, and what shrinking keeps."""
+"""The changes that a comparison makes to a configuration, and the properties that shrinking keeps."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def test_a_smaller_size_has_the_same_divisors(size: int, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6, 8])
 @pytest.mark.parametrize(("name", "flavor"), [(name, size) for name in FAMILIES for size in FAMILIES[name].flavors])
-def test_a_shrunk_model_takes_the_tensor_degrees_that_the_model_takes(name: str, flavor: str, ranks: int) -> None:
+def test_a_shrunk_model_accepts_the_same_tp_degrees(name: str, flavor: str, ranks: int) -> None:
     family, model = resolve_model(ModelConfig(name, flavor))
     small = shrink_model(model, ranks)
     assert family.check(small, 32, 1, 1) == []
@@ -41,8 +41,8 @@ def test_a_shrunk_model_takes_the_tensor_degrees_that_the_model_takes(name: str,
     for tp in (n for n in range(1, ranks + 1) if ranks % n == 0):
         section = ModelConfig(name, flavor)
         shrunk = ModelConfig(name, flavor, overrides={name: getattr(small, name) for name in vars(small)})
-        taken = check_model(section, seq_len=64, tp=tp, pp=1) == []
-        assert (check_model(shrunk, seq_len=64, tp=tp, pp=1) == []) == taken
+        accepted = check_model(section, seq_len=64, tp=tp, pp=1) == []
+        assert (check_model(shrunk, seq_len=64, tp=tp, pp=1) == []) == accepted
 
 
 @pytest.mark.parametrize("sync", ["hybrid", "every"])
@@ -63,7 +63,7 @@ def test_a_shrunk_batch_fits_every_layout(ranks: int, sync: str) -> None:
     assert refused == {}
 
 
-def test_shrinking_says_what_it_did_and_keeps_the_rest() -> None:
+def test_shrinking_lists_its_changes_and_keeps_the_rest() -> None:
     config = small_config(1, "model.ffn_dim=480", "training.local_batch_size=4", "model.rope_scaling_factor=8.0")
     small = shrink_config(config, 2)
     assert describe_shrinking(config, small) == (
@@ -74,7 +74,7 @@ def test_shrinking_says_what_it_did_and_keeps_the_rest() -> None:
     assert describe_shrinking(small, shrink_config(small, 2)).startswith("nothing")
 
 
-def test_an_open_batch_is_the_same_for_all_layouts() -> None:
+def test_an_automatic_batch_size_is_the_same_for_all_layouts() -> None:
     config = small_config(1)
     config = replace(config, training=replace(config.training, global_batch_size=-1, local_batch_size=2, max_norm=1.0))
     same = resolved_config(comparable_config(config, 4))

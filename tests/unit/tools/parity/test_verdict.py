@@ -1,4 +1,4 @@
-"""What counts as agreement, which difference is the first, and what would prove nothing."""
+"""Agreement with the reference, the order of differences, and vacuous references."""
 
 import math
 from dataclasses import replace
@@ -30,7 +30,7 @@ def changed(**values: Any) -> Measurement:
     return replace(SAME, steps=[replace(SAME.steps[0], **values)])
 
 
-def test_the_same_agrees() -> None:
+def test_equal_measurements_agree() -> None:
     verdict = judge(SAME, REFERENCE, EXACT)
     assert verdict.first_difference is None
     assert (verdict.loss_difference, verdict.grad_norm_ratio, verdict.error) == (0.0, 1.0, 0.0)
@@ -40,20 +40,20 @@ def test_the_same_agrees() -> None:
     ("measured", "first"),
     [
         (replace(SAME, weights={**SAME.weights, "b": "x"}), "initial weights: b"),
-        (replace(SAME, weights={"a": "hash a", "c": "hash c"}), "initial weights: b is on no rank"),
-        (replace(SAME, weights={**SAME.weights, "d": "x"}), "initial weights: d is unknown to the reference"),
+        (replace(SAME, weights={"a": "hash a", "c": "hash c"}), "initial weights: b is missing on all ranks"),
+        (replace(SAME, weights={**SAME.weights, "d": "x"}), "initial weights: d is missing in the reference"),
         (changed(rows={"0": "row 0", "1": "x"}), "step 1, tokens: sequence 1 of the run"),
-        (changed(rows={"0": "row 0"}), "step 1, tokens: sequence 1 of the run is on no rank"),
+        (changed(rows={"0": "row 0"}), "step 1, tokens: sequence 1 of the run is missing on all ranks"),
         (changed(num_valid=6), "step 1, valid tokens: 6, and the reference has 7"),
         (changed(loss=2.0 + 1e-9), "step 1, loss: 2, and the reference has 2: relative difference 5.0e-10, bound"),
         (changed(loss=math.nan), "step 1, loss: the ranks disagree"),
         (changed(gradients={"a": 1e-9, "b": 1e-8, "c": 0.0}), "step 1, gradient of b: relative error 2.5e-09, bound"),
         (changed(gradients={"a": math.nan, "b": 0.0, "c": 0.0}), "step 1, gradient of a: relative error inf"),
-        (changed(gradients={"a": 0.0, "b": 0.0, "c": None}), "step 1, gradient of c: on no rank"),
-        (changed(gradients={"a": 0.0, "b": 0.0}), "step 1, gradient of c: on no rank"),
+        (changed(gradients={"a": 0.0, "b": 0.0, "c": None}), "step 1, gradient of c: missing on all ranks"),
+        (changed(gradients={"a": 0.0, "b": 0.0}), "step 1, gradient of c: missing on all ranks"),
         (changed(grad_norm=10.0), "step 1, grad norm: 10, and the reference has 5: relative difference 1.0e+00"),
         (changed(grad_norm=math.inf), "step 1, grad norm: inf"),
-        (changed(skipped=True), "step 1: no update was made"),
+        (changed(skipped=True), "step 1: the update was skipped"),
     ],
 )
 def test_each_difference_is_named(measured: Measurement, first: str) -> None:
@@ -67,28 +67,28 @@ def test_causes_come_before_effects() -> None:
         SAME.steps[0], rows={}, num_valid=1, loss=9.0, gradients={"a": 1.0, "b": 1.0, "c": 1.0}, grad_norm=9.0
     )
     everything = Measurement({**SAME.weights, "a": "x"}, [step])
-    mends = ["weights", "rows", "num_valid", "loss", "gradients", "grad_norm"]
+    fixes = ["weights", "rows", "num_valid", "loss", "gradients", "grad_norm"]
     starts = ["initial weights", "step 1, tokens", "step 1, valid", "step 1, loss", "step 1, gradient", "step 1, grad "]
-    for mend, start in zip(mends, starts, strict=True):
+    for fix, start in zip(fixes, starts, strict=True):
         found = judge(everything, REFERENCE, EXACT).first_difference
         assert found is not None
         assert found.startswith(start)
-        if mend == "weights":
+        if fix == "weights":
             everything = replace(everything, weights=SAME.weights)
         else:
-            step = replace(step, **{mend: getattr(SAME.steps[0], mend)})
+            step = replace(step, **{fix: getattr(SAME.steps[0], fix)})
             everything = replace(everything, steps=[step])
     assert judge(everything, REFERENCE, EXACT).first_difference is None
 
 
-def test_a_gradient_of_nearly_zero_is_measured_against_a_share_of_the_whole() -> None:
+def test_the_error_of_a_tiny_gradient_is_relative_to_a_share_of_the_global_norm() -> None:
     (errors,) = errors_of(changed(gradients={"a": 3e-6, "b": 0.0, "c": 1e-9}), REFERENCE)
     assert errors.gradients["a"] == pytest.approx(1e-6)
     assert errors.gradients["c"] == pytest.approx(1e-9 / (1e-4 * 5.0))
-    assert errors.gradients["c"] > FLOAT64_BOUND  # all of it wrong, and seen
+    assert errors.gradients["c"] > FLOAT64_BOUND  # entirely wrong, and detected
 
 
-def test_own_dtypes_are_held_against_the_one_process_run() -> None:
+def test_bounds_of_own_dtypes_follow_from_the_one_process_run() -> None:
     eps = 2.0**-7
     alone = own_bounds(("float32", "bfloat16", "float32"), None)
     assert alone.loss(0) == alone.gradient(0, "a") == 100 * eps
@@ -116,7 +116,7 @@ def test_ranks_are_merged() -> None:
         ({"grad_norm": 5.000001}, "step 1, grad norm: the ranks disagree"),
     ],
 )
-def test_ranks_have_to_agree_with_each_other(values: dict[str, Any], first: str) -> None:
+def test_disagreeing_ranks_are_a_difference(values: dict[str, Any], first: str) -> None:
     merged = merge_ranks([SAME, changed(loss=0.0, **values)])
     found = judge(merged, REFERENCE, EXACT).first_difference
     assert found is not None
@@ -134,7 +134,7 @@ def test_ranks_have_to_agree_with_each_other(values: dict[str, Any], first: str)
         ({"gradients": {"a": 0.0, "b": 0.0, "c": 1.0}}, "2 of 3 parameters never get a gradient, a among them"),
     ],
 )
-def test_agreement_with_nothing_is_refused(values: dict[str, Any], reason: str) -> None:
+def test_a_vacuous_reference_is_refused(values: dict[str, Any], reason: str) -> None:
     assert vacuous(REFERENCE) is None
     found = vacuous(replace(REFERENCE, steps=[replace(REFERENCE.steps[0], **values)]))
     assert found is not None
@@ -145,7 +145,7 @@ def test_no_step_is_refused() -> None:
     assert vacuous(replace(REFERENCE, steps=[])) == "no step was taken"
 
 
-def test_a_parameter_that_gets_its_gradient_later_is_alive() -> None:
+def test_a_parameter_with_a_gradient_in_a_later_step_is_not_dead() -> None:
     late = replace(REFERENCE.steps[0], gradients={"a": 0.0, "b": 0.0, "c": 1.0})
     assert dead_parameters(replace(REFERENCE, steps=[late])) == ["a", "b"]
     assert dead_parameters(replace(REFERENCE, steps=[late, REFERENCE.steps[0]])) == []

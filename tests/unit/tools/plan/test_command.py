@@ -1,4 +1,4 @@
-"""The command as a user starts it: the shipped configurations, refusals, verdicts."""
+"""The plan command in its own process: shipped configurations, refusals, verdicts."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ RESIDENT_KIB = 1_000_000_000 // 1024
 
 @dataclass(frozen=True)
 class Done:
-    """A command that has ended. seconds: of CPU time, which other work on the machine does not change."""
+    """The result of a command. seconds: CPU time, which other load on the machine does not change."""
 
     code: int
     output: str
@@ -29,7 +29,7 @@ class Done:
 
 
 def run_plan(*arguments: str) -> Done:
-    """In a process of its own, in an empty folder, which stays empty."""
+    """Run the command in a separate process and an empty folder, which must stay empty."""
     with (
         tempfile.TemporaryDirectory() as folder,
         tempfile.TemporaryFile("w+") as out,
@@ -52,7 +52,7 @@ def run_plan(*arguments: str) -> Done:
 
 
 def start_plan(folder: Path, name: str, *arguments: str) -> Program:
-    """On a shipped configuration, in an otherwise empty folder. Its output goes to the file `name` there."""
+    """Start the command on a shipped configuration, in an otherwise empty folder. Output goes to the file `name`."""
     config = REPOSITORY / f"configs/{name}.toml"
     return start_command(folder, str(config), *arguments, program=("-m", "titanlite.tools.plan"), name=name)
 
@@ -78,7 +78,7 @@ def test_shipped_configurations_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_the_largest_one_fits_and_takes_little_time_and_memory() -> None:
+def test_the_plan_of_the_largest_configuration_takes_little_time_and_memory() -> None:
     done = run_plan(str(REPOSITORY / "configs/llama3_405b.toml"), "--world-size", "4096")
     assert (done.code, done.errors) == (0, "")
     assert_fits(done.output, 4096, "405,853,388,800")
@@ -86,7 +86,7 @@ def test_the_largest_one_fits_and_takes_little_time_and_memory() -> None:
     assert done.resident_kib < RESIDENT_KIB
 
 
-def test_what_does_not_fit_says_what_takes_most_and_what_would_help(tmp_path: Path) -> None:
+def test_a_plan_that_does_not_fit_names_the_largest_item_and_a_remedy(tmp_path: Path) -> None:
     program = start_plan(tmp_path, "llama3_8b", "--world-size", "8", "--activation_checkpoint.mode", "none")
     assert program.wait() == 0
     assert "\nDoes not fit: " in program.output
@@ -94,7 +94,7 @@ def test_what_does_not_fit_says_what_takes_most_and_what_would_help(tmp_path: Pa
     assert 'Try: activation_checkpoint.mode = "full"' in program.output
 
 
-def test_refuses_what_training_would_refuse_and_looks_at_no_file(tmp_path: Path) -> None:
+def test_refuses_the_same_configurations_as_training_without_reading_files(tmp_path: Path) -> None:
     wrong = ("--world-size", "24", "--parallelism.tp", "3", "--optimizer.lr", "0")
     program = start_plan(tmp_path, "llama3_8b", *wrong)
     assert program.wait() == 2
@@ -114,7 +114,7 @@ def test_the_same_report_as_training() -> None:
     assert str(planned.value) == str(refused.value)
 
 
-def test_files_are_looked_at_in_training_only() -> None:
+def test_only_training_checks_files() -> None:
     settings = ["--data.sources.0.kind=jsonl", "--data.sources.0.path=/nowhere/*.jsonl", "--tokenizer.path=/nowhere"]
     settings += ["--job.dump_folder=/dev/null/outputs"]
     with pytest.raises(ConfigError) as refused:

@@ -1,4 +1,4 @@
-"""Floating-point operations by unit add up to those of the model."""
+"""The FLOPs of all FSDP units add up to those of the model."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Orders of pipeline schedules: idle time against the published formulas, memory in flight, gathers."""
+"""Orders of pipeline schedules: idle time compared with published formulas, memory in flight, gathers."""
 
 import pytest
 
@@ -17,7 +17,7 @@ from titanlite.tools.plan.schedule import (
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 4), (4, 8), (4, 16), pytest.param(8, 32, marks=pytest.mark.slow)])
-def test_running_the_order_gives_the_formula(name: PipelineSchedule, pp: int, microbatches: int) -> None:
+def test_simulating_the_order_gives_the_formula(name: PipelineSchedule, pp: int, microbatches: int) -> None:
     section = ParallelismConfig(pp=pp, pp_schedule=name)
     stages = num_stages(section)
     order = schedule_order(section, microbatches)
@@ -27,12 +27,12 @@ def test_running_the_order_gives_the_formula(name: PipelineSchedule, pp: int, mi
         assert {(a.stage, a.microbatch) for a in done} == {(s, m) for s in owned for m in range(microbatches)}
     simulated = simulated_bubble_share(order, stages)
     if SCHEDULES[name].splits_backward:
-        # The weight gradients fill all gaps but those of the first and last forward passes.
+        # Weight gradients fill all gaps except those of the first and last forward passes.
         assert simulated == pytest.approx((pp - 1) / (6 * microbatches + pp - 1))
     assert bubble_share(section, microbatches) == pytest.approx(simulated)
 
 
-def test_without_a_pipeline_nobody_waits() -> None:
+def test_without_a_pipeline_there_is_no_idle_time() -> None:
     assert bubble_share(ParallelismConfig(), 4) == 0.0
     assert schedule_order(ParallelismConfig(), 2) == [one_stage_order(0, 0, 2)]
 
@@ -45,7 +45,7 @@ def test_microbatches_in_flight(name: PipelineSchedule, expected: list[int]) -> 
     ]
 
 
-def test_the_peak_is_where_bytes_are_most_not_microbatches() -> None:
+def test_the_peak_is_the_maximum_of_bytes_not_of_microbatches() -> None:
     order = [Action("forward", 0, 0), Action("forward", 0, 1), Action("backward", 0, 0), Action("backward", 0, 1)]
     order += [Action("forward", 1, 0), Action("weight_gradient", 1, 0)]
     assert peak_in_flight(order, lambda stage: [1, 5][stage]) == (5, {0: 0, 1: 1})
