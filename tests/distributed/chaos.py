@@ -1,4 +1,4 @@
-"""Faults of all kinds, one after the other, at random moments of one run of the program that nobody attends to."""
+"""Faults of all kinds, injected one after another at random times into one unattended run."""
 
 import os
 import re
@@ -33,7 +33,7 @@ LESS_THAN_A_SHARD = 200_000
 
 @dataclass(frozen=True)
 class Mesh:
-    """What a start runs on."""
+    """Ranks and arguments of a start."""
 
     ranks: int
     arguments: tuple[str, ...]
@@ -41,28 +41,28 @@ class Mesh:
 
 @dataclass
 class Chaos:
-    """A run with its faults. meshes: of its starts, in turn. said: of all programs that have ended, one text each."""
+    """A run with injected faults. meshes: used by its starts in turn. outputs: one text per ended program."""
 
     start: Starter
     workplace: Path
     steps: int
     random: Random
     meshes: Sequence[Mesh]
-    said: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
     damaged: list[int] = field(default_factory=list)
-    """Steps whose checkpoints were."""
+    """Steps of damaged checkpoints."""
     program: Program | None = None
     expected: int = 0
-    """The step from which the start that runs, or is next, has to go on."""
+    """Step from which the current or next start must resume."""
 
     @property
     def folder(self) -> Path:
         return self.workplace / "out" / "checkpoint"
 
-    def go_on(self) -> Program:
-        """The program; started where it does not run."""
+    def ensure_running(self) -> Program:
+        """Return the program; start it if it is not running."""
         if self.program is None:
-            number = len(self.said)
+            number = len(self.outputs)
             mesh = self.meshes[number % len(self.meshes)]
             self.program = start_saving(
                 self.start,
@@ -77,8 +77,8 @@ class Chaos:
             )
         return self.program
 
-    def ended(self) -> str:
-        """After the program has ended: what it said. It began where it had to, and nothing of it is left."""
+    def wait_for_end(self) -> str:
+        """Wait for the program; check its start step and that no process is left; return its output."""
         program, self.program = self.program, None
         assert program is not None
         program.wait()
@@ -86,12 +86,12 @@ class Chaos:
         while program.processes():
             assert time.monotonic() < end, program.processes()
             time.sleep(0.02)
-        self.said.append(program.output)
+        self.outputs.append(program.output)
         assert starts(program.output)[0] == self.expected, program.output
         return program.output
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        program = self.go_on()
+        program = self.ensure_running()
         end = time.monotonic() + PATIENCE_S
         while not condition():
             assert program.process.poll() is None, program.output
@@ -99,20 +99,20 @@ class Chaos:
             time.sleep(0.005)
 
     def wait_for_step(self, step: int) -> None:
-        """Until this start trains, and has come so far; then a moment longer, every other time to be in a save."""
+        """Wait until this start has trained `step`, in half of the cases until a save runs, and up to 0.2 s more."""
 
-        def has_come() -> bool:
-            trained = trained_steps(self.go_on().output.split(START)[-1])
+        def reached() -> bool:
+            trained = trained_steps(self.ensure_running().output.split(START)[-1])
             return bool(trained) and trained[-1] >= step
 
-        self.wait_until(has_come)
+        self.wait_until(reached)
         if self.random.random() < 0.5:
             self.wait_until(lambda: any(self.folder.glob(".step-*.writing")))
         time.sleep(self.random.uniform(0.0, 0.2))
 
     def some_rank(self) -> int:
-        """Process of a rank."""
-        return self.random.choice(sorted(self.go_on().ranks().values()))
+        """PID of a random rank."""
+        return self.random.choice(sorted(self.ensure_running().ranks().values()))
 
     def published(self) -> list[int]:
         return published_steps(self.folder)
@@ -122,27 +122,27 @@ Fault = Callable[[Chaos], None]
 
 
 def kill_a_rank(chaos: Chaos) -> None:
-    """torchrun starts all of them again."""
-    begun = chaos.go_on().output.count(START)
+    """Kill a rank; torchrun restarts all ranks."""
+    begun = chaos.ensure_running().output.count(START)
     os.kill(chaos.some_rank(), signal.SIGKILL)
-    chaos.wait_until(lambda: chaos.go_on().output.count(START) > begun)
+    chaos.wait_until(lambda: chaos.ensure_running().output.count(START) > begun)
 
 
 def kill_torchrun(chaos: Chaos) -> None:
-    newest = max([0, *chaos.published()])
-    chaos.go_on().process.kill()
-    chaos.ended()
-    assert newest <= max([0, *chaos.published()])
+    latest = max([0, *chaos.published()])
+    chaos.ensure_running().process.kill()
+    chaos.wait_for_end()
+    assert latest <= max([0, *chaos.published()])
     chaos.expected = max([0, *chaos.published()])
 
 
-def signalled(number: signal.Signals, *, torchrun: bool) -> Fault:
+def signaled(number: signal.Signals, *, torchrun: bool) -> Fault:
     def fault(chaos: Chaos) -> None:
-        program = chaos.go_on()
+        program = chaos.ensure_running()
         os.kill(program.process.pid if torchrun else chaos.some_rank(), number)
-        said = chaos.ended()
-        assert program.wait() == (1 if torchrun else 0), said
-        ((name, step),) = stopped(said)
+        output = chaos.wait_for_end()
+        assert program.wait() == (1 if torchrun else 0), output
+        ((name, step),) = stopped(output)
         assert name == number.name
         assert chaos.published()[-1] == step
         chaos.expected = step
@@ -151,15 +151,15 @@ def signalled(number: signal.Signals, *, torchrun: bool) -> Fault:
 
 
 def damaged(damage: Callable[[Path, Random], None]) -> Fault:
-    """The newest checkpoint, while nothing runs. There is another one to go on from."""
+    """Damage the latest checkpoint while no program runs; an earlier checkpoint exists."""
 
     def fault(chaos: Chaos) -> None:
         chaos.wait_until(lambda: len(chaos.published()) >= 2)
-        chaos.go_on().process.kill()
-        chaos.ended()
-        *_, chaos.expected, newest = chaos.published()
-        damage(step_folder(chaos.folder, newest), chaos.random)
-        chaos.damaged.append(newest)
+        chaos.ensure_running().process.kill()
+        chaos.wait_for_end()
+        *_, chaos.expected, latest = chaos.published()
+        damage(step_folder(chaos.folder, latest), chaos.random)
+        chaos.damaged.append(latest)
 
     return fault
 
@@ -190,10 +190,10 @@ def delete_manifest(path: Path, random: Random) -> None:  # noqa: ARG001
 
 
 def leave_half_a_save(chaos: Chaos) -> None:
-    """A folder with the name of the next save, as from a machine that has lost its power in it."""
+    """Leave an incomplete folder of the next save, as after a power failure."""
     kill_torchrun(chaos)
-    newest = chaos.published()[-1] if chaos.published() else 0
-    half = chaos.folder / f".step-{newest + INTERVAL}.writing"
+    latest = chaos.published()[-1] if chaos.published() else 0
+    half = chaos.folder / f".step-{latest + INTERVAL}.writing"
     shutil.rmtree(half, ignore_errors=True)
     half.mkdir(parents=True)
     (half / "__0_0.distcp").write_bytes(chaos.random.randbytes(1000))
@@ -201,22 +201,23 @@ def leave_half_a_save(chaos: Chaos) -> None:
 
 
 def fill_disk(chaos: Chaos) -> None:
-    """For one rank: a save fails on all, training goes on, and a later save is there again."""
+    """Limit the file size of one rank: a save fails on all ranks, training continues, a later save succeeds."""
     rank = chaos.some_rank()
-    said = len(chaos.go_on().output)
+    before = len(chaos.ensure_running().output)
     limits = resource.prlimit(rank, resource.RLIMIT_FSIZE, (LESS_THAN_A_SHARD, resource.RLIM_INFINITY))
-    chaos.wait_until(lambda: "could not be saved" in chaos.go_on().output[said:])
-    failed = len(chaos.go_on().output)
+    chaos.wait_until(lambda: "cannot save step" in chaos.ensure_running().output[before:])
+    failed = len(chaos.ensure_running().output)
     resource.prlimit(rank, resource.RLIMIT_FSIZE, limits)
-    chaos.wait_until(lambda: saved_steps(chaos.go_on().output[failed:]) != [])
-    assert re.search(r"step \d+ could not be saved: rank \d.*File too large.*; training goes on", chaos.go_on().output)
+    chaos.wait_until(lambda: saved_steps(chaos.ensure_running().output[failed:]) != [])
+    message = r"cannot save step \d+: rank \d.*File too large.*; training continues"
+    assert re.search(message, chaos.ensure_running().output)
 
 
 STOPPED = {
-    "SIGTERM to torchrun": signalled(signal.SIGTERM, torchrun=True),
-    "SIGTERM to a rank": signalled(signal.SIGTERM, torchrun=False),
-    "SIGUSR1 to a rank": signalled(signal.SIGUSR1, torchrun=False),
-    "SIGINT to a rank": signalled(signal.SIGINT, torchrun=False),
+    "SIGTERM to torchrun": signaled(signal.SIGTERM, torchrun=True),
+    "SIGTERM to a rank": signaled(signal.SIGTERM, torchrun=False),
+    "SIGUSR1 to a rank": signaled(signal.SIGUSR1, torchrun=False),
+    "SIGINT to a rank": signaled(signal.SIGINT, torchrun=False),
 }
 DAMAGED = {
     "a flipped bit": damaged(flip),
@@ -235,23 +236,23 @@ FAULTS: dict[str, Fault] = {
 
 
 def survive(chaos: Chaos, names: Sequence[str]) -> None:
-    """The faults in this order, spread over the run, which then comes to its end."""
+    """Inject the faults in this order, spread over the run, and wait for the end of the run."""
     slot = chaos.steps / (len(names) + 1)
     for number, name in enumerate(names):
         chaos.wait_for_step(round(slot * (number + chaos.random.uniform(0.3, 1.0))))
         FAULTS[name](chaos)
-    program = chaos.go_on()
-    said = chaos.ended()
-    assert program.wait() == 0, said
-    assert said.count("Done: ") == 1
-    found = [int(step) for text in chaos.said for step in re.findall(r"Checkpoint step-(\d+) is damaged: ", text)]
+    program = chaos.ensure_running()
+    output = chaos.wait_for_end()
+    assert program.wait() == 0, output
+    assert output.count("Done: ") == 1
+    found = [int(step) for text in chaos.outputs for step in re.findall(r"Checkpoint step-(\d+) is corrupted: ", text)]
     assert found == chaos.damaged
 
 
-def assert_gone_on_each_time(said: Sequence[str]) -> None:
-    """Each start, also those by torchrun, from a checkpoint, and never from one that is newer than what was trained."""
+def assert_resumed_each_time(outputs: Sequence[str]) -> None:
+    """Check that each start, also by torchrun, resumes from a checkpoint of a trained step."""
     trained = 0
-    for part in (part for text in said for part in text.split(START)[1:]):
+    for part in (part for text in outputs for part in text.split(START)[1:]):
         (begin,) = starts(part)
         assert begin <= trained, part
         assert trained_steps(part)[:1] == [begin + 1], part

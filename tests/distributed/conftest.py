@@ -1,4 +1,4 @@
-"""Programs and processes that end with their tests."""
+"""Fixtures for programs and processes, which stop after their tests."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,21 +12,21 @@ from tests.distributed.recovered import Undisturbed, undisturbed_runs
 
 @pytest.fixture
 def start() -> Iterator[Starter]:
-    """start_program; what a failed test has left running is ended."""
+    """`start_program`; stops the programs that a failed test left running."""
     programs: list[Program] = []
 
-    def start_and_note(*args: Any, **kwargs: Any) -> Program:
+    def start_and_record(*args: Any, **kwargs: Any) -> Program:
         programs.append(start_program(*args, **kwargs))
         return programs[-1]
 
-    yield start_and_note
+    yield start_and_record
     for program in programs:
         program.close()
 
 
 @pytest.fixture(scope="session")
 def parent() -> Iterator[Parent]:
-    """Forks ranks that may die."""
+    """Process that forks ranks; a rank may crash."""
     process = Parent()
     yield process
     process.close()
@@ -34,5 +34,5 @@ def parent() -> Iterator[Parent]:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """The run that others are compared with, once for all tests."""
+    """Reference runs without faults, trained once per test session."""
     return undisturbed_runs(tmp_path_factory.mktemp("undisturbed"))

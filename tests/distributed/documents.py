@@ -1,4 +1,4 @@
-"""Rows of several documents, and what they are compared with: each document alone, in one process."""
+"""Packed rows of several documents, and their reference: each document as a separate row, in one process."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -18,11 +18,11 @@ from titanlite.loss import IGNORE_INDEX
 from titanlite.models.layers import RotaryEmbedding
 
 LENGTHS = ([SEQ_LEN], [1, SEQ_LEN - 1], [5, 1, 7, 3], [8, 8], [1] * SEQ_LEN, [13, 2, 1], [2, 3, 4, 7], [SEQ_LEN - 1, 1])
-"""Of the documents of each row; the table begins anew where there are more rows."""
+"""Document lengths by row; the table repeats if there are more rows."""
 
 
 def packed_batch(rows: int) -> Batch:
-    """No label crosses from one document into the next; of the others each row has its own share, from 0 to 100 %."""
+    """Packed rows. No label crosses a document boundary; each row has a random share of valid labels (0 to 100 %)."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCAB_SIZE, (rows, SEQ_LEN + 1), generator=generator)
     positions = torch.stack([torch.cat([torch.arange(n) for n in LENGTHS[row % len(LENGTHS)]]) for row in range(rows)])
@@ -36,7 +36,7 @@ def packed_batch(rows: int) -> Batch:
 
 
 def documents(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and labels of each document, (1, its length)."""
+    """Yield (tokens, labels) of each document, each of shape (1, document length)."""
     assert batch.positions is not None
     for tokens, labels, positions in zip(batch.tokens, batch.labels, batch.positions, strict=True):
         edges = [*(positions == 0).nonzero().flatten().tolist(), len(tokens)]
@@ -44,20 +44,20 @@ def documents(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
             yield tokens[None, start:end], labels[None, start:end]
 
 
-_alone: dict[tuple[Any, ...], Reference] = {}
+_references: dict[tuple[Any, ...], Reference] = {}
 
 
-def documents_alone(config: JobConfig, batch: Batch) -> Reference:
-    """The sum over all documents of a packed batch, each a row of its own; computed once per process and model."""
+def documents_reference(config: JobConfig, batch: Batch) -> Reference:
+    """Reference of a packed batch with each document as a separate row; cached per process and model."""
     rows = tuple(tensor.numpy().tobytes() for tensor in batch if tensor is not None)
     key = (repr(config.model), config.training.dtype, config.debug.seed, rows)
-    if key not in _alone:
-        _alone[key] = _documents_alone(config, batch)
-    return _alone[key]
+    if key not in _references:
+        _references[key] = _documents_reference(config, batch)
+    return _references[key]
 
 
-def _documents_alone(config: JobConfig, batch: Batch) -> Reference:
-    """Without positions or mask."""
+def _documents_reference(config: JobConfig, batch: Batch) -> Reference:
+    """Compute the reference without positions or mask."""
     model = plain_model(config)
     num_valid = int((batch.labels != IGNORE_INDEX).sum())
     mean_loss = torch.zeros((), dtype=torch.float64)
@@ -72,27 +72,27 @@ def _documents_alone(config: JobConfig, batch: Batch) -> Reference:
 
 
 def documents_step(layout: Layout) -> dict[str, Any]:
-    """Errors of a step with packed rows, and whether each part of the model turned heads by the batch's positions.
+    """Errors of a step with packed rows, and whether each model part used the batch's positions ("restarts").
 
-    Rotary embeddings turn by differences of positions: gradients do not show where they begin.
+    Rotary embeddings depend on position differences only, so gradients do not show whether positions restart.
     """
     torch._dynamo.reset()
     batch = packed_batch(layout.rows)
     config = layout.config()
-    reference = documents_alone(config, batch)
+    reference = documents_reference(config, batch)
     trainer, mesh = build_on_mesh(config)
     same = has_weights(trainer, reference.weights)
-    turned = [positions_seen(part) for part in trainer.model_parts]
+    used = [positions_seen(part) for part in trainer.model_parts]
     local = local_batches(config, mesh, batch)
     stats = trainer.train_step(local)
-    given = torch.cat([part.positions for part in local if part.positions is not None])
-    restarts = all(torch.equal(torch.cat(seen), given) for seen in turned)
+    positions = torch.cat([part.positions for part in local if part.positions is not None])
+    restarts = all(torch.equal(torch.cat(seen), positions) for seen in used)
     errors = compare(trainer, stats.mean_loss, stats.grad_norm, reference, same)
     return {**asdict(errors), "restarts": restarts}
 
 
 def positions_seen(part: nn.Module) -> list[Tensor]:
-    """Filled with the positions of each microbatch whose forward pass the part computes."""
+    """List that collects the positions of each microbatch in the part's forward pass."""
     seen: list[Tensor] = []
     (rope,) = (module for module in part.modules() if isinstance(module, RotaryEmbedding))
     missing = torch.full((1, SEQ_LEN), -1)
@@ -101,5 +101,5 @@ def positions_seen(part: nn.Module) -> list[Tensor]:
 
 
 def documents_steps(layouts: Sequence[Layout]) -> list[dict[str, Any]]:
-    """On each rank."""
+    """Take a step in each layout on this rank."""
     return [documents_step(layout) for layout in layouts]

@@ -1,4 +1,4 @@
-"""Model families that draw random numbers, for tests only: llama3 with dropout behind each half of a block."""
+"""Model families that draw random numbers, for tests only: llama3 with dropout after attention and feed-forward."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ P = 0.25
 
 
 class DrawingBlock(Block):
-    """site: name of the block in the whole model; None: what is drawn comes from torch's own generators."""
+    """Block with dropout. site: name of the block in the model; None: draw from torch's generators."""
 
     def __init__(self, config: Llama3Config, site: str | None) -> None:
         super().__init__(config, attention(config))
@@ -37,8 +37,8 @@ class DrawingBlock(Block):
         return x if row_keys is None else dropout(x, P, row_keys, f"{self.site}.{place}")
 
 
-class Straying(Llama3):
-    """Draws from torch's own generators, as a model does whose author knows nothing of row keys."""
+class TorchDrawing(Llama3):
+    """Draws from torch's generators, like a model without support for row keys."""
 
     def __init__(self, config: Llama3Config) -> None:
         super().__init__(config)
@@ -61,17 +61,17 @@ class Straying(Llama3):
         return x if self.output is None else self.output(x)
 
 
-class Drawing(Straying):
-    """Draws from row keys."""
+class Drawing(TorchDrawing):
+    """Draws by row key."""
 
     draws: ClassVar[bool] = True
 
 
 @contextmanager
 def drawing_families() -> Iterator[None]:
-    """Inside, model.family may be "drawing" or "straying"."""
+    """Register the families "drawing" and "torch_drawing" within the context."""
     added = {"drawing": replace(LLAMA3, name="drawing", build=Drawing)}
-    added["straying"] = replace(LLAMA3, name="straying", build=Straying)
+    added["torch_drawing"] = replace(LLAMA3, name="torch_drawing", build=TorchDrawing)
     FAMILIES.update(added)
     try:
         yield

@@ -1,8 +1,9 @@
-"""The training program with a fault on one rank: FAULT is "step", "stage", "data" or "late", FAULTY_RANK says where.
+"""Training program with a fault on rank FAULTY_RANK. FAULT is one of:
 
-step: a programming error in the third step. stage: one in the third step's forward pass. data: the data are never
-ready, as in the long build of an index, while the other ranks wait in the library for this one. late: an error in the
-data is found long after those of other ranks.
+step: a programming error in the third step.
+stage: a programming error in the third step's forward pass.
+data: data preparation never ends (as in a long index build), while the other ranks wait in a collective.
+late: a data error is raised 2 s after those of other ranks.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What a process does to the files of a folder, one operation at a time, and what can happen to it there."""
+"""Record a process's file operations in a folder, and inject faults into them."""
 
 import fcntl
 import os
@@ -12,14 +12,14 @@ from typing import Any, Literal
 
 _NAMED = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree", "os.listdir", "os.scandir"}
 Act = Callable[[str, str, int], None]
-"""Called before an operation with its name, the path (relative to the folder) and the descriptor, -1 for a name."""
+"""Called before an operation with its name, its path (relative to the folder) and its descriptor (-1 if absent)."""
 
 
 def watch(folder: Path, act: Act) -> None:
-    """From now on, for the whole process, and for good: what is audited (open, rename, …) and fsync.
+    """Call `act` before each audited operation (open, rename, …) and fsync in `folder` until the process ends.
 
-    A file that is to be synced is an operation more before that, "written": it may be torn there; and so is one
-    that has been, "fsynced".
+    An fsync of a file is preceded by an operation "written", at which a fault may truncate the file. Each fsync is
+    followed by an operation "fsynced".
     """
     root = f"{folder}"
 
@@ -32,7 +32,7 @@ def watch(folder: Path, act: Act) -> None:
         if isinstance(path, str) and path.startswith(root):
             name = os.path.relpath(path, root)
         elif event == "open" and (not isinstance(path, str) or args[1] is not None or os.path.isabs(path)):
-            return  # of an open descriptor, or elsewhere
+            return  # opens a descriptor, or is outside the folder
         elif isinstance(path, str) and os.path.isabs(path):
             return
         else:
@@ -63,10 +63,10 @@ def watch(folder: Path, act: Act) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to one rank, once.
+    """A fault that occurs once on one rank.
 
-    at: the number of the operation, from 0; for a full disk the byte of `file` from which there is no room, for values
-    that are not finite nothing. error: the errno that the operation raises; 0 for a RuntimeError.
+    at: number of the operation, from 0. For a full disk: size in bytes beyond which writes to `file` fail. Unused for
+    non-finite values. error: errno that the operation raises; 0 raises a RuntimeError.
     """
 
     kind: Literal["kill", "error", "full disk", "not finite"]
@@ -77,7 +77,7 @@ class Fault:
 
 
 class FaultPoints:
-    """Notes this process's operations on the files of a folder, and lets one fault at a time happen there."""
+    """Record this process's file operations in a folder, and inject one fault at a time."""
 
     def __init__(self, root: Path) -> None:
         self.operations: list[str] = []
@@ -87,7 +87,7 @@ class FaultPoints:
         watch(root, self._act)
 
     def arm(self, fault: Fault | None) -> None:
-        """From now on; operations are noted anew, and counted. fault: None for none, and the end of any before it."""
+        """Clear the recorded operations and set the next fault. None removes a previous fault."""
         self._make_room()
         self.operations, self._fault = [], fault
 
@@ -120,7 +120,7 @@ class FaultPoints:
 
 
 def one_of_each(operations: list[str], *kinds: str) -> Iterator[int]:
-    """Numbers of operations: of each kind, or of these, the one in the middle."""
+    """Yield the number of the middle operation of each kind. kinds: by default all that occur."""
     for kind in kinds or sorted({operation.split()[0] for operation in operations}):
         found = [number for number, operation in enumerate(operations) if operation.split()[0] == kind]
         yield found[len(found) // 2]

@@ -1,6 +1,6 @@
-"""Ranks that may die: forked from a process that has imported everything, each seen to its end.
+"""Ranks that may crash, forked from a process that has imported all modules.
 
-titanlite.runtime.launch ends all ranks when one fails; here the others are left alone, to see what they do.
+titanlite.runtime.launch stops all ranks if one fails. Here the other ranks keep running, so tests can observe them.
 """
 
 import json
@@ -25,18 +25,18 @@ from titanlite.runtime.launch import fork_context
 from titanlite.runtime.logging import log
 
 PATIENCE_S = 120.0
-"""After which a rank counts as hanging; its collectives wait for half as long."""
+"""Seconds after which a rank counts as hanging; collectives time out after half of it."""
 
 
 @dataclass(frozen=True)
 class End:
-    """How a rank ended. exit_code: as of a Popen; None: it had to be killed for hanging. error: (type, text)."""
+    """End of a rank. exit_code: as in subprocess.Popen; None if the rank hung and was killed. error: (type, text)."""
 
     exit_code: int | None
     result: Any = None
     error: tuple[str, str] | None = None
     lines: list[str] = field(default_factory=list)
-    """What it logged; nothing where it was killed."""
+    """Log lines; empty if the rank was killed."""
 
     @property
     def was_killed(self) -> bool:
@@ -44,7 +44,7 @@ class End:
 
 
 class Parent:
-    """A process with a single thread, from which ranks are forked: it has imported what they need, once for all."""
+    """A single-threaded process that forks ranks; it imports the modules for all of them once."""
 
     def __init__(self) -> None:
         context = fork_context()
@@ -54,7 +54,7 @@ class Parent:
         other.close()
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What `function(*args)` returns there, a JSON value. function: of a module; it may call fork_ranks."""
+        """Call `function(*args)` in the process and return its JSON result. The function may call fork_ranks."""
         self._connection.send((function, args))
         try:
             answer = json.loads(self._connection.recv_bytes())
@@ -83,12 +83,12 @@ def _serve(connection: Connection) -> None:
             answer = {"error": traceback.format_exc()}
         try:
             connection.send_bytes(json.dumps(answer).encode())
-        except BrokenPipeError:  # the tests were ended
+        except BrokenPipeError:  # pytest has exited
             return
 
 
 def fork_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[End]:
-    """Calls `function(*args)` on each rank, with a gloo process group; for a process with a single thread."""
+    """Call `function(*args)` on each rank with a gloo process group. Requires a single-threaded process."""
     folder = Path(tempfile.mkdtemp())
     pids: dict[int, int] = {}
     codes: dict[int, int] = {}
@@ -97,7 +97,7 @@ def fork_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> lis
             pid = os.fork()
             if pid == 0:
                 try:
-                    _be_rank(folder, rank, world_size, function, args)
+                    _run_rank(folder, rank, world_size, function, args)
                 finally:
                     os._exit(1)
             pids[rank] = pid
@@ -117,9 +117,9 @@ def fork_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> lis
 
 
 def _end(answer: Path, code: int | None) -> End:
-    said = json.loads(answer.read_text()) if answer.exists() and code == 0 else {}
-    error = said.get("error")
-    return End(code, said.get("result"), tuple(error) if error else None, said.get("lines", []))
+    content = json.loads(answer.read_text()) if answer.exists() and code == 0 else {}
+    error = content.get("error")
+    return End(code, content.get("result"), tuple(error) if error else None, content.get("lines", []))
 
 
 class _Lines(logging.Handler):
@@ -132,13 +132,13 @@ class _Lines(logging.Handler):
 
 
 def logged() -> list[str]:
-    """What this rank has logged so far."""
+    """Log lines of this rank so far."""
     (handler,) = log.handlers
     assert isinstance(handler, _Lines)
     return handler.lines
 
 
-def _be_rank(folder: Path, rank: int, world_size: int, function: Callable[..., Any], args: Sequence[Any]) -> None:
+def _run_rank(folder: Path, rank: int, world_size: int, function: Callable[..., Any], args: Sequence[Any]) -> None:
     lines = _Lines()
     log.handlers[:] = [lines]
     log.setLevel(logging.INFO)
@@ -151,7 +151,7 @@ def _be_rank(folder: Path, rank: int, world_size: int, function: Callable[..., A
         timeout = timedelta(seconds=PATIENCE_S / 2)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
         answer["result"] = function(*args)
-        dist.barrier()  # one that leaves early would break what another is still in
+        dist.barrier()  # a rank that exits early would break a collective of another rank
     except BaseException as error:
         answer["error"] = (type(error).__name__, f"{error}")
     answer["lines"] = lines.lines

@@ -1,4 +1,4 @@
-"""One training step on the ranks of a process group, compared with the one-process reference."""
+"""A training step on the ranks of a process group, compared with the one-process reference."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,12 +36,13 @@ class Errors:
         return max(self.gradient, self.loss, self.grad_norm)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The unsharded tensor. A collective for a DTensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def difference(value: Tensor, expected: Tensor) -> float:
-    """||value - expected|| / ||expected||; not finite counts as infinitely wrong."""
+    """||value - expected|| / ||expected||; infinity for NaN."""
     error = (torch.linalg.vector_norm(value - expected) / torch.linalg.vector_norm(expected)).item()
     return error if error == error else float("inf")
 
@@ -50,7 +51,7 @@ _meshes: dict[tuple[Any, ParallelismConfig], Mesh] = {}
 
 
 def mesh_of(config: JobConfig) -> Mesh:
-    """Built once per process group and layout: each build opens several groups of gloo."""
+    """Mesh of the configuration; cached per process group, because each build opens several gloo groups."""
     world = dist.group.WORLD
     if any(known is not world for known, _ in _meshes):
         _meshes.clear()
@@ -61,20 +62,20 @@ def mesh_of(config: JobConfig) -> Mesh:
 
 
 def connected_mesh(section: ParallelismConfig, device_type: str = "cpu") -> Mesh:
-    """On all ranks of torch's default group."""
+    """Mesh over all ranks of torch's default group."""
     mesh = Mesh(section, World(dist.get_rank(), dist.get_rank(), dist.get_world_size(), device_type))
     mesh.connect(timeout_s=300)
     return mesh
 
 
 def build_on_mesh(config: JobConfig) -> tuple[Trainer, Mesh]:
-    """The trainer that training itself would build."""
+    """Build the trainer as training does."""
     mesh = mesh_of(config)
     return build_trainer(config, build_model(config, mesh, CPU), mesh, CPU), mesh
 
 
 def local_batches(config: JobConfig, mesh: Mesh, batch: Batch, accumulation: int | None = None) -> list[Batch]:
-    """This rank's batches of an optimizer step on the rows of `batch`; None: as many as the configuration says."""
+    """This rank's microbatches of `batch`; accumulation: their number, by default as configured."""
     if accumulation is None:
         accumulation = len(batch.tokens) // mesh.data_degree // batch_rows(config, mesh)
     return rank_batches(batch, mesh.data_rank, mesh.data_degree, accumulation)
@@ -86,7 +87,7 @@ def step_errors(
     accumulation: int,
     mutate: Callable[[Trainer], object] | None = None,
 ) -> Errors:
-    """Builds, takes one step, compares. mutate: changes the trainer first."""
+    """Build a trainer, take one step, compare with the reference. mutate: changes the trainer before the step."""
     return errors_of_step(small_config(dist.get_world_size(), *settings), global_batch(masks), accumulation, mutate)
 
 
@@ -96,7 +97,7 @@ def errors_of_step(
     accumulation: int | None = None,
     mutate: Callable[[Trainer], object] | None = None,
 ) -> Errors:
-    """As step_errors."""
+    """Like step_errors, for a configuration and a global batch."""
     reference = reference_step(config, batch)
     trainer, mesh = build_on_mesh(config)
     same = has_weights(trainer, reference.weights)
@@ -107,17 +108,17 @@ def errors_of_step(
 
 
 def has_weights(trainer: Trainer, weights: Mapping[str, Tensor]) -> bool:
-    """Whether the parameters of this rank are those of the whole model, bit by bit."""
+    """Whether this rank's parameters equal the reference's full weights, bit for bit."""
     named = (item for part in trainer.model_parts for item in part.named_parameters())
-    found = [torch.equal(whole(parameter.detach()), weights[name]) for name, parameter in named]
-    return all(found)  # only now: each of them is a collective
+    found = [torch.equal(full_tensor(parameter.detach()), weights[name]) for name, parameter in named]
+    return all(found)  # not earlier: full_tensor is a collective
 
 
 def compare(
     trainer: Trainer, mean_loss: Tensor, grad_norm: Tensor, reference: Reference, same_initial_weights: bool
 ) -> Errors:
     gradients = {
-        name: difference(whole(parameter.grad), reference.gradients[name])
+        name: difference(full_tensor(parameter.grad), reference.gradients[name])
         for part in trainer.model_parts
         for name, parameter in part.named_parameters()
         if parameter.grad is not None
@@ -139,7 +140,7 @@ def compare(
 
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """`owner.name` is `value` inside."""
+    """Replace `owner.name` by `value` within the context."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -1,4 +1,4 @@
-"""The layouts that are verified, as a table, and what is measured in each: the errors of two steps."""
+"""Table of the verified layouts, and their errors in two steps."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ LEARNING_RATE = 5.0
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh, and what else is chosen.
+    """A mesh and other settings.
 
     axes: pp, dp_replicate, dp_shard, tp. settings: `section.key=value`. accumulation: local batches in an optimizer
     step. rows: sequences in an optimizer step.
@@ -44,14 +44,14 @@ class Layout:
 
     @property
     def schedule(self) -> str:
-        """Of the pipeline; "" without one."""
-        given = [text.partition("=")[2] for text in self.settings if text.startswith("parallelism.pp_schedule=")]
-        return "" if self.axes[0] == 1 else (*given, "1F1B")[0]
+        """Pipeline schedule; "" without a pipeline."""
+        chosen = [text.partition("=")[2] for text in self.settings if text.startswith("parallelism.pp_schedule=")]
+        return "" if self.axes[0] == 1 else (*chosen, "1F1B")[0]
 
     @property
     def other(self) -> str:
-        """All choices beside the mesh and the schedule, in few words."""
-        chosen = [text for text in self.settings if "pp_schedule" not in text and text not in UNSAID]
+        """Short names of all settings except the mesh and the schedule."""
+        chosen = [text for text in self.settings if "pp_schedule" not in text and text not in IMPLIED]
         chosen = [SHORT.get(text, text.partition(".")[2]) for text in chosen]
         return ", ".join([*(f"accumulation {self.accumulation}" for _ in range(self.accumulation > 1)), *chosen])
 
@@ -74,7 +74,7 @@ FULL = ("activation_checkpoint.mode=full",)
 BY_OP = ("activation_checkpoint.mode=selective", "activation_checkpoint.selective_policy=op")
 BY_LAYER = ("activation_checkpoint.mode=selective", "activation_checkpoint.selective_policy=layer")
 QWEN3 = ("model.family=qwen3", "model.head_dim=16")  # its heads are twice as wide as the residual stream
-UNSAID = (AOT, "activation_checkpoint.mode=selective", QWEN3[1])
+IMPLIED = (AOT, "activation_checkpoint.mode=selective", QWEN3[1])
 SHORT = {
     QWEN3[0]: "qwen3",
     "compile.enable=true": "compile",
@@ -83,7 +83,7 @@ SHORT = {
     BY_LAYER[1]: "recompute layer",
 }
 TIED = ("model.tie_embeddings=true",)
-WHOLE_LOGITS = ("parallelism.loss_parallel=false",)
+FULL_LOGITS = ("parallelism.loss_parallel=false",)
 EVERY, LAST = ("parallelism.gradient_sync=every",), ("parallelism.gradient_sync=last",)
 PAIRS = ("parallelism.pp_microbatch_size=2",)
 FOUR_KV_HEADS = ("model.n_kv_heads=4",)
@@ -107,7 +107,7 @@ QUICK = (
     Layout((1, 1, 1, 1), (*COMPILE, *BY_OP, *TIED)),
     Layout((1, 2, 1, 1), (*EVERY,), accumulation=3, rows=24),
     Layout((1, 1, 2, 1), (*QWEN3, *TIED, *FULL)),
-    Layout((1, 1, 1, 2), (*TIED, *WHOLE_LOGITS, *FULL)),
+    Layout((1, 1, 1, 2), (*TIED, *FULL_LOGITS, *FULL)),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *EVERY, *PAIRS), accumulation=3, rows=24),
     Layout((2, 1, 1, 1), (*QWEN3, *schedule("Interleaved1F1B"))),
 )
@@ -121,7 +121,7 @@ SLOW = (
     Layout((1, 1, 2, 1), (*COMPILE, *BY_OP, *LAST), accumulation=3, rows=24),
     Layout((1, 1, 1, 2), BY_OP, accumulation=3, rows=24),
     Layout((2, 1, 1, 1), (*schedule("GPipe"), *split("layers.1"))),
-    # the last stage has the head only
+    # the last stage has only the norm and the head
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *depth(3), *split("norm"), *COMPILE)),
     Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *LAST), accumulation=3, rows=24),
     Layout((2, 1, 1, 1), (*schedule("InterleavedZeroBubble"), *FULL, *PAIRS)),
@@ -134,13 +134,13 @@ SLOW = (
     Layout((1, 1, 2, 2), (*TIED, *LAST), accumulation=3, rows=24),
     Layout((2, 1, 2, 1), (*schedule("GPipe"), *EVERY), accumulation=3, rows=24),
     Layout((2, 2, 1, 1), (*schedule("ZBVZeroBubble"), *PAIRS)),
-    # stages of several sharded units whose backward pass is split
+    # stages of several FSDP units with a split backward pass
     Layout((2, 1, 2, 1), (*schedule("DualPipeV"), *depth(7))),
-    Layout((2, 1, 1, 2), (*schedule("InterleavedZeroBubble"), *FULL, *WHOLE_LOGITS, *PAIRS), rows=8),
+    Layout((2, 1, 1, 2), (*schedule("InterleavedZeroBubble"), *FULL, *FULL_LOGITS, *PAIRS), rows=8),
     Layout((4, 1, 1, 1), (*schedule("Interleaved1F1B"), *depth(7), *BY_LAYER)),
     # hybrid sharding x tensor parallelism
     Layout((1, 2, 2, 2), accumulation=3, rows=24),
-    # the pair: sharded or replicated, with the same loss curve
+    # these two, sharded and replicated, have the same loss curve
     Layout((1, 1, 2, 4), FOUR_KV_HEADS),
     Layout((1, 2, 1, 4), FOUR_KV_HEADS),
     Layout((2, 1, 2, 2), (*schedule("1F1B"), *depth(5), *BY_LAYER, *PAIRS)),
@@ -151,7 +151,7 @@ SLOW = (
 SOAK = (
     Layout((1, 1, 1, 4), (*FOUR_KV_HEADS, *BY_OP)),
     Layout((2, 1, 1, 2), (*QWEN3, *schedule("Interleaved1F1B"), *BY_OP, *PAIRS), rows=8),
-    Layout((1, 1, 1, 2), (*QWEN3, *WHOLE_LOGITS, *TIED, *FULL)),
+    Layout((1, 1, 1, 2), (*QWEN3, *FULL_LOGITS, *TIED, *FULL)),
     Layout((1, 2, 1, 2), (*QWEN3, *BY_OP)),
     Layout((4, 1, 1, 1), (*schedule("LoopedBFS"), *depth(6), *PAIRS), accumulation=3, rows=24),
     Layout((2, 1, 1, 1), (*schedule("LoopedBFS"), *depth(5), *BY_LAYER)),
@@ -162,11 +162,11 @@ SOAK = (
     Layout((2, 2, 1, 2), (*schedule("ZBVZeroBubble"), *depth(4), *FULL, *PAIRS)),
     Layout((4, 1, 1, 2), (*schedule("GPipe"), *split("layers.0", "layers.1", "norm"), *PAIRS)),
 )
-"""Two to eight ranks: more of the same, for which the default suite has no time."""
+"""Two to eight ranks: more layouts, too slow for the default suite."""
 
 
-def runs_here(layout: Layout) -> bool:
-    """Whether this torch can: older ones lack some schedules, and some of the others with compiled blocks."""
+def is_supported(layout: Layout) -> bool:
+    """Whether this torch supports the layout. Before 2.13: no V schedules, no compiled blocks with split backward."""
     shape = next(shape for name, shape in SCHEDULES.items() if name == (layout.schedule or "1F1B"))
     compiled_and_split = shape.splits_backward and COMPILE[0] in layout.settings
     return torch.__version__ >= "2.13" or (shape.placement != "v" and not compiled_and_split)
@@ -177,10 +177,10 @@ SIXTEEN = (Layout((2, 2, 2, 2), (*schedule("Interleaved1F1B"), *BY_OP, *PAIRS), 
 
 @dataclass(frozen=True)
 class Measured:
-    """Relative errors, the largest over this rank's parameters.
+    """Relative errors; for gradients, the largest over this rank's parameters.
 
-    losses: of each step, over all ranks. learned: by how much the last one differs from that of the initial weights on
-    the same rows: a trajectory says nothing about the updates where it does not.
+    losses: loss of each step over all ranks. learned: relative difference between the last reference loss and that of
+    the initial weights on the same rows. If it were 0, the trajectory would not test the updates.
     """
 
     gradient: float
@@ -201,7 +201,7 @@ _losses: dict[tuple[str, str, int], list[Tensor]] = {}
 
 
 def reference_losses(config: JobConfig, rows: int) -> list[Tensor]:
-    """Of STEPS steps of plain gradient descent in one process, all rows at once; computed once per process."""
+    """Losses of STEPS steps of plain gradient descent on all rows in one process; cached per process."""
     key = (repr(config.model), config.training.dtype, rows)
     if key not in _losses:
         _losses[key] = _reference_losses(config, rows)
@@ -224,9 +224,9 @@ def _reference_losses(config: JobConfig, rows: int) -> list[Tensor]:
 
 
 def measure(layout: Layout, *settings: str) -> Measured:
-    """Builds what training would build, takes two steps of gradient descent, and compares with one process.
+    """Build the trainer as training does, take two steps of gradient descent, and compare with one process.
 
-    Every odd row is masked as a whole, so that some microbatches, or some data ranks, have no valid token at all.
+    Odd rows are masked completely, so some microbatches or data ranks have no valid token.
     """
     torch._dynamo.reset()
     config = layout.config(f"optimizer.lr={LEARNING_RATE}", "optimizer.weight_decay=0.0", *settings)
@@ -234,13 +234,13 @@ def measure(layout: Layout, *settings: str) -> Measured:
     reference = reference_step(config, batches[0])
     expected = reference_losses(config, layout.rows)
     trainer, mesh = build_on_mesh(config)
-    same = has_weights(trainer, reference.weights)
+    same_weights = has_weights(trainer, reference.weights)
     losses: list[Tensor] = []
     for step, batch in enumerate(batches):
         stats = trainer.train_step(local_batches(config, mesh, batch))
         losses.append(stats.mean_loss.clone())
         if step == 0:
-            first = compare(trainer, stats.mean_loss, stats.grad_norm, reference, same)
+            first = compare(trainer, stats.mean_loss, stats.grad_norm, reference, same_weights)
     for loss in losses:
         dist.all_reduce(loss)
     return Measured(
@@ -248,13 +248,13 @@ def measure(layout: Layout, *settings: str) -> Measured:
         first.parameter,
         first.loss,
         first.grad_norm,
-        max(difference(loss, wanted) for loss, wanted in zip(losses, expected, strict=True)),
+        max(difference(loss, right) for loss, right in zip(losses, expected, strict=True)),
         tuple(loss.item() for loss in losses),
         difference(expected[-1], reference_step(config, batches[-1]).loss),
-        same,
+        same_weights,
     )
 
 
 def measure_all(layouts: Sequence[Layout], dtype: str) -> list[Measured]:
-    """On each rank."""
+    """Measure all layouts on this rank."""
     return [measure(layout, f"training.dtype={dtype}") for layout in layouts]

@@ -1,4 +1,4 @@
-"""Known mistakes of distributed training, as a table: what each changes, and how the comparisons answer."""
+"""Table of known mistakes in distributed training: what each changes, and how the comparisons detect it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -47,10 +47,11 @@ INTERLEAVED = Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *PAIRS))
 
 @dataclass(frozen=True)
 class Mistake:
-    """planted: what is wrong inside. seen: all that our comparison finds different, or the exception that ends it.
-    first: what `titanlite parity` names first, or the exception.
+    """A mistake to plant.
 
-    documents: the rows hold several documents; `titanlite parity` has no part in it.
+    planted: context in which the mistake is active. seen: all differences that the tests' comparison finds, or its
+    exception. first: first difference that `titanlite parity` reports, or its exception. documents: rows hold several
+    documents, which `titanlite parity` does not compare.
     """
 
     name: str
@@ -62,7 +63,7 @@ class Mistake:
 
 
 def changed(change: Change) -> Around:
-    """The trainer is built, and then changed."""
+    """Context in which `change` is applied to every new trainer."""
 
     @contextmanager
     def around() -> Iterator[None]:
@@ -81,7 +82,7 @@ def changed(change: Change) -> Around:
 
 
 def mean_per_rank(trainer: Trainer) -> None:
-    """Each rank divides by its own count, as if all ranks had as many valid tokens."""
+    """Each rank divides by its own count, as if all ranks had the same number of valid tokens."""
 
     def count(batches: Sequence[Batch]) -> Tensor:
         local = torch.stack([(batch.labels != IGNORE_INDEX).sum() for batch in batches]).sum()
@@ -104,7 +105,7 @@ def averaging_reduction(trainer: Trainer) -> None:
 
 
 def averaged_replicas(trainer: Trainer) -> None:
-    """The reduction divides by the number of replicas, which is what torch does unless told otherwise."""
+    """The reduction divides by the number of replicas, which is torch's default."""
     for module in wrapped_modules(trainer.model_parts[0]):
         module.set_force_sum_reduction_for_comms(False)
         for group in module._get_fsdp_state()._fsdp_param_groups:
@@ -112,14 +113,14 @@ def averaged_replicas(trainer: Trainer) -> None:
 
 
 def accumulated_sums_reduced_again(trainer: Trainer) -> None:
-    """After each microbatch the accumulated gradient, already reduced, is summed over the ranks once more."""
+    """After each microbatch, the accumulated gradient, already reduced, is summed over the ranks again."""
     forward_backward = trainer.forward_backward
 
     def reduce_again(batch: Batch, num_valid: Tensor) -> Tensor:
         before = [p.grad is not None for p in trainer.model_parts[0].parameters()]
         loss = forward_backward(batch, num_valid)
-        for parameter, was_there in zip(trainer.model_parts[0].parameters(), before, strict=True):
-            if was_there and parameter.grad is not None:
+        for parameter, had_gradient in zip(trainer.model_parts[0].parameters(), before, strict=True):
+            if had_gradient and parameter.grad is not None:
                 dist.all_reduce(parameter.grad.to_local())
         return loss
 
@@ -127,7 +128,7 @@ def accumulated_sums_reduced_again(trainer: Trainer) -> None:
 
 
 def bypassed_wrapper(trainer: Trainer) -> None:
-    """The forward pass calls modules whose hooks are gone, so nothing gathers and nothing reduces."""
+    """Modules lose their hooks, so parameters are not gathered and gradients are not reduced."""
     for module in trainer.model_parts[0].modules():
         module._forward_pre_hooks.clear()
         module._forward_hooks.clear()
@@ -135,7 +136,7 @@ def bypassed_wrapper(trainer: Trainer) -> None:
 
 @contextmanager
 def without_last_sync() -> Iterator[None]:
-    """No microbatch is ever the last one of its step."""
+    """No microbatch counts as the last one of its step."""
 
     @contextmanager
     def forgetful(parts: Sequence[nn.Module], policy: str, *, is_last: bool) -> Iterator[None]:
@@ -149,17 +150,17 @@ def without_last_sync() -> Iterator[None]:
 
 @contextmanager
 def rows_of_the_first_rank() -> Iterator[None]:
-    """All data ranks read what the first one should."""
+    """All data ranks read the rows of the first one."""
     rank_batches, build_data = gradients.rank_batches, parity_module.build_data
 
-    def of_the_first(batch: Batch, rank: int, degree: int, accumulation: int) -> list[Batch]:
+    def rows_of_rank_0(batch: Batch, rank: int, degree: int, accumulation: int) -> list[Batch]:
         del rank
         return rank_batches(batch, 0, degree, accumulation)
 
-    def data_of_the_first(config: JobConfig, mesh: Mesh, tokenizer: Tokenizer | None) -> Loader:
+    def data_of_rank_0(config: JobConfig, mesh: Mesh, tokenizer: Tokenizer | None) -> Loader:
         return build_data(config, Mesh(config.parallelism, replace(mesh.world, rank=0)), tokenizer)
 
-    with replaced(gradients, "rank_batches", of_the_first), replaced(parity_module, "build_data", data_of_the_first):
+    with replaced(gradients, "rank_batches", rows_of_rank_0), replaced(parity_module, "build_data", data_of_rank_0):
         yield
 
 
@@ -168,7 +169,7 @@ def rows_of_the_first_rank() -> Iterator[None]:
 
 @contextmanager
 def random_by_torch() -> Iterator[None]:
-    """Initial weights come from torch's own normal_ on the parameters as they lie on the mesh, under one seed."""
+    """Initial weights come from torch's normal_ on the distributed parameters, with the same seed on all ranks."""
 
     def draw(module: nn.Module, seed: int, init: Callable[[str], Init]) -> None:
         torch.manual_seed(seed)
@@ -183,7 +184,7 @@ def random_by_torch() -> Iterator[None]:
 
 @contextmanager
 def random_by_rank() -> Iterator[None]:
-    """Each rank draws its part of the matrices from a generator of its own."""
+    """Each rank draws its shards of the matrices from its own generator."""
     init_parameters_ = build_module.init_parameters_
 
     def draw(module: nn.Module, seed: int, init: Callable[[str], Init]) -> None:
@@ -206,7 +207,7 @@ def loss_of_every_rank(trainer: Trainer) -> None:
 
 
 def norms_not_summed_over_tp(trainer: Trainer) -> None:
-    """A norm's gradient stays that of the rank's own part of the sequence."""
+    """The gradient of a norm covers only the rank's part of the sequence."""
 
     def forget(module: nn.RMSNorm) -> None:
         weight = module.weight
@@ -226,18 +227,15 @@ def _like(weight: DTensor, gradient: Tensor) -> Tensor:
 
 
 def norm_in_single_precision(trainer: Trainer) -> None:
-    """A bare .float() in a norm of a float64 run."""
+    """A .float() in a norm of a float64 run."""
     norm = next(module for module in trainer.model_parts[0].modules() if isinstance(module, nn.RMSNorm))
     forward = norm.forward
     norm.forward = lambda x: forward(x.float().to(x.dtype))  # type: ignore[method-assign]
 
 
 @contextmanager
-def heads_taken_for_all() -> Iterator[None]:
-    """The norm of queries and keys takes a rank's heads for all of them: its gradient stays that of these heads.
-
-    The loss of the step does not show it.
-    """
+def head_norms_not_summed_over_tp() -> Iterator[None]:
+    """The gradient of the norm of queries and keys covers only the rank's heads. The loss of the step is correct."""
     torch_style = tensor_module._torch_style
 
     def style_of(style: TensorStyle, module: nn.Module, shard_logits: bool) -> ParallelStyle:
@@ -255,7 +253,7 @@ def heads_taken_for_all() -> Iterator[None]:
 
 @contextmanager
 def norm_of_one_stage() -> Iterator[None]:
-    """The squared norm is not added up over pp."""
+    """The squared norm is not summed over pp."""
     clip = clip_module.clip_grad_norm_
 
     def of_this_stage(parts: Sequence[nn.Module], max_norm: float, norm_type: str, group: object) -> Tensor:
@@ -269,14 +267,14 @@ def norm_of_one_stage() -> Iterator[None]:
 
 @contextmanager
 def norm_of_own_shards() -> Iterator[None]:
-    """The squared norm is not added up over tp."""
+    """The squared norm is not summed over tp."""
     with replaced(clip_module, "_shard_groups", lambda parameter: ()):  # noqa: ARG005
         yield
 
 
 @contextmanager
 def replicas_counted_twice() -> Iterator[None]:
-    """Parameters that are whole on every rank of the tp axis are added up over it as if they were sharded."""
+    """The norm sums parameters that are replicated over tp as if they were sharded."""
 
     def all_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
         assert isinstance(parameter, DTensor)
@@ -291,7 +289,7 @@ def replicas_counted_twice() -> Iterator[None]:
 
 
 def divided_after_backward(trainer: Trainer) -> None:
-    """The pipeline's backward pass sees the sum of losses; only the loss that is logged gets divided."""
+    """The pipeline's backward pass uses the sum of losses; only the logged loss is divided."""
     assert trainer.pipeline is not None
     forward_backward = trainer.pipeline.forward_backward
     trainer.pipeline._loss = lambda logits, labels, num_valid: cross_entropy_by_row(logits, labels)  # noqa: ARG005
@@ -299,13 +297,13 @@ def divided_after_backward(trainer: Trainer) -> None:
 
 
 def scaled_gradients(trainer: Trainer) -> None:
-    """scale_grads=True: the schedule divides gradients by its number of microbatches, on top of the loss."""
+    """scale_grads=True: the schedule also divides gradients by its number of microbatches."""
     assert trainer.pipeline is not None
     trainer.pipeline._schedule.scale_grads = True
 
 
-def labels_of_the_next_row(trainer: Trainer) -> None:
-    """The last stage compares its logits with the labels of the row after."""
+def labels_of_another_row(trainer: Trainer) -> None:
+    """The last stage compares its logits with the labels of another row."""
     assert trainer.pipeline is not None
     forward_backward = trainer.pipeline.forward_backward
 
@@ -317,7 +315,7 @@ def labels_of_the_next_row(trainer: Trainer) -> None:
 
 @contextmanager
 def stages_without_sync() -> Iterator[None]:
-    """The stages of a pipeline never reduce what they have accumulated."""
+    """The stages of a pipeline never reduce their accumulated gradients."""
     with replaced(PipelineStage, "perform_reduce_grad", lambda self, grad_scale_factor: None):  # noqa: ARG005
         yield
 
@@ -332,28 +330,28 @@ def masked_by(mask: Callable[[Tensor | None, torch.dtype, int], AttentionMask | 
 
 
 def without_mask(ids: Tensor | None, dtype: torch.dtype, head_dim: int) -> None:
-    """Attention leaks into all documents before."""
+    """Attention covers all previous documents of the row."""
     del ids, dtype, head_dim
 
 
 def one_position_late(ids: Tensor | None, dtype: torch.dtype, head_dim: int) -> AttentionMask | None:
-    """A document's first token belongs to the one before."""
+    """A document's first token belongs to the previous document."""
     return _attention_mask(None if ids is None else torch.cat((ids[:, :1], ids[:, :-1]), 1), dtype, head_dim)
 
 
 def of_the_first_row(ids: Tensor | None, dtype: torch.dtype, head_dim: int) -> AttentionMask | None:
-    """All rows of a microbatch have the documents of its first one."""
+    """All rows of a microbatch have the documents of its first row."""
     return _attention_mask(None if ids is None else ids[:1].expand_as(ids), dtype, head_dim)
 
 
-def last_part_is_not_told(trainer: Trainer) -> None:
-    """Of each rank's parts of the model, the last one takes its rows for one document each."""
+def last_part_ignores_documents(trainer: Trainer) -> None:
+    """The last model part of each rank treats each row as one document."""
     forward = trainer.model_parts[-1].forward
     trainer.model_parts[-1].forward = lambda tokens, **_keys: forward(tokens)  # type: ignore[method-assign]
 
 
-def positions_go_on(trainer: Trainer) -> None:
-    """Those of a row instead of those in a document; attention still stays inside documents."""
+def positions_do_not_restart(trainer: Trainer) -> None:
+    """Positions count along the row instead of the document; attention is still limited to documents."""
     keys_of = trainer.keys_of
 
     def along_the_row(batch: Batch) -> dict[str, Tensor]:
@@ -376,7 +374,7 @@ RUNTIME_ERROR = {"RuntimeError"}
 
 
 def on_both(name: str, planted: Around, seen: set[str], first: str) -> list[Mistake]:
-    """With replicated parameters, and with sharded ones."""
+    """The mistake with replicated and with sharded parameters."""
     return [Mistake(name, layout, planted, seen, first) for layout in (REPLICATE, SHARD)]
 
 
@@ -384,9 +382,11 @@ OF_DATA = (
     *on_both("each rank divides by its own count", changed(mean_per_rank), STEP, "valid tokens: the ranks disagree"),
     Mistake("token counts of each rank", SHARD, changed(own_count), STEP, "valid tokens: the ranks disagree"),
     *on_both("the reduction averages over the ranks", changed(averaging_reduction), GRADIENT, "gradient of"),
-    Mistake("torch's own average over the replicas", REPLICATE, changed(averaged_replicas), GRADIENT, "gradient of"),
     Mistake(
-        "gradients that are reduced already are summed again",
+        "torch's default average over the replicas", REPLICATE, changed(averaged_replicas), GRADIENT, "gradient of"
+    ),
+    Mistake(
+        "reduced gradients are summed again",
         *(REPLICATE_EVERY, changed(accumulated_sums_reduced_again), GRADIENT, "gradient of"),
     ),
     *on_both("the last microbatch is not synchronized", without_last_sync, GRADIENT, "gradient of"),
@@ -408,11 +408,9 @@ OF_TENSORS = (
     Mistake("gradients of norms not summed over tp", TP, changed(norms_not_summed_over_tp), GRADIENT, "gradient of"),
     Mistake(
         "gradients of the norms of queries and keys not summed over tp (qwen3)",
-        *(TP_QWEN3, heads_taken_for_all, GRADIENT, "gradient of"),
+        *(TP_QWEN3, head_norms_not_summed_over_tp, GRADIENT, "gradient of"),
     ),
-    Mistake(
-        "parameters whole on each tp rank counted twice in the norm", TP, replicas_counted_twice, NORM, "grad norm: "
-    ),
+    Mistake("parameters replicated over tp counted twice in the norm", TP, replicas_counted_twice, NORM, "grad norm: "),
     Mistake("gradient norm not reduced over tp", TP, norm_of_own_shards, NORM, "grad norm: the ranks disagree"),
 )
 OF_PIPELINES = (
@@ -422,19 +420,19 @@ OF_PIPELINES = (
         "losses divided after the backward pass only", PP, changed(divided_after_backward), GRADIENT, "gradient of"
     ),
     Mistake("scale_grads=True on top of the division", PP, changed(scaled_gradients), GRADIENT, "gradient of"),
-    Mistake("labels of another row", PP, changed(labels_of_the_next_row), STEP, "step 1, loss: "),
+    Mistake("labels of another row", PP, changed(labels_of_another_row), STEP, "step 1, loss: "),
     Mistake("stages that never reduce", REPLICATED_STAGES, stages_without_sync, GRADIENT, "gradient of"),
 )
 OF_DOCUMENTS = tuple(
     Mistake(name, INTERLEAVED, planted, seen, documents=True)
     for name, planted, seen in (
-        ("attention to all documents before", masked_by(without_mask), STEP),
-        ("documents begin a position late", masked_by(one_position_late), STEP),
-        ("documents of a microbatch's first row for all", masked_by(of_the_first_row), STEP),
-        ("a rank's last stage is not told of documents", changed(last_part_is_not_told), STEP | POSITIONS),
-        ("positions go on between documents", changed(positions_go_on), POSITIONS),
+        ("attention to all previous documents", masked_by(without_mask), STEP),
+        ("documents begin one position late", masked_by(one_position_late), STEP),
+        ("all rows have the documents of the microbatch's first row", masked_by(of_the_first_row), STEP),
+        ("a rank's last stage ignores documents", changed(last_part_ignores_documents), STEP | POSITIONS),
+        ("positions do not restart between documents", changed(positions_do_not_restart), POSITIONS),
     )
 )
 MISTAKES = (*OF_DATA, *OF_TENSORS, *OF_PIPELINES, *OF_DOCUMENTS)
-QUICK = ("torch's own average over the replicas", "gradient norm not reduced over pp")
-"""Names of those that the quick size plants."""
+QUICK = ("torch's default average over the replicas", "gradient norm not reduced over pp")
+"""Names of the mistakes in the quick suite."""

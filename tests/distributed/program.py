@@ -1,7 +1,7 @@
-"""Runs the program as a user does, as processes of its own, and looks at what they say and leave behind.
+"""Start programs as a user does, in separate processes, and inspect their output and files.
 
-By default these are forked from the fork server, which has imported everything, and get the environment that torchrun
-would give them. Tests of launching, signals and restarts say `launcher=TORCHRUN`, or `PYTHON` for a process alone.
+By default, processes are forked from the fork server, which has imported all modules, and get torchrun's environment
+variables. Tests of launching, signals and restarts pass `launcher=TORCHRUN`, or `PYTHON` for a single process.
 """
 
 import json
@@ -28,7 +28,7 @@ from tests.distributed.reference import GLOBAL_BATCH, MODEL, SEQ_LEN, TOKENS
 from titanlite.runtime.launch import end_with_parent, fork_context
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PATIENCE_S = 300.0  # of a test on a busy machine, where it is not about time
+PATIENCE_S = 300.0  # on a busy machine, for tests that do not measure time
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 PYTHON = ()
 TRAIN = ("-m", "titanlite.train")
@@ -63,7 +63,7 @@ Starter = Callable[..., "Program"]
 
 @dataclass
 class Program:
-    """A started program. workplace: the folder of its files; all processes that it has started know it, too."""
+    """A started program. workplace: folder of its files, named in the environment of all its processes."""
 
     process: "subprocess.Popen[bytes] | ForkedProcesses"
     workplace: Path
@@ -71,11 +71,11 @@ class Program:
 
     @property
     def output(self) -> str:
-        """stdout and stderr of all its processes, in the order of their lines."""
+        """stdout and stderr of all processes, in the order of writing."""
         return self.output_file.read_text(errors="replace")
 
     def wait_for(self, pattern: str) -> None:
-        """Until the output has the pattern."""
+        """Wait until the output matches the regular expression."""
         end = time.monotonic() + PATIENCE_S
         while not re.search(pattern, self.output, re.MULTILINE):
             assert self.process.poll() is None, self.output
@@ -83,11 +83,11 @@ class Program:
             time.sleep(0.02)
 
     def wait(self) -> int:
-        """Its exit code."""
+        """Wait for the program and return its exit code."""
         return self.process.wait(PATIENCE_S)
 
     def close(self) -> None:
-        """Ends it and its ranks, if a test did not come to that."""
+        """Stop the program and its ranks if they are still running."""
         if self.process.poll() is None:
             if isinstance(self.process, ForkedProcesses):
                 self.process.kill()
@@ -95,17 +95,17 @@ class Program:
                 self.process.terminate()
             self.process.wait(PATIENCE_S)
 
-    def workers(self, doing: str) -> list[int]:
-        """Processes of training, torchrun's own left out, that have loaded a library whose name contains `doing`."""
+    def workers(self, library: str) -> list[int]:
+        """PIDs, except torchrun's, that have loaded a library whose name contains `library`."""
         return [
             pid
             for pid in self.processes()
             if "torch.distributed.run" not in read(Path(f"/proc/{pid}/cmdline"))
-            and doing in read(Path(f"/proc/{pid}/maps"))
+            and library in read(Path(f"/proc/{pid}/maps"))
         ]
 
     def ranks(self) -> dict[int, int]:
-        """Living processes that a launcher has started, by rank."""
+        """PIDs of running ranks, by rank."""
         if isinstance(self.process, ForkedProcesses):
             living = self.processes()
             return {rank: pid for rank, pid in enumerate(self.process.pids) if pid in living}
@@ -114,7 +114,7 @@ class Program:
         return {int(match[1]): pid for pid, match in found.items() if match}
 
     def processes(self) -> list[int]:
-        """All living processes that were started by this program, whoever is their parent now. Linux only."""
+        """PIDs of all running processes started by this program, including orphans. Linux only."""
         folders = [folder for folder in Path("/proc").iterdir() if folder.name.isdecimal()]
         if isinstance(self.process, ForkedProcesses):  # /proc shows the environment of the fork server
             return [int(folder.name) for folder in folders if living_session(folder) in self.process.pids]
@@ -123,7 +123,7 @@ class Program:
 
 
 def read(file: Path) -> str:
-    """Nothing where the process has ended or is somebody else's."""
+    """Text of a file in /proc; empty if the process has ended or belongs to another user."""
     try:
         return file.read_text(errors="replace")
     except OSError:
@@ -131,7 +131,7 @@ def read(file: Path) -> str:
 
 
 def living_session(process: Path) -> int | None:
-    """The session of a process, by its folder in /proc; None where it has ended."""
+    """Session ID of a process, given its folder in /proc; None if the process has ended."""
     fields = read(process / "stat").rpartition(")")[2].split()  # state, parent, process group, session, ...
     return int(fields[3]) if fields and fields[0] != "Z" else None
 
@@ -145,11 +145,11 @@ def start_program(
     name: str = "output",
     environment: dict[str, str] | None = None,
 ) -> Program:
-    """Starts training, with CONFIG unless the arguments say otherwise.
+    """Start training, with CONFIG unless the arguments name a configuration file.
 
-    ranks: 0 for a process without a launcher. launcher: None forks the processes.
+    ranks: 0 for one process without a launcher. launcher: None forks the processes.
 
-    Outputs go to workplace / "out"; what it says to the file workplace / name.
+    The default dump folder is workplace / "out"; stdout and stderr go to the file workplace / name.
     """
     config = workplace / "config.toml"
     if "--job.config_file" not in arguments:
@@ -171,7 +171,7 @@ def start_command(
     name: str = "output",
     environment: dict[str, str] | None = None,
 ) -> Program:
-    """As start_program, with these arguments alone."""
+    """Like start_program, without default arguments."""
     settings = {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(REPOSITORY),
@@ -198,14 +198,14 @@ def start_command(
 
 
 class ForkedProcesses:
-    """A program's processes, forked by the fork server; what a test uses of subprocess.Popen.
+    """A program's processes, forked by the fork server. Implements the part of subprocess.Popen that tests use.
 
-    ranks: 0 for one process without a launcher. Else all get torchrun's environment, with a store that outlives them,
-    and the first that fails ends the others, as torchrun does it: SIGTERM after TERMINATE_S, SIGKILL after KILL_S more,
-    and exit code 1.
+    ranks: 0 for one process without a launcher. Otherwise all ranks get torchrun's environment and a store that
+    outlives them. If a rank fails, the others are stopped as torchrun does it: SIGTERM after TERMINATE_S, SIGKILL after
+    another KILL_S, and exit code 1.
     """
 
-    TERMINATE_S = 0.5  # torchrun looks after its ranks every 0.1 s: more time for a rank to tell what it should not
+    TERMINATE_S = 0.5  # longer than torchrun's 0.1 s: exposes ranks that print errors they should not print
     KILL_S = 30.0
 
     def __init__(
@@ -219,12 +219,12 @@ class ForkedProcesses:
         self._processes = []
         try:
             for rank in range(max(1, ranks)):
-                given = environment
+                variables = environment
                 if self._store is not None:
-                    given = torchrun_environment(rank, ranks, self._store.port, run_id) | environment
-                # A daemon: ended with pytest. It may have processes of its own all the same.
+                    variables = torchrun_environment(rank, ranks, self._store.port, run_id) | environment
+                # A daemon, so it stops with pytest. It can still start child processes.
                 process = fork_context().Process(
-                    target=_run_program, args=(command, folder, given, output), daemon=True
+                    target=_run_program, args=(command, folder, variables, output), daemon=True
                 )
                 process.start()
                 self._processes.append(process)
@@ -234,17 +234,17 @@ class ForkedProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """By rank, whether they still run or not."""
+        """PIDs by rank, of running and ended processes."""
         return [process.pid for process in self._processes if process.pid is not None]
 
     @property
     def pid(self) -> int:
-        """Of a program of one process."""
+        """PID of a program with one process."""
         (pid,) = self.pids
         return pid
 
     def poll(self) -> int | None:
-        """The exit code once all processes have ended; None before. Ends all where one has failed."""
+        """Return the exit code, or None while processes are running. Stops all processes if one has failed."""
         codes = [process.exitcode for process in self._processes]
         if None not in codes:
             return int(any(codes)) if self._launched else codes[0]
@@ -259,7 +259,7 @@ class ForkedProcesses:
         return None
 
     def wait(self, timeout: float) -> int:
-        """The exit code. Raises TimeoutError."""
+        """Wait for all processes and return the exit code. Raises TimeoutError."""
         end = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > end:
@@ -275,14 +275,14 @@ class ForkedProcesses:
         self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:
-        """To all processes that still run."""
+        """Send a signal to all running processes."""
         for process in self._processes:
             if process.exitcode is None and process.pid is not None:
                 os.kill(process.pid, number)
 
 
 def torchrun_environment(rank: int, ranks: int, port: int, run_id: str) -> dict[str, str]:
-    """What torchrun sets for a rank of one node, where it holds the store itself."""
+    """Variables that torchrun sets for a rank of a single node if its agent hosts the store."""
     return {
         **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(ranks)),
@@ -300,7 +300,7 @@ def torchrun_environment(rank: int, ranks: int, port: int, run_id: str) -> dict[
 
 
 def _run_program(command: Sequence[str], folder: Path, environment: dict[str, str], output: Path) -> None:
-    """`python COMMAND` in a process that has imported what it needs."""
+    """Run `python COMMAND` in this process, whose modules are already imported."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     os.setsid()
     os.chdir(folder)
@@ -315,7 +315,7 @@ def _run_program(command: Sequence[str], folder: Path, environment: dict[str, st
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     torch.set_num_threads(1)
     if command[0] == "-m":
-        sys.modules.pop(command[1], None)  # it is run anew, as __main__
+        sys.modules.pop(command[1], None)  # runs again, as __main__
         sys.argv = list(command[1:])
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:
@@ -324,18 +324,18 @@ def _run_program(command: Sequence[str], folder: Path, environment: dict[str, st
 
 
 def clean_environment() -> dict[str, str]:
-    """Without what a launcher has set around the tests."""
+    """Environment without the variables of a launcher that started the tests."""
     launched = torchrun_environment(0, 0, 0, "")
     return {name: value for name, value in os.environ.items() if name not in launched}
 
 
 def rows(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """metrics.jsonl of a dump folder."""
+    """Rows of metrics.jsonl in a dump folder."""
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
 def own_tracebacks(output: str) -> int:
-    """Tracebacks of ours; torchrun prints one of its own after a failed rank."""
+    """Number of titanlite's tracebacks; torchrun prints another one after a failed rank."""
     parts = output.split("Traceback (most recent call last):")[1:]
     return sum(f'File "{REPOSITORY / "titanlite"}{os.sep}' in part for part in parts)
 

@@ -1,4 +1,4 @@
-"""Runs of the program that are ended and go on, compared with one that nothing has happened to, bit for bit."""
+"""Interrupted and resumed runs of the program, compared with an undisturbed run bit for bit."""
 
 import re
 import warnings
@@ -14,17 +14,17 @@ from tests.distributed.resuming import numbers
 from titanlite.checkpoint.folder import published_steps, step_folder
 
 SETTINGS = ("--checkpoint.enable", "true", "--lr_schedule.decay_steps", "1000")
-"""Of every such run: the learning rate changes at each step, and does not depend on how many there are."""
+"""Settings of all compared runs. The learning rate changes at each step and does not depend on training.steps."""
 SHORT_STEPS = 40
 SPACING = 10
-"""Runs that are compared have a multiple of so many steps: the undisturbed one has a checkpoint there."""
+"""Checkpoint interval of the undisturbed run; the steps of compared runs are a multiple of it."""
 
 Undisturbed = Callable[[int], Path]
-"""The dump folder of a run on two ranks that nothing has happened to, of so many steps or more."""
+"""Number of steps -> dump folder of an undisturbed run on two ranks with at least that many steps."""
 
 
 def undisturbed_runs(workplace: Path) -> Undisturbed:
-    """Runs each only once; a short one serves all that are shorter still."""
+    """Undisturbed runs, cached by number of steps. One run of SHORT_STEPS serves all smaller numbers."""
     done: dict[int, Path] = {}
 
     def run(steps: int) -> Path:
@@ -45,21 +45,21 @@ def undisturbed_runs(workplace: Path) -> Undisturbed:
 
 
 def tensors_in(checkpoint: Path) -> dict[str, Tensor]:
-    """All of a checkpoint, by torch's own reader."""
+    """All tensors of a checkpoint, read by torch."""
     reader = dcp.FileSystemReader(checkpoint)
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in reader.read_metadata().state_dict_metadata.items()
         if isinstance(entry, dcp.metadata.TensorStorageMetadata)
     }
-    with warnings.catch_warnings():  # that it reads with one process
+    with warnings.catch_warnings():  # torch warns about loading in one process
         warnings.simplefilter("ignore", UserWarning)
         dcp.load(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
 
-def assert_as_undisturbed(out: Path, steps: int, undisturbed: Path) -> None:
-    """The run in `out` has ended after `steps`: every row and every value as in the undisturbed one."""
+def assert_matches_undisturbed(out: Path, steps: int, undisturbed: Path) -> None:
+    """Check that the run in `out` ended after `steps` with the rows and tensors of the undisturbed run."""
     assert published_steps(out / "checkpoint")[-1] == steps
     found, expected = (tensors_in(step_folder(folder / "checkpoint", steps)) for folder in (out, undisturbed))
     assert found.keys() == expected.keys()
@@ -69,8 +69,8 @@ def assert_as_undisturbed(out: Path, steps: int, undisturbed: Path) -> None:
 
 
 def starts(output: str) -> list[int]:
-    """The steps from which training has begun, in order; 0: anew."""
-    found = re.findall(r" Start: (?:step (\d+),|a new run)", output)
+    """Steps from which training started, in order; 0 for a new run."""
+    found = re.findall(r" Start: (?:step (\d+),|new run)", output)
     return [int(step or 0) for step in found]
 
 
@@ -79,15 +79,15 @@ def saved_steps(output: str) -> list[int]:
 
 
 def trained_steps(output: str) -> list[int]:
-    """Of all lines that a step has in the log."""
+    """Steps of all log lines of steps."""
     return [int(step) for step in re.findall(r" step +(\d+)/", output)]
 
 
 def stopped(output: str) -> list[tuple[str, int]]:
-    """Signal and step of each start that a signal has ended."""
+    """(signal, step) of each start that a signal stopped."""
     return [(name, int(step)) for name, step in re.findall(r" Stopped by (\w+) after step (\d+)", output)]
 
 
 def start_saving(start: Starter, workplace: Path, *arguments: str, **options: object) -> Program:
-    """Starts a run on two ranks that can be compared; options: of start_program."""
+    """Start a run on two ranks that can be compared. options: arguments of start_program."""
     return start(workplace, *SETTINGS, *arguments, **{"ranks": 2, "program": TRAIN} | options)

@@ -1,4 +1,4 @@
-"""What every layout is compared with: one process, plain torch, no code of the trainer."""
+"""Reference for all layouts: one process, plain torch, no code of the trainer."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +19,12 @@ from titanlite.models.registry import resolve_model
 TOKENS = Path(__file__).parents[1] / "golden" / "tokens.npy"
 SEQ_LEN = 16
 GLOBAL_BATCH = 16
-VOCAB_SIZE = 131  # odd: no shard of the vocabulary is even
+VOCAB_SIZE = 131  # odd, so vocabulary shards are uneven
 MODEL = ("dim=32", "n_layers=2", "n_heads=4", "n_kv_heads=2", "ffn_dim=48", f"vocab_size={VOCAB_SIZE}")
 
 
 def small_config(world_size: int, *overrides: str) -> JobConfig:
-    """A tiny llama3 in float64 with plain SGD and no clipping; overrides are `section.key=value`."""
+    """Tiny llama3 in float64 with plain SGD and no clipping; overrides are `section.key=value`."""
     settings = [
         *(f"model.{value}" for value in MODEL),
         "model.max_seq_len=64",  # each build computes rotary tables of that length
@@ -39,19 +39,20 @@ def small_config(world_size: int, *overrides: str) -> JobConfig:
         "lr_schedule.warmup_steps=0",
         "lr_schedule.decay=none",
     ]
-    given = {item.split("=", 1)[0]: item.split("=", 1)[1] for item in (*settings, *overrides)}
-    if world_size > 2 and given["optimizer.name"] == "SGD":
-        # for many tensors at once, DTensor tries all placements on a mesh of several axes: seconds on each rank
-        given.setdefault("optimizer.implementation", "for-loop")
-    return load_config([f"--{key}={value}" for key, value in given.items()], world_size=world_size, device_type="cpu")
+    values = {item.split("=", 1)[0]: item.split("=", 1)[1] for item in (*settings, *overrides)}
+    if world_size > 2 and values["optimizer.name"] == "SGD":
+        # foreach takes seconds per rank: on a mesh of several axes, DTensor tries all placements
+        values.setdefault("optimizer.implementation", "for-loop")
+    return load_config([f"--{key}={value}" for key, value in values.items()], world_size=world_size, device_type="cpu")
 
 
 def global_batch(masks: str, seed: int = 0, rows: int = GLOBAL_BATCH) -> Batch:
-    """All rows of step `seed`, counted from 0. masks says which labels are IGNORE_INDEX:
+    """All rows of step `seed` (from 0). `masks` selects the labels that are IGNORE_INDEX:
 
-    uneven: each row has its own share of valid labels, from 0 to 100 %, row 0 none at all; silent_ranks: as uneven,
-    and no valid label in any odd row, so that with 2 or 4 data ranks half of the ranks have none; none: no label at
-    all.
+    uneven: each row has a random share of valid labels (0 to 100 %); row 0 has no valid label.
+    silent_ranks: like uneven, and odd rows have no valid label; with 2 or 4 data ranks, half of the ranks have no
+    valid label.
+    none: no row has a valid label.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCAB_SIZE, (rows, SEQ_LEN + 1), generator=generator)
@@ -80,7 +81,7 @@ def rank_batches(batch: Batch, rank: int, degree: int, accumulation: int) -> lis
 
 @dataclass(frozen=True)
 class Reference:
-    """Of one step before its update."""
+    """Results of one step, and the weights before its update."""
 
     loss: Tensor
     grad_norm: Tensor
@@ -89,7 +90,7 @@ class Reference:
 
 
 def plain_model(config: JobConfig) -> LanguageModel:
-    """The model of the configuration, in one piece, with its initial weights."""
+    """Unsharded model of the configuration with initial weights."""
     family, hyper_parameters = resolve_model(config.model)
     model = family.build(hyper_parameters).to(getattr(torch, config.training.dtype))
     model.tie_weights()
@@ -102,9 +103,9 @@ _references: dict[tuple[Any, ...], Reference] = {}
 
 
 def reference_step(config: JobConfig, batch: Batch, step: int = 1) -> Reference:
-    """Loss, gradient norm and gradients of the whole global batch at once, with initial weights. step: for draws.
+    """Loss, gradient norm and gradients of the global batch with initial weights, cached per process.
 
-    Computed once per process, for all layouts of the same model.
+    step: step number, used for random draws.
     """
     rows = tuple(tensor.numpy().tobytes() for tensor in (batch.tokens, batch.labels, batch.sequences))
     key = (repr(config.model), config.training.dtype, config.debug.seed, step, rows)

@@ -1,7 +1,7 @@
-"""The training program with something slow on each rank, which says so, and says where training ends: SLOW is
+"""Training program with a slow operation. Prints a line before the operation and at the end of training.
 
-first_step: the first step of this start. data: the data of the third step, on rank 1. save: every write of tensors.
-SLOW_S: for so many seconds.
+SLOW selects the operation. first_step: the first step of this start. data: the data of the third step, on rank 1.
+save: every write of tensors. SLOW_S is its duration in seconds.
 """
 
 import os
@@ -26,7 +26,7 @@ from titanlite.trainer import Trainer
 
 RANK = int(os.environ.get("RANK", "0"))
 SLOW_S = float(os.environ["SLOW_S"])
-train_to_the_end, next_step, train_step, save_tensors = (
+original_train, next_step, train_step, save_tensors = (
     train.train,
     Loader.next_step,
     Trainer.train_step,
@@ -34,13 +34,13 @@ train_to_the_end, next_step, train_step, save_tensors = (
 )
 
 
-def say(text: str) -> None:
-    """A line in one piece, among those of other ranks."""
+def print_line(text: str) -> None:
+    """Write a line atomically, so that lines of several ranks do not mix."""
     os.write(1, f"{text}\n".encode())
 
 
-def slow(what: str) -> None:
-    say(f"slow {what} on rank {RANK}")
+def slow(operation: str) -> None:
+    print_line(f"slow {operation} on rank {RANK}")
     time.sleep(SLOW_S)
 
 
@@ -71,9 +71,9 @@ def slow_save(
     return save_tensors(folder, tensors, local, group)
 
 
-def train_and_tell(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
-    record = train_to_the_end(config, run, failure)
-    say(f"rank {RANK} ended after step {run.trainer.step}")
+def train_and_report(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
+    record = original_train(config, run, failure)
+    print_line(f"rank {RANK} ended after step {run.trainer.step}")
     return record
 
 
@@ -84,7 +84,7 @@ def plant(slow_part: str) -> None:
         "save": (saver, "save_tensors", slow_save),
     }
     setattr(*parts[slow_part])
-    train.train = train_and_tell
+    train.train = train_and_report
 
 
 if __name__ == "__main__":

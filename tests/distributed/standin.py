@@ -1,4 +1,4 @@
-"""A run that stands in for training: its checkpoints are real, its values follow from step and branch alone."""
+"""Stand-in for a training run: real checkpoints, values that depend on step and branch only."""
 
 import zlib
 from collections.abc import Callable
@@ -32,7 +32,7 @@ NUM_STREAMS = 4
 
 
 def content(name: str, step: int, branch: str) -> Tensor:
-    """What a tensor holds after `step`; no two steps or branches are alike in any element."""
+    """Value of a tensor after `step`. All elements differ between steps and between branches."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step} {branch}".encode()))
     if name == STREAMS:
         return torch.randint(2**40, (NUM_STREAMS, 3), generator=generator)
@@ -40,7 +40,7 @@ def content(name: str, step: int, branch: str) -> Tensor:
 
 
 class StandIn:
-    """Has the interface of RunState and of Meter."""
+    """Stand-in for RunState and Meter."""
 
     def __init__(self) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -54,15 +54,15 @@ class StandIn:
         self._counts = MeterState(0, 0)
         self._mesh = mesh
 
-    def become(self, step: int, branch: str) -> None:
-        """What training does: new values, in place."""
+    def update_to(self, step: int, branch: str) -> None:
+        """Set the values of `step` in place, as training does."""
         for name, tensor in self._tensors.items():
             local_part(tensor).copy_(self._own(name, step, branch))
         self._streams.copy_(content(STREAMS, step, branch))
         self._counts = MeterState(100 * step + len(branch), 0)
 
-    def is_that_of(self, step: int, branch: str) -> bool:
-        """Whether every value on this rank is that of `step`, bit by bit."""
+    def matches(self, step: int, branch: str) -> bool:
+        """Whether all values on this rank are those of `step`, bit for bit."""
         return (
             all(local_part(t).equal(self._own(name, step, branch)) for name, t in self._tensors.items())
             and self._streams.equal(content(STREAMS, step, branch))
@@ -70,10 +70,10 @@ class StandIn:
         )
 
     def _own(self, name: str, step: int, branch: str) -> Tensor:
-        whole = content(name, step, branch)
+        full = content(name, step, branch)
         if name not in SHARDED:
-            return whole
-        return local_part(distribute_tensor(whole, self._mesh, [Shard(0)], src_data_rank=None))
+            return full
+        return local_part(distribute_tensor(full, self._mesh, [Shard(0)], src_data_rank=None))
 
     def poison(self) -> None:
         local_part(self._tensors["optimizer/weight/exp_avg"]).fill_(float("nan"))
@@ -105,7 +105,7 @@ class StandIn:
 
 
 class Run:
-    """A run on this rank: its values, its checkpoints, and the last step it has done."""
+    """A run on this rank: state, checkpoints and last finished step."""
 
     def __init__(self, folder: Path, steps: int = 1000, **section: Any) -> None:
         self.state = StandIn()
@@ -125,53 +125,55 @@ class Run:
         self.steps = steps
 
     def train(self, branch: str, steps: int, before_save: Callable[[int], None] | None = None) -> None:
-        """So many steps, each with a save; its values are those of the step after it before that save has ended.
+        """Take steps with a save after each. Values change to those of the next step while the save still runs.
 
-        before_save: called with the step.
+        before_save: called with the step before each save.
         """
         try:
             for _ in range(steps):
                 self.step += 1
-                self.state.become(self.step, branch)
+                self.state.update_to(self.step, branch)
                 if before_save:
                     before_save(self.step)
                 self.checkpoints.after_step(self.step, self.step == self.steps)
-            self.state.become(self.step + 1, branch)
+            self.state.update_to(self.step + 1, branch)
         finally:
             self.checkpoints.close()
 
 
-def train_anew(folder: Path, branch: str, steps: int) -> None:
-    """One process's life: from where the folder stands, so many steps further."""
+def train_run(folder: Path, branch: str, steps: int) -> None:
+    """Resume from the folder and train, as one process does."""
     Run(folder).train(branch, steps)
 
 
-def saved(folder: Path, steps: int) -> None:
-    """Lets two ranks save so many steps of branch "a"; for a process with a single thread."""
-    on_ranks(train_anew, 2, folder, "a", steps)
+def save_steps(folder: Path, steps: int) -> None:
+    """Train and save steps of branch "a" on two ranks. Requires a single-threaded process."""
+    on_ranks(train_run, 2, folder, "a", steps)
 
 
 def on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """What `function(*args)` returns on each rank, none of which may fail; for a process with a single thread."""
+    """Results of `function(*args)` by rank; fails if a rank fails. Requires a single-threaded process."""
     return results(fork_ranks(function, world_size, *args))
 
 
 def results(ends: list[End]) -> list[Any]:
-    """What the ranks returned, none of which has failed."""
+    """Results by rank; fails if a rank has failed."""
     for end in ends:
-        assert end.exit_code == 0 and end.error is None, end  # noqa: PT018 one look at how it ended
+        assert end.exit_code == 0 and end.error is None, end  # noqa: PT018 shows all of `end`
     return [end.result for end in ends]
 
 
 def starts(folders: list[Path], section: dict[str, Any], steps: int) -> list[dict[str, Any]]:
-    """What starts in each of the folders find, one after another: step and branch ("" where values are mixed, or none
-    was loaded), or error, its type and text; and lines, what was logged. steps: each then trains, on branch "c"."""
+    """Start a run in each folder. Returns for each: step and branch, or error (type and text); and log lines.
+
+    branch: "" if values are mixed or no checkpoint was loaded. steps: then trained by each run, on branch "c".
+    """
     found = []
     for folder in folders:
         logged().clear()
         try:
             run = Run(folder, **section)
-            branch = next((b for b in "abc" if run.state.is_that_of(run.step, b)), "")
+            branch = next((b for b in "abc" if run.state.matches(run.step, b)), "")
             answer: dict[str, Any] = {"step": run.step, "branch": branch}
             lines = list(logged())
             run.train("c", steps)
@@ -183,11 +185,11 @@ def starts(folders: list[Path], section: dict[str, Any], steps: int) -> list[dic
 
 
 BATCH = 20
-"""Of runs that one process goes through one after another: the groups of each keep threads until it ends."""
+"""Maximum number of runs in one process: process groups of each run keep threads until the process ends."""
 
 
 def start_in(folders: list[Path], section: dict[str, Any] | None = None, steps: int = 0) -> list[list[dict[str, Any]]]:
-    """By folder and rank, what `starts` finds."""
+    """Results of `starts` by folder and rank."""
     found = []
     for first in range(0, len(folders), BATCH):
         by_rank = on_ranks(starts, 2, folders[first : first + BATCH], section or {}, steps)

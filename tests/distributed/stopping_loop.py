@@ -1,4 +1,4 @@
-"""A training loop without a model: each step is an all-reduce. It ends when its ranks agree on a request to stop."""
+"""Training loop without a model: each step is an all-reduce. It stops when its ranks agree on a stop request."""
 
 import os
 import signal
@@ -16,8 +16,8 @@ from titanlite.runtime.signals import StopRequest
 STEP_S = float(os.environ.get("STEP_S", "0.02"))
 
 
-def say(text: str) -> None:
-    """A line in one piece, among those of other ranks."""
+def print_line(text: str) -> None:
+    """Write a line atomically, so that lines of several ranks do not mix."""
     os.write(1, f"{text}\n".encode())
 
 
@@ -36,11 +36,11 @@ def main() -> None:
             time.sleep(STEP_S)
             dist.all_reduce(torch.zeros(1), group=group)
             agreed = control.exchange(Flags(stop=request.number))
-            say(f"step {step}/ of rank {world.rank}")
+            print_line(f"step {step}/ of rank {world.rank}")
         control.finish()
-        asked = request.signal or "nobody"
+        received = request.signal or "none"
         agreed_on = signal.Signals(agreed.stop).name
-        say(f"rank {world.rank}, asked by {asked}, stopped after step {step} by {agreed_on}")
+        print_line(f"rank {world.rank}, received {received}, stopped after step {step} by {agreed_on}")
         if "SAVE_S" in os.environ:
             time.sleep(float(os.environ["SAVE_S"]))
         dist.barrier()

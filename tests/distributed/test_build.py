@@ -1,4 +1,4 @@
-"""What building a run leaves behind: process groups and how long they wait, deterministic algorithms, its counts."""
+"""Building a run: timeouts of process groups, deterministic algorithms, token and FLOP counts."""
 
 import os
 from datetime import timedelta
@@ -18,25 +18,25 @@ from titanlite.runtime.distributed import World
 
 
 def build(folder: str, *settings: str) -> Run:
-    """The run that training itself would build, in the place of the tests' process group."""
+    """Build the run as training does, replacing the tests' process group."""
     rank, size = dist.get_rank(), dist.get_world_size()
     config = small_config(size, f"job.dump_folder={folder}/run", *settings)
-    dist.barrier()  # all are connected
+    dist.barrier()  # until all ranks are connected
     dist.destroy_process_group()
     return build_run(config, World(rank, rank, size, "cpu"), dist.FileStore(f"{folder}/store", size), {})
 
 
 def timeouts_of_a_run(folder: str) -> tuple[list[float], list[float], bool]:
-    """Seconds that the groups of a run wait: as built, and once training goes on; whether the model uses no others."""
+    """(group timeouts in s after the build, timeouts in training, whether the model uses only these groups)"""
     validation = ("enable=true", "sources.0.kind=tokens", f"sources.0.path={TOKENS}")
     settings = (*(f"validation.{setting}" for setting in validation), "checkpoint.enable=true")
     run = build(folder, "parallelism.dp_replicate=2", "comm.init_timeout_s=77", *settings)
 
-    def waits() -> list[float]:
+    def timeouts() -> list[float]:
         backends = [group._get_backend(torch.device("cpu")) for group in run.mesh.groups]
         return [backend.options._timeout / timedelta(seconds=1) for backend in backends]
 
-    at_start = waits()
+    at_start = timeouts()
     run.mesh.set_timeout(55)
     used = {
         group.group_name
@@ -45,11 +45,11 @@ def timeouts_of_a_run(folder: str) -> tuple[list[float], list[float], bool]:
     }
     run.loader.close()
     run.sinks.close()
-    return at_start, waits(), used <= {group.group_name for group in run.mesh.groups}
+    return at_start, timeouts(), used <= {group.group_name for group in run.mesh.groups}
 
 
 @pytest.mark.slow
-def test_all_groups_wait_as_long_as_the_configuration_says(tmp_path: Path) -> None:
+def test_all_groups_have_the_configured_timeout(tmp_path: Path) -> None:
     for at_start, later, complete in run_ranks(timeouts_of_a_run, 4, str(tmp_path)):
         assert set(at_start) == {77.0}
         assert set(later) == {55.0}
@@ -72,7 +72,7 @@ def determinism_of_a_run(folder: str, deterministic: str, warn_only: str) -> lis
 
 
 @pytest.mark.slow
-def test_deterministic_algorithms_are_in_force_where_they_are_asked_for(tmp_path: Path) -> None:
+def test_deterministic_algorithms_are_set_as_configured(tmp_path: Path) -> None:
     def found(name: str, *flags: str) -> list[object]:
         (tmp_path / name).mkdir()
         return run_ranks(determinism_of_a_run, 1, str(tmp_path / name), *flags)[0]
@@ -89,8 +89,8 @@ def data_rank_and_streams(folder: str) -> tuple[int, list[int]]:
     return dist.get_rank(run.trainer.data_group), list(run.loader.stream_ids)
 
 
-def test_each_rank_reads_the_streams_of_its_place_on_the_data_axis(tmp_path: Path) -> None:
-    """Ranks that read one another's would go unseen in all sums, and so in all numbers."""
+def test_each_rank_reads_the_streams_of_its_data_rank(tmp_path: Path) -> None:
+    """Sums over ranks, and so all other tests, would not change if ranks swapped streams."""
     assert run_ranks(data_rank_and_streams, 4, str(tmp_path)) == [[rank, [rank, rank + 4]] for rank in range(4)]
 
 
@@ -98,11 +98,11 @@ PEAK = 1e15
 
 
 def counts_of_a_run(folder: str) -> tuple[list[float], list[str]]:
-    """Tokens and operations that a run counts, read off a record; what the peak of the device was asked for."""
-    asked = []
+    """[tokens seen, tokens per step, FLOPs per token] of a metrics record, and the device and dtype of the peak."""
+    peak_arguments = []
 
     def peak(device: torch.device, dtype: torch.dtype) -> float:
-        asked.append(f"{device} {dtype}")
+        peak_arguments.append(f"{device} {dtype}")
         return PEAK
 
     settings = ("training.dtype=float32", "training.mixed_precision_param=bfloat16", "training.local_batch_size=2")
@@ -116,13 +116,13 @@ def counts_of_a_run(folder: str) -> tuple[list[float], list[str]]:
     run.sinks.close()
     assert record.mfu is not None
     flops_per_token = record.mfu * 2 * PEAK / record.tokens_per_second
-    return [record.tokens_seen, record.tokens_per_second * record.step_time_s, flops_per_token], asked
+    return [record.tokens_seen, record.tokens_per_second * record.step_time_s, flops_per_token], peak_arguments
 
 
-def test_a_run_counts_the_tokens_of_all_ranks_and_the_operations_of_its_own_sequence_length(tmp_path: Path) -> None:
+def test_run_counts_tokens_of_all_ranks_and_flops_of_its_sequence_length(tmp_path: Path) -> None:
     tokens = GLOBAL_BATCH * SEQ_LEN
     layer = 32 * 32 * 2 + 2 * 32 * 16 + 3 * 32 * 48  # queries and output, keys and values, feed-forward
     flops_per_token = 6 * (2 * layer + VOCAB_SIZE * 32) + 12 * 2 * SEQ_LEN * 32
-    for counts, asked in run_ranks(counts_of_a_run, 2, str(tmp_path)):
+    for counts, peak_arguments in run_ranks(counts_of_a_run, 2, str(tmp_path)):
         assert counts == pytest.approx([tokens, tokens, flops_per_token])
-        assert asked == ["cpu torch.bfloat16"]
+        assert peak_arguments == ["cpu torch.bfloat16"]

@@ -1,4 +1,4 @@
-"""A run through faults of all kinds ends as the run that nothing has happened to."""
+"""A run with faults of all kinds matches the undisturbed run."""
 
 import sys
 from pathlib import Path
@@ -6,9 +6,9 @@ from random import Random
 
 import pytest
 
-from tests.distributed.chaos import FAULTS, Chaos, Mesh, assert_gone_on_each_time, survive
+from tests.distributed.chaos import FAULTS, Chaos, Mesh, assert_resumed_each_time, survive
 from tests.distributed.program import Starter
-from tests.distributed.recovered import Undisturbed, assert_as_undisturbed
+from tests.distributed.recovered import Undisturbed, assert_matches_undisturbed
 from tests.distributed.resuming import numbers
 
 TWO_RANKS = (Mesh(2, ()),)
@@ -32,25 +32,25 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
         pytest.param(300, EACH_TWICE, id="long", marks=[pytest.mark.soak, pytest.mark.timeout(7200)]),
     ],
 )
-def test_a_run_through_all_faults_ends_bit_for_bit_as_without_them(
+def test_run_with_all_faults_matches_the_undisturbed_run_bit_for_bit(
     steps: int, names: list[str], tmp_path: Path, start: Starter, undisturbed: Undisturbed
 ) -> None:
     random = Random(4)
     chaos = Chaos(start, tmp_path, steps, random, TWO_RANKS)
     survive(chaos, random.sample(names, len(names)))
-    assert_gone_on_each_time(chaos.said)
-    assert_as_undisturbed(tmp_path / "out", steps, undisturbed(steps))
+    assert_resumed_each_time(chaos.outputs)
+    assert_matches_undisturbed(tmp_path / "out", steps, undisturbed(steps))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-def test_a_run_through_all_faults_and_over_many_meshes_has_the_same_losses(
+def test_run_with_all_faults_on_changing_meshes_has_the_same_losses(
     tmp_path: Path, start: Starter, undisturbed: Undisturbed
 ) -> None:
     random = Random(5)
     chaos = Chaos(start, tmp_path, 300, random, MESHES)
     survive(chaos, random.sample(EACH_TWICE, len(EACH_TWICE)))
-    assert_gone_on_each_time(chaos.said)
+    assert_resumed_each_time(chaos.outputs)
     found, expected = numbers(tmp_path / "out"), numbers(undisturbed(300))[:300]
     assert [row["step"] for row in found] == [row["step"] for row in expected] == list(range(1, 301))
     assert [row["lr"] for row in found] == [row["lr"] for row in expected]

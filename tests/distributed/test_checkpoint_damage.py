@@ -1,6 +1,6 @@
-"""Damage to a published checkpoint is found, named and set aside, the next newest taken; no pickle in it is executed.
+"""Damaged checkpoints are reported and quarantined, the previous one is loaded, and no pickle in them is executed.
 
-Each case is a change of files that two ranks have saved; the start after it is on two ranks, too.
+Each case changes files that two ranks have saved; the next start also has two ranks.
 """
 
 import io
@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from tests.distributed.forked import Parent
-from tests.distributed.standin import Run, on_ranks, saved, start_in
+from tests.distributed.standin import Run, on_ranks, save_steps, start_in
 from titanlite.checkpoint import storage
 from titanlite.checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from titanlite.checkpoint.storage import _ALLOWED, METADATA_FILE, FileRecord, hash_of
@@ -34,20 +34,20 @@ pytestmark = pytest.mark.slow
 STEPS = 3
 SHARDS = ("__0_0.distcp", "__1_0.distcp")
 WRITTEN_BY = {"__0_0.distcp": 0, "__1_0.distcp": 1, METADATA_FILE: 0}
-OTHER_CONTENT = "does not have the content that was written"
+OTHER_CONTENT = "has changed since it was written"
 OTHER_SIZE = "has [0-9,]+ bytes instead of [0-9,]+"
 
 
 @pytest.fixture(scope="module")
 def model(parent: Parent, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of checkpoints, which tests copy."""
+    """Folder of checkpoints that tests copy."""
     folder = tmp_path_factory.mktemp("saved") / "model"
-    parent(saved, folder, STEPS)
+    parent(save_steps, folder, STEPS)
     return folder
 
 
 def copies(model: Path, folder: Path, count: int, steps: Sequence[int] = range(1, STEPS + 1)) -> list[Path]:
-    """Folders with checkpoints of these steps."""
+    """Copies of the folder with checkpoints of these steps."""
     made = [folder / f"{number}" for number in range(count)]
     for path in made:
         for step in steps:
@@ -58,11 +58,11 @@ def copies(model: Path, folder: Path, count: int, steps: Sequence[int] = range(1
 # Corruptions
 
 Corruption = Callable[[Path, random.Random], str]
-"""Damages the checkpoint of step 3, which stands beside those of steps 1 and 2; returns a pattern for the reason."""
+"""Damages the checkpoint of step 3 beside those of steps 1 and 2; returns a pattern of the reported reason."""
 
 
-def says(name: str, what: str) -> str:
-    return f"{re.escape(name)} \\(written by rank {WRITTEN_BY[name]}\\) {what}"
+def damage_pattern(name: str, text: str) -> str:
+    return f"{re.escape(name)} \\(written by rank {WRITTEN_BY[name]}\\) {text}"
 
 
 def flip_bit(file: Path, bit: int) -> None:
@@ -73,7 +73,7 @@ def flip_bit(file: Path, bit: int) -> None:
 
 def flip(path: Path, chance: random.Random, name: str) -> str:
     flip_bit(path / name, chance.randrange(8 * (path / name).stat().st_size))
-    return says(name, OTHER_CONTENT)
+    return damage_pattern(name, OTHER_CONTENT)
 
 
 def zero(path: Path, chance: random.Random, name: str) -> str:
@@ -82,39 +82,39 @@ def zero(path: Path, chance: random.Random, name: str) -> str:
     position = chance.choice([at for at in range(len(data)) if any(data[at : at + length])])
     data[position : position + length] = bytes(len(data[position : position + length]))
     (path / name).write_bytes(data)
-    return says(name, OTHER_CONTENT)
+    return damage_pattern(name, OTHER_CONTENT)
 
 
 def truncate(path: Path, chance: random.Random, name: str) -> str:
     os.truncate(path / name, chance.randrange(1, (path / name).stat().st_size))
-    return says(name, OTHER_SIZE)
+    return damage_pattern(name, OTHER_SIZE)
 
 
 def empty(path: Path, chance: random.Random, name: str) -> str:  # noqa: ARG001
     os.truncate(path / name, 0)
-    return says(name, OTHER_SIZE)
+    return damage_pattern(name, OTHER_SIZE)
 
 
 def lengthen(path: Path, chance: random.Random, name: str) -> str:  # noqa: ARG001
     (path / name).write_bytes((path / name).read_bytes() + b"\0")
-    return says(name, OTHER_SIZE)
+    return damage_pattern(name, OTHER_SIZE)
 
 
 def remove(path: Path, chance: random.Random, name: str) -> str:  # noqa: ARG001
     (path / name).unlink()
-    return says(name, "is missing")
+    return damage_pattern(name, "is missing")
 
 
 def become_folder(path: Path, chance: random.Random, name: str) -> str:  # noqa: ARG001
     (path / name).unlink()
     (path / name).mkdir()
-    return says(name, f"({OTHER_SIZE}|is missing)")
+    return damage_pattern(name, f"({OTHER_SIZE}|is missing)")
 
 
 def older_shard(path: Path, chance: random.Random, name: str) -> str:  # noqa: ARG001
-    """Of the same size, and good in its own place."""
+    """Replace a shard by that of step 2, which has the same size."""
     shutil.copy(path.with_name("step-2") / name, path / name)
-    return says(name, OTHER_CONTENT)
+    return damage_pattern(name, OTHER_CONTENT)
 
 
 def swap(path: Path, chance: random.Random) -> str:  # noqa: ARG001
@@ -122,19 +122,19 @@ def swap(path: Path, chance: random.Random) -> str:  # noqa: ARG001
     one.rename(path / "third")
     other.rename(one)
     (path / "third").rename(other)
-    return f"({says(SHARDS[0], OTHER_SIZE)}|{says(SHARDS[1], OTHER_SIZE)})"
+    return f"({damage_pattern(SHARDS[0], OTHER_SIZE)}|{damage_pattern(SHARDS[1], OTHER_SIZE)})"
 
 
 def stale_manifest(path: Path, chance: random.Random) -> str:
     step = chance.choice([1, 2])
     shutil.copy(path.with_name(f"step-{step}") / MANIFEST_FILE, path)
-    return f"{MANIFEST_FILE} is that of step {step}"
+    return f"{MANIFEST_FILE} belongs to step {step}"
 
 
 def flip_in_manifest(path: Path, chance: random.Random) -> str:
     file = path / MANIFEST_FILE
     flip_bit(file, chance.randrange(8 * file.stat().st_size))
-    return f"{MANIFEST_FILE} (cannot be read|does not have the content|does not list)"
+    return f"{MANIFEST_FILE} (cannot be read|has changed since|does not list)"
 
 
 def truncate_manifest(path: Path, chance: random.Random) -> str:
@@ -159,7 +159,7 @@ CORRUPTIONS: tuple[tuple[str, Corruption], ...] = (
 
 
 @pytest.mark.parametrize("rounds", [2, pytest.param(32, marks=[pytest.mark.soak, pytest.mark.timeout(0)])])
-def test_each_corruption_of_each_file_is_found_and_named_and_the_next_newest_is_loaded(
+def test_each_corruption_is_reported_and_the_previous_checkpoint_is_loaded(
     parent: Parent, model: Path, tmp_path: Path, rounds: int
 ) -> None:
     corruptions = CORRUPTIONS * rounds
@@ -173,10 +173,10 @@ def test_each_corruption_of_each_file_is_found_and_named_and_the_next_newest_is_
     for folder, (kind, _), pattern, ranks in zip(folders, corruptions, patterns, found, strict=True):
         for answer in ranks:
             assert (answer.get("step"), answer.get("branch")) == (2, "a"), (kind, answer)
-        lines = [[line for line in answer["lines"] if "damaged" in line] for answer in ranks]
+        lines = [[line for line in answer["lines"] if "corrupted" in line] for answer in ranks]
         ((line,), *others) = lines
-        assert others == [[] for _ in others]  # rank 0 says it for all
-        reason = r"Checkpoint step-3 is damaged: " + pattern + r"[^\n]*\. Set aside as step-3\.invalid-\d{8}T\d{6}Z"
+        assert others == [[] for _ in others]  # only rank 0 logs it
+        reason = r"Checkpoint step-3 is corrupted: " + pattern + r"[^\n]*\. Quarantined as step-3\.invalid-\d{8}T\d{6}Z"
         assert re.fullmatch(reason, line), (kind, line)
         names = sorted(os.listdir(folder))
         assert [name.split(".")[0] for name in names] == ["step-1", "step-2", "step-3"], (kind, names)
@@ -184,38 +184,38 @@ def test_each_corruption_of_each_file_is_found_and_named_and_the_next_newest_is_
 
 
 def contents(folder: Path) -> list[tuple[str, bytes]]:
-    """Of the files, whatever the folders around them are called by now."""
+    """Contents of all files, named without the suffixes of their folders."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return sorted((f"{path.parent.name.split('.')[0]}/{path.name}", path.read_bytes()) for path in files)
 
 
-def test_where_every_checkpoint_is_damaged_no_run_starts_anew(parent: Parent, model: Path, tmp_path: Path) -> None:
+def test_no_new_run_starts_if_all_checkpoints_are_damaged(parent: Parent, model: Path, tmp_path: Path) -> None:
     (folder,) = copies(model, tmp_path, 1)
     flip(folder / "step-1", random.Random(0), SHARDS[0])
     remove(folder / "step-2", random.Random(0), METADATA_FILE)
     remove_manifest(folder / "step-3", random.Random(0))
     before = contents(folder)
-    for ranks in parent(start_in, [folder, folder]):  # one after the other
+    for ranks in parent(start_in, [folder, folder]):  # two starts in sequence
         for answer in ranks:
             kind, text = answer["error"]
             assert kind == "UserError"
             for step in (1, 2, 3):
                 assert re.search(rf"step-{step}\.invalid-\d{{8}}T\d{{6}}Z", text)
-            assert "To start anew all the same" in text
+            assert "To start a new run" in text
     assert contents(folder) == before, "files were changed or deleted"
     assert sorted(name.split(".")[0] for name in os.listdir(folder)) == ["step-1", "step-2", "step-3"]
 
 
 def hashed_files(folder: Path) -> list[str]:
-    """Names of the files that this rank has hashed at a start."""
+    """Names of the files that this rank hashes at a start."""
     names = []
     original = storage.hash_of
 
-    def noted(path: Path) -> str:
+    def recorded(path: Path) -> str:
         names.append(path.name)
         return original(path)
 
-    storage.hash_of = noted
+    storage.hash_of = recorded
     Run(folder)
     return names
 
@@ -228,11 +228,11 @@ def test_each_file_is_verified_by_exactly_one_rank(parent: Parent, model: Path, 
         assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
 
 
-# Pickles that do something when they are loaded
+# Pickles with side effects
 
 
 class Payload:
-    """Makes a file when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, canary: Path) -> None:
         self._canary = f"{canary}"
@@ -242,7 +242,7 @@ class Payload:
 
 
 def rewrite_manifest(folder: Path) -> None:
-    """As somebody would who can write into the folder: with the hashes of the files that are there."""
+    """Update the hashes in the manifest to the current files, as an attacker with write access would."""
     manifest = read_manifest(folder)
     files = {
         name: FileRecord(record.rank, (folder / name).stat().st_size, hash_of(folder / name))
@@ -257,14 +257,14 @@ def payload_as_metadata(folder: Path, canary: Path) -> None:
 
 
 def payload_in_metadata(folder: Path, canary: Path) -> None:
-    """In a part of it that nothing looks at."""
+    """The payload is in a field that is not used."""
     metadata = pickle.loads((folder / METADATA_FILE).read_bytes())
     metadata.planner_data = Payload(canary)
     (folder / METADATA_FILE).write_bytes(pickle.dumps(metadata))
 
 
-def payload_by_way_of_an_allowed_name(folder: Path, canary: Path) -> None:
-    """torch.serialization.os.mkdir, as pickle's protocol 4 spells what is inside an allowed module."""
+def payload_in_an_allowed_module(folder: Path, canary: Path) -> None:
+    """torch.serialization.os.mkdir: pickle protocol 4 resolves dotted names in an allowed module."""
     text = f"{canary}".encode()
     parts = [b"\x80\x04", short(b"torch.serialization"), short(b"os.mkdir"), b"\x93", short(text), b"\x85R."]
     (folder / METADATA_FILE).write_bytes(b"".join(parts))
@@ -275,7 +275,7 @@ def short(text: bytes) -> bytes:
 
 
 def payload_as_value(folder: Path, canary: Path) -> None:
-    """A value that is no tensor: DCP would load it as a pickle."""
+    """A value that is not a tensor, which DCP would unpickle."""
     metadata = pickle.loads((folder / METADATA_FILE).read_bytes())
     key = "model/norm"
     index = next(index for index in metadata.storage_data if index.fqn == key)
@@ -285,7 +285,7 @@ def payload_as_value(folder: Path, canary: Path) -> None:
 
 
 def records_with(shard: str, record: Callable[[bytes, Path], bytes]) -> Callable[[Path, Path], None]:
-    """Every tensor's record in the shard becomes what `record` makes of it."""
+    """Replace every tensor's record in the shard by the result of `record`."""
 
     def damage(folder: Path, canary: Path) -> None:
         metadata = pickle.loads((folder / METADATA_FILE).read_bytes())
@@ -302,7 +302,7 @@ def records_with(shard: str, record: Callable[[bytes, Path], bytes]) -> Callable
 
 
 def put(folder: Path, shard: str, new: dict[str, bytes], metadata: Any) -> None:
-    """Puts records into a shard, and their places into the metadata."""
+    """Write records into a shard, and their offsets into the metadata."""
     data = (folder / shard).read_bytes()
     parts = b""
     for index, info in metadata.storage_data.items():
@@ -315,7 +315,7 @@ def put(folder: Path, shard: str, new: dict[str, bytes], metadata: Any) -> None:
 
 
 def in_torch_zip(record: bytes, canary: Path) -> bytes:
-    """The same archive, but with sums over its parts, whose data.pkl is the payload."""
+    """The same archive with the payload as data.pkl and valid checksums."""
     old, new = io.BytesIO(), io.BytesIO()
     torch.save(torch.load(io.BytesIO(record)), old)
     with zipfile.ZipFile(old) as archive, zipfile.ZipFile(new, "w", zipfile.ZIP_STORED) as other:
@@ -326,7 +326,7 @@ def in_torch_zip(record: bytes, canary: Path) -> bytes:
 
 
 def as_old_torch_file(record: bytes, canary: Path) -> bytes:  # noqa: ARG001
-    """As torch wrote before it took to archives."""
+    """The file format of torch before zip archives."""
     return pickle.dumps(torch.serialization.MAGIC_NUMBER, 2) + pickle.dumps(1001, 2) + pickle.dumps(Payload(canary), 2)
 
 
@@ -334,12 +334,12 @@ def bare(record: bytes, canary: Path) -> bytes:  # noqa: ARG001
     return pickle.dumps(Payload(canary))
 
 
-IN_METADATA = (payload_as_metadata, payload_in_metadata, payload_by_way_of_an_allowed_name, payload_as_value)
+IN_METADATA = (payload_as_metadata, payload_in_metadata, payload_in_an_allowed_module, payload_as_value)
 KINDS = (in_torch_zip, as_old_torch_file, bare)
 
 
 def name_files_elsewhere(folder: Path) -> None:
-    """No pickle, but a look at files that nobody has verified."""
+    """Refer to unverified files outside of the checkpoint."""
     metadata = pickle.loads((folder / METADATA_FILE).read_bytes())
     for index, info in metadata.storage_data.items():
         metadata.storage_data[index] = replace(info, relative_path=f"../step-1/{info.relative_path}")
@@ -353,7 +353,7 @@ def test_no_file_outside_of_the_checkpoint_is_read(parent: Parent, model: Path, 
     ((one, other),) = parent(start_in, [folder])
     assert one["error"] == other["error"]
     assert one["error"][0] == "UserError"
-    assert re.search(r"\.metadata names \.\./step-1/__[01]_0\.distcp, outside of the checkpoint", one["error"][1])
+    assert re.search(r"\.metadata names \.\./step-1/__[01]_0\.distcp, outside the checkpoint", one["error"][1])
 
 
 def test_no_payload_in_metadata_or_a_shard_is_executed(parent: Parent, model: Path, tmp_path: Path) -> None:
@@ -371,20 +371,20 @@ def test_no_payload_in_metadata_or_a_shard_is_executed(parent: Parent, model: Pa
             assert f"{folder / 'step-1'} cannot be loaded: rank " in text
             if number < len(IN_METADATA):
                 assert f"{METADATA_FILE} names " in text
-                assert "which no checkpoint needs" in text
+                assert "which is not allowed" in text
             else:
                 assert "UnpicklingError" in text or "weights_only" in text.lower(), text
     assert not canary.exists()
 
 
-def test_the_payloads_do_execute_where_they_are_loaded_without_care(model: Path, tmp_path: Path) -> None:
-    """Or the test above shows nothing."""
+def test_payloads_execute_if_loaded_without_protection(model: Path, tmp_path: Path) -> None:
+    """Otherwise the test above would test nothing."""
     for number, kind in enumerate(KINDS):
         canary = tmp_path / f"canary-{number}"
         file = io.BytesIO()
         torch.save(torch.zeros(1), file)
         record = io.BytesIO(kind(file.getvalue(), canary))
-        with suppress(Exception):  # what it makes is no tensor
+        with suppress(Exception):  # the result is not a tensor
             torch.load(record, weights_only=False) if kind is not bare else pickle.load(record)
         assert canary.exists()
     attacks = IN_METADATA[:3]
@@ -396,13 +396,13 @@ def test_the_payloads_do_execute_where_they_are_loaded_without_care(model: Path,
         assert canary.exists()
 
 
-def test_a_pickle_in_place_of_the_manifest_is_a_damaged_manifest(parent: Parent, model: Path, tmp_path: Path) -> None:
+def test_pickle_in_place_of_the_manifest_is_a_damaged_manifest(parent: Parent, model: Path, tmp_path: Path) -> None:
     (folder,) = copies(model, tmp_path / "saved", 1, steps=[1, 2])
     (folder / "step-2" / MANIFEST_FILE).write_bytes(pickle.dumps(Payload(tmp_path / "canary")))
     ((one, other),) = parent(start_in, [folder])
     assert not (tmp_path / "canary").exists()
     assert one["step"] == other["step"] == 1
-    assert f"Checkpoint step-2 is damaged: {MANIFEST_FILE} cannot be read" in "\n".join(one["lines"])
+    assert f"Checkpoint step-2 is corrupted: {MANIFEST_FILE} cannot be read" in "\n".join(one["lines"])
 
 
 def test_nothing_else_in_a_checkpoint_is_a_pickle(model: Path) -> None:
@@ -411,7 +411,7 @@ def test_nothing_else_in_a_checkpoint_is_a_pickle(model: Path) -> None:
 
 
 def unpickled_names(folder: Path) -> list[str]:
-    """Of all that is unpickled while a run starts and saves."""
+    """Names that are unpickled while a run starts."""
     seen: set[str] = set()
     sys.addaudithook(lambda event, args: seen.add(f"{args[0]}.{args[1]}") if event == "pickle.find_class" else None)
     run = Run(folder)
@@ -430,18 +430,18 @@ METADATA_NEEDS = {
         )
     ),
 }
-"""What the .metadata of these checkpoints holds: the tensors are of float32 and int64."""
+"""Names in the .metadata of these checkpoints, whose tensors are float32 and int64."""
 RANKS_EXCHANGE = {
     "titanlite.checkpoint.manifest.Branch",
     "titanlite.checkpoint.manifest.Manifest",
     "titanlite.checkpoint.storage.FileRecord",
     *(f"torch.distributed.checkpoint.planner.{name}" for name in ("LoadPlan", "ReadItem", "LoadItemType")),
 }
-"""What the living processes of one run send one another while they load, ours and DCP's: these pickles come from no
-file. One process alone sends them to itself."""
+"""Names in the pickles that titanlite and DCP exchange between ranks while loading; these pickles do not come from
+files. A single process sends them to itself."""
 
 
-def test_a_load_unpickles_only_what_metadata_needs_and_what_ranks_exchange(
+def test_load_unpickles_only_names_of_metadata_and_of_rank_exchange(
     parent: Parent, model: Path, tmp_path: Path
 ) -> None:
     (folder,) = copies(model, tmp_path, 1)

@@ -1,7 +1,7 @@
-"""One fault at one point of a run's checkpoints: a kill, an operation that fails, a full disk, values that are bad.
+"""Single faults while a run saves checkpoints: a kill, a failing operation, a full disk, non-finite values.
 
-A case is a scenario (what is there, what the run does), a way to save, and a fault. All cases go through the same: a
-folder is made, two ranks train with the fault, a new start finds what is left, and goes on from it.
+A case is a scenario (existing checkpoints and a run), a save mode, and a fault. In each case, a folder is prepared, two
+ranks train with the fault, and a new start resumes from the folder.
 """
 
 import errno
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from tests.distributed.file_operations import Fault, FaultPoints, one_of_each
 from tests.distributed.forked import Parent, fork_ranks, logged
-from tests.distributed.standin import BATCH, Run, on_ranks, results, saved, start_in
+from tests.distributed.standin import BATCH, Run, on_ranks, results, save_steps, start_in
 from titanlite.checkpoint import saver
 from titanlite.checkpoint.folder import published_steps, whole_manifest
 from titanlite.checkpoint.manifest import MANIFEST_FILE
@@ -30,14 +30,15 @@ pytestmark = pytest.mark.slow
 
 WORLD = 2
 FAILING = 2
-"""The step whose save fails where a run is to survive a fault; the one before it and those after it do not."""
+"""Step whose save fails in runs that survive the fault. All other saves succeed."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """before: steps that branch "a" has saved before. branch, steps: of the run with the fault. section: its settings.
+    """before: number of steps saved earlier, on branch "a". branch, steps, section: those of the run with the fault.
 
-    armed_at: the step in whose save the fault is to happen; 0: it may happen from the start of the process on.
+    leftovers: whether the folder contains interrupted saves and deletions. armed_at: step in whose save the fault
+    occurs; 0: at any time after the start of the process.
     """
 
     before: int
@@ -49,7 +50,7 @@ class Scenario:
 
     @property
     def oldest(self) -> int:
-        """The step that a later start may not fall behind."""
+        """The oldest step from which a later start may resume."""
         return int(self.section.get("load_step", self.before))
 
 
@@ -65,7 +66,7 @@ MODES, POLICIES = ("disabled", "async"), ("stop", "continue")
 
 @dataclass(frozen=True)
 class Case:
-    """fault: None for an undisturbed run."""
+    """A scenario with a save mode, a fault and an on_save_error policy. fault: None for an undisturbed run."""
 
     scenario: Scenario
     mode: str
@@ -79,24 +80,24 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """killed, exit_codes, lives: of the ranks of the run; None if a rank was to be killed.
+    """killed, exit_codes, reports: of the ranks of the run. Reports are None if the fault kills a rank.
 
-    newest: step of the newest manifest then; damaged: steps that are neither whole nor being deleted. starts: what a
-    new start found, by rank. names: in the folder, after the run, and after the start.
+    latest: latest step with a manifest after the run. damaged: published steps that are invalid. starts: results of a
+    new start by rank. names: names in the folder after the run, and after the new start.
     """
 
     case: Case
     killed: list[bool]
     exit_codes: list[int | None]
-    lives: list[Any]
-    newest: int
+    reports: list[Any]
+    latest: int
     damaged: list[int]
     names: list[list[str]]
     starts: list[dict[str, Any]]
 
 
-def live(root: Path, cases: list[Case], first: int) -> list[dict[str, Any]]:
-    """The runs of the cases on this rank, one after another; first: the number of the first one's folder."""
+def run_on_rank(root: Path, cases: list[Case], first: int) -> list[dict[str, Any]]:
+    """Run the cases on this rank, one after another. first: number of the first case's folder."""
     points = FaultPoints(root)
     found = []
     for number, case in enumerate(cases, first):
@@ -131,7 +132,7 @@ def live(root: Path, cases: list[Case], first: int) -> list[dict[str, Any]]:
 def prepare(folder: Path, scenario: Scenario) -> None:
     folder.mkdir(parents=True)
     if scenario.before:
-        saved(folder, scenario.before)
+        save_steps(folder, scenario.before)
     if scenario.leftovers:
         shutil.copytree(folder / "step-1", folder / ".step-3.writing")
         shutil.copytree(folder / "step-1", folder / ".step-1.deleting")
@@ -139,7 +140,7 @@ def prepare(folder: Path, scenario: Scenario) -> None:
 
 
 def run_cases(root: Path, cases: list[Case]) -> list[tuple[Any, ...]]:
-    """What is in an Outcome but for its case, for each case; for a process with a single thread."""
+    """Fields of an Outcome, except its case, for each case. Requires a single-threaded process."""
     models: dict[str, Path] = {}
     folders = [root / f"{number}" for number in range(len(cases))]
     for case, folder in zip(cases, folders, strict=True):
@@ -150,21 +151,21 @@ def run_cases(root: Path, cases: list[Case]) -> list[tuple[Any, ...]]:
         shutil.copytree(models[key], folder)
     found, first = [], 0
     for batch in batches(cases):
-        ends = fork_ranks(live, WORLD, root, batch, first)
+        ends = fork_ranks(run_on_rank, WORLD, root, batch, first)
         killed, codes = [end.was_killed for end in ends], [end.exit_code for end in ends]
         by_rank = [[None] for _ in ends] if is_killed(batch[0]) else results(ends)
-        found += [(killed, codes, list(lives)) for lives in zip(*by_rank, strict=True)]
+        found += [(killed, codes, list(reports)) for reports in zip(*by_rank, strict=True)]
         first += len(batch)
-    left = [(newest_step(folder), damaged_steps(folder), sorted(os.listdir(folder))) for folder in folders]
+    left = [(latest_step(folder), damaged_steps(folder), sorted(os.listdir(folder))) for folder in folders]
     starts = start_in(folders, steps=int(is_killed(cases[0])))
     return [
-        (*lives, newest, damaged, [names, sorted(os.listdir(folder))], start)
-        for folder, lives, (newest, damaged, names), start in zip(folders, found, left, starts, strict=True)
+        (*reports, latest, damaged, [names, sorted(os.listdir(folder))], start)
+        for folder, reports, (latest, damaged, names), start in zip(folders, found, left, starts, strict=True)
     ]
 
 
 def batches(cases: list[Case]) -> Iterator[list[Case]]:
-    """Of cases for the same processes: one that is killed has its own."""
+    """Group cases that share processes. A case with a kill is not grouped."""
     batch: list[Case] = []
     for case in cases:
         if batch and (is_killed(case) or is_killed(batch[0]) or len(batch) == BATCH):
@@ -178,20 +179,20 @@ def is_killed(case: Case) -> bool:
     return case.fault is not None and case.fault.kind == "kill"
 
 
-def newest_step(folder: Path) -> int:
-    """Of all that have a manifest."""
+def latest_step(folder: Path) -> int:
+    """Latest step with a manifest; 0 without one."""
     steps = (path.parent.name.removeprefix("step-") for path in folder.glob(f"step-*/{MANIFEST_FILE}"))
     return max((int(step) for step in steps if step.isdecimal()), default=0)
 
 
 def damaged_steps(folder: Path) -> list[int]:
-    def is_whole(step: int) -> bool:
+    def is_valid(step: int) -> bool:
         try:
             return whole_manifest(folder, step).step == step
         except InvalidCheckpointError:
             return False
 
-    return [step for step in published_steps(folder) if not is_whole(step)]
+    return [step for step in published_steps(folder) if not is_valid(step)]
 
 
 def outcomes(parent: Parent, root: Path, cases: list[Case]) -> list[Outcome]:
@@ -199,7 +200,7 @@ def outcomes(parent: Parent, root: Path, cases: list[Case]) -> list[Outcome]:
 
 
 def sweep(parent: Parent, root: Path, cases: list[Case], judge: Callable[[Outcome], tuple[str, str]]) -> dict[str, int]:
-    """How often each outcome was seen. Fails with a line for each bad one."""
+    """Number of cases by kind of outcome. Fails with a line for each bad outcome."""
     found = outcomes(parent, root, cases)
     judged = [judge(outcome) for outcome in found]
     bad = [f"{outcome.case}: {text}" for outcome, (_, text) in zip(found, judged, strict=True) if text]
@@ -208,22 +209,22 @@ def sweep(parent: Parent, root: Path, cases: list[Case], judge: Callable[[Outcom
 
 
 def operations(parent: Parent, root: Path, scenario: Scenario, mode: str) -> list[list[str]]:
-    """By rank, those at which a fault of the scenario can be."""
+    """Operations by rank at which a fault of the scenario can occur."""
     steps = scenario.armed_at or scenario.steps
     case = Case(Scenario(**vars(scenario) | {"steps": steps}), mode)
     (outcome,) = outcomes(parent, root, [case])
-    return [life["operations"] for life in outcome.lives]
+    return [report["operations"] for report in outcome.reports]
 
 
 def problems(found: dict[str, bool]) -> str:
-    return ", ".join(text for text, holds in found.items() if holds)
+    return ", ".join(text for text, applies in found.items() if applies)
 
 
 # SIGKILL
 
 
 def judge_killed(outcome: Outcome) -> tuple[str, str]:
-    """(outcome, what is bad about it, if anything): the next start finds a state that is whole, old or new."""
+    """(kind of outcome, problems or ""). The next start must load a consistent state, old or new."""
     scenario, fault = outcome.case.scenario, outcome.case.fault
     assert fault is not None
     one, other = outcome.starts
@@ -231,23 +232,23 @@ def judge_killed(outcome: Outcome) -> tuple[str, str]:
         return "bad", f"{outcome.starts}"
     step, branch = one["step"], one["branch"]
     wrong = {
-        "the run came to its end": not outcome.killed[fault.rank],
-        f"the other rank did not end by itself: {outcome.exit_codes}": outcome.exit_codes[1 - fault.rank] != 0,
+        "the run finished": not outcome.killed[fault.rank],
+        f"the other rank did not exit: {outcome.exit_codes}": outcome.exit_codes[1 - fault.rank] != 0,
         "ranks differ": (step, branch) != (other["step"], other["branch"]),
-        f"step {step} was loaded, {outcome.newest} is the newest": step != outcome.newest,
+        f"step {step} was loaded, {outcome.latest} is the latest step": step != outcome.latest,
         "values are mixed": bool(step) and not branch,
         "a step was lost": step < scenario.oldest,
-        f"steps {outcome.damaged} are neither whole nor being deleted": bool(outcome.damaged),
-        f"something counts as damaged: {outcome.names[1]}": any("invalid" in name for name in outcome.names[1]),
-        f"leftovers stay: {outcome.names[1]}": any(name.startswith(".") for name in outcome.names[1]),
-        "a new start was not said": not step and not any("a new run, from step 0" in line for line in one["lines"]),
+        f"steps {outcome.damaged} are invalid": bool(outcome.damaged),
+        f"a checkpoint was quarantined: {outcome.names[1]}": any("invalid" in name for name in outcome.names[1]),
+        f"leftovers remain: {outcome.names[1]}": any(name.startswith(".") for name in outcome.names[1]),
+        "a new run was not logged": not step and not any("new run at step 0" in line for line in one["lines"]),
     }
-    kind = "anew" if not step else "new" if step > scenario.before or branch != "a" else "old"
+    kind = "none" if not step else "new" if step > scenario.before or branch != "a" else "old"
     return kind, problems(wrong)
 
 
 def kills(parent: Parent, root: Path, name: str, mode: str, kinds: list[list[str]] | None) -> list[Case]:
-    """kinds: for each rank, of what operations one is chosen; None: all operations."""
+    """Cases with a kill. kinds: by rank, kinds of operations, one operation of each; None: all operations."""
     scenario, cases = KILLED[name], []
     for rank, found in enumerate(operations(parent, root, scenario, mode)):
         expected = {"create", "written", "fsync", "fsynced"} | ({"rename", "mkdir"} if rank == 0 else set())
@@ -270,10 +271,10 @@ CHANGES = ["mkdir", "create", "written", "fsync", "fsynced", "rename", "remove",
         ("leftovers", "disabled", [["shutil.rmtree", "rmdir"], ["written"]]),
     ],
 )
-def test_a_kill_at_one_operation_of_each_kind_leaves_a_state_that_is_whole(
+def test_kill_at_each_kind_of_operation_leaves_a_consistent_state(
     parent: Parent, tmp_path: Path, name: str, mode: str, kinds: list[list[str]]
 ) -> None:
-    cases = kills(parent, tmp_path / "whole", name, mode, kinds)
+    cases = kills(parent, tmp_path / "undisturbed", name, mode, kinds)
     counts = sweep(parent, tmp_path, cases, judge_killed)
     assert sum(counts.values()) == sum(map(len, kinds))
 
@@ -282,40 +283,38 @@ def test_a_kill_at_one_operation_of_each_kind_leaves_a_state_that_is_whole(
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", KILLED)
-def test_a_kill_at_any_operation_leaves_a_state_that_is_whole(
-    parent: Parent, tmp_path: Path, name: str, mode: str
-) -> None:
-    counts = sweep(parent, tmp_path, kills(parent, tmp_path / "whole", name, mode, None), judge_killed)
+def test_kill_at_any_operation_leaves_a_consistent_state(parent: Parent, tmp_path: Path, name: str, mode: str) -> None:
+    counts = sweep(parent, tmp_path, kills(parent, tmp_path / "undisturbed", name, mode, None), judge_killed)
     print(f"{name}, {mode}: {counts}")
-    assert set(counts) == ({"anew", "new"} if name == "first" else {"old", "new"})
+    assert set(counts) == ({"none", "new"} if name == "first" else {"old", "new"})
 
 
 # Operations that fail
 
 
 def judge_survivor(outcome: Outcome) -> tuple[str, str]:
-    """As judge_killed, of an error with one operation of a save: the run goes on, and all ranks know alike."""
+    """Like judge_killed, for an error in one operation of a save: the run must continue on all ranks."""
     fault, names = outcome.case.fault, outcome.names[0]
     assert fault is not None
-    one, other = outcome.lives
-    message = f"step {FAILING} could not be saved: rank {fault.rank}: "
-    said = [sum(line.startswith(message) for line in life["lines"]) for life in (one, other)]
+    one, other = outcome.reports
+    message = f"cannot save step {FAILING}: rank {fault.rank}: "
+    counts = [sum(line.startswith(message) for line in report["lines"]) for report in (one, other)]
     wrong = {
-        f"the run has ended: {outcome.lives}": bool(one["error"] or other["error"]),
-        f"the next start does not go on from the last step: {outcome.starts}": any(
+        f"the run has ended: {outcome.reports}": bool(one["error"] or other["error"]),
+        f"the next start does not resume from the last step: {outcome.starts}": any(
             (start.get("step"), start.get("branch")) != (SURVIVING.steps, "a") for start in outcome.starts
         ),
-        "something is damaged": any("damaged" in line for start in outcome.starts for line in start["lines"]),
-        "a temporary folder stays": any(name.startswith(f".step-{FAILING}") for name in names),
-        "said by each rank": said[1] > 0,
-        "said more than once": said[0] > 1,
+        "a checkpoint is damaged": any("corrupted" in line for start in outcome.starts for line in start["lines"]),
+        "a temporary folder remains": any(name.startswith(f".step-{FAILING}") for name in names),
+        "logged by each rank": counts[1] > 0,
+        "logged more than once": counts[0] > 1,
     }
-    undeleted = any("could not be deleted" in line for line in one["lines"])
-    return "failed" if said[0] else "saved, nothing deleted" if undeleted else "saved", problems(wrong)
+    undeleted = any("Cannot delete" in line for line in one["lines"])
+    return "failed" if counts[0] else "saved, nothing deleted" if undeleted else "saved", problems(wrong)
 
 
 def errors(parent: Parent, root: Path, mode: str, *, everywhere: bool) -> list[Case]:
-    """At one operation of each kind of a save beside one that goes with it, or at all."""
+    """Cases with an error at one operation of each kind in a save, or at all operations (everywhere)."""
     return [
         Case(SURVIVING, mode, Fault("error", rank, at, (errno.EIO, errno.ENOSPC, 0)[number % 3]), "continue")
         for rank, found in enumerate(operations(parent, root, SURVIVING, mode))
@@ -330,19 +329,17 @@ def errors(parent: Parent, root: Path, mode: str, *, everywhere: bool) -> list[C
         *(pytest.param(mode, True, marks=[pytest.mark.soak, pytest.mark.timeout(0)]) for mode in MODES),
     ],
 )
-def test_an_error_in_an_operation_of_a_save_is_known_to_all_ranks(
-    parent: Parent, tmp_path: Path, mode: str, everywhere: bool
-) -> None:
-    cases = errors(parent, tmp_path / "whole", mode, everywhere=everywhere)
+def test_error_in_a_save_is_handled_by_all_ranks(parent: Parent, tmp_path: Path, mode: str, everywhere: bool) -> None:
+    cases = errors(parent, tmp_path / "undisturbed", mode, everywhere=everywhere)
     counts = sweep(parent, tmp_path, cases, judge_survivor)
     print(f"{mode}: {counts}")
     assert counts["failed"] > 5
 
 
-# Saves that fail for sure
+# Saves that always fail
 
 FILES = {"__0_0.distcp": (0, 3154), "__1_0.distcp": (1, 7949), ".metadata.tmp": (0, 1749), MANIFEST_FILE: (0, 636)}
-"""Of the stand-in's checkpoint, by the name under which they are written: by which rank, and about how many bytes."""
+"""Files of the stand-in's checkpoint, by their name while written: (rank, approximate size in bytes)."""
 
 
 def writing(file: str, step: int = FAILING) -> str:
@@ -350,7 +347,7 @@ def writing(file: str, step: int = FAILING) -> str:
 
 
 def full_disks(fractions: tuple[float, ...]) -> list[Case]:
-    """For each mode, policy, file and share of the file that still has room."""
+    """Cases for each mode, policy, file, and fraction of the file that fits on the disk."""
     return [
         Case(SURVIVING, mode, Fault("full disk", rank, int(fraction * size), file=writing(file)), policy)
         for mode in MODES
@@ -361,33 +358,37 @@ def full_disks(fractions: tuple[float, ...]) -> list[Case]:
 
 
 def judge_failed(outcome: Outcome) -> tuple[str, str]:
-    """The save has failed everywhere for the reason of the fault, and the policy has been followed."""
+    """The save must fail on all ranks because of the fault, and the run must follow the policy."""
     case, names, fault = outcome.case, outcome.names[0], outcome.case.fault
     assert fault is not None
     bad_values = fault.kind == "not finite"
     file = rf"[^\n]*/{re.escape(fault.file)}: File too large"
-    reason = "optimizer/weight/exp_avg has values that are not finite" if bad_values else file
-    message = f"step {FAILING} could not be saved: rank {fault.rank}: {reason}"
+    reason = "optimizer/weight/exp_avg has NaN or infinite values" if bad_values else file
+    message = f"cannot save step {FAILING}: rank {fault.rank}: {reason}"
     stops = case.policy == "stop"
-    told = [
-        sum(bool(re.match(f"{message}.*; training goes on", line)) for line in life["lines"]) for life in outcome.lives
+    counts = [
+        sum(bool(re.match(f"{message}.*; training continues", line)) for line in report["lines"])
+        for report in outcome.reports
     ]
-    kinds, texts = zip(*((life["error"] or ("", "")) for life in outcome.lives), strict=True)
-    steps = [life["step"] for life in outcome.lives]
-    newest = max(int(name.removeprefix("step-")) for name in names if not name.startswith("."))
+    kinds, texts = zip(*((report["error"] or ("", "")) for report in outcome.reports), strict=True)
+    steps = [report["step"] for report in outcome.reports]
+    latest = max(int(name.removeprefix("step-")) for name in names if not name.startswith("."))
     last = FAILING + (case.mode == "async")
     wrong = {
         f"it is published: {names}": f"step-{FAILING}" in names,
         f"something is left: {names}": any(name.startswith(".") for name in names),
-        f"told {told}": told != [int(not stops), 0],  # once, by rank 0
+        f"logged {counts}": counts != [int(not stops), 0],  # once, by rank 0
         f"errors {kinds} {texts}": set(kinds) != ({"UserError"} if stops else {""}),
         f"texts {texts}": stops and not all(re.match(message, text) for text in texts),
-        f"no remedy: {texts}": stops and not all("the checkpoints before it are whole" in text for text in texts),
+        f"no remedy: {texts}": stops and not all("earlier checkpoints are still valid" in text for text in texts),
         f"steps {steps}": max(steps) > last if stops else steps != [SURVIVING.steps] * WORLD,
-        f"newest {newest}": newest != SURVIVING.steps and not stops,
-        f"the healthy one is gone: {names}": bad_values and stops and case.mode == "disabled" and names != ["step-1"],
+        f"latest {latest}": latest != SURVIVING.steps and not stops,
+        f"the valid checkpoint is gone: {names}": bad_values
+        and stops
+        and case.mode == "disabled"
+        and names != ["step-1"],
         f"starts {outcome.starts}": any(
-            (start.get("step"), start.get("branch")) != (newest, "a") for start in outcome.starts
+            (start.get("step"), start.get("branch")) != (latest, "a") for start in outcome.starts
         ),
     }
     return "failed", problems(wrong)
@@ -402,72 +403,68 @@ def judge_failed(outcome: Outcome) -> tuple[str, str]:
         ),
     ],
 )
-def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_leaves_nothing_behind(
+def test_full_disk_on_one_rank_fails_the_save_on_all_ranks_without_leftovers(
     parent: Parent, tmp_path: Path, cases: list[Case]
 ) -> None:
     sweep(parent, tmp_path, cases, judge_failed)
 
 
-def test_values_that_are_not_finite_on_one_rank_are_not_published_and_the_healthy_ones_stay(
-    parent: Parent, tmp_path: Path
-) -> None:
+def test_nonfinite_values_on_one_rank_are_not_published(parent: Parent, tmp_path: Path) -> None:
     chosen = ((0, "disabled", "stop"), (1, "disabled", "continue"), (1, "async", "stop"))
     cases = [Case(SURVIVING, mode, Fault("not finite", rank), policy) for rank, mode, policy in chosen]
     sweep(parent, tmp_path, cases, judge_failed)
 
 
 @pytest.mark.parametrize(("step", "names"), [(3, ["step-2"]), (2, ["step-3"])])
-def test_a_run_whose_last_save_fails_fails_and_one_whose_save_before_that_fails_says_so(
-    parent: Parent, tmp_path: Path, step: int, names: list[str]
-) -> None:
+def test_only_a_failed_last_save_fails_the_run(parent: Parent, tmp_path: Path, step: int, names: list[str]) -> None:
     scenario = Scenario(0, "a", 3, {"steps": 3, "interval": 2}, armed_at=step)
     fault = Fault("full disk", 1, 500, file=writing("__1_0.distcp", step))
     (outcome,) = outcomes(parent, tmp_path, [Case(scenario, "async", fault, "continue")])
     assert outcome.names[0] == names
-    message = rf"step {step} could not be saved: rank 1: .*: File too large"
-    for rank, life in enumerate(outcome.lives):
+    message = rf"cannot save step {step}: rank 1: .*: File too large"
+    for rank, report in enumerate(outcome.reports):
         if step == 3:
-            assert re.match(message, life["error"][1])
+            assert re.match(message, report["error"][1])
         else:
-            assert life["error"] is None
-            assert sum(bool(re.match(message, line)) for line in life["lines"]) == (rank == 0)
+            assert report["error"] is None
+            assert sum(bool(re.match(message, line)) for line in report["lines"]) == (rank == 0)
 
 
 def probes(folder: Path) -> list[str]:
-    """What is said about folders that cannot be used: by `rank 0` in the way, read-only, not shared, full."""
+    """Errors of `probe`: usable folder, file in the path, folder not shared, full disk, read-only folder."""
     rank = dist.get_rank()
-    saver._PATIENCE_S = 0.2
+    saver._VISIBILITY_TIMEOUT_S = 0.2
     group = dist.group.WORLD
     assert group is not None
-    said = []
+    messages = []
 
-    def note(path: Path, needed: int = 1) -> None:
+    def try_probe(path: Path, needed: int = 1) -> None:
         try:
             probe(path, needed, group)
-            said.append("nothing")
+            messages.append("nothing")
         except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
+            messages.append(f"{type(error).__name__}: {error}")
 
-    note(folder / "good")
-    note(folder / "file" / "below")
-    note(folder / f"of-rank-{rank}")
-    note(folder / "good", 10**18)
+    try_probe(folder / "good")
+    try_probe(folder / "file" / "below")
+    try_probe(folder / f"of-rank-{rank}")
+    try_probe(folder / "good", 10**18)
     usage = shutil.disk_usage(folder)
     if rank == 0:
         shutil.disk_usage = lambda _: usage._replace(free=99)
-    note(folder / "good", 100)
-    note(folder / "good", 99)
+    try_probe(folder / "good", 100)
+    try_probe(folder / "good", 99)
     points = FaultPoints(folder)
     points.arm(Fault("error", 0, 1, errno.ENOSPC) if rank == 0 else None)
-    note(folder / "good", 1)
+    try_probe(folder / "good", 1)
     if os.geteuid() == 0:
         os.seteuid(65534)
-    note(folder / "read-only")
+    try_probe(folder / "read-only")
     os.seteuid(os.getuid())
-    return said
+    return messages
 
 
-def test_a_folder_that_cannot_be_used_is_refused_at_the_start_on_all_ranks(parent: Parent, tmp_path: Path) -> None:
+def test_unusable_folder_is_rejected_at_the_start_on_all_ranks(parent: Parent, tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     (tmp_path / "file").touch()
     (tmp_path / "read-only").mkdir(mode=0o555)
@@ -477,9 +474,9 @@ def test_a_folder_that_cannot_be_used_is_refused_at_the_start_on_all_ranks(paren
     assert (good, enough) == ("nothing", "nothing")
     assert below.startswith(f"{key}{tmp_path / 'file' / 'below'} cannot be written: rank 0: ")
     assert "Not a directory" in below
-    assert "is not the same folder for all ranks: rank 1: on " in apart
+    assert "is not the same folder for all ranks: rank 1: host " in apart
     assert "choose a job.dump_folder that all nodes share" in apart
-    assert "and a checkpoint of this run takes 953,674,316,406.2 MiB: make room" in huge
+    assert "but a checkpoint of this run needs 953,674,316,406.2 MiB: free space" in huge
     assert little.startswith(f"{key}{tmp_path / 'good'} has 0.0 MiB of free space")
     assert re.search(r"cannot be written: rank 0: .*\.probe\.writing: No space left on device", no_space)
     assert re.search(r"cannot be written: rank 0: .*read-only.*: Permission denied", read_only)

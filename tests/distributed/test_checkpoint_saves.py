@@ -1,4 +1,4 @@
-"""How a save goes: the order in which it brings things to the disk, and what holds while it runs beside training."""
+"""Saves of checkpoints: order of disk operations, and guarantees while a save runs in the background."""
 
 import os
 import threading
@@ -24,12 +24,12 @@ from titanlite.checkpoint.state import STREAMS, local_part
 from titanlite.checkpoint.storage import FileRecord
 from titanlite.train import stoppable
 
-# Power loss: at any moment, what has its name is complete on the disk
+# Power loss: a published checkpoint is always complete on the disk
 
 
 @dataclass(frozen=True)
 class Operation:
-    """time: on a clock that all ranks share. size: of the file that has been synced."""
+    """time: on a clock that all ranks share. size: of the synced file."""
 
     time: float
     kind: str
@@ -38,31 +38,31 @@ class Operation:
 
 
 def operations_of_a_save(root: Path, mode: str) -> list[Any]:
-    """What this rank does to the files below `root`, from the start of a run to the end of its second save."""
-    noted: list[Any] = []
+    """File operations of this rank below `root`, from the start of a run to the end of its second save."""
+    recorded: list[Any] = []
 
     def note(kind: str, name: str, descriptor: int) -> None:
-        noted.append([time.monotonic(), kind, name, os.fstat(descriptor).st_size if descriptor >= 0 else 0])
+        recorded.append([time.monotonic(), kind, name, os.fstat(descriptor).st_size if descriptor >= 0 else 0])
 
     watch(root, note)
     Run(root / "c", async_mode=mode, keep_latest_k=1).train("a", 2)
-    return noted
+    return recorded
 
 
 @pytest.fixture(scope="module", params=["disabled", "async"])
-def noted(
+def recorded(
     request: pytest.FixtureRequest, parent: Parent, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[Operation]]:
-    """The folder of a run's checkpoints, and what both ranks did to it, in the order in which it happened."""
+    """(checkpoint folder of a run, file operations of both ranks in order of time)"""
     root = tmp_path_factory.mktemp("power")
     by_rank = parent(on_ranks, operations_of_a_save, 2, root, request.param)
     return root / "c", [Operation(*operation) for operation in sorted(by_rank[0] + by_rank[1])]
 
 
 def violations(operations: list[Operation], folder: str, step: int, sizes: dict[str, int]) -> list[str]:
-    """What could be lost of the checkpoint of `step`, at whose publication that of the step before goes.
+    """Ways to lose the checkpoint of `step`, whose publication deletes the previous one, in a power failure.
 
-    folder: of the checkpoints. sizes: of the files that were published, by name.
+    folder: checkpoint folder. sizes: sizes of the published files by name.
     """
     writing = f"{folder}/.step-{step}.writing"
     times = {f"{operation.kind} {operation.name}": operation.time for operation in operations}
@@ -94,16 +94,16 @@ def violations(operations: list[Operation], folder: str, step: int, sizes: dict[
     if min(synced_names, default=missing) > published:
         wrong.append("files may be missing: the folder is published before their names are synced")
     if times[f"create {writing}/{MANIFEST_FILE}"] < max(t for n, t in synced_files.items() if n != MANIFEST_FILE):
-        wrong.append("the manifest is written before what it lists is synced")
+        wrong.append("the manifest is written before the files that it lists are synced")
     deleting = times[f"rename {folder}/step-{step - 1}/{MANIFEST_FILE} -> {MANIFEST_FILE}.deleted"]
     if not any(o.kind == "fsynced" and o.name == folder and published < o.time < deleting for o in operations):
-        wrong.append("the name may be lost: it is not synced before an older one is deleted")
+        wrong.append("the name may be lost: it is not synced before an older checkpoint is deleted")
     return wrong
 
 
 @pytest.mark.slow
-def test_what_is_published_is_on_the_disk(noted: tuple[Path, list[Operation]]) -> None:
-    folder, operations = noted
+def test_published_checkpoint_is_on_the_disk(recorded: tuple[Path, list[Operation]]) -> None:
+    folder, operations = recorded
     sizes = {path.name: path.stat().st_size for path in (folder / "step-2").iterdir()}
     assert len(sizes) == 4
     assert violations(operations, "c", 2, sizes) == []
@@ -120,15 +120,15 @@ def test_what_is_published_is_on_the_disk(noted: tuple[Path, list[Operation]]) -
 
 
 @pytest.mark.slow
-def test_the_folder_of_the_checkpoints_is_itself_on_the_disk(noted: tuple[Path, list[Operation]]) -> None:
-    kinds = [f"{operation.kind} {operation.name}" for operation in noted[1]]
+def test_checkpoint_folder_is_on_the_disk(recorded: tuple[Path, list[Operation]]) -> None:
+    kinds = [f"{operation.kind} {operation.name}" for operation in recorded[1]]
     assert kinds.index("mkdir c") < kinds.index("fsynced .") < kinds.index("create c/.probe.writing")
 
 
 @pytest.mark.slow
-def test_a_deletion_takes_the_manifest_first(noted: tuple[Path, list[Operation]]) -> None:
-    """A folder that has lost some of its files is then no damaged checkpoint."""
-    kinds = [f"{operation.kind} {operation.name}" for operation in noted[1]]
+def test_deletion_removes_the_manifest_first(recorded: tuple[Path, list[Operation]]) -> None:
+    """So a partly deleted folder does not count as a damaged checkpoint."""
+    kinds = [f"{operation.kind} {operation.name}" for operation in recorded[1]]
     published = kinds.index("rename c/.step-2.writing -> step-2")
     steps = [
         *("rename c/step-1/MANIFEST.json -> MANIFEST.json.deleted", "fsynced c/step-1"),
@@ -138,11 +138,11 @@ def test_a_deletion_takes_the_manifest_first(noted: tuple[Path, list[Operation]]
     assert order == sorted(order)
 
 
-# Saves beside training: of the values at their step, from buffers that are used again, one at a time, never lost
+# Background saves: values of their step, reused buffers, one save at a time, no save lost
 
 
 def gate_before_shards(root: Path) -> threading.Event:
-    """Before a shard is written its thread waits for this."""
+    """Event for which the writing thread waits before each shard."""
     gate = threading.Event()
 
     def wait(operation: str, name: str, descriptor: int) -> None:  # noqa: ARG001
@@ -156,26 +156,26 @@ def gate_before_shards(root: Path) -> threading.Event:
 def change_while_saving(folder: Path) -> str:
     gate = gate_before_shards(folder)
     run = Run(folder, async_mode="async")
-    run.state.become(1, "a")
+    run.state.update_to(1, "a")
     run.checkpoints.after_step(1, False)
-    run.state.become(2, "a")
+    run.state.update_to(2, "a")
     published = (folder / "step-1").exists()
     gate.set()
     run.checkpoints.close()
-    return "published before its time" if published else ""
+    return "published too early" if published else ""
 
 
-def test_what_is_saved_is_what_was_there_when_the_save_began(parent: Parent, tmp_path: Path) -> None:
+def test_save_has_the_values_of_its_start(parent: Parent, tmp_path: Path) -> None:
     assert parent(on_ranks, change_while_saving, 2, tmp_path) == [""] * 2
     ((one, other),) = parent(start_in, [tmp_path])
     assert (one["step"], one["branch"]) == (other["step"], other["branch"]) == (1, "a")
 
 
 def note_saves(note: Callable[[Mapping[str, Tensor]], None]) -> None:
-    """Calls it with what each save writes, when it does, and again with nothing when it has."""
+    """Call `note` with the tensors of each save before it writes them, and with {} afterwards."""
     original = saver_module.save_tensors
 
-    def noting(
+    def recording(
         folder: Path, tensors: Mapping[str, Tensor], local: Mapping[str, Tensor], group: dist.ProcessGroup
     ) -> dict[str, FileRecord]:
         note(local)
@@ -183,11 +183,11 @@ def note_saves(note: Callable[[Mapping[str, Tensor]], None]) -> None:
         note({})
         return records
 
-    saver_module.save_tensors = noting
+    saver_module.save_tensors = recording
 
 
 def places_of_saves(folder: Path) -> list[list[int]]:
-    """Where in memory each of four saves lies, and training's own values last."""
+    """Tensor addresses of each of four saves, and those of the training state last."""
     places: list[list[int]] = []
     note_saves(lambda local: places.append([tensor.data_ptr() for tensor in local.values()]) if local else None)
     run = Run(folder, async_mode="async")
@@ -195,7 +195,7 @@ def places_of_saves(folder: Path) -> list[list[int]]:
     return [*places, [local_part(tensor).data_ptr() for tensor in run.state.model_and_optimizer().values()]]
 
 
-def test_the_buffers_of_the_first_save_are_those_of_all(parent: Parent, tmp_path: Path) -> None:
+def test_all_saves_use_the_same_buffers(parent: Parent, tmp_path: Path) -> None:
     for *saves, training in parent(on_ranks, places_of_saves, 2, tmp_path):
         assert len(saves) == 4
         assert saves[1:] == saves[:-1]
@@ -203,13 +203,13 @@ def test_the_buffers_of_the_first_save_are_those_of_all(parent: Parent, tmp_path
 
 
 def crowded_saves(folder: Path) -> int:
-    """How many of six saves, begun as fast as possible, were ever under way at once."""
-    under_way, most = 0, 0
+    """Maximum number of concurrent saves, for six saves started in quick succession."""
+    running, most = 0, 0
 
     def note(local: Mapping[str, Tensor]) -> None:
-        nonlocal under_way, most
-        under_way += 1 if local else -1
-        most = max(most, under_way)
+        nonlocal running, most
+        running += 1 if local else -1
+        most = max(most, running)
         time.sleep(0.02)
 
     note_saves(note)
@@ -218,14 +218,14 @@ def crowded_saves(folder: Path) -> int:
     saver = Saver(folder, group, "async", Retention(0, 0, frozenset()))
     state = StandIn()
     for step in range(1, 7):
-        state.become(step, "a")
+        state.update_to(step, "a")
         tensors = state.model_and_optimizer() | {STREAMS: state.streams(group)}
         saver.begin(Manifest(step, "full", (Branch("a", 0),), asdict(state.state()), {}, {}, {}, "", {}), tensors)
     assert saver.take_failure() is None
     return most
 
 
-def test_at_most_one_save_is_under_way(parent: Parent, tmp_path: Path) -> None:
+def test_at_most_one_save_runs_at_a_time(parent: Parent, tmp_path: Path) -> None:
     assert parent(on_ranks, crowded_saves, 2, tmp_path) == [1, 1]
     ((one, other),) = parent(start_in, [tmp_path])
     assert (one["step"], one["branch"]) == (other["step"], other["branch"]) == (6, "a")
@@ -233,7 +233,7 @@ def test_at_most_one_save_is_under_way(parent: Parent, tmp_path: Path) -> None:
 
 
 def ways_out(folder: Path) -> list[list[str]]:
-    """What stands in the folder when training is left while its save waits: by its end, by an exception."""
+    """Names in the folder after training exits during a save: at its end, by an exception."""
     gate = gate_before_shards(folder)
     found = []
     for number, error in enumerate((None, KeyboardInterrupt())):
@@ -242,7 +242,7 @@ def ways_out(folder: Path) -> list[list[str]]:
         run = Run(own, async_mode="async")
         job = SimpleNamespace(checkpoints=run.checkpoints, stop=SimpleNamespace(activate=lambda: None))
         with suppress(KeyboardInterrupt), stoppable(job):  # type: ignore[arg-type]
-            run.state.become(1, "a")
+            run.state.update_to(1, "a")
             run.checkpoints.after_step(1, False)
             threading.Timer(0.2, gate.set).start()
             if error is not None:
@@ -252,6 +252,6 @@ def ways_out(folder: Path) -> list[list[str]]:
     return found
 
 
-def test_a_save_under_way_is_finished_on_the_way_out(parent: Parent, tmp_path: Path) -> None:
+def test_running_save_is_finished_at_exit(parent: Parent, tmp_path: Path) -> None:
     for found in parent(on_ranks, ways_out, 2, tmp_path):
         assert found == [["step-1"], ["step-1"]]

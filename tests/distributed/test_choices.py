@@ -1,9 +1,9 @@
-"""Choices beside the layout that may not change numbers: freeing parameters, tied weights, the seed, clipping."""
+"""Settings that must not change numbers: reshard policy, tied weights, seed, clipping."""
 
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.gradients import build_on_mesh, difference, step_errors, whole
+from tests.distributed.gradients import build_on_mesh, difference, full_tensor, step_errors
 from tests.distributed.reference import global_batch, rank_batches, reference_step, small_config
 from tests.distributed.test_step import OperationCount
 from tests.pool import run_ranks
@@ -12,7 +12,7 @@ RESHARDS = ("default", "always", "never")
 
 
 def worst_errors(layouts: list[tuple[int, int]]) -> dict[str, float]:
-    """Relative errors of a step; infinite where initial weights differ."""
+    """Relative errors of a step; infinite if initial weights differ."""
     errors = {}
     for replicate, shard in layouts:
         for reshard, tied in (*((policy, "true") for policy in RESHARDS), ("default", "false")):
@@ -31,7 +31,7 @@ def worst_errors(layouts: list[tuple[int, int]]) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_reshard_policies_tied_weights_and_another_seed_change_no_gradient() -> None:
+def test_reshard_policies_and_tied_weights_keep_gradients_correct() -> None:
     for world_size, layouts in ((1, [(1, 1)]), (2, [(1, 2), (2, 1)]), (4, [(2, 2)])):
         for errors in run_ranks(worst_errors, world_size, layouts):
             assert len(errors) == 4 * len(layouts)
@@ -39,7 +39,7 @@ def test_reshard_policies_tied_weights_and_another_seed_change_no_gradient() -> 
 
 
 def gathers_of_a_step(tied: str) -> dict[str, int]:
-    """How often units are gathered in a step of one microbatch, by policy."""
+    """All-gathers of FSDP units in a step of one microbatch, by reshard policy."""
     found = {}
     for reshard in RESHARDS:
         settings = [f"parallelism.fsdp_reshard_after_forward={reshard}", f"model.tie_embeddings={tied}"]
@@ -57,8 +57,8 @@ def gathers() -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.slow
-def test_units_are_gathered_as_often_as_the_policy_says() -> None:
-    """Forward gathers each unit; backward those that were freed. Units: embedding, two blocks, head (tied: one)."""
+def test_units_are_gathered_according_to_the_reshard_policy() -> None:
+    """Forward gathers each unit, backward each resharded unit. Units: embedding, two blocks, head (tied: no head)."""
     assert (
         run_ranks(gathers, 2)
         == [
@@ -83,7 +83,7 @@ def weights_after_a_clipped_step(replicate: int) -> float:
     trainer.train_step(rank_batches(batch, mesh.data_rank, mesh.data_degree, 8 // size))
     scale = 0.5 * 0.01 / (reference.grad_norm + 1e-6)
     return max(
-        difference(whole(parameter.detach()) - reference.weights[name], -scale * reference.gradients[name])
+        difference(full_tensor(parameter.detach()) - reference.weights[name], -scale * reference.gradients[name])
         for name, parameter in trainer.model_parts[0].named_parameters()
     )
 
@@ -93,7 +93,7 @@ def clipped_steps(replicas: list[int]) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_clipped_update_is_that_of_one_process() -> None:
+def test_clipped_update_matches_one_process() -> None:
     for world_size, replicas in ((1, [1]), (2, [1, 2]), (4, [2])):
         for errors in run_ranks(clipped_steps, world_size, replicas):
             assert max(errors) <= 1e-9

@@ -1,4 +1,4 @@
-"""The gradient norm, and clipping to it, over parameters of every placement at once."""
+"""Gradient norm and clipping over parameters of all placements."""
 
 import math
 from typing import get_args
@@ -9,14 +9,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from tests.distributed.gradients import difference, whole
+from tests.distributed.gradients import difference, full_tensor
 from tests.pool import run_ranks
 from titanlite.parallel.clip import NormType, clip_grad_norm_
 from titanlite.parallel.mesh import AXES
 
 Found = tuple[float, float, str]
 PARAMETERS: dict[str, tuple[int, tuple[str, ...], list[Placement]]] = {
-    "hybrid": (1, ("dp_replicate", "dp_shard"), [Replicate(), Shard(0)]),  # one row, so a shard is empty
+    "hybrid": (1, ("dp_replicate", "dp_shard"), [Replicate(), Shard(0)]),  # one row, so one shard is empty
     "sharded": (3, ("dp_shard",), [Shard(0)]),
     "both": (5, ("dp_replicate", "dp_shard"), [Shard(0), Shard(0)]),
     "columns": (4, ("tp",), [Shard(1)]),
@@ -25,23 +25,23 @@ PARAMETERS: dict[str, tuple[int, tuple[str, ...], list[Placement]]] = {
     "replicated": (2, ("dp_replicate",), [Replicate()]),
     "plain": (2, (), []),
 }
-"""Name: rows of three elements, the axes of its mesh, how it lies on them."""
+"""Name: (number of rows of three elements, mesh axes, placements)."""
 
 
 def clipped(world: DeviceMesh, dtype_name: str, max_norm: float, norm_type: NormType) -> Found:
-    """Errors of the norm and of the gradients after it, against the whole gradients in float64; the norm's dtype."""
+    """(error of the norm, largest error of a clipped gradient, dtype of the norm); reference: full float64."""
     dtype: torch.dtype = getattr(torch, dtype_name)
     mesh = world["dp_replicate", "dp_shard", "tp"]
-    # Each pp rank has a model of its own: the norm is over both.
+    # Each pp rank has a different model; the norm covers all of them.
     models = [gradients_of(torch.Generator().manual_seed(stage), dtype) for stage in range(world["pp"].size())]
     mine = models[world["pp"].get_local_rank()]
     model = nn.Module()
     for name, (rows, axes, placements) in PARAMETERS.items():
         gradient, parameter = mine[name].clone(), torch.zeros(rows, 3, dtype=dtype)
         if axes:
-            of = mesh[axes]
-            parameter = distribute_tensor(parameter, of, placements, src_data_rank=None)
-            gradient = distribute_tensor(gradient, of, placements, src_data_rank=None)
+            submesh = mesh[axes]
+            parameter = distribute_tensor(parameter, submesh, placements, src_data_rank=None)
+            gradient = distribute_tensor(gradient, submesh, placements, src_data_rank=None)
         model.register_parameter(name, nn.Parameter(parameter))
         getattr(model, name).grad = gradient
     model.register_parameter("unused", nn.Parameter(torch.zeros(2, dtype=dtype)))
@@ -50,7 +50,7 @@ def clipped(world: DeviceMesh, dtype_name: str, max_norm: float, norm_type: Norm
     expected = torch.linalg.vector_norm(everything, float(norm_type))
     scale = min(1.0, max_norm / (expected.item() + 1e-6)) if max_norm > 0 else 1.0
     errors = [
-        difference(whole(getattr(model, name).grad), scale * gradient.double()) for name, gradient in mine.items()
+        difference(full_tensor(getattr(model, name).grad), scale * gradient.double()) for name, gradient in mine.items()
     ]
     return difference(norm, expected), max(errors), str(norm.dtype)
 
@@ -71,7 +71,7 @@ BOUNDS = {
 
 
 def all_clipped(sizes: tuple[int, int, int, int]) -> dict[str, list[Found]]:
-    """max_norm 0.5 clips, 1,000 clips nothing, 0 and less only measure."""
+    """Errors by dtype. max_norm 0.5 clips; 1,000 has no effect; 0 and -1 only measure."""
     world = init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
     return {
         dtype: [
@@ -88,7 +88,7 @@ def clipped_on_meshes(meshes: list[tuple[int, int, int, int]]) -> list[dict[str,
 
 
 def test_the_norm_of_a_large_float32_gradient_is_exact() -> None:
-    """torch's CPU norm of the whole tensor is off by 1e-5 here."""
+    """torch's CPU norm of this tensor has a relative error of 1e-5."""
     model = nn.Linear(1024, 2048, bias=False)
     model.weight.grad = torch.randn(model.weight.shape, generator=torch.Generator().manual_seed(0))
     expected = model.weight.grad.double().norm()
@@ -115,7 +115,7 @@ def norms_with_a_nan() -> dict[str, list[list[float]]]:
 
 
 def norms_with_a_nan_over(axis: str) -> list[list[float]]:
-    """For each norm and each rank that has the only NaN, in its part of a gradient: the norm."""
+    """Norms by norm type and by the rank whose shard of the gradient has a NaN."""
     world = init_device_mesh("cpu", tuple(2 if name == axis else 1 for name in AXES), mesh_dim_names=AXES)
     found = []
     for norm_type in get_args(NormType):
@@ -132,8 +132,8 @@ def norms_with_a_nan_over(axis: str) -> list[list[float]]:
     return found
 
 
-def test_a_nan_on_one_rank_is_in_the_norm_of_all() -> None:
-    """A maximum over ranks may lose it."""
+def test_nan_on_one_rank_makes_the_norm_of_all_ranks_nan() -> None:
+    """A maximum over ranks may drop a NaN."""
     for found in run_ranks(norms_with_a_nan, 2):
         for axis, norms_of_axis in found.items():
             assert [math.isfinite(norm) for norms in norms_of_axis for norm in norms] == [False] * 4, axis

@@ -1,4 +1,4 @@
-"""Every data-parallel layout has the gradients of one process, whatever is masked and however it accumulates."""
+"""Data-parallel layouts have the gradients of one process for all masks and accumulation factors."""
 
 from unittest.mock import Mock
 
@@ -22,7 +22,7 @@ LAYOUTS = {
 
 
 def all_cases(layouts: list[tuple[int, int]], dtype: str) -> dict[str, tuple[float, str, bool]]:
-    """On each rank: what was run, and its worst relative error. A trainer takes its six steps from the same weights."""
+    """Case: (worst relative error, its parameter, same initial weights). Steps do not update weights."""
     errors = {}
     for replicate, shard in layouts:
         for sync in ("every", "last", "hybrid"):
@@ -74,8 +74,10 @@ def test_gradients_are_those_of_one_process(world_size: int, dtype: str) -> None
         *((policy, True, True, True) for policy in ("every", "hybrid", "last")),
     ],
 )
-def test_what_a_microbatch_is_told(policy: GradientSync, is_last: bool, reduce: bool, over_replicas: bool) -> None:
-    """Some of it no gradient shows: parameters that stay gathered, buffers that wait for the last backward pass."""
+def test_gradient_sync_flags_of_a_microbatch(
+    policy: GradientSync, is_last: bool, reduce: bool, over_replicas: bool
+) -> None:
+    """Gradients do not show all flags: parameters could stay gathered, buffers could wait for the last backward."""
     root = Mock(spec=FSDPModule)
     with gradient_sync([root, nn.Identity()], policy, is_last=is_last):
         root.set_requires_gradient_sync.assert_called_once_with(reduce)

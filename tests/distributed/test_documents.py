@@ -1,4 +1,4 @@
-"""Rows of several documents have the loss and the gradients of the sum over the documents, each alone."""
+"""Packed rows have the loss and the gradients of the sum over their separate documents."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from tests.distributed.layouts import (
     TIED,
     Layout,
     depth,
-    runs_here,
+    is_supported,
     schedule,
 )
 from tests.pool import run_ranks
@@ -53,8 +53,8 @@ SLOW = (
         pytest.param(4, SLOW, marks=pytest.mark.soak),
     ],
 )
-def test_packed_documents_are_the_documents_alone(world_size: int, table: Sequence[Layout]) -> None:
-    layouts = [layout for layout in table if layout.world_size == world_size and runs_here(layout)]
+def test_packed_documents_match_separate_documents(world_size: int, table: Sequence[Layout]) -> None:
+    layouts = [layout for layout in table if layout.world_size == world_size and is_supported(layout)]
     for rank, found in enumerate(run_ranks(documents_steps, world_size, layouts)):
         for layout, errors in zip(layouts, found, strict=True):
             case = f"rank {rank}: {layout}: {errors}"

@@ -1,4 +1,4 @@
-"""A saved run on any data: the numbers of its own validation, on every mesh, and nothing of the run changes."""
+"""Evaluation of a saved run: numbers of its validation on every mesh, other data, no change to the run."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from titanlite.data.bpe import train_bpe
 from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.job_lock import job_lock
-from titanlite.tools.evaluate import evaluated_config, parse_arguments, reading
+from titanlite.tools.evaluate import evaluated_config, read_arguments, reading
 from titanlite.tools.saved_run import open_run
 
 pytestmark = pytest.mark.slow
@@ -31,7 +31,7 @@ ONE = World(0, 0, 1, "cpu")
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `out`, a run of 4 steps that was validated in the end, and its files."""
+    """Folder with `out`, a run of 4 steps with a final validation, and its data files."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text.txt").write_text(TEXT * 100)
     (folder / "held_out.txt").write_text(HELD_OUT)
@@ -53,7 +53,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start_evaluation(folder: Path, *arguments: str, ranks: int = 0) -> Program:
-    """Starts it on `out`; numbers go to result.json."""
+    """Start an evaluation of `out`; results go to result.json."""
     own = (str(folder / "out"), "--json", str(folder / "result.json"))
     return start_command(folder, *own, *arguments, ranks=ranks, program=("-m", "titanlite.tools.evaluate"))
 
@@ -63,14 +63,14 @@ def result(folder: Path) -> Any:
 
 
 def state_of(folder: Path) -> dict[str, tuple[int, int]]:
-    """Of all files below it: when changed, and size."""
+    """(modification time, size) of all files below a folder"""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_the_numbers_of_the_runs_own_validation(trained: Path, ranks: int) -> None:
-    """While a job uses the folder, in which nothing changes."""
+def test_numbers_are_those_of_the_validation_in_the_run(trained: Path, ranks: int) -> None:
+    """A job uses the folder meanwhile; its files do not change."""
     (row,) = (row for row in rows(trained / "out") if "validation/loss" in row)
     with job_lock(str(trained / "out"), 0, take_over=False, environment=os.environ):
         before = state_of(trained / "out")
@@ -89,7 +89,7 @@ def test_the_numbers_of_the_runs_own_validation(trained: Path, ranks: int) -> No
     assert "uneven" in program.output
 
 
-def test_other_data_by_plain_torch_and_bytes_counted_in_the_text(trained: Path) -> None:
+def test_other_data_match_plain_torch_and_the_bytes_of_the_text(trained: Path) -> None:
     program = start_evaluation(
         trained,
         *("--data", str(trained / "held_out.txt"), "--data.num_streams", "1", "--data.document_mask", "false"),
@@ -111,13 +111,13 @@ def test_other_data_by_plain_torch_and_bytes_counted_in_the_text(trained: Path) 
     assert found["num_valid"] == len(ids) - 1
     assert found["loss"] == pytest.approx(loss_sum / (len(ids) - 1), rel=1e-12)
     assert found["perplexity"] == pytest.approx(math.exp(loss_sum / (len(ids) - 1)), rel=1e-12)
-    first = len(tokenizer.decode([int(ids[0])]).encode())  # which nothing predicts
+    first = len(tokenizer.decode([int(ids[0])]).encode())  # not predicted
     num_bytes = len(HELD_OUT.encode()) - first
     assert found["num_bytes"] == num_bytes
     assert found["bits_per_byte"] == pytest.approx(loss_sum / math.log(2) / num_bytes, rel=1e-12)
 
 
-def test_a_bad_row_ends_all_ranks_with_one_message(trained: Path) -> None:
+def test_bad_row_stops_all_ranks_with_one_message(trained: Path) -> None:
     (trained / "bad.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
     program = start_evaluation(trained, "--data", str(trained / "bad.jsonl"), ranks=2)
     assert program.wait() == 1
@@ -126,44 +126,44 @@ def test_a_bad_row_ends_all_ranks_with_one_message(trained: Path) -> None:
 
 
 def configured(folder: Path, *arguments: str, size: int = 1, has_tokenizer: bool = True) -> JobConfig:
-    own, rest = parse_arguments([str(folder), *arguments])
-    return evaluated_config(open_run(folder), own, rest, World(0, 0, size, "cpu"), has_tokenizer=has_tokenizer)
+    options, overrides = read_arguments([str(folder), *arguments])
+    return evaluated_config(open_run(folder), options, overrides, World(0, 0, size, "cpu"), has_tokenizer=has_tokenizer)
 
 
-def refusal(folder: Path, *arguments: str) -> str:
+def config_error(folder: Path, *arguments: str) -> str:
     with pytest.raises(ConfigError) as caught:
         configured(folder, *arguments)
     assert len(caught.value.problems) == 1
     return str(caught.value)
 
 
-def test_refusals(trained: Path, tmp_path: Path) -> None:
+def test_invalid_arguments_raise_config_errors(trained: Path, tmp_path: Path) -> None:
     run = trained / "out"
-    assert "nothing matches" in refusal(run, "--data", str(tmp_path / "nowhere.txt"))
-    assert "these are none of them" in refusal(run, "--data", str(trained / "config.toml"))
-    assert "text and jsonl" in refusal(run, "--data", str(trained))
-    assert "--steps = 0" in refusal(run, "--steps", "0")
-    assert "--json = " in refusal(run, "--json", str(tmp_path / "nowhere" / "file"))
-    assert "model.dim = " in refusal(run, "--model.dim", "3")
-    assert "data.packing = 'most'" in refusal(run, "--data.packing", "most")
-    assert "validation.sources.0.path = ''" in refusal(run, "--validation.sources.0.kind", "jsonl")
-    assert "model.max_seq_len" in refusal(run, "--training.seq_len", "1000000")
-    assert "parallelism.tp = 2" in refusal(run, "--parallelism.tp", "2")
+    assert "nothing matches" in config_error(run, "--data", str(tmp_path / "nowhere.txt"))
+    assert "these are of no known kind" in config_error(run, "--data", str(trained / "config.toml"))
+    assert "text and jsonl" in config_error(run, "--data", str(trained))
+    assert "--steps = 0" in config_error(run, "--steps", "0")
+    assert "--json = " in config_error(run, "--json", str(tmp_path / "nowhere" / "file"))
+    assert "model.dim = " in config_error(run, "--model.dim", "3")
+    assert "data.packing = 'most'" in config_error(run, "--data.packing", "most")
+    assert "validation.sources.0.path = ''" in config_error(run, "--validation.sources.0.kind", "jsonl")
+    assert "model.max_seq_len" in config_error(run, "--training.seq_len", "1000000")
+    assert "parallelism.tp = 2" in config_error(run, "--parallelism.tp", "2")
     assert configured(run, "--validation.enable", "false").validation.enable
 
 
-def test_what_is_the_runs_own_and_does_not_fit_so_many_processes(trained: Path) -> None:
+def test_settings_of_the_run_must_fit_the_number_of_processes(trained: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         configured(trained / "out", size=3)
     assert caught.value.problems
     for problem in caught.value.problems:
         if problem.key.startswith(("data.", "training.")):
             assert problem.remedy == (
-                f"it is the run's own: use another number of processes, or give --{problem.key} for this evaluation"
+                f"it is the run's value: use another number of processes, or give --{problem.key} for this evaluation"
             )
 
 
-def test_data_that_are_asked_for_take_the_place_of_the_runs_own(trained: Path, tmp_path: Path) -> None:
+def test_requested_data_replace_the_validation_sources_of_the_run(trained: Path, tmp_path: Path) -> None:
     run = trained / "out"
     named = configured(run, "--data", str(trained / "*.jsonl"), "--data", str(trained / "text.txt"), "--steps", "3")
     assert [source.kind for source in named.validation.sources] == ["jsonl", "text"]
@@ -172,39 +172,39 @@ def test_data_that_are_asked_for_take_the_place_of_the_runs_own(trained: Path, t
     assert [source.name for source in by_key.validation.sources] == [""]
     with_key = configured(run, "--data", str(trained / "text.txt"), "--validation.sources.0.document", "line")
     assert with_key.validation.sources[0].document == "line"
-    # Wherever the data of training are by now, and whether or not one may write here.
+    # Needs neither the training data nor write access.
     shutil.copytree(run, tmp_path / "moved")
     assert configured(tmp_path / "moved", size=2).parallelism.dp_shard == -1
 
 
-def test_what_a_run_lacks(trained: Path) -> None:
+def test_missing_sources_or_tokenizer_raise_config_errors(trained: Path) -> None:
     saved = open_run(trained / "out")
     saved.manifest.config["validation"]["sources"] = []
-    own, rest = parse_arguments([str(trained / "out")])
-    with pytest.raises(ConfigError, match=r"--data = ''\n.*no validation.sources\n.*write --data"):
-        evaluated_config(saved, own, rest, ONE, has_tokenizer=True)
-    with pytest.raises(ConfigError, match=r"validation\.sources\.0\.kind = 'text'\n.*the run has no tokenizer"):
+    options, overrides = read_arguments([str(trained / "out")])
+    with pytest.raises(ConfigError, match=r"--data = ''\n.*no validation.sources\n.*give --data"):
+        evaluated_config(saved, options, overrides, ONE, has_tokenizer=True)
+    with pytest.raises(ConfigError, match=r"validation\.sources\.0\.kind = 'text'\n.*has a tokenizer"):
         configured(trained / "out", "--data", str(trained / "text.txt"), has_tokenizer=False)
 
 
-def test_a_run_on_tokens_is_given_a_tokenizer(trained: Path) -> None:
+def test_run_on_tokens_needs_a_tokenizer_argument(trained: Path) -> None:
     saved = open_run(trained / "out")
     tokenizer = saved.manifest.config["tokenizer"]["path"]
     saved.manifest.config["tokenizer"]["path"] = ""
     saved.manifest.config["data"]["sources"] = [{"kind": "tokens", "path": "anywhere"}]
     for arguments in ((), ("--tokenizer", tokenizer)):
-        own, rest = parse_arguments([str(trained / "out"), "--data", str(trained / "text.txt"), *arguments])
+        options, overrides = read_arguments([str(trained / "out"), "--data", str(trained / "text.txt"), *arguments])
         if arguments:
-            assert evaluated_config(saved, own, rest, ONE, has_tokenizer=True).tokenizer.path == tokenizer
+            assert evaluated_config(saved, options, overrides, ONE, has_tokenizer=True).tokenizer.path == tokenizer
         else:
-            with pytest.raises(ConfigError, match=r"remedy: give it token files, or --tokenizer PATH"):
-                evaluated_config(saved, own, rest, ONE, has_tokenizer=False)
+            with pytest.raises(ConfigError, match=r"remedy: use token files, or give --tokenizer PATH"):
+                evaluated_config(saved, options, overrides, ONE, has_tokenizer=False)
 
 
-def test_a_checkpoint_that_is_deleted_while_it_is_read(trained: Path, tmp_path: Path) -> None:
+def test_checkpoint_deleted_while_reading_is_reported(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "out", tmp_path / "out")
     saved = open_run(tmp_path / "out")
     assert saved.path == step_folder(tmp_path / "out" / "checkpoint", 4)
     shutil.rmtree(saved.path)
-    with pytest.raises(UserError, match=r"step-4 is gone: it was deleted while it was read"), reading(saved.path):
+    with pytest.raises(UserError, match=r"step-4 was deleted while it was being read"), reading(saved.path):
         saved.model(torch.device("cpu"), torch.float64)

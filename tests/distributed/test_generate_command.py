@@ -1,4 +1,4 @@
-"""The command that generates, on a run that two ranks have saved."""
+"""`titanlite generate` on a run that two ranks have saved."""
 
 import io
 import re
@@ -26,12 +26,12 @@ MAX_SEQ_LEN = 5000
 PROMPT = "the model"
 
 
-pytestmark = pytest.mark.slow  # the run that they share costs more than they do
+pytestmark = pytest.mark.slow  # the shared training run takes longer than the tests
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The dump folder of a run with checkpoints of 3 steps, each in shards of two ranks."""
+    """Dump folder of a run with checkpoints of 3 steps, each in shards of two ranks."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text.txt").write_text(TEXT * 100)
     train_bpe(iter([TEXT] * 4), 280, folder)
@@ -48,7 +48,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def logging_as_it_was() -> Iterator[None]:
+def restore_logging() -> Iterator[None]:
     before = log.handlers[:], log.level, log.propagate
     yield
     log.handlers[:], log.propagate = before[0], before[2]
@@ -57,7 +57,7 @@ def logging_as_it_was() -> Iterator[None]:
 
 @pytest.fixture
 def text_of(trained: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """What the command prints to stdout."""
+    """Run the command and return its stdout."""
 
     def printed(*arguments: str) -> str:
         capsys.readouterr()
@@ -68,25 +68,25 @@ def text_of(trained: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., 
 
 
 def greedy(run: Path, prompt: str, count: int) -> str:
-    """What the command is to print, without its code: the whole text anew for each token."""
+    """Expected output, computed without the command's code: a full forward pass for each token."""
     saved = open_run(run)
     model, tokenizer = saved.model(torch.device("cpu"), torch.float64), saved.tokenizer()
     assert tokenizer is not None
-    given = tokens = tokenizer.encode(prompt)
+    prompt_tokens = tokens = tokenizer.encode(prompt)
     for _ in range(count):
         with torch.no_grad():
             tokens = [*tokens, int(model(torch.tensor([tokens]))[0, -1].argmax())]
     assert tokenizer.eos_id not in tokens
-    return prompt + tokenizer.decode(tokens)[len(tokenizer.decode(given)) :] + "\n"
+    return prompt + tokenizer.decode(tokens)[len(tokenizer.decode(prompt_tokens)) :] + "\n"
 
 
-def test_greedy_text_is_that_of_the_whole_model(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_greedy_text_matches_full_forward_passes(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(trained), "--prompt", PROMPT, "--temperature", "0", "--max-new-tokens", "20"])
     printed = capsys.readouterr()
     assert printed.out == greedy(trained, PROMPT, 20)
     assert re.search(r"step-3: llama3, float64 on c\w+\n", printed.err)
     assert re.search(r" 20 tokens in [\d.]+ s, [\d.]+ tokens/s\n$", printed.err)
-    assert "warning: the run saw 16 tokens at once" in printed.err
+    assert "warning: the run was trained on sequences of 16 tokens" in printed.err
     main(
         [
             str(step_folder(trained / "checkpoint", 1)),
@@ -96,7 +96,7 @@ def test_greedy_text_is_that_of_the_whole_model(trained: Path, capsys: pytest.Ca
     assert capsys.readouterr().out != printed.out
 
 
-def test_several_texts_stand_one_under_the_other(
+def test_several_texts_are_printed_one_after_another(
     trained: Path, tmp_path: Path, text_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.txt").write_text("says\n  it")
@@ -107,7 +107,7 @@ def test_several_texts_stand_one_under_the_other(
     assert text_of("--temperature", "0", *prompts) == expected
 
 
-def test_the_seed_decides_what_is_drawn(text_of: Callable[..., str]) -> None:
+def test_seed_determines_the_samples(text_of: Callable[..., str]) -> None:
     drawn = ("--prompt", PROMPT, "--temperature", "1.5", "--top-k", "50", "--top-p", "0.99")
     first = text_of(*drawn)
     assert first == text_of(*drawn, "--seed", "0")
@@ -116,7 +116,7 @@ def test_the_seed_decides_what_is_drawn(text_of: Callable[..., str]) -> None:
     assert text_of("--prompt", PROMPT, "--top-k", "1") == text_of("--prompt", PROMPT, "--temperature", "0")
 
 
-def test_a_terminal_that_is_not_utf8_shows_what_it_can(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_characters_unknown_to_the_terminal_are_replaced(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", terminal)
     main([str(trained), "--prompt", "a🦊b", "--max-new-tokens", "1"])
@@ -131,7 +131,7 @@ def test_other_dtypes(text_of: Callable[..., str], capsys: pytest.CaptureFixture
     capsys.readouterr()
 
 
-def test_a_damaged_newest_checkpoint_is_left_aside(
+def test_damaged_latest_checkpoint_is_skipped(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Path(shutil.copytree(trained, tmp_path / "out"))
@@ -140,26 +140,28 @@ def test_a_damaged_newest_checkpoint_is_left_aside(
     main([str(run), "--prompt", PROMPT, "--max-new-tokens", "5", "--temperature", "0"])
     printed = capsys.readouterr()
     assert printed.out == greedy(step_folder(trained / "checkpoint", STEPS - 1), PROMPT, 5)
-    assert re.search(rf"warning: .*step-3 is damaged: {file.name}.*; the one before it is looked at", printed.err)
+    assert re.search(rf"warning: .*step-3 is damaged: {file.name}.*; trying the previous checkpoint", printed.err)
 
 
-def test_what_does_not_fit_is_refused_before_weights_are_read(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_invalid_length_are_rejected_before_weights_are_read(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(SavedRun, "model", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ConfigError) as error:
         main([str(trained), "--prompt", "", "--prompt", "~" * MAX_SEQ_LEN, "--prompt", PROMPT])
     empty, long = error.value.problems
     assert (empty.key, empty.value) == ("--prompt", "")
-    assert "a token at least: this run's documents start without BOS" in empty.rule
+    assert "at least one token: this run's documents start without BOS" in empty.rule
     assert (long.key, long.value) == ("--prompt", "~" * 60 + "…")
     assert long.rule == f"fewer tokens than model.max_seq_len = {MAX_SEQ_LEN}; it has {MAX_SEQ_LEN}"
     with pytest.raises(ConfigError) as error:
         main([str(trained), "--prompt", "~" * 10, "--max-new-tokens", "4991"])
     (count,) = error.value.problems
-    assert (count.key, count.value, count.remedy) == ("--max-new-tokens", 4991, "4990, or a shorter prompt")
+    assert (count.key, count.value, count.remedy) == ("--max-new-tokens", 4991, "set it to 4990, or shorten the prompt")
 
 
-def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no checkpoint; give the dump folder of a run"):
+def test_run_without_checkpoints_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="contains no checkpoint; pass the dump folder of a run"):
         main([str(tmp_path), "--prompt", PROMPT])
 
 
@@ -179,12 +181,12 @@ def start(run: Path, *arguments: str) -> subprocess.Popen[bytes]:
         env=clean_environment() | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        bufsize=0,  # what a test does not read now stays in the pipe
+        bufsize=0,  # unread output stays in the pipe
     )
 
 
-def test_an_interrupt_and_a_closed_pipe_end_it_and_leave_what_was_written(trained: Path) -> None:
-    """In the middle of texts that would take many seconds more. A terminal's Ctrl-C is this signal."""
+def test_interrupt_and_closed_pipe_stop_generation_and_keep_its_output(trained: Path) -> None:
+    """Both happen seconds before the end of the text. Ctrl-C in a terminal sends SIGINT."""
     with (
         start(trained, "--max-new-tokens", "4000") as interrupted,
         start(trained, "--max-new-tokens", "4000") as unread,
@@ -200,17 +202,17 @@ def test_an_interrupt_and_a_closed_pipe_end_it_and_leave_what_was_written(traine
             assert unread.stdout.read(1) == PROMPT[:1].encode()
             unread.stdout.close()
             interrupted.send_signal(signal.SIGINT)
-            rest, said = interrupted.communicate(timeout=PATIENCE_S)
+            rest, errors = interrupted.communicate(timeout=PATIENCE_S)
             assert unread.wait(PATIENCE_S) == 1
             assert unread.stderr is not None
-            said += unread.stderr.read()
+            errors += unread.stderr.read()
         finally:
             interrupted.kill()
             unread.kill()
     assert interrupted.returncode == 130
-    assert b"\ntitanlite: interrupted\n" in said
-    assert b"Traceback" not in said
-    whole = greedy(trained, PROMPT, 60)[:-1].encode()
-    length = min(len(whole), len(begun + rest))
+    assert b"\ntitanlite: interrupted\n" in errors
+    assert b"Traceback" not in errors
+    expected = greedy(trained, PROMPT, 60)[:-1].encode()
+    length = min(len(expected), len(begun + rest))
     assert length > 60
-    assert (begun + rest)[:length] == whole[:length]
+    assert (begun + rest)[:length] == expected[:length]

@@ -1,4 +1,4 @@
-"""Training on a dataset of the hub, from a server that answers as the hub does."""
+"""Training on a Hub dataset, served by a local stand-in for the Hub."""
 
 import json
 import random
@@ -26,8 +26,8 @@ def write_dataset(folder: Path) -> None:
         (folder / f"train-0000{file}-of-00002.jsonl").write_text("".join(lines))
 
 
-def test_a_run_stays_at_the_commit_of_its_start(tmp_path: Path, start: Starter) -> None:
-    """On all ranks, also when it is resumed after the dataset has changed; the token is written nowhere."""
+def test_run_keeps_the_commit_of_its_start(tmp_path: Path, start: Starter) -> None:
+    """On all ranks, also if it is resumed after the dataset has changed. No file contains the access token."""
     write_dataset(tmp_path / "hub" / "user" / "dataset")
     (tmp_path / "tokenizer").mkdir()
     train_bpe(iter(WORDS * 9), 300, tmp_path / "tokenizer")
@@ -41,27 +41,27 @@ def test_a_run_stays_at_the_commit_of_its_start(tmp_path: Path, start: Starter) 
     def train(hub: SmallHub, *arguments: str, ranks: int = 0, file: Path = config) -> tuple[int, str]:
         environment = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_canary"}
         program = start(
-            tmp_path, "--job.config_file", str(file), *arguments, ranks=ranks, environment=environment, name="said"
+            tmp_path, "--job.config_file", str(file), *arguments, ranks=ranks, environment=environment, name="output"
         )
         return program.wait(), program.output
 
     with small_hub(tmp_path / "hub") as hub:
-        code, said = train(hub, "--training.steps", "3", "--training.local_batch_size", "4", ranks=2)
-        assert code == 0, said
-        assert f"hf user/dataset at commit {COMMIT}: 2 files, streamed" in said
+        code, output = train(hub, "--training.steps", "3", "--training.local_batch_size", "4", ranks=2)
+        assert code == 0, output
+        assert f"hf user/dataset at commit {COMMIT}: 2 files, streamed" in output
         hub.commit = MOVED
-        code, refused = train(hub)
+        code, output = train(hub)
         assert code != 0
-        assert f'commit "{COMMIT}" -> "{MOVED}"' in refused
-        code, said = train(hub, "--training.steps", "6", file=tmp_path / "out" / "config.toml")
-        assert code == 0, said
+        assert f'commit "{COMMIT}" -> "{MOVED}"' in output
+        code, output = train(hub, "--training.steps", "6", file=tmp_path / "out" / "config.toml")
+        assert code == 0, output
     assert "Bearer hf_canary" in hub.authorizations
-    for file in [*(tmp_path / "out").rglob("*"), *(tmp_path / "cache").rglob("*"), tmp_path / "said"]:
+    for file in [*(tmp_path / "out").rglob("*"), *(tmp_path / "cache").rglob("*"), tmp_path / "output"]:
         assert not file.is_file() or b"hf_canary" not in file.read_bytes()
 
     config.write_text(local)
-    code, said = train(hub, "--job.dump_folder", str(tmp_path / "local"))  # the server is gone, and not needed
-    assert code == 0, said
+    code, output = train(hub, "--job.dump_folder", str(tmp_path / "local"))  # the server is stopped and not needed
+    assert code == 0, output
     assert [row["loss"] for row in rows(tmp_path / "out")] == pytest.approx(
         [row["loss"] for row in rows(tmp_path / "local")], rel=1e-12
     )

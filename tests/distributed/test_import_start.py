@@ -1,4 +1,4 @@
-"""Training that starts from a folder in Hugging Face's format, on any mesh; and the way back from any mesh."""
+"""Training from a folder in Hugging Face format on any mesh, and exports from any mesh."""
 
 import json
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ LAYOUTS = {
 
 
 def write_initial(folder: Path, *settings: str, dtype: torch.dtype = torch.float64) -> None:
-    """A folder with the initial weights of `small_config(1, *settings)`; its norms are not all ones."""
+    """Write a model folder with the initial weights of `small_config(1, *settings)`."""
     config = small_config(1, *settings)
     family, hyper_parameters = resolve_model(config.model)
     named = family.hugging_face.names(hyper_parameters)
@@ -49,12 +49,12 @@ def write_initial(folder: Path, *settings: str, dtype: torch.dtype = torch.float
 
 
 def wrong_slice(out: torch.Tensor, stored: StoredTensor, offset: tuple[int, ...]) -> None:
-    """Each rank reads from the front."""
+    """Each rank reads from offset 0."""
     safetensors.read_box_(out, stored, (0,) * len(offset))
 
 
 def fill(folder: ModelFolder, trainer: Trainer) -> int:
-    """Nothing is left of what was there before."""
+    """Load all parameters, which are NaN before; return the bytes read."""
     read = 0
     for part in trainer.model_parts:
         parameters = {name: parameter.data for name, parameter in part.named_parameters()}
@@ -65,8 +65,8 @@ def fill(folder: ModelFolder, trainer: Trainer) -> int:
 
 
 def steps_by_layout(path: str) -> list[tuple[str, dict[str, Any], int]]:
-    """(name, errors, bytes that this rank has read) of one step after the import; then with a planted fault."""
-    folder = open_folder("it", Path(path))
+    """(name, errors, bytes read by this rank) of one step after the import; then with a planted fault"""
+    folder = open_folder("model", Path(path))
     found = []
 
     def step(name: str, settings: tuple[str, ...]) -> None:
@@ -82,7 +82,7 @@ def steps_by_layout(path: str) -> list[tuple[str, dict[str, Any], int]]:
     return found
 
 
-def test_a_step_after_an_import_is_that_of_one_process_on_four_layouts_and_ranks_read_their_part(
+def test_step_after_an_import_matches_one_process_and_ranks_read_only_their_part(
     tmp_path: Path,
 ) -> None:
     write_initial(tmp_path / "model")
@@ -93,7 +93,7 @@ def test_a_step_after_an_import_is_that_of_one_process_on_four_layouts_and_ranks
             assert (errors.worst < 1e-12) != name.startswith("wrong slice"), (name, errors)
             read.setdefault(name, []).append(num_bytes)
     total = sum(tensor.nbytes for tensor in load_file(tmp_path / "model" / "model.safetensors").values())
-    norms = 5 * 32 * 8  # of two blocks and the end, which tp ranks share
+    norms = 5 * 32 * 8  # of two blocks and the final one, replicated over tp
     assert sum(read["tp2"]) == total + norms
     assert sum(read["pp2"]) == sum(read["dp_shard2"]) == total
     assert sum(read["replicate2"]) == 2 * total
@@ -103,7 +103,7 @@ def test_a_step_after_an_import_is_that_of_one_process_on_four_layouts_and_ranks
 
 @contextmanager
 def no_folder() -> Iterator[None]:
-    """Nothing of an import may be looked at."""
+    """Fail if the imported folder is read."""
 
     def fail(*_: Any) -> None:
         raise AssertionError("the import is read again")
@@ -112,8 +112,8 @@ def no_folder() -> Iterator[None]:
         yield
 
 
-def test_a_run_starts_from_the_weights_and_resumes_from_its_own(tmp_path: Path) -> None:
-    """The weights are another seed's; the optimizer, the schedule and the data begin anew; the same on each layout."""
+def test_run_starts_from_imported_weights_and_resumes_from_its_checkpoints(tmp_path: Path) -> None:
+    """The weights have another seed; optimizer, schedule and data start at step 0; equal on each layout."""
     write_initial(tmp_path / "model", "debug.seed=7")
     write_initial(tmp_path / "infinite")
     tensors = load_file(tmp_path / "infinite/model.safetensors")
@@ -143,10 +143,10 @@ def test_a_run_starts_from_the_weights_and_resumes_from_its_own(tmp_path: Path) 
     for found in (one, tp, pp, wide, stepped):
         assert (found.error, found.step) == ("", 0)
         weights = {name: value for name, value in found.begin.items() if not name.startswith("stream")}
-        assert weights.items() <= fresh.begin.items()  # those of seed 7, and an optimizer that has done nothing
+        assert weights.items() <= fresh.begin.items()  # weights of seed 7 and initial optimizer state
         assert any("in the optimizer" in name for name in weights)
         source = f"hf:{tmp_path / 'model'}, 21 tensors, float64, "
-        assert found.says(f"the weights of {'step 0 in ' if found is stepped else source}")
+        assert found.logged(f"the weights of {'step 0 in ' if found is stepped else source}")
     assert len({len(found.begin) for found in (one, tp, pp)}) == 1
     found_rows = {name: numbers(tmp_path / name) for name in ("fresh", "one", "tp", "pp", "killed")}
     for name in ("one", "tp", "pp", "killed"):
@@ -160,20 +160,20 @@ def test_a_run_starts_from_the_weights_and_resumes_from_its_own(tmp_path: Path) 
     assert resumed.end == one.end
     assert checkpoints_of(one) == ["step-2", "step-4", "step-6", "step-8"]
     assert "checkpoint.initial_load_model_only = False" in full.error
-    assert "holds no optimizer and no place in the data" in full.error
+    assert "has no optimizer state and no position in the data" in full.error
     assert "the configuration has 2 problems" in vocabulary.error
-    assert f"write vocab_size = {VOCAB_SIZE} in [model]: the embedding has a row for each token" in vocabulary.error
+    assert f"write vocab_size = {VOCAB_SIZE} in [model], and use the folder's tokenizer" in vocabulary.error
     assert "write ffn_dim = 48 in [model]" in vocabulary.error
-    assert "these are an import's weights alone" in inside.error
+    assert "an import holds weights only" in inside.error
     assert 'imported_from"' not in inside.error  # no change that could be accepted
     assert "--checkpoint.initial_load_path FOLDER" in inside.error
-    assert "tok_embeddings.weight has values that are not finite in torch.float64" in infinite.error
+    assert "tok_embeddings.weight has NaN or infinite values in torch.float64" in infinite.error
     assert stepped.end == one.end
-    assert single.says("21 tensors, converted from float64 to float32")
+    assert single.logged("21 tensors, converted from float64 to float32")
 
 
-def test_export_from_four_ranks_has_the_bytes_of_one_process(tmp_path: Path) -> None:
-    """The same state, saved by one process and by tp 2 x pp 2; also what the import of that gives."""
+def test_export_from_four_ranks_equals_that_from_one_process(tmp_path: Path) -> None:
+    """The same state is saved by one process and by tp 2 x pp 2."""
     four = ("parallelism.tp=2", "parallelism.pp=2", "training.global_batch_size=16")
     first, moved = start_runs(
         tmp_path,
@@ -208,14 +208,14 @@ def test_export_from_four_ranks_has_the_bytes_of_one_process(tmp_path: Path) -> 
 
 @contextmanager
 def no_update() -> Iterator[None]:
-    """Steps are taken, and weights stay as they are."""
+    """Steps do not update the weights."""
     with replaced(GatedOptimizer, "step_if", lambda *_: None):
         yield
 
 
-def test_two_ranks_start_from_the_hub_which_a_resume_does_not_ask(tmp_path: Path, start: Starter) -> None:
+def test_two_ranks_start_from_the_hub_and_resume_without_it(tmp_path: Path, start: Starter) -> None:
     write_initial(tmp_path / "hub" / "org" / "model")
-    local = open_folder("it", tmp_path / "hub" / "org" / "model")
+    local = open_folder("model", tmp_path / "hub" / "org" / "model")
     arguments = ("--checkpoint.enable", "true", "--lr_schedule.decay", "none", "--training.local_batch_size", "4")
     path = ("--checkpoint.initial_load_path", "hf:org/model")
 
@@ -225,22 +225,22 @@ def test_two_ranks_start_from_the_hub_which_a_resume_does_not_ask(tmp_path: Path
             *(tmp_path, *arguments, *path, "--training.steps", str(steps), *more),
             ranks=ranks,
             environment=environment,
-            name="said",
+            name="output",
         )
         return program.wait(), program.output
 
     with small_hub(tmp_path / "hub") as hub:
-        code, said = train(hub, 2, ranks=2)
-        assert code == 0, said
-        assert f"with the weights of hf:org/model@{COMMIT}, {len(local.tensors)} tensors, float64" in said
+        code, output = train(hub, 2, ranks=2)
+        assert code == 0, output
+        assert f"with the weights of hf:org/model@{COMMIT}, {len(local.tensors)} tensors, float64" in output
         downloads = [path for method, path, _ in hub.requests if method == "GET" and path.endswith("model.safetensors")]
         assert len(downloads) == 1
-        code, refused = train(hub, 2, "--model.ffn_dim", "64", "--job.dump_folder", str(tmp_path / "other"), ranks=2)
+        code, output = train(hub, 2, "--model.ffn_dim", "64", "--job.dump_folder", str(tmp_path / "other"), ranks=2)
         assert code != 0
-        assert refused.count("write ffn_dim = 48 in [model]") == 1
-    code, said = train(hub, 4)  # the server is gone
-    assert code == 0, said
-    assert "Start: step 2, " in said
+        assert output.count("write ffn_dim = 48 in [model]") == 1
+    code, output = train(hub, 4)  # the server is stopped
+    assert code == 0, output
+    assert "Start: step 2, " in output
     assert [row["step"] for row in rows(tmp_path / "out")] == [1, 2, 3, 4]
-    for file in [*(tmp_path / "out").rglob("*"), tmp_path / "said"]:
+    for file in [*(tmp_path / "out").rglob("*"), tmp_path / "output"]:
         assert not file.is_file() or b"hf_canary" not in file.read_bytes()

@@ -1,4 +1,4 @@
-"""Clipping changes gradients identically in every layout, by either norm."""
+"""Clipping changes gradients identically in every layout, for both norms."""
 
 from dataclasses import asdict
 from typing import Any
@@ -26,22 +26,22 @@ def clipped(cases: list[tuple[Layout, str]]) -> list[dict[str, Any]]:
     for layout, norm_type in cases:
         config = layout.config(f"training.max_norm={MAX_NORM}", f"training.norm_type={norm_type}")
         batch = global_batch("silent_ranks", 0, layout.rows)
-        whole = reference_step(config, batch)
-        norms = torch.stack(list(torch._foreach_norm(list(whole.gradients.values()), float(norm_type))))
+        reference = reference_step(config, batch)
+        norms = torch.stack(list(torch._foreach_norm(list(reference.gradients.values()), float(norm_type))))
         norm = norms.amax() if norm_type == "inf" else norms.square().sum().sqrt()
         assert norm > 2 * MAX_NORM  # clipping is active
         scale = MAX_NORM / (norm + 1e-6)
-        gradients = {name: gradient * scale for name, gradient in whole.gradients.items()}
+        gradients = {name: gradient * scale for name, gradient in reference.gradients.items()}
         trainer, mesh = build_on_mesh(config)
         stats = trainer.train_step(local_batches(config, mesh, batch))
-        expected = Reference(whole.loss, norm, gradients, whole.weights)
+        expected = Reference(reference.loss, norm, gradients, reference.weights)
         found.append(asdict(compare(trainer, stats.mean_loss, stats.grad_norm, expected, True)))
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layouts", [TWO, FOUR])
-def test_clipped_gradients_are_those_of_one_process(layouts: list[Layout]) -> None:
+def test_clipped_gradients_match_one_process(layouts: list[Layout]) -> None:
     cases = [(layout, norm_type) for layout in layouts for norm_type in ("2", "inf")]
     for ranks in run_ranks(clipped, layouts[0].world_size, cases):
         for case, found in zip(cases, ranks, strict=True):

@@ -17,8 +17,8 @@ from tests.distributed.layouts import (
     SLOW,
     SOAK,
     Layout,
+    is_supported,
     measure_all,
-    runs_here,
 )
 from tests.distributed.reference import global_batch
 from tests.pool import run_ranks
@@ -31,7 +31,7 @@ def run(layouts: Sequence[Layout], dtype: str) -> list[dict[str, Any]]:
 
 
 def verify(layouts: Sequence[Layout], dtype: str) -> dict[Layout, tuple[float, ...]]:
-    """Losses by layout."""
+    """Compare each layout with the reference; return losses by layout."""
     losses = {}
     ranks = run_ranks(run, layouts[0].world_size, layouts, dtype)
     for index, layout in enumerate(layouts):
@@ -41,7 +41,7 @@ def verify(layouts: Sequence[Layout], dtype: str) -> dict[Layout, tuple[float, .
             for key in ("gradient", "loss", "grad_norm", "trajectory"):
                 assert found[key] <= BOUNDS[dtype], case
             assert found["losses"] == ranks[0][index]["losses"], case
-            assert found["learned"] > 1e-3, f"the updates are too small to be seen: {case}"
+            assert found["learned"] > 1e-3, f"the updates are too small to detect: {case}"
         losses[layout] = tuple(ranks[0][index]["losses"])
     return losses
 
@@ -57,8 +57,8 @@ def verify(layouts: Sequence[Layout], dtype: str) -> dict[Layout, tuple[float, .
         *(pytest.param(size, "float32", (*SLOW, *SOAK), marks=pytest.mark.soak) for size in (1, 2, 4, 8)),
     ],
 )
-def test_numbers_are_those_of_one_process(world_size: int, dtype: str, table: Sequence[Layout]) -> None:
-    layouts = [layout for layout in table if layout.world_size == world_size and runs_here(layout)]
+def test_numbers_match_one_process(world_size: int, dtype: str, table: Sequence[Layout]) -> None:
+    layouts = [layout for layout in table if layout.world_size == world_size and is_supported(layout)]
     losses = verify(layouts, dtype)
     if world_size == 8 and table is not SOAK:
         sharded, replicated = (losses[layout] for layout in layouts if layout.axes in ((1, 1, 2, 4), (1, 2, 1, 4)))
@@ -70,7 +70,7 @@ def test_all_axes_at_once_on_sixteen_ranks() -> None:
     verify(SIXTEEN, "float64")
 
 
-def test_the_table_has_what_it_promises() -> None:
+def test_layout_tables_cover_schedules_meshes_and_accumulation() -> None:
     layouts = (*QUICK, *SLOW, *SOAK, *SIXTEEN)
     assert len(layouts) == len(set(layouts)) >= 41
     assert {layout.world_size for layout in layouts} == {1, 2, 4, 8, 16}
@@ -90,7 +90,7 @@ REPEATED = (
 
 
 def digests(repeats: int) -> list[list[str]]:
-    """For each layout, each repeat's losses, gradient norms and weights of this rank after three steps, bit by bit."""
+    """By layout and repeat: SHA-256 of this rank's losses, gradient norms and weights after three steps."""
     apply_determinism(DebugConfig(deterministic=True))
     found = []
     for layout in REPEATED:
@@ -104,13 +104,13 @@ def digests(repeats: int) -> list[list[str]]:
                 stats = trainer.train_step(local_batches(config, mesh, batch))
                 seen += [stats.mean_loss, stats.grad_norm]
             seen += [p.detach() for part in trainer.model_parts for p in part.parameters()]
-            whole = [getattr(tensor, "_local_tensor", tensor).contiguous().flatten() for tensor in seen]
-            runs.append(hashlib.sha256(torch.cat(whole).numpy().tobytes()).hexdigest())
+            flat = [getattr(tensor, "_local_tensor", tensor).contiguous().flatten() for tensor in seen]
+            runs.append(hashlib.sha256(torch.cat(flat).numpy().tobytes()).hexdigest())
         found.append(runs)
     return found
 
 
-@pytest.mark.soak  # on four ranks by default: test_replicas_stay_alike_and_repeats_are_bit_identical
+@pytest.mark.soak  # default suite: test_replicas_and_repeats_are_bit_identical
 def test_repeats_are_bit_identical() -> None:
     for first, second in zip(run_ranks(digests, 4, 2), run_ranks(digests, 4, 1), strict=True):
         for runs, again in zip(first, second, strict=True):

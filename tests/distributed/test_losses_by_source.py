@@ -1,4 +1,4 @@
-"""The loss of each source of a mixture: the same sums and counts on every mesh, as one process has them."""
+"""Losses by source of a mixture: sums and counts on every mesh are those of one process."""
 
 import math
 from typing import Any
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.distributed.gradients import build_on_mesh, local_batches, replaced
-from tests.distributed.layouts import COMPILE, LAST, PAIRS, WHOLE_LOGITS, Layout, schedule
+from tests.distributed.layouts import COMPILE, FULL_LOGITS, LAST, PAIRS, Layout, schedule
 from tests.distributed.reference import global_batch, plain_model, reference_step
 from tests.pool import run_ranks
 from titanlite.batch import Batch
@@ -23,7 +23,7 @@ LAYOUTS = (
     Layout((1, 2, 1, 1), accumulation=2),
     Layout((1, 1, 2, 1), (*LAST,), accumulation=2),
     Layout((1, 1, 1, 2), accumulation=2),
-    Layout((1, 1, 1, 2), (*WHOLE_LOGITS,)),
+    Layout((1, 1, 1, 2), (*FULL_LOGITS,)),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *PAIRS)),
     Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), "parallelism.gradient_sync=every"), accumulation=2),
     Layout((2, 1, 1, 1), schedule("InterleavedZeroBubble")),
@@ -32,13 +32,13 @@ LAYOUTS = (
 
 
 def mixed_batch() -> Batch:
-    """Uneven masks; the last source has only a row without any valid label."""
+    """Uneven masks; the only row of the last source has no valid label."""
     sources = torch.tensor([2, 1, 0, 0, 1, 0, 1, 1, 0, 0, 0, 1, 1, 0, 1, 0])
     return global_batch("uneven")._replace(sources=sources)
 
 
 def totals_on_mesh(layout: Layout) -> tuple[list[list[float]], float, float]:
-    """The totals of a step over all ranks, its loss, and its gradient norm."""
+    """(totals of a step over all ranks, loss, gradient norm)"""
     torch._dynamo.reset()
     trainer, mesh = build_on_mesh(layout.config())
     trainer.num_sources = SOURCES
@@ -54,7 +54,7 @@ def all_totals(layouts: list[Layout]) -> list[Any]:
 
 
 def planted_totals(layouts: list[Layout]) -> list[Any]:
-    """The microbatches of a pipeline come in the wrong order."""
+    """Totals if the microbatches of a pipeline are recorded in reverse order."""
 
     def newest_first(pipeline: Pipeline, logits: Tensor, labels: Tensor) -> Tensor:
         shares = pipeline._loss(logits, labels, pipeline._num_valid)
@@ -66,7 +66,7 @@ def planted_totals(layouts: list[Layout]) -> list[Any]:
 
 
 def expected_totals() -> tuple[list[list[float]], float]:
-    """By plain torch, one row after the other."""
+    """Totals and mean loss by plain torch, row by row."""
     model, batch = plain_model(LAYOUTS[0].config()), mixed_batch()
     totals = [[0.0] * SOURCES for _ in range(3)]
     for tokens, labels, source in zip(batch.tokens, batch.labels, batch.sources.tolist(), strict=True):
@@ -80,7 +80,7 @@ def expected_totals() -> tuple[list[list[float]], float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_totals_of_each_source_are_those_of_one_process(world_size: int) -> None:
+def test_totals_by_source_match_one_process(world_size: int) -> None:
     layouts = [layout for layout in LAYOUTS if layout.world_size == world_size]
     expected, mean_loss = expected_totals()
     assert expected[1][2] == 0 < expected[1][0] != expected[1][1]
@@ -95,15 +95,15 @@ def test_totals_of_each_source_are_those_of_one_process(world_size: int) -> None
 
 
 @pytest.mark.slow
-def test_rows_in_another_order_than_their_sources_are_seen() -> None:
+def test_wrong_order_of_rows_changes_the_totals() -> None:
     layouts = [layout for layout in LAYOUTS if layout.schedule in ("1F1B", "Interleaved1F1B")]
     expected, mean_loss = expected_totals()
     for totals, loss, _ in run_ranks(planted_totals, 2, layouts)[0]:
-        assert loss == pytest.approx(mean_loss, rel=1e-12)  # which is why the loss alone shows nothing
+        assert loss == pytest.approx(mean_loss, rel=1e-12)  # the loss alone does not show the mistake
         assert abs(totals[0][0] - expected[0][0]) > 1e-3
 
 
-def test_a_loss_that_is_not_finite_stays_with_its_source() -> None:
+def test_nonfinite_loss_affects_only_its_source() -> None:
     labels = torch.tensor([[1, IGNORE_INDEX], [1, 2], [IGNORE_INDEX, IGNORE_INDEX]])
     totals = totals_by_source(torch.tensor([math.nan, 2.0, 0.0]), labels, torch.tensor([1, 0, 0]), 3)
     assert totals.dtype == torch.float64

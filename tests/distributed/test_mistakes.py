@@ -1,6 +1,6 @@
-"""The comparisons can fail: known mistakes, planted one at a time, are seen by ours and named by `titanlite parity`.
+"""Known mistakes, planted one at a time, are detected by the tests' comparison and reported by `titanlite parity`.
 
-With -s the table of docs/numerics.md is printed: each mistake, the layout, and what gives it away.
+With -s, prints the table of docs/numerics.md: each mistake, its layout, and how it is detected.
 """
 
 from collections.abc import Sequence
@@ -26,18 +26,18 @@ from titanlite.tools.parity.shrink import resolved_config
 from titanlite.tools.parity.verdict import FLOAT64_BOUND, Bounds, judge, merge_ranks
 
 BOUND = 1e-12
-"""Of the comparison without a mistake."""
+"""Bound of relative errors without a mistake."""
 
 
 def errors(layout: Layout, documents: bool) -> dict[str, Any]:
-    """Our comparison with one process: relative errors, whether initial weights and positions are right."""
+    """The tests' comparison with one process: relative errors, whether initial weights and positions are correct."""
     if documents:
         return documents_step(layout)
     return asdict(errors_of_step(layout.config(), global_batch("uneven", 0, layout.rows)))
 
 
 def measured(layout: Layout, folder: Path) -> dict[str, Any]:
-    """What `titanlite parity` measures on this rank."""
+    """The measurement of `titanlite parity` on this rank."""
     chosen = parity.Layout(layout.axes, layout.schedule or None)  # type: ignore[arg-type]
     config = parity.config_of(on_one_process(layout), chosen)
     return asdict(measure_layout(config, mesh_of(config), 1, folder / family_of(layout)))
@@ -52,7 +52,7 @@ def family_of(layout: Layout) -> str:
 
 
 def references(layouts: Sequence[Layout], folder: Path) -> dict[str, Any]:
-    """What `titanlite parity` compares with, for each family. Rank 0 leaves files for all."""
+    """References of `titanlite parity` by model family. Rank 0 writes files for all ranks."""
     found = {}
     if dist.get_rank() == 0:
         for family, layout in {family_of(layout): layout for layout in layouts}.items():
@@ -63,7 +63,7 @@ def references(layouts: Sequence[Layout], folder: Path) -> dict[str, Any]:
 
 
 def both(layout: Layout, documents: bool, folder: Path, planted: Around) -> list[dict[str, Any]]:
-    """The answers of the two comparisons; an exception by its name."""
+    """Results of the two comparisons, or the names of their exceptions."""
     found = []
     for compare in (lambda: errors(layout, documents), lambda: {} if documents else measured(layout, folder)):
         with planted():
@@ -74,8 +74,8 @@ def both(layout: Layout, documents: bool, folder: Path, planted: Around) -> list
     return found
 
 
-def answers(numbers: Sequence[int], folder: str) -> dict[str, Any]:
-    """On a rank: of each layout without a mistake, of each mistake."""
+def all_results(numbers: Sequence[int], folder: str) -> dict[str, Any]:
+    """Results on this rank: of each layout without a mistake, and of each mistake."""
     cases = layouts_of(numbers)
     expected = references([layout for layout, documents in cases if not documents], Path(folder))
     right = [both(layout, documents, Path(folder), nullcontext) for layout, documents in cases]
@@ -85,13 +85,13 @@ def answers(numbers: Sequence[int], folder: str) -> dict[str, Any]:
 
 
 def layouts_of(numbers: Sequence[int]) -> list[tuple[Layout, bool]]:
-    """Each once, and whether its rows hold documents."""
+    """Distinct (layout, whether its rows hold documents)."""
     mistakes = [MISTAKES[number] for number in numbers]
     return list(dict.fromkeys((mistake.layout, mistake.documents) for mistake in mistakes))
 
 
 def different(ranks: Sequence[dict[str, Any]], bound: float) -> dict[str, float]:
-    """What our comparison finds on any rank, and by how much."""
+    """Differences that the tests' comparison finds on any rank, with their largest error."""
     found: dict[str, float] = {}
     for rank in ranks:
         if "error" in rank:
@@ -108,7 +108,7 @@ def different(ranks: Sequence[dict[str, Any]], bound: float) -> dict[str, float]
 
 
 def first_difference(ranks: Sequence[dict[str, Any]], expected: dict[str, Any]) -> str:
-    """What `titanlite parity` names; "" for nothing."""
+    """First difference that `titanlite parity` reports; "" if all values agree."""
     if "error" in ranks[0]:
         return str(ranks[0]["error"])
     merged = merge_ranks([Measurement.of_json(rank) for rank in ranks])
@@ -116,7 +116,7 @@ def first_difference(ranks: Sequence[dict[str, Any]], expected: dict[str, Any]) 
 
 
 def shown(found: dict[str, float]) -> str:
-    """The largest error, or what has none."""
+    """Text of the largest error, or the name of a difference without a number."""
     if not found:
         return "nothing"
     name = max(found, key=lambda name: found[name])
@@ -126,17 +126,17 @@ def shown(found: dict[str, float]) -> str:
 @pytest.mark.parametrize(
     ("world_size", "quick"), [(2, True), *(pytest.param(size, False, marks=pytest.mark.slow) for size in (2, 4))]
 )
-def test_each_mistake_is_seen_and_named(world_size: int, quick: bool, tmp_path: Path) -> None:
+def test_each_mistake_is_detected(world_size: int, quick: bool, tmp_path: Path) -> None:
     selected = [mistake.layout.world_size == world_size and (mistake.name in QUICK) == quick for mistake in MISTAKES]
     numbers = [number for number, chosen in enumerate(selected) if chosen]
-    ranks = run_ranks(answers, world_size, numbers, str(tmp_path))
+    ranks = run_ranks(all_results, world_size, numbers, str(tmp_path))
     expected = ranks[0]["expected"]
     cases = layouts_of(numbers)
     for (layout, documents), *case in zip(cases, *(rank["right"] for rank in ranks), strict=True):
         ours, theirs = zip(*case, strict=True)
         assert different(ours, BOUND) == {}, layout
         assert documents or first_difference(theirs, expected[family_of(layout)]) == "", layout
-    unseen = []
+    undetected = []
     for number, *case in zip(numbers, *(rank["wrong"] for rank in ranks), strict=True):
         mistake = MISTAKES[number]
         ours, theirs = zip(*case, strict=True)
@@ -145,5 +145,5 @@ def test_each_mistake_is_seen_and_named(world_size: int, quick: bool, tmp_path: 
         named = first.removeprefix("step 1, ").partition(", bound")[0] or "not compared"
         print(f"| {mistake.name} | {mistake.layout.name} | {shown(found)} | {named} |")
         if found.keys() != mistake.seen or mistake.first not in first or not (first or mistake.documents):
-            unseen.append(f"{mistake.name}, {mistake.layout.name}: {found}; {first}")
-    assert unseen == []
+            undetected.append(f"{mistake.name}, {mistake.layout.name}: {found}; {first}")
+    assert undetected == []

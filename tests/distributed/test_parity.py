@@ -1,4 +1,4 @@
-"""`python -m titanlite parity`: what it prints and refuses, and how it ends. Its comparison: test_mistakes.py."""
+"""`python -m titanlite parity`: output, errors and exit codes. test_mistakes.py tests the comparison."""
 
 import json
 import os
@@ -37,7 +37,7 @@ RUN = (sys.executable, "-m", "titanlite.tools.parity")
 
 @pytest.fixture
 def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of the tests' small model; the command's own temporary folder goes to tmp_path / "temporary"."""
+    """Configuration of the small test model; the command's temporary folder is in tmp_path / "temporary"."""
     file = tmp_path / "config.toml"
     file.write_text(CONFIG)
     (tmp_path / "temporary").mkdir()
@@ -60,7 +60,7 @@ def program(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]"
 @pytest.mark.slow
 @pytest.mark.parametrize("more", ["1x1x1x2", pytest.param("1x2x2x1", marks=pytest.mark.soak)])
 def test_layouts_of_several_world_sizes_agree(more: str, config_file: Path) -> None:
-    """Steps in float64, float32 and with a bfloat16 computation; the table, the JSON, and nothing left behind."""
+    """Steps in float64 and with bfloat16 compute on float32 weights; table, JSON, and no leftover files."""
     folder = config_file.parent
     names = ["2x1x1x1:InterleavedZeroBubble", more]
     settings = ["--steps", "2", "--training.dtype", "float32", "--training.mixed_precision_param", "bfloat16"]
@@ -94,10 +94,8 @@ def test_layouts_of_several_world_sizes_agree(more: str, config_file: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="V schedules need torch 2.12")
-def test_split_backward_passes_find_the_weights_of_freed_units(
-    config_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Stages of several layers with sharded parameters, where torch alone would lose gradients."""
+def test_split_backward_passes_work_with_resharded_units(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stages with several layers and sharded parameters, for which unpatched torch loses gradients."""
     settings = ["--model.n_layers", "6", "--layouts", "2x1x2x1:InterleavedZeroBubble", "2x1x2x1:ZBVZeroBubble"]
     command.main([str(config_file), *settings, "2x1x2x1:DualPipeV"])
     assert "all 4 layouts agree" in capsys.readouterr().out
@@ -105,7 +103,7 @@ def test_split_backward_passes_find_the_weights_of_freed_units(
         command.main([str(config_file), *settings, "--parallelism.fsdp_reshard_after_forward", "always"])
 
 
-def test_a_problem_of_the_configuration_ends_with_2(config_file: Path) -> None:
+def test_config_errors_exit_with_2(config_file: Path) -> None:
     arguments = (str(config_file), "--training.seq_lenn", "3", "--ranks", "0")
     done = start_command(config_file.parent, *arguments, program=("-m", "titanlite.tools.parity"))
     assert done.wait() == 2
@@ -126,17 +124,15 @@ def test_a_problem_of_the_configuration_ends_with_2(config_file: Path) -> None:
         (["--model.n_heads", "3", "--shrink"], "model.n_kv_heads"),
     ],
 )
-def test_what_cannot_be_run_is_a_problem_of_the_configuration(
-    config_file: Path, arguments: list[str], message: str
-) -> None:
+def test_invalid_settings_raise_config_errors(config_file: Path, arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         command.main([str(config_file), *arguments])
     assert message in str(raised.value)
 
 
 def raises_on_the_last_rank(config: Any, layouts: Sequence[Layout], steps: int, folder: str, how: str) -> Any:
-    """In the second layout of two ranks."""
-    trained = Trainer.train_step
+    """Measure layouts; rank 1 fails in the second layout of two ranks."""
+    train_step = Trainer.train_step
     calls = 0
 
     def fail(trainer: Trainer, batches: Sequence[Batch]) -> Any:
@@ -146,7 +142,7 @@ def raises_on_the_last_rank(config: Any, layouts: Sequence[Layout], steps: int, 
             if how == "raise":
                 raise ValueError("the cause\nin two lines")
             os.kill(os.getpid(), signal.SIGKILL)
-        return trained(trainer, batches)
+        return train_step(trainer, batches)
 
     with patch.object(Trainer, "train_step", fail):
         return measure_layouts(config, layouts, steps, folder)
@@ -160,7 +156,7 @@ FAILURES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "raise"])
-def test_a_rank_that_fails_ends_the_run_with_its_error(
+def test_failing_rank_stops_the_command_with_its_error(
     config_file: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compare, "measure_layouts", partial(raises_on_the_last_rank, how=how))
@@ -171,12 +167,12 @@ def test_a_rank_that_fails_ends_the_run_with_its_error(
     assert list((config_file.parent / "temporary").iterdir()) == []
 
 
-def test_data_that_does_not_suffice_is_told_once(config_file: Path) -> None:
+def test_too_little_data_is_reported_once(config_file: Path) -> None:
     np.save("few.npy", np.arange(10, dtype=np.uint16))
     with pytest.raises(UserError) as raised:
         command.main([str(config_file), "--layouts", "1x1x2x1", "--data.sources.0.path", "few.npy"])
     assert str(raised.value).startswith(
-        "the reference: there is nothing to train on: tokens few.npy: 1 files, 10 tokens, 0 windows"
+        "the reference: no data to train on: tokens few.npy: 1 files, 10 tokens, 0 windows"
     )
 
 
@@ -185,14 +181,14 @@ def all_masked(config: Any, steps: int, folder: str) -> Any:
         return measure_reference(config, steps, folder)
 
 
-def test_agreement_about_nothing_is_refused(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_without_valid_tokens_are_rejected(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "measure_reference", all_masked)
-    with pytest.raises(UserError, match="nothing would be proven: step 1 has no valid token"):
+    with pytest.raises(UserError, match="would prove nothing: step 1 has no valid token"):
         command.main([str(config_file), "--layouts", "1x1x2x1"])
 
 
 def norm_in_float32(config: Any, steps: int, folder: str) -> Any:
-    """A norm that forgets the precision of its input: alike on all layouts, so that none of them differs."""
+    """Compute norms in float32 for any input dtype: identical on all layouts, so no layout differs."""
 
     def forward(norm: nn.RMSNorm, x: Tensor) -> Tensor:
         wide = x.float()
@@ -204,13 +200,13 @@ def norm_in_float32(config: Any, steps: int, folder: str) -> Any:
 
 
 def rounded_gradient(config: Any, steps: int, folder: str) -> Any:
-    """Forward is exact, backward is not."""
+    """Round a gradient to float32; the forward pass stays exact."""
 
     def rounded(model: nn.Module, *args: Any) -> float:
         model.get_submodule("layers.1.ffn_norm").weight.register_hook(lambda gradient: gradient.float().double())
-        return right(model, *args)
+        return original(model, *args)
 
-    right = reference.forward_backward
+    original = reference.forward_backward
     with patch.object(reference, "forward_backward", rounded):
         return measure_reference(config, steps, folder)
 
@@ -222,11 +218,11 @@ def rounded_gradient(config: Any, steps: int, folder: str) -> Any:
         (rounded_gradient, "_to_copy"),
     ],
 )
-def test_a_model_that_loses_precision_is_refused(
+def test_model_that_loses_precision_is_rejected(
     config_file: Path, wrong: Callable[..., Any], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compare, "measure_reference", wrong)
-    with pytest.raises(UserError, match=f"not in float64 where all of its inputs are: .*{place}"):
+    with pytest.raises(UserError, match=f"below float64 although all inputs are float64: .*{place}"):
         command.main([str(config_file), "--layouts", "1x1x2x1"])
 
 
@@ -236,7 +232,7 @@ def averaging_on_ranks(config: Any, layouts: Sequence[Layout], steps: int, folde
 
 
 @pytest.mark.slow
-def test_a_difference_ends_with_1(
+def test_differences_exit_with_1(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(compare, "measure_layouts", averaging_on_ranks)
@@ -253,8 +249,8 @@ def test_a_difference_ends_with_1(
 
 def test_masks_depend_on_the_sequence_alone() -> None:
     config = small_config(1)
-    kept = {number: measure.keep_label(config, number) for number in range(40)}
-    shares = {number: mask.double().mean().item() for number, mask in kept.items()}
+    masks = {number: measure.keep_label(config, number) for number in range(40)}
+    shares = {number: mask.double().mean().item() for number, mask in masks.items()}
     assert {number: shares[number] for number in (0, 1, 16, 17, 32, 33)} == dict.fromkeys((0, 16, 32), 0.0) | (
         dict.fromkeys((1, 17, 33), 1.0)
     )
@@ -262,5 +258,5 @@ def test_masks_depend_on_the_sequence_alone() -> None:
     single = replace(config, training=replace(config.training, global_batch_size=1))
     assert 0 < measure.keep_label(single, 0).sum() < 16
     again = measure.keep_label(replace(config, training=replace(config.training, local_batch_size=8)), 7)
-    assert torch.equal(again, kept[7])
-    assert not torch.equal(measure.keep_label(replace(config, debug=replace(config.debug, seed=1)), 7), kept[7])
+    assert torch.equal(again, masks[7])
+    assert not torch.equal(measure.keep_label(replace(config, debug=replace(config.debug, seed=1)), 7), masks[7])

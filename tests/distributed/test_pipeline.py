@@ -1,4 +1,4 @@
-"""A pipeline's step: how often it communicates and computes, what rank 0 logs, how it ends when a stage fails."""
+"""Pipeline steps: numbers of collectives and forward passes, logged values, failing stages."""
 
 import copy
 import re
@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from tests.distributed.gradients import build_on_mesh, difference, local_batches
-from tests.distributed.layouts import Layout, runs_here, schedule
+from tests.distributed.layouts import Layout, is_supported, schedule
 from tests.distributed.program import FAULTY, Starter, own_tracebacks, rows
 from tests.distributed.reference import global_batch, reference_step
 from tests.distributed.test_step import OperationCount
@@ -28,11 +28,11 @@ from titanlite.runtime.launch import RankError
 from titanlite.trainer import Trainer
 
 SOON_S = 15.0
-NAMES = [name for name in PipelineSchedule.__args__ if runs_here(Layout((2, 1, 1, 1), schedule(name)))]
+NAMES = [name for name in PipelineSchedule.__args__ if is_supported(Layout((2, 1, 1, 1), schedule(name)))]
 
 
 def built(layout: Layout) -> tuple[Trainer, list[Any], Any]:
-    """The trainer, its batches of one step, and the reference of that step."""
+    """(trainer, batches of one step, reference of that step)"""
     config = layout.config()
     batch = global_batch("silent_ranks", 0, layout.rows)
     trainer, mesh = build_on_mesh(config)
@@ -40,7 +40,7 @@ def built(layout: Layout) -> tuple[Trainer, list[Any], Any]:
 
 
 def count_forwards(trainer: Trainer) -> list[Counter[str]]:
-    """Calls of each block, for each part: counts that grow as the trainer steps."""
+    """Forward passes by module, per model part; the counters grow with each step."""
     counts: list[Counter[str]] = []
     for part in trainer.model_parts:
         count: Counter[str] = Counter()
@@ -52,7 +52,7 @@ def count_forwards(trainer: Trainer) -> list[Counter[str]]:
 
 
 def logged(layouts: list[Layout]) -> list[tuple[float, float, float, float, list[int]]]:
-    """(loss, grad_norm) of this rank's log line, those of one process, and how often each module ran in the step."""
+    """(logged loss, logged grad_norm, loss and grad_norm of one process, forward passes per module), by layout"""
     found = []
     for layout in layouts:
         trainer, batches, reference = built(layout)
@@ -76,13 +76,13 @@ def verify_log(layouts: list[Layout]) -> None:
 
 
 @pytest.mark.slow
-def test_every_rank_logs_the_whole_loss_and_runs_each_microbatch_once() -> None:
-    """From the first step on: shapes of stages are given, so nothing runs the model to find them out."""
+def test_every_rank_logs_the_global_loss_and_runs_each_microbatch_once() -> None:
+    """Also in the first step: shapes of stages are given, so no forward pass infers them."""
     verify_log([Layout((2, 1, 1, 1), schedule(name)) for name in NAMES])
 
 
 @pytest.mark.soak
-def test_the_log_is_right_with_tensor_and_data_parallelism_too() -> None:
+def test_the_log_is_right_with_tensor_and_data_parallelism() -> None:
     verify_log([Layout((2, 1, 1, 2), schedule(name)) for name in NAMES])
     verify_log([Layout((2, 1, 2, 1), schedule(name)) for name in NAMES])
 
@@ -91,12 +91,12 @@ UNITS = 4  # embedding, two blocks, head
 
 
 def collectives(layouts: list[Layout]) -> list[dict[str, int]]:
-    """Of each layout's second step."""
+    """Collectives by name in the second step of each layout."""
     found = []
     for layout in layouts:
         trainer, batches, _ = built(layout)
         trainer.train_step(batches)
-        with OperationCount() as count:  # refuses reads of single values by the host
+        with OperationCount() as count:  # also fails if the host reads a tensor
             trainer.train_step(batches)
         found.append(dict(count.collectives))
     return found
@@ -108,7 +108,7 @@ SYNCS += (("InterleavedZeroBubble", "every"), ("InterleavedZeroBubble", "last"))
 
 @pytest.mark.slow
 def test_stages_reduce_once_in_each_schedule_step() -> None:
-    """A schedule step is a local batch where gradients are reduced every time, else the whole optimizer step."""
+    """A schedule step is a local batch if gradient_sync=every, otherwise an optimizer step."""
     layouts = [
         Layout(axes, (*schedule(name), f"parallelism.gradient_sync={sync}"), accumulation=2)
         for axes, syncs in (((2, 1, 2, 1), SYNCS), ((2, 2, 1, 1), SYNCS[2:-1]))
@@ -121,7 +121,7 @@ def test_stages_reduce_once_in_each_schedule_step() -> None:
             scatters, sums = (
                 sum(ranks[rank][index].get(name, 0) for rank in stage) for name in ("reduce_scatter_base", "allreduce")
             )
-            # On each rank one for the number of valid tokens, and one for the norm over pp, another over dp_shard.
+            # Per rank: one for the number of valid tokens, one for the norm over pp, one for the norm over dp_shard.
             if layout.axes == (2, 1, 2, 1):
                 assert (scatters, sums) == (UNITS * steps, 2 * 3), layout
             else:
@@ -129,17 +129,17 @@ def test_stages_reduce_once_in_each_schedule_step() -> None:
 
 
 def runs_with(name: PipelineSchedule, counts: list[int]) -> dict[int, str]:
-    """What torch's schedule says to each number of microbatches: "" and the right gradients, or its error."""
+    """Error of torch's schedule by number of microbatches; "" if the gradients are correct."""
     pp, rank = dist.get_world_size(), dist.get_rank()
     section = ParallelismConfig(pp=pp, pp_schedule=name)
     indexes, total = local_stages(section, rank), num_stages(section)
-    answers = {}
+    errors = {}
     for count in counts:
         torch.manual_seed(0)
-        whole = nn.Sequential(*[nn.Linear(4, 4, bias=False, dtype=torch.float64) for _ in range(total)])
-        mine = copy.deepcopy([whole[index] for index in indexes])
+        model = nn.Sequential(*[nn.Linear(4, 4, bias=False, dtype=torch.float64) for _ in range(total)])
+        mine = copy.deepcopy([model[index] for index in indexes])
         tokens = torch.randn(count, 4, dtype=torch.float64)
-        whole(tokens).square().sum().backward()
+        model(tokens).square().sum().backward()
         shape = torch.empty(1, 4, dtype=torch.float64, device="meta", requires_grad=True)
         stages = [
             PipelineStage(part, index, total, torch.device("cpu"), input_args=shape, output_args=shape)
@@ -157,13 +157,13 @@ def runs_with(name: PipelineSchedule, counts: list[int]) -> dict[int, str]:
                 return_outputs=False,
             )
         except ValueError as error:
-            answers[count] = str(error)
+            errors[count] = str(error)
             continue
         for part, index in zip(mine, indexes, strict=True):
             assert part.weight.grad is not None
-            assert difference(part.weight.grad, whole[index].weight.grad) <= 1e-12, (name, count)
-        answers[count] = ""
-    return answers
+            assert difference(part.weight.grad, model[index].weight.grad) <= 1e-12, (name, count)
+        errors[count] = ""
+    return errors
 
 
 def all_run_with(counts: list[int]) -> dict[str, dict[int, str]]:
@@ -172,21 +172,21 @@ def all_run_with(counts: list[int]) -> dict[str, dict[int, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_the_configuration_refuses_what_the_schedules_refuse_and_nothing_else(pp: int) -> None:
+def test_config_rejects_exactly_what_the_schedules_reject(pp: int) -> None:
     counts = list(range(1, 13))
     plan = Plan(tuple((f"unit{index}",) for index in range(8)), {}, {})
-    refused = 0
+    rejected = 0
     for by_name in run_ranks(all_run_with, pp, counts):
-        for name, answers in by_name.items():
+        for name, errors in by_name.items():
             for count in counts:
                 problems = check_pipeline(ParallelismConfig(pp=pp, pp_schedule=name), plan, count)
-                assert bool(problems) == bool(answers[str(count)]), f"{name}, {count}: {problems}, {answers}"
-                refused += bool(problems)
-    assert refused > 0
+                assert bool(problems) == bool(errors[str(count)]), f"{name}, {count}: {problems}, {errors}"
+                rejected += bool(problems)
+    assert rejected > 0
 
 
 def failing_stage(name: str) -> None:
-    """The second rank's stage cannot compute its third microbatch."""
+    """Take a step in which the stage of rank 1 fails at its third microbatch."""
     trainer, batches, _ = built(Layout((2, 1, 1, 1), schedule(name)))
     calls = 0
 
@@ -202,18 +202,18 @@ def failing_stage(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["1F1B", pytest.param("InterleavedZeroBubble", marks=pytest.mark.slow)])
-def test_a_stage_that_fails_ends_all_ranks_soon_with_its_error(name: str) -> None:
+def test_failing_stage_stops_all_ranks_with_its_error(name: str) -> None:
     begin = time.monotonic()
     with pytest.raises(RankError) as raised:
         run_ranks(failing_stage, 2, name)
-    assert time.monotonic() - begin < 60  # far below the 300 s after which ranks give up waiting for one another
+    assert time.monotonic() - begin < 60  # far below the timeout of 300 s
     assert str(raised.value).startswith("rank 1 failed:")
     assert str(raised.value).count("ValueError: planted in a stage") == 1
     assert "RuntimeError" not in str(raised.value).split("rank 0 failed")[0], "torch's own error instead of the stage's"
 
 
 @pytest.mark.slow
-def test_a_failing_stage_of_the_training_command_is_told_once(tmp_path: Path, start: Starter) -> None:
+def test_failing_stage_is_reported_once_by_the_training_command(tmp_path: Path, start: Starter) -> None:
     faults = {"FAULT": "stage", "FAULTY_RANK": "1"}
     program = start(tmp_path, "--parallelism.pp", "2", ranks=2, program=FAULTY, environment=faults)
     program.wait_for("^titanlite: ")

@@ -1,4 +1,4 @@
-"""The plan's bytes of parameters, gradients, optimizer state and buffers are those of a running rank, to the byte."""
+"""The plan's bytes of parameters, gradients, optimizer state and buffers equal those of a running rank."""
 
 import functools
 from collections.abc import Sequence
@@ -87,7 +87,7 @@ def planned_bytes(settings: tuple[str, ...], world_size: int, rank: int, pp_rank
     "world_size",
     [1, pytest.param(2, marks=pytest.mark.slow), *(pytest.param(n, marks=pytest.mark.soak) for n in (4, 8))],
 )
-def test_bytes_are_those_of_a_running_rank(world_size: int) -> None:
+def test_bytes_match_a_running_rank(world_size: int) -> None:
     layouts = [("training.local_batch_size=1", *settings) for settings in LAYOUTS[world_size]]
     ranks = run_ranks(bytes_of_a_running_rank, world_size, layouts)
     for number, settings in enumerate(layouts):
@@ -95,13 +95,13 @@ def test_bytes_are_those_of_a_running_rank(world_size: int) -> None:
         for rank in range(world_size):
             real, pp_rank = tuple(ranks[rank][number]), rank // per_pp_rank
             assert planned_bytes(settings, world_size, rank, pp_rank) == real, (settings, rank)
-            # What the plan prints: coordinate 0 of the data and tp axes has at least as much as any other.
+            # The plan prints coordinate 0 of the data and tp axes, which has at least as much as any other.
             most = planned_bytes(settings, world_size, 0, pp_rank)
             assert all(planned >= found for planned, found in zip(most, real, strict=True)), (settings, rank)
 
 
 @pytest.mark.parametrize("layout", [UNEVEN, ["parallelism.tp=2", *UNEVEN]])
-def test_ranks_of_a_stage_differ_where_shards_are_uneven(layout: list[str]) -> None:
+def test_ranks_of_a_stage_differ_if_shards_are_uneven(layout: list[str]) -> None:
     settings = ("training.local_batch_size=1", *layout)
     assert planned_bytes(settings, 8, 0, 0) > planned_bytes(settings, 8, 7, 0)
     assert torch.distributed.is_initialized() is False

@@ -1,4 +1,4 @@
-"""The plan's communication is that of a real step: calls by axis, and bytes gathered and sent."""
+"""The plan's communication equals that of a real step: calls by axis, bytes gathered and sent."""
 
 import math
 from collections import Counter
@@ -12,7 +12,7 @@ from tests.distributed.reference import global_batch, rank_batches, small_config
 from tests.pool import run_ranks
 from titanlite.tools.plan.estimate import estimate
 
-# Data parallelism and tensor parallelism call different operations of torch, which tells their axes apart.
+# Data and tensor parallelism call different torch operations, which identifies their axes.
 OPERATIONS = {
     "c10d::_allgather_base_": "dp_shard all-gather",
     "c10d::_reduce_scatter_base_": "dp_shard reduce-scatter",
@@ -59,7 +59,7 @@ LAYOUTS: dict[int, list[list[str]]] = {
 
 
 def calls_and_bytes(layouts: list[list[str]]) -> list[tuple[dict[str, int], int]]:
-    """Of a step: calls by axis and operation; elements that this rank puts into all-gathers and sends."""
+    """Calls of a step by axis and operation; number of elements that this rank passes to all-gathers and sends."""
     found = []
     for settings in layouts:
         config = small_config(dist.get_world_size(), *settings)
@@ -83,7 +83,7 @@ def calls_and_bytes(layouts: list[list[str]]) -> list[tuple[dict[str, int], int]
     ("world_size", "layouts"),
     [(2, LAYOUTS[2]), *(pytest.param(*case, marks=pytest.mark.soak) for case in ((2, SOAK), (4, LAYOUTS[4])))],
 )
-def test_calls_and_bytes_are_those_of_a_real_step(world_size: int, layouts: list[list[str]]) -> None:
+def test_calls_and_bytes_match_a_real_step(world_size: int, layouts: list[list[str]]) -> None:
     ranks = run_ranks(calls_and_bytes, world_size, layouts)
     for number, settings in enumerate(layouts):
         config = small_config(world_size, *settings)
@@ -94,7 +94,7 @@ def test_calls_and_bytes_are_those_of_a_real_step(world_size: int, layouts: list
             parts = [part for part in rank.traffic if part.operation != "all-reduce"]
             planned = {f"{part.axis} {part.operation}": part.calls for part in parts}
             assert {key: count for key, count in calls.items() if key in planned} == planned, (settings, pp_rank)
-            # An all-gather of n ranks takes an n-th of its output from each.
+            # In an all-gather over n ranks, each rank contributes 1/n of the output.
             shares = {"all-gather": 2, "send": 1}
-            taken = [part.bytes / shares[part.operation] for part in parts if part.operation in shares]
-            assert sum(taken) == elements * size, (settings, pp_rank)
+            contributed = [part.bytes / shares[part.operation] for part in parts if part.operation in shares]
+            assert sum(contributed) == elements * size, (settings, pp_rank)

@@ -1,4 +1,4 @@
-"""How far the plan's formulas for memory are off: every allocation of a real forward pass and of a real step."""
+"""Errors of the plan's memory formulas, compared with all allocations of a real forward pass and a real step."""
 
 import gc
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from titanlite.trainer import Trainer
 ROWS, SEQ_LEN, VOCAB_SIZE = 2, 256, 512
 SHAPE = ["model.dim=128", "model.n_layers=4", "model.n_heads=4", "model.ffn_dim=384", f"model.vocab_size={VOCAB_SIZE}"]
 SHAPE += [f"model.max_seq_len={SEQ_LEN}", f"training.seq_len={SEQ_LEN}", f"training.local_batch_size={ROWS}"]
-QWEN3 = ["model.family=qwen3", "model.head_dim=64"]  # twice as wide as the residual stream, normalised
+QWEN3 = ["model.family=qwen3", "model.head_dim=64"]  # heads twice as wide as the residual stream, normalized
 DTYPE = {
     "float32": ["training.dtype=float32"],
     "bfloat16": ["training.dtype=float32", "training.mixed_precision_param=bfloat16"],
@@ -46,7 +46,7 @@ RECOMPUTE = {
 KEPT_LAYOUTS = {
     "1 process": (1, []),
     "tp 2": (2, ["parallelism.tp=2"]),
-    "tp 2, whole logits": (2, ["parallelism.tp=2", "parallelism.loss_parallel=false"]),
+    "tp 2, full logits": (2, ["parallelism.tp=2", "parallelism.loss_parallel=false"]),
     "1 process, qwen3": (1, QWEN3),
 }
 STEP_LAYOUTS = {
@@ -64,8 +64,8 @@ MICROBATCHES = 4  # of a step
 
 
 def peak_bytes(function: Callable[[], object]) -> int:
-    """Most bytes that `function` has allocated at any time, over all CPU tensors of the process."""
-    gc.collect()  # what is freed inside should have been allocated inside
+    """Peak bytes allocated by `function`, over all CPU tensors of the process."""
+    gc.collect()  # so that `function` frees only its own allocations
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     return max(accumulate(size for _, size in memory_events(profiler)), default=0)
@@ -74,32 +74,32 @@ def peak_bytes(function: Callable[[], object]) -> int:
 def memory_events(profiler: Any) -> list[tuple[int, int]]:
     """(time, bytes allocated; negative: freed), of memory that was allocated while the profiler ran.
 
-    Not of threads that it does not know: of what a collective's tensors are freed late, by the thread of gloo that lets
-    go of them last, nothing is to be seen.
+    Threads that the profiler does not know are missing: it does not show tensors of a collective that a gloo thread
+    frees last.
     """
     events = profiler.profiler.kineto_results.events()
     return sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
 
 
 def configuration(world_size: int, settings: list[str], microbatches: int) -> tuple[JobConfig, list[Batch]]:
-    """The configuration, and a rank's batches of a step, in which it computes `microbatches` times."""
+    """(configuration, a rank's batches of a step with `microbatches` forward passes)"""
     axes = small_config(world_size, *SHAPE, *settings).parallelism
     rows = microbatches * (axes.pp_microbatch_size if axes.pp > 1 else ROWS)
     batch = rows * world_size // (axes.pp * axes.tp)
     config = small_config(world_size, *SHAPE, "optimizer.name=AdamW", f"training.global_batch_size={batch}", *settings)
     tokens = torch.randint(VOCAB_SIZE, (rows, SEQ_LEN + 1), generator=torch.Generator().manual_seed(0))
-    whole = Batch(
+    full = Batch(
         tokens[:, :-1].contiguous(),
         tokens[:, 1:].contiguous(),
         torch.arange(rows),
         torch.zeros(rows, dtype=torch.int64),
     )
-    parts = [part.chunk(1 if axes.pp > 1 else microbatches) for part in whole[:4]]
+    parts = [part.chunk(1 if axes.pp > 1 else microbatches) for part in full[:4]]
     return config, [Batch(*part) for part in zip(*parts, strict=True)]
 
 
 def warm_trainer(config: JobConfig, batches: list[Batch]) -> Trainer:
-    """After a first step, without gradients."""
+    """Trainer after a first step, without gradients."""
     trainer, _ = build_on_mesh(config)
     trainer.train_step(batches)
     trainer.optimizer.zero_grad()
@@ -113,18 +113,20 @@ def forward_loss(trainer: Trainer, batch: Batch) -> Tensor:
 
 
 def kept_by_forward(trainer: Trainer, batch: Batch) -> int:
-    """Bytes between forward and backward of one microbatch: those that are let go of with its loss and with the
-    gathered parameters. By this thread, so that they do not depend on when gloo's threads let go of theirs."""
+    """Bytes held between forward and backward of one microbatch: those freed with its loss and gathered parameters.
+
+    Counts frees by this thread only, which do not depend on the timing of gloo's threads.
+    """
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         loss = forward_loss(trainer, batch)
         gc.collect()
-        with record_function("let go"):
+        with record_function("free"):
             del loss
             gc.collect()
             for module in wrapped_modules(trainer.model_parts[0]):
                 module.reshard()
-    (begin,) = (event for event in profiler.profiler.kineto_results.events() if event.name() == "let go")
+    (begin,) = (event for event in profiler.profiler.kineto_results.events() if event.name() == "free")
     return -sum(size for time, size in memory_events(profiler) if time >= begin.start_ns())
 
 
@@ -137,7 +139,7 @@ def measured_kept(all_settings: list[list[str]]) -> list[int]:
 
 
 def measured_for_documents(all_settings: list[list[str]]) -> list[int]:
-    """Bytes that a microbatch keeps more where its rows hold documents."""
+    """Additional bytes that a microbatch keeps if its rows hold documents."""
     found = []
     for settings in all_settings:
         config, (batch,) = configuration(dist.get_world_size(), settings, 1)
@@ -160,7 +162,7 @@ def planned_kept(world_size: int, settings: list[str]) -> int:
 
 
 def measured_peaks(all_settings: list[list[str]]) -> list[int]:
-    """Most bytes that a step has at once beside parameters and optimizer state, which were there before."""
+    """Peak bytes of a step, without parameters and optimizer state, which exist before."""
     found = []
     for settings in all_settings:
         config, batches = configuration(dist.get_world_size(), settings, MICROBATCHES)
@@ -170,14 +172,14 @@ def measured_peaks(all_settings: list[list[str]]) -> list[int]:
 
 
 def planned_peaks(world_size: int, settings: list[str]) -> list[int]:
-    """Of each pipeline rank."""
+    """Peak bytes of each pipeline rank, without parameters, optimizer state and buffers."""
     config, _ = configuration(world_size, settings, MICROBATCHES)
     memories = [rank.memory for rank in estimate(config, world_size, device_type="cpu").ranks]
     return [memory.total - memory.parameters - memory.optimizer - memory.buffers for memory in memories]
 
 
 def kept_errors(layout: str, dtype: str) -> dict[str, float]:
-    """By recompute mode: planned / measured - 1 of what a microbatch keeps."""
+    """By recompute mode: planned / measured - 1 of the bytes that a microbatch keeps."""
     world_size, settings = KEPT_LAYOUTS[layout]
     cases = [[*DTYPE[dtype], *settings, *recompute] for recompute in RECOMPUTE.values()]
     measured = run_ranks(measured_kept, world_size, cases)[0]
@@ -208,14 +210,14 @@ def peak_errors(layout: str, dtype: str) -> dict[str, list[float]]:
         pytest.param("1 process, qwen3", "bfloat16", marks=pytest.mark.soak),
     ],
 )
-def test_what_a_microbatch_keeps_in_one_process(layout: str, dtype: str) -> None:
+def test_bytes_kept_by_a_microbatch_in_one_process(layout: str, dtype: str) -> None:
     errors = kept_errors(layout, dtype)
     assert {mode: error for mode, error in errors.items() if abs(error) > 0.02} == {}
 
 
 @pytest.mark.slow
-def test_what_documents_in_a_row_add() -> None:
-    """Once for all blocks, also where they are recomputed."""
+def test_additional_bytes_of_documents_in_a_row() -> None:
+    """Added once for all blocks, also if they are recomputed."""
     cases = [[*DTYPE["bfloat16"], *RECOMPUTE[mode]] for mode in ("none", "full")]
     config, _ = configuration(1, cases[0], 1)
     family, hyper_parameters = resolve_model(config.model)
@@ -234,14 +236,14 @@ def test_what_documents_in_a_row_add() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-@pytest.mark.parametrize("layout", ["tp 2", pytest.param("tp 2, whole logits", marks=pytest.mark.soak)])
-def test_what_a_microbatch_keeps_with_tensor_parallelism(layout: str) -> None:
+@pytest.mark.parametrize("layout", ["tp 2", pytest.param("tp 2, full logits", marks=pytest.mark.soak)])
+def test_bytes_kept_by_a_microbatch_with_tensor_parallelism(layout: str) -> None:
     errors = kept_errors(layout, "float32")
     assert {mode: error for mode, error in errors.items() if abs(error) > 0.02} == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp_shard 2", "pp 2, 1F1B"])
-def test_the_peak_of_a_step_is_about_what_the_plan_says(layout: str) -> None:
+def test_peak_of_a_step_is_close_to_the_plan(layout: str) -> None:
     for mode, errors in peak_errors(layout, "float32").items():
         assert all(-0.25 < error < 0.5 for error in errors), (mode, errors)

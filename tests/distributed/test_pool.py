@@ -1,4 +1,4 @@
-"""Ranks that serve many cases: nothing of one case reaches the next, whatever it planted, failed at or left behind."""
+"""Rank processes that are reused by many cases: no state of one case reaches the next."""
 
 import logging
 import os
@@ -36,8 +36,8 @@ def pids() -> list[int | None]:
     return pool._pools[2].pids
 
 
-def facts() -> dict[str, Any]:
-    """What a case can find out about the process that it runs in."""
+def process_state() -> dict[str, Any]:
+    """State of the process that a case can observe."""
     total = torch.tensor(dist.get_rank() + 1)
     dist.all_reduce(total)
     return {
@@ -78,19 +78,19 @@ def change_everything(folder: str) -> None:
     log.setLevel(logging.ERROR)
 
 
-def test_the_process_is_as_new_for_each_case(tmp_path: Path) -> None:
-    processes, before = pids(), run_ranks(facts, 2)
+def test_each_case_starts_with_the_initial_process_state(tmp_path: Path) -> None:
+    processes, before = pids(), run_ranks(process_state, 2)
     run_ranks(change_everything, 2, str(tmp_path))
-    assert run_ranks(facts, 2) == before
+    assert run_ranks(process_state, 2) == before
     assert pids() == processes
-    new = launch.run_ranks(facts, 2)
+    new = launch.run_ranks(process_state, 2)
     for rank in (*before, *new):
-        del rank["python draws"]  # the interpreter seeds them anew in each forked process
+        del rank["python draws"]  # seeded again in each forked process
     assert before == new
 
 
 def sum_of_a_sharded_tensor(earlier_groups: int) -> float:
-    """By DTensor, whose caches of operations name the mesh of the first case that used them."""
+    """Sum by DTensor, whose operation caches refer to the mesh of the first case that used them."""
     for _ in range(earlier_groups):
         dist.new_group()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))["shard"]
@@ -98,14 +98,14 @@ def sum_of_a_sharded_tensor(earlier_groups: int) -> float:
     return float(tensor.detach().full_tensor().sum())
 
 
-def test_meshes_of_an_earlier_case_are_forgotten() -> None:
-    """Groups of a case have other names than those of the one before."""
+def test_meshes_of_earlier_cases_are_not_cached() -> None:
+    """Each case creates process groups with different names."""
     for earlier_groups in (3, 0, 5):
         assert run_ranks(sum_of_a_sharded_tensor, 4, earlier_groups) == [6.0] * 4
 
 
 def gradient_error(plant: str) -> float:
-    """Of a step of two replicas. plant: "mutate" spoils the trainer, "leave" its class."""
+    """Gradient error of a step of two replicas. plant: "mutate" breaks the trainer, "leave" its class."""
     if plant == "leave":
         replace_code()
     with changed(averaging_reduction)() if plant == "mutate" else nullcontext():
@@ -113,7 +113,7 @@ def gradient_error(plant: str) -> float:
 
 
 def test_a_planted_bug_does_not_reach_the_next_case() -> None:
-    """Neither one that goes with its trainer, nor code that a case replaced and left so."""
+    """Neither a change of the trainer nor code that a case replaced and did not restore."""
     for plant in ("mutate", "leave"):
         assert min(run_ranks(gradient_error, 2, plant)) > 1e-3
         assert max(run_ranks(gradient_error, 2, "")) <= BOUNDS["float64"]
@@ -129,7 +129,7 @@ def leave_threads() -> None:
 
 
 @pytest.mark.parametrize("case", [replace_code, leave_threads])
-def test_a_case_that_leaves_replaced_code_or_threads_ends_the_pool(case: Callable[[], None]) -> None:
+def test_case_that_leaves_replaced_code_or_threads_ends_the_pool(case: Callable[[], None]) -> None:
     before = pids()
     run_ranks(case, 2)
     assert not set(pids()) & set(before)
@@ -155,7 +155,7 @@ def fail(how: str) -> None:
         ("hang", r"^(ranks \[0, 1\] are still running|rank 0 failed)"),
     ],
 )
-def test_a_case_that_fails_or_hangs_ends_the_pool(how: str, message: str) -> None:
+def test_case_that_fails_or_hangs_ends_the_pool(how: str, message: str) -> None:
     before = pids()
     with pytest.raises(RankError, match=message):
         run_ranks(fail, 2, how, timeout_s=2.0 if how == "hang" else 60.0)

@@ -1,4 +1,4 @@
-"""Forked programs do what real ones do: output, exit code, files; and none is left behind."""
+"""Forked programs match real programs in output, exit code and files, and leave no process behind."""
 
 import re
 import signal
@@ -24,13 +24,13 @@ from tests.distributed.program import (
 
 SCRIPT = """
 import os, signal, sys, time
-what = sys.argv[-1]
-if what == "imports":
+mode = sys.argv[-1]
+if mode == "imports":
     print([name for name in ("datasets", "huggingface_hub", "transformers") if name in sys.modules])
-elif what == "raises":
+elif mode == "raises":
     raise ValueError("planted")
-elif what == "leaves" or os.environ["RANK"] == "1":
-    while what == "stays" and not os.path.exists("staying"):
+elif mode == "leaves" or os.environ["RANK"] == "1":
+    while mode == "stays" and not os.path.exists("staying"):
         time.sleep(0.01)
     print("not flushed")
     sys.exit(3)
@@ -48,10 +48,10 @@ def script(tmp_path: Path) -> tuple[str]:
     return (str(tmp_path / "script.py"),)
 
 
-def told(program: Program) -> list[str]:
-    """Its lines, without what the clock says, folders, and torchrun's own."""
-    titanlites = program.output.replace(str(program.workplace), "FOLDER")
-    lines = re.split(r"^[WE]\d{4} .*torch/distributed/elastic", titanlites, maxsplit=1, flags=re.MULTILINE)[0]
+def log_lines(program: Program) -> list[str]:
+    """Output lines without times, speeds, folder names and torchrun's messages."""
+    text = program.output.replace(str(program.workplace), "FOLDER")
+    lines = re.split(r"^[WE]\d{4} .*torch/distributed/elastic", text, maxsplit=1, flags=re.MULTILINE)[0]
     lines = re.sub(r"^\d\d:\d\d:\d\d ", "", lines, flags=re.MULTILINE)
     return re.sub(r"[\d,]+ tokens/s.*", "", lines).splitlines()
 
@@ -70,7 +70,7 @@ def files(program: Program) -> list[str]:
         pytest.param(2, ["--training.steps", "0", "--model.dim", "7"], marks=pytest.mark.soak),
     ],
 )
-def test_a_forked_program_is_as_a_real_one(ranks: int, arguments: list[str], tmp_path: Path, start: Starter) -> None:
+def test_forked_program_matches_real_program(ranks: int, arguments: list[str], tmp_path: Path, start: Starter) -> None:
     programs = []
     for launcher in (None, TORCHRUN if ranks else PYTHON):
         workplace = tmp_path / str(len(programs))
@@ -78,25 +78,25 @@ def test_a_forked_program_is_as_a_real_one(ranks: int, arguments: list[str], tmp
         programs.append(start(workplace, *arguments, ranks=ranks, launcher=launcher))
     forked, real = programs
     assert forked.wait() == real.wait()
-    assert told(forked) == told(real)
+    assert log_lines(forked) == log_lines(real)
     assert files(forked) == files(real)
     if forked.wait() == 0:
-        assert any(line.startswith("Done: 2 steps") for line in told(real))
-        numbers = [[(row["loss"], row["grad_norm"]) for row in rows(it.workplace / "out")] for it in programs]
+        assert any(line.startswith("Done: 2 steps") for line in log_lines(real))
+        numbers = [[(row["loss"], row["grad_norm"]) for row in rows(program.workplace / "out")] for program in programs]
         assert numbers[0] == numbers[1]
 
 
-def test_how_a_forked_process_ends(script: tuple[str], tmp_path: Path, start: Starter) -> None:
+def test_exit_codes_and_output_of_forked_processes(script: tuple[str], tmp_path: Path, start: Starter) -> None:
     codes = {"imports": 0, "raises": 1, "leaves": 3}
     programs = {name: start(tmp_path, name, program=script, name=name) for name in codes}
     assert {name: program.wait() for name, program in programs.items()} == codes
-    # Libraries that read the environment as they are imported: each program has its own.
+    # These libraries read the environment when they are imported, so each program must import them itself.
     assert programs["imports"].output == "[]\n"
     assert programs["leaves"].output == "not flushed\n"
     assert programs["raises"].output.endswith("\nValueError: planted\n")
 
 
-def test_the_first_rank_that_fails_ends_the_others_whatever_they_do(
+def test_first_failing_rank_stops_the_others(
     script: tuple[str], tmp_path: Path, start: Starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ForkedProcesses, "KILL_S", 0.2)
@@ -106,7 +106,7 @@ def test_the_first_rank_that_fails_ends_the_others_whatever_they_do(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_program_that_is_closed_leaves_no_process(script: tuple[str], tmp_path: Path) -> None:
+def test_closed_program_leaves_no_process(script: tuple[str], tmp_path: Path) -> None:
     program = start_program(tmp_path, "stays", program=script, environment={"RANK": "0"})
     program.wait_for("stays")
     assert program.processes() == [program.process.pid]
@@ -149,8 +149,8 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.soak
-def test_each_command_imports_what_it_needs(tmp_path: Path) -> None:
-    """With what is torch's imported: a forked program has modules that others have imported."""
+def test_each_command_imports_all_modules_it_needs(tmp_path: Path) -> None:
+    """Only torch is imported beforehand; in other tests, forked programs inherit imported modules."""
     done = run(tmp_path, "-c", FORKED_WITH_TORCH, *COMMANDS)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     for name in COMMANDS:
@@ -159,8 +159,8 @@ def test_each_command_imports_what_it_needs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_command_tells_problems_on_stderr(tmp_path: Path) -> None:
-    """A forked program has one file for both."""
+def test_commands_report_errors_on_stderr(tmp_path: Path) -> None:
+    """Forked programs write stdout and stderr to one file, so this test starts a subprocess."""
     refused = run(
         tmp_path, "-m", "titanlite.tools.plan", str(REPOSITORY / "configs" / "quickstart.toml"), "--world-size", "0"
     )

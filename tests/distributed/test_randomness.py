@@ -1,4 +1,4 @@
-"""What a model draws in training: by row keys alike on every layout, from torch's generators again on the same one."""
+"""Random draws in training: by row key, equal on all layouts; from torch, repeatable on the same layout."""
 
 from collections.abc import Sequence
 from itertools import count
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.distributed.drawing import drawing_families
-from tests.distributed.gradients import build_on_mesh, compare, local_batches, replaced, whole
-from tests.distributed.layouts import BOUNDS, COMPILE, FULL, Layout, depth, runs_here, schedule
+from tests.distributed.gradients import build_on_mesh, compare, full_tensor, local_batches, replaced
+from tests.distributed.layouts import BOUNDS, COMPILE, FULL, Layout, depth, is_supported, schedule
 from tests.distributed.reference import global_batch, reference_step
 from tests.pool import run_ranks
 from titanlite import forward as forward_module
@@ -22,7 +22,7 @@ STATES = count()
 
 
 def trainer_at(step: int, layout: Layout, family: str, *settings: str) -> tuple[Trainer, list[Any], Any]:
-    """The trainer with initial weights before `step`, its batches of that step, and the configuration."""
+    """(trainer with initial weights before `step`, batches of that step, configuration)"""
     torch._dynamo.reset()
     config = layout.config(f"model.family={family}", *settings)
     trainer, mesh = build_on_mesh(config)
@@ -32,7 +32,7 @@ def trainer_at(step: int, layout: Layout, family: str, *settings: str) -> tuple[
 
 
 def drawn_by_key(layouts: Sequence[Layout]) -> list[float]:
-    """The worst error of a step on each layout, against the whole batch at once in one process."""
+    """Worst error of a step on each layout, compared with the global batch in one process."""
     found = []
     with drawing_families():
         for layout in layouts:
@@ -61,20 +61,20 @@ FOUR = (Layout((2, 2, 1, 1), schedule("1F1B")), Layout((2, 1, 2, 1), schedule("G
 
 
 def splits_in_old_torch(layout: Layout) -> bool:
-    """torch 2.11 asks for the gradient of every argument of a stage where it splits the backward pass, keys as well."""
+    """Whether torch would request gradients of row keys: 2.11 does, for all stage arguments, if backward is split."""
     return torch.__version__ < "2.12" and layout.schedule in ("InterleavedZeroBubble", "ZBVZeroBubble")
 
 
 @pytest.mark.parametrize("layouts", [ONE, TWO, pytest.param(FOUR, marks=pytest.mark.soak)])
-def test_what_is_drawn_by_key_is_the_same_on_every_layout(layouts: Sequence[Layout]) -> None:
-    usable = [layout for layout in layouts if runs_here(layout) and not splits_in_old_torch(layout)]
+def test_draws_by_row_key_are_equal_on_every_layout(layouts: Sequence[Layout]) -> None:
+    usable = [layout for layout in layouts if is_supported(layout) and not splits_in_old_torch(layout)]
     for rank, errors in enumerate(run_ranks(drawn_by_key, usable[0].world_size, usable)):
         for layout, error in zip(usable, errors, strict=True):
             assert error <= BOUNDS["float64"], f"rank {rank}, {layout}"
 
 
-def test_other_draws_are_another_loss() -> None:
-    """All that a draw depends on is seen in the loss, or else the comparison above would say nothing."""
+def test_each_input_of_a_draw_changes_the_loss() -> None:
+    """Otherwise the comparison above would test nothing."""
     batch = global_batch("silent_ranks", STEP - 1)
     later = batch._replace(sequences=batch.sequences + 16)
     with drawing_families():
@@ -95,34 +95,34 @@ def test_other_draws_are_another_loss() -> None:
     assert min(abs(one - other) for n, one in enumerate(losses) for other in losses[:n]) > 1e-6
 
 
-def drawn_astray(layout: Layout, seed: int) -> list[Any]:
-    """Loss of a step, and norms of its gradients, after the generators have been left in some state."""
+def step_with_torch_draws(layout: Layout, seed: int) -> list[Any]:
+    """Loss and gradient norms of a step, for an arbitrary initial state of torch's generators."""
     with drawing_families():
-        trainer, batches, _ = trainer_at(STEP, layout, "straying")
+        trainer, batches, _ = trainer_at(STEP, layout, "torch_drawing")
         trainer.seed = seed
         torch.manual_seed(next(STATES))
         stats = trainer.train_step(batches)
         named = [item for part in trainer.model_parts for item in part.named_parameters()]
-        return [stats.mean_loss.item(), {name: whole(p.grad).norm().item() for name, p in named}]
+        return [stats.mean_loss.item(), {name: full_tensor(p.grad).norm().item() for name, p in named}]
 
 
-def drawn_astray_again(layouts: Sequence[Layout]) -> list[list[bool]]:
-    """For each layout: whether a repetition is equal, and whether one with another seed is."""
+def repeated_steps_with_torch_draws(layouts: Sequence[Layout]) -> list[list[bool]]:
+    """For each layout: [a repeat is equal, a step with another seed is equal]."""
     found = []
     for layout in layouts:
-        first = drawn_astray(layout, 0)
-        found.append([drawn_astray(layout, 0) == first, drawn_astray(layout, 1) == first])
+        first = step_with_torch_draws(layout, 0)
+        found.append([step_with_torch_draws(layout, 0) == first, step_with_torch_draws(layout, 1) == first])
     return found
 
 
-def test_what_is_drawn_from_torch_comes_again_on_the_same_layout() -> None:
+def test_draws_from_torch_repeat_on_the_same_layout() -> None:
     for layouts in ([ONE[1]], [TWO[0], TWO[2]]):
-        for found in run_ranks(drawn_astray_again, layouts[0].world_size, layouts):
+        for found in run_ranks(repeated_steps_with_torch_draws, layouts[0].world_size, layouts):
             assert found == [[True, False]] * len(layouts)
 
 
 def seeded(layouts: Sequence[Layout]) -> list[list[list[int]]]:
-    """(seed, step, sequence, pp_rank) of each time that torch's generators are seeded in a step."""
+    """(seed, step, sequence, pp_rank) of each seeding of torch's generators in a step, by layout"""
     found = []
     for layout in layouts:
         calls: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""What is computed again in backward, counted where the CPU computes it; and the dtypes of a running model."""
+"""Activation checkpointing: matrix products recomputed in backward; dtypes of a running model."""
 
 import math
 from collections import Counter
@@ -20,13 +20,12 @@ from titanlite.trainer import Trainer
 MODEL_ONLY = 'compile.components=["model"]'
 IN_A_BLOCK = 7  # wq, wk, wv, wo, w1, w2, w3
 LAYERS = 3
-PRODUCTS = LAYERS * IN_A_BLOCK + 1  # and the logits
+PRODUCTS = LAYERS * IN_A_BLOCK + 1  # plus the logits
 
 
 @contextmanager
 def counted_products() -> Iterator[Counter[str]]:
-    """How often matrices are multiplied: counted in the CPU's own implementation, below all that stands in front of it
-    (dispatch modes that keep results, graphs of the compiler)."""
+    """Count matrix products in the CPU kernel, below dispatch modes (which may cache results) and compiled graphs."""
     count: Counter[str] = Counter()
 
     def product(left: Tensor, right: Tensor) -> Tensor:
@@ -46,7 +45,7 @@ def counted_products() -> Iterator[Counter[str]]:
 
 
 def products_of_a_step(settings: list[str], tp: int) -> tuple[int, int]:
-    """(in forward, in backward), once all is compiled."""
+    """(matrix products in forward, in backward) of a step after compilation"""
     torch._dynamo.reset()
     layout = Layout((1, 1, 1, tp), (*depth(LAYERS), *settings))
     trainer, _ = build_on_mesh(layout.config())
@@ -60,41 +59,41 @@ def products_of_a_step(settings: list[str], tp: int) -> tuple[int, int]:
         return forward, count["mm"] - forward
 
 
-AGAIN = {"none": ([], 0), "full": (FULL, LAYERS), "op": (BY_OP, 0), "layer": (BY_LAYER, 2)}
-"""Settings, and how many of the blocks are computed again: of three layers, 0 and 2."""
+RECOMPUTED = {"none": ([], 0), "full": (FULL, LAYERS), "op": (BY_OP, 0), "layer": (BY_LAYER, 2)}
+"""Mode: (settings, number of recomputed blocks). The policy "layer" recomputes layers 0 and 2 of three."""
 
 
 def all_products(backend: str, tp: int, modes: Sequence[str]) -> dict[str, tuple[int, int]]:
     compilation = [f"compile.enable={str(bool(backend)).lower()}", f"compile.backend={backend or 'eager'}", MODEL_ONLY]
-    return {name: products_of_a_step([*AGAIN[name][0], *compilation], tp) for name in modes}
+    return {name: products_of_a_step([*RECOMPUTED[name][0], *compilation], tp) for name in modes}
 
 
 @pytest.mark.parametrize(
     ("backend", "tp", "modes"),
     [
-        ("", 1, AGAIN),
+        ("", 1, RECOMPUTED),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("", 2, AGAIN), ("aot_eager", 1, AGAIN), ("inductor", 1, ["op"]))
+            for case in (("", 2, RECOMPUTED), ("aot_eager", 1, RECOMPUTED), ("inductor", 1, ["op"]))
         ),
         *(
             pytest.param(*case, marks=pytest.mark.soak)
-            for case in (("aot_eager", 2, AGAIN), ("inductor", 1, AGAIN), ("inductor", 2, AGAIN))
+            for case in (("aot_eager", 2, RECOMPUTED), ("inductor", 1, RECOMPUTED), ("inductor", 2, RECOMPUTED))
         ),
     ],
 )
-def test_only_what_is_not_kept_is_computed_again(backend: str, tp: int, modes: Sequence[str]) -> None:
-    """Early stop, without a compiler, leaves out a block's last product: nothing in backward needs its result."""
+def test_only_missing_activations_are_recomputed(backend: str, tp: int, modes: Sequence[str]) -> None:
+    """Without a compiler, early stop skips a block's last product: backward does not need its result."""
     for found in run_ranks(all_products, tp, backend, tp, list(modes)):
         for name in modes:
             forward, backward = found[name]
             assert forward == PRODUCTS, name
             per_block = IN_A_BLOCK if backend else IN_A_BLOCK - 1
-            assert backward == 2 * PRODUCTS + AGAIN[name][1] * per_block, name
+            assert backward == 2 * PRODUCTS + RECOMPUTED[name][1] * per_block, name
 
 
 def forwards_of_blocks() -> dict[str, int]:
-    """How often each block of this stage runs for one microbatch of a step, by its name."""
+    """Forward passes of each block of this stage per microbatch of a step, by block index."""
     layout = Layout((2, 1, 1, 1), (*BY_LAYER, *depth(5), 'parallelism.pp_split=["layers.1"]', *schedule("GPipe")))
     trainer, _ = build_on_mesh(layout.config())
     count: Counter[str] = Counter()
@@ -105,12 +104,12 @@ def forwards_of_blocks() -> dict[str, int]:
     return {name: number // 16 for name, number in count.items()}
 
 
-def test_layers_are_chosen_by_their_own_index_in_every_stage() -> None:
+def test_recomputed_layers_are_chosen_by_their_index_in_the_model() -> None:
     assert run_ranks(forwards_of_blocks, 2) == [{"0": 2}, {"1": 1, "2": 2, "3": 1, "4": 2}]
 
 
 def dtypes(axes: tuple[int, int, int, int]) -> list[str]:
-    """Seen in a running step of bfloat16 computation with float32 parameters and reductions."""
+    """Dtypes in a step with bfloat16 compute, float32 parameters and float32 reductions."""
     mixed = (
         "training.dtype=float32",
         "training.mixed_precision_param=bfloat16",
@@ -121,7 +120,7 @@ def dtypes(axes: tuple[int, int, int, int]) -> list[str]:
     seen: set[str] = set()
     watch(trainer, seen)
     batches = local_batches(layout.config(), mesh, global_batch("uneven"))
-    trainer.train_step(batches)  # a pipeline's first step also sets things up
+    trainer.train_step(batches)  # a pipeline's first step also initializes
     with OperationCount() as count:
         trainer.train_step(batches)
     parameters = [parameter for part in trainer.model_parts for parameter in part.parameters()]
@@ -134,8 +133,8 @@ def dtypes(axes: tuple[int, int, int, int]) -> list[str]:
 
 
 def watch(trainer: Trainer, seen: set[str]) -> None:
-    def note(what: str, module: nn.Module) -> None:
-        module.register_forward_hook(lambda _module, _args, out: seen.add(f"{what} {out.dtype}"))
+    def note(place: str, module: nn.Module) -> None:
+        module.register_forward_hook(lambda _module, _args, out: seen.add(f"{place} {out.dtype}"))
 
     for part in trainer.model_parts:
         for block in part.layers.values():
@@ -160,7 +159,7 @@ def all_dtypes(meshes: list[tuple[int, int, int, int]]) -> list[list[str]]:
         pytest.param([(2, 1, 1, 2)], marks=pytest.mark.soak),
     ],
 )
-def test_mixed_precision_is_in_force_in_every_layout(meshes: list[tuple[int, int, int, int]]) -> None:
+def test_mixed_precision_applies_in_every_layout(meshes: list[tuple[int, int, int, int]]) -> None:
     for ranks in run_ranks(all_dtypes, math.prod(meshes[0]), meshes):
         for axes, found in zip(meshes, ranks, strict=True):
             expected = {

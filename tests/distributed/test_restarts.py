@@ -1,5 +1,5 @@
-"""Ranks and torchruns that are killed: training starts again, by torchrun or by hand, and goes on from its newest
-checkpoint to the end of a run that nothing has happened to."""
+"""Killed ranks and torchruns: after a restart by torchrun or a user, training resumes from the latest checkpoint and
+ends like the undisturbed run."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from tests.distributed.program import PATIENCE_S, TORCHRUN, Program, Starter, fr
 from tests.distributed.recovered import (
     SETTINGS,
     Undisturbed,
-    assert_as_undisturbed,
+    assert_matches_undisturbed,
     saved_steps,
     start_saving,
     starts,
@@ -27,10 +27,10 @@ from titanlite.checkpoint.folder import published_steps
 
 LOOP = (str(Path(__file__).with_name("stopping_loop.py")),)
 START = "Job: "
-"""What rank 0 says first, at each start."""
+"""First log line of rank 0 at each start."""
 GONE_S = 5.0
 RESTARTED_S = 60.0
-"""Far below comm.init_timeout_s, after which ranks that have missed each other would try again."""
+"""Far below comm.init_timeout_s, after which ranks that missed each other would try again."""
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -44,7 +44,7 @@ def wait_until(condition: Callable[[], bool], program: Program, within_s: float)
 
 
 def wait_for_steps(program: Program, number: int, starts: int = 1) -> None:
-    """Until it has started so many times, and then come so many steps far."""
+    """Wait until the program has started `starts` times and then trained `number` steps."""
 
     def trains() -> bool:
         parts = program.output.split(START)
@@ -54,15 +54,15 @@ def wait_for_steps(program: Program, number: int, starts: int = 1) -> None:
 
 
 def wait_for_save(program: Program) -> None:
-    """Until it is in the middle of one."""
+    """Wait until a save is running."""
     folder = program.workplace / "out" / "checkpoint"
     wait_until(lambda: any(folder.glob(".step-*.writing")), program, PATIENCE_S)
 
 
 def wait_for_any_moment(program: Program, random: Random, starts: int = 1) -> None:
-    """After one of the first steps of the start that is the last of so many; every other time in a save.
+    """Wait for a random time in the first steps of start number `starts`; in half of the cases, during a save.
 
-    Never before there is something to go on from, and to choose from.
+    At least two checkpoints exist then.
     """
     wait_for_steps(program, random.randint(1, 4), starts)
     folder = program.workplace / "out" / "checkpoint"
@@ -78,8 +78,8 @@ def assert_finished(program: Program) -> None:
     assert program.processes() == []
 
 
-def assert_gone_on_each_time(output: str, kills: int) -> None:
-    """Each start from the newest checkpoint, which a killed rank may not have come to tell about."""
+def assert_resumed_each_time(output: str, kills: int) -> None:
+    """Check that each start resumes from the latest checkpoint, which a killed rank may not have logged."""
     parts = output.split(START)[1:]
     assert len(parts) == kills + 1
     saved, trained = 0, 0
@@ -93,19 +93,19 @@ def assert_gone_on_each_time(output: str, kills: int) -> None:
 
 
 def survive_killed_ranks(program: Program, kills: int, random: Random) -> None:
-    """Kills ranks of a program under --max-restarts, one after the other, at any of its first steps."""
+    """Kill ranks of a program under --max-restarts, one after another, each in the first steps of a start."""
     for kill in range(kills):
         wait_for_any_moment(program, random, starts=kill + 1)
         os.kill(program.ranks()[random.randrange(2)], signal.SIGKILL)
         wait_until(lambda starts=kill + 2: program.output.count(START) == starts, program, RESTARTED_S)
     assert_finished(program)
-    assert_gone_on_each_time(program.output, kills)
+    assert_resumed_each_time(program.output, kills)
 
 
 def survive_killed_launchers(start: Callable[[str], Program], kills: int, random: Random) -> None:
-    """`start(name of its output)` starts the program again and again, as a person or a scheduler does.
+    """Start the program with `start(output name)` and kill it `kills` times, as a user or a scheduler restarts it.
 
-    The start named "output" is the last one, which nothing happens to.
+    The last start, named "output", is not killed.
     """
     output = ""
     for kill in range(kills):
@@ -123,27 +123,27 @@ def survive_killed_launchers(start: Callable[[str], Program], kills: int, random
         output += program.output
     program = start("output")
     assert_finished(program)
-    assert_gone_on_each_time(output + program.output, kills)
-    assert (output + program.output).count("has ended without leaving its folder; taken over") == kills
+    assert_resumed_each_time(output + program.output, kills)
+    assert (output + program.output).count("has ended without releasing the folder; taken over") == kills
 
 
 def files_in(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Size and time of the last change of all that is there."""
+    """(size, modification time) of all paths below a folder"""
     return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
 
 
 def steps(kills: int) -> int:
-    """Enough of them that each kill comes before the end, wherever each start begins."""
+    """Number of steps: enough that every kill comes before the end, for any start step."""
     return 10 * kills + 10
 
 
 def settings(kills: int) -> list[str]:
-    """Saves at every other step, so that most of the time a save is under way."""
+    """Settings with a save at every other step, so that a save is running most of the time."""
     return ["--training.steps", str(steps(kills)), "--checkpoint.interval", "2"]
 
 
 KILLS_OF_A_RANK = [
-    pytest.param(1, marks=pytest.mark.soak),  # by default: tests/distributed/test_slurm_script.py
+    pytest.param(1, marks=pytest.mark.soak),  # also in tests/distributed/test_slurm_script.py
     pytest.param(20, marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
 ]
 KILLS_OF_TORCHRUN = [
@@ -153,17 +153,15 @@ KILLS_OF_TORCHRUN = [
 
 
 @pytest.mark.parametrize("kills", KILLS_OF_A_RANK)
-def test_every_killed_rank_is_recovered_from(
-    kills: int, tmp_path: Path, start: Starter, undisturbed: Undisturbed
-) -> None:
+def test_run_recovers_from_killed_ranks(kills: int, tmp_path: Path, start: Starter, undisturbed: Undisturbed) -> None:
     restarts = (*TORCHRUN, "--max-restarts", str(kills))
     program = start_saving(start, tmp_path, *settings(kills), launcher=restarts)
     survive_killed_ranks(program, kills, Random(4))
-    assert_as_undisturbed(tmp_path / "out", steps(kills), undisturbed(steps(kills)))
+    assert_matches_undisturbed(tmp_path / "out", steps(kills), undisturbed(steps(kills)))
 
 
 @pytest.mark.parametrize("kills", KILLS_OF_TORCHRUN)
-def test_every_killed_torchrun_is_recovered_from(
+def test_run_recovers_from_killed_torchruns(
     kills: int, tmp_path: Path, start: Starter, undisturbed: Undisturbed
 ) -> None:
     command = [*settings(kills), "--checkpoint.async_mode", "async"]
@@ -173,11 +171,11 @@ def test_every_killed_torchrun_is_recovered_from(
         return start_saving(start, tmp_path, *command, launcher=launcher, name=name)
 
     survive_killed_launchers(begin, kills, Random(4))
-    assert_as_undisturbed(tmp_path / "out", steps(kills), undisturbed(steps(kills)))
+    assert_matches_undisturbed(tmp_path / "out", steps(kills), undisturbed(steps(kills)))
 
 
 def start_nodes(start: Starter, workplace: Path, *arguments: str, kills: int, **options: Any) -> list[Program]:
-    """Two torchruns with a rank each, as on two nodes; options: of start_program."""
+    """Start two torchruns with a rank each, as on two nodes. options: arguments of start_program."""
     rendezvous = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
     launcher = (*TORCHRUN[:-1], *rendezvous, "--rdzv-id", "two-nodes", "--max-restarts", str(kills))
     return [
@@ -185,12 +183,12 @@ def start_nodes(start: Starter, workplace: Path, *arguments: str, kills: int, **
     ]
 
 
-def node_of_rank_0(nodes: list[Program], said_by_it: str) -> Program:
-    """The rendezvous decides on that, by the torchruns' process numbers."""
-    while not any(said_by_it in node.output for node in nodes):
+def node_of_rank_0(nodes: list[Program], text_of_rank_0: str) -> Program:
+    """Node of rank 0, which the rendezvous selects by the PIDs of the torchruns."""
+    while not any(text_of_rank_0 in node.output for node in nodes):
         assert all(node.process.poll() is None for node in nodes), nodes[0].output + nodes[1].output
         time.sleep(0.01)
-    return next(node for node in nodes if said_by_it in node.output)
+    return next(node for node in nodes if text_of_rank_0 in node.output)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +198,7 @@ def node_of_rank_0(nodes: list[Program], said_by_it: str) -> Program:
         pytest.param([0, 1, 1, 0, 1, 1, 1, 0], marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
     ],
 )
-def test_killed_ranks_of_two_nodes_are_recovered_from(
+def test_run_on_two_nodes_recovers_from_killed_ranks(
     ranks: list[int], tmp_path: Path, start: Starter, undisturbed: Undisturbed
 ) -> None:
     nodes = start_nodes(start, tmp_path, *SETTINGS, *settings(len(ranks)), kills=len(ranks))
@@ -211,13 +209,13 @@ def test_killed_ranks_of_two_nodes_are_recovered_from(
         wait_until(lambda starts=kill + 2: first.output.count(START) == starts, first, RESTARTED_S)
     assert [node.wait() for node in nodes] == [0, 0], "\n".join(node.output for node in nodes)
     assert first.processes() == []
-    assert_gone_on_each_time(first.output, len(ranks))
-    assert_as_undisturbed(tmp_path / "out", steps(len(ranks)), undisturbed(steps(len(ranks))))
+    assert_resumed_each_time(first.output, len(ranks))
+    assert_matches_undisturbed(tmp_path / "out", steps(len(ranks)), undisturbed(steps(len(ranks))))
 
 
-@pytest.mark.soak  # two nodes by default: tests/distributed/test_slurm_script.py
-def test_a_node_that_has_lost_no_rank_starts_again_along_with_the_other(tmp_path: Path, start: Starter) -> None:
-    """Its rank notices nothing in its long step. torchrun counts the restart on the node of the killed one only."""
+@pytest.mark.soak  # default suite, two nodes: tests/distributed/test_slurm_script.py
+def test_node_without_a_killed_rank_restarts_with_the_other_node(tmp_path: Path, start: Starter) -> None:
+    """Its rank is in a long step meanwhile. torchrun counts the restart only on the node of the killed rank."""
     nodes = start_nodes(start, tmp_path, kills=1, program=LOOP, environment={"STEP_S": "4"})
     step = "step 1/ of rank 0"
     first = node_of_rank_0(nodes, step)

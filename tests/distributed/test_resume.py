@@ -1,4 +1,4 @@
-"""A run that is killed three times and goes on each time is the run that was never killed, bit for bit."""
+"""A run that is killed and resumed three times equals the uninterrupted run bit for bit."""
 
 import json
 import shutil
@@ -21,11 +21,11 @@ pytestmark = pytest.mark.slow
 STEPS = 10
 KILLS = (
     (4, 1),  # between two microbatches of step 4; step 2 is saved
-    (5, 0),  # step 4 is saved: of 16 streams ten stand at the beginning of their second epoch, six do not
+    (5, 0),  # step 4 is saved: ten of 16 streams are at the start of their second epoch
     (5, 0),  # right after the resume
 )
 SETTINGS = (f"training.steps={STEPS}", "training.local_batch_size=2")
-WHOLE = (1, ())
+SINGLE = (1, ())
 SHARDED = (2, ())
 TENSOR = (2, ("parallelism.tp=2",))
 PIPED = (2, ("parallelism.pp=2",))
@@ -34,27 +34,27 @@ Mesh = tuple[int, tuple[str, ...]]
 
 
 def chain(name: str, mesh: Mesh, *settings: str) -> list[Start]:
-    """The uninterrupted run, and the one that is killed and goes on."""
+    """The uninterrupted run, and the starts of the run that is killed and resumed."""
     ranks, axes = mesh
-    given = (*SETTINGS, *axes, *settings)
-    killed = [Start(given, ranks, kill, f"{name} killed", drawing_families) for kill in (*KILLS, None)]
-    return [Start(given, ranks, None, f"{name} whole", drawing_families), *killed]
+    settings = (*SETTINGS, *axes, *settings)
+    killed = [Start(settings, ranks, kill, f"{name} killed", drawing_families) for kill in (*KILLS, None)]
+    return [Start(settings, ranks, None, f"{name} uninterrupted", drawing_families), *killed]
 
 
 def check_chain(folder: Path, name: str, outcomes: list[Outcome]) -> None:
-    whole, *starts = outcomes
+    uninterrupted, *starts = outcomes
     assert [start.error for start in outcomes] == [""] * len(outcomes)
     assert [start.step for start in starts] == [0, 2, 4, 4]
     assert [start.killed for start in starts] == [True, True, True, False]
-    assert starts[-1].end == whole.end
-    assert any("in the optimizer" in key for key in whole.end)
-    expected = numbers(folder / f"{name} whole")
+    assert starts[-1].end == uninterrupted.end
+    assert any("in the optimizer" in key for key in uninterrupted.end)
+    expected = numbers(folder / f"{name} uninterrupted")
     assert [row["step"] for row in expected] == list(range(1, STEPS + 1))
     assert numbers(folder / f"{name} killed") == expected
     for start in starts:
         for step, rows in start.rows.items():
-            assert rows == whole.rows[step]
-    epochs = [json.loads(place)[0] for key, place in whole.end.items() if key.startswith("stream ")]
+            assert rows == uninterrupted.rows[step]
+    epochs = [json.loads(place)[0] for key, place in uninterrupted.end.items() if key.startswith("stream ")]
     assert min(epochs) >= 1, "no epoch was crossed"
 
 
@@ -65,7 +65,7 @@ def check_chains(folder: Path, chains: dict[str, list[Start]]) -> None:
 
 
 def write_text(folder: Path, vocabulary: str = "abcdefghijklmnopqrstuvwxyz ") -> tuple[str, ...]:
-    """A corpus of texts of very different lengths, a tokenizer with a token per letter, and the settings for both."""
+    """Write a corpus of texts of very different lengths and a tokenizer of letters; return their settings."""
     letters = {letter: n for n, letter in enumerate(vocabulary)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token=" "))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
@@ -84,20 +84,20 @@ def write_text(folder: Path, vocabulary: str = "abcdefghijklmnopqrstuvwxyz ") ->
 
 
 def test_one_process(tmp_path: Path) -> None:
-    check_chains(tmp_path, {"windows": chain("windows", WHOLE, "model.family=drawing")})
+    check_chains(tmp_path, {"windows": chain("windows", SINGLE, "model.family=drawing")})
 
 
 @pytest.mark.slow
 def test_one_process_on_text(tmp_path: Path) -> None:
-    """Streams of text also stand in the middle of a piece."""
+    """Positions of text streams can be in the middle of a piece."""
     text = write_text(tmp_path / "text")
-    check_chains(tmp_path, {"text": chain("text", WHOLE, *text, "checkpoint.async_mode=async")})
+    check_chains(tmp_path, {"text": chain("text", SINGLE, *text, "checkpoint.async_mode=async")})
 
 
 @pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
     text = write_text(tmp_path / "text")
-    check_chains(tmp_path, {"sharded": chain("sharded", SHARDED, *text, "model.family=straying")})
+    check_chains(tmp_path, {"sharded": chain("sharded", SHARDED, *text, "model.family=torch_drawing")})
 
 
 @pytest.mark.soak
@@ -124,7 +124,7 @@ def forget_streams(run: Run) -> None:
 
 
 def forget_one_stream(run: Run) -> None:
-    """The number of a stream's sequences is checked against the others'; its place is not."""
+    """The sequence count of a stream is checked against the other streams; its position is not."""
     state = run.loader.state()
     state[3, :2] = 0
     run.loader.load_state(state)
@@ -139,7 +139,7 @@ def forget_counts(run: Run) -> None:
 
 
 def forget_a_weight(run: Run) -> None:
-    """The lowest bit of each element of one."""
+    """Change the lowest bit of each element of one weight."""
     weight = next(run.trainer.model_parts[0].parameters()).data
     weight.copy_(weight.nextafter(torch.full_like(weight, 9.0)))
 
@@ -155,22 +155,22 @@ FORGOTTEN = [
 
 
 @pytest.mark.slow
-def test_any_part_of_the_state_that_is_left_out_is_seen(tmp_path: Path) -> None:
-    """Or else the comparisons above would say nothing."""
+def test_each_missing_part_of_the_state_is_detected(tmp_path: Path) -> None:
+    """Otherwise the comparisons above would test nothing."""
     drawing = ("model.family=drawing",)
-    straying = ("model.family=straying",)
-    families: list[tuple[str, ...]] = [(), drawing, straying]
+    torch_drawing = ("model.family=torch_drawing",)
+    families: list[tuple[str, ...]] = [(), drawing, torch_drawing]
     firsts = start_runs(
         tmp_path,
         [
             Start(
                 (*SETTINGS, *family),
-                run=f"{what} {n}",
-                kill=(7, 1) if what == "killed" else None,
+                run=f"{kind} {n}",
+                kill=(7, 1) if kind == "killed" else None,
                 around=drawing_families,
             )
             for n, family in enumerate(families)
-            for what in ("whole", "killed")
+            for kind in ("uninterrupted", "killed")
         ],
     )
     cases: list[tuple[int, Callable[[Run], None] | None]] = [(0, None), *((0, spoil) for spoil in FORGOTTEN)]
@@ -178,33 +178,33 @@ def test_any_part_of_the_state_that_is_left_out_is_seen(tmp_path: Path) -> None:
     starts = []
     for number, (family, spoil) in enumerate(cases):
         shutil.copytree(tmp_path / f"killed {family}", tmp_path / f"{number}")
-        given = (*SETTINGS, *families[family], "checkpoint.interval=100")
-        starts.append(Start(given, run=f"{number}", around=drawing_families, spoil=spoil))
+        settings = (*SETTINGS, *families[family], "checkpoint.interval=100")
+        starts.append(Start(settings, run=f"{number}", around=drawing_families, spoil=spoil))
     for number, ((family, spoil), outcome) in enumerate(zip(cases, start_runs(tmp_path, starts), strict=True)):
-        whole = firsts[2 * family]
+        uninterrupted = firsts[2 * family]
         assert outcome.step == 6
         same = (
-            not outcome.error  # step 6 again, and saved again
-            and outcome.end == whole.end
-            and numbers(tmp_path / f"{number}") == numbers(tmp_path / f"whole {family}")
-            and all(rows == whole.rows[step] for step, rows in outcome.rows.items())
+            not outcome.error  # saving step 6 again is an error
+            and outcome.end == uninterrupted.end
+            and numbers(tmp_path / f"{number}") == numbers(tmp_path / f"uninterrupted {family}")
+            and all(rows == uninterrupted.rows[step] for step, rows in outcome.rows.items())
         )
-        # A model that draws nothing does not care about the seed.
+        # Without random draws, the seed has no effect.
         assert same == (spoil is None or (spoil is forget_seed and family == 0)), (family, spoil)
 
 
 @pytest.mark.soak
-def test_programs_that_are_killed(tmp_path: Path, start: Starter) -> None:
-    """As a user starts them, killed wherever they happen to be: the last checkpoint is the same, byte for byte.
+def test_killed_programs_end_with_the_same_checkpoint(tmp_path: Path, start: Starter) -> None:
+    """Programs started as a user does and killed at arbitrary times: their last checkpoints are equal byte for byte.
 
-    Started once more they have nothing to do, say so and end well.
+    Another start of the finished run has nothing to do, logs this and exits with 0.
     """
     arguments = ["--training.steps", "30", "--checkpoint.enable", "true", "--checkpoint.interval", "3"]
-    folders = {name: tmp_path / name for name in ("whole", "killed")}
+    folders = {name: tmp_path / name for name in ("uninterrupted", "killed")}
     for folder in folders.values():
         folder.mkdir()
-    whole = start(folders["whole"], *arguments)
-    assert whole.wait() == 0, whole.output
+    uninterrupted = start(folders["uninterrupted"], *arguments)
+    assert uninterrupted.wait() == 0, uninterrupted.output
     for number, step in enumerate((7, 22)):
         program = start(folders["killed"], *arguments, "--checkpoint.async_mode", "async", name=f"start {number}")
         program.wait_for(rf"step +{step}/")
@@ -213,7 +213,7 @@ def test_programs_that_are_killed(tmp_path: Path, start: Starter) -> None:
         assert number == 0 or "Start: step" in program.output
     last = start(folders["killed"], *arguments, name="last")
     assert last.wait() == 0, last.output
-    found, expected = (numbers(folders[name] / "out") for name in ("killed", "whole"))
+    found, expected = (numbers(folders[name] / "out") for name in ("killed", "uninterrupted"))
     assert found == expected
     assert [row["step"] for row in found] == list(range(1, 31))
     tensors, same = ((folders[name] / "out/checkpoint/step-30/__0_0.distcp").read_bytes() for name in folders)

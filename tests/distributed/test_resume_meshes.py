@@ -1,4 +1,4 @@
-"""A run that goes on on another mesh each time: the same tokens, not a bit of the state changed, the same losses."""
+"""A run resumed on another mesh each time: same tokens, state unchanged bit for bit, same losses."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,31 +39,34 @@ TIED = (
 Meshes = Sequence[tuple[int, tuple[str, ...]]]
 
 
-def go_round(folder: Path, meshes: Meshes, *settings: str) -> tuple[Outcome, list[Outcome]]:
-    """The uninterrupted run on one process, and the starts of the other, each of which trains a few steps further.
+def resume_on_meshes(folder: Path, meshes: Meshes, *settings: str) -> tuple[Outcome, list[Outcome]]:
+    """The uninterrupted run on one process, and the starts of a run that trains STEPS_EACH steps on each mesh.
 
-    The learning rate does not depend on where a run ends; checked: each start begins with what the one before had.
+    Checks that each start begins with the last state of the previous one. The learning rate does not depend on the
+    number of steps.
     """
-    whole = Start((*settings, f"training.steps={STEPS_EACH * len(meshes)}", "checkpoint.interval=100"), run="whole")
+    uninterrupted = Start(
+        (*settings, f"training.steps={STEPS_EACH * len(meshes)}", "checkpoint.interval=100"), run="uninterrupted"
+    )
     starts = [
         Start((*settings, *axes, f"training.steps={STEPS_EACH * n}", "checkpoint.interval=100"), ranks)
         for n, (ranks, axes) in enumerate(meshes, 1)
     ]
-    expected, *outcomes = start_runs(folder, [whole, *starts])
+    expected, *outcomes = start_runs(folder, [uninterrupted, *starts])
     for number, outcome in enumerate(outcomes):
         assert outcome.error == ""
         assert outcome.step == STEPS_EACH * number
         if number:
             assert outcome.begin == outcomes[number - 1].end
-    given = {step: rows for outcome in outcomes for step, rows in outcome.rows.items()}
-    assert given == expected.rows
-    assert list(given) == list(range(1, STEPS_EACH * len(meshes) + 1))
+    found = {step: rows for outcome in outcomes for step, rows in outcome.rows.items()}
+    assert found == expected.rows
+    assert list(found) == list(range(1, STEPS_EACH * len(meshes) + 1))
     assert outcomes[-1].end.keys() == expected.end.keys()
     return expected, outcomes
 
 
 def check_numbers(folder: Path, rel: float) -> None:
-    found, expected = numbers(folder / "run"), numbers(folder / "whole")
+    found, expected = numbers(folder / "run"), numbers(folder / "uninterrupted")
     assert [row["step"] for row in found] == [row["step"] for row in expected]
     for row, expected_row in zip(found, expected, strict=True):
         assert row == pytest.approx(expected_row, rel=rel, abs=0)
@@ -79,14 +82,14 @@ def check_numbers(folder: Path, rel: float) -> None:
         pytest.param(FOUR, ("model.n_layers=4",), id="four", marks=pytest.mark.soak),
     ],
 )
-def test_every_mesh_goes_on_where_the_one_before_has_ended(
+def test_every_mesh_resumes_the_last_state_of_the_previous_mesh(
     meshes: Meshes, settings: tuple[str, ...], tmp_path: Path
 ) -> None:
-    go_round(tmp_path, meshes, *settings)
+    resume_on_meshes(tmp_path, meshes, *settings)
     check_numbers(tmp_path, 1e-12)
 
 
 @pytest.mark.slow
 def test_bfloat16_keeps_its_bits(tmp_path: Path) -> None:
-    go_round(tmp_path, (ROUND[1], (2, ("parallelism.tp=2", SYNC))), "training.dtype=bfloat16")
+    resume_on_meshes(tmp_path, (ROUND[1], (2, ("parallelism.tp=2", SYNC))), "training.dtype=bfloat16")
     check_numbers(tmp_path, 2e-2)

@@ -1,4 +1,4 @@
-"""Going on with other settings: refused where the state would mean something else, else said or of no account."""
+"""Resuming with other settings: rejected if the state would have another meaning, otherwise logged or ignored."""
 
 import re
 import shutil
@@ -23,7 +23,7 @@ FOUR = ("training.steps=4",)
 
 @contextmanager
 def version(name: str) -> Iterator[None]:
-    """A program of another version."""
+    """Simulate another version of the program."""
     with replaced(build_module, name, 77):
         yield
 
@@ -42,7 +42,7 @@ def edited_text(folder: Path) -> str:
     return f"data.sources.0.path={edited}"
 
 
-REFUSED = [
+REJECTED = [
     ("model.ffn_dim=64", "model.ffn_dim: 48 in the checkpoint, 64 now", "resume with the model of the checkpoint"),
     ("model.n_layers=3", "model.n_layers: 2 in the checkpoint, 3 now", "resume with the model of the checkpoint"),
     ("model.vocab_size=140", "model.vocab_size: 131 in", "resume with the model of the checkpoint"),
@@ -55,7 +55,7 @@ REFUSED = [
 ]
 
 
-def test_what_would_change_the_meaning_of_the_state_is_refused_with_difference_and_remedy(tmp_path: Path) -> None:
+def test_changes_to_the_meaning_of_the_state_are_rejected_with_a_remedy(tmp_path: Path) -> None:
     text = write_text(tmp_path / "text")
     other_tokens = write_text(tmp_path / "other", "bacdefghijklmnopqrstuvwxyz ")[2]
     edits = [
@@ -70,14 +70,14 @@ def test_what_would_change_the_meaning_of_the_state_is_refused_with_difference_a
         tmp_path,
         [
             Start((*text, *FOUR)),
-            *(Start((*text, *EIGHT, setting)) for setting, _, _ in REFUSED),
+            *(Start((*text, *EIGHT, setting)) for setting, _, _ in REJECTED),
             *(Start((*EIGHT, *settings)) for settings, _, _ in edits),
             *(Start((*text, *EIGHT), around=partial(version, name)) for name, _, _ in versions),
             Start((*text, *EIGHT, "model.ffn_dim=64", "training.seq_len=8")),
         ],
     )
-    for (changed, difference, remedy), outcome in zip([*REFUSED, *edits, *versions], outcomes, strict=False):
-        assert outcome.error.startswith(f"the run cannot go on from {tmp_path}/run/checkpoint/step-4: "), changed
+    for (changed, difference, remedy), outcome in zip([*REJECTED, *edits, *versions], outcomes, strict=False):
+        assert outcome.error.startswith(f"cannot resume from {tmp_path}/run/checkpoint/step-4: "), changed
         assert difference in outcome.error, changed
         assert remedy in outcome.error, changed
         assert "--checkpoint.initial_load_path" in outcome.error
@@ -86,7 +86,7 @@ def test_what_would_change_the_meaning_of_the_state_is_refused_with_difference_a
 
 
 @pytest.mark.slow
-def test_what_may_change_is_said_in_a_line_or_accepted_or_of_no_account(tmp_path: Path) -> None:
+def test_other_changes_are_logged_accepted_or_ignored(tmp_path: Path) -> None:
     text = write_text(tmp_path / "text")
     other_tokens = write_text(tmp_path / "other", "bacdefghijklmnopqrstuvwxyz ")[2]
     start_runs(tmp_path, [Start(FOUR, run="base"), Start((*text, *FOUR), run="text")])
@@ -137,26 +137,26 @@ def test_what_may_change_is_said_in_a_line_or_accepted_or_of_no_account(tmp_path
         starts.append(Start((*EIGHT, *settings), ranks, run=f"{number}"))
     for (_, settings, _, lines), outcome in zip(cases, start_runs(tmp_path, starts), strict=True):
         assert (outcome.error, outcome.step) == ("", 4), settings
-        said = [line for line in outcome.said if "since the checkpoint" in line]
-        assert len(said) == len(lines), said
-        assert all(any(line.startswith(start) for line in said) for start in lines), said
+        changes = [line for line in outcome.lines if "since the checkpoint" in line]
+        assert len(changes) == len(lines), changes
+        assert all(any(line.startswith(start) for line in changes) for start in lines), changes
 
 
 def ledger(outcome: Outcome) -> dict[int, str]:
-    """Each row that was trained on, once."""
+    """Hashes of all training rows by number; fails if a row occurs twice."""
     rows = [item for step in sorted(outcome.rows) for item in outcome.rows[step].items()]
     assert len(dict(rows)) == len(rows)
     return dict(rows)
 
 
 @pytest.mark.slow
-def test_a_changed_global_batch_goes_on_in_the_data_without_loss_or_repetition(tmp_path: Path) -> None:
-    """24 is no multiple of the 16 streams, 6 has fewer rows than there are streams."""
+def test_changed_global_batch_neither_skips_nor_repeats_rows(tmp_path: Path) -> None:
+    """24 is not a multiple of the 16 streams, and 6 is less than the number of streams."""
     sizes = [("24", 1, "4"), ("6", 2, "3"), ("16", 1, "16")]
-    whole, first, *changed = start_runs(
+    constant, first, *changed = start_runs(
         tmp_path,
         [
-            Start(("training.steps=12",), run="whole"),
+            Start(("training.steps=12",), run="constant"),
             Start(("training.steps=3",)),
             *(
                 Start(
@@ -170,11 +170,11 @@ def test_a_changed_global_batch_goes_on_in_the_data_without_loss_or_repetition(t
             ),
         ],
     )
-    expected, found = ledger(whole), ledger(first)
+    expected, found = ledger(constant), ledger(first)
     for outcome, before, (size, _, _) in zip(changed, ("16", "24", "6"), sizes, strict=True):
         assert outcome.error == ""
-        said = [line for line in outcome.said if line.startswith("Changed since")]
-        assert said == [
+        changes = [line for line in outcome.lines if line.startswith("Changed since")]
+        assert changes == [
             f"Changed since the checkpoint: training.global_batch_size: {before} in the checkpoint, {size} now"
         ]
         found |= ledger(outcome)
@@ -184,26 +184,26 @@ def test_a_changed_global_batch_goes_on_in_the_data_without_loss_or_repetition(t
     assert [row["tokens_seen"] for row in numbers(tmp_path / "run")][-1] == handed_out * 16
 
 
-def test_sizes_that_follow_from_the_first_mesh_stay_when_the_mesh_changes(tmp_path: Path) -> None:
-    """-1 is local_batch_size x data degree at the first start, and whatever that was later."""
-    given = ("training.global_batch_size=-1", "data.num_streams=-1")
+def test_sizes_derived_from_the_first_mesh_stay_if_the_mesh_changes(tmp_path: Path) -> None:
+    """-1 means local_batch_size x data degree of the first start, also at later starts."""
+    derived = ("training.global_batch_size=-1", "data.num_streams=-1")
     first, later = start_runs(
         tmp_path,
         [
-            Start((*given, *FOUR, "training.local_batch_size=8")),
-            Start((*given, *EIGHT, "training.local_batch_size=2"), 2),
+            Start((*derived, *FOUR, "training.local_batch_size=8")),
+            Start((*derived, *EIGHT, "training.local_batch_size=2"), 2),
         ],
     )
     assert (later.error, later.step) == ("", 4)
-    assert not later.says("Changed since")
+    assert not later.logged("Changed since")
     assert [len(rows) for rows in (first.rows | later.rows).values()] == [8] * 8
     assert sorted(ledger(first) | ledger(later)) == list(range(64))
 
 
 @pytest.mark.slow
-def test_a_run_starts_from_the_weights_or_from_all_of_another_run(tmp_path: Path) -> None:
+def test_run_starts_from_the_weights_or_the_full_state_of_another_run(tmp_path: Path) -> None:
     steps = "lr_schedule.decay=none"
-    whole, source = start_runs(tmp_path, [Start((*EIGHT, steps), run="whole"), Start((*FOUR, steps), run="source")])
+    longer, source = start_runs(tmp_path, [Start((*EIGHT, steps), run="longer"), Start((*FOUR, steps), run="source")])
     folder = tmp_path / "source/checkpoint"
     path = f"checkpoint.initial_load_path={folder}"
     full, disabled = "checkpoint.initial_load_model_only=false", "checkpoint.enable=false"
@@ -215,7 +215,7 @@ def test_a_run_starts_from_the_weights_or_from_all_of_another_run(tmp_path: Path
         file.write_bytes(file.read_bytes()[:-1] + b"?")
     damaged = f"checkpoint.initial_load_path={tmp_path / 'damaged'}"
     names = ["model", "plain", "all", "all plain", "cut", "float32", "vocabulary", "shape", "fallen back"]
-    names += ["named", "renamed", "none whole", "nothing"]
+    names += ["named", "renamed", "none valid", "nothing"]
     settings: list[tuple[str, ...]] = [
         *((path,), (path, disabled), (path, full), (path, full, disabled), (path, full)),
         *((path, "training.dtype=float32"), (path, "model.vocab_size=140"), (path, full, "model.ffn_dim=64")),
@@ -224,8 +224,8 @@ def test_a_run_starts_from_the_weights_or_from_all_of_another_run(tmp_path: Path
         (f"checkpoint.initial_load_path={tmp_path / 'nowhere'}",),
     ]
     starts = [
-        Start((*EIGHT, steps, *given), run=name, kill=(7, 0) if name == "cut" else None)
-        for name, given in zip(names, settings, strict=True)
+        Start((*EIGHT, steps, *case), run=name, kill=(7, 0) if name == "cut" else None)
+        for name, case in zip(names, settings, strict=True)
     ]
     again = Start((*EIGHT, steps, path, full), run="cut")
     *outcomes, resumed = start_runs(tmp_path, [*starts, again])
@@ -236,39 +236,39 @@ def test_a_run_starts_from_the_weights_or_from_all_of_another_run(tmp_path: Path
         assert (found[name].error, found[name].step) == ("", 0)
         assert {key: found[name].begin[key] for key in weights} == weights
         moments = {key: value for key, value in found[name].begin.items() if "in the optimizer" in key}
-        assert moments.items() <= whole.begin.items()  # those of a new run
-        assert found[name].rows == whole.rows
-        assert found[name].says(f"with the weights of step 4 in {folder}/step-4, verified in full")
+        assert moments.items() <= longer.begin.items()  # those of a new run
+        assert found[name].rows == longer.rows
+        assert found[name].logged(f"with the weights of step 4 in {folder}/step-4, verified in full")
         assert [row["step"] for row in numbers(tmp_path / name)] == list(range(1, 9))
     for name in ("all", "all plain"):
         assert (found[name].error, found[name].step) == ("", 4)
         assert found[name].begin == source.end
-        assert found[name].end == whole.end
-        assert found[name].rows == {step: whole.rows[step] for step in (5, 6, 7, 8)}
-        assert numbers(tmp_path / name) == numbers(tmp_path / "whole")[4:]
+        assert found[name].end == longer.end
+        assert found[name].rows == {step: longer.rows[step] for step in (5, 6, 7, 8)}
+        assert numbers(tmp_path / name) == numbers(tmp_path / "longer")[4:]
     assert checkpoints_of(found["all"]) == ["step-6", "step-8"]
     assert not any("checkpoint" in name for name in found["all plain"].files)
     assert (found["cut"].killed, resumed.step) == (True, 6)  # its own checkpoint, not the source's
-    assert resumed.end == whole.end
+    assert resumed.end == longer.end
 
     assert found["float32"].error == ""
-    assert found["float32"].says("are converted from torch.float64 to torch.float32")
+    assert found["float32"].logged("are converted from torch.float64 to torch.float32")
     assert all("torch.float32" in value for name, value in found["float32"].begin.items() if name in weights)
-    assert re.search(r"of shape \(131, 32\), and this model needs \(140, 32\)", found["vocabulary"].error)
+    assert re.search(r"of shape \(131, 32\), but this model needs \(140, 32\)", found["vocabulary"].error)
     assert "\n  model.vocab_size: 131 in the checkpoint, 140 now\n" in found["vocabulary"].error
-    assert "remedy: write in [model] what is in the checkpoint, and use its tokenizer" in found["vocabulary"].error
-    assert found["shape"].error.startswith(f"the run cannot go on from {folder}/step-4")
+    assert "remedy: use the checkpoint's [model] values and its tokenizer" in found["vocabulary"].error
+    assert found["shape"].error.startswith(f"cannot resume from {folder}/step-4")
     assert (found["fallen back"].step, found["renamed"].step) == (2, 2)
-    assert found["fallen back"].says(f"{tmp_path}/damaged/step-4 is damaged: ")
-    assert "step-4 is damaged" in found["named"].error
-    assert "there is no whole checkpoint to start from" in found["none whole"].error
+    assert found["fallen back"].logged(f"{tmp_path}/damaged/step-4 is corrupted: ")
+    assert "step-4 is corrupted" in found["named"].error
+    assert "no valid checkpoint found" in found["none valid"].error
     assert f"initial_load_path = '{tmp_path / 'nowhere'}'" in found["nothing"].error
     for name in ("damaged", "broken"):
         assert sorted(entry.name for entry in (tmp_path / name).iterdir()) == ["step-2", "step-4"]
     assert hashes(tmp_path / "source") == source.files
 
 
-def test_a_model_alone_is_a_start_for_the_weights_only(tmp_path: Path) -> None:
+def test_model_only_checkpoint_provides_only_weights(tmp_path: Path) -> None:
     last = "checkpoint.last_save_model_only=true"
     path = f"checkpoint.initial_load_path={tmp_path / 'source/checkpoint/step-4'}"
     full = "checkpoint.initial_load_model_only=false"
@@ -281,5 +281,5 @@ def test_a_model_alone_is_a_start_for_the_weights_only(tmp_path: Path) -> None:
         ],
     )
     assert (source.error, weights.error, weights.step) == ("", "", 0)
-    assert "there is no" in everything.error
+    assert "checkpoint with optimizer and position in the data found" in everything.error
     assert everything.rows == {}

@@ -1,4 +1,4 @@
-"""A run on the disk, as commands open it."""
+"""Opening a saved run."""
 
 import logging
 import re
@@ -24,7 +24,7 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with checkpoints of 3 steps in out/saved/here, and its tokenizer beside out."""
+    """Folder of a run with checkpoints of 3 steps in out/saved/here; its tokenizer is next to out."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text.txt").write_text(TEXT * 100)
     train_bpe(iter([TEXT] * 4), 280, folder)
@@ -33,7 +33,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("--data.sources.0.kind", "text", "--data.sources.0.path", str(folder / "text.txt")),
         *("--tokenizer.path", str(folder), "--tokenizer.bos", "<|endoftext|>", "--data.add_bos", "true"),
         *("--model.vocab_size", "300", "--model.flavor", "debug", "--model.tie_embeddings", "true"),
-        *("--model.max_seq_len", "40"),  # too few for the usual number of new tokens
+        *("--model.max_seq_len", "40"),  # less than the default number of new tokens
         *("--training.steps", str(STEPS), "--checkpoint.enable", "true", "--checkpoint.interval", "1"),
         *("--checkpoint.folder", "saved/here", "--checkpoint.keep_latest_k", "0"),
     )
@@ -44,23 +44,23 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy that a test may change."""
+    """Copy of the run that a test may change."""
     return Path(shutil.copytree(trained / "out", tmp_path / "out"))
 
 
 @pytest.mark.slow
-def test_the_command_that_a_run_ends_with_works(trained: Path) -> None:
-    said = re.search(r"Next: see it write +(.*)", (trained / "output").read_text())
-    assert said is not None
+def test_command_printed_at_the_end_of_a_run_works(trained: Path) -> None:
+    printed = re.search(r"Next: generate text +(.*)", (trained / "output").read_text())
+    assert printed is not None
     environment = clean_environment() | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
-        said[1], shell=True, cwd=trained, env=environment, capture_output=True, text=True, timeout=300
+        printed[1], shell=True, cwd=trained, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("The")
 
 
-def test_a_dump_folder_its_checkpoints_and_a_step(run: Path) -> None:
+def test_open_run_takes_a_dump_folder_checkpoint_folder_or_step(run: Path) -> None:
     checkpoints = run / "saved" / "here"
     for path, step in ((run, STEPS), (checkpoints, STEPS), (step_folder(checkpoints, 2), 2)):
         found = open_run(path)
@@ -73,7 +73,7 @@ def test_a_dump_folder_its_checkpoints_and_a_step(run: Path) -> None:
     assert found.config.model.overrides["tie_embeddings"] is True
 
 
-def test_the_model_is_whole_and_has_the_weights_of_its_step(run: Path) -> None:
+def test_model_is_unsharded_and_has_the_weights_of_its_step(run: Path) -> None:
     models = [
         open_run(step_folder(run / "saved" / "here", step)).model(torch.device("cpu"), torch.float64) for step in (2, 3)
     ]
@@ -82,8 +82,8 @@ def test_the_model_is_whole_and_has_the_weights_of_its_step(run: Path) -> None:
     assert not torch.equal(*logits)
     assert models[0].output.weight is models[0].tok_embeddings.weight
     assert not models[0].training
-    whole = open_run(run).model(torch.device("cpu"), torch.bfloat16)
-    assert torch.equal(whole.norm.weight, models[1].norm.weight.to(torch.bfloat16))
+    rounded = open_run(run).model(torch.device("cpu"), torch.bfloat16)
+    assert torch.equal(rounded.norm.weight, models[1].norm.weight.to(torch.bfloat16))
 
 
 def test_tensors_are_read_one_by_one(run: Path) -> None:
@@ -94,9 +94,9 @@ def test_tensors_are_read_one_by_one(run: Path) -> None:
         found.load({"nowhere.weight": weight})
 
 
-def test_a_damaged_checkpoint_is_left_aside_or_refused(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    newest = step_folder(run / "saved" / "here", STEPS)
-    file = max(newest.iterdir(), key=lambda path: path.stat().st_size)
+def test_damaged_checkpoint_is_skipped_or_rejected(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    latest = step_folder(run / "saved" / "here", STEPS)
+    file = max(latest.iterdir(), key=lambda path: path.stat().st_size)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
@@ -104,10 +104,10 @@ def test_a_damaged_checkpoint_is_left_aside_or_refused(run: Path, caplog: pytest
         assert open_run(run).manifest.step == STEPS - 1
     assert f"step-{STEPS} is damaged: {file.name}" in caplog.text
     with pytest.raises(UserError, match=f"step-{STEPS} is damaged: {file.name}"):
-        open_run(newest)
+        open_run(latest)
     for folder in (run / "saved" / "here").iterdir():
         (folder / "MANIFEST.json").write_text("{}")
-    with pytest.raises(UserError, match="there is no checkpoint that is whole"):
+    with pytest.raises(UserError, match="contains no valid checkpoint"):
         open_run(run)
 
 
@@ -117,19 +117,19 @@ def test_hyper_parameters_of_another_version(run: Path) -> None:
     (path / MANIFEST_FILE).unlink()
     model = manifest.facts["model"] | {"number_to_come": 1}
     write_manifest(path, replace(manifest, facts=manifest.facts | {"model": model}))
-    with pytest.raises(UserError, match=r"step-3: another titanlite wrote its model .*'number_to_come'; use that one"):
+    with pytest.raises(
+        UserError, match=r"step-3: another version of .* wrote this model .*'number_to_come'; use that version"
+    ):
         open_run(run)
 
 
-def test_where_there_is_no_run(tmp_path: Path) -> None:
+def test_folder_without_a_run_is_rejected(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(UserError, match=rf"{path}: there is no checkpoint; give the dump folder"):
+        with pytest.raises(UserError, match=rf"{path} contains no checkpoint; pass the dump folder"):
             open_run(path)
 
 
-def test_the_tokenizer_is_the_copy_in_the_dump_folder(
-    trained: Path, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokenizer_is_the_copy_in_the_dump_folder(trained: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Tokenizer(trained / "tokenizer.json", bos="<|endoftext|>")
     found = open_run(run).tokenizer()
     assert found is not None
@@ -148,23 +148,23 @@ def test_the_tokenizer_is_the_copy_in_the_dump_folder(
     assert str(run) in linked.description
 
 
-def test_without_the_copy_the_tokenizer_is_that_of_the_configuration(trained: Path, run: Path) -> None:
+def test_tokenizer_falls_back_to_the_configuration(trained: Path, run: Path) -> None:
     shutil.rmtree(run / "tokenizer")
     found = open_run(run).tokenizer()
     assert found is not None
     assert found.description.startswith(str(trained))
 
 
-def test_another_tokenizer_in_its_place_is_refused(run: Path) -> None:
+def test_different_tokenizer_is_rejected(run: Path) -> None:
     train_bpe(iter([TEXT] * 4), 270, run / "tokenizer")
-    with pytest.raises(UserError, match=r"was trained with another tokenizer than .*tokenizer\.json: 270 tokens"):
+    with pytest.raises(UserError, match=r"was trained with a different tokenizer than .*tokenizer\.json: 270 tokens"):
         open_run(run).tokenizer()
 
 
-def test_a_configuration_of_another_version_is_called_that(run: Path) -> None:
+def test_config_of_another_version_is_reported_as_such(run: Path) -> None:
     found = open_run(run)
     found.manifest.config["optimizer"]["gone"] = 1
     with pytest.raises(
-        UserError, match=r"step-3: this titanlite cannot read what titanlite \S+ has saved:[\s\S]*optimizer\.gone"
+        UserError, match=r"step-3: this version .* the configuration that titanlite \S+ saved:[\s\S]*optimizer\.gone"
     ):
         _ = found.config

@@ -13,21 +13,21 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.program import CONFIG, PATIENCE_S, REPOSITORY, Program, clean_environment, free_port, read
-from tests.distributed.recovered import SETTINGS, SHORT_STEPS, Undisturbed, assert_as_undisturbed, starts
+from tests.distributed.recovered import SETTINGS, SHORT_STEPS, Undisturbed, assert_matches_undisturbed, starts
 
 SCRIPT = REPOSITORY / "scripts" / "slurm.sbatch"
 NODES = 2
 
-# As Slurm's: a task per node; it passes SIGUSR1 on to each, kills them on SIGTERM, and ends with the worst code of all.
+# Like Slurm's srun: one task per node; forwards SIGUSR1, kills tasks on SIGTERM, exits with the largest exit code.
 SRUN = f"""#!{sys.executable}
 import signal, subprocess, sys
 start = sys.argv.index({sys.executable!r})
 tasks = [subprocess.Popen(sys.argv[start:], start_new_session=True) for _ in range({NODES})]
-def pass_on(number):
+def forward(number):
     for task in tasks:
         task.send_signal(number)
-signal.signal(signal.SIGUSR1, lambda number, frame: pass_on(number))
-signal.signal(signal.SIGTERM, lambda number, frame: pass_on(signal.SIGKILL))
+signal.signal(signal.SIGUSR1, lambda number, frame: forward(number))
+signal.signal(signal.SIGTERM, lambda number, frame: forward(signal.SIGKILL))
 sys.exit(max(abs(task.wait()) for task in tasks))
 """
 SCONTROL = """#!/usr/bin/env bash
@@ -43,7 +43,7 @@ def executable(path: Path, text: str) -> None:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Program]:
-    """The script, just started as a job, for SHORT_STEPS; its calls of scontrol are in tmp_path / "scontrol"."""
+    """The script, started as a job of SHORT_STEPS steps; tmp_path / "scontrol" lists its calls of scontrol."""
     (tmp_path / "bin").mkdir()
     executable(tmp_path / "bin" / "srun", SRUN)
     executable(tmp_path / "bin" / "scontrol", SCONTROL)
@@ -55,7 +55,7 @@ def job(tmp_path: Path) -> Iterator[Program]:
         "PYTHONPATH": str(REPOSITORY),
         "OMP_NUM_THREADS": "1",
         "SCONTROL_LOG": str(tmp_path / "scontrol"),
-        "SLURM_JOB_ID": str(free_port()),  # a number that another test is unlikely to have at the same time
+        "SLURM_JOB_ID": str(free_port()),  # unlikely to be used by another test at the same time
         "SLURM_JOB_NODELIST": "node[0-1]",
         "SLURM_JOB_NUM_NODES": str(NODES),
         "TITANLITE_CACHE": str(tmp_path / "cache"),
@@ -88,7 +88,7 @@ def wait_until_all_gone(job: Program) -> None:
 
 
 @pytest.mark.soak
-def test_two_nodes_train_to_the_end_through_a_killed_rank(job: Program, undisturbed: Undisturbed) -> None:
+def test_two_nodes_finish_training_after_a_killed_rank(job: Program, undisturbed: Undisturbed) -> None:
     job.wait_for("step +3/")
     assert sorted(job.ranks()) == [0, 1]
     os.kill(job.ranks()[1], signal.SIGKILL)
@@ -97,25 +97,25 @@ def test_two_nodes_train_to_the_end_through_a_killed_rank(job: Program, undistur
     assert first == 0 < second
     assert job.output.count(f"Done: {SHORT_STEPS} steps") == 1
     assert requeues(job) == []
-    assert_as_undisturbed(job.workplace / "out", SHORT_STEPS, undisturbed(SHORT_STEPS))
+    assert_matches_undisturbed(job.workplace / "out", SHORT_STEPS, undisturbed(SHORT_STEPS))
 
 
 @pytest.mark.soak
-def test_after_the_warning_the_job_is_queued_again_once_its_ranks_have_ended(job: Program) -> None:
+def test_job_is_requeued_after_the_warning_and_the_end_of_its_ranks(job: Program) -> None:
     job.wait_for("step +3/")
     job.process.send_signal(signal.SIGUSR1)
     assert job.wait() != 0
-    (job_id,) = re.findall(r"job (\d+) is queued again", job.output)
+    (job_id,) = re.findall(r"requeueing job (\d+)", job.output)
     assert requeues(job) == [f"scontrol requeue {job_id}"]
     wait_until_all_gone(job)
 
 
 @pytest.mark.slow
-def test_a_preempted_job_waits_for_its_ranks_and_leaves_the_queue_to_slurm(job: Program) -> None:
+def test_preempted_job_waits_for_its_ranks_and_does_not_requeue(job: Program) -> None:
     job.wait_for("step +3/")
     job.process.send_signal(signal.SIGTERM)
     for pid in job.processes():
-        command = read(Path(f"/proc/{pid}/cmdline"))  # srun has torchrun's among its arguments
+        command = read(Path(f"/proc/{pid}/cmdline"))  # srun's arguments include those of torchrun
         if "torch.distributed.run" in command and "/srun" not in command and pid not in job.ranks().values():
             os.kill(pid, signal.SIGTERM)
     assert job.wait() != 0

@@ -1,4 +1,4 @@
-"""What one step does beside its gradients: collectives, host reads, withheld updates, replicas that stay alike."""
+"""Training step: collectives, host reads, skipped updates, identical replicas."""
 
 import hashlib
 from collections import Counter
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.gradients import build_on_mesh, whole
+from tests.distributed.gradients import build_on_mesh, full_tensor
 from tests.distributed.reference import global_batch, plain_model, rank_batches, small_config
 from tests.pool import run_ranks
 from titanlite.batch import Batch
@@ -19,7 +19,7 @@ from titanlite.trainer import Trainer
 
 
 class OperationCount(TorchDispatchMode):
-    """Counts c10d operations by name, and refuses to let the host read a tensor."""
+    """Count c10d operations by name; fail if the host reads a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,29 +38,29 @@ class OperationCount(TorchDispatchMode):
 
 
 def on_mesh(*settings: str) -> tuple[Trainer, int, int]:
-    """(trainer, data rank, data degree)"""
+    """Build a trainer; return (trainer, data rank, data degree)."""
     trainer, mesh = build_on_mesh(small_config(dist.get_world_size(), *settings))
     return trainer, mesh.data_rank, mesh.data_degree
 
 
 def collectives_of_steps(layouts: list[list[str]]) -> list[dict[str, int]]:
-    """Of a step of two microbatches, in each layout."""
+    """Number of collectives by name in a step of two microbatches, for each layout."""
     found = []
     for settings in layouts:
         trainer, rank, degree = on_mesh(*settings)
         batches = rank_batches(global_batch("uneven"), rank, degree, 2)
-        trainer.train_step(batches)  # the first step also sets things up
+        trainer.train_step(batches)  # the first step also initializes
         with OperationCount() as count:
             trainer.train_step(batches)
         found.append(dict(count.collectives))
     return found
 
 
-GROUPS = 4  # embedding, two blocks, head: the units that the plan names
+GROUPS = 4  # FSDP units: embedding, two blocks, head
 REPLICATE = ["parallelism.dp_replicate=2", "parallelism.dp_shard=1"]
 
 
-def test_a_step_reads_nothing_on_the_host_and_reduces_as_often_as_its_policy_says() -> None:
+def test_step_has_no_host_reads_and_the_reductions_of_its_policy() -> None:
     replicated = {"last": GROUPS, "hybrid": GROUPS, "every": 2 * GROUPS}
     sharded = {"last": GROUPS, "hybrid": 2 * GROUPS, "every": 2 * GROUPS}
     layouts = [[*REPLICATE, f"parallelism.gradient_sync={sync}"] for sync in replicated]
@@ -93,7 +93,7 @@ OPTIMIZERS = {
 
 
 def state_of(trainer: Trainer) -> dict[str, Tensor]:
-    """Copies of weights, moments and step counts, this rank's parts."""
+    """Copies of this rank's weights, moments and step counts."""
     state = {}
     for name, parameter in trainer.model_parts[0].named_parameters():
         state[name] = parameter.detach()
@@ -103,7 +103,7 @@ def state_of(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def poison(trainer: Trainer, rank: int) -> Any:
-    """One rank's activations become NaN."""
+    """Make the activations of the last rank NaN."""
 
     def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
         del module, args
@@ -117,7 +117,7 @@ def good_batches(rank: int, degree: int) -> list[Batch]:
 
 
 def undisturbed_states(settings: list[str]) -> list[dict[str, Tensor]]:
-    """After the first step and after the second."""
+    """States after the first and the second step."""
     trainer, rank, degree = on_mesh(*settings)
     states = []
     for _ in range(2):
@@ -126,9 +126,11 @@ def undisturbed_states(settings: list[str]) -> list[dict[str, Tensor]]:
     return states
 
 
-def withheld_updates(settings: list[str], fault: str, undisturbed: list[dict[str, Tensor]]) -> list[str]:
-    """A withheld step before the first update and one before the second: names of what either changed, and of what the
-    step after it did otherwise than in a run without."""
+def skipped_updates(settings: list[str], fault: str, undisturbed: list[dict[str, Tensor]]) -> list[str]:
+    """Skip a step before the first update and before the second.
+
+    Returns names of tensors that a skipped step changed, or that differ from `undisturbed` after the next update.
+    """
     trainer, rank, degree = on_mesh(*settings)
     problems = []
     for number, expected in enumerate(undisturbed, 1):
@@ -142,7 +144,7 @@ def withheld_updates(settings: list[str], fault: str, undisturbed: list[dict[str
             handle.remove()
         assert bool(stats.skipped)
         after = state_of(trainer)
-        for name in after.keys() - before.keys():  # state that a withheld first step created: nothing happened yet
+        for name in after.keys() - before.keys():  # a skipped first step creates state, which must be 0
             before[name] = torch.zeros_like(after[name])
         assert after.keys() == before.keys()
         problems += [f"{name} before update {number}" for name in after if not torch.equal(after[name], before[name])]
@@ -152,13 +154,13 @@ def withheld_updates(settings: list[str], fault: str, undisturbed: list[dict[str
     return problems
 
 
-def all_withheld_updates(layout: list[str], optimizers: list[str]) -> dict[str, list[str]]:
+def all_skipped_updates(layout: list[str], optimizers: list[str]) -> dict[str, list[str]]:
     found = {}
     for name in optimizers:
         settings = [*layout, *OPTIMIZERS[name], "lr_schedule.warmup_steps=0", "training.local_batch_size=8"]
         undisturbed = undisturbed_states(settings)
         for fault in ("no valid token", "NaN on one rank"):
-            found[f"{name}, {fault}"] = withheld_updates(settings, fault, undisturbed)
+            found[f"{name}, {fault}"] = skipped_updates(settings, fault, undisturbed)
     return found
 
 
@@ -173,14 +175,14 @@ FUSED, *OTHERS = OPTIMIZERS
         pytest.param(REPLICATE, ["fused AdamW", "foreach AdamW", "for-loop SGD"], marks=pytest.mark.slow),
     ],
 )
-def test_an_update_happens_only_with_a_valid_token_and_a_finite_norm(layout: list[str], optimizers: list[str]) -> None:
-    for found in run_ranks(all_withheld_updates, 2, layout, optimizers):
+def test_updates_require_a_valid_token_and_a_finite_norm(layout: list[str], optimizers: list[str]) -> None:
+    for found in run_ranks(all_skipped_updates, 2, layout, optimizers):
         assert len(found) == 2 * len(optimizers)
         assert {case: names for case, names in found.items() if names} == {}
 
 
 def digests_after_steps(settings: list[str]) -> tuple[str, str]:
-    """Digests of the initial weights and of those after several steps, by the whole tensors."""
+    """SHA-256 of the full weights: initially and after several steps."""
     trainer, rank, degree = on_mesh("training.local_batch_size=2", "optimizer.name=AdamW", *settings)
     digests = []
     for steps in (0, 4):
@@ -188,7 +190,7 @@ def digests_after_steps(settings: list[str]) -> tuple[str, str]:
             trainer.train_step(rank_batches(global_batch("uneven", step), rank, degree, 16 // (2 * degree)))
         hasher = hashlib.sha256()
         for parameter in trainer.model_parts[0].parameters():
-            hasher.update(whole(parameter.detach()).numpy().tobytes())
+            hasher.update(full_tensor(parameter.detach()).numpy().tobytes())
         digests.append(hasher.hexdigest())
     return digests[0], digests[1]
 
@@ -198,14 +200,14 @@ def repeated_digests(layouts: list[list[str]]) -> list[list[tuple[str, str]]]:
 
 
 @pytest.mark.slow
-def test_replicas_stay_alike_and_repeats_are_bit_identical() -> None:
+def test_replicas_and_repeats_are_bit_identical() -> None:
     layouts = [["parallelism.dp_replicate=4", "parallelism.dp_shard=1"], ["parallelism.dp_replicate=2"]]
     for ranks in zip(*run_ranks(repeated_digests, 4, layouts), strict=True):
         ((initial, trained),) = {tuple(digests) for repeats in ranks for digests in repeats}
         assert initial != trained
 
 
-def shapes_of_the_parameters(settings: list[str]) -> list[str]:
+def placements_of_the_parameters(settings: list[str]) -> list[str]:
     trainer, _, _ = on_mesh("training.local_batch_size=1", *settings)
     model = trainer.model_parts[0]
     state = model.state_dict()
@@ -214,8 +216,8 @@ def shapes_of_the_parameters(settings: list[str]) -> list[str]:
     return sorted({f"{tensor.device_mesh.mesh_dim_names} {tensor.placements}" for tensor in tensors})
 
 
-def test_replicated_parameters_live_on_a_mesh_of_one_axis() -> None:
-    assert run_ranks(shapes_of_the_parameters, 2, REPLICATE) == [["('dp_replicate',) (Replicate(),)"]] * 2
+def test_replicated_parameters_have_a_mesh_of_one_axis() -> None:
+    assert run_ranks(placements_of_the_parameters, 2, REPLICATE) == [["('dp_replicate',) (Replicate(),)"]] * 2
 
 
 def mixed_precision(settings: list[str]) -> list[str]:
@@ -229,7 +231,9 @@ def mixed_precision(settings: list[str]) -> list[str]:
     )
     seen = set()
     model = trainer.model_parts[0]
-    model.layers["0"].feed_forward.register_forward_hook(lambda *seen_by: seen.add(f"activation {seen_by[2].dtype}"))
+    model.layers["0"].feed_forward.register_forward_hook(
+        lambda *hook_args: seen.add(f"activation {hook_args[2].dtype}")
+    )
     with OperationCount() as count:
         trainer.train_step(rank_batches(global_batch("uneven"), rank, degree, 16 // degree))
     seen |= {f"reduced {dtype}" for dtype in count.reduced_dtypes}
@@ -243,7 +247,7 @@ def mixed_precisions(layouts: list[list[str]]) -> list[list[str]]:
 
 
 @pytest.mark.slow
-def test_mixed_precision_is_in_force_on_every_mesh() -> None:
+def test_mixed_precision_applies_on_every_mesh() -> None:
     expected = [
         "activation torch.bfloat16",
         "gradient torch.float32",
@@ -251,7 +255,7 @@ def test_mixed_precision_is_in_force_on_every_mesh() -> None:
         "reduced torch.float32",
         "reduced torch.int64",  # the number of valid tokens
     ]
-    # one dtype for computing and reducing, and another one for the parameters
+    # one dtype for compute and reduction, another one for parameters
     both = [line if line != "reduced torch.float32" else "reduced torch.bfloat16" for line in expected]
     alone = [[], ["training.mixed_precision_reduce=bfloat16"]]
     assert run_ranks(mixed_precisions, 1, alone) == [[expected, sorted(both)]]

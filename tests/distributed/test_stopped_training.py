@@ -1,4 +1,4 @@
-"""Training that signals end, wherever it is at that moment: saved once, and gone on with as if nothing had happened."""
+"""Training stopped by signals at different times: it saves once, and the next start resumes bit for bit."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from tests.distributed.program import TORCHRUN, Program, Starter, rows
 from tests.distributed.recovered import (
     SETTINGS,
     Undisturbed,
-    assert_as_undisturbed,
+    assert_matches_undisturbed,
     saved_steps,
     start_saving,
     starts,
@@ -24,7 +24,7 @@ from titanlite.checkpoint.folder import published_steps
 from titanlite.runtime.job_lock import JOB_LOCK_FILE
 
 SLOW_TRAIN = (str(Path(__file__).with_name("slow_train.py")),)
-PASSING_ON = (*TORCHRUN, "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
+FORWARDING = (*TORCHRUN, "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
 STEPS = 40
 ASYNC = ("--checkpoint.async_mode", "async")
 
@@ -33,13 +33,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reas
 
 @dataclass(frozen=True)
 class Stop:
-    """slow: where the signal comes, see slow_train.py. to: a rank, or None for torchrun."""
+    """slow: operation during which the signal is sent (see slow_train.py). to: a rank, or None for torchrun."""
 
     signal: str
     to: int | None
     slow: str
     pattern: str
-    """What is said as it begins, on every rank that it begins on."""
+    """Output of a rank at the start of the operation."""
     ranks: int
     arguments: tuple[str, ...]
 
@@ -60,7 +60,7 @@ def stop_at(start: Starter, workplace: Path, stop: Stop, number: int) -> Program
         "--training.steps",
         str(STEPS),
         program=SLOW_TRAIN,
-        launcher=PASSING_ON if stop.to is None else None,
+        launcher=FORWARDING if stop.to is None else None,
         name=f"output{number}",
         environment={"SLOW": stop.slow, "SLOW_S": "2"},
     )
@@ -71,25 +71,25 @@ def stop_at(start: Starter, workplace: Path, stop: Stop, number: int) -> Program
     return program
 
 
-def test_a_signal_saves_once_and_the_next_start_goes_on_bit_for_bit(
+def test_signal_saves_once_and_the_next_start_resumes_bit_for_bit(
     tmp_path: Path, start: Starter, undisturbed: Undisturbed
 ) -> None:
-    """In the first step, while one rank waits for data, in a save, and beside a save in a thread."""
+    """In the first step, while one rank waits for data, during a save, and during a background save."""
     last = 0
     for number, stop in enumerate(STOPS):
         program = stop_at(start, tmp_path, stop, number)
-        said = program.output
-        assert starts(said) == [last], said
-        ((name, step),) = stopped(said)
+        output = program.output
+        assert starts(output) == [last], output
+        ((name, step),) = stopped(output)
         assert name == stop.signal
-        ends = {rank: int(end) for rank, end in re.findall(r"^rank (\d) ended after step (\d+)$", said, re.MULTILINE)}
-        assert ends == {"0": step, "1": step}, said
-        assert saved_steps(said).count(step) == 1
-        in_between = [s for s in saved_steps(said) if s != step]
-        assert in_between == ([] if stop.slow != "save" else [s for s in range(last + 1, step) if s % 3 == 0]), said
+        ends = {rank: int(end) for rank, end in re.findall(r"^rank (\d) ended after step (\d+)$", output, re.MULTILINE)}
+        assert ends == {"0": step, "1": step}, output
+        assert saved_steps(output).count(step) == 1
+        in_between = [s for s in saved_steps(output) if s != step]
+        assert in_between == ([] if stop.slow != "save" else [s for s in range(last + 1, step) if s % 3 == 0]), output
         if stop.slow == "save":
-            events = re.findall("slow save on rank 0|Saved step", said)
-            assert events == ["slow save on rank 0", "Saved step"] * len(saved_steps(said)), said  # one at a time
+            events = re.findall("slow save on rank 0|Saved step", output)
+            assert events == ["slow save on rank 0", "Saved step"] * len(saved_steps(output)), output  # one at a time
         assert published_steps(tmp_path / "out" / "checkpoint")[-1] == step
         assert [path.name for path in (tmp_path / "out" / "checkpoint").iterdir() if path.name.startswith(".")] == []
         assert [row["step"] for row in rows(tmp_path / "out")] == list(range(1, step + 1))
@@ -99,12 +99,12 @@ def test_a_signal_saves_once_and_the_next_start_goes_on_bit_for_bit(
     program = start_saving(start, tmp_path, "--training.steps", str(STEPS), name="output")
     assert program.wait() == 0, program.output
     assert starts(program.output) == [last]
-    assert_as_undisturbed(tmp_path / "out", STEPS, undisturbed(STEPS))
+    assert_matches_undisturbed(tmp_path / "out", STEPS, undisturbed(STEPS))
 
 
 @pytest.mark.soak
-def test_a_second_job_is_refused_while_the_first_lives(tmp_path: Path, start: Starter) -> None:
-    """Both without torchrun; the first is then ended by a signal to its only process."""
+def test_second_job_is_rejected_while_the_first_runs(tmp_path: Path, start: Starter) -> None:
+    """Both run without torchrun. A signal to its only process then stops the first job."""
     first = start(tmp_path, *SETTINGS, "--training.steps", "1000000", name="first")
     first.wait_for("step +3/")
     second = start(tmp_path, *SETTINGS, "--training.steps", "1000000", name="second")

@@ -1,4 +1,4 @@
-"""The training command as a user starts it: the same numbers on every mesh, and what is said about a wrong start."""
+"""The training command as a user starts it: equal numbers on every mesh, and errors of invalid starts."""
 
 import time
 from pathlib import Path
@@ -14,7 +14,7 @@ KEYS = [
     *["step", "loss", "grad_norm", "lr", "num_valid", "tokens_seen", "tokens_per_second", "step_time_s", "data_time_s"],
     *["memory_gib", "skipped_steps", "bad_rows"],
 ]
-OF_THE_CLOCK = {"tokens_per_second", "step_time_s", "data_time_s", "memory_gib"}
+MACHINE_DEPENDENT = {"tokens_per_second", "step_time_s", "data_time_s", "memory_gib"}
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +26,8 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Program:
 
 
 def numbers(row: dict[str, Any]) -> dict[str, Any]:
-    """A row without what the clock and the machine say."""
-    return {key: value for key, value in row.items() if key not in OF_THE_CLOCK}
+    """A row without times, speeds and memory."""
+    return {key: value for key, value in row.items() if key not in MACHINE_DEPENDENT}
 
 
 def test_one_process_logs_every_step(single: Program) -> None:
@@ -52,9 +52,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_give_the_numbers_of_one_process(
-    layout: dict[str, int], single: Program, tmp_path: Path, start: Starter
-) -> None:
+def test_two_ranks_match_one_process(layout: dict[str, int], single: Program, tmp_path: Path, start: Starter) -> None:
     arguments = [text for key, value in layout.items() for text in (f"--parallelism.{key}", str(value))]
     program = start(tmp_path, *arguments, "--training.local_batch_size", "4", ranks=2)
     assert program.wait() == 0, program.output
@@ -68,9 +66,7 @@ def test_two_ranks_give_the_numbers_of_one_process(
 
 
 @pytest.mark.slow
-def test_the_written_configuration_repeats_the_run_and_keeps_the_first_ones_files(
-    tmp_path: Path, start: Starter
-) -> None:
+def test_written_config_repeats_the_run_and_keeps_earlier_files(tmp_path: Path, start: Starter) -> None:
     first = start(tmp_path, "--training.global_batch_size", "-1", name="first")
     assert first.wait() == 0, first.output
     folder = tmp_path / "out"
@@ -81,8 +77,8 @@ def test_the_written_configuration_repeats_the_run_and_keeps_the_first_ones_file
     assert {name: (folder / f"{name}.1").read_bytes() for name in earlier} == earlier
     assert [numbers(row) for row in rows(folder)] == [numbers(row) for row in rows(folder, "metrics.jsonl.1")]
     assert (folder / "config.toml").read_bytes() == earlier["config.toml"]
-    kept = "holds an earlier run; its files are kept as config.toml.1, metrics.jsonl.1"
-    assert [program.output.count(kept) for program in (first, second)] == [0, 1]
+    renamed = "has files of an earlier run; renamed to config.toml.1, metrics.jsonl.1"
+    assert [program.output.count(renamed) for program in (first, second)] == [0, 1]
 
 
 WRONG = [
@@ -92,7 +88,7 @@ WRONG = [
     *["--parallelism.dp_shard", "3"],
     *["--data.sources.0.path", "nowhere/*.npy"],
 ]
-SAID_ABOUT_IT = [
+REPORTED = [
     "the configuration has 5 problems:",
     "training.steps = 0",
     "training.seq_length",
@@ -104,15 +100,15 @@ SAID_ABOUT_IT = [
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_all_problems_of_a_configuration_come_in_one_report(ranks: int, tmp_path: Path, start: Starter) -> None:
+def test_all_problems_of_a_config_are_reported_together(ranks: int, tmp_path: Path, start: Starter) -> None:
     program = start(tmp_path, *WRONG, ranks=ranks)
     if ranks:
         program.wait_for("the configuration has")
     reported = time.monotonic()
-    # torchrun has an exit code of its own.
+    # torchrun does not exit with the code of its ranks.
     assert program.wait() == (1 if ranks else 2)
     assert time.monotonic() - reported < (10 if ranks else PATIENCE_S)
-    for text in SAID_ABOUT_IT:
+    for text in REPORTED:
         assert text in program.output, text
     assert program.output.count("the configuration has") == 1
     assert program.output.count("training.steps = 0") == 1
@@ -128,13 +124,13 @@ PARTIAL = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("environment", "said"), PARTIAL)
-def test_half_of_a_launchers_environment_is_named(
-    environment: dict[str, str], said: str, tmp_path: Path, start: Starter
+@pytest.mark.parametrize(("environment", "message"), PARTIAL)
+def test_partial_launcher_environment_is_reported(
+    environment: dict[str, str], message: str, tmp_path: Path, start: Starter
 ) -> None:
     program = start(tmp_path, environment=environment)
     assert program.wait() == 1
-    assert said in program.output
+    assert message in program.output
     assert "torchrun" in program.output
     assert "Traceback" not in program.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.toml", "output"]

@@ -1,4 +1,4 @@
-"""How training ends when it cannot go on: once told, soon, on all ranks, with nothing left behind."""
+"""Failing training: one error message, a quick exit of all ranks, no leftover processes."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from titanlite.data.bpe import train_bpe
 
 SENTENCE = "the model reads a few words and learns which of them follow the others in a text"
 SOON_S = 15.0
-"""Far below torchrun's 30 s, after which it kills what does not end."""
+"""Far below the 30 s after which torchrun kills remaining processes."""
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -52,7 +52,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def text_arguments(tokenizer: Path, file: Path) -> list[str]:
-    """Trains on the rows of `file` in their order: row n belongs to stream n mod 16, so odd ones to rank 1 of two."""
+    """Train on the rows of `file` in order: row n belongs to stream n mod 16, so rank 1 of two has the odd rows."""
     settings = {
         "tokenizer.path": str(tokenizer),
         "model.vocab_size": "280",
@@ -71,7 +71,7 @@ def write_rows(file: Path, bad: dict[int, str]) -> None:
     file.write_text("\n".join(lines) + "\n")
 
 
-BAD_ROW = 35  # of stream 3, where two good rows come before it
+BAD_ROW = 35  # in stream 3, after two good rows
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def single_with_a_bad_row(tokenizer: Path, tmp_path_factory: pytest.TempPathFact
     return program
 
 
-def assert_bad_row_is_told(program: Program, file: Path) -> None:
+def assert_bad_row_is_reported_once(program: Program, file: Path) -> None:
     message = re.findall(r"^titanlite: bad row: (.*)$", program.output, re.MULTILINE)
     assert len(message) == 1, program.output
     assert str(file) in message[0]
@@ -94,11 +94,11 @@ def assert_bad_row_is_told(program: Program, file: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_users_error_on_one_rank_is_told_once_at_the_same_step(
+def test_user_error_on_one_rank_is_reported_once_at_the_same_step(
     single_with_a_bad_row: Program, tokenizer: Path, tmp_path: Path, start: Starter
 ) -> None:
     file = single_with_a_bad_row.workplace / "rows.jsonl"
-    assert_bad_row_is_told(single_with_a_bad_row, file)
+    assert_bad_row_is_reported_once(single_with_a_bad_row, file)
     assert "Traceback" not in single_with_a_bad_row.output
     expected = rows(single_with_a_bad_row.workplace / "out")
     assert 1 < len(expected) < 39
@@ -107,7 +107,7 @@ def test_a_users_error_on_one_rank_is_told_once_at_the_same_step(
     program.wait_for("^titanlite: bad row")
     assert seconds_to_end(program) < SOON_S
     assert program.wait() == 1
-    assert_bad_row_is_told(program, file)
+    assert_bad_row_is_reported_once(program, file)
     found = rows(tmp_path / "out")
     assert [row["step"] for row in found] == [row["step"] for row in expected]
     for key in ("loss", "grad_norm"):
@@ -115,8 +115,8 @@ def test_a_users_error_on_one_rank_is_told_once_at_the_same_step(
 
 
 @pytest.mark.slow
-def test_of_bad_rows_in_one_step_every_mesh_names_the_same(tokenizer: Path, tmp_path: Path, start: Starter) -> None:
-    """Lines 34 and 35 are those of streams 1 and 2, which are of rank 1 and rank 0: whichever finds its own first."""
+def test_every_mesh_reports_the_same_bad_row_of_a_step(tokenizer: Path, tmp_path: Path, start: Starter) -> None:
+    """Lines 34 and 35 belong to streams 1 and 2, on ranks 1 and 0, which find them in either order."""
     write_rows(tmp_path / "rows.jsonl", {33: "[]", 34: "{}"})
     arguments = text_arguments(tokenizer, tmp_path / "rows.jsonl")
     late = [{"FAULT": "late", "FAULTY_RANK": rank} for rank in "01"]
@@ -134,8 +134,8 @@ def test_of_bad_rows_in_one_step_every_mesh_names_the_same(tokenizer: Path, tmp_
 
 
 @pytest.mark.slow
-def test_an_error_that_all_ranks_find_at_once_is_told_once(tokenizer: Path, tmp_path: Path, start: Starter) -> None:
-    """One bad row more than allowed, by the sum over two ranks with one each."""
+def test_error_on_all_ranks_is_reported_once(tokenizer: Path, tmp_path: Path, start: Starter) -> None:
+    """Two ranks with one bad row each exceed the limit of one."""
     write_rows(tmp_path / "rows.jsonl", {18: "[]", 35: "{}"})
     skip = ["--data.on_bad_row", "skip", "--data.max_bad_rows", "1"]
     program = start(tmp_path, *text_arguments(tokenizer, tmp_path / "rows.jsonl"), *skip, ranks=2)
@@ -148,7 +148,7 @@ def test_an_error_that_all_ranks_find_at_once_is_told_once(tokenizer: Path, tmp_
 
 
 @pytest.mark.parametrize("launcher", [None, pytest.param(TORCHRUN, marks=pytest.mark.soak)], ids=["forked", "torchrun"])
-def test_a_programming_error_on_one_rank_is_told_by_that_rank_alone(
+def test_programming_error_is_reported_only_by_its_rank(
     launcher: tuple[str, ...] | None, tmp_path: Path, start: Starter
 ) -> None:
     faults = {"FAULT": "step", "FAULTY_RANK": "1"}
@@ -168,8 +168,8 @@ def test_a_programming_error_on_one_rank_is_told_by_that_rank_alone(
 
 @pytest.mark.slow
 @needs_proc
-def test_ranks_without_a_launcher_end_too(tmp_path: Path, start: Starter) -> None:
-    """Rank 0 holds the store, and nobody ends the others: they name the lost connection in a line."""
+def test_ranks_without_a_launcher_also_end(tmp_path: Path, start: Starter) -> None:
+    """Rank 0 hosts the store, and no launcher stops the others: they report the lost connection in one line."""
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "FAULT": "step"}
     programs = [
         start(
@@ -184,7 +184,8 @@ def test_ranks_without_a_launcher_end_too(tmp_path: Path, start: Starter) -> Non
     assert seconds_to_end(programs[1]) < SOON_S
     assert [program.wait() for program in programs] == [1, 1]
     assert [own_tracebacks(program.output) for program in programs] == [1, 0]
-    assert len(re.findall("^titanlite: rank 1 lost the other ranks: ", programs[1].output, re.MULTILINE)) == 1
+    lost = "^titanlite: rank 1 lost the connection to the other ranks: "
+    assert len(re.findall(lost, programs[1].output, re.MULTILINE)) == 1
     for program in programs:
         assert_all_gone(program)
 
@@ -193,9 +194,9 @@ LONG = ["--training.steps", "1000000"]
 
 
 def interrupt(program: Program) -> None:
-    """Ctrl-C where torchrun runs in front: the launcher gets it, its workers have sessions of their own.
+    """Send SIGINT, as Ctrl-C does. Only torchrun receives it, because its workers have separate sessions.
 
-    Of a forked program all ranks get it, as from torchrun.
+    In a forked program all ranks receive it, as if forwarded by torchrun.
     """
     program.process.send_signal(signal.SIGINT)
     assert seconds_to_end(program) < SOON_S
@@ -205,7 +206,7 @@ def interrupt(program: Program) -> None:
 
 
 def wait_until(program: Program, ranks: int, library: str) -> None:
-    """Until all ranks have loaded the library."""
+    """Wait until `ranks` ranks have loaded the library."""
     end = time.monotonic() + PATIENCE_S
     while len(program.workers(library)) < ranks:
         assert program.process.poll() is None, program.output
@@ -239,11 +240,11 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path, start: Starter) -> None:
 @needs_proc
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_ctrl_c_ends_a_program_that_is_only_loading_its_libraries(ranks: int, tmp_path: Path, start: Starter) -> None:
+def test_ctrl_c_ends_a_program_while_it_loads_libraries(ranks: int, tmp_path: Path, start: Starter) -> None:
     program = start(tmp_path, *LONG, ranks=ranks, launcher=TORCHRUN if ranks else PYTHON)
     wait_until(program, max(1, ranks), "libtorch_cpu")
     interrupt(program)
-    assert "Job:" not in program.output, "too late to show it"
+    assert "Job:" not in program.output, "the libraries were already loaded"
     assert_all_gone(program)
     assert not (tmp_path / "out").exists()
 
@@ -261,7 +262,7 @@ def test_ctrl_c_ends_a_rank_that_waits_for_the_others(tmp_path: Path, start: Sta
 
 @needs_proc
 @pytest.mark.slow
-def test_a_launcher_that_is_terminated_takes_its_ranks_along(tmp_path: Path, start: Starter) -> None:
+def test_ranks_end_with_a_terminated_launcher(tmp_path: Path, start: Starter) -> None:
     program = start(tmp_path, *LONG, ranks=2, launcher=TORCHRUN)
     program.wait_for("step +3/")
     os.kill(program.process.pid, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The loop around the step, on two ranks: what it logs, when it asks the device, what it calls, when it stops."""
+"""The training loop on two ranks: log rows, device reads, order of calls, limit of bad rows."""
 
 import gc
 import math
@@ -26,7 +26,7 @@ from titanlite.runtime.signals import StopRequest
 
 
 class StubLoader:
-    """Batches of the tests' own; each rank waits and meets bad rows in its own measure."""
+    """Loader of test batches; wait times and numbers of bad rows differ by rank."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -41,7 +41,7 @@ class StubLoader:
         return rank_batches(global_batch("uneven", self._step), self._rank, 2, 2)
 
 
-class Keep:
+class RecordSink:
     def __init__(self) -> None:
         self.records: list[Record] = []
 
@@ -56,8 +56,8 @@ def config_of_two(*settings: str) -> JobConfig:
     return small_config(2, "training.local_batch_size=4", "optimizer.name=AdamW", *settings)
 
 
-def run_of(config: JobConfig, *sinks: Keep) -> Run:
-    """Of the loop's parts, those that every run has."""
+def run_of(config: JobConfig, *sinks: RecordSink) -> Run:
+    """A run with the parts that every run has."""
     trainer, mesh = build_on_mesh(config)
     meter = Meter(mesh.data_group, torch.device("cpu"), tokens_per_step=256, flops_per_token=0.0, peak_flops=None)
     return Run(
@@ -76,12 +76,12 @@ def run_of(config: JobConfig, *sinks: Keep) -> Run:
 
 
 def trained(max_bad_rows: int = 1000) -> tuple[list[Record], list[str]]:
-    """Records, and the calls that came back, in order, of a run of 6 steps with a log line every 4."""
+    """(records, calls in order) of a run of 6 steps with a log line every 4 steps"""
     config = config_of_two(
         *("training.steps=6", "training.gc_freq=3", "metrics.log_freq=4", f"data.max_bad_rows={max_bad_rows}"),
     )
-    keep, calls = Keep(), []
-    run = run_of(config, keep)
+    sink, calls = RecordSink(), []
+    run = run_of(config, sink)
     trainer, meter = run.trainer, run.meter
     train_step, collect, start = trainer.train_step, gc.collect, meter.start
 
@@ -107,7 +107,7 @@ def trained(max_bad_rows: int = 1000) -> tuple[list[Record], list[str]]:
         calls.append(str(error))
     finally:
         gc.collect = collect
-    return keep.records, calls
+    return sink.records, calls
 
 
 def logged_and_called() -> tuple[list[list[float]], list[str]]:
@@ -117,7 +117,7 @@ def logged_and_called() -> tuple[list[list[float]], list[str]]:
     ], calls
 
 
-def test_rows_are_those_of_their_steps_over_the_whole_mesh() -> None:
+def test_rows_have_the_values_of_their_steps_over_the_mesh() -> None:
     first = global_batch("uneven", 1)
     reference = reference_step(config_of_two(), first)
     for rows, calls in run_ranks(logged_and_called, 2):
@@ -139,10 +139,10 @@ def test_rows_are_those_of_their_steps_over_the_whole_mesh() -> None:
 
 
 def collectives_of_a_run(steps: int) -> dict[str, int]:
-    """Collectives that are not a step's own, in a run with log lines at its first and last step only."""
+    """Collectives of a run with log lines at its first and last step only."""
     config = config_of_two(f"training.steps={steps}", "training.gc_freq=3", "metrics.log_freq=1000")
     run = run_of(config)
-    with OperationCount() as count:  # refuses reads of single values by the host
+    with OperationCount() as count:  # also fails if the host reads a tensor
         train.train(config, run, FailureReport())
     return {"allgather": count.collectives["allgather"], "norms and counts": count.collectives["allreduce"]}
 

@@ -1,4 +1,4 @@
-"""A parameter that gets no gradient on one rank still takes part in every reduction."""
+"""A parameter without a gradient on one rank still takes part in every reduction."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from tests.distributed.gradients import connected_mesh, difference, whole
+from tests.distributed.gradients import connected_mesh, difference, full_tensor
 from tests.pool import run_ranks
 from titanlite.models.family import Plan
 from titanlite.parallel.data import apply_data_parallel, gradient_sync
@@ -18,7 +18,7 @@ CAN_REDUCE_MISSING = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 class Branch(nn.Module):
-    """Two layers, of which the second one is used only where it is asked for."""
+    """Two layers; the second one is used only if `everything` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Branch(nn.Module):
 
 
 class TwoBranches(nn.Module):
-    """`first`, then `second`."""
+    """Two branches in sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,15 +49,15 @@ def inputs(rank: int) -> Tensor:
 
 
 def error_with_unused_parameters(replicate: int, shard: int, sync: str, accumulation: int) -> float:
-    """Rank 0 alone uses every parameter, in its first microbatch only."""
+    """Gradient error if only rank 0 uses all parameters, in its first microbatch."""
     size, rank = dist.get_world_size(), dist.get_rank()
     reference, model = TwoBranches(), TwoBranches()
     mesh = connected_mesh(ParallelismConfig(dp_replicate=replicate, dp_shard=shard)).device_mesh
     dtypes = {"param_dtype": torch.float64, "reduce_dtype": torch.float64}
     apply_data_parallel(model, PLAN, mesh, reshard_after_forward="default", **dtypes)
     for microbatch in range(accumulation):
-        for one in range(size):
-            reference(inputs(one + 10 * microbatch), one == 0 and microbatch == 0).square().sum().backward()
+        for other in range(size):
+            reference(inputs(other + 10 * microbatch), other == 0 and microbatch == 0).square().sum().backward()
         with gradient_sync([model], sync, is_last=microbatch == accumulation - 1):
             model(inputs(rank + 10 * microbatch), rank == 0 and microbatch == 0).square().sum().backward()
     expected = dict(reference.named_parameters())
@@ -65,7 +65,7 @@ def error_with_unused_parameters(replicate: int, shard: int, sync: str, accumula
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert expected[name].grad is not None, name
-        errors.append(difference(whole(parameter.grad), expected[name].grad))
+        errors.append(difference(full_tensor(parameter.grad), expected[name].grad))
     return max(errors)
 
 
@@ -89,7 +89,7 @@ def test_missing_gradients_count_as_zero(world_size: int, layouts: list[tuple[in
         assert {case: error for case, error in errors.items() if error > 1e-12} == {}
 
 
-def refusal() -> str:
+def error_of_torch_without_support() -> str:
     mesh = connected_mesh(ParallelismConfig()).device_mesh
     del FSDPModule.set_reduce_scatter_unused_params
     dtypes = {"param_dtype": torch.float64, "reduce_dtype": torch.float64}
@@ -100,6 +100,6 @@ def refusal() -> str:
     return "accepted"
 
 
-@pytest.mark.skipif(not CAN_REDUCE_MISSING, reason="nothing to take away")
-def test_a_torch_that_cannot_is_refused() -> None:
-    assert "use torch 2.13 or newer" in run_ranks(refusal, 2)[0]
+@pytest.mark.skipif(not CAN_REDUCE_MISSING, reason="this torch never supports it")
+def test_torch_without_support_is_rejected() -> None:
+    assert "install torch 2.13 or newer" in run_ranks(error_of_torch_without_support, 2)[0]

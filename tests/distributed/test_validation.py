@@ -1,4 +1,4 @@
-"""Validation on every mesh: each token once, with the weights of now, and training goes on as if nothing had been."""
+"""Validation on every mesh: it counts each token once, uses the current weights and does not affect training."""
 
 import random
 from collections.abc import Iterable
@@ -19,13 +19,13 @@ from tests.distributed.layouts import (
     BY_OP,
     COMPILE,
     FULL,
+    FULL_LOGITS,
     LAST,
     PAIRS,
     TIED,
-    WHOLE_LOGITS,
     Layout,
     depth,
-    runs_here,
+    is_supported,
     schedule,
     split,
 )
@@ -41,10 +41,10 @@ from titanlite.trainer import Trainer
 from titanlite.validation import Evaluator
 
 SETS = {"two batches": 16 * 21 + 6, "three windows": 16 * 3 + 1, "two tokens": 3}
-"""Tokens of each; a global batch is 16 windows of 16."""
+"""Number of tokens by set; a global batch is 16 windows of 16."""
 BYTES = 1 + torch.arange(VOCAB_SIZE) % 2
 LIMITS = (-1, -1, 1)
-"""Of the validations, in batches."""
+"""Maximum number of batches of each validation; -1: no limit."""
 SETTINGS = ("optimizer.lr=0.5", "optimizer.weight_decay=0.0", "validation.enable=true")
 NEVER = ("parallelism.fsdp_reshard_after_forward=never",)
 LAYOUTS = tuple(
@@ -56,7 +56,7 @@ LAYOUTS = tuple(
         Layout((1, 1, 2, 1), NEVER, accumulation=2),
         Layout((1, 1, 2, 1), (*COMPILE, *BY_OP, *LAST), accumulation=2),
         Layout((1, 1, 1, 2), (*COMPILE, *FULL), accumulation=2),
-        Layout((1, 1, 1, 2), WHOLE_LOGITS),
+        Layout((1, 1, 1, 2), FULL_LOGITS),
         Layout((2, 1, 1, 1), (*schedule("1F1B"), *PAIRS, *COMPILE)),
         Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *LAST), accumulation=2),
         Layout((2, 1, 1, 1), (*schedule("InterleavedZeroBubble"), *FULL)),
@@ -69,12 +69,12 @@ LAYOUTS = tuple(
         Layout((4, 1, 1, 1), (*schedule("LoopedBFS"), *depth(6), *PAIRS)),
         Layout((4, 1, 1, 1), (*schedule("GPipe"), *split("layers.0", "layers.1", "norm"))),
     )
-    if runs_here(layout)
+    if is_supported(layout)
 )
 
 
 def write_sets(folder: Path) -> tuple[str, ...]:
-    """Settings that name them."""
+    """Write the sets; return their settings."""
     tokens = np.load(TOKENS)
     settings = list(SETTINGS)
     for index, (name, length) in enumerate(SETS.items()):
@@ -85,7 +85,7 @@ def write_sets(folder: Path) -> tuple[str, ...]:
 
 
 def evaluate(evaluator: Evaluator, loaders: Iterable[Loader], steps: int = -1) -> list[list[float]]:
-    """(loss, targets, bytes) of each set."""
+    """[sum of losses, number of targets, number of bytes] of each set"""
     found = []
     for loader in loaders:
         totals, bad_rows = evaluator.totals(loader, steps=steps, failure=FailureReport())
@@ -95,7 +95,7 @@ def evaluate(evaluator: Evaluator, loaders: Iterable[Loader], steps: int = -1) -
 
 
 def training_state(trainer: Trainer) -> dict[str, Any]:
-    """What validation must not touch."""
+    """State that validation must not change."""
     named = {name: p for part in trainer.model_parts for name, p in part.named_parameters()}
     tensors = {f"weight {name}": p.detach() for name, p in named.items()}
     tensors |= {f"gradient {name}": p.grad for name, p in named.items() if p.grad is not None}
@@ -116,7 +116,7 @@ def same(left: Any, right: Any) -> bool:
 def trained(
     layout: Layout, settings: tuple[str, ...], *, validates: bool
 ) -> tuple[list[Any], list[str], dict[str, Any]]:
-    """Two steps: the validations before each and after; what these changed; losses, norms and state in the end."""
+    """(validations before, between and after two steps; their changes; losses, norms and final state)"""
     torch._dynamo.reset()
     config = layout.config(*settings)
     trainer, mesh = build_on_mesh(config)
@@ -154,7 +154,7 @@ def all_trained(layouts: list[Layout], settings: tuple[str, ...]) -> list[Any]:
 
 
 def expected(layout: Layout, settings: tuple[str, ...], folder: Path) -> list[list[list[float]]]:
-    """By plain torch in one process, a window after the other; updates are plain gradient descent."""
+    """Validations by plain torch in one process, window by window; updates are plain gradient descent."""
     config = layout.config(*settings)
     model = plain_model(config)
     parameters = list(model.parameters())
@@ -202,7 +202,7 @@ FOUR = (Layout((1, 2, 2, 1), NEVER, accumulation=2),)
         ),
     ],
 )
-def test_exact_on_every_mesh_and_without_a_trace_in_training(layouts: list[Layout], tmp_path: Path) -> None:
+def test_validation_is_exact_and_does_not_affect_training(layouts: list[Layout], tmp_path: Path) -> None:
     settings = write_sets(tmp_path)
     for ranks in run_ranks(all_trained, layouts[0].world_size, layouts, settings):
         for layout, (validations, changed) in zip(layouts, ranks, strict=True):
@@ -218,12 +218,12 @@ def test_exact_on_every_mesh_and_without_a_trace_in_training(layouts: list[Layou
 
 
 def around_updates(settings: tuple[str, ...]) -> list[list[float]]:
-    """As it is, and with the planted mistake."""
+    """Losses around an update, without and with a planted mistake."""
     return [around_an_update(settings, planted) for planted in (False, True)]
 
 
 def around_an_update(settings: tuple[str, ...], planted: bool) -> list[float]:
-    """The loss on the first set, before and after all weights are halved. planted: parameters stay gathered."""
+    """Loss on the first set before and after halving all weights. planted: parameters stay gathered."""
     layout = Layout((1, 1, 2, 1), NEVER, rows=16)
     trainer, mesh = build_on_mesh(layout.config(*settings))
     loaders = build_validation_data(layout.config(*settings), mesh, None)
@@ -240,7 +240,7 @@ def around_an_update(settings: tuple[str, ...], planted: bool) -> list[float]:
     return found
 
 
-def test_weights_are_those_of_now(tmp_path: Path) -> None:
+def test_validation_uses_the_current_weights(tmp_path: Path) -> None:
     settings = write_sets(tmp_path)
     right, stale = run_ranks(around_updates, 2, settings)[0]
     model = plain_model(LAYOUTS[0].config(*settings))

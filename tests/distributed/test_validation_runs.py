@@ -1,4 +1,4 @@
-"""Runs with validation: the same training as without, and a row for each validated step, whatever interrupts it."""
+"""Runs with validation: training as without it, and one row per validation in spite of interruptions."""
 
 import signal
 from functools import partial
@@ -20,7 +20,7 @@ TIME = "validation/time_s"
 
 
 def two_sources(folder: Path) -> tuple[str, ...]:
-    """Settings: a second source beside the one that the runs have, and intervals in which starts may end."""
+    """Settings: a second training source, and log intervals in which starts may end."""
     np.save(folder / "second.npy", np.load(TOKENS)[4000:4500])
     return (
         *("metrics.log_freq=3", "data.sources.0.name=first", "data.sources.0.weight=2", "data.sources.1.weight=1"),
@@ -29,7 +29,7 @@ def two_sources(folder: Path) -> tuple[str, ...]:
 
 
 def with_validation(folder: Path) -> tuple[str, ...]:
-    """Settings: two sources, after each third step."""
+    """Settings: validation on two sources after every third step."""
     np.save(folder / "held_out.npy", np.load(TOKENS)[5000:5333])
     np.save(folder / "other.npy", np.load(TOKENS)[7000:7020])
     tables = [
@@ -40,46 +40,46 @@ def with_validation(folder: Path) -> tuple[str, ...]:
     return ("validation.enable=true", "validation.interval=3", *tables)
 
 
-def ask_to_stop(run: Run, step: int) -> None:
-    """The last rank is asked to stop while the second source is validated on after `step`."""
+def request_stop(run: Run, step: int) -> None:
+    """Request a stop on the last rank while it validates on the second source after `step`."""
     assert run.validation is not None
     loader = run.validation.loaders["other"]
     next_step = loader.next_step
 
-    def asked_to_stop() -> Any:
+    def next_step_with_request() -> Any:
         if run.trainer.step == step and loader.stream_ids[0] == 1:
             run.stop.number = signal.SIGTERM
         return next_step()
 
-    loader.next_step = asked_to_stop  # type: ignore[method-assign]
+    loader.next_step = next_step_with_request  # type: ignore[method-assign]
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != TIME} for row in numbers(folder)]
 
 
-def test_training_is_as_without_and_no_validation_is_missing_or_there_twice(tmp_path: Path) -> None:
+def test_validation_does_not_affect_training_and_is_logged_once_per_step(tmp_path: Path) -> None:
     off = two_sources(tmp_path)
     on = (*off, *with_validation(tmp_path))
-    plain, whole, _, resumed, first, second, third, fourth = start_runs(
+    plain, uninterrupted, _, resumed, first, second, third, fourth = start_runs(
         tmp_path,
         [
             Start(off, ranks=2, run="plain"),
-            Start(on, ranks=2, run="whole"),
+            Start(on, ranks=2, run="uninterrupted"),
             Start(on, ranks=2, run="killed", kill=(4, 1)),
             Start(on, ranks=2, run="killed"),
-            Start(on, ranks=2, run="stopped", spoil=partial(ask_to_stop, step=3)),
-            Start(on, ranks=2, run="stopped", spoil=partial(ask_to_stop, step=8)),
+            Start(on, ranks=2, run="stopped", spoil=partial(request_stop, step=3)),
+            Start(on, ranks=2, run="stopped", spoil=partial(request_stop, step=8)),
             Start(on, ranks=2, run="stopped"),
             Start(on, ranks=2, run="stopped"),
         ],
     )
-    assert plain.end == whole.end == resumed.end == second.end
+    assert plain.end == uninterrupted.end == resumed.end == second.end
     assert resumed.step == 2
     for run in ("killed", "stopped"):
-        for found, row in zip(rows_of(tmp_path / run), rows_of(tmp_path / "whole"), strict=True):
-            assert found == pytest.approx(row, rel=1e-13)  # sums over a stop are added up in another order
-    rows = rows_of(tmp_path / "whole")
+        for found, row in zip(rows_of(tmp_path / run), rows_of(tmp_path / "uninterrupted"), strict=True):
+            assert found == pytest.approx(row, rel=1e-13)  # after a stop, sums are added in another order
+    rows = rows_of(tmp_path / "uninterrupted")
     assert [row for row in rows if "loss" in row] == rows_of(tmp_path / "plain")
     assert all(
         {"loss/first", "loss/second", "share/first", "share/second"} < row.keys() for row in rows if "loss" in row
@@ -88,20 +88,20 @@ def test_training_is_as_without_and_no_validation_is_missing_or_there_twice(tmp_
     assert [row["step"] for row in validated] == [3, 6, 8]
     assert [row["validation/num_valid"] for row in validated] == [332 + 19] * 3
     assert len({row["validation/loss/other"] for row in validated}) == 3
-    assert says_stopped(first, 3)
+    assert has_stopped(first, 3)
     assert second.step == 3
-    assert says_stopped(second, 8) == says_stopped(third, 8) is False  # it has come to its end
+    assert has_stopped(second, 8) == has_stopped(third, 8) is False  # the run is finished
     assert third.step == fourth.step == 8
-    assert third.says("validation after step 8")
-    assert third.says("Nothing to do")
-    assert not fourth.says("validation after step 8")
+    assert third.logged("validation after step 8")
+    assert third.logged("Nothing to do")
+    assert not fourth.logged("validation after step 8")
 
 
-def says_stopped(outcome: Outcome, step: int) -> bool:
-    return outcome.says(f"Stopped by SIGTERM after step {step}, which is saved")
+def has_stopped(outcome: Outcome, step: int) -> bool:
+    return outcome.logged(f"Stopped by SIGTERM after step {step}, which is saved")
 
 
-def test_a_bad_row_ends_all_ranks_with_its_message_and_costs_no_checkpoint(start: Starter, tmp_path: Path) -> None:
+def test_bad_row_stops_all_ranks_with_its_message_and_loses_no_checkpoint(start: Starter, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "def f(x):"}\n' * 20 + '{"text": 5}\n')
     sources = ("--validation.sources.0.kind", "jsonl", "--validation.sources.0.path", str(tmp_path / "bad.jsonl"))
     text = (part for setting in write_text(tmp_path / "text") for part in f"--{setting}".split("=", 1))

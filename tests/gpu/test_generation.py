@@ -17,8 +17,8 @@ pytestmark = [
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, 40, 0.95, seed=11)])
 @pytest.mark.parametrize("n_kv_heads", [4, 2])
-def test_the_tokens_are_those_of_the_cpu(sampling: Sampling, n_kv_heads: int) -> None:
-    """In float64, greedy and drawn, of padded prompts and of one alone."""
+def test_tokens_match_the_cpu(sampling: Sampling, n_kv_heads: int) -> None:
+    """In float64: greedy and sampled, with padded prompts and a single prompt."""
     texts = []
     for device in ("cpu", "cuda"):
         model = tiny(n_kv_heads=n_kv_heads).to(device)
@@ -29,8 +29,8 @@ def test_the_tokens_are_those_of_the_cpu(sampling: Sampling, n_kv_heads: int) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("padding", [[0, 0], [0, 5]])
-def test_logits_are_those_of_the_whole_row(dtype: torch.dtype, padding: list[int]) -> None:
-    """With heads of 16 and several query heads to one of keys: what fused kernels take."""
+def test_logits_match_a_full_forward_pass(dtype: torch.dtype, padding: list[int]) -> None:
+    """Head dimension 16 and several query heads per key head, which fused kernels support."""
     model = tiny(dtype, dim=64).to("cuda")
     tokens = torch.randint(61, (2, 40), generator=torch.Generator().manual_seed(3)).cuda()
     with remembering(model, padding, 40) as reading:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from tests.distributed.documents import documents_alone, packed_batch
+from tests.distributed.documents import documents_reference, packed_batch
 from tests.distributed.drawing import drawing_families
-from tests.distributed.gradients import connected_mesh, difference, whole
+from tests.distributed.gradients import connected_mesh, difference, full_tensor
 from tests.distributed.layouts import BOUNDS, LEARNING_RATE, Layout, reference_losses, schedule
 from tests.distributed.program import REPOSITORY, TORCHRUN, clean_environment, rows
 from tests.distributed.reference import global_batch, rank_batches, reference_step
@@ -35,8 +35,8 @@ pytestmark = [
 ]
 
 BFLOAT16_BOUND = 0.05
-"""Relative error of a gradient in bfloat16, whose rounding is 2^-9 = 0.002: about 25 roundings, the worst one after the
-other. A wrong scale or a forgotten microbatch is beyond it."""
+"""Relative error of a gradient in bfloat16: about 25 worst-case roundings of 2^-9 = 0.002 each. A wrong scale or a
+missing microbatch exceeds it."""
 
 
 def train(workplace: Path, *arguments: str, ranks: int = 1) -> tuple[list[dict[str, float]], str]:
@@ -93,7 +93,7 @@ def test_repeats_are_bit_identical(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class OneStep:
-    """What a trainer on the first GPU did in one step."""
+    """A trainer on a GPU and its batches of one step."""
 
     trainer: Trainer
     batches: list[Batch]
@@ -101,7 +101,7 @@ class OneStep:
 
 @pytest.fixture(scope="module")
 def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """NCCL with this process as its only rank."""
+    """NCCL process group with this process as its only rank."""
     torch.cuda.set_device(0)
     store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
     torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
@@ -110,7 +110,7 @@ def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def on_gpu(layout: Layout, settings: Sequence[str], batch: Batch | None = None) -> OneStep:
-    """A trainer of the layout and its batches of one step, both on this rank's GPU. batch: all rows; None: some."""
+    """A trainer and its batches of one step on this rank's GPU. batch: all rows; None: a random batch."""
     device = torch.device("cuda", torch.cuda.current_device())
     config = layout.config(*settings)
     mesh = connected_mesh(config.parallelism, "cuda")
@@ -123,7 +123,7 @@ def on_gpu(layout: Layout, settings: Sequence[str], batch: Batch | None = None) 
 
 def gradient_errors(trainer: Trainer, expected: dict[str, Tensor]) -> dict[str, float]:
     return {
-        name: difference(whole(parameter.grad).cpu().double(), expected[name].double())
+        name: difference(full_tensor(parameter.grad).cpu().double(), expected[name].double())
         for part in trainer.model_parts
         for name, parameter in part.named_parameters()
         if parameter.grad is not None
@@ -164,7 +164,7 @@ def test_gradients_are_those_of_the_cpu(settings: list[str], bound: float) -> No
     assert difference(stats.grad_norm.cpu().double(), reference.grad_norm) <= bound
 
 
-WIDE_HEADS = ("model.dim=64",)  # of 16, the least that FlexAttention takes; of 8 without
+WIDE_HEADS = ("model.dim=64",)  # head dimension 16, the minimum of FlexAttention; the default is 8
 
 
 @pytest.mark.usefixtures("process_group")
@@ -181,11 +181,11 @@ WIDE_HEADS = ("model.dim=64",)  # of 16, the least that FlexAttention takes; of 
         ([*MIXED, *WIDE_HEADS, *INDUCTOR, *BY_OP], BFLOAT16_BOUND),
     ],
 )
-def test_packed_documents_are_the_documents_alone(settings: list[str], bound: float) -> None:
+def test_packed_documents_match_separate_documents(settings: list[str], bound: float) -> None:
     torch._dynamo.reset()
     batch = packed_batch(ONE.rows)
     shape = [setting for setting in settings if setting.startswith("model.")]
-    reference = documents_alone(ONE.config("training.dtype=float64", *shape), batch)
+    reference = documents_reference(ONE.config("training.dtype=float64", *shape), batch)
     step = on_gpu(ONE, settings, batch)
     stats = step.trainer.train_step(step.batches)
     errors = gradient_errors(step.trainer, reference.gradients)
@@ -199,7 +199,7 @@ def test_packed_documents_are_the_documents_alone(settings: list[str], bound: fl
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
 @pytest.mark.parametrize("heads", [(4, 2, 16), (3, 1, 24), (2, 2, 64)])
 def test_the_fused_kernel_inside_documents(heads: tuple[int, int, int], dtype: torch.dtype, bound: float) -> None:
-    """Forward and backward, several blocks of scores, the last one not full; other documents compile nothing anew."""
+    """Forward and backward over several blocks of scores, the last one partial; other documents do not recompile."""
     n_heads, n_kv_heads, head_dim = heads
     generator = torch.Generator().manual_seed(0)
     torch._dynamo.reset()
@@ -242,13 +242,13 @@ def test_a_step_never_waits_for_the_device(settings: list[str], packed: bool) ->
     assert stats.mean_loss.isfinite()
 
 
-def test_what_is_drawn_by_key_is_what_the_cpu_draws() -> None:
+def test_draws_by_row_key_match_the_cpu() -> None:
     sequences = torch.tensor([0, 1, 2**40])
     drawn = uniform(row_keys(2**63 - 1, 10**9, sequences.cuda()), "layers.0", 100, 30)
     assert torch.equal(drawn.cpu(), uniform(row_keys(2**63 - 1, 10**9, sequences), "layers.0", 100, 30))
 
 
-def test_torch_draws_again_what_it_drew_for_the_same_microbatch() -> None:
+def test_draws_from_torch_repeat_for_the_same_microbatch() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     drawn = []
     for sequence in (3, 4, 3):
@@ -278,7 +278,7 @@ def several(*axes: int) -> object:
         several(2, 2, 1, 1),
     ],
 )
-def test_layouts_over_nccl_have_the_numbers_of_one_process(axes: tuple[int, int, int, int], tmp_path: Path) -> None:
+def test_layouts_over_nccl_match_one_process(axes: tuple[int, int, int, int], tmp_path: Path) -> None:
     world_size = Layout(axes).world_size
     run = subprocess.run(
         [sys.executable, *TORCHRUN, "--nproc-per-node", str(world_size), __file__, *map(str, axes)],
@@ -295,7 +295,7 @@ def test_layouts_over_nccl_have_the_numbers_of_one_process(axes: tuple[int, int,
 
 
 def verify_rank(axes: tuple[int, int, int, int]) -> None:
-    """On each rank of a launcher, with NCCL: the steps in float64, under two schedules where there is a pipeline."""
+    """Verify the steps in float64 on this rank, with NCCL; pipelines use two schedules."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     torch.distributed.init_process_group("nccl", device_id=device)
