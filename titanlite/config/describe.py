@@ -1,10 +1,8 @@
 """Describe every key, from the source of the sections, for --help and docs/config.md."""
 
 import ast
-import contextlib
 import dataclasses
 import inspect
-import io
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -18,8 +16,6 @@ from titanlite.config.load import parse_config, split_arguments
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import resolve_model
-
-PROGRAM = "titanlite train"
 
 HELP = """\
 Train a language model: titanlite train CONFIG [--section.key VALUE ...].
@@ -64,7 +60,7 @@ def describe_config(config: JobConfig) -> list[Section]:
         for key in arrays:
             row_kind = row_type(kinds[key])
             assert row_kind is not None
-            for index, row in enumerate(values[key] or (row_kind(),)):  # for an empty array, the defaults of a first table
+            for index, row in enumerate(values[key] or (row_kind(),)):  # an empty array: show defaults
                 keys = _keys(fields_of(row), kinds_of(type(row)), field_texts(type(row)))
                 sections.append(Section(f"{name}.{key}.{index}", _text(type(row)), keys))
     return sections
@@ -93,19 +89,15 @@ def kind_in_a_word(kind: Any) -> str:
 
 
 def show_help(argv: Sequence[str]) -> None:
-    """If the command line asks for help, print all keys, on the first rank, and exit with 0."""
+    """If argv asks for help, print all keys with their values, on rank 0, and exit with 0."""
     if split_arguments(argv).wants_help:
         if os.environ.get("RANK", "0") == "0":
-            print(help_text(parse_config(argv)[0]))
+            kind = options_type(parse_config(argv)[0])
+            try:
+                tyro.cli(kind, prog="titanlite train", description=HELP, args=["--help"], use_underscores=True)
+            except BrokenPipeError:  # the reader has closed the pipe, as in `| head`
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise SystemExit(0)
-
-
-def help_text(config: JobConfig) -> str:
-    """All keys for the terminal, laid out by tyro."""
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
-        tyro.cli(options_type(config), prog=PROGRAM, description=HELP, args=["--help"], use_underscores=True)
-    return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
 
 
 def options_type(config: JobConfig) -> Any:

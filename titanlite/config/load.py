@@ -229,7 +229,9 @@ class Arguments:
 
 
 def split_arguments(argv: Sequence[str]) -> Arguments:
-    """Split `--section.key value` and `--section.key=value`. A value after a space does not start with `--`.
+    """Split `--section.key value` and `--section.key=value`; hyphens in keys count as underscores.
+
+    A value after a space does not start with `--`.
 
     One argument may be the configuration itself: the first one, a path ending in .toml, or a shipped name.
     """
@@ -248,6 +250,7 @@ def split_arguments(argv: Sequence[str]) -> Arguments:
             problems.append(_unexpected(word))
         else:
             key, equals, text = word[2:].partition("=")
+            key = re.sub(r"(?<=\w)-(?=\w)", "_", key)
             value: str | None = text if equals else None
             if not equals and position < len(argv) and not _is_flag(argv[position]):
                 value = argv[position]
@@ -296,9 +299,7 @@ def sections_of(tables: Mapping[str, Any], problems: list[Problem]) -> Tables:
         if name in SECTIONS and isinstance(value, dict):
             sections[name] = dict(value)
         elif name in SECTIONS:
-            problems.append(
-                Problem(name, value, "a table of keys", f"write [{name}] and its keys below it")
-            )
+            problems.append(Problem(name, value, "a table of keys", f"write [{name}] and its keys below it"))
         elif isinstance(value, dict):
             close = close_names(name, SECTIONS)
             remedy = f"did you mean [{close[0]}]?" if close else "the sections: " + ", ".join(SECTIONS)
@@ -380,9 +381,7 @@ def _put_in_row(tables: Tables, key: str, text: str | None, row: type) -> Proble
         return None  # the file's value has its own problem
     if not (index.isdecimal() and index.isascii() and str(int(index)) == index and int(index) <= len(rows)):
         last = f"{section}.{name}.{len(rows)}.{columns[0]}"
-        return Problem(
-            key, text, f"an index from 0 to {len(rows)} (tables so far: {len(rows)})", f"--{last} adds one"
-        )
+        return Problem(key, text, f"an index from 0 to {len(rows)} (tables so far: {len(rows)})", f"--{last} adds one")
     if int(index) == len(rows):
         rows.append({})
     rows[int(index)][columns[0]] = value_from_text(text, kinds_of(row)[columns[0]])

@@ -19,6 +19,8 @@ from titanlite.config.load import SHIPPED, config_path, shipped_names, split_arg
         (["--a.b=c=d"], {"a.b": "c=d"}),
         (["--a.b=--c"], {"a.b": "--c"}),
         (["--a.b=-h"], {"a.b": "-h"}),
+        (["--a-b.c-d-e", "f-g"], {"a_b.c_d_e": "f-g"}),
+        (["--a.-1.b", "c"], {"a.-1.b": "c"}),
         (["--a.b", "c d", "--e.f", "g"], {"a.b": "c d", "e.f": "g"}),
         (["--a.b", "--c.d", "1"], {"a.b": None, "c.d": "1"}),
         (["--a.b"], {"a.b": None}),
