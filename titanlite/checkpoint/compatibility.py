@@ -1,4 +1,4 @@
-"""What a resumed run has to agree with: refused with the difference, unless that is accepted in so many words."""
+"""Compare a checkpoint's facts and settings with those of the run that resumes from it."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from titanlite.checkpoint.config import Changeable
 from titanlite.data.fingerprint import describe_difference
 from titanlite.runtime.errors import UserError
 
-# Facts that decide what the tensors of a checkpoint mean, with what to do about a change.
+# Remedy per fact that must be equal to resume.
 _REMEDIES = {
     "model": "resume with the model of the checkpoint",
     "seq_len": "resume with the checkpoint's training.seq_len",
@@ -15,11 +15,11 @@ _REMEDIES = {
     "optimizer": "resume with the checkpoint's optimizer.name",
     "num_streams": "resume with the checkpoint's data.num_streams: leave the key out",
     "streams_version": "resume with a titanlite of that version",
-    "imported_from": "these are an import's weights alone, which no run goes on from: as the last line says",
+    "imported_from": "an import holds weights only: start a new run from them, see the last line",
 }
 _FRESH = "start a new run from these weights: --checkpoint.initial_load_path FOLDER --job.dump_folder ANOTHER"
 
-# What may differ without a word: the layout, what is logged and where, when a run stops, and what is among the facts.
+# Settings that may change without a log line: layout, logging, when a run stops, and those that the facts cover.
 _SILENT = (
     *("job.", "parallelism.", "activation_checkpoint.", "compile.", "comm.", "metrics.", "checkpoint."),
     *("model.", "tokenizer."),
@@ -35,9 +35,9 @@ _SILENT_KEYS = {
 def check_facts(
     saved: Mapping[str, Any], now: Mapping[str, Any], accepted: Collection[Changeable], where: str
 ) -> list[str]:
-    """Lines about what was accepted. Raises UserError with every difference that was not.
+    """Return one log line per accepted difference. Raises UserError with all other differences.
 
-    saved, now: facts by name; a fact is a JSON value, compared part by part. where: the checkpoint.
+    saved, now: facts by name; a fact is a JSON value, compared recursively. where: the checkpoint, for messages.
     """
     lines, refused = [], []
     for name in sorted({*saved, *now}):
@@ -50,34 +50,34 @@ def check_facts(
         if name in accepted:
             lines += [f"accepted change since the checkpoint: {line}" for line in found]
         else:
-            accept = f"or go on all the same: --checkpoint.accept_changes '[\"{name}\"]'"
+            accept = f"or accept the change: --checkpoint.accept_changes '[\"{name}\"]'"
             remedy = _REMEDIES.get(name, f"resume with the {name} of the checkpoint, {accept}")
             refused.append("\n".join([*(f"  {line}" for line in found), f"    remedy: {remedy}"]))
     if refused:
         raise UserError(
-            f"the run cannot go on from {where}: it was made with other settings\n"
+            f"cannot resume from {where}: the run's settings differ from the checkpoint's\n"
             + "\n".join(refused)
-            + f"\n  or, whatever the difference: {_FRESH}"
+            + f"\n  or {_FRESH}"
         )
     return lines
 
 
 def differences(saved: Any, now: Any, name: str) -> Iterator[str]:
-    """One line per part that differs: "<name>: <saved> in the checkpoint, <now> now"."""
+    """Yield one line per differing value: "<name>: <saved> in the checkpoint, <now> now"."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         for key in [*saved, *(key for key in now if key not in saved)]:
             yield from differences(saved.get(key), now.get(key), f"{name}.{key}")
     elif isinstance(saved, list | tuple) and isinstance(now, list | tuple) and len(saved) == len(now):
-        for number, (one, other) in enumerate(zip(saved, now, strict=True)):
-            yield from differences(one, other, f"{name}.{number}")
+        for index, (old, new) in enumerate(zip(saved, now, strict=True)):
+            yield from differences(old, new, f"{name}.{index}")
     elif saved != now:
         yield f"{name}: {_shown(saved)} in the checkpoint, {_shown(now)} now"
 
 
 def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """One line per setting that bears on the numbers of the steps to come and is another one than in the checkpoint.
+    """Return one line per changed setting that affects the results of later steps.
 
-    saved, now: resolved configurations, section by section.
+    saved, now: resolved configurations, by section.
     """
     lines: list[str] = []
     for section, values in now.items():
@@ -90,6 +90,6 @@ def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
 
 def _shown(value: Any) -> str:
     if value is None:
-        return "nothing"
+        return "unset"
     text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
     return text if len(text) <= 200 else f"{text[:200]} …"

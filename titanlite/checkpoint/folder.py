@@ -1,12 +1,12 @@
-"""The folder of a run's checkpoints: what stands in it, and what may go. Everything here is one rank's work.
+"""The folder of a run's checkpoints: names, publishing, quarantine and retention. One rank calls these functions.
 
-    step-N                        a checkpoint, published; complete where its MANIFEST.json says so
-    step-N.invalid-<time>         was found damaged, and set aside
-    step-N.superseded-<branch>    of a branch that was left by going back to an earlier step
-    .step-N.writing               being written, or left by a save that did not end
+    step-N                        a published checkpoint; valid if its files match its MANIFEST.json
+    step-N.invalid-<time>         a corrupted checkpoint, quarantined
+    step-N.superseded-<branch>    a checkpoint of a branch that was left by going back to an earlier step
+    .step-N.writing               being written, or left by an interrupted save
     .step-N.deleting              being deleted
 
-Any other name belongs to somebody else and is never touched.
+Folders and files with other names are never touched.
 """
 
 import os
@@ -21,7 +21,7 @@ from titanlite.checkpoint.manifest import MANIFEST_FILE, Manifest, UnknownFormat
 from titanlite.checkpoint.storage import InvalidCheckpointError, check_file, sync_folder
 
 DELETED_MANIFEST = "MANIFEST.json.deleted"
-"""What the manifest of a folder that is being deleted is called: the folder is no damaged checkpoint then."""
+"""Name of the manifest while its folder is deleted, which distinguishes the folder from a corrupted checkpoint."""
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _LEFTOVER = re.compile(r"\.step-(0|[1-9][0-9]*)\.(writing|deleting)")
@@ -36,50 +36,50 @@ def writing_folder(folder: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int | None:
-    """The step that the name of a checkpoint says; None for other names, such as those of what was set aside."""
+    """Return N if the path's name is step-N; None for other names, such as those of quarantined checkpoints."""
     name = _STEP.fullmatch(path.name)
     return int(name[1]) if name else None
 
 
 def published_steps(folder: Path) -> list[int]:
-    """Steps of the published checkpoints, damaged ones as well, from the oldest to the newest."""
+    """Steps of the published checkpoints, corrupted ones included, in ascending order."""
     found = [(_STEP.fullmatch(path.name), path) for path in _folders_in(folder)]
     return sorted(int(name[1]) for name, path in found if name and not _is_being_deleted(path))
 
 
 def ever_published(folder: Path) -> bool:
-    """Whether there are traces of checkpoints: published ones, or such that were set aside or superseded."""
+    """Whether `folder` has any checkpoint: published, quarantined or superseded."""
     traces = re.compile(_STEP.pattern + r"(\.(invalid|superseded)-.*)?")
     return any(traces.fullmatch(path.name) and not _is_being_deleted(path) for path in _folders_in(folder))
 
 
 def whole_manifest(folder: Path, step: int) -> Manifest:
-    """The manifest of a checkpoint that is complete by its files' sizes. Raises InvalidCheckpointError, OSError."""
+    """Read a checkpoint's manifest and check the sizes of all files. Raises InvalidCheckpointError, OSError."""
     path = step_folder(folder, step)
     manifest = read_manifest(path)
     if manifest.step != step:
-        raise InvalidCheckpointError(f"{MANIFEST_FILE} is that of step {manifest.step}")
+        raise InvalidCheckpointError(f"{MANIFEST_FILE} belongs to step {manifest.step}")
     for name, record in manifest.files.items():
         check_file(path, name, record, "size")
     return manifest
 
 
 def read_or_none(path: Path) -> Manifest | None:
-    """The manifest of the checkpoint at `path`, where there is one that can be read."""
+    """The manifest of the checkpoint at `path`; None if it is missing or unreadable."""
     try:
         return read_manifest(path)
     except (InvalidCheckpointError, UnknownFormatError, OSError):
         return None
 
 
-def newest_manifest(folder: Path) -> Manifest | None:
-    """That of the newest checkpoint in `folder` that has one which can be read."""
+def latest_manifest(folder: Path) -> Manifest | None:
+    """The latest readable manifest in `folder`; None if no checkpoint has one."""
     manifests = (read_or_none(step_folder(folder, step)) for step in reversed(published_steps(folder)))
     return next((manifest for manifest in manifests if manifest is not None), None)
 
 
 def publish(folder: Path, step: int) -> None:
-    """Gives the finished folder of `step` its name; it is on the disk on return. Raises OSError."""
+    """Rename the finished folder of `step` to its published name and sync it to disk. Raises OSError."""
     path = writing_folder(folder, step)
     sync_folder(path)
     target = step_folder(folder, step)
@@ -90,7 +90,7 @@ def publish(folder: Path, step: int) -> None:
 
 
 def clear_leftovers(folder: Path) -> list[str]:
-    """Removes what interrupted saves and deletions have left; returns the names, for the log."""
+    """Remove leftovers of interrupted saves and deletions; returns their names, for the log."""
     cleared = []
     for entry in _folders_in(folder):
         if _LEFTOVER.fullmatch(entry.name):
@@ -103,8 +103,8 @@ def clear_leftovers(folder: Path) -> list[str]:
     return cleared
 
 
-def set_aside(folder: Path, step: int, kind: str) -> Path:
-    """Renames a checkpoint to step-N.<kind>, with a number behind it where that name is taken; returns the new path."""
+def quarantine(folder: Path, step: int, kind: str) -> Path:
+    """Rename a checkpoint to step-N.<kind>, or to step-N.<kind>-2 and so on if taken; returns the new path."""
     path = step_folder(folder, step)
     targets = (path.with_name(f"{path.name}.{kind}{suffix}") for suffix in chain([""], (f"-{n}" for n in count(2))))
     target = next(target for target in targets if not os.path.lexists(target))
@@ -114,24 +114,24 @@ def set_aside(folder: Path, step: int, kind: str) -> Path:
 
 
 def invalid_kind() -> str:
-    """What to call a damaged checkpoint found now."""
+    """Suffix for a corrupted checkpoint found now."""
     return f"invalid-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
 
 
 def supersede_after(folder: Path, step: int) -> list[int]:
-    """Sets aside the checkpoints after `step`, which the run has gone back to; returns their steps."""
+    """Rename the checkpoints after `step`, to which the run has gone back, as superseded; returns their steps."""
     later = [other for other in published_steps(folder) if other > step]
     for other in later:
         try:
             branch = read_manifest(step_folder(folder, other)).lineage[-1].id
         except (InvalidCheckpointError, UnknownFormatError, OSError):
             branch = "unknown"
-        set_aside(folder, other, f"superseded-{branch}")
+        quarantine(folder, other, f"superseded-{branch}")
     return later
 
 
 def delete(folder: Path, step: int) -> None:
-    """Deletes a checkpoint. Interrupted anywhere, what is left is recognised as something that is being deleted."""
+    """Delete a checkpoint. The remains of an interrupted deletion are never taken for a checkpoint."""
     path = step_folder(folder, step)
     if (path / MANIFEST_FILE).exists():
         (path / MANIFEST_FILE).replace(path / DELETED_MANIFEST)
@@ -144,11 +144,10 @@ def delete(folder: Path, step: int) -> None:
 
 
 def retain(folder: Path, *, keep_latest_k: int, keep_every: int, keep: Collection[int]) -> list[int]:
-    """Deletes the checkpoints that need not be kept; returns their steps. Raises OSError.
+    """Delete old checkpoints; returns their steps. Raises OSError.
 
-    Kept are the newest `keep_latest_k` (0: all), those at multiples of `keep_every` (0: none), the steps `keep`, and
-    always the newest one. Only full, complete checkpoints count and are deleted: damaged ones and those of the model
-    alone stay.
+    Keeps the latest `keep_latest_k` (0: all), multiples of `keep_every` (0: disabled), the steps `keep`, and always the
+    latest one. Only complete checkpoints with optimizer and position in the data are counted and deleted.
     """
     if keep_latest_k == 0:
         return []
@@ -161,7 +160,7 @@ def retain(folder: Path, *, keep_latest_k: int, keep_every: int, keep: Collectio
 
 
 def _folders_in(folder: Path) -> list[Path]:
-    """What may be ours: a file or a link of such a name is somebody else's."""
+    """Subfolders of `folder`, sorted, without symlinks, which titanlite never creates."""
     if not folder.is_dir():
         return []
     with os.scandir(folder) as entries:

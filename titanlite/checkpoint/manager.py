@@ -1,4 +1,4 @@
-"""Checkpoints of a run: where it starts from, when it saves, and when it stops."""
+"""The checkpoints of a run: resume at the start, save at intervals, save and stop after a signal."""
 
 import signal
 from dataclasses import asdict
@@ -16,17 +16,17 @@ from titanlite.checkpoint.start import RunFacts, Start, StartFinder
 from titanlite.checkpoint.state import STREAMS, RunState
 from titanlite.hf.folder import ModelFolder
 from titanlite.metrics.meter import Meter
-from titanlite.runtime.agreement import Control, Flags, RanksError, warn_once
+from titanlite.runtime.agreement import Control, Flags, RanksError, warn_on_rank_0
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.signals import StopRequest
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `folder`; all ranks call everything alike.
+    """The checkpoints of one run, in `folder`; every method is a collective over all ranks.
 
-    steps: of the whole run. group: of gloo, over all ranks, for everything but the flags; a thread saves with it.
-    control: what the ranks agree on at each step. stop: whether this rank has been asked to end. imported: the model
-    that a new run starts with, where it is not a checkpoint.
+    steps: number of optimizer steps of the run. group: a gloo group of all ranks for saving, also in a thread, and for
+    loading; flags use another. control: the per-step agreement on flags. stop: the stop request of this rank.
+    imported: Hugging Face model that a new run starts from; None for initial weights or a checkpoint.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class Checkpoints:
         self._saver: Saver | None = None
         self._begun = 0
         self.stopped_by = ""
-        """Name of the signal that has ended training before its last step."""
+        """Name of the signal that stopped training before the last step; "" if no signal did."""
 
     def resume(self) -> Start:
-        """Loads what the run goes on from. Raises UserError on all ranks."""
+        """Load the checkpoint or weights that the run starts from. Raises UserError on all ranks."""
         section = self._section
         finder = StartFinder(
             *(section, self._folder, self._state, self._meter, self._about),
@@ -75,10 +75,10 @@ class Checkpoints:
         return self._start
 
     def after_step(self, step: int, last: bool) -> bool:
-        """At the end of each step: saves where it is time, and says whether training stops here.
+        """Save if due; returns whether training stops. To be called at the end of each step.
 
-        last: whether it is the last step in any case. Raises UserError on all ranks where a save has failed and
-        training is to stop then.
+        last: whether this is the last step. Raises UserError on all ranks if a save has failed and on_save_error is
+        "stop".
         """
         assert self._saver is not None, "checkpoints are not enabled"
         agreed = self._control.exchange(Flags(stop=self._stop.number, save_failed=self._saver.has_failed))
@@ -89,10 +89,10 @@ class Checkpoints:
             return True
         if agreed.save_failed:
             failure = self._saver.take_failure()
-            if failure is not None:  # else the next save has come upon it already
+            if failure is not None:  # else begin() has already reported it
                 self._fail(failure)
         if step % self._section.interval == 0:
-            failure = self._saver.take_failure()  # all ranks know of it once the save has ended
+            failure = self._saver.take_failure()  # the same on all ranks once the save has ended
             if failure is not None:
                 self._fail(failure)
             try:
@@ -103,14 +103,14 @@ class Checkpoints:
         return False
 
     def stop_after(self, step: int, number: int) -> None:
-        """Ends training there for a signal that all ranks have agreed on since; saves, where after_step has not."""
+        """Stop after `step` for a signal that all ranks have agreed on since; saves unless after_step did."""
         assert self._saver is not None
         self.stopped_by = signal.Signals(number).name
         if self._begun != step or self._saver.take_failure() is not None:
             self._save_last(step)
 
     def _save_last(self, step: int) -> None:
-        """Of the last step, or of the one at which a signal ends training: this save has to succeed."""
+        """Save the last step, or the step at which a signal stops training. Raises RanksError if the save fails."""
         assert self._saver is not None
         self._control.finish()
         self.close()
@@ -120,13 +120,13 @@ class Checkpoints:
             self._saver.save(self._draft(step, "full"), self._full())
 
     def _fail(self, failure: str) -> None:
-        """What on_save_error says."""
+        """Raise UserError or warn, according to on_save_error."""
         if self._section.on_save_error == "stop":
             raise UserError(
-                f"{failure}; the checkpoints before it are whole. "
-                'Mend the cause and start again, or let training go on: --checkpoint.on_save_error "continue"'
+                f"{failure}; earlier checkpoints are still valid. "
+                'Fix the cause and restart, or train on after failed saves: --checkpoint.on_save_error "continue"'
             )
-        warn_once(f"{failure}; training goes on", self._group)
+        warn_on_rank_0(f"{failure}; training continues", self._group)
 
     def _full(self) -> dict[str, Tensor]:
         return self._state.model_and_optimizer() | {STREAMS: self._state.streams(self._group)}
@@ -146,8 +146,8 @@ class Checkpoints:
         )
 
     def close(self) -> None:
-        """Until nothing is being saved any more; what goes wrong with that is said. On every way out of training."""
+        """Wait for a save in progress; logs its failure. To be called on every exit from training."""
         if self._saver is not None:
             failure = self._saver.take_failure()
             if failure is not None:
-                warn_once(failure, self._group)
+                warn_on_rank_0(failure, self._group)

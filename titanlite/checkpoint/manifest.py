@@ -1,4 +1,4 @@
-"""MANIFEST.json: what a checkpoint is and what its files have to be. A folder without it is no checkpoint."""
+"""MANIFEST.json: a checkpoint's metadata and the size and hash of each file. A folder without it is incomplete."""
 
 import json
 import os
@@ -13,14 +13,14 @@ from titanlite.checkpoint.storage import HASH, METADATA_FILE, FileRecord, Invali
 
 MANIFEST_FILE = "MANIFEST.json"
 FORMAT_VERSION = 1
-"""Raised with any change that an earlier titanlite could not read."""
+"""Incremented with every change that older versions of titanlite cannot read."""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A stretch of a run's history. id: a random name. step: after which it left the branch before it; 0: the start.
+    """One branch of a run's history. id: a random name. step: the last step of the previous branch; 0: the start.
 
-    launch: torchrun's name of the launch that began it, which all its restarts share; "" where it has none of its own.
+    launch: torchrun's run id of the launch that began it, which all its restarts share; "" if it has no unique one.
     """
 
     id: str
@@ -30,11 +30,12 @@ class Branch:
 
 @dataclass(frozen=True)
 class Manifest:
-    """step: optimizer steps done. content: "full", or "model": parameters only.
+    """The content of MANIFEST.json.
 
-    lineage: the branches that led here, the newest last. counts: running totals of the meter, by name. facts: what a
-    resumed run has to agree with, or is told about (see compatibility.py). config: the resolved configuration.
-    versions: of what wrote it. files: all of the folder but this one.
+    step: optimizer steps done. content: "full", or "model" for parameters only. lineage: branches of the run, latest
+    last. counts: running totals of the meter, by name. facts: values compared at a resume (see compatibility.py).
+    config: the resolved configuration. versions: of the software. created: UTC time. files: all files of the folder
+    except MANIFEST.json.
     """
 
     step: int
@@ -50,7 +51,7 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes MANIFEST.json, on the disk on return. Raises OSError."""
+    """Write MANIFEST.json and sync it to disk. Raises OSError."""
     text = json.dumps(asdict(manifest) | {"hash": {HASH: _NO_HASH}}, indent=1) + "\n"
     text = _replace_last(text, _NO_HASH, _digest(text))
     path = folder / MANIFEST_FILE
@@ -59,12 +60,16 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:  # which names the file only where it could not be opened
+    except OSError as error:  # names the file only if open() failed
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises InvalidCheckpointError where there is none that is as it was written, OSError where it cannot be read."""
+    """Read and verify MANIFEST.json.
+
+    Raises InvalidCheckpointError if it is missing or corrupted, UnknownFormatError if a newer titanlite wrote it, and
+    OSError if reading fails.
+    """
     try:
         raw = (folder / MANIFEST_FILE).read_bytes()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -75,9 +80,9 @@ def read_manifest(folder: Path) -> Manifest:
         digest = str(content.pop("hash")[HASH])
         hashed = _replace_last(text, digest, _NO_HASH)
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        raise InvalidCheckpointError(f"{MANIFEST_FILE} cannot be read: it is torn or damaged") from None
+        raise InvalidCheckpointError(f"{MANIFEST_FILE} cannot be read: it is truncated or corrupted") from None
     if _digest(hashed) != digest:
-        raise InvalidCheckpointError(f"{MANIFEST_FILE} does not have the content that was written: its {HASH} differs")
+        raise InvalidCheckpointError(f"{MANIFEST_FILE} has changed since it was written: its {HASH} differs")
     if content["format"] > FORMAT_VERSION:
         raise UnknownFormatError(content["format"])
     content["lineage"] = tuple(Branch(**branch) for branch in content["lineage"])
@@ -88,20 +93,20 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 class UnknownFormatError(Exception):
-    """A newer titanlite wrote this checkpoint: it is not damaged, and must not be touched."""
+    """The checkpoint has a newer format; it is not corrupted and must not be quarantined or deleted."""
 
     def __init__(self, version: int) -> None:
         super().__init__(
-            f"its format is {version}, and this titanlite knows {FORMAT_VERSION} at most: use a newer titanlite"
+            f"its format version is {version}, this titanlite reads up to {FORMAT_VERSION}: use a newer titanlite"
         )
 
 
 _NO_HASH = "0" * 32
-"""Stands for the manifest's own hash while that is taken."""
+"""Placeholder for the manifest's own hash while it is computed."""
 
 
 def _replace_last(text: str, old: str, new: str) -> str:
-    """The hash stands last: a setting may read like it. Raises ValueError where `old` is empty."""
+    """Replace the last occurrence, the hash: a setting may contain the same text. Raises ValueError if `old` is ""."""
     before, _, behind = text.rpartition(old)
     return before + new + behind
 

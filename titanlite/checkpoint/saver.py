@@ -1,4 +1,4 @@
-"""Saving: a checkpoint is written beside its place and gets its name when it is complete, at once or in a thread."""
+"""Save checkpoints, synchronously or in a thread: write to a temporary folder, then publish it by a rename."""
 
 import os
 import secrets
@@ -19,18 +19,18 @@ from titanlite.checkpoint.folder import publish, retain, step_folder, writing_fo
 from titanlite.checkpoint.manifest import Manifest, write_manifest
 from titanlite.checkpoint.state import HostCopy, first_not_finite, local_part
 from titanlite.checkpoint.storage import FileRecord, first_failure, save_tensors, sync_folder
-from titanlite.runtime.agreement import RanksError, on_first, together
+from titanlite.runtime.agreement import RanksError, run_on_all_ranks, run_on_rank_0
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 
 _PROBE = ".probe"
-_PATIENCE_S = 10.0
-"""So long a network file system may take to show a file to another node."""
+_VISIBILITY_TIMEOUT_S = 10.0
+"""Time for a network file system to make a file visible on other nodes."""
 
 
 @dataclass(frozen=True)
 class Retention:
-    """As folder.retain; keep: steps that stay in any case."""
+    """Arguments of folder.retain. keep: steps that are never deleted."""
 
     keep_latest_k: int
     keep_every: int
@@ -38,10 +38,10 @@ class Retention:
 
 
 class Saver:
-    """Writes checkpoints into `folder`, one at a time; all ranks of `group` call it alike.
+    """Writes checkpoints into `folder`, one at a time; its methods are collectives over `group` unless noted.
 
-    group: of gloo, for saving alone, since a thread uses it. With a mode other than "disabled" the caller goes on once
-    its tensors are copied.
+    group: a gloo group that nothing else uses during a save, since a thread uses it. With a mode other than "disabled",
+    `begin` returns once the tensors are copied.
     """
 
     def __init__(self, folder: Path, group: dist.ProcessGroup, mode: AsyncMode, retention: Retention) -> None:
@@ -54,16 +54,16 @@ class Saver:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a save that ran beside training has failed, as far as this rank knows by now."""
+        """Whether a save in a thread has failed on this rank by now. Not a collective."""
         return self._failure is not None
 
     def save(self, draft: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Saves now. draft: all but the files. Raises RanksError on all ranks."""
+        """Save synchronously. draft: the manifest without files. Raises RanksError on all ranks."""
         self.drain()
         self._write(draft, tensors, {name: local_part(tensor) for name, tensor in tensors.items()})
 
     def begin(self, draft: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Saves in a thread, once the one before has ended; where threads are not wanted, as `save`."""
+        """Save in a thread once the previous save has ended; like `save` if the mode is "disabled"."""
         if self._copy is None:
             self.save(draft, tensors)
             return
@@ -75,13 +75,13 @@ class Saver:
         self._thread.start()
 
     def drain(self) -> None:
-        """Until no save is under way."""
+        """Wait for a save in progress. Not a collective."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def take_failure(self) -> str | None:
-        """What went wrong in a thread, once; nothing after that."""
+        """Wait for a save in progress, then return and clear the error of a failed thread; None if no save failed."""
         self.drain()
         failure, self._failure = self._failure, None
         return failure
@@ -96,18 +96,19 @@ class Saver:
         start = time.perf_counter()
         step, folder = draft.step, self._folder
         try:
-            on_first(lambda: _make_empty(writing_folder(folder, step)), self._group)
+            run_on_rank_0(lambda: _make_empty(writing_folder(folder, step)), self._group)
             self._require_finite(local)
             try:
                 mine = save_tensors(writing_folder(folder, step), tensors, local, self._group)
             except dcp.CheckpointException as error:
                 raise first_failure(error) from None
-            records = {name: record for part in together(lambda: mine, self._group) for name, record in part.items()}
-            on_first(lambda: self._publish(replace(draft, files=records)), self._group)
+            parts = run_on_all_ranks(lambda: mine, self._group)
+            records = {name: record for part in parts for name, record in part.items()}
+            run_on_rank_0(lambda: self._publish(replace(draft, files=records)), self._group)
         except RanksError as error:
             if dist.get_rank(self._group) == 0:
                 shutil.rmtree(writing_folder(folder, step), ignore_errors=True)
-            raise RanksError(f"step {step} could not be saved: {error}") from None
+            raise RanksError(f"cannot save step {step}: {error}") from None
         log.info(
             "Saved step %d in %s: %s, %.2f s",
             step,
@@ -115,12 +116,12 @@ class Saver:
             size_of(records),
             time.perf_counter() - start,
         )
-        on_first(self._delete_older, self._group)
+        run_on_rank_0(self._delete_older, self._group)
 
     def _require_finite(self, local: Mapping[str, Tensor]) -> None:
-        for rank, name in enumerate(together(lambda: first_not_finite(local), self._group)):
+        for rank, name in enumerate(run_on_all_ranks(lambda: first_not_finite(local), self._group)):
             if name is not None:
-                raise RanksError(f"rank {rank}: {name} has values that are not finite; such a state is never published")
+                raise RanksError(f"rank {rank}: {name} has NaN or infinite values; such a state is never published")
 
     def _publish(self, manifest: Manifest) -> None:
         write_manifest(writing_folder(self._folder, manifest.step), manifest)
@@ -130,15 +131,15 @@ class Saver:
         kept = self._retention
         try:
             deleted = retain(self._folder, keep_latest_k=kept.keep_latest_k, keep_every=kept.keep_every, keep=kept.keep)
-        except OSError as error:  # the checkpoint stands all the same
-            log.warning("An older checkpoint could not be deleted: %s", error)
+        except OSError as error:  # the new checkpoint is published already
+            log.warning("Cannot delete an older checkpoint: %s", error)
             return
         if deleted:
             log.info("Deleted the checkpoints of steps %s", ", ".join(map(str, deleted)))
 
 
 def size_of(records: Mapping[str, FileRecord]) -> str:
-    """How many files and bytes, for a log line."""
+    """Format number and total size of files, for a log line."""
     return f"{len(records)} files, {sum(record.bytes for record in records.values()) / 2**20:,.1f} MiB"
 
 
@@ -149,20 +150,20 @@ def _make_empty(folder: Path) -> None:
 
 
 def probe(folder: Path, needed_bytes: int, group: dist.ProcessGroup) -> None:
-    """Writes, syncs and renames a file as a save does, and lets every rank read it; a collective over `group`.
+    """Write, sync and rename a file as a save does, and read it on every rank. A collective over `group`.
 
-    needed_bytes: of one checkpoint; more has to be free. Raises UserError on all ranks: no permission, no space, or a
-    node for which the folder is another one.
+    needed_bytes: size of one checkpoint. Raises UserError on all ranks if rank 0 cannot write, if less space is free,
+    or if a node does not share the folder.
     """
     nonce = secrets.token_hex(16)
     key = f"checkpoint.folder: {folder}"
     try:
-        nonce = on_first(lambda: _write_probe(folder, nonce), group)
+        nonce = run_on_rank_0(lambda: _write_probe(folder, nonce), group)
     except RanksError as error:
         raise UserError(f"{key} cannot be written: {error}; choose another job.dump_folder") from None
     try:
-        together(lambda: _read_probe(folder, nonce), group)
-        free = on_first(lambda: shutil.disk_usage(folder).free, group)
+        run_on_all_ranks(lambda: _read_probe(folder, nonce), group)
+        free = run_on_rank_0(lambda: shutil.disk_usage(folder).free, group)
     except RanksError as error:
         raise UserError(
             f"{key} is not the same folder for all ranks: {error}; choose a job.dump_folder that all nodes share"
@@ -172,15 +173,15 @@ def probe(folder: Path, needed_bytes: int, group: dist.ProcessGroup) -> None:
             (folder / _PROBE).unlink(missing_ok=True)
     if free < needed_bytes:
         raise UserError(
-            f"{key} has {free / 2**20:,.1f} MiB of free space, and a checkpoint of this run takes "
-            f"{needed_bytes / 2**20:,.1f} MiB: make room, or choose another job.dump_folder"
+            f"{key} has {free / 2**20:,.1f} MiB of free space, but a checkpoint of this run needs "
+            f"{needed_bytes / 2**20:,.1f} MiB: free space, or choose another job.dump_folder"
         )
 
 
 def _write_probe(folder: Path, nonce: str) -> str:
     if not folder.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        sync_folder(folder.parent)  # else the folder itself could be gone after a loss of power
+        sync_folder(folder.parent)  # else the folder could be lost in a power failure
     temporary = folder / f"{_PROBE}.writing"
     with temporary.open("w") as file:
         file.write(nonce)
@@ -192,9 +193,9 @@ def _write_probe(folder: Path, nonce: str) -> str:
 
 
 def _read_probe(folder: Path, nonce: str) -> None:
-    """Waits a little for what a network file system may show late."""
+    """Wait until this node reads `nonce` from rank 0's file. Raises UserError after _VISIBILITY_TIMEOUT_S."""
     host = socket.gethostname()
-    end = time.monotonic() + _PATIENCE_S
+    end = time.monotonic() + _VISIBILITY_TIMEOUT_S
     while True:
         try:
             found = (folder / _PROBE).read_text()
@@ -203,5 +204,5 @@ def _read_probe(folder: Path, nonce: str) -> None:
         if found == nonce:
             return
         if time.monotonic() > end:
-            raise UserError(f"on {host}, where rank 0 has just written {nonce}, there is {found}")
+            raise UserError(f"host {host} reads {found}, but rank 0 wrote {nonce}")
         time.sleep(0.1)

@@ -1,6 +1,7 @@
-"""Where a run starts from: its own newest checkpoint, one that it goes back to, another run's, or the beginning.
+"""Find, verify and load what a run starts from: its latest valid checkpoint, the checkpoint of load_step, another run's
+checkpoint, a Hugging Face model, or initial weights.
 
-All ranks decide, verify and load together.
+The functions that take a group are collectives over it.
 """
 
 import os
@@ -22,9 +23,9 @@ from titanlite.checkpoint.folder import (
     clear_leftovers,
     ever_published,
     invalid_kind,
-    newest_manifest,
+    latest_manifest,
     published_steps,
-    set_aside,
+    quarantine,
     step_folder,
     step_of,
     supersede_after,
@@ -35,17 +36,17 @@ from titanlite.checkpoint.state import MODEL, STREAMS, RunState, first_not_finit
 from titanlite.checkpoint.storage import InvalidCheckpointError, check_file, first_failure, load_tensors, read_shapes
 from titanlite.hf.folder import ModelFolder
 from titanlite.metrics.meter import Meter, MeterState
-from titanlite.runtime.agreement import on_first, together, warn_once
+from titanlite.runtime.agreement import run_on_all_ranks, run_on_rank_0, warn_on_rank_0
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 
 Usable = Callable[[Manifest], bool]
-"""Decides by the manifest, the same on all ranks, before files are looked at; may raise UserError."""
+"""Whether a checkpoint can be used, by its manifest alone; the same on all ranks. May raise UserError."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a checkpoint says about the run, as JSON values; see Manifest."""
+    """The run's fields of a manifest, as JSON values; see Manifest."""
 
     facts: Mapping[str, Any]
     config: Mapping[str, Any]
@@ -54,10 +55,11 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Start:
-    """After `step`; 0: a new run. lineage: see Manifest. config: of the checkpoint, by section; {}: there is none.
+    """The state that a run starts from.
 
-    goes_on: whether the run has been in this folder before, and its files there are its own. model_only: whether the
-    checkpoint is one of a finished run that nothing can go on from.
+    step: optimizer steps done; 0 for a new run. lineage: see Manifest. config: the checkpoint's, by section; {} without
+    a checkpoint. goes_on: whether the run resumes in its own folder. model_only: whether the checkpoint is that of a
+    finished run and has no optimizer state to resume from.
     """
 
     step: int
@@ -69,7 +71,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that is whole. verified: how that is known, for the log."""
+    """A valid checkpoint. verified: how it was verified, for the log."""
 
     path: Path
     manifest: Manifest
@@ -78,7 +80,7 @@ class Found:
 
 @dataclass(frozen=True)
 class StartFinder:
-    """Finds, verifies and loads what a run starts from; all ranks of `group` together. Fields as of Checkpoints."""
+    """Finds, verifies and loads what a run starts from. Fields: see Checkpoints."""
 
     section: CheckpointConfig
     folder: Path
@@ -90,32 +92,32 @@ class StartFinder:
     imported: ModelFolder | None
 
     def find(self) -> Start:
-        """Loads what the run goes on from. Raises UserError on all ranks."""
+        """Load the state that the run starts from. Raises UserError on all ranks."""
         if self.section.enable:
             steps, ever = prepare_folder(self.folder, self.group)
-            finished = bool(steps) and steps[-1] >= self.steps  # what will not be saved needs no room
+            finished = bool(steps) and steps[-1] >= self.steps  # saves nothing, so needs no space
             probe(self.folder, 0 if finished else self.state.num_bytes(self.group), self.group)
             if steps or ever or self.section.load_step >= 0:
-                return self._go_on(steps)
+                return self._resume(steps)
         return self._begin()
 
-    def _go_on(self, steps: list[int]) -> Start:
-        """From a checkpoint of this run."""
+    def _resume(self, steps: list[int]) -> Start:
+        """Resume from a checkpoint of this run."""
         section = self.section
         goes_back = section.load_step >= 0 and not self._has_gone_back()
         if goes_back:
             if section.load_step not in steps:
-                there = ", ".join(map(str, steps)) or "none"
+                present = ", ".join(map(str, steps)) or "no checkpoint"
                 raise UserError(
-                    f"checkpoint.load_step = {section.load_step}: there is no such checkpoint in {self.folder}, the "
-                    f"steps that are there: {there}"
+                    f"checkpoint.load_step = {section.load_step}: no checkpoint of this step in {self.folder}, which "
+                    f"has: {present}; choose one of these, or -1 for the latest valid one"
                 )
-            found = self._whole(step_folder(self.folder, section.load_step), self._is_usable)
+            found = self._require_valid(step_folder(self.folder, section.load_step), self._is_usable)
         else:
-            newest = newest_whole(self.folder, steps, section.verify, self.group, self._is_usable)
-            if newest is None:
-                raise nothing_usable(self.folder)
-            found = newest
+            latest = latest_valid(self.folder, steps, section.verify, self.group, self._is_usable)
+            if latest is None:
+                raise no_usable_checkpoint(self.folder)
+            found = latest
         step, lineage = found.manifest.step, found.manifest.lineage
         if found.manifest.content == "model":
             log.info("Start: at the end of a finished run, step %d, %s", step, found.path)
@@ -123,32 +125,32 @@ class StartFinder:
         self._load_all(found)
         if goes_back:
             lineage += (_new_branch(step),)
-        superseded = on_first(lambda: supersede_after(self.folder, step), self.group)
+        superseded = run_on_rank_0(lambda: supersede_after(self.folder, step), self.group)
         if superseded:
-            log.info("Set aside as superseded: the checkpoints of steps %s", ", ".join(map(str, superseded)))
+            log.info("Renamed as superseded: the checkpoints of steps %s", ", ".join(map(str, superseded)))
         return Start(step, lineage, found.manifest.config, goes_on=True)
 
     def _has_gone_back(self) -> bool:
-        """Whether this launch has gone back to load_step already, and its ranks were only restarted since."""
-        restarts = together(lambda: os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), self.group)
+        """Whether this launch has gone back to load_step before a restart of its ranks."""
+        restarts = run_on_all_ranks(lambda: os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), self.group)
 
         def on_new_branch() -> bool:
-            newest = newest_manifest(self.folder)
-            if newest is None or newest.lineage[-1].step != self.section.load_step:
+            latest = latest_manifest(self.folder)
+            if latest is None or latest.lineage[-1].step != self.section.load_step:
                 return False
             launch = _launch()
-            # A launch without a name of its own is known by the counts, each of which is of one node alone.
-            return newest.lineage[-1].launch == launch if launch else set(restarts) != {"0"}
+            # A launch without a unique run id is recognized by its restart counts, of which each node has its own.
+            return latest.lineage[-1].launch == launch if launch else set(restarts) != {"0"}
 
-        return on_first(on_new_branch, self.group)
+        return run_on_rank_0(on_new_branch, self.group)
 
     def _begin(self) -> Start:
-        """A new run, from initial weights, from another run's checkpoint, or from an imported model."""
+        """Start a new run from initial weights, another run's checkpoint, or a Hugging Face model."""
         path = self.section.initial_load_path
         if self.imported is not None:
             return self._import(self.imported)
         if not path:
-            log.info("Start: a new run, from step 0 with initial weights; no checkpoint in %s", self.folder)
+            log.info("Start: new run at step 0 with initial weights; no checkpoint in %s", self.folder)
             return Start(0, (_new_branch(0),), {})
         model_only = self.section.initial_load_model_only
         found = self._initial(Path(path), (lambda _: True) if model_only else self._is_full)
@@ -160,7 +162,7 @@ class StartFinder:
             self._warn_of_tokenizer(found.manifest.facts.get("tokenizer"), str(found.path))
             load(found, tensors, self.group)
             log.info(
-                "Start: a new run, from step 0 with the weights of step %d in %s, %s",
+                "Start: new run at step 0 with the weights of step %d in %s, %s",
                 *(found.manifest.step, found.path, found.verified),
             )
             return Start(0, (_new_branch(0),), {})
@@ -170,7 +172,7 @@ class StartFinder:
         return Start(step, (*found.manifest.lineage, _new_branch(step)), found.manifest.config)
 
     def _import(self, folder: ModelFolder) -> Start:
-        """With the weights of a folder, of which each rank reads its own part."""
+        """Start a new run with the weights of a model folder; each rank reads its shards."""
         begin = time.perf_counter()
         tensors = {name.removeprefix(MODEL): tensor for name, tensor in self.state.model().items()}
 
@@ -179,16 +181,16 @@ class StartFinder:
             name = first_not_finite({name: local_part(tensor) for name, tensor in tensors.items()})
             if name is not None:  # no checkpoint of such a run could be published
                 raise UserError(
-                    f"checkpoint.initial_load_path: {folder.name}: {name} has values that are not finite in "
-                    f"{tensors[name].dtype}: give another folder, or a wider training.dtype if they are finite there"
+                    f"checkpoint.initial_load_path: {folder.name}: {name} has NaN or infinite values in "
+                    f"{tensors[name].dtype}: give another folder, or a wider training.dtype if the values overflow"
                 )
             return num_bytes
 
-        read = together(fill, self.group)
-        fingerprint = on_first(folder.tokenizer_fingerprint, self.group)
+        read = run_on_all_ranks(fill, self.group)
+        fingerprint = run_on_rank_0(folder.tokenizer_fingerprint, self.group)
         self._warn_of_tokenizer(fingerprint, folder.name)
         log.info(
-            "Start: a new run, from step 0 with the weights of %s, %s, %.1f MiB read by rank 0, %.2f s",
+            "Start: new run at step 0 with the weights of %s, %s, %.1f MiB read by rank 0, %.2f s",
             *(folder.name, folder.describe(next(iter(tensors.values())).dtype)),
             *(read[0] / 2**20, time.perf_counter() - begin),
         )
@@ -196,52 +198,52 @@ class StartFinder:
 
     def _warn_of_tokenizer(self, fingerprint: str | None, where: str) -> None:
         if fingerprint != self.about.facts.get("tokenizer"):
-            warn_once(f"The weights of {where} were trained with another tokenizer than this one", self.group)
+            warn_on_rank_0(f"The weights of {where} were trained with a different tokenizer", self.group)
 
     def _initial(self, path: Path, usable: Usable) -> Found:
-        """What initial_load_path means: that checkpoint, or the newest whole and usable one in that folder.
+        """The checkpoint at `path`, or the latest valid and usable one in that folder.
 
-        They are somebody else's: damaged ones stay where they are.
+        Corrupted ones are not renamed, since they belong to another run.
         """
-        steps = on_first(lambda: None if (path / MANIFEST_FILE).exists() else published_steps(path), self.group)
+        steps = run_on_rank_0(lambda: None if (path / MANIFEST_FILE).exists() else published_steps(path), self.group)
         for candidate in [path] if steps is None else [step_folder(path, step) for step in reversed(steps)]:
             found = look_at(candidate, self.section.verify, self.group, usable)
             if isinstance(found, Found):
                 return found
             if isinstance(found, str):
-                message = f"checkpoint.initial_load_path: {candidate} is damaged: {found}"
+                message = f"checkpoint.initial_load_path: {candidate} is corrupted: {found}"
                 if steps is None:
-                    raise UserError(f"{message}; give another one, or the folder of all, for the newest that is whole")
-                warn_once(f"{message}; the one before it is looked at", self.group)
-        missing = "whole checkpoint" if steps else "checkpoint"
+                    raise UserError(f"{message}; give another one, or its parent folder for the latest valid one")
+                warn_on_rank_0(f"{message}; trying the previous one", self.group)
+        missing = "valid checkpoint" if steps else "checkpoint"
         if not self.section.initial_load_model_only:
-            missing += " with optimizer and place in the data"
+            missing += " with optimizer and position in the data"
         raise UserError(
-            f'checkpoint.initial_load_path = "{path}": there is no {missing} to start from; give a folder step-N of a '
+            f'checkpoint.initial_load_path = "{path}": no {missing} found; give a folder step-N of a '
             "run's checkpoint folder, or that folder"
-            + ("" if self.section.initial_load_model_only else "; from weights alone: initial_load_model_only = true")
+            + ("" if self.section.initial_load_model_only else "; for weights only: initial_load_model_only = true")
         )
 
-    def _whole(self, path: Path, usable: Usable) -> Found:
-        """The checkpoint that the user has chosen."""
+    def _require_valid(self, path: Path, usable: Usable) -> Found:
+        """The checkpoint of load_step. Raises UserError if it is corrupted or not usable."""
         found = look_at(path, self.section.verify, self.group, usable)
         if isinstance(found, Found):
             return found
-        why = f"is damaged: {found}" if found else "holds the model alone, without optimizer and place in the data"
+        why = f"is corrupted: {found}" if found else "has only the model, no optimizer state and position in the data"
         raise UserError(
             f"checkpoint.load_step = {self.section.load_step}: {path} {why}; choose another step, or -1 "
-            "for the newest that is whole"
+            "for the latest valid one"
         )
 
     def _is_usable(self, manifest: Manifest) -> bool:
-        """Whether the run can go on from it. Raises UserError where it was made with settings that must not change."""
+        """Whether the run can resume from it. Raises UserError if the run's facts differ from the checkpoint's."""
         path = step_folder(self.folder, manifest.step)
         self._check_facts(manifest, path)
         if self._is_full(manifest):
             return True
         finished = manifest.step >= self.steps
         if not finished:
-            log.info("%s holds the model alone: the run goes on from an earlier one", path)
+            log.info("%s has only the model: resuming from an earlier checkpoint", path)
         return finished
 
     @staticmethod
@@ -250,7 +252,7 @@ class StartFinder:
 
     def _check_facts(self, manifest: Manifest, path: Path) -> None:
         for line in check_facts(manifest.facts, self.about.facts, self.section.accept_changes, str(path)):
-            warn_once(line, self.group)
+            warn_on_rank_0(line, self.group)
 
     def _load_all(self, found: Found) -> None:
         manifest = found.manifest
@@ -260,7 +262,7 @@ class StartFinder:
             position = self.state.load_streams(tensors[STREAMS])
         except UserError as error:
             raise UserError(
-                f"{found.path}: the data have no such place as the checkpoint's: {error}; resume with its "
+                f"{found.path}: the data do not have the checkpoint's position: {error}; resume with its "
                 "data, or start a new run from its weights: --job.dump_folder ANOTHER "
                 f"--checkpoint.initial_load_path {found.path}"
             ) from None
@@ -278,50 +280,51 @@ def _new_branch(step: int) -> Branch:
 
 
 def _launch() -> str:
-    """torchrun's name of this launch; "" without torchrun, and where it has the one that is everybody's."""
+    """torchrun's run id; "" without torchrun, and for torchrun's default "none", which is not unique."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return "" if name == "none" else name
 
 
 def prepare_folder(folder: Path, group: dist.ProcessGroup) -> tuple[list[int], bool]:
-    """(published steps from the oldest, whether anything was ever published); clears what interrupted saves left."""
+    """Remove leftovers of interrupted saves; returns (published steps in ascending order, see ever_published)."""
 
     def look() -> tuple[list[int], bool]:
         cleared = clear_leftovers(folder)
         if cleared:
-            log.info("Removed what an interrupted save or deletion had left: %s", ", ".join(cleared))
+            log.info("Removed leftovers of an interrupted save or deletion: %s", ", ".join(cleared))
         return published_steps(folder), ever_published(folder)
 
-    return on_first(look, group)
+    return run_on_rank_0(look, group)
 
 
-def newest_whole(
+def latest_valid(
     folder: Path, steps: list[int], verify: Verify, group: dist.ProcessGroup, usable: Usable
 ) -> Found | None:
-    """The newest of `steps` that is whole and usable; damaged ones are set aside on the way, with a line each."""
+    """The latest valid and usable checkpoint of `steps`; corrupted ones are quarantined, with a warning each."""
     for step in reversed(steps):
         found = look_at(step_folder(folder, step), verify, group, usable)
         if isinstance(found, Found):
             return found
         if found is not None:
-            on_first(partial(_set_aside, folder, step, found), group)
+            run_on_rank_0(partial(_quarantine, folder, step, found), group)
     return None
 
 
-def _set_aside(folder: Path, step: int, damage: str) -> None:
-    moved = set_aside(folder, step, invalid_kind())
-    log.warning("Checkpoint step-%d is damaged: %s. Set aside as %s", step, damage, moved.name)
+def _quarantine(folder: Path, step: int, damage: str) -> None:
+    moved = quarantine(folder, step, invalid_kind())
+    log.warning("Checkpoint step-%d is corrupted: %s. Quarantined as %s", step, damage, moved.name)
 
 
 def look_at(path: Path, verify: Verify, group: dist.ProcessGroup, usable: Usable) -> Found | str | None:
-    """The checkpoint at `path`; or what is damaged about it; or None where it is not usable."""
-    manifest = on_first(lambda: _read(path), group)
+    """Verify the checkpoint at `path`; returns Found, or a text that names its damage, or None if not usable."""
+    manifest = run_on_rank_0(lambda: _read(path), group)
     if isinstance(manifest, str):
         return manifest
     if not usable(manifest):
         return None
     start = time.perf_counter()
-    damages = [damage for damage in together(lambda: _damage(path, manifest, verify, group), group) if damage]
+    by_rank = run_on_all_ranks(lambda: _damage(path, manifest, verify, group), group)
+    damages = [damage for damage in by_rank if damage]
     if damages:
         return damages[0]
     how = {"full": "verified in full", "size": "sizes verified", "off": "not verified"}[verify]
@@ -329,25 +332,25 @@ def look_at(path: Path, verify: Verify, group: dist.ProcessGroup, usable: Usable
 
 
 def load(found: Found, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Fills the tensors in place. Raises UserError on all ranks."""
+    """Fill `tensors` in place. Raises UserError on all ranks."""
     try:
         load_tensors(found.path, tensors, group)
     except dcp.CheckpointException as error:
         raise UserError(f"{found.path} cannot be loaded: {first_failure(error)}") from None
 
 
-def nothing_usable(folder: Path) -> UserError:
-    """What to do where there were checkpoints and the run can go on from none."""
+def no_usable_checkpoint(folder: Path) -> UserError:
+    """The error for a folder with checkpoints of which the run can resume from none."""
     names = sorted(name for name in os.listdir(folder) if name.startswith("step-"))
-    models = published_steps(folder)  # what was damaged is set aside by now
+    models = published_steps(folder)  # corrupted ones are quarantined by now
     remedy = (
-        f"step-{models[-1]} holds the model alone: start a new run from its weights with --job.dump_folder ANOTHER "
+        f"step-{models[-1]} has only the model: start a new run from its weights with --job.dump_folder ANOTHER "
         f"--checkpoint.initial_load_path {step_folder(folder, models[-1])}"
         if models
-        else "to use one that was set aside, mend it and take the suffix off its name"
+        else "to use a quarantined one, repair it and remove the suffix from its name"
     )
     return UserError(
-        f"no checkpoint in {folder} can be used, and there were some: {', '.join(names)}. To start anew all the same, "
+        f"cannot resume from any checkpoint in {folder}: {', '.join(names)}. To start a new run, "
         f"give another --job.dump_folder or move that folder away; {remedy}"
     )
 
@@ -355,30 +358,30 @@ def nothing_usable(folder: Path) -> UserError:
 def check_tensors(
     path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup, differences: Sequence[str] = ()
 ) -> list[str]:
-    """A line where the checkpoint at `path` has them in another dtype, to which they are converted when it is loaded.
+    """Check names and shapes of `tensors` against the checkpoint; returns one log line per conversion of a dtype.
 
-    Raises UserError where it lacks one of the tensors or has it in another shape. differences: between the two models,
-    for that case.
+    Raises UserError if the checkpoint lacks a tensor or has it in another shape. differences: between the two models,
+    for this message.
     """
 
-    what = "\n".join(f"  {line}" for line in differences)
-    remedy = f"\n{what}\n  remedy: write in [model] what is in the checkpoint, and use its tokenizer" if what else ""
+    listed = "\n".join(f"  {line}" for line in differences)
+    remedy = f"\n{listed}\n  remedy: use the checkpoint's [model] values and its tokenizer" if listed else ""
 
     def check() -> tuple[str, list[str]]:
-        there = read_shapes(path)
+        saved = read_shapes(path)
         for name, tensor in tensors.items():
-            if name not in there:
-                return f"has no {name}: it is of another model{remedy}", []
-            shape, _ = there[name]
+            if name not in saved:
+                return f"has no {name}: it belongs to another model{remedy}", []
+            shape, _ = saved[name]
             if shape != tuple(tensor.shape):
                 return (
-                    f"has {name} of shape {shape}, and this model needs {tuple(tensor.shape)}: no row or column is "
-                    f"made up or left out{remedy}"
+                    f"has {name} of shape {shape}, but this model needs {tuple(tensor.shape)}: tensors are not padded "
+                    f"or cropped{remedy}"
                 ), []
-        dtypes = {(there[name][1], str(tensor.dtype)) for name, tensor in tensors.items()}
-        return "", [f"from {saved} to {now}" for saved, now in dtypes if saved != now]
+        dtypes = {(saved[name][1], str(tensor.dtype)) for name, tensor in tensors.items()}
+        return "", [f"from {old} to {new}" for old, new in dtypes if old != new]
 
-    found = together(check, group)
+    found = run_on_all_ranks(check, group)
     for problem, _ in found:
         if problem:
             raise UserError(f"checkpoint.initial_load_path: {path} {problem}")
@@ -393,11 +396,11 @@ def _read(path: Path) -> Manifest | str:
     except UnknownFormatError as error:
         raise UserError(f"{path}: {error}") from None
     named = step_of(path)
-    return manifest if named in (None, manifest.step) else f"{MANIFEST_FILE} is that of step {manifest.step}"
+    return manifest if named in (None, manifest.step) else f"{MANIFEST_FILE} belongs to step {manifest.step}"
 
 
 def _damage(path: Path, manifest: Manifest, verify: Verify, group: dist.ProcessGroup) -> str | None:
-    """What is wrong with this rank's share of the files; every file is looked at by one rank."""
+    """The first damage among this rank's share of the files; each file is checked by one rank."""
     if verify == "off":
         return None
     by_size = sorted(manifest.files.items(), key=lambda item: -item[1].bytes)

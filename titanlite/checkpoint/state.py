@@ -1,4 +1,4 @@
-"""What a checkpoint is: the tensors of a run under names that hold on every mesh, and a few counts."""
+"""The tensors of a checkpoint, under names that do not depend on the mesh."""
 
 from collections.abc import Iterable, Mapping
 from typing import Protocol
@@ -15,21 +15,21 @@ MODEL, OPTIMIZER, STREAMS = "model/", "optimizer/", "data/streams"
 
 
 class StreamsState(Protocol):
-    """Whatever hands out the data: its state is that of streams, of which each data rank has its own."""
+    """The data loader's state: that of its streams, which are divided among the data ranks."""
 
     num_streams: int
     stream_ids: tuple[int, ...]
 
     def state(self) -> Tensor:
-        """int64 (own streams, values), after the steps handed out; row i is stream stream_ids[i]."""
+        """int64 (this rank's streams, values), after the steps returned so far; row i is stream stream_ids[i]."""
         ...
 
     def load_state(self, state: Tensor) -> None:
-        """Continue there: int64 (num_streams, values). Raises UserError if the state is not of this data."""
+        """Continue from `state`, int64 (num_streams, values). Raises UserError if it does not fit the data."""
         ...
 
     def describe(self, state: Tensor) -> str:
-        """Where the data stand in a state of all streams, in one line."""
+        """Describe the position in the data in one line. state: of all streams."""
         ...
 
 
@@ -37,8 +37,8 @@ class RunState:
     """The state of one run on this rank.
 
     Named tensors, DTensors or plain: model/<parameter>; optimizer/<parameter>/<state>; data/streams, int64
-    (num_streams, fields of SourceState of each source), the whole of it on each rank. A tied parameter stands once,
-    under the first of its names. Learning rate and random numbers follow from step and seed: they have no state.
+    (num_streams, fields of SourceState of each source), replicated. A tied parameter is saved once, under its first
+    name. Learning rate and random numbers follow from step and seed, so they have no state.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class RunState:
         return dict(self._parameters)
 
     def model_and_optimizer(self) -> dict[str, Tensor]:
-        """Of the run itself: writing into them changes it. Makes the optimizer's state where it has none yet."""
+        """The run's own tensors: writing into them changes the run. Initializes the optimizer's state if absent."""
         self._optimizer.init_state()
         return self.model() | {OPTIMIZER + name: tensor for name, tensor in self._optimizer.named_state()}
 
     def streams(self, group: dist.ProcessGroup) -> Tensor:
-        """The state of all streams after the steps handed out; a collective over all ranks, on gloo."""
+        """The state of all streams after the steps returned so far. A collective over all ranks, on gloo."""
         loader = self._loader
         own = loader.state()
         state = torch.zeros(loader.num_streams, own.shape[1], dtype=torch.int64)
@@ -69,16 +69,16 @@ class RunState:
         return state
 
     def empty_streams(self) -> Tensor:
-        """Of the shape that `streams` has, to be filled."""
+        """A tensor of the shape of `streams`, to load into."""
         return torch.zeros(self._loader.num_streams, self._loader.state().shape[1], dtype=torch.int64)
 
     def load_streams(self, state: Tensor) -> str:
-        """Returns where the data stand, for the log. Raises UserError where the state is not of this data."""
+        """Continue from `state`; returns the position in the data, for the log. Raises UserError if it does not fit."""
         self._loader.load_state(state)
         return self._loader.describe(state)
 
     def num_bytes(self, group: dist.ProcessGroup) -> int:
-        """About the size of a checkpoint; a collective over all ranks, on gloo."""
+        """Approximate size of a checkpoint. A collective over all ranks, on gloo."""
         own = sum(tensor.numel() * tensor.element_size() for tensor in self.model_and_optimizer().values())
         total = torch.tensor(own if self._is_stage_leader else 0)
         dist.all_reduce(total, group=group)
@@ -86,16 +86,16 @@ class RunState:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor; shares its memory."""
+    """This rank's shard of a tensor; shares its memory."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def first_not_finite(local: Mapping[str, Tensor]) -> str | None:
-    """The name of a tensor that holds a NaN or an infinity. Reads the device once where there is none."""
+    """The name of the first tensor with a NaN or an infinity, or None. Syncs with the device once if all are finite."""
     floating = {name: tensor for name, tensor in local.items() if tensor.is_floating_point() and tensor.numel()}
     if not floating:
         return None
-    # A sum is not finite where an element is not; that it may also overflow is looked at afterwards.
+    # The sum is not finite if an element is not. It may also overflow, so suspects are checked by element.
     sums = torch.stack(
         [tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in floating.values()]
     )
@@ -106,9 +106,9 @@ def first_not_finite(local: Mapping[str, Tensor]) -> str | None:
 
 
 class HostCopy:
-    """Copies of tensors in host memory that is taken once and used again.
+    """Copies of tensors in reusable host buffers.
 
-    pinned: in page-locked memory, to which an accelerator copies without the host.
+    pinned: use page-locked memory, to which an accelerator copies asynchronously.
     """
 
     def __init__(self, *, pinned: bool) -> None:
@@ -116,7 +116,7 @@ class HostCopy:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies, complete on return, valid until the next call."""
+        """Copy the tensors; the copies are complete on return and valid until the next call."""
         for name, tensor in local.items():
             buffer = self._buffers.get(name)
             if buffer is None:

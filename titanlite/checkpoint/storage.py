@@ -1,5 +1,5 @@
-"""Tensors to and from the files of one folder, by torch's distributed checkpoint (DCP): hashed while they are written,
-tensors only, and read without executing anything."""
+"""Save and load tensors with torch's distributed checkpoint (DCP): files are hashed while they are written, contain
+only tensors, and are read without executing code."""
 
 import errno
 import io
@@ -29,12 +29,12 @@ _BLOCK_BYTES = 2**22
 
 
 class InvalidCheckpointError(Exception):
-    """A checkpoint is damaged; the text says where: file, the rank that wrote it, and what is wrong, in one line."""
+    """A checkpoint is incomplete or corrupted. The text is one line: file, the rank that wrote it, and the damage."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file as it was written. rank: of the job that wrote it. hash: HASH, in hex."""
+    """A written file. rank: the rank that wrote it. hash: HASH, in hex."""
 
     rank: int
     bytes: int
@@ -42,9 +42,9 @@ class FileRecord:
 
 
 class _HashingFile(io.RawIOBase):
-    """Hashes an open file as it is written, from front to end.
+    """Hashes a file while it is written sequentially.
 
-    The caller opens `file`: an object whose constructor fails is closed as well, when it is collected.
+    The caller opens `file`: if opening failed in the constructor, the finalizer would call close() on a partial object.
     """
 
     def __init__(self, file: io.FileIO) -> None:
@@ -53,13 +53,13 @@ class _HashingFile(io.RawIOBase):
         self._hash = xxhash.xxh3_128()
         self._bytes = 0
         self.failure: OSError | None = None
-        """Why a write has failed: torch's archive goes on to its end then, and raises something less telling there."""
+        """The error of a failed write: torch's archive continues after it and raises a less specific error."""
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        """All of `data`: where the disk takes a part, the rest is written again, which tells what is wrong."""
+        """Write all of `data`. After a partial write, writing the rest raises the specific error."""
         with memoryview(data) as view, view.cast("B") as rest:
             written = 0
             try:
@@ -89,7 +89,7 @@ class _HashingFile(io.RawIOBase):
 
 
 class _HashingFileSystem(FileSystem):
-    """Notes a record of each file that it writes."""
+    """Collects a record of each written file."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -116,18 +116,18 @@ class _HashingFileSystem(FileSystem):
 
 
 class _Writer(dcp.FileSystemWriter):
-    """One file per rank, or per tensor. More threads than one would lose the errors of the others."""
+    """Writes one file per rank, or per tensor. Uses one thread: with several, DCP loses errors."""
 
     def __init__(self, folder: Path, files: _HashingFileSystem, *, file_per_tensor: bool) -> None:
         super().__init__(folder, single_file_per_rank=not file_per_tensor, thread_count=1, sync_files=True)
         self.fs = files
 
     def storage_meta(self) -> None:
-        """Nothing: the path where it was written is nobody's business."""
+        """Return None, so that the metadata do not contain the path of the folder."""
 
 
 class _LocalPlanner(dcp.DefaultSavePlanner):
-    """Plans with the tensors of the run, and takes the data from `local`: this rank's part of each, wherever it is."""
+    """Plans with the run's tensors, and reads the data from `local`: this rank's shard of each, on any device."""
 
     def __init__(self, local: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -145,20 +145,19 @@ def save_tensors(
     *,
     file_per_tensor: bool = False,
 ) -> dict[str, FileRecord]:
-    """Writes `tensors` into the empty `folder`, together with the other ranks of `group`, or this process alone for
-    None; each file is on the disk on return. Returns the records of the files that this rank has written.
+    """Write `tensors` into the empty `folder` and sync each file; returns the records of this rank's files.
 
-    tensors: DTensors, or plain ones that are equal on all ranks that have the name; only their shapes, placements and
-    dtypes are read. local: this rank's part of each, with the data; each is asked for once, when it is written.
-    file_per_tensor: DCP then lets go of each tensor once it is written, and not of all in the end. Where a rank fails,
-    dcp.CheckpointException is raised on all, which is a BaseException.
+    A collective over `group`; None: this process alone. tensors: DTensors, or plain tensors that are equal on all ranks
+    that have the name; only their shapes, placements and dtypes are read. local: this rank's shard of each, with the
+    data; each is looked up once, when it is written. file_per_tensor: DCP then frees each tensor once it is written,
+    not all at the end. Raises dcp.CheckpointException, a BaseException, on all ranks if one fails.
     """
     files = _HashingFileSystem(0 if group is None else dist.get_rank())
     writer, planner = _Writer(folder, files, file_per_tensor=file_per_tensor), _LocalPlanner(local)
     crc32 = get_crc32_options()
-    set_crc32_options(False)  # torch's own sum over each tensor: it costs more than HASH, and says less
+    set_crc32_options(False)  # torch's checksum of each tensor is slower and weaker than HASH
     try:
-        with _without_group_is_fine():
+        with _ignore_no_group_warning():
             dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     finally:
         set_crc32_options(crc32)
@@ -166,12 +165,12 @@ def save_tensors(
 
 
 def load_tensors(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Fills `tensors` in place from the files of `folder`, whatever mesh wrote them; all ranks of `group` together, or
-    this process alone for None.
+    """Fill `tensors` in place from the files of `folder`, written by any mesh.
 
-    Raises dcp.CheckpointException, a BaseException, on all ranks: for a tensor that is missing or of another shape.
+    A collective over `group`; None: this process alone. Raises dcp.CheckpointException, a BaseException, on all ranks
+    if a tensor is missing or has another shape.
     """
-    with _without_group_is_fine():
+    with _ignore_no_group_warning():
         dcp.load(
             dict(tensors),
             storage_reader=_Reader(folder),
@@ -182,13 +181,13 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor], group: dist.Proces
 
 
 def first_failure(error: dcp.CheckpointException) -> RanksError:
-    """What DCP raises on all ranks, as the error of the first rank that failed."""
+    """Convert DCP's error on all ranks to that of the first failed rank."""
     rank, (cause, _) = min(error.failures.items())
     return RanksError(f"rank {rank}: {describe_failure(cause)}")
 
 
 @contextmanager
-def _without_group_is_fine() -> Iterator[None]:
+def _ignore_no_group_warning() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
@@ -205,14 +204,14 @@ def read_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 class _TensorPlanner(dcp.DefaultLoadPlanner):
-    """Loads tensors; anything else in a checkpoint would be a pickle."""
+    """Loads tensors only: any other value would be a pickle."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> NoReturn:  # noqa: ARG002
         raise InvalidCheckpointError(f"{read_item.dest_index.fqn} is not a tensor")
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads DCP's own metadata, which is a pickle, through the list of what a real one needs."""
+    """Reads DCP's metadata, a pickle, through an allow-list of the names that valid metadata contain."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
         path = Path(self.path) / METADATA_FILE
@@ -221,13 +220,13 @@ class _Reader(dcp.FileSystemReader):
                 metadata = _MetadataUnpickler(file).load()
         except InvalidCheckpointError:
             raise
-        except Exception as error:  # whatever a damaged pickle leads to
+        except Exception as error:  # a corrupted pickle can raise any
             raise InvalidCheckpointError(f"{METADATA_FILE} cannot be read: {type(error).__name__}: {error}") from None
         if not isinstance(metadata, Metadata):
-            raise InvalidCheckpointError(f"{METADATA_FILE} holds no metadata of a checkpoint")
-        for place in metadata.storage_data.values():
-            if Path(place.relative_path).name != place.relative_path:
-                raise InvalidCheckpointError(f"{METADATA_FILE} names {place.relative_path}, outside of the checkpoint")
+            raise InvalidCheckpointError(f"{METADATA_FILE} does not contain the metadata of a checkpoint")
+        for stored in metadata.storage_data.values():
+            if Path(stored.relative_path).name != stored.relative_path:
+                raise InvalidCheckpointError(f"{METADATA_FILE} names {stored.relative_path}, outside the checkpoint")
         return metadata
 
 
@@ -249,19 +248,19 @@ _ALLOWED = {
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
-            raise InvalidCheckpointError(f"{METADATA_FILE} names {module}.{name}, which no checkpoint needs")
+            raise InvalidCheckpointError(f"{METADATA_FILE} names {module}.{name}, which is not allowed")
         return super().find_class(module, name)
 
 
 def check_file(folder: Path, name: str, record: FileRecord, verify: Verify) -> None:
-    """Raises InvalidCheckpointError where the file is not what its record says, OSError where it cannot be read."""
+    """Check a file against its record. Raises InvalidCheckpointError if it differs, OSError if it cannot be read."""
     where = f"{name} (written by rank {record.rank})"
     try:
         size = (folder / name).stat().st_size
         if size != record.bytes:
             raise InvalidCheckpointError(f"{where} has {size:,} bytes instead of {record.bytes:,}")
         if verify == "full" and hash_of(folder / name) != record.hash:
-            raise InvalidCheckpointError(f"{where} does not have the content that was written: its {HASH} differs")
+            raise InvalidCheckpointError(f"{where} has changed since it was written: its {HASH} differs")
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
             raise InvalidCheckpointError(f"{where} is missing") from None
@@ -271,7 +270,7 @@ def check_file(folder: Path, name: str, record: FileRecord, verify: Verify) -> N
 
 
 def hash_of(path: Path) -> str:
-    """HASH of a file."""
+    """Compute HASH of a file."""
     digest = xxhash.xxh3_128()
     block = memoryview(bytearray(_BLOCK_BYTES))
     with path.open("rb", buffering=0) as file:
@@ -281,7 +280,7 @@ def hash_of(path: Path) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Until the names in `folder` are on the disk."""
+    """Sync the directory entries of `folder` to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

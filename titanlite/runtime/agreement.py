@@ -1,4 +1,4 @@
-"""What ranks have to agree on: work whose failure on one is known to all, and flags at each step of training."""
+"""Agreement between ranks: work that raises on all ranks if it fails on one, and flags exchanged at each step."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 class RanksError(UserError):
-    """Some ranks failed; raised on all of them with the same text: what happened on the first of them."""
+    """At least one rank failed. Raised on all ranks with the same text: the error of the lowest failed rank."""
 
 
-def together(work: Callable[[], T], group: dist.ProcessGroup) -> list[T]:
-    """What `work()` returned on each rank of `group`, by rank. A collective. Raises RanksError.
+def run_on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup) -> list[T]:
+    """Run `work()` on each rank of `group`; returns all results, by rank. A collective. Raises RanksError.
 
-    group: of gloo. The values travel between the ranks' processes as pickles.
+    group: a gloo group. Results are sent as pickles.
     """
     outcome: tuple[str, None] | tuple[None, T]
     try:
@@ -34,19 +34,20 @@ def together(work: Callable[[], T], group: dist.ProcessGroup) -> list[T]:
     return [value for _, value in outcomes]
 
 
-def on_first(work: Callable[[], T], group: dist.ProcessGroup) -> T:
-    """What `work()` returned on rank 0, where alone it is called. A collective. Raises RanksError."""
-    return together(lambda: work() if dist.get_rank(group) == 0 else None, group)[0]  # type: ignore[return-value]
+def run_on_rank_0(work: Callable[[], T], group: dist.ProcessGroup) -> T:
+    """Run `work()` on rank 0 only; returns its result on all ranks. A collective. Raises RanksError."""
+    results = run_on_all_ranks(lambda: work() if dist.get_rank(group) == 0 else None, group)
+    return results[0]  # type: ignore[return-value]
 
 
-def warn_once(message: str, group: dist.ProcessGroup) -> None:
-    """A warning that all ranks have come to alike: from rank 0 alone. No collective."""
+def warn_on_rank_0(message: str, group: dist.ProcessGroup) -> None:
+    """Log a warning on rank 0 only. Not a collective."""
     if dist.get_rank(group) == 0:
         log.warning("%s", message)
 
 
 def describe_failure(error: BaseException) -> str:
-    """In a line, for the other ranks."""
+    """Describe an error in one line, for other ranks."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, UserError):
@@ -55,16 +56,16 @@ def describe_failure(error: BaseException) -> str:
 
 
 class Flags(NamedTuple):
-    """What a rank has to say at the end of a step; agreed: the largest value that any rank has said."""
+    """A rank's flags at the end of a step; the agreed flags are the maximum over all ranks."""
 
     stop: int = 0
-    """Number of the signal that asks to stop; 0: none."""
+    """Number of the signal that requests a stop; 0: no request."""
     save_failed: bool = False
-    """A save has failed on this rank."""
+    """Whether a save has failed on this rank."""
 
 
 class Agreement:
-    """The largest of some integers over all ranks, one exchange late, so that nobody waits for it.
+    """The element-wise maximum of `count` integers over all ranks, one exchange late, to overlap with training.
 
     group: a gloo group of all ranks that nothing else uses at the same time; None: one process. One all-reduce of a few
     bytes is in flight between two exchanges.
@@ -76,9 +77,9 @@ class Agreement:
         self._work: dist.Work | None = None
 
     def exchange(self, values: Sequence[int]) -> list[int]:
-        """On all ranks, at the same point. Returns what was agreed on at the last exchange; at first zeros.
+        """Submit this rank's values; returns the maximum of the previous exchange, initially zeros. A collective.
 
-        Waits for the slowest rank to have come to that exchange. Raises RuntimeError where a rank is gone, or after the
+        Waits until all ranks have reached the previous exchange. Raises RuntimeError if a rank has ended, or after the
         group's timeout.
         """
         agreed = self.finish()
@@ -88,7 +89,7 @@ class Agreement:
         return agreed
 
     def finish(self) -> list[int]:
-        """What was agreed on at the last exchange, with nothing left in flight. On all ranks; errors as in exchange."""
+        """Return the maximum of the last exchange; nothing is in flight afterwards. A collective; errors: exchange."""
         if self._work is not None:
             work, self._work = self._work, None
             work.wait()
@@ -97,19 +98,18 @@ class Agreement:
 
 
 class Control:
-    """Agreement of all ranks on Flags, one step late: every rank acts on the same flags at the same step."""
+    """Agreement of all ranks on Flags, one step late: all ranks act on the same flags at the same step."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """group: as of Agreement."""
+        """group: see Agreement."""
         self._agreement = Agreement(group, len(Flags._fields))
 
     def exchange(self, flags: Flags) -> Flags:
-        """At the end of each step, on all ranks. Returns what was agreed on at the end of the step before. Errors as of
-        Agreement."""
+        """Submit this rank's flags; returns the agreed flags of the previous step. A collective; errors: Agreement."""
         return _flags(self._agreement.exchange(flags))
 
     def finish(self) -> Flags:
-        """What was agreed on at the last exchange, with nothing left in flight. On all ranks; errors as in exchange."""
+        """Return the flags of the last exchange; nothing is in flight afterwards. A collective; errors: Agreement."""
         return _flags(self._agreement.finish())
 
 
@@ -119,19 +119,19 @@ def _flags(values: Sequence[int]) -> Flags:
 
 
 class FiniteData(Protocol):
-    """ended: of each source, whether this rank's streams have nothing left of it."""
+    """Data with finite sources. ended: per source, whether this rank's streams have exhausted it."""
 
     ended: list[bool]
 
     def ended_after_next(self) -> list[bool]:
-        """What `ended` will be after the next step; waits until that is prepared."""
+        """Return `ended` as of the end of the next step; waits until that step's batch is prepared."""
         ...
 
 
 class DataEnd:
-    """Whether a finite source has ended for all ranks, known in time: a step ahead of the step after which it has.
+    """Agreement of all ranks on exhausted sources. Ranks submit one step ahead, so a step's result is known at its end.
 
-    data: None if all sources are read for ever. group: as of Agreement.
+    data: None if all sources repeat without limit. group: see Agreement.
     """
 
     def __init__(self, data: FiniteData | None, group: dist.ProcessGroup | None) -> None:
@@ -139,19 +139,19 @@ class DataEnd:
         self._agreement = Agreement(group, len(data.ended) if data else 0)
 
     def before_training(self) -> list[bool]:
-        """Of each source, whether it has ended already. On all ranks, before the first step of a start."""
+        """Return per source whether all ranks have exhausted it before the first step. A collective."""
         if self._data is not None:
-            self._say(self._data.ended)
+            self._submit(self._data.ended)
         return self.after_step()
 
     def after_step(self) -> list[bool]:
-        """Of each source, whether it has ended with the step that is just done. On all ranks, at the end of each."""
+        """Return per source whether all ranks have exhausted it after the current step. A collective."""
         if self._data is None:
             return []
         ended = [left == 0 for left in self._agreement.finish()]
         if not any(ended):
-            self._say(self._data.ended_after_next())
+            self._submit(self._data.ended_after_next())
         return ended
 
-    def _say(self, ended: Sequence[bool]) -> None:
+    def _submit(self, ended: Sequence[bool]) -> None:
         self._agreement.exchange([not source for source in ended])

@@ -1,4 +1,4 @@
-"""What is computed once: on disk, by one process for all; and in memory, as long as there is room."""
+"""Caches: on disk, built by one process for all; and in memory, least recently used entries evicted first."""
 
 import fcntl
 import hashlib
@@ -21,7 +21,7 @@ V = TypeVar("V")
 
 
 def cache_folder() -> Path:
-    """$TITANLITE_CACHE, else $XDG_CACHE_HOME/titanlite, else ~/.cache/titanlite. It need not exist yet."""
+    """Return $TITANLITE_CACHE, else $XDG_CACHE_HOME/titanlite, else ~/.cache/titanlite. It may not exist yet."""
     own = os.environ.get("TITANLITE_CACHE")
     if own:
         return Path(own).expanduser()
@@ -30,22 +30,23 @@ def cache_folder() -> Path:
 
 
 def content_key(facts: Any) -> str:
-    """32 hex digits that change with any of `facts` (what JSON can hold)."""
+    """Hash `facts`, a JSON value, to 32 hex digits."""
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
 def file_facts(files: list[Path]) -> list[tuple[str, int, int]]:
-    """(path, size in bytes, modification time in ns) of each file: what a key of their content consists of."""
+    """Return (path, size in bytes, modification time in ns) of each file, as facts of a content_key."""
     stats = [(file, os.stat(file)) for file in files]
     return [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in stats]
 
 
 def built_once(folder: Path, what: str, build: Callable[[Path], None]) -> Path:
-    """`folder`, filled by `build(temporary folder)` unless it exists already.
+    """Return `folder`, filled by `build(temporary folder)` unless it exists already.
 
-    Of all processes of all ranks that call this at once, one builds and the others wait. The folder appears by one
-    rename, complete or not at all; a builder that is killed loses its lock, and the next one clears up behind it.
+    If several processes call this concurrently, one builds and the others wait. A rename publishes the complete folder.
+    If a builder is killed, its lock is released and the next builder removes its leftovers. Raises UserError if the
+    folder cannot be written. what: description of the content, for messages.
     """
     if folder.is_dir():
         return folder
@@ -61,14 +62,14 @@ def built_once(folder: Path, what: str, build: Callable[[Path], None]) -> Path:
                 os.rename(temporary, folder)
     except OSError as error:
         raise UserError(
-            f"{what} cannot be built in {folder.parent}: {error}; set the environment variable TITANLITE_CACHE to a "
-            "folder that can be written and locked"
+            f"cannot build {what} in {folder.parent}: {error}; set the environment variable TITANLITE_CACHE to a "
+            "writable folder on a file system with file locks"
         ) from error
     return folder
 
 
 def _sync(folder: Path) -> None:
-    """Wait until the folder's files are on the disk, so that what the rename publishes survives a power cut."""
+    """Sync the folder's files to disk, so that they survive a power failure after the rename."""
     for path in folder.iterdir():
         with open(path, "rb") as file:
             os.fsync(file.fileno())
@@ -76,18 +77,18 @@ def _sync(folder: Path) -> None:
 
 @contextmanager
 def _locked(path: Path, what: str) -> Iterator[None]:
-    """Hold the exclusive lock of the file `path`, which the system takes back when the process dies."""
+    """Hold an exclusive lock on the file `path`; the system releases it if the process dies."""
     with open(path, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.info("waiting for another process that builds %s", what)
+            logger.info("waiting for another process to build %s", what)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 class Recent(Generic[K, V]):
-    """The values used last, as long as their sizes add up to at most `limit`; the very last one stays in any case."""
+    """An LRU cache: the sizes of its values sum to at most `limit`; the last used value is always kept."""
 
     def __init__(self, limit: int, size: Callable[[V], int]) -> None:
         self._limit = limit
@@ -96,7 +97,7 @@ class Recent(Generic[K, V]):
         self._values: OrderedDict[K, V] = OrderedDict()
 
     def get(self, key: K, make: Callable[[], V]) -> V:
-        """The value of `key`, made now where it is not remembered."""
+        """Return the value of `key`, made by `make()` if it is not cached."""
         if key not in self._values:
             self._values[key] = value = make()
             self._total += self._size(value)

@@ -1,4 +1,4 @@
-"""The process's place in the world: device, backend, process group, and one clean end for all ranks."""
+"""The process in its world: rank, device, backend, rendezvous, process group and timeouts."""
 
 import os
 import time
@@ -13,27 +13,25 @@ import torch.distributed as dist
 from titanlite.runtime.errors import UserError, ranged
 
 JOIN_POLL_S = 0.02
-
-
 MAX_TIMEOUT_S = 604_800
 """A week."""
 
 
 @dataclass(frozen=True)
 class CommConfig:
-    """How long ranks wait for each other."""
+    """Timeouts of collectives."""
 
     init_timeout_s: int = ranged(300, least=1, most=MAX_TIMEOUT_S)
-    """Seconds for start-up and the first step."""
+    """Timeout in seconds for a collective during start-up and the first step."""
     train_timeout_s: int = ranged(100, least=1, most=MAX_TIMEOUT_S)
-    """Seconds for a collective after the first step."""
+    """Timeout in seconds for a collective after the first step."""
     save_timeout_s: int = ranged(1800, least=1, most=MAX_TIMEOUT_S)
-    """Seconds that ranks wait for each other while a checkpoint is written or read."""
+    """Timeout in seconds for a collective while a checkpoint is written or read."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Which process this is, as the launcher says. rank and local_rank count from 0; device_type: "cpu" or "cuda"."""
+    """The ranks that the launcher assigned. rank and local_rank start at 0; device_type: "cpu" or "cuda"."""
 
     rank: int
     local_rank: int
@@ -46,31 +44,31 @@ class World:
 
     @property
     def backend(self) -> str:
-        """CPU tensors always have a backend: control messages and checkpoints travel there."""
+        """torch's backend string. It always includes gloo, which flags and checkpoints use."""
         return "cpu:gloo,cuda:nccl" if self.device_type == "cuda" else "gloo"
 
 
 def world_from_environment() -> World:
-    """Reads what torchrun sets; without it, a world of one process."""
+    """Read torchrun's environment variables; without them, return a world of one process. Raises UserError."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     missing = [name for name in names if name not in os.environ]
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if len(missing) == len(names):
         return World(0, 0, 1, device_type)
-    remedy = "start with torchrun, which sets them all, or unset them for a run in one process"
+    remedy = "start with torchrun, which sets all of them, or unset them for a run in one process"
     if missing:
         present = ", ".join(name for name in names if name not in missing)
         raise UserError(f"the environment sets {present} but not {', '.join(missing)}: {remedy}")
     texts = [os.environ[name] for name in names]
     given = ", ".join(f"{name}={text}" for name, text in zip(names, texts, strict=True))
     if not all(text.isdecimal() for text in texts):
-        raise UserError(f"the environment sets {given}, and these have to be numbers from 0: {remedy}")
+        raise UserError(f"the environment sets {given}, and these must be integers from 0: {remedy}")
     rank, local_rank, size = map(int, texts)
     if rank >= size:
-        raise UserError(f"the environment sets {given}, and RANK has to be below WORLD_SIZE: {remedy}")
+        raise UserError(f"the environment sets {given}, and RANK must be below WORLD_SIZE: {remedy}")
     absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if size > 1 and absent:
-        raise UserError(f"the environment sets {given} but not {', '.join(absent)}, where rank 0 is found: {remedy}")
+        raise UserError(f"the environment sets {given} but not {', '.join(absent)}, the address of rank 0: {remedy}")
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
     if device_type == "cuda" and processes > torch.cuda.device_count():
         raise UserError(
@@ -81,7 +79,7 @@ def world_from_environment() -> World:
 
 
 def connect(world: World, section: CommConfig) -> dist.Store:
-    """The store through which the ranks find each other, once all have come. Before it, nothing is allocated."""
+    """Wait for all ranks; returns the store for their process groups. Allocates no device memory."""
     if world.size == 1:
         return dist.HashStore()
     found: tuple[dist.Store, int, int] = next(
@@ -92,13 +90,13 @@ def connect(world: World, section: CommConfig) -> dist.Store:
 
 
 def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout_s: int) -> str:
-    """A name that all ranks of this attempt share, and none of another. On all ranks; waits for all of them.
+    """Return a name that is unique to this attempt and equal on all its ranks. Waits for all ranks. Raises UserError.
 
-    torchrun's store outlives the ranks: after a restart it still holds what the ranks before have written. And nothing
-    in the environment tells attempts apart on all nodes: MASTER_PORT stays, and TORCHELASTIC_RESTART_COUNT counts where
-    a rank has died, but not on a node whose ranks are only restarted along (rdzv-backend c10d). So rank 0 draws a name,
-    and tells each rank that asks for it under a name that this rank has drawn: no earlier attempt can have answered.
-    A rank that has asked long ago, in an earlier attempt, is answered as well, which nobody reads.
+    torchrun's store outlives the ranks: after a restart it still has the keys of earlier attempts. No environment
+    variable identifies the attempt on all nodes: MASTER_PORT does not change, and TORCHELASTIC_RESTART_COUNT increases
+    on the node of a failed rank, but not on a node whose ranks are only restarted with it (rdzv-backend c10d). So rank
+    0 draws the name, and each other rank requests it under a random key of its own, which no earlier attempt can have
+    answered. Answers to requests of earlier attempts are never read.
     """
     own = uuid.uuid4().hex
     if rank > 0:
@@ -116,15 +114,15 @@ def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout_s: int) ->
         missing = [other for other in missing if not store.check([f"{own}/joined/{other}"])]
         if time.monotonic() > deadline:
             raise UserError(
-                f"comm.init_timeout_s = {timeout_s}: by then {len(missing)} of {size} ranks had not come, such as rank "
-                f"{missing[0]}: see what they say, or raise it where they only need longer to start"
+                f"comm.init_timeout_s = {timeout_s}: {len(missing)} of {size} ranks did not connect in time, such as "
+                f"rank {missing[0]}: look at their output, or increase the timeout if they only start slowly"
             )
         time.sleep(JOIN_POLL_S if missing else 0)
     return own
 
 
 def init_process_group(world: World, store: dist.Store, section: CommConfig) -> dist.ProcessGroup:
-    """The group of all ranks, as torch's default group, with the start-up timeout."""
+    """Initialize torch's default group with all ranks and the start-up timeout."""
     if world.device_type == "cuda":
         torch.cuda.set_device(world.device)
     dist.init_process_group(
@@ -139,6 +137,6 @@ def init_process_group(world: World, store: dist.Store, section: CommConfig) -> 
 
 
 def set_timeout(groups: Iterable[dist.ProcessGroup], seconds: int) -> None:
-    """Collectives of these groups fail after so many seconds from now on."""
+    """Set the timeout of later collectives of these groups."""
     for group in groups:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

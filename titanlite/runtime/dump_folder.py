@@ -1,4 +1,4 @@
-"""The folder of everything that a run writes, without ever losing or mixing an earlier run's files."""
+"""The folder of a run's output files. An earlier run's files are renamed, never overwritten."""
 
 import os
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _REMEDY = "give another folder with --job.dump_folder"
 
 
 def make_dump_folder(folder: str | Path) -> Path:
-    """Make `folder` where it is missing. Raises UserError where it cannot be made or written."""
+    """Create `folder` if it does not exist. Raises UserError if it cannot be created or written."""
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -26,15 +26,15 @@ def make_dump_folder(folder: str | Path) -> Path:
 
 
 def prepare_dump_folder(folder: str | Path, outputs: Sequence[str], rank: int) -> list[Path]:
-    """Make `folder` ready for a run that starts afresh; returns the new paths of what an earlier run had left.
+    """Prepare `folder` for a new run; returns the new paths of an earlier run's files.
 
-    outputs: names, inside the folder, of the files and folders that the run will write. Those that exist are renamed
-    to `<name>.<n>`, with one n for all: the smallest number that none of the names has taken, so an earlier run's files
-    stay together. What is not listed is not touched. One line in the log says what was kept.
+    outputs: names, inside the folder, of the files and folders that the run will write. Existing ones are renamed to
+    `<name>.<n>` with one n for all names: the smallest number that is free for each of them. Other files are not
+    touched. Logs one line with the new names.
 
-    Only rank 0 touches the disk; the others get [] at once, and must not write here before rank 0 has returned (the
-    caller's barrier). Two runs in one folder are kept apart by `job_lock`, not here.
-    Raises UserError where the folder cannot be made, written, or cleared.
+    Only rank 0 accesses the disk; the other ranks return [] at once and must not write here before rank 0 has returned
+    (the caller's barrier). `job_lock` excludes concurrent runs in one folder. Raises UserError if the folder cannot be
+    created or written, or a file cannot be renamed.
     """
     if rank != 0:
         return []
@@ -51,5 +51,5 @@ def prepare_dump_folder(folder: str | Path, outputs: Sequence[str], rank: int) -
         except OSError as error:
             raise UserError(f"job.dump_folder: cannot rename {path} to {target}: {error.strerror}; {_REMEDY}") from None
         kept.append(target)
-    log.info("%s holds an earlier run; its files are kept as %s", folder, ", ".join(path.name for path in kept))
+    log.info("%s has files of an earlier run; renamed to %s", folder, ", ".join(path.name for path in kept))
     return kept

@@ -1,4 +1,4 @@
-"""Environment variables that bear on a run, as lines for its start, without secrets."""
+"""Log lines about environment variables that affect a run, without secrets."""
 
 import re
 from collections.abc import Mapping
@@ -14,16 +14,16 @@ _NAMES = {
 }
 _PREFIXES = ("CUDA_", "GLOO_", "HIP_", "NCCL_", "PYTORCH_", "RCCL_", "ROCR_", "TITANLITE_", "TORCH_")
 _SECRET_NAME = re.compile(r"TOKEN(?!IZER)|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
-_SECRET_VALUE = re.compile(  # a URL with a user's name and password; a parameter that smells like its name
+_SECRET_VALUE = re.compile(  # a URL with user and password, or a parameter named like a secret
     r"://[^/]*@|\w*(token|key|secret|passw|credential|auth|sig)\w*=", re.IGNORECASE
 )
 
 
 def environment_lines(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """One line per variable of interest that is set: `NAME=value`, and what the run itself set or overrode.
+    """Return one line per variable: `NAME=value`, and whether titanlite set, overrode or removed it.
 
-    before: the environment as the user handed it over; now: as it stands after the run's own settings. Only an
-    allow-list of names and prefixes is looked at; names that smell of a secret are left out, and so are values that do.
+    before: the user's environment; now: the environment after the run's own settings. Only an allow-list of names and
+    prefixes is considered. Names that look like secrets are left out, and values that do are hidden.
     """
     lines = []
     for name in sorted({*before, *now}):
@@ -42,7 +42,7 @@ def environment_lines(before: Mapping[str, str], now: Mapping[str, str]) -> list
 
 
 def _shown(value: str) -> str:
-    """`value` on one line, unless it may hold a secret."""
+    """Return `value` on one line, or a placeholder if it may contain a secret."""
     if _SECRET_VALUE.search(value):
-        return "<hidden: may hold a secret>"
+        return "<hidden: may contain a secret>"
     return value if value.isprintable() else ascii(value)

@@ -1,4 +1,4 @@
-"""Errors that are written for a person: what is wrong, and what to do about it."""
+"""Errors for the user: what is wrong, and how to fix it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
@@ -6,11 +6,15 @@ from typing import Any
 
 
 class UserError(Exception):
-    """Something that the user can mend. Its text is the whole message; no traceback is shown with it."""
+    """An error that the user can fix. It is shown without a traceback."""
+
+
+class UsageError(UserError):
+    """Wrong command-line arguments or an invalid configuration. The process exits with code 2."""
 
 
 class DataError(UserError):
-    """The data of one sequence cannot be used. sequence: its number in the run, from 0, the same on every mesh."""
+    """The data of one sequence cannot be used. sequence: its index in the run, from 0, the same on every mesh."""
 
     def __init__(self, message: str, sequence: int) -> None:
         self.sequence = sequence
@@ -19,10 +23,10 @@ class DataError(UserError):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a configuration.
+    """One problem of a configuration.
 
-    key: the full key, as in TOML and on the command line ("training.steps"). value: what was given.
-    rule: what holds for valid values ("at least 1"). remedy: what to write instead.
+    key: the full key, as in TOML and on the command line ("training.steps"). value: the given value.
+    rule: the condition for valid values ("at least 1"). remedy: what to write instead.
     """
 
     key: str
@@ -34,8 +38,8 @@ class Problem:
         return f"{self.key} = {self.value!r}\n    rule:   {self.rule}\n    remedy: {self.remedy}"
 
 
-class ConfigError(UserError):
-    """All problems of one configuration, in one report. The process ends with exit code 2."""
+class ConfigError(UsageError):
+    """All problems of one configuration. The process exits with code 2."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -45,13 +49,13 @@ class ConfigError(UserError):
 
 
 def require(ok: bool, key: str, value: Any, rule: str, remedy: str) -> list[Problem]:
-    """[] where `ok`, else the one Problem: checks read as a list of rules."""
+    """Return [] if `ok`, else a list with one Problem."""
     return [] if ok else [Problem(key, value, rule, remedy)]
 
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that a key may have. unset: a value outside that is valid, too; it stands for what is chosen."""
+    """The range of a numeric key. unset: an additional valid value that stands for an automatic choice."""
 
     least: float | None
     above: float | None
@@ -61,11 +65,11 @@ class Range:
     remedy: str
 
     def has(self, value: float) -> bool:
-        return value == self.unset or not (
-            (self.least is not None and value < self.least)
-            or (self.above is not None and value <= self.above)
-            or (self.most is not None and value > self.most)
-            or (self.below is not None and value >= self.below)
+        return value == self.unset or (
+            (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
         )
 
     def __str__(self) -> str:
@@ -89,17 +93,17 @@ def ranged(
     below: float | None = None,
     unset: float | None = None,
 ) -> Any:
-    """A field of a section, whose values have a rule of their own; see Range."""
+    """Define a field of a section with a range; see Range."""
     return field(default=default, metadata={"range": Range(least, above, most, below, unset, remedy)})
 
 
 def check_ranges(section: Any, name: str) -> list[Problem]:
-    """Problems of the numbers of a section, or of one table, each by itself."""
+    """Check each ranged field of a section or table; returns the problems. name: of the section."""
     problems: list[Problem] = []
-    for each in fields(section):
-        if (rule := each.metadata.get("range")) is not None:
-            value = getattr(section, each.name)
-            problems += require(rule.has(value), f"{name}.{each.name}", value, str(rule), rule.remedy)
+    for key in fields(section):
+        if (rule := key.metadata.get("range")) is not None:
+            value = getattr(section, key.name)
+            problems += require(rule.has(value), f"{name}.{key.name}", value, str(rule), rule.remedy)
     return problems
 
 

@@ -1,6 +1,6 @@
-"""One clean end for all ranks: the first failure is told once, by the rank that it happened on.
+"""Failure reports: all ranks exit, and only the first failed rank prints its error.
 
-Imports no torch, so that Ctrl-C can be taken care of before that import, which takes seconds.
+Does not import torch, which takes seconds, so that Ctrl-C is handled before that import.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Literal, NoReturn, Self
 
-from titanlite.runtime.errors import ConfigError, DataError, UserError
+from titanlite.runtime.errors import DataError, UsageError, UserError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-Part = Literal["tells", "names", "silent"]
+Detail = Literal["full", "brief", "silent"]
 
-# Before ranks know each other, all of them usually meet the same problem. Rank 0 tells it at once, and the end of its
-# process ends those of its node. Ranks that are still there after this many seconds tell what happened to them: the
-# first of another node, or a rank that met a problem of its own; the first rank of a node is ahead of the others.
+# Before the ranks are connected, usually all of them fail with the same error. Rank 0 prints it at once, and the
+# launcher then terminates the other ranks of its node. Ranks that still run after this wait print their own error: the
+# first rank of another node, or a rank with a different error. The first rank of a node prints before the others.
 UNCONNECTED_WAIT_S = 10.0
 NODE_ORDER_WAIT_S = 2.0
-# A rank that has nothing to tell stays for so long, unless the launcher ends it: the launcher would end the one that is
-# just about to tell, and it names the rank whose process ended first as the cause.
+# A silent rank waits before it exits, unless the launcher terminates it: its exit would make the launcher terminate the
+# rank that is about to print, and name the silent rank as the cause.
 SILENT_WAIT_S = 5.0
-# A rank that is interrupted stays for so long: until the others are interrupted too, none shall see a lost connection.
+# An interrupted rank waits until the other ranks are interrupted too, so that they do not see a lost connection.
 INTERRUPTED_WAIT_S = 0.3
-# Whatever blocks while a failure is told (a host that does not answer, a full pipe): this ends the process.
+# Kills the process if printing the error blocks (unreachable host, full pipe).
 LAST_RESORT_S = 60
 
 LOWEST_SEQUENCE = "titanlite/lowest_sequence"
-"""Key in the store: the lowest sequence whose data cannot be used."""
+"""Key in the store: the lowest sequence with unusable data."""
 
 
 class FailureReport:
-    """Context of a whole program. An exception that leaves it ends the process: never a hang, never N tracebacks.
+    """Context manager of a program: an exception ends the process without hanging, and only one rank prints it.
 
-    Once ranks are connected, `store` says who failed first: only that rank speaks, the others saw a consequence (a
-    lost connection) and end silently. Users' errors are told without a traceback. Exit codes: 2 for a configuration,
-    130 for Ctrl-C, 1 for anything else.
+    Once ranks are connected, the first failed rank registers itself in `store` and prints its error; the other ranks
+    only see a consequence, such as a lost connection, and exit silently. UserError is printed without a traceback. Exit
+    codes: 2 for a configuration error, 130 for Ctrl-C, 1 for any other error.
     """
 
     def __init__(self) -> None:
@@ -61,49 +61,49 @@ class FailureReport:
     ) -> None:
         if error is None or isinstance(error, SystemExit):
             return
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to stop for: the launcher ends silent ranks
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # lets the launcher terminate silent ranks
         signal.alarm(LAST_RESORT_S)
-        part = self._part(error)
-        if part == "silent":
+        detail = self._detail(error)
+        if detail == "silent":
             time.sleep(SILENT_WAIT_S)
         elif isinstance(error, UserError):
-            _tell(f"titanlite: {error}")
-        elif part == "names" and isinstance(error, RuntimeError):  # what torch raises for a lost connection
-            _tell(f"titanlite: rank {self._rank} lost the other ranks: {error}")
+            _print_error(f"titanlite: {error}")
+        elif detail == "brief" and isinstance(error, RuntimeError):  # torch's error for a lost connection
+            _print_error(f"titanlite: rank {self._rank} lost the connection to the other ranks: {error}")
         else:
-            _tell("".join(traceback.format_exception(kind, error, trace)))
-            _tell(f"titanlite: rank {self._rank} failed: {type(error).__name__}: {error}")
-        end_process(2 if isinstance(error, ConfigError) else 1)
+            _print_error("".join(traceback.format_exception(kind, error, trace)))
+            _print_error(f"titanlite: rank {self._rank} failed: {type(error).__name__}: {error}")
+        end_process(2 if isinstance(error, UsageError) else 1)
 
     def note_data_error(self, error: DataError) -> None:
-        """Of the ranks that have noted theirs by the time they fail, the one with the lowest sequence speaks."""
+        """Register the sequence of a data error: of all registered ranks, the one with the lowest sequence prints."""
         if self.store is None:
             return
         number = str(error.sequence)
         lowest = self.store.compare_set(LOWEST_SEQUENCE, "", number)
-        while int(lowest) > error.sequence:  # the other's number, or one that a third rank has put there meanwhile
+        while int(lowest) > error.sequence:  # repeat: another rank may have replaced it meanwhile
             lowest = self.store.compare_set(LOWEST_SEQUENCE, lowest.decode(), number)
 
-    def _part(self, error: BaseException) -> Part:
-        """What this rank has to say of its failure: all, what it is in a line, or nothing."""
+    def _detail(self, error: BaseException) -> Detail:
+        """Decide how much this rank prints; before the ranks are connected, wait for rank 0 first."""
         if self.store is None:
             if self._rank != "0":
                 time.sleep(UNCONNECTED_WAIT_S + (NODE_ORDER_WAIT_S if self._local_rank != "0" else 0.0))
-            return "tells"
+            return "full"
         try:
             if isinstance(error, DataError) and int(self.store.get(LOWEST_SEQUENCE)) < error.sequence:
                 return "silent"
             first = self.store.compare_set("titanlite/first_failure", "", self._rank)
-        except RuntimeError:  # the process that holds the store is gone: most likely we see a consequence of that
-            return "names"
-        return "tells" if first.decode() == self._rank else "silent"
+        except RuntimeError:  # the process of the store has ended, most likely the cause of this error
+            return "brief"
+        return "full" if first.decode() == self._rank else "silent"
 
 
 def end_on_interrupt() -> None:
-    """From now on Ctrl-C ends the process at once, with exit code 130 and one line from rank 0.
+    """Make Ctrl-C end the process at once, with exit code 130 and one line from rank 0. For the main thread only.
 
-    A thread waits for the signal: Python's own handlers only run between two of its instructions, so not while the main
-    thread waits inside a library, such as for ranks that have ended already. For the main thread only.
+    A thread waits for the signal: Python's handlers only run between bytecode instructions, not while the main thread
+    blocks inside a library, such as in a collective with ranks that have ended.
     """
     if signal.getsignal(signal.SIGINT) is _leave_to_thread:
         return
@@ -124,20 +124,22 @@ def _wait_for_interrupt(reader: int) -> None:
 
 
 def _leave_to_thread(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    """Python's handler of SIGINT: the main thread does nothing more, whatever goes wrong around it."""
+    """Python's handler of SIGINT: block the main thread until the signal thread ends the process."""
     time.sleep(LAST_RESORT_S)
 
 
-def _tell(message: str) -> None:
-    with suppress(OSError, ValueError):  # a reader that is gone, a closed stream: end all the same
+def _print_error(message: str) -> None:
+    with suppress(OSError, ValueError):  # broken pipe or closed stream: the exit must not depend on it
         sys.stdout.flush()
     with suppress(OSError, ValueError):
         print(message, file=sys.stderr, flush=True)
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends at once. An orderly shutdown of the interpreter could wait for ranks and threads that never answer; after a
-    good end, about one in 60 was aborted (SIGABRT on a busy machine, docs/LOG.md)."""
+    """Exit at once, without the interpreter's shutdown, which could wait for ranks and threads without limit.
+
+    After a successful run, about one shutdown in 60 aborted (SIGABRT on a busy machine, docs/LOG.md).
+    """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

@@ -1,15 +1,15 @@
-"""Python's garbage collection at chosen steps, so that no rank pauses while the others wait for it in a collective."""
+"""Garbage collection at fixed steps, so that no rank pauses while the others wait for it in a collective."""
 
 import gc
 from typing import Self
 
 
 class PacedGarbageCollection:
-    """While entered, cycles are collected at every `freq`-th step and at no other time.
+    """Context manager in which garbage is collected at every `freq`-th step only.
 
-    Automatic collection strikes each rank at another moment, and every rank waits for the slowest. What exists on
-    entering (modules, model, optimizer) is set aside first, so that a collection looks only at what the steps have left
-    behind. Leaving restores what was found, also after an exception. Not reentrant.
+    Automatic collection pauses ranks at different times, and every rank waits for the slowest. Objects that exist on
+    entering (modules, model, optimizer) are frozen, so that collections only visit objects created later. Leaving
+    restores the previous state, also after an exception. Not reentrant.
     """
 
     def __init__(self, freq: int) -> None:
@@ -29,6 +29,6 @@ class PacedGarbageCollection:
             gc.enable()
 
     def after_step(self, step: int) -> None:
-        """Collect if `step` (from 1) is a multiple of the frequency; the same answer on all ranks."""
+        """Collect if `step` (from 1) is a multiple of `freq`, the same on all ranks."""
         if step % self._freq == 0:
             gc.collect()

@@ -1,6 +1,6 @@
-"""Ranks for tests and commands: N processes on this machine, forked from one that has imported torch already.
+"""Run a function on N local ranks, forked from a server process that has imported torch.
 
-Imports are what costs when ranks start: a fork server does them once for all ranks.
+Imports dominate the start-up time of a rank: the fork server imports once for all ranks.
 """
 
 import json
@@ -19,24 +19,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_LATE_NEWS_S = 2.0
+_LATE_FAILURES_S = 2.0
 PRELOAD: tuple[str, ...] = (
     *("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining"),
     *("torch._dynamo", "torch._inductor.compile_fx"),  # else imported by the first optimizer, the first compiled block
 )
-"""What the fork server imports, beside the module of the first function."""
+"""Modules that the fork server imports, besides the module of the first function."""
 
 
 class RankError(RuntimeError):
-    """A rank failed; the text is its traceback."""
+    """At least one rank failed; the text contains its traceback."""
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 300.0) -> list[Any]:
-    """Calls `function(*args)` on `world_size` ranks with a gloo process group; returns what each returned, by rank.
+    """Call `function(*args)` on `world_size` ranks with a gloo process group; returns the results, by rank.
 
-    `function` is a module-level function and returns JSON values; `args` travel to it by multiprocessing. RANK,
-    LOCAL_RANK and WORLD_SIZE are set. One rank's error ends all others and is raised here as RankError, as is
-    running longer than `timeout_s` seconds.
+    `function` is a module-level function and returns JSON values; `args` are pickled. RANK, LOCAL_RANK and WORLD_SIZE
+    are set. Raises RankError if a rank fails or if `timeout_s` seconds have passed; all ranks are then killed.
     """
     context = fork_context(function.__module__)
     ranks: list[tuple[ForkServerProcess, Connection]] = []
@@ -62,9 +61,9 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
 
 
 def fork_context(*modules: str) -> ForkServerContext:
-    """Return the context whose processes are forked from the server.
+    """Return the multiprocessing context whose processes are forked from the server.
 
-    The first process starts the server, which imports `modules` beside what all ranks need, and runs no operation.
+    The first process starts the server, which imports PRELOAD and `modules` and runs no torch operation.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *modules])
@@ -72,9 +71,9 @@ def fork_context(*modules: str) -> ForkServerContext:
 
 
 def collect(ranks: Sequence[tuple[ForkServerProcess, Connection]], deadline: float) -> list[Any]:
-    """Return the result of each rank. Raises RankError with all failures known by then, the first to happen in front.
+    """Return the result of each rank. Raises RankError with all known failures, the earliest first.
 
-    deadline: of time.monotonic().
+    deadline: in terms of time.monotonic().
     """
     results: dict[int, Any] = {}
     failures: list[tuple[float, str]] = []
@@ -96,8 +95,8 @@ def collect(ranks: Sequence[tuple[ForkServerProcess, Connection]], deadline: flo
                 failures.append((answer["time"], f"rank {rank} failed:\n{answer['error']}"))
             else:
                 results[rank] = answer["result"]
-        if failures:  # of a rank that was killed, others may know before we do
-            deadline = min(deadline, time.monotonic() + _LATE_NEWS_S)
+        if failures:  # wait a little for the cause: other ranks may report a lost connection to it first
+            deadline = min(deadline, time.monotonic() + _LATE_FAILURES_S)
     if failures:
         raise RankError("\n".join(text for _, text in sorted(failures)))
     if pending:
@@ -106,7 +105,7 @@ def collect(ranks: Sequence[tuple[ForkServerProcess, Connection]], deadline: flo
 
 
 def end_with_parent() -> None:
-    """Ends this rank once the process that launched it is gone, whatever the rank does or waits for."""
+    """Exit this rank once the process that launched it has ended. Runs in a thread."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -132,11 +131,11 @@ def _run_rank(
         answer = json.dumps({"result": function(*args)})
         failed = False
     except BaseException:
-        # The first rank to fail answers first: the others only notice once its process, and so its sockets, are gone.
+        # The first failed rank answers first: the others fail only after its process has ended and closed its sockets.
         answer = json.dumps({"error": traceback.format_exc(), "time": time.monotonic()})
         failed = True
     sender.send_bytes(answer.encode())
     sender.close()
-    # Ranks end together: one that leaves early would break a collective that another is still in.
+    # Wait for the other ranks: an early exit would break a collective that another rank is still in.
     if not failed:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The logger "titanlite": what a person reads while a run goes on."""
+"""The logger "titanlite", for people who watch a run."""
 
 import logging
 import sys
@@ -8,7 +8,7 @@ log = logging.getLogger("titanlite")
 
 
 class _PlainFormatter(logging.Formatter):
-    """Local time and the message; a level is named only where it says something (warnings and above)."""
+    """Local time and the message; shows the level only for warnings and above."""
 
     def __init__(self, origin: str) -> None:
         super().__init__(datefmt="%H:%M:%S")
@@ -21,7 +21,7 @@ class _PlainFormatter(logging.Formatter):
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """A stream without a reader (`| head`, a closed terminal) costs those lines, never the run or a traceback."""
+    """Drops lines silently if the stream has no reader (`| head`, a closed terminal)."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         if not isinstance(sys.exception(), OSError):
@@ -29,12 +29,12 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 def setup_logging(rank: int, stream: TextIO | None = None) -> None:
-    """Direct the logger "titanlite": rank 0 to stdout, from INFO; other ranks to stderr, from WARNING, with their rank.
+    """Set up the logger "titanlite": rank 0 to stdout, from INFO; other ranks to stderr, from WARNING, with their rank.
 
-    stream: in place of stdout, for a command whose stdout is its result.
+    stream: replaces stdout, for a command whose stdout is its result.
 
-    Each message is flushed when it is logged. A second call replaces what the first one set up, so no line is
-    ever printed twice; nothing reaches the root logger, whose handlers belong to whoever imports titanlite.
+    Each message is flushed when it is logged. A second call replaces the first handler, so no line is printed twice.
+    Nothing is propagated to the root logger, whose handlers belong to the importing program.
     """
     if rank == 0:
         handler, level, origin = _Handler(stream or sys.stdout), logging.INFO, ""

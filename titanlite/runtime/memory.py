@@ -1,4 +1,4 @@
-"""How much memory this process takes where its model lives."""
+"""Memory use of this process and memory of its device."""
 
 import os
 import re
@@ -12,14 +12,14 @@ _PEAK_RESIDENT = re.compile(r"^VmHWM:\s*(\d+) kB$", re.MULTILINE)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this process has held so far, of the kind that the device can run out of.
+    """Return the peak memory of this process so far.
 
-    CUDA: what torch's allocator has reserved on the device. CPU: the process's resident set.
-    The device is not asked: these are counters on the host.
+    CUDA: reserved by torch's allocator on the device. CPU: resident set of the process. Reads counters on the host, so
+    it does not sync with the device.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
-    # The kernel's own line first: ru_maxrss starts at the parent's size in a process that was forked.
+    # VmHWM is preferred: in a forked process, ru_maxrss starts at the parent's size.
     status = Path("/proc/self/status")
     found = _PEAK_RESIDENT.search(status.read_text()) if status.exists() else None
     if found:
@@ -29,14 +29,14 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def device_memory_bytes(device: torch.device) -> int:
-    """All the memory that the device has (CUDA), or the machine (CPU)."""
+    """Return the total memory of the device (CUDA) or of the machine (CPU)."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def available_memory_bytes() -> int:
-    """What processes can still take of this machine's memory, and of what its control group may take (Linux)."""
+    """Return the available memory of this machine, at most that of its control group (Linux)."""
     found = re.search(r"^MemAvailable:\s*(\d+) kB$", _text_of("/proc/meminfo"), re.MULTILINE)
     free = int(found[1]) * 1024 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit, used = (_text_of(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
@@ -44,5 +44,5 @@ def available_memory_bytes() -> int:
 
 
 def _text_of(path: str) -> str:
-    """Nothing where there is no such file."""
+    """Return the file's text, "" if it does not exist."""
     return Path(path).read_text() if Path(path).exists() else ""

@@ -1,6 +1,6 @@
-"""No rank goes on without its launcher: the next attempt may have begun, on the same folders.
+"""End a rank whose launcher has ended: the next attempt may already use the same folders.
 
-Imports no torch, so that it holds while torch is being imported, which takes seconds.
+Does not import torch, which takes seconds, so that it also works during that import.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_launcher() -> None:
-    """Under torchrun, this process is killed as soon as the torchrun that started it is gone, SIGKILL included.
+    """Kill this process as soon as the torchrun that started it has ended, even by SIGKILL. Idempotent.
 
-    torchrun's ranks have sessions of their own, and would otherwise go on. Without torchrun nothing changes: a process
-    that is to outlive its shell does. May be called again.
+    torchrun starts each rank in a new session, so ranks would outlive it. Without torchrun this does nothing: the
+    process may outlive its shell.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -37,7 +37,7 @@ def _kernel_kills_with_parent() -> bool:
 
 
 def _adopted_by_init() -> bool:
-    """Whether the launcher was gone before the kernel was asked. In a container torchrun itself may be process 1."""
+    """Whether the launcher ended before prctl was called. In a container, torchrun itself may be process 1."""
     try:
         return os.getppid() == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes()
     except OSError:  # no /proc

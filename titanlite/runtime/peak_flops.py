@@ -1,15 +1,15 @@
 """Peak FLOP/s of known devices, for MFU: published figures only, never an estimate.
 
-All are dense bfloat16 with float32 accumulation, of one device as torch names it. Where a maker prints the figure with
-structured sparsity (NVIDIA since Hopper), it is halved here, as the footnotes of those documents say.
+All figures are for dense bfloat16 with float32 accumulation, per device as torch names it. Figures published with
+structured sparsity (NVIDIA since Hopper) are halved, as the footnotes of those documents state.
 """
 
 import re
 
 import torch
 
-# (pattern of the whole device name, TFLOP/s). Names are matched whole: a MIG slice, a laptop part or an export variant
-# has other limits than the device whose name it contains.
+# (pattern of the full device name, TFLOP/s). re.fullmatch is used: a MIG slice, a laptop GPU or an export variant has
+# other limits than the device whose name it contains.
 _BF16_DENSE_TFLOPS: tuple[tuple[str, float], ...] = (
     # NVIDIA A100 Tensor Core GPU datasheet: BFLOAT16 Tensor Core 312 (624 with sparsity), SXM4 and PCIe alike
     (r"A100-(SXM4|PCIE)-(40|80)GB|A100 80GB PCIe", 312.0),
@@ -45,10 +45,10 @@ _BF16_DENSE_TFLOPS: tuple[tuple[str, float], ...] = (
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Peak FLOP/s of one device for matrix products in `dtype`; None where no published figure is known.
+    """Return the peak FLOP/s of one device for matrix products in `dtype`; None if no published figure is known.
 
-    device_name: as torch.cuda.get_device_name gives it. Only bfloat16 has figures here: those of float32 depend on
-    whether TF32 is allowed.
+    device_name: from torch.cuda.get_device_name. Only bfloat16 has figures: those of float32 depend on whether TF32 is
+    allowed.
     """
     if dtype != torch.bfloat16:
         return None
@@ -57,5 +57,5 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
 
 
 def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """`peak_flops` of a device of this machine; None for CPUs, whose peak torch cannot tell."""
+    """Return `peak_flops` of a device of this machine; None for a CPU, whose peak torch does not report."""
     return peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None

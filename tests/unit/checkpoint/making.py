@@ -1,4 +1,4 @@
-"""Checkpoints for tests, as small as they can be, and a way to kill the work on them at any file operation."""
+"""Minimal checkpoints for tests, and simulated kills at any file operation."""
 
 import sys
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from titanlite.checkpoint.storage import METADATA_FILE, FileRecord
 
 
 def a_manifest(step: int, files: dict[str, bytes], **changes: Any) -> Manifest:
-    """The manifest of a checkpoint with these files, written by rank 3."""
+    """Return the manifest of a checkpoint with these files, written by rank 3. changes: of its fields."""
     records = {name: FileRecord(3, len(data), xxhash.xxh3_128_hexdigest(data)) for name, data in files.items()}
     values: dict[str, Any] = {
         "step": step,
@@ -31,7 +31,7 @@ def a_manifest(step: int, files: dict[str, bytes], **changes: Any) -> Manifest:
 
 
 def write_unpublished(folder: Path, step: int, **changes: Any) -> Path:
-    """A checkpoint with all its files, under the name that it has while it is written."""
+    """Write a complete checkpoint under its temporary name; returns its path."""
     path = writing_folder(folder, step)
     path.mkdir(parents=True)
     files = {METADATA_FILE: f"step {step}".encode()}
@@ -41,14 +41,14 @@ def write_unpublished(folder: Path, step: int, **changes: Any) -> Path:
 
 
 def make(folder: Path, step: int, **changes: Any) -> Path:
-    """A published checkpoint of one small file. changes: of its manifest."""
+    """Publish a checkpoint of one small file; returns its path. changes: of its manifest."""
     write_unpublished(folder, step, **changes)
     publish(folder, step)
     return step_folder(folder, step)
 
 
 def content_of(folder: Path) -> dict[str, bytes | str]:
-    """All that is below `folder`: bytes of files, where links point to, "folder"."""
+    """Return bytes of files, targets of symlinks and "folder", by path relative to `folder`."""
     found: dict[str, bytes | str] = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -60,19 +60,19 @@ def content_of(folder: Path) -> dict[str, bytes | str]:
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing that runs after it may put things right."""
+    """Simulates SIGKILL. Derives from BaseException, so that cleanup handlers do not catch it."""
 
 
 class Killer:
-    """Raises at a chosen one of the operations that change or open files, before it happens."""
+    """Raises Killed before the n-th operation that changes or opens files."""
 
     EVENTS = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.link"})
 
     def __init__(self) -> None:
         self._left: int | None = None
-        sys.addaudithook(self._hear)
+        sys.addaudithook(self._on_event)
 
-    def _hear(self, event: str, _: Any) -> None:
+    def _on_event(self, event: str, _: Any) -> None:
         if self._left is not None and event in self.EVENTS:
             self._left -= 1
             if self._left < 0:
@@ -80,7 +80,7 @@ class Killer:
 
     @contextmanager
     def at(self, operation: int) -> Iterator[list[bool]]:
-        """Kills at that operation, from 0; the list holds True afterwards where it came to that."""
+        """Kill at `operation`, from 0; the yielded list contains True afterwards if it was reached."""
         killed: list[bool] = []
         self._left = operation
         try:
@@ -91,4 +91,4 @@ class Killer:
             self._left = None
 
 
-KILLER = Killer()  # an audit hook stays for good: there is one for all tests
+KILLER = Killer()  # one for all tests: audit hooks cannot be removed

@@ -1,4 +1,4 @@
-"""What a resumed run has to agree with, and what it says about the rest."""
+"""Facts that must equal the checkpoint's at a resume, and changed settings that are logged."""
 
 import json
 from dataclasses import asdict, fields, replace
@@ -23,13 +23,13 @@ NESTED = {"a": 1, "b": {"c": [1, 2, {"d": None}], "e": "x"}}
         (1, 2, ["f: 1 in the checkpoint, 2 now"]),
         (2048, 1_000_000, ["f: 2,048 in the checkpoint, 1,000,000 now"]),
         (True, False, ["f: True in the checkpoint, False now"]),
-        (None, "x", ["f: nothing in the checkpoint, x now"]),
-        ("x", None, ["f: x in the checkpoint, nothing now"]),
+        (None, "x", ["f: unset in the checkpoint, x now"]),
+        ("x", None, ["f: x in the checkpoint, unset now"]),
         ({"a": 1}, {"a": 2}, ["f.a: 1 in the checkpoint, 2 now"]),
-        ({"a": 1}, {}, ["f.a: 1 in the checkpoint, nothing now"]),
-        ({}, {"a": 1}, ["f.a: nothing in the checkpoint, 1 now"]),
+        ({"a": 1}, {}, ["f.a: 1 in the checkpoint, unset now"]),
+        ({}, {"a": 1}, ["f.a: unset in the checkpoint, 1 now"]),
         ({"z": 1, "a": 1}, {"n": 1, "a": 2}, [f"f.{line} now" for line in (
-            "z: 1 in the checkpoint, nothing", "a: 1 in the checkpoint, 2", "n: nothing in the checkpoint, 1")]),
+            "z: 1 in the checkpoint, unset", "a: 1 in the checkpoint, 2", "n: unset in the checkpoint, 1")]),
         ({"a": {"b": 1}}, {"a": 3}, ["f.a: {'b': 1} in the checkpoint, 3 now"]),
         ([1, {"a": 1}, 3], [1, {"a": 2}, 4], ["f.1.a: 1 in the checkpoint, 2 now", "f.2: 3 in the checkpoint, 4 now"]),
         ([1], [1, 2], ["f: [1] in the checkpoint, [1, 2] now"]),
@@ -37,7 +37,7 @@ NESTED = {"a": 1, "b": {"c": [1, 2, {"d": None}], "e": "x"}}
         ("y" * 300, "z", [f"f: {'y' * 200} \u2026 in the checkpoint, z now"]),
     ],
 )  # fmt: skip
-def test_differences_part_by_part(saved: Any, now: Any, lines: list[str]) -> None:
+def test_differences_are_found_recursively(saved: Any, now: Any, lines: list[str]) -> None:
     assert list(differences(saved, now, "f")) == lines
 
 
@@ -69,7 +69,7 @@ CHANGED: dict[str, Any] = {
     "streams_version": 2,
     "init_version": 2,
 }
-SAID = {
+EXPECTED = {
     "model": ["model.dim: 64 in the checkpoint, 128 now", "remedy: resume with the model of the checkpoint"],
     "seq_len": ["seq_len: 2,048 in the checkpoint, 1,024 now", "training.seq_len"],
     "dtype": ["dtype: float32 in the checkpoint, float64 now", "training.dtype"],
@@ -82,49 +82,49 @@ SAID = {
 }
 
 
-def test_the_same_facts_are_no_news() -> None:
+def test_equal_facts_yield_no_lines() -> None:
     assert check_facts(FACTS, json.loads(json.dumps(FACTS)), (), "here") == []
 
 
 @pytest.mark.parametrize("name", FACTS)
-def test_one_difference_is_refused_with_both_values_and_what_to_do(name: str) -> None:
+def test_one_difference_raises_with_both_values_and_a_remedy(name: str) -> None:
     with pytest.raises(UserError) as caught:
         check_facts(FACTS, FACTS | {name: CHANGED[name]}, (), "step 5 of /folder")
     text = str(caught.value)
-    assert text.startswith("the run cannot go on from step 5 of /folder: it was made with other settings\n")
-    for part in [*SAID[name], "remedy: ", "--checkpoint.initial_load_path", "--job.dump_folder"]:
+    assert text.startswith("cannot resume from step 5 of /folder: the run's settings differ from the checkpoint's\n")
+    for part in [*EXPECTED[name], "remedy: ", "--checkpoint.initial_load_path", "--job.dump_folder"]:
         assert part in text
     assert text.count("remedy") == 1
     assert ("accept_changes" in text) == (name in get_args(Changeable))
 
 
-def test_all_differences_are_said_at_once() -> None:
+def test_one_error_lists_all_differences() -> None:
     with pytest.raises(UserError) as caught:
         check_facts(FACTS, CHANGED, (), "here")
-    for part in (part for parts in SAID.values() for part in parts):
+    for part in (part for parts in EXPECTED.values() for part in parts):
         assert part in str(caught.value)
     assert str(caught.value).count("remedy") == len(FACTS)
 
 
 @pytest.mark.parametrize("name", get_args(Changeable))
-def test_an_accepted_change_is_said_and_no_other_one_is_accepted_with_it(name: Any) -> None:
+def test_an_accepted_change_is_logged_and_others_still_raise(name: Any) -> None:
     (line,) = check_facts(FACTS, FACTS | {name: CHANGED[name]}, [name], "here")
     assert line.startswith(f"accepted change since the checkpoint: {name}")
     others = [other for other in FACTS if other != name]
     with pytest.raises(UserError) as caught:
         check_facts(FACTS, CHANGED, [name], "here")
-    assert f"  {SAID[name][0]}" not in str(caught.value)
-    assert all(f"  {SAID[other][0]}" in str(caught.value) for other in others)
+    assert f"  {EXPECTED[name][0]}" not in str(caught.value)
+    assert all(f"  {EXPECTED[other][0]}" in str(caught.value) for other in others)
 
 
-def test_a_fact_that_one_side_does_not_have_is_a_difference() -> None:
+def test_a_missing_fact_is_a_difference() -> None:
     fewer = {name: value for name, value in FACTS.items() if name != "seq_len"}
     for saved, now in ((FACTS, fewer), (fewer, FACTS)):
-        with pytest.raises(UserError, match=r"seq_len: .*nothing"):
+        with pytest.raises(UserError, match=r"seq_len: .*unset"):
             check_facts(saved, now, (), "here")
 
 
-def test_data_may_have_another_place_and_name() -> None:
+def test_data_may_be_moved_and_renamed() -> None:
     moved = DATA | {"sources": [{"name": "text /b", "kind": "text", "content": "1"}]}
     assert check_facts(FACTS, FACTS | {"data": moved}, (), "here") == []
     edited = DATA | {"sources": [{"name": "text /b", "kind": "text", "content": "2"}]}
@@ -132,9 +132,9 @@ def test_data_may_have_another_place_and_name() -> None:
         check_facts(FACTS, FACTS | {"data": edited}, (), "here")
 
 
-# All that a resumed run says when it is another value than before. The rest is silent: where and how the run is laid
-# out, what it logs, and what is among the facts, which are looked at by themselves.
-TOLD = {
+# Settings whose change is logged at a resume. The other settings are silent: layout, logging, and those that the facts
+# cover.
+LOGGED = {
     *("training.global_batch_size", "training.max_norm", "training.norm_type"),
     *("training.mixed_precision_param", "training.mixed_precision_reduce", "data.on_bad_row"),
     *("optimizer.lr", "optimizer.beta1", "optimizer.beta2", "optimizer.eps", "optimizer.weight_decay"),
@@ -155,12 +155,12 @@ SILENT_SECTIONS = {
 
 
 def resolved(config: JobConfig) -> dict[str, Any]:
-    """As it stands in a manifest."""
+    """Return the configuration as a manifest stores it."""
     return dict(json.loads(json.dumps(asdict(config))))
 
 
 def another(value: Any) -> Any:
-    """A value that differs."""
+    """Return a different value of the same type."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
@@ -170,23 +170,23 @@ def another(value: Any) -> Any:
     return {"other": 1} if isinstance(value, dict) else [*value, "other"]
 
 
-def test_every_setting_is_told_or_silent_for_a_reason() -> None:
+def test_every_setting_is_either_logged_or_silent_when_changed() -> None:
     config = JobConfig()
     saved = resolved(config)
-    told = set()
+    logged = set()
     names = {f"{section}.{key}" for section, values in saved.items() for key in values}
     for section, values in saved.items():
         for key, value in values.items():
             lines = changed_settings(saved, saved | {section: values | {key: another(value)}})
             assert all(line.startswith(f"{section}.{key}") for line in lines)
-            told |= {f"{section}.{key}"} if lines else set()
-    assert told == TOLD
+            logged |= {f"{section}.{key}"} if lines else set()
+    assert logged == LOGGED
     silent = {name for name in names if name.split(".")[0] in SILENT_SECTIONS}
-    assert names == TOLD | SILENT | silent, "a new setting: is a change of it told, when a run goes on?"
+    assert names == LOGGED | SILENT | silent, "new setting: add it to LOGGED or SILENT"
     assert {section.name for section in fields(JobConfig)} >= SILENT_SECTIONS
 
 
-def test_a_changed_setting_is_said_with_both_values() -> None:
+def test_a_changed_setting_is_listed_with_both_values() -> None:
     config = JobConfig()
     now = replace(config, optimizer=replace(config.optimizer, lr=1e-3, weight_decay_skip=()))
     assert changed_settings(resolved(config), resolved(config)) == []
@@ -196,11 +196,11 @@ def test_a_changed_setting_is_said_with_both_values() -> None:
     ]
 
 
-def test_a_setting_that_the_checkpoint_does_not_know_is_said() -> None:
+def test_a_setting_missing_in_the_checkpoint_is_listed() -> None:
     saved, now = resolved(JobConfig()), resolved(JobConfig())
     del saved["optimizer"]["eps"]
     del saved["debug"]
     assert changed_settings(saved, now) == [
-        "optimizer.eps: nothing in the checkpoint, 1e-08 now",
-        *(f"debug.{key}: nothing in the checkpoint, {value} now" for key, value in now["debug"].items()),
+        "optimizer.eps: unset in the checkpoint, 1e-08 now",
+        *(f"debug.{key}: unset in the checkpoint, {value} now" for key, value in now["debug"].items()),
     ]

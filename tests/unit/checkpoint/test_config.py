@@ -1,4 +1,4 @@
-"""The rules of [checkpoint], and the settings that a run keeps from its earlier starts."""
+"""The rules of [checkpoint], and the settings that a run keeps from its first start."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.checkpoint.making import make
 from titanlite.checkpoint.config import CheckpointConfig, check_checkpoint
-from titanlite.checkpoint.folder import set_aside, step_folder
+from titanlite.checkpoint.folder import quarantine, step_folder
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch
 from titanlite.checkpoint.preflight import check_start, earlier_config
 from titanlite.config.load import keep_earlier, load_config
@@ -16,7 +16,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.runtime.errors import ConfigError
 
 
-def test_the_defaults_are_valid_everywhere() -> None:
+def test_defaults_are_valid_on_all_devices() -> None:
     for device_type in ("cpu", "cuda"):
         assert check_checkpoint(CheckpointConfig(), device_type) == []
         assert check_checkpoint(CheckpointConfig(enable=True, async_mode="async"), device_type) == []
@@ -26,8 +26,8 @@ BAD: list[tuple[str, Any, str, str]] = [
     ("interval", 0, "at least 1", "1 saves every step"),
     ("interval", -5, "at least 1", "1 saves every step"),
     ("keep_latest_k", -1, "0 or more", "0 keeps all"),
-    ("keep_every", -1, "0 or more", "0 keeps none for good"),
-    ("load_step", -2, "at least -1", "-1 takes the newest one"),
+    ("keep_every", -1, "0 or more", "0 disables it"),
+    ("load_step", -2, "at least -1", "-1 selects the latest valid checkpoint"),
     *(
         ("folder", folder, "a folder inside job.dump_folder", "a plain name")
         for folder in ("", ".", "./.", "/abs", "..", "../up", "a/../..", "a/..")
@@ -38,7 +38,9 @@ BAD: list[tuple[str, Any, str, str]] = [
 
 @pytest.mark.parametrize("enable", [True, False])
 @pytest.mark.parametrize(("name", "value", "rule", "remedy"), BAD)
-def test_each_rule_says_key_value_rule_and_remedy(name: str, value: Any, rule: str, remedy: str, enable: bool) -> None:
+def test_each_problem_has_key_value_rule_and_remedy(
+    name: str, value: Any, rule: str, remedy: str, enable: bool
+) -> None:
     section = replace(CheckpointConfig(enable=enable), **{name: value})
     problem = check_checkpoint(section, "cpu")[0]
     assert (problem.key, problem.value) == (f"checkpoint.{name}", value)
@@ -57,32 +59,32 @@ def test_each_rule_says_key_value_rule_and_remedy(name: str, value: Any, rule: s
         {"folder": "a..b/.c"},
     ],
 )
-def test_the_edges_are_valid(values: dict[str, Any]) -> None:
+def test_limits_are_valid(values: dict[str, Any]) -> None:
     assert check_checkpoint(replace(CheckpointConfig(), **values), "cpu") == []
 
 
-def test_going_back_needs_checkpoints() -> None:
+def test_load_step_needs_enable() -> None:
     (problem,) = check_checkpoint(CheckpointConfig(load_step=5), "cpu")
     assert (problem.key, problem.value) == ("checkpoint.load_step", 5)
-    assert problem.rule == "only with checkpoint.enable"
+    assert problem.rule == "only with checkpoint.enable = true"
     assert "checkpoint.enable = true" in problem.remedy
 
 
-def test_a_start_needs_what_it_names(tmp_path: Path) -> None:
+def test_load_step_needs_an_existing_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     back = CheckpointConfig(enable=True, load_step=7)
     (problem,) = check_start(back, str(tmp_path))
-    assert problem.rule == f"a step of which there is a checkpoint in {folder}, and there are: none"
+    assert problem.rule == f"the step of a checkpoint in {folder}, which has: no checkpoint"
     make(folder, 7)
     make(folder, 9)
     assert check_start(back, str(tmp_path)) == []
     (problem,) = check_start(replace(back, load_step=8), str(tmp_path))
-    assert problem.rule.endswith("there are: 7, 9")
+    assert problem.rule.endswith("which has: 7, 9")
     make(folder, 11, lineage=(Branch("a", 0), Branch("b", 8)))
-    assert check_start(replace(back, load_step=8), str(tmp_path)) == []  # it has gone back there, and saved since
+    assert check_start(replace(back, load_step=8), str(tmp_path)) == []  # the run has gone back to step 8 already
 
 
-def test_another_runs_checkpoint_has_to_be_there_for_a_new_run(tmp_path: Path) -> None:
+def test_initial_load_path_needs_an_existing_checkpoint(tmp_path: Path) -> None:
     missing = CheckpointConfig(enable=True, initial_load_path=str(tmp_path / "other"))
     (problem,) = check_start(missing, str(tmp_path))
     assert (problem.key, problem.value) == ("checkpoint.initial_load_path", str(tmp_path / "other"))
@@ -93,7 +95,7 @@ def test_another_runs_checkpoint_has_to_be_there_for_a_new_run(tmp_path: Path) -
         assert check_start(replace(missing, initial_load_path=str(path)), str(tmp_path)) == []
     make(tmp_path / "dump" / "checkpoint", 5)
     (problem,) = check_start(replace(missing, initial_load_path=str(tmp_path / "dump")), str(tmp_path))
-    assert problem.remedy == f'it is a dump folder: write "{tmp_path}/dump/checkpoint"'
+    assert problem.remedy == f'this is a dump folder: write "{tmp_path}/dump/checkpoint"'
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "config.json").touch()
     (problem,) = check_start(replace(missing, initial_load_path=str(tmp_path / "folder")), str(tmp_path))
@@ -102,12 +104,12 @@ def test_another_runs_checkpoint_has_to_be_there_for_a_new_run(tmp_path: Path) -
     assert check_start(replace(missing, initial_load_path="gone"), str(tmp_path)) == []
 
 
-def test_pinned_memory_is_for_accelerators() -> None:
+def test_pinned_memory_is_valid_on_accelerators() -> None:
     section = CheckpointConfig(async_mode="async_with_pinned_mem")
     assert check_checkpoint(section, "cuda") == []
 
 
-def test_the_program_refuses_them_together(tmp_path: Path) -> None:
+def test_load_config_reports_all_problems_at_once(tmp_path: Path) -> None:
     dump = f"--job.dump_folder={tmp_path}"
     argv = [dump, "--checkpoint.async_mode", "async_with_pinned_mem", "--checkpoint.interval", "0"]
     with pytest.raises(ConfigError) as caught:
@@ -121,7 +123,7 @@ def test_the_program_refuses_them_together(tmp_path: Path) -> None:
     ("key", "value"),
     [("verify", "none"), ("on_save_error", "ignore"), ("async_mode", "sync"), ("accept_changes", '["model"]')],
 )
-def test_other_choices_are_refused(tmp_path: Path, key: str, value: str) -> None:
+def test_unknown_choices_are_refused(tmp_path: Path, key: str, value: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config([f"--job.dump_folder={tmp_path}", f"--checkpoint.{key}={value}"], world_size=1, device_type="cpu")
     (problem,) = caught.value.problems
@@ -142,7 +144,7 @@ def job(tmp_path: Path, **checkpoint: Any) -> JobConfig:
     )
 
 
-def kept(config: JobConfig) -> tuple[int, int]:
+def kept_settings(config: JobConfig) -> tuple[int, int]:
     found = keep_earlier(config)
     assert replace(found, training=config.training, data=config.data) == config
     unchanged = replace(found.training, global_batch_size=-1), replace(found.data, num_streams=-1)
@@ -153,22 +155,22 @@ def kept(config: JobConfig) -> tuple[int, int]:
     return found.training.global_batch_size, found.data.num_streams
 
 
-def test_what_was_resolved_at_the_first_start_is_kept(tmp_path: Path) -> None:
-    assert kept(job(tmp_path)) == (-1, -1)
+def test_resolved_settings_are_kept_from_the_latest_checkpoint(tmp_path: Path) -> None:
+    assert kept_settings(job(tmp_path)) == (-1, -1)
     make(tmp_path / "checkpoint", 5, config=saved_config(16, 8))
-    assert kept(job(tmp_path)) == (16, 8)
+    assert kept_settings(job(tmp_path)) == (16, 8)
     make(tmp_path / "checkpoint", 10, config=saved_config(32, 8))
-    assert kept(job(tmp_path)) == (32, 8)
+    assert kept_settings(job(tmp_path)) == (32, 8)
 
 
-def test_what_is_given_wins(tmp_path: Path) -> None:
+def test_given_settings_override_the_checkpoint(tmp_path: Path) -> None:
     make(tmp_path / "checkpoint", 5, config=saved_config(16, 8))
     config = job(tmp_path)
-    assert kept(replace(config, training=replace(config.training, global_batch_size=4))) == (4, 8)
-    assert kept(replace(config, data=replace(config.data, num_streams=2))) == (16, 2)
+    assert kept_settings(replace(config, training=replace(config.training, global_batch_size=4))) == (4, 8)
+    assert kept_settings(replace(config, data=replace(config.data, num_streams=2))) == (16, 2)
 
 
-def test_damaged_ones_are_passed_over(tmp_path: Path) -> None:
+def test_settings_are_not_read_from_invalid_or_superseded_checkpoints(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     for step in (5, 10, 15, 20):
         make(folder, step, config=saved_config(step, step))
@@ -176,35 +178,35 @@ def test_damaged_ones_are_passed_over(tmp_path: Path) -> None:
     (step_folder(folder, 15) / MANIFEST_FILE).write_text("{")
     make(folder, 25, config=saved_config(25, 25), format=99)
     make(folder, 30, config=saved_config(30, 30))
-    set_aside(folder, 30, "superseded-a1")
-    assert kept(job(tmp_path)) == (10, 10)
+    quarantine(folder, 30, "superseded-a1")
+    assert kept_settings(job(tmp_path)) == (10, 10)
 
 
-def test_the_chosen_step_is_the_one(tmp_path: Path) -> None:
+def test_settings_are_read_from_the_checkpoint_of_load_step(tmp_path: Path) -> None:
     for step in (0, 5, 10):
         make(tmp_path / "checkpoint", step, config=saved_config(step + 1, 3))
-    assert kept(job(tmp_path, load_step=5)) == (6, 3)
-    assert kept(job(tmp_path, load_step=0)) == (1, 3)
-    assert kept(job(tmp_path, load_step=7)) == (11, 3)  # deleted since the run went back to it
+    assert kept_settings(job(tmp_path, load_step=5)) == (6, 3)
+    assert kept_settings(job(tmp_path, load_step=0)) == (1, 3)
+    assert kept_settings(job(tmp_path, load_step=7)) == (11, 3)  # deleted since the run went back to it
 
 
-def test_without_checkpoints_of_its_own_it_is_those_that_it_starts_from_in_full(tmp_path: Path) -> None:
+def test_settings_are_read_from_initial_load_path_if_all_state_is_loaded(tmp_path: Path) -> None:
     other = tmp_path / "other"
     make(other, 5, config=saved_config(16, 8))
     make(other, 9, config=saved_config(17, 8))
     for path, batch in ((other, 17), (other / "step-5", 16)):
-        assert kept(job(tmp_path, initial_load_path=str(path))) == (-1, -1)
+        assert kept_settings(job(tmp_path, initial_load_path=str(path))) == (-1, -1)
         full = {"initial_load_path": str(path), "initial_load_model_only": False}
-        assert kept(job(tmp_path, **full)) == (batch, 8)
-        assert kept(job(tmp_path, **full, enable=False)) == (batch, 8)
+        assert kept_settings(job(tmp_path, **full)) == (batch, 8)
+        assert kept_settings(job(tmp_path, **full, enable=False)) == (batch, 8)
     make(tmp_path / "checkpoint", 1, config=saved_config(2, 2))
-    assert kept(job(tmp_path, **full)) == (2, 2)
-    assert kept(job(tmp_path, enable=False)) == (-1, -1)
+    assert kept_settings(job(tmp_path, **full)) == (2, 2)
+    assert kept_settings(job(tmp_path, enable=False)) == (-1, -1)
 
 
-def test_the_folder_is_that_of_the_section(tmp_path: Path) -> None:
+def test_settings_are_read_from_checkpoint_folder(tmp_path: Path) -> None:
     make(tmp_path / "a" / "b", 5, config=saved_config(16, 8))
-    assert kept(job(tmp_path, folder="a/b")) == (16, 8)
+    assert kept_settings(job(tmp_path, folder="a/b")) == (16, 8)
     assert earlier_config(CheckpointConfig(enable=True), str(tmp_path / "none")) == {}
 
 

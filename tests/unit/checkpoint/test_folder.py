@@ -1,4 +1,4 @@
-"""What the folder of checkpoints holds, what may go, and what an interruption leaves."""
+"""The checkpoint folder: names, publishing, quarantine, retention and interruptions."""
 
 import os
 import re
@@ -15,8 +15,8 @@ from titanlite.checkpoint.folder import (
     invalid_kind,
     publish,
     published_steps,
+    quarantine,
     retain,
-    set_aside,
     step_folder,
     supersede_after,
     whole_manifest,
@@ -32,7 +32,7 @@ FOREIGN_FOLDERS = [
 
 
 def add_foreign(folder: Path) -> None:
-    """Folders of other names with whole checkpoints of step 7 in them, and other things of our names."""
+    """Add complete checkpoints under foreign names, and files and symlinks under checkpoint names."""
     for name in FOREIGN_FOLDERS:
         make(folder, 7).rename(folder / name)
     (folder / "step-70").write_text("a file")
@@ -44,7 +44,7 @@ def add_foreign(folder: Path) -> None:
     (folder / "step-72").symlink_to(folder / "nowhere")
 
 
-def test_other_names_files_and_links_are_never_touched(tmp_path: Path) -> None:
+def test_foreign_names_files_and_links_are_never_touched(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     add_foreign(folder)
     foreign, elsewhere = content_of(folder), content_of(tmp_path / "elsewhere")
@@ -56,7 +56,7 @@ def test_other_names_files_and_links_are_never_touched(tmp_path: Path) -> None:
     assert clear_leftovers(folder) == []
     assert supersede_after(folder, 8) == [100]
     assert retain(folder, keep_latest_k=1, keep_every=0, keep=()) == [0, 5]
-    set_aside(folder, 8, "invalid-now")
+    quarantine(folder, 8, "invalid-now")
     assert published_steps(folder) == []
     now = content_of(folder)
     assert {name: now.get(name) for name in foreign} == foreign
@@ -65,33 +65,33 @@ def test_other_names_files_and_links_are_never_touched(tmp_path: Path) -> None:
     assert content_of(tmp_path / "elsewhere") == elsewhere
 
 
-def test_a_folder_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
+def test_a_missing_folder_counts_as_empty(tmp_path: Path) -> None:
     folder = tmp_path / "none"
     assert (published_steps(folder), ever_published(folder), clear_leftovers(folder)) == ([], False, [])
     assert not folder.exists()
 
 
-def test_steps_are_numbers_and_not_names(tmp_path: Path) -> None:
+def test_steps_are_sorted_as_numbers(tmp_path: Path) -> None:
     for step in (10, 9, 100, 0):
         make(tmp_path, step)
     assert published_steps(tmp_path) == [0, 9, 10, 100]
 
 
 @pytest.mark.parametrize("name", ["step-7", "step-7.invalid-x", "step-7.superseded-a1", "step-7.superseded-a1-2"])
-def test_what_was_published_leaves_traces(tmp_path: Path, name: str) -> None:
+def test_ever_published_is_true_for_published_and_renamed_checkpoints(tmp_path: Path, name: str) -> None:
     make(tmp_path, 7).rename(tmp_path / name)
     (tmp_path / "and-more").mkdir()
     assert ever_published(tmp_path)
 
 
 @pytest.mark.parametrize("name", [".step-7.writing", ".step-7.deleting", "step-7.gold", "step-07.invalid-x"])
-def test_what_was_not_leaves_none(tmp_path: Path, name: str) -> None:
+def test_ever_published_is_false_for_other_names(tmp_path: Path, name: str) -> None:
     make(tmp_path, 7).rename(tmp_path / name)
     assert not ever_published(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "empty folder", "file", "link", "dangling link"])
-def test_publishing_replaces_nothing(tmp_path: Path, kind: str) -> None:
+def test_publish_never_overwrites(tmp_path: Path, kind: str) -> None:
     target = step_folder(tmp_path, 7)
     if kind == "checkpoint":
         make(tmp_path, 7)
@@ -111,7 +111,7 @@ def test_publishing_replaces_nothing(tmp_path: Path, kind: str) -> None:
     assert writing.exists()
 
 
-def test_published_is_all_or_nothing_at_every_operation(tmp_path: Path) -> None:
+def test_publish_is_atomic_under_a_kill_at_any_operation(tmp_path: Path) -> None:
     for operation in range(100):
         folder = tmp_path / str(operation)
         files = content_of(write_unpublished(folder, 7))
@@ -127,26 +127,26 @@ def test_published_is_all_or_nothing_at_every_operation(tmp_path: Path) -> None:
         if not killed:
             assert operation >= 3  # open and sync the folder, rename, open and sync the parent
             return
-    raise AssertionError("publishing never ends")
+    raise AssertionError("publish takes more than 100 operations")
 
 
-def test_set_aside_finds_a_free_name(tmp_path: Path) -> None:
+def test_quarantine_finds_a_free_name(tmp_path: Path) -> None:
     found = []
     (tmp_path / "step-7.invalid-now-2").write_text("a file")
     (tmp_path / "step-7.invalid-now-4").symlink_to("nowhere")
     for number in range(4):
         make(tmp_path, 7, created=str(number))
-        found.append(set_aside(tmp_path, 7, "invalid-now").name)
+        found.append(quarantine(tmp_path, 7, "invalid-now").name)
     assert found == [f"step-7.invalid-now{suffix}" for suffix in ("", "-3", "-5", "-6")]
     assert (tmp_path / "step-7.invalid-now-2").read_text() == "a file"
     assert b'"created": "0"' in (tmp_path / "step-7.invalid-now" / MANIFEST_FILE).read_bytes()
 
 
-def test_the_time_of_a_damage_is_in_the_name() -> None:
+def test_the_quarantine_suffix_has_a_time() -> None:
     assert re.fullmatch(r"invalid-2\d{7}T\d{6}Z", invalid_kind())
 
 
-def test_leftovers_are_cleared_and_named(tmp_path: Path) -> None:
+def test_clear_leftovers_removes_and_returns_leftovers(tmp_path: Path) -> None:
     make(tmp_path, 5)
     write_unpublished(tmp_path, 10)
     make(tmp_path, 3).rename(tmp_path / ".step-3.deleting")
@@ -159,8 +159,8 @@ def test_leftovers_are_cleared_and_named(tmp_path: Path) -> None:
     assert content_of(step_folder(tmp_path, 5)) == kept
 
 
-def damaged_or_whole(folder: Path) -> dict[int, bool]:
-    """Of each published step: whether it counts as a whole checkpoint."""
+def completeness(folder: Path) -> dict[int, bool]:
+    """Return for each published step whether its checkpoint is complete."""
     found = {}
     for step in published_steps(folder):
         try:
@@ -171,10 +171,8 @@ def damaged_or_whole(folder: Path) -> dict[int, bool]:
 
 
 @pytest.mark.parametrize("stale", [False, True])
-def test_a_deletion_killed_at_any_operation_is_completed_and_never_taken_for_a_damage(
-    tmp_path: Path, stale: bool
-) -> None:
-    """stale: another deletion of that step has left something."""
+def test_a_deletion_killed_at_any_operation_is_completed_later(tmp_path: Path, stale: bool) -> None:
+    """stale: there are leftovers of another deletion of the same step."""
     for operation in range(100):
         folder = tmp_path / str(operation)
         if stale:
@@ -185,9 +183,9 @@ def test_a_deletion_killed_at_any_operation_is_completed_and_never_taken_for_a_d
         with KILLER.at(operation) as killed:
             delete(folder, 5)
         if operation == 0:
-            assert damaged_or_whole(folder) == {5: True, 10: True}
+            assert completeness(folder) == {5: True, 10: True}
             continue
-        assert damaged_or_whole(folder) == {10: True}
+        assert completeness(folder) == {10: True}
         left = {entry.name for entry in folder.iterdir()} - {"step-10"}
         assert set(clear_leftovers(folder)) == left
         assert [entry.name for entry in folder.iterdir()] == ["step-10"]
@@ -195,10 +193,10 @@ def test_a_deletion_killed_at_any_operation_is_completed_and_never_taken_for_a_d
             assert not left
             assert operation >= 6
             return
-    raise AssertionError("deleting never ends")
+    raise AssertionError("delete takes more than 100 operations")
 
 
-def test_clearing_killed_at_any_operation_goes_on_the_next_time(tmp_path: Path) -> None:
+def test_clear_leftovers_killed_at_any_operation_can_be_repeated(tmp_path: Path) -> None:
     for operation in range(100):
         folder = tmp_path / str(operation)
         write_unpublished(folder, 10)
@@ -208,15 +206,15 @@ def test_clearing_killed_at_any_operation_goes_on_the_next_time(tmp_path: Path) 
         make(folder, 5)
         with KILLER.at(operation) as killed:
             clear_leftovers(folder)
-        assert damaged_or_whole(folder) == {5: True}
+        assert completeness(folder) == {5: True}
         clear_leftovers(folder)
         assert [entry.name for entry in folder.iterdir()] == ["step-5"]
         if not killed:
             return
-    raise AssertionError("clearing never ends")
+    raise AssertionError("clear_leftovers takes more than 100 operations")
 
 
-def test_going_back_sets_the_later_ones_aside_under_the_name_of_their_branch(tmp_path: Path) -> None:
+def test_going_back_renames_later_checkpoints_after_their_branch(tmp_path: Path) -> None:
     old, new = (Branch("a1", 0),), (Branch("a1", 0), Branch("b2", 10))
     for step, lineage in ((5, old), (10, old), (15, new), (20, new)):
         make(tmp_path, step, lineage=lineage)
@@ -234,7 +232,7 @@ def test_going_back_sets_the_later_ones_aside_under_the_name_of_their_branch(tmp
     assert supersede_after(tmp_path, 10) == []
 
 
-def test_whole_is_what_has_its_own_manifest_and_files_of_their_sizes(tmp_path: Path) -> None:
+def test_whole_manifest_checks_step_and_file_sizes(tmp_path: Path) -> None:
     path = make(tmp_path, 5)
     assert whole_manifest(tmp_path, 5).step == 5
     data = (path / METADATA_FILE).read_bytes()
@@ -243,11 +241,11 @@ def test_whole_is_what_has_its_own_manifest_and_files_of_their_sizes(tmp_path: P
         whole_manifest(tmp_path, 5)
     (path / METADATA_FILE).write_bytes(data)
     path.rename(step_folder(tmp_path, 6))
-    with pytest.raises(InvalidCheckpointError, match="is that of step 5"):
+    with pytest.raises(InvalidCheckpointError, match="belongs to step 5"):
         whole_manifest(tmp_path, 6)
 
 
-def test_retention_counts_whole_full_ones_only_and_deletes_no_others(tmp_path: Path) -> None:
+def test_retention_only_counts_and_deletes_complete_full_checkpoints(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40, 50):
         make(tmp_path, step)
     (step_folder(tmp_path, 10) / MANIFEST_FILE).unlink()
@@ -270,16 +268,14 @@ def test_retention_counts_whole_full_ones_only_and_deletes_no_others(tmp_path: P
         (9, 0, (), []),
     ],
 )
-def test_retention_by_its_settings(
-    tmp_path: Path, latest: int, every: int, keep: tuple[int, ...], deleted: list[int]
-) -> None:
+def test_retention_settings(tmp_path: Path, latest: int, every: int, keep: tuple[int, ...], deleted: list[int]) -> None:
     for step in (10, 20, 30, 40, 50):
         make(tmp_path, step)
     assert retain(tmp_path, keep_latest_k=latest, keep_every=every, keep=keep) == deleted
     assert published_steps(tmp_path) == [step for step in (10, 20, 30, 40, 50) if step not in deleted]
 
 
-def test_a_newer_format_is_not_deleted_cleared_or_called_damaged(tmp_path: Path) -> None:
+def test_a_newer_format_is_not_deleted_or_reported_as_corrupted(tmp_path: Path) -> None:
     make(tmp_path, 5, format=2)
     make(tmp_path, 10)
     assert retain(tmp_path, keep_latest_k=1, keep_every=0, keep=()) == []

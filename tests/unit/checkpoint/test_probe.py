@@ -1,4 +1,4 @@
-"""The probe at the start: what it leaves behind, and what it says where checkpoints could not be written or read."""
+"""The probe at the start: its leftovers, and its errors if checkpoints cannot be written or read."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,7 @@ from titanlite.checkpoint.saver import probe
 from titanlite.runtime.errors import UserError
 
 
-def test_it_makes_the_folder_and_leaves_nothing(tmp_path: Path, group: dist.ProcessGroup) -> None:
+def test_probe_creates_the_folder_and_leaves_no_files(tmp_path: Path, group: dist.ProcessGroup) -> None:
     folder = tmp_path / "a" / "checkpoint"
     probe(folder, 1, group)
     assert content_of(folder) == {}
@@ -23,14 +23,14 @@ def test_it_makes_the_folder_and_leaves_nothing(tmp_path: Path, group: dist.Proc
     assert content_of(folder) == before
 
 
-def test_what_a_killed_probe_left_is_no_obstacle(tmp_path: Path, group: dist.ProcessGroup) -> None:
+def test_probe_ignores_leftovers_of_a_killed_probe(tmp_path: Path, group: dist.ProcessGroup) -> None:
     for name in (".probe", ".probe.writing"):
         (tmp_path / name).write_text("another nonce, and longer than one could be " * 9)
     probe(tmp_path, 1, group)
     assert content_of(tmp_path) == {}
 
 
-def test_a_place_that_cannot_be_written_is_said(tmp_path: Path, group: dist.ProcessGroup) -> None:
+def test_an_unwritable_folder_is_reported(tmp_path: Path, group: dist.ProcessGroup) -> None:
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file" / "checkpoint"
     with pytest.raises(UserError) as caught:
@@ -42,7 +42,7 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path: Path, group: dist.Proc
 
 
 @pytest.mark.parametrize("call", ["rename", "fsync"])
-def test_what_a_save_needs_is_tried(
+def test_probe_needs_rename_and_fsync(
     tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -53,25 +53,23 @@ def test_what_a_save_needs_is_tried(
         probe(tmp_path, 1, group)
 
 
-def test_another_folder_on_this_node_is_said(
+def test_a_folder_that_is_not_shared_is_reported(
     tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where the first rank's node has a disk of its own there."""
+    """Simulates a local disk of rank 0's node under the same path."""
     write = saver._write_probe
     monkeypatch.setattr(saver, "_write_probe", lambda folder, nonce: write(folder.with_name("elsewhere"), nonce))
-    monkeypatch.setattr(saver, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(saver, "_VISIBILITY_TIMEOUT_S", 0.0)
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     for _ in range(2):
-        with pytest.raises(
-            UserError, match=r"is not the same folder for all ranks: rank 0: on .* there is .*all nodes"
-        ):
+        with pytest.raises(UserError, match=r"is not the same folder for all ranks: rank 0: host .* reads .*all nodes"):
             probe(folder, 1, group)
         (folder / ".probe").write_text("of another job")
     assert (tmp_path / "elsewhere").exists()
 
 
-def test_what_shows_late_is_waited_for(
+def test_probe_waits_for_a_file_that_appears_late(
     tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, calls = Path.read_text, []
@@ -87,9 +85,9 @@ def test_what_shows_late_is_waited_for(
     assert len(calls) == 3
 
 
-def test_too_little_space_is_said_with_both_sizes(tmp_path: Path, group: dist.ProcessGroup) -> None:
+def test_too_little_space_is_reported_with_both_sizes(tmp_path: Path, group: dist.ProcessGroup) -> None:
     with pytest.raises(
-        UserError, match=r"has [\d.,]+ MiB of free space, and a checkpoint .* takes 1,073,741,824\.0 MiB: make"
+        UserError, match=r"has [\d.,]+ MiB of free space, but a checkpoint .* needs 1,073,741,824\.0 MiB: free"
     ):
         probe(tmp_path, 2**50, group)
     assert content_of(tmp_path) == {}

@@ -1,10 +1,10 @@
-"""Retention over random histories: there is always a checkpoint to go on from, and nothing else's is touched.
+"""Retention over random histories: there is always a checkpoint to resume from, and foreign folders are not touched.
 
-What is expected comes from a model that knows what the history has done, and never reads a manifest: it remembers
-inode, size and time of the files of each checkpoint as it was published, what it has damaged itself, and works out by
-sets of steps what must stay and what must go. After everything that was not killed, the names in the folder are exactly
-those of the model, each with the very files that it remembers; after a kill, what had to stay is there, and what had to
-go is there as it was or is gone at the next start.
+The expected content comes from a model of the history that never reads a manifest. The model records inode, size and
+time of the files of each published checkpoint and which checkpoints it has damaged, and computes as sets of steps which
+must be kept and which deleted. After an operation that was not killed, the folder has exactly the names and files of
+the model. After a kill, all checkpoints to be kept exist; those to be deleted are unchanged or removed at the next
+start.
 """
 
 import os
@@ -25,8 +25,8 @@ from titanlite.checkpoint.folder import (
     invalid_kind,
     publish,
     published_steps,
+    quarantine,
     retain,
-    set_aside,
     step_folder,
     supersede_after,
     whole_manifest,
@@ -41,22 +41,22 @@ Files = tuple[tuple[str, int, int, int], ...]
 
 
 def files_of(path: str) -> Files:
-    """Name, inode, size and time of what is in a folder."""
+    """Return (name, inode, size, time) of each entry of a folder."""
     with os.scandir(path) as entries:
         stats = [(entry.name, entry.stat(follow_symlinks=False)) for entry in entries]
     return tuple(sorted((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
 
 
 class History:
-    """One run's checkpoints through starts, saves, kills, damages; and what has to be there."""
+    """A random history of one run's starts, saves, kills and damage, with the expected content of its folder."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder = folder
         self.choose = random.Random(seed)
-        self.whole: dict[int, Files] = {}
-        """The full checkpoints under their name, as they were published."""
+        self.complete: dict[int, Files] = {}
+        """Complete full checkpoints by step, as published."""
         self.stays: dict[str, Files] = {}
-        """All else that is there and must stay: damaged, of the model alone, set aside, superseded, foreign."""
+        """Other folders that must be kept: corrupted, model-only, quarantined, superseded, foreign."""
         self.ever = False
         self.branch = 0
         self.step = self.source = 0
@@ -64,23 +64,23 @@ class History:
         self.saves = self.kills = self.deletions = 0
         folder.mkdir()
 
-    def there(self) -> dict[str, Files]:
+    def contents(self) -> dict[str, Files]:
         with os.scandir(self.folder) as entries:
             return {entry.name: files_of(entry.path) for entry in entries}
 
     def expected(self) -> dict[str, Files]:
-        return {f"step-{step}": files for step, files in self.whole.items()} | self.stays
+        return {f"step-{step}": files for step, files in self.complete.items()} | self.stays
 
     def look(self, *, exactly: bool) -> dict[str, Files]:
-        """What holds at any time. exactly: and nothing else is there."""
-        there, expected = self.there(), self.expected()
-        assert {name: there.get(name) for name in expected} == expected
-        assert not exactly or there.keys() == expected.keys()
-        assert bool(self.whole) or not self.ever, "nothing is left to go on from"
-        return there
+        """Check the invariants and return the content. exactly: no other folders may exist."""
+        present, expected = self.contents(), self.expected()
+        assert {name: present.get(name) for name in expected} == expected
+        assert not exactly or present.keys() == expected.keys()
+        assert bool(self.complete) or not self.ever, "no checkpoint is left to resume from"
+        return present
 
     def killed(self, work: Callable[[], None], likely: float) -> bool:
-        """Does the work, or a part of it."""
+        """Run `work`, with probability `likely` killed at a random operation; returns whether it was killed."""
         if self.choose.random() >= likely:
             work()
             return False
@@ -90,32 +90,32 @@ class History:
         return bool(killed)
 
     def start(self) -> None:
-        """Of a process: takes the newest whole checkpoint, or goes back to an earlier one."""
+        """Start a process: resume from the latest valid checkpoint, or go back to an earlier one."""
         self.latest = self.choose.choice([0, 1, 1, 2, 3])
         self.every = self.choose.choice([0, 0, 0, 20, 30])
-        back = self.choose.choice(sorted(self.whole)) if self.whole and self.choose.random() < 0.25 else None
+        back = self.choose.choice(sorted(self.complete)) if self.complete and self.choose.random() < 0.25 else None
         found: list[int] = []
-        while self.killed(partial(self.go_on, back, found), 0.2):
+        while self.killed(partial(self.resume, back, found), 0.2):
             self.follow_renames(0, all_of_them=False)
             self.look(exactly=False)
-            if back not in self.whole:
+            if back not in self.complete:
                 back = None
             found.clear()
-        self.source = self.step = max(self.whole, default=0) if back is None else back
+        self.source = self.step = max(self.complete, default=0) if back is None else back
         self.branch += back is not None
-        assert found == ([self.source] if self.whole else [])
+        assert found == ([self.source] if self.complete else [])
         self.follow_renames(self.source, all_of_them=True)
         self.look(exactly=True)
         assert ever_published(self.folder) == self.ever
 
-    def go_on(self, back: int | None, found: list[int]) -> None:
-        """Notes the step to go on from, as a run finds it, if there is one."""
+    def resume(self, back: int | None, found: list[int]) -> None:
+        """Append the step to resume from to `found`, as a run finds it."""
         clear_leftovers(self.folder)
         for step in reversed(published_steps(self.folder)) if back is None else [back]:
             try:
                 manifest = whole_manifest(self.folder, step)
             except InvalidCheckpointError:
-                set_aside(self.folder, step, invalid_kind())
+                quarantine(self.folder, step, invalid_kind())
                 continue
             if manifest.content == "full":
                 supersede_after(self.folder, step)
@@ -123,25 +123,25 @@ class History:
                 return
 
     def follow_renames(self, source: int, *, all_of_them: bool) -> None:
-        """What was published after `source` has another name now, with the same files in it."""
-        there = self.there()
-        names = {files: name for name, files in there.items()}
+        """Check that checkpoints after `source` were renamed with unchanged files. all_of_them: none may be left."""
+        present = self.contents()
+        names = {files: name for name, files in present.items()}
         for name, files in self.expected().items():
             number = re.fullmatch(r"step-(0|[1-9][0-9]*)", name)
             if number is None or int(number[1]) <= source:
                 continue
-            if there.get(name) == files:
+            if present.get(name) == files:
                 assert not all_of_them, f"{name} is still in the way"
                 continue
             assert re.match(rf"{name}\.(superseded|invalid)-\w+", names[files])
-            self.whole.pop(int(number[1]), None)
+            self.complete.pop(int(number[1]), None)
             self.stays.pop(name, None)
             self.stays[names[files]] = files
 
     def save(self, *, model_only: bool = False) -> bool:
-        """Whether the process lives on."""
+        """Save; returns False if the process was killed."""
         self.step += INTERVAL
-        new, before = self.step, dict(self.whole)
+        new, before = self.step, dict(self.complete)
         deleted: list[int] = []
 
         def work() -> None:
@@ -153,39 +153,39 @@ class History:
             )
 
         killed = self.killed(work, 0.3)
-        there = self.there()
-        published = f"step-{new}" in there
+        present = self.contents()
+        published = f"step-{new}" in present
         assert published or killed
         if published:
             self.ever = self.ever or not model_only
-            files = there[f"step-{new}"]
+            files = present[f"step-{new}"]
             assert [name for name, *_ in files] == sorted([METADATA_FILE, MANIFEST_FILE])
             if model_only:
                 self.stays[f"step-{new}"] = files
             else:
-                self.whole[new] = files
+                self.complete[new] = files
             for step in self.may_go():
-                if not killed or there.get(f"step-{step}") != before[step]:
-                    del self.whole[step]
+                if not killed or present.get(f"step-{step}") != before[step]:
+                    del self.complete[step]
                     self.deletions += 1
         self.look(exactly=not killed)
-        assert killed or sorted(deleted) == sorted(before.keys() - self.whole.keys())
+        assert killed or sorted(deleted) == sorted(before.keys() - self.complete.keys())
         self.saves += 1
         return not killed
 
     def may_go(self) -> set[int]:
-        """By the settings."""
+        """Return the steps that retention deletes, by its settings."""
         if self.latest == 0:
             return set()
-        newest = set(sorted(self.whole)[-self.latest :])
-        kept = {step for step in self.whole if step == self.source or (self.every and step % self.every == 0)}
-        return self.whole.keys() - newest - kept
+        latest = set(sorted(self.complete)[-self.latest :])
+        kept = {step for step in self.complete if step == self.source or (self.every and step % self.every == 0)}
+        return self.complete.keys() - latest - kept
 
     def damage(self) -> None:
-        """One of several whole ones."""
-        if len(self.whole) < 2:
+        """Damage one of at least two complete checkpoints."""
+        if len(self.complete) < 2:
             return
-        step = self.choose.choice(sorted(self.whole))
+        step = self.choose.choice(sorted(self.complete))
         path = step_folder(self.folder, step)
         kind = self.choose.randrange(5)
         if kind == 0:
@@ -199,9 +199,9 @@ class History:
             data[self.choose.randrange(len(data))] ^= 1 << self.choose.randrange(8)
             (path / MANIFEST_FILE).write_bytes(data)
         else:
-            other = self.choose.choice([other for other in self.whole if other != step])
+            other = self.choose.choice([other for other in self.complete if other != step])
             shutil.copy(step_folder(self.folder, other) / MANIFEST_FILE, path / MANIFEST_FILE)
-        del self.whole[step]
+        del self.complete[step]
         self.stays[f"step-{step}"] = files_of(str(path))
 
     def add_foreign(self) -> None:
@@ -214,23 +214,23 @@ class History:
     def play(self) -> None:
         for _ in range(self.choose.randint(1, 4)):
             self.start()
-            lives = True
+            alive = True
             for _ in range(self.choose.randint(0, 4)):
                 if self.choose.random() < 0.2:
                     self.damage()
                 if self.choose.random() < 0.1:
                     self.add_foreign()
-                lives = self.save()
-                if not lives:
+                alive = self.save()
+                if not alive:
                     break
-            if lives and self.whole and self.choose.random() < 0.15:
+            if alive and self.complete and self.choose.random() < 0.15:
                 self.save(model_only=True)
         self.start()
 
 
 @pytest.fixture
 def in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder that costs no time of a disk, where there is one; nothing here loses power."""
+    """A folder in memory if available, without fsync, for speed."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path
     with TemporaryDirectory(dir=memory) as folder:
@@ -238,7 +238,7 @@ def in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def play_all(folder: Path, seeds: range) -> tuple[int, int, int]:
-    """(saves, kills, deletions) of all of the histories."""
+    """Play a history per seed; returns the total (saves, kills, deletions)."""
     counts = (0, 0, 0)
     for seed in seeds:
         history = History(folder / str(seed), seed)
@@ -262,5 +262,5 @@ def test_random_histories(in_memory: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_many_more_random_histories(in_memory: Path) -> None:
+def test_many_random_histories(in_memory: Path) -> None:
     play_all(in_memory, range(500, 45_500))

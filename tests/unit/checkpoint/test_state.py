@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run: values that are not finite, copies, names, and the state of the streams."""
+"""The state of a run in a checkpoint: non-finite values, host copies, names, and the state of the streams."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ BIG = {torch.float32: 3e38, torch.float64: 1.7e308, torch.bfloat16: 3e38, torch.
 @pytest.mark.parametrize("dtype", BIG)
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("place", [0, 500, 999])
-def test_one_value_that_is_not_finite_is_found_and_named(dtype: torch.dtype, value: float, place: int) -> None:
+def test_a_single_non_finite_value_is_found(dtype: torch.dtype, value: float, place: int) -> None:
     bad = torch.ones(1000, dtype=dtype)
     bad[place] = value
     others = {f"other/{name}": torch.ones(3, dtype=name) for name in BIG}
@@ -32,7 +32,7 @@ def test_one_value_that_is_not_finite_is_found_and_named(dtype: torch.dtype, val
     assert first_not_finite({"scalar": bad[place]}) == "scalar"
 
 
-def test_infinities_that_cancel_and_several_bad_ones() -> None:
+def test_canceling_infinities_and_several_bad_tensors() -> None:
     assert first_not_finite({"a": torch.tensor([INF, -INF])}) == "a"
     assert first_not_finite({"a": torch.ones(1), "c": torch.tensor([NAN]), "b": torch.tensor([INF])}) == "c"
 
@@ -46,7 +46,7 @@ def test_huge_values_whose_sum_overflows_are_finite(dtype: torch.dtype) -> None:
     assert first_not_finite({"huge": huge, "bad": torch.tensor([NAN], dtype=dtype)}) == "bad"
 
 
-def test_only_floating_numbers_can_be_anything_else() -> None:
+def test_integers_and_empty_tensors_are_finite() -> None:
     integers = {
         "int": torch.full((3,), 2**62),
         "bool": torch.tensor([True]),
@@ -65,7 +65,7 @@ def test_strides_do_not_matter() -> None:
     assert first_not_finite({"turned": base.T}) == "turned"
 
 
-def test_copies_are_whole_and_the_same_memory_each_time() -> None:
+def test_copies_are_complete_and_reuse_memory() -> None:
     copy = HostCopy(pinned=False)
     source = {
         "a": torch.arange(6.0).reshape(2, 3),
@@ -82,7 +82,7 @@ def test_copies_are_whole_and_the_same_memory_each_time() -> None:
     places = {name: tensor.data_ptr() for name, tensor in first.items()}
     kept = first["a"].clone()
     source["a"].add_(1)
-    assert torch.equal(first["a"], kept)  # of the moment when it was taken
+    assert torch.equal(first["a"], kept)  # as of take()
     second = copy.take(source)
     assert {name: tensor.data_ptr() for name, tensor in second.items()} == places
     assert torch.equal(second["a"], kept + 1)
@@ -91,21 +91,21 @@ def test_copies_are_whole_and_the_same_memory_each_time() -> None:
     assert fewer["a"].data_ptr() == places["a"]
 
 
-def test_a_part_shares_the_memory_of_what_it_is_of(group: dist.ProcessGroup) -> None:
+def test_local_part_shares_memory(group: dist.ProcessGroup) -> None:
     del group
     mesh = init_device_mesh("cpu", (1,))
-    whole = distribute_tensor(torch.zeros(4, requires_grad=True), mesh, [Shard(0)])
+    sharded = distribute_tensor(torch.zeros(4, requires_grad=True), mesh, [Shard(0)])
     plain = torch.zeros(4, requires_grad=True)
-    for tensor in (whole, plain):
+    for tensor in (sharded, plain):
         part = local_part(tensor)
         assert not part.requires_grad
         part.fill_(7.0)
-        values = tensor.full_tensor() if tensor is whole else tensor  # type: ignore[attr-defined]
+        values = tensor.full_tensor() if tensor is sharded else tensor  # type: ignore[attr-defined]
         assert values.tolist() == [7.0] * 4
 
 
 class FourStreams:
-    """Stands for a loader of 4 streams, of which this rank has some."""
+    """A fake loader of 4 streams, of which this rank has `stream_ids`."""
 
     num_streams = 4
     source_names = ("text",)
@@ -137,7 +137,7 @@ def state_of(mesh: Mesh, loader: Any, name: str = "AdamW") -> tuple[nn.ModuleDic
     return model, RunState([model], optimizer, loader, mesh)
 
 
-def test_names_are_those_of_the_parameters_and_a_tied_one_stands_once(mesh: Mesh) -> None:
+def test_names_follow_parameters_and_tied_weights_appear_once(mesh: Mesh) -> None:
     model, state = state_of(mesh, FourStreams([0]))
     assert list(state.model()) == ["model/wq.weight", "model/norm.weight"]
     both = state.model_and_optimizer()
@@ -151,12 +151,12 @@ def test_names_are_those_of_the_parameters_and_a_tied_one_stands_once(mesh: Mesh
     assert state.model_and_optimizer()["optimizer/wq.weight/exp_avg"].tolist() == [[5.0] * 4] * 4
 
 
-def test_sgd_adds_nothing(mesh: Mesh) -> None:
+def test_sgd_has_no_optimizer_state(mesh: Mesh) -> None:
     _, state = state_of(mesh, FourStreams([0]), "SGD")
     assert list(state.model_and_optimizer()) == list(state.model())
 
 
-def test_streams_stand_in_their_rows(mesh: Mesh, group: dist.ProcessGroup) -> None:
+def test_streams_gathers_states_by_stream_id(mesh: Mesh, group: dist.ProcessGroup) -> None:
     loader = FourStreams([2, 0])
     _, state = state_of(mesh, loader)
     rows = [[0, 0, 5, 2, 0], [0] * 5, [0, 20, 5, 2, 0], [0] * 5]
@@ -168,7 +168,7 @@ def test_streams_stand_in_their_rows(mesh: Mesh, group: dist.ProcessGroup) -> No
 @pytest.mark.parametrize(
     ("epochs", "text"), [([1, 1, 1, 1], "sequence 1,200 (epoch 1)"), ([1, 2, 3, 1], "sequence 1,200 (epochs 1 to 3)")]
 )
-def test_where_the_data_stand_is_said(mesh: Mesh, epochs: list[int], text: str) -> None:
+def test_load_streams_describes_the_position(mesh: Mesh, epochs: list[int], text: str) -> None:
     loader = FourStreams([0])
     _, state = state_of(mesh, loader)
     rows = torch.tensor([[epoch, 3, 0, 300, 0] for epoch in epochs])
@@ -176,6 +176,6 @@ def test_where_the_data_stand_is_said(mesh: Mesh, epochs: list[int], text: str) 
     assert loader.loaded is rows
 
 
-def test_the_size_of_a_checkpoint(mesh: Mesh, group: dist.ProcessGroup) -> None:
+def test_num_bytes(mesh: Mesh, group: dist.ProcessGroup) -> None:
     _, state = state_of(mesh, FourStreams([0]))
     assert state.num_bytes(group) == 3 * 4 * (16 + 4) + 2 * 4

@@ -1,4 +1,4 @@
-"""Work whose failure all ranks know, on one rank: what is returned, and what is said."""
+"""Results and errors of work on all ranks or on rank 0, with one rank."""
 
 import errno
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from titanlite.checkpoint.storage import InvalidCheckpointError, first_failure
-from titanlite.runtime.agreement import RanksError, on_first, together
+from titanlite.runtime.agreement import RanksError, run_on_all_ranks, run_on_rank_0
 from titanlite.runtime.errors import UserError
 
 
@@ -21,9 +21,9 @@ def raising(error: BaseException) -> Callable[[], Any]:
 
 
 @pytest.mark.parametrize("value", [None, 0, "text", {"a": [1, (2,)]}, {3: InvalidCheckpointError}])
-def test_values_come_back(group: dist.ProcessGroup, value: Any) -> None:
-    assert together(lambda: value, group) == [value]
-    assert on_first(lambda: value, group) == value
+def test_results_are_returned(group: dist.ProcessGroup, value: Any) -> None:
+    assert run_on_all_ranks(lambda: value, group) == [value]
+    assert run_on_rank_0(lambda: value, group) == value
 
 
 ERRORS = [
@@ -39,22 +39,22 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("error", "text"), ERRORS)
-def test_an_error_is_said_with_its_rank(group: dist.ProcessGroup, error: Exception, text: str) -> None:
-    for collective in (together, on_first):
+def test_an_error_is_raised_with_its_rank(group: dist.ProcessGroup, error: Exception, text: str) -> None:
+    for collective in (run_on_all_ranks, run_on_rank_0):
         with pytest.raises(RanksError) as caught:
             collective(raising(error), group)
         assert str(caught.value) == f"rank 0: {text}"
     assert isinstance(caught.value, UserError)
 
 
-def test_an_interrupt_is_no_failure_to_agree_on(group: dist.ProcessGroup) -> None:
+def test_an_interrupt_is_not_converted_to_a_ranks_error(group: dist.ProcessGroup) -> None:
     with pytest.raises(KeyboardInterrupt):
-        together(raising(KeyboardInterrupt()), group)
-    assert together(lambda: 1, group) == [1]
+        run_on_all_ranks(raising(KeyboardInterrupt()), group)
+    assert run_on_all_ranks(lambda: 1, group) == [1]
 
 
 @pytest.mark.parametrize(("error", "text"), ERRORS)
-def test_of_dcps_failures_the_first_ranks_is_told(error: Exception, text: str) -> None:
+def test_the_error_of_the_lowest_rank_is_taken_from_dcps_failures(error: Exception, text: str) -> None:
     failures: dict[int, Any] = {
         7: (error, None),  # type: ignore[dict-item]
         3: (error, None),

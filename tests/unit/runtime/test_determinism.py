@@ -1,4 +1,4 @@
-"""Torch's own generators, seeded for a microbatch."""
+"""Seeding of torch's generators for a microbatch."""
 
 import torch
 
@@ -12,18 +12,18 @@ def drawn(*facts: int) -> list[float]:
     return torch.rand(4).tolist()
 
 
-def test_draws_are_a_function_of_every_argument_and_of_nothing_else() -> None:
+def test_draws_depend_on_all_arguments_and_nothing_else() -> None:
     facts = [(0, 1, 2, 0), (1, 1, 2, 0), (0, 2, 2, 0), (0, 1, 3, 0), (0, 1, 2, 1), (2**63 - 1, 10**9, 2**40, 9)]
-    first = [drawn(*one) for one in facts]
+    first = [drawn(*arguments) for arguments in facts]
     assert len({tuple(numbers) for numbers in first}) == len(facts)
-    assert [drawn(*one) for one in reversed(facts)] == first[::-1]
+    assert [drawn(*arguments) for arguments in reversed(facts)] == first[::-1]
 
 
-def test_neighbouring_numbers_are_not_run_together() -> None:
+def test_arguments_are_not_concatenated() -> None:
     assert drawn(1, 11, 1, 1) != drawn(11, 1, 1, 1) != drawn(1, 1, 11, 1)
 
 
-def test_no_gpu_is_woken_up() -> None:
+def test_cuda_is_not_initialized() -> None:
     before = torch.cuda.is_initialized()
     drawn(0, 1, 2, 0)
     assert torch.cuda.is_initialized() == before

@@ -1,4 +1,4 @@
-"""Where a process stands in the world, by what the launcher has set, and how the ranks of an attempt meet."""
+"""The world from the launcher's environment variables, and the rendezvous of an attempt's ranks."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,30 +27,32 @@ def world(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> World
     return world_from_environment()
 
 
-def test_without_a_launcher_there_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_launcher_the_world_has_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert world(monkeypatch, {}) == World(0, 0, 1, "cpu")
 
 
-def test_with_one_the_environment_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_launcher_the_world_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert world(monkeypatch, COMPLETE) == World(1, 1, 2, "cpu")
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
-        ({"RANK": ""}, "have to be numbers"),
+        ({"RANK": ""}, "must be integers"),
         ({"RANK": "one"}, "RANK=one"),
-        ({"RANK": "2"}, "RANK has to be below WORLD_SIZE"),
+        ({"RANK": "2"}, "RANK must be below WORLD_SIZE"),
         ({"MASTER_PORT": ""}, "but not MASTER_PORT"),
     ],
 )
-def test_what_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch, change: dict[str, str], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_invalid_environments_are_reported(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, str], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
         world(monkeypatch, COMPLETE | change)
 
 
 def join(port: int, rank: int, size: int = 3, after_s: float = 0.0) -> str:
-    """As a process of its own does."""
+    """Join an attempt like a rank in its own process."""
     time.sleep(after_s)
     return agree_on_attempt(client(port), rank, size, timeout_s=60)
 
@@ -60,8 +62,8 @@ def client(port: int) -> dist.Store:
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_ranks_of_an_attempt_share_a_name_that_no_other_attempt_has(first: int) -> None:
-    """On one store, as torchrun's; of an attempt before, a rank had asked when it was killed."""
+def test_ranks_of_an_attempt_share_a_unique_name(first: int) -> None:
+    """All attempts use one store, as with torchrun; it has a request of a killed rank of an earlier attempt."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
     client(server.port).set("asks/2", "killed")
     names = []
@@ -74,11 +76,13 @@ def test_ranks_of_an_attempt_share_a_name_that_no_other_attempt_has(first: int) 
     assert len(set(names)) == 4
 
 
-def test_rank_0_waits_for_ranks_of_its_own_attempt() -> None:
-    """Also where all ranks of the attempt before had come."""
+def test_rank_0_waits_for_the_ranks_of_its_attempt() -> None:
+    """Even if all ranks of the previous attempt have joined on the same store."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
     with ThreadPoolExecutor(2) as threads:
         for rank in [threads.submit(join, server.port, rank, 2) for rank in range(2)]:
             rank.result()
-    with pytest.raises(UserError, match=r"comm.init_timeout_s = 1: by then 1 of 2 ranks had not come, such as rank 1"):
+    with pytest.raises(
+        UserError, match=r"comm.init_timeout_s = 1: 1 of 2 ranks did not connect in time, such as rank 1"
+    ):
         agree_on_attempt(client(server.port), 0, 2, timeout_s=1)

@@ -1,4 +1,4 @@
-"""The dump folder: an earlier run's files are kept, whatever was there before."""
+"""The dump folder: an earlier run's files are always kept."""
 
 import logging
 from pathlib import Path
@@ -19,7 +19,7 @@ def _log_reaches_caplog(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
 
 
 def run_in(folder: Path, text: str, *, tensorboard: bool = True) -> list[str]:
-    """What one run leaves; returns the names of what was moved before it."""
+    """Write the files of one run; returns the new names of the renamed files."""
     moved = prepare_dump_folder(folder, OUTPUTS, rank=0)
     (folder / "metrics.jsonl").write_text(text)
     (folder / "config.toml").write_text(text)
@@ -33,7 +33,7 @@ def contents(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_new_folder_is_made_with_its_parents(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_folder_is_created_with_its_parents(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert prepare_dump_folder(tmp_path / "a" / "b", OUTPUTS, rank=0) == []
     assert list((tmp_path / "a" / "b").iterdir()) == []
     assert not caplog.records
@@ -50,7 +50,7 @@ def test_each_run_keeps_its_files_under_its_own_number(tmp_path: Path) -> None:
     }
 
 
-def test_one_line_says_what_was_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_log_line_names_the_renamed_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_in(tmp_path, "first")
     run_in(tmp_path, "second")
     (record,) = caplog.records
@@ -60,7 +60,7 @@ def test_one_line_says_what_was_kept(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert message.endswith("metrics.jsonl.1, config.toml.1, tb.1")
 
 
-def test_a_number_that_one_name_has_taken_is_taken_for_all(tmp_path: Path) -> None:
+def test_a_number_used_by_one_name_is_not_used_for_others(tmp_path: Path) -> None:
     (tmp_path / "tb.1").mkdir()
     (tmp_path / "config.toml.2").write_text("kept")
     run_in(tmp_path, "first", tensorboard=False)
@@ -68,26 +68,26 @@ def test_a_number_that_one_name_has_taken_is_taken_for_all(tmp_path: Path) -> No
     assert (tmp_path / "config.toml.2").read_text() == "kept"
 
 
-def test_a_gap_is_filled_by_the_smallest_number(tmp_path: Path) -> None:
+def test_the_smallest_free_number_is_used(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl.2").write_text("kept")
     run_in(tmp_path, "first")
     assert run_in(tmp_path, "second") == ["metrics.jsonl.1", "config.toml.1", "tb.1"]
     assert (tmp_path / "metrics.jsonl.2").read_text() == "kept"
 
 
-def test_what_is_left_of_a_run_that_died_early_is_kept_too(tmp_path: Path) -> None:
+def test_files_of_a_run_that_died_early_are_kept(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("died before its first step")
     assert run_in(tmp_path, "second") == ["config.toml.1"]
 
 
-def test_other_files_stay_where_they_are(tmp_path: Path) -> None:
+def test_other_files_are_not_renamed(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     run_in(tmp_path, "first")
     run_in(tmp_path, "second")
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_links_are_moved_not_followed(tmp_path: Path) -> None:
+def test_symlinks_are_renamed_not_followed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (tmp_path / "elsewhere").write_text("far")
@@ -103,7 +103,7 @@ def test_a_nested_tensorboard_folder(tmp_path: Path) -> None:
     assert prepare_dump_folder(tmp_path, ("metrics.jsonl", "logs/tb"), rank=0) == [tmp_path / "logs" / "tb.1"]
 
 
-def test_other_ranks_do_not_touch_the_disk(tmp_path: Path) -> None:
+def test_other_ranks_do_not_access_the_disk(tmp_path: Path) -> None:
     run_in(tmp_path, "first")
     before = contents(tmp_path)
     assert prepare_dump_folder(tmp_path, OUTPUTS, rank=1) == []
@@ -112,7 +112,7 @@ def test_other_ranks_do_not_touch_the_disk(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_a_file_in_place_of_the_folder_is_the_users_error(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder_raises_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"job\.dump_folder: .*file is a file, not a folder; give another folder"):
         prepare_dump_folder(tmp_path / "file", OUTPUTS, rank=0)
@@ -120,7 +120,7 @@ def test_a_file_in_place_of_the_folder_is_the_users_error(tmp_path: Path) -> Non
         prepare_dump_folder(tmp_path / "file" / "sub", OUTPUTS, rank=0)
 
 
-def test_a_folder_that_cannot_be_written_is_the_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_folder_raises_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda *_: False)  # permissions do not bind root
     with pytest.raises(UserError, match=r"job\.dump_folder: no permission to write in"):
         prepare_dump_folder(tmp_path, OUTPUTS, rank=0)

@@ -1,11 +1,11 @@
-"""The report of environment variables: what matters, what the run changed, and no secrets."""
+"""The report of environment variables: relevant ones, changes by titanlite, and no secrets."""
 
 import pytest
 
 from titanlite.runtime.environment import environment_lines
 
 
-def test_set_overridden_and_removed_are_told_apart() -> None:
+def test_set_overridden_and_removed_variables_are_marked() -> None:
     before = {"OMP_NUM_THREADS": "2", "NCCL_DEBUG": "INFO", "TORCH_LOGS": "dynamo", "HOME": "/root"}
     now = {"OMP_NUM_THREADS": "2", "NCCL_DEBUG": "WARN", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "HOME": "/root"}
     assert environment_lines(before, now) == [
@@ -19,7 +19,7 @@ def test_set_overridden_and_removed_are_told_apart() -> None:
 @pytest.mark.parametrize(
     "name", ["PATH", "HF_HOME", "AWS_REGION", "MY_NCCL_DEBUG", "OMP_NUM_THREADS_2", "TORCHELASTIC_RUN_ID"]
 )
-def test_other_variables_are_not_looked_at(name: str) -> None:
+def test_other_variables_are_ignored(name: str) -> None:
     assert environment_lines({name: "x"}, {name: "y"}) == []
 
 
@@ -27,7 +27,7 @@ def test_other_variables_are_not_looked_at(name: str) -> None:
     "name",
     ["NCCL_API_KEY", "TITANLITE_TOKEN", "TORCH_secret", "CUDA_PASSWORD", "TITANLITE_CREDENTIALS", "NCCL_AUTHORITY"],
 )
-def test_names_that_smell_of_a_secret_are_left_out(name: str) -> None:
+def test_names_that_look_like_secrets_are_left_out(name: str) -> None:
     assert environment_lines({}, {name: "hunter2"}) == []
     assert environment_lines({name: "hunter2"}, {}) == []
 
@@ -35,7 +35,7 @@ def test_names_that_smell_of_a_secret_are_left_out(name: str) -> None:
 @pytest.mark.parametrize(
     "value", ["https://user:hunter2@host/x", "s3://b/x?access_token=hunter2", "a;Signature=hunter2"]
 )
-def test_values_that_smell_of_a_secret_are_hidden(value: str) -> None:
+def test_values_that_look_like_secrets_are_hidden(value: str) -> None:
     for lines in (
         environment_lines({}, {"TITANLITE_CACHE": value}),
         environment_lines({"TITANLITE_CACHE": value}, {"TITANLITE_CACHE": "/tmp"}),
@@ -46,12 +46,12 @@ def test_values_that_smell_of_a_secret_are_hidden(value: str) -> None:
         assert "hidden" in lines[0]
 
 
-def test_a_tokenizer_is_not_a_token() -> None:
+def test_a_name_with_tokenizer_is_not_a_secret() -> None:
     assert environment_lines({"TOKENIZERS_PARALLELISM": "1"}, {"TOKENIZERS_PARALLELISM": "1"}) == [
         "TOKENIZERS_PARALLELISM=1"
     ]
 
 
-def test_a_value_stays_on_its_line() -> None:
+def test_a_value_is_printed_on_one_line() -> None:
     (line,) = environment_lines({}, {"NCCL_DEBUG": "a\nb\x1b[31m"})
     assert line.isprintable()

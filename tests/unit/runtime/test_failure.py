@@ -1,4 +1,4 @@
-"""The end of a program that failed: who tells, what, and with which exit code. Each case is a process of its own."""
+"""Failure reports: which rank prints an error, the message and the exit code. Each case runs in its own process."""
 
 import os
 import re
@@ -21,7 +21,7 @@ from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.launch import fork_context
 
 WAITS = {"SILENT_WAIT_S": 0.5}
-PATIENCE_S = 200.0  # of this test on a busy machine, where it is not about time
+TIMEOUT_S = 200.0  # generous, for a busy machine
 
 ERRORS: dict[str, BaseException] = {
     "user": UserError("no such corpus"),
@@ -42,7 +42,7 @@ class Program:
     output: Path
 
     def wait_for(self, text: str) -> None:
-        end = time.monotonic() + PATIENCE_S
+        end = time.monotonic() + TIMEOUT_S
         while text not in self.text:
             assert time.monotonic() < end
             assert self.process.is_alive(), self.text
@@ -50,12 +50,12 @@ class Program:
 
     @property
     def text(self) -> str:
-        """What it wrote, without what torch's C++ parts warn of."""
+        """The output without c10d's warnings."""
         return C10D_WARNING.sub("", self.output.read_text()) if self.output.exists() else ""
 
     @property
     def exit_code(self) -> int | None:
-        self.process.join(PATIENCE_S)
+        self.process.join(TIMEOUT_S)
         return self.process.exitcode
 
 
@@ -107,27 +107,27 @@ def connect(port: int) -> dist.TCPStore:
 
 
 def fails(error: str, port: int = 0, key: str = "") -> None:
-    """Ends with ERRORS[error]; before the ranks are connected, or with the store at `port` (one per `key`)."""
+    """Raise ERRORS[error]; before the ranks are connected, or with the store at `port` (one per `key`)."""
     with FailureReport() as report:
         if port:
             report.store = dist.PrefixStore(key, connect(port))
         raise ERRORS[error]
 
 
-def told(program: Program) -> str:
-    """What it told, and that it is one message: with one traceback at most, and its own line once."""
-    program.process.join(PATIENCE_S)
+def printed(program: Program) -> str:
+    """Return the output; checks that it is empty or one message with at most one traceback."""
+    program.process.join(TIMEOUT_S)
     text = program.text.removeprefix("running\n")
     assert text.count("titanlite: ") == (text != "")
     assert text.count("Traceback") <= 1
     return text
 
 
-def test_exit_code_and_words_of_each_kind_of_error(start: Start) -> None:
+def test_exit_code_and_message_of_each_kind_of_error(start: Start) -> None:
     programs = {error: start(fails, error) for error in ERRORS}
     codes = {error: program.exit_code for error, program in programs.items()}
     assert codes == {"user": 1, "config": 2, "bug": 1, "lost": 1, "exit": 3}
-    texts = {error: told(program) for error, program in programs.items()}
+    texts = {error: printed(program) for error, program in programs.items()}
     assert texts["user"] == "titanlite: no such corpus\n"
     assert re.fullmatch(
         r"titanlite: the configuration has 1 problem:\n\n  training.steps = 0\n.*\n.*\n", texts["config"]
@@ -144,41 +144,41 @@ def succeeds() -> None:
         print("done", flush=True)
 
 
-def test_without_an_error_nothing_happens(start: Start) -> None:
+def test_without_an_error_nothing_is_printed(start: Start) -> None:
     program = start(succeeds)
     assert (program.exit_code, program.text) == (0, "running\ndone\n")
 
 
-def test_once_connected_the_first_to_fail_tells_and_nobody_else(start: Start) -> None:
+def test_once_connected_only_the_first_failed_rank_prints(start: Start) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
     errors = ("bug", "user", "config")
     firsts = {error: start(fails, error, server.port, error, rank=1) for error in errors}
     codes = {error: first.exit_code for error, first in firsts.items()}
     assert codes == {"bug": 1, "user": 1, "config": 2}
-    # On other ranks the same, a consequence, or by chance something else.
+    # Other ranks fail with the same error, a consequence, or an unrelated error.
     others = {
         error: [start(fails, other, server.port, error, rank=rank) for rank, other in ((0, error), (2, "lost"))]
         for error in errors
     }
     for error in errors:
-        assert str(ERRORS[error]) in told(firsts[error])
-        assert [told(other) for other in others[error]] == ["", ""]
+        assert str(ERRORS[error]) in printed(firsts[error])
+        assert [printed(other) for other in others[error]] == ["", ""]
         assert [other.exit_code for other in others[error]] == [codes[error], 1]
 
 
-def test_silent_ranks_end_after_the_one_that_tells(start: Start) -> None:
-    """The launcher ends all ranks at the first end of one: a silent rank must not end before the message is out."""
+def test_silent_ranks_exit_after_the_rank_that_prints(start: Start) -> None:
+    """The launcher terminates all ranks once one exits: a silent rank must not exit before the message is printed."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
     programs = [start(fails, "user", server.port, "same", rank=rank, SILENT_WAIT_S=30.0) for rank in range(3)]
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + TIMEOUT_S
     while all(program.process.is_alive() for program in programs) and time.monotonic() < end:
         time.sleep(0.01)
     time.sleep(0.5)
     ended = [program for program in programs if not program.process.is_alive()]
-    assert [told(program) for program in ended] == ["titanlite: no such corpus\n"]
+    assert [printed(program) for program in ended] == ["titanlite: no such corpus\n"]
     for program in programs:
         program.process.terminate()  # as the launcher does
-    assert sorted(told(program) for program in programs) == ["", "", "titanlite: no such corpus\n"]
+    assert sorted(printed(program) for program in programs) == ["", "", "titanlite: no such corpus\n"]
 
 
 def fails_without_its_store(error: str) -> None:
@@ -190,19 +190,19 @@ def fails_without_its_store(error: str) -> None:
         raise ERRORS[error]
 
 
-def test_where_the_store_is_gone_a_lost_connection_is_named_and_no_more(start: Start) -> None:
+def test_without_the_store_a_lost_connection_is_one_line(start: Start) -> None:
     programs = {error: start(fails_without_its_store, error, rank=1) for error in ("lost", "bug", "user")}
-    texts = {error: told(program) for error, program in programs.items()}
-    assert texts["lost"] == "titanlite: rank 1 lost the other ranks: Connection closed by peer\n"
+    texts = {error: printed(program) for error, program in programs.items()}
+    assert texts["lost"] == "titanlite: rank 1 lost the connection to the other ranks: Connection closed by peer\n"
     assert texts["user"] == "titanlite: no such corpus\n"
     assert texts["bug"].startswith("Traceback")
     assert texts["bug"].endswith("titanlite: rank 1 failed: ValueError: planted\n")
 
 
-FOR_EVER = 300.0
+LONG_S = 300.0
 # Rank, rank on its node, and the two waits: for rank 0, then for the first rank of the node.
-TELLS_AFTER_ITS_WAITS = [(0, 0, FOR_EVER, FOR_EVER), (8, 0, 0.0, FOR_EVER), (1, 1, 0.0, 0.0)]
-STILL_WAITS = [(8, 0, FOR_EVER, 0.0), (1, 1, FOR_EVER, 0.0), (1, 1, 0.0, FOR_EVER)]
+PRINTS_AFTER_ITS_WAITS = [(0, 0, LONG_S, LONG_S), (8, 0, 0.0, LONG_S), (1, 1, 0.0, 0.0)]
+STILL_WAITS = [(8, 0, LONG_S, 0.0), (1, 1, LONG_S, 0.0), (1, 1, 0.0, LONG_S)]
 
 
 def start_unconnected(start: Start, rank: int, local_rank: int, unconnected_s: float, node_order_s: float) -> Program:
@@ -210,24 +210,24 @@ def start_unconnected(start: Start, rank: int, local_rank: int, unconnected_s: f
     return start(fails, "config", rank=rank, local_rank=local_rank, **waits)
 
 
-def test_before_ranks_are_connected_rank_0_tells_at_once_and_each_other_one_in_the_end(start: Start) -> None:
-    programs = [start_unconnected(start, *place) for place in TELLS_AFTER_ITS_WAITS]
-    assert [told(program) for program in programs] == [f"titanlite: {ERRORS['config']}\n"] * 3
+def test_before_ranks_are_connected_rank_0_prints_at_once_and_others_after_a_wait(start: Start) -> None:
+    programs = [start_unconnected(start, *place) for place in PRINTS_AFTER_ITS_WAITS]
+    assert [printed(program) for program in programs] == [f"titanlite: {ERRORS['config']}\n"] * 3
     assert [program.exit_code for program in programs] == [2, 2, 2]
 
 
-def test_a_rank_that_the_launcher_ends_while_it_waits_says_nothing(start: Start) -> None:
+def test_a_rank_terminated_while_it_waits_prints_nothing(start: Start) -> None:
     programs = [start_unconnected(start, *place) for place in STILL_WAITS]
     for program in programs:
         program.wait_for("running")
     time.sleep(0.5)
     for program in programs:
         program.process.terminate()
-    assert [(program.exit_code, told(program)) for program in programs] == [(-signal.SIGTERM, "")] * 3
+    assert [(program.exit_code, printed(program)) for program in programs] == [(-signal.SIGTERM, "")] * 3
 
 
-class DeafStore:
-    """Of a host that does not answer any more."""
+class BlockedStore:
+    """Simulates the store of an unreachable host."""
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         del key, expected, desired
@@ -235,20 +235,20 @@ class DeafStore:
         return b""
 
 
-def fails_with_a_deaf_store() -> None:
+def fails_with_a_blocked_store() -> None:
     with FailureReport() as report:
-        report.store = DeafStore()  # type: ignore[assignment]
+        report.store = BlockedStore()  # type: ignore[assignment]
         raise ERRORS["bug"]
 
 
-def test_nothing_that_blocks_keeps_a_failed_process_alive(start: Start) -> None:
-    program = start(fails_with_a_deaf_store, LAST_RESORT_S=1)
+def test_a_failed_process_exits_even_if_reporting_blocks(start: Start) -> None:
+    program = start(fails_with_a_blocked_store, LAST_RESORT_S=1)
     begin = time.monotonic()
     assert program.exit_code == -signal.SIGALRM
     assert time.monotonic() - begin < 30
 
 
-def fails_without_anyone_to_tell(what: str) -> None:
+def fails_with_broken_streams(what: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     sys.stdout = os.fdopen(writer, "w")
@@ -259,18 +259,18 @@ def fails_without_anyone_to_tell(what: str) -> None:
         raise ERRORS["user"]
 
 
-def test_streams_that_nobody_reads_do_not_change_the_end(start: Start) -> None:
-    piped, closed = (start(fails_without_anyone_to_tell, what) for what in ("piped", "closed"))
+def test_broken_streams_do_not_change_the_exit_code(start: Start) -> None:
+    piped, closed = (start(fails_with_broken_streams, what) for what in ("piped", "closed"))
     assert [piped.exit_code, closed.exit_code] == [1, 1]
-    assert [told(piped), told(closed)] == ["titanlite: no such corpus\n", ""]
+    assert [printed(piped), printed(closed)] == ["titanlite: no such corpus\n", ""]
 
 
 def waits_in_a_library(port: int, timeout_s: float) -> None:
-    """As ranks do for each other; then it has lost them."""
+    """Block in the store like a rank that waits for others; raises after the timeout."""
     with FailureReport() as report:
         report.store = connect(port)
         print("waiting", flush=True)
-        report.store.wait(["what nobody sets"], timedelta(seconds=timeout_s))
+        report.store.wait(["a key that is never set"], timedelta(seconds=timeout_s))
 
 
 def computes(port: int, timeout_s: float) -> None:
@@ -281,7 +281,7 @@ def computes(port: int, timeout_s: float) -> None:
             sum(range(1000))
 
 
-def test_ctrl_c_ends_at_once_whatever_the_main_thread_does(start: Start) -> None:
+def test_ctrl_c_exits_at_once_whatever_the_main_thread_does(start: Start) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
     places = [(function, rank) for function in (waits_in_a_library, computes) for rank in range(2)]
     programs = [start(function, server.port, 100.0, rank=rank) for function, rank in places]
@@ -294,13 +294,13 @@ def test_ctrl_c_ends_at_once_whatever_the_main_thread_does(start: Start) -> None
     assert [program.exit_code for program in programs] == [130] * 4
     assert time.monotonic() - begin < 20
     for program, (_, rank) in zip(programs, places, strict=True):
-        said = "\ntitanlite: interrupted\n" if rank == 0 else ""
-        assert program.text == f"running\nwaiting\n{said}"
+        expected = "\ntitanlite: interrupted\n" if rank == 0 else ""
+        assert program.text == f"running\nwaiting\n{expected}"
 
 
 @pytest.mark.slow
-def test_an_interrupted_rank_tells_of_no_lost_connection(start: Start) -> None:
-    """Interrupted ranks end one after the other, and the last ones lose the first ones."""
+def test_an_interrupted_rank_reports_no_lost_connection(start: Start) -> None:
+    """Interrupted ranks exit one after the other, so the last ones lose the connection to the first ones."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
     program = start(waits_in_a_library, server.port, 1.0, rank=1, INTERRUPTED_WAIT_S=2.5)
     program.wait_for("waiting")

@@ -14,8 +14,8 @@ from tests.pool import run_ranks
 from titanlite.runtime.agreement import Control, Flags
 from titanlite.runtime.launch import RankError
 
-# What each rank says at the end of each step, and what all have agreed on by the end of the next one.
-SAID = [
+# Flags of each rank at the end of each step, and the agreed flags at the end of the next step.
+FLAGS = [
     [Flags(), Flags(), Flags(stop=2), Flags(stop=2), Flags()],
     [Flags(), Flags(save_failed=True), Flags(), Flags(stop=15), Flags()],
 ]
@@ -32,45 +32,45 @@ def agree(slow_rank: int) -> list[Any]:
     rank = dist.get_rank()
     control = Control(group())
     found = []
-    for flags in SAID[rank]:
+    for flags in FLAGS[rank]:
         if rank == slow_rank:
             time.sleep(0.1)
-        dist.all_reduce(torch.zeros(4))  # of the step itself, on a group of its own
+        dist.all_reduce(torch.zeros(4))  # a collective of the step itself, on another group
         found.append(control.exchange(flags))
     return [*found, control.finish(), control.finish()]
 
 
 @pytest.mark.parametrize("slow_rank", [0, 1])
-def test_all_ranks_get_the_largest_of_the_step_before(slow_rank: int) -> None:
+def test_all_ranks_get_the_maximum_of_the_previous_step(slow_rank: int) -> None:
     found = [[Flags(*flags) for flags in rank] for rank in run_ranks(agree, 2, slow_rank)]
     assert found == [[Flags(), *AGREED, AGREED[-1]]] * 2
 
 
 def test_one_process_needs_no_group() -> None:
     control = Control(None)
-    assert [control.exchange(flags) for flags in SAID[0]] == [Flags(), *SAID[0][:-1]]
-    assert control.finish() == SAID[0][-1]
+    assert [control.exchange(flags) for flags in FLAGS[0]] == [Flags(), *FLAGS[0][:-1]]
+    assert control.finish() == FLAGS[0][-1]
 
 
 def launch_without_waiting() -> float:
-    """Rank 1 comes a second late: how long rank 0 was kept by the exchange of that step."""
+    """Return how long rank 0 waits in the exchange of a step that rank 1 reaches a second later."""
     control = Control(group())
     control.exchange(Flags())
     if dist.get_rank() == 1:
         time.sleep(1)
     begin = time.monotonic()
     control.exchange(Flags())
-    kept_s = time.monotonic() - begin
+    waited_s = time.monotonic() - begin
     control.finish()
-    return kept_s
+    return waited_s
 
 
-def test_an_exchange_does_not_wait_for_a_rank_that_is_late_in_the_same_step() -> None:
+def test_an_exchange_does_not_wait_for_a_late_rank_of_the_same_step() -> None:
     assert run_ranks(launch_without_waiting, 2)[0] < 0.5
 
 
 def lose_a_rank(how: str) -> Any:
-    """What rank 0 gets where rank 1 never comes to the second step."""
+    """Return whether rank 0 raises if rank 1 never reaches the second step."""
     control = Control(group(timeout_s=2.0))
     control.exchange(Flags())
     if dist.get_rank() == 1:
@@ -91,10 +91,10 @@ def lose_a_rank(how: str) -> Any:
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_raises_after_the_groups_timeout() -> None:
+def test_a_hanging_rank_raises_after_the_groups_timeout() -> None:
     assert run_ranks(lose_a_rank, 2, "hangs") == ["raised", None]
 
 
-def test_a_rank_that_is_gone_raises() -> None:
+def test_a_killed_rank_raises() -> None:
     with pytest.raises(RankError, match="ValueError: raised"):
         run_ranks(lose_a_rank, 2, "killed")

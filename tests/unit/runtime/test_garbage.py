@@ -1,4 +1,4 @@
-"""Garbage is collected at the chosen steps and only there."""
+"""Garbage is collected at the chosen steps only."""
 
 import gc
 import weakref
@@ -10,7 +10,7 @@ from titanlite.runtime.garbage import PacedGarbageCollection
 
 
 class Node:
-    """Something that keeps itself alive until cycles are collected."""
+    """A reference cycle, freed only by garbage collection."""
 
     def __init__(self) -> None:
         self.self = self
@@ -18,7 +18,7 @@ class Node:
 
 @pytest.fixture(autouse=True)
 def _own_gc() -> Iterator[None]:
-    """Leave automatic collection on, whatever a test does."""
+    """Re-enable automatic collection after each test."""
     yield
     gc.unfreeze()
     gc.enable()
@@ -35,7 +35,7 @@ def test_cycles_live_until_the_chosen_step() -> None:
     assert alive == [True, True, False, True, True, False]
 
 
-def test_many_objects_do_not_set_it_off() -> None:
+def test_many_objects_do_not_trigger_a_collection() -> None:
     with PacedGarbageCollection(1000):
         cycle = weakref.ref(Node())
         _ = [[] for _ in range(200_000)]
@@ -43,7 +43,7 @@ def test_many_objects_do_not_set_it_off() -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_leaving_restores_what_was_there(enabled: bool) -> None:
+def test_leaving_restores_the_previous_state(enabled: bool) -> None:
     if not enabled:
         gc.disable()
     frozen = 0

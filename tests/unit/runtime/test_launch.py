@@ -1,4 +1,4 @@
-"""Ranks for tests: results in order, the right error in front, nothing left behind."""
+"""run_ranks: results by rank, the earliest error first, and no processes left."""
 
 import multiprocessing
 import os
@@ -31,7 +31,7 @@ def is_gone(pid: int, within_s: float = 3.0) -> bool:
 
 
 EARLIER: set[int | None] = set()
-"""Processes of other tests, which may be for all of them."""
+"""Processes of other tests, such as a shared pool."""
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def assert_nothing_left(folder: Path, ranks: int = 2) -> None:
 
 
 def facts(folder: str, text: str) -> list[Any]:
-    """Rank 0 is the last to answer."""
+    """Return facts about the rank; rank 0 returns last."""
     note_pid(folder)
     total = torch.tensor(dist.get_rank() + 1)
     dist.all_reduce(total)
@@ -60,15 +60,15 @@ def facts(folder: str, text: str) -> list[Any]:
     return [text, dist.get_rank(), int(total), dist.get_backend(), environment]
 
 
-def test_results_come_by_rank(tmp_path: Path) -> None:
-    assert run_ranks(facts, 3, str(tmp_path), "said") == [
-        ["said", rank, 6, "gloo", [str(rank), str(rank), "3"]] for rank in range(3)
+def test_results_are_returned_by_rank(tmp_path: Path) -> None:
+    assert run_ranks(facts, 3, str(tmp_path), "text") == [
+        ["text", rank, 6, "gloo", [str(rank), str(rank), "3"]] for rank in range(3)
     ]
     assert_nothing_left(tmp_path, ranks=3)
 
 
 def fails_on_rank_1(folder: str, how: str) -> int:
-    """The other rank is in a collective, and fails in turn when its peer is gone."""
+    """Fail on rank 1 while rank 0 is in a collective, which then fails too."""
     note_pid(folder)
     dist.barrier()
     if dist.get_rank() == 1:
@@ -90,7 +90,7 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("how", sorted(CAUSES))
-def test_a_failure_of_one_rank_is_told(how: str, tmp_path: Path) -> None:
+def test_the_failure_of_one_rank_is_raised(how: str, tmp_path: Path) -> None:
     with pytest.raises(RankError) as raised:
         run_ranks(fails_on_rank_1, 2, str(tmp_path), how)
     assert str(raised.value).startswith(CAUSES[how])
@@ -99,9 +99,7 @@ def test_a_failure_of_one_rank_is_told(how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", sorted(CAUSES))
-def test_the_first_failure_is_in_front_where_both_are_found_at_once(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_earliest_failure_is_reported_first(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wait = launch.wait
 
     def wait_for_all(receivers: list[Any], timeout: float) -> list[Any]:
@@ -120,7 +118,7 @@ def returns_no_json() -> Any:
     return torch.zeros(1)
 
 
-def test_a_result_has_to_be_json() -> None:
+def test_a_result_must_be_json() -> None:
     with pytest.raises(RankError, match="Tensor is not JSON serializable"):
         run_ranks(returns_no_json, 1)
 
@@ -132,7 +130,7 @@ def never_ends_on_rank_1(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_time_is_limited(tmp_path: Path) -> None:
+def test_ranks_are_killed_after_the_timeout(tmp_path: Path) -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match=r"ranks \[1\] are still running"):
         run_ranks(never_ends_on_rank_1, 2, str(tmp_path), timeout_s=4.0)
@@ -140,19 +138,19 @@ def test_the_time_is_limited(tmp_path: Path) -> None:
     assert_nothing_left(tmp_path)
 
 
-class TravelsOnce:
-    """Can be sent to one rank only."""
+class PicklesOnce:
+    """Can be pickled only once, so that only one rank starts."""
 
     sent = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if TravelsOnce.sent:
+        if PicklesOnce.sent:
             raise OSError("no more ranks can be started")
-        TravelsOnce.sent = True
-        return (TravelsOnce, ())
+        PicklesOnce.sent = True
+        return (PicklesOnce, ())
 
 
-def test_a_rank_that_cannot_be_started_ends_those_before_it() -> None:
+def test_a_rank_that_cannot_be_started_kills_the_previous_ranks() -> None:
     with pytest.raises(OSError, match="no more ranks"):
-        run_ranks(never_ends_on_rank_1, 2, TravelsOnce())
+        run_ranks(never_ends_on_rank_1, 2, PicklesOnce())
     assert children() == set()

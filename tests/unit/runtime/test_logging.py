@@ -1,4 +1,4 @@
-"""The log: which rank says what, where, and how often."""
+"""Logging: levels and streams per rank, without repeated lines."""
 
 import io
 import logging
@@ -12,21 +12,21 @@ from titanlite.runtime.logging import log, setup_logging
 
 @pytest.fixture(autouse=True)
 def _own_log() -> Iterator[None]:
-    """Put the logger back as it was."""
+    """Restore the logger after each test."""
     before = (log.handlers[:], log.level, log.propagate)
     yield
     log.handlers[:], log.level, log.propagate = before[0], before[1], before[2]
 
 
-def speak() -> None:
+def log_one_line_per_level() -> None:
     log.debug("detail")
     log.info("loss %.1f", 1.25)
     log.warning("slow disk")
 
 
-def test_rank_0_speaks_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_0_logs_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(0)
-    speak()
+    log_one_line_per_level()
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert [line.split(" ", 1)[1] for line in lines] == ["loss 1.2", "warning: slow disk"]
@@ -34,9 +34,9 @@ def test_rank_0_speaks_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     assert err == ""
 
 
-def test_other_ranks_only_warn_on_stderr_with_their_number(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_log_warnings_to_stderr_with_their_rank(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(3)
-    speak()
+    log_one_line_per_level()
     out, err = capsys.readouterr()
     assert out == ""
     assert err.split(" ", 1)[1] == "[rank 3] warning: slow disk\n"
@@ -49,7 +49,7 @@ def test_a_second_call_does_not_repeat_lines(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.count("once") == 1
 
 
-def test_the_root_logger_stays_out_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_reaches_the_root_logger(capsys: pytest.CaptureFixture[str]) -> None:
     root = logging.getLogger()
     handlers = root.handlers[:]
     setup_logging(0)
@@ -64,7 +64,7 @@ def test_the_root_logger_stays_out_of_it(capsys: pytest.CaptureFixture[str]) -> 
     assert (out + err).count("once") == 1
 
 
-def test_a_traceback_that_was_asked_for_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_requested_traceback_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(0)
     try:
         raise ValueError("deep")
@@ -76,15 +76,13 @@ def test_a_traceback_that_was_asked_for_is_shown(capsys: pytest.CaptureFixture[s
 
 
 class Unread(io.StringIO):
-    """A stream whose reader is gone."""
+    """A stream without a reader."""
 
     def write(self, text: str) -> int:  # noqa: ARG002
         raise BrokenPipeError
 
 
-def test_a_reader_that_is_gone_costs_nothing_but_the_lines(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_pipe_is_ignored(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "stdout", Unread())
     setup_logging(0)
     log.info("into the void")

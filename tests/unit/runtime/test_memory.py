@@ -1,4 +1,4 @@
-"""Memory figures are this process's own."""
+"""Memory figures of this process."""
 
 import resource
 from pathlib import Path
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.slow
-def test_the_peak_holds_what_was_held_once() -> None:
+def test_the_peak_includes_freed_memory() -> None:
     before = peak_memory_bytes(CPU)
     size = before + 2**27  # more than any earlier peak left free
     block = torch.ones(size, dtype=torch.uint8)
@@ -20,7 +20,7 @@ def test_the_peak_holds_what_was_held_once() -> None:
     assert size <= peak_memory_bytes(CPU) < 3 * size
 
 
-def test_without_proc_the_kernels_other_count_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_proc_ru_maxrss_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr(Path, "exists", lambda _: False)
@@ -29,7 +29,7 @@ def test_without_proc_the_kernels_other_count_serves(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_counts_what_is_reserved() -> None:
+def test_cuda_counts_reserved_memory() -> None:
     device = torch.device("cuda", 0)
     block = torch.ones(2**26, dtype=torch.uint8, device=device)
     del block

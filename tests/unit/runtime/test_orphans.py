@@ -1,4 +1,4 @@
-"""A process without its launcher. Each case has a process that starts another, and is then killed."""
+"""Ranks exit with their launcher. Each case kills a process that has started another one."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("reads /proc", allow_module_level=True)
 
-# As torchrun, whose processes have sessions of their own.
+# Like torchrun, starts its process in a new session.
 LAUNCHER = """
 import subprocess, sys, time
 subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
@@ -51,7 +51,7 @@ def runs(pid: int) -> bool:
 
 
 def outlives_its_launcher(folder: Path, before: str, environment: dict[str, str], within_s: float = 10.0) -> bool:
-    """Whether a worker still runs, and is ready, so long after its launcher was killed."""
+    """Whether a worker is ready and still runs `within_s` seconds after its launcher was killed."""
     worker = WORKER.format(folder=folder, before=before.format(folder=folder))
     with subprocess.Popen([sys.executable, "-c", LAUNCHER, worker], env=environment) as launcher:
         wait_for(folder / ("pid" if before == WITHOUT_LAUNCHER else "ready"))
@@ -69,15 +69,15 @@ def outlives_its_launcher(folder: Path, before: str, environment: dict[str, str]
 
 
 @pytest.mark.parametrize("before", ["", NO_PRCTL], ids=["kernel", "watched"])
-def test_a_rank_ends_with_its_torchrun(before: str, tmp_path: Path) -> None:
+def test_a_rank_is_killed_with_its_torchrun(before: str, tmp_path: Path) -> None:
     assert not outlives_its_launcher(tmp_path, before, UNDER_TORCHRUN)
 
 
 @pytest.mark.skipif(b"python" in Path("/proc/1/cmdline").read_bytes(), reason="process 1 could be a torchrun")
-def test_a_rank_whose_torchrun_was_gone_before_it_could_ask_ends_too(tmp_path: Path) -> None:
+def test_a_rank_whose_torchrun_ended_before_prctl_is_killed(tmp_path: Path) -> None:
     assert not outlives_its_launcher(tmp_path, WITHOUT_LAUNCHER, UNDER_TORCHRUN)
 
 
 @pytest.mark.parametrize("before", ["", NO_PRCTL])
-def test_a_process_of_its_own_outlives_its_shell(before: str, tmp_path: Path) -> None:
+def test_a_process_without_torchrun_outlives_its_shell(before: str, tmp_path: Path) -> None:
     assert outlives_its_launcher(tmp_path, before, {}, within_s=1.0)

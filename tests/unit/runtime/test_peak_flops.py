@@ -1,4 +1,4 @@
-"""Peak FLOP/s: known devices only, and nothing that merely looks like one."""
+"""Peak FLOP/s: known devices only, not devices with similar names."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_known_devices(name: str, tflops: float) -> None:
         "",
     ],
 )
-def test_what_is_not_known_is_not_guessed(name: str) -> None:
+def test_unknown_devices_have_no_figure(name: str) -> None:
     assert peak_flops(name, torch.bfloat16) is None
 
 
@@ -63,6 +63,6 @@ def test_a_cpu_has_no_figure() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_device_of_this_machine_is_looked_up_by_its_name() -> None:
+def test_the_local_device_is_looked_up_by_name() -> None:
     device = torch.device("cuda", 0)
     assert device_peak_flops(device, torch.bfloat16) == peak_flops(torch.cuda.get_device_name(0), torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What a process does with signals once it remembers them. Each case is a process of its own."""
+"""Signals before and after StopRequest.activate. Each case runs in its own process."""
 
 import signal
 import subprocess
@@ -19,15 +19,15 @@ end_on_interrupt()
 request = StopRequest()
 assert request.signal is None and request.number == 0
 """
-# A main thread inside a library, where Python's own handlers do not run; a thread tells what is remembered, twice.
+# The main thread blocks inside a library, where Python's handlers do not run; a thread prints the request twice.
 WAIT = """
-def tell():
+def report():
     while request.signal is None:
         time.sleep(0.01)
     for _ in range(2):
         print(request.signal, request.number, flush=True)
         time.sleep(0.5)
-threading.Thread(target=tell, daemon=True).start()
+threading.Thread(target=report, daemon=True).start()
 print("ready", flush=True)
 libc = ctypes.CDLL(None)
 until = time.monotonic() + 60
@@ -38,14 +38,14 @@ ACTIVE = f"{BEGIN}request.activate(){WAIT}"
 QUICK = ACTIVE.replace("request.activate()", "signals.SAME_SIGNAL_S = LATER_S / 2; request.activate()").replace(
     "LATER_S", str(LATER_S)
 )
-"""As ACTIVE, where LATER_S is late enough for a signal of its own."""
+"""Like ACTIVE, with signals LATER_S apart counted as separate requests."""
 
 Start = Callable[..., Popen[str]]
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """start(program, rank): a process that has come to "ready"."""
+    """start(program, rank): a process that has printed "ready"."""
     started: list[Popen[str]] = []
 
     def start_program(program: str, rank: int = 0) -> Popen[str]:
@@ -62,22 +62,22 @@ def start() -> Iterator[Start]:
         process.communicate()
 
 
-def told(process: Popen[str]) -> str:
+def read_line(process: Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline()
 
 
-def test_the_first_signal_is_remembered_while_the_main_thread_is_in_a_library(start: Start) -> None:
+def test_the_first_signal_is_recorded_while_the_main_thread_is_in_a_library(start: Start) -> None:
     processes = {signal.Signals[name]: start(ACTIVE) for name in ("SIGTERM", "SIGINT", "SIGUSR1")}
     for number, process in processes.items():
         process.send_signal(number)
     for number, process in processes.items():
-        assert told(process) == f"{number.name} {number.value}\n"
+        assert read_line(process) == f"{number.name} {number.value}\n"
     time.sleep(0.7)
     assert [process.poll() for process in processes.values()] == [None] * 3
 
 
-def test_a_second_one_ends_the_process_at_once(start: Start) -> None:
+def test_a_second_signal_ends_the_process_at_once(start: Start) -> None:
     codes = {signal.SIGINT: 130, signal.SIGTERM: 143}
     processes = [(second, rank, start(QUICK, rank)) for second in codes for rank in range(2)]
     for *_, process in processes:
@@ -90,33 +90,33 @@ def test_a_second_one_ends_the_process_at_once(start: Start) -> None:
     for second, rank, process in processes:
         _, errors = process.communicate(timeout=30)
         assert process.returncode == codes[second]
-        assert errors == (f"\ntitanlite: {second.name} again: ended at once\n" if rank == 0 else "")
+        assert errors == (f"\ntitanlite: second {second.name}: exiting at once\n" if rank == 0 else "")
     assert time.monotonic() - begin < 5
 
 
-def test_the_same_signal_by_two_ways_is_one(start: Start) -> None:
+def test_the_same_signal_received_twice_counts_once(start: Start) -> None:
     process = start(ACTIVE)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
         process.send_signal(number)
         time.sleep(0.05)
-    assert [told(process), told(process)] == ["SIGINT 2\n"] * 2
+    assert [read_line(process), read_line(process)] == ["SIGINT 2\n"] * 2
     time.sleep(0.7)
     assert process.poll() is None
 
 
 @pytest.mark.slow
-def test_an_early_warning_never_ends_the_process_nor_makes_the_next_signal_the_second(start: Start) -> None:
+def test_sigusr1_neither_ends_the_process_nor_counts_as_the_first_sigterm(start: Start) -> None:
     process = start(QUICK)
     for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1):
         process.send_signal(number)
         time.sleep(LATER_S)
-    assert told(process) == f"SIGUSR1 {signal.SIGUSR1.value}\n"
+    assert read_line(process) == f"SIGUSR1 {signal.SIGUSR1.value}\n"
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 143
 
 
-def test_before_it_is_active_nothing_changes(start: Start) -> None:
+def test_before_activation_signals_keep_their_effect(start: Start) -> None:
     codes = {signal.SIGINT: 130, signal.SIGTERM: -signal.SIGTERM}
     processes = {number: start(BEGIN + WAIT) for number in codes}
     for number, process in processes.items():
@@ -125,8 +125,8 @@ def test_before_it_is_active_nothing_changes(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_a_signal_at_any_moment_of_the_activation_ends_the_process_or_is_remembered() -> None:
-    """In single steps of the activation, by a tracer that sends the signal before the n-th of its lines."""
+def test_a_signal_during_activation_ends_the_process_or_is_recorded() -> None:
+    """A tracer sends the signal before the n-th line of the activation, for each n."""
     program = f"""{BEGIN}
 import signal, sys
 number, line = int(os.environ["NUMBER"]), int(os.environ["LINE"])
