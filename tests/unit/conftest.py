@@ -1,4 +1,4 @@
-"""Settings of all unit tests: small corpora in temporary folders, and a cache folder of each test's own."""
+"""Fixtures of all unit tests: small corpora in temporary folders, and one cache folder per test."""
 
 import json
 import sysconfig
@@ -24,7 +24,7 @@ def one_file_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_standard_library(one_file_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stands in for python-stdlib, the default source: each check of a configuration lists its files."""
+    """Shrink python-stdlib, the default source, to one file: every configuration check lists its files."""
     get_paths = sysconfig.get_paths
 
     def small(*scheme: Any, **options: Any) -> dict[str, str]:
@@ -35,7 +35,7 @@ def small_standard_library(one_file_library: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[dist.ProcessGroup]:
-    """Of this process alone, on gloo."""
+    """A gloo process group of this process only."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
@@ -63,7 +63,7 @@ def tokenizer(tokenizer_folder: Path) -> Tokenizer:
 
 @pytest.fixture
 def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
-    """write_jsonl(rows, name): rows that are text become {"text": row}; bytes stand as they are."""
+    """write_jsonl(rows, name): text rows are written as {"text": row}, bytes rows unchanged."""
 
     def write(rows: list[str | bytes], name: str = "rows.jsonl") -> Path:
         file = tmp_path / name
@@ -76,7 +76,7 @@ def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def stdlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A standard library of 45 usable files, and others that are no part of the corpus."""
+    """A standard library of 45 usable files, and files that are not part of the corpus."""
     root = tmp_path / "lib"
     for n in range(45):
         file = root / f"package{n % 3}" / f"module{n:02}.py"

@@ -1,4 +1,4 @@
-"""The summary after the tests: durations by file, and the total against the budget of the size that ran."""
+"""The duration summary after the tests: per file, and the total against the budget of the selected size."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ class Terminal:
 
 
 def summary(monkeypatch: pytest.MonkeyPatch, total_s: float, marks: str = "not soak", **options: Any) -> Terminal:
-    """Of a run that took `total_s`. options: `args`, the paths, and `keyword`, of the command line."""
+    """Print the summary of a run of `total_s`. options: `args` (paths) and `keyword` of the command line."""
     config = SimpleNamespace(
         option=SimpleNamespace(markexpr=marks, keyword=options.get("keyword", "")),
         args=options.get("args", ["tests"]),
@@ -31,13 +31,13 @@ def summary(monkeypatch: pytest.MonkeyPatch, total_s: float, marks: str = "not s
     return terminal
 
 
-def test_files_come_by_what_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_sorted_by_duration(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [text.split() for text, _ in summary(monkeypatch, 60.0).lines]
     assert lines[:3] == [["50.0", "s", "b.py"], ["3.0", "s", "a.py"], ["1.5", "s", "2", "other", "files"]]
 
 
 @pytest.mark.parametrize(("marks", "budget"), [("not soak", 720), ("not slow", 120)])
-def test_over_the_budget_is_a_warning(marks: str, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exceeding_the_budget_is_a_warning(marks: str, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     within, over = (summary(monkeypatch, budget + more, marks).lines[-1] for more in (-1.0, 1.0))
     assert within == (f"{budget - 1:7.1f} s in all, within the budget of {budget} s", False)
     assert f"{budget + 1:.1f} s in all: over the budget of {budget} s" in over[0]
@@ -45,7 +45,7 @@ def test_over_the_budget_is_a_warning(marks: str, budget: int, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("part", [{"marks": "soak"}, {"args": ["tests/unit"]}, {"keyword": "loss"}])
-def test_a_part_of_the_tests_has_no_budget(part: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_subset_of_the_tests_has_no_budget(part: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert summary(monkeypatch, 9999.0, **part).lines[-1] == (" 9999.0 s in all", False)
 
 

@@ -1,4 +1,4 @@
-"""The loss is a sum over valid labels, at no less than float32."""
+"""The loss is a sum over valid labels, computed in at least float32."""
 
 import re
 from pathlib import Path
@@ -54,17 +54,17 @@ def test_computed_in_at_least_float32(dtype: torch.dtype, expected: torch.dtype)
     assert abs(loss.item() - exact.item()) <= 8 * torch.finfo(expected).eps * exact.item()
 
 
-def test_one_tensor_of_the_logits_size_is_kept_for_backward() -> None:
+def test_backward_saves_one_tensor_of_the_logits_size() -> None:
     logits = _logits(1, 2, 3, dtype=torch.bfloat16)
-    kept: dict[int, torch.Tensor] = {}
+    saved: dict[int, torch.Tensor] = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.data_ptr()] = tensor
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.data_ptr()] = tensor
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         cross_entropy_by_row(logits, torch.zeros(1, 2, dtype=torch.int64))
-    assert sum(tensor.numel() == logits.numel() for tensor in kept.values()) == 1
+    assert sum(tensor.numel() == logits.numel() for tensor in saved.values()) == 1
 
 
 def test_ignore_index_is_defined_once() -> None:

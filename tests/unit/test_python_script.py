@@ -1,4 +1,4 @@
-"""scripts/test_pythons.sh against stubs of Pythons, and the Pythons that are stated."""
+"""scripts/test_pythons.sh with stub Pythons, and the supported versions that the project files state."""
 
 import re
 import shutil
@@ -14,18 +14,18 @@ TESTED = ["3.11", "3.12", "3.13"]
 
 
 def stub(version: str) -> str:
-    """A Python of this version, with a pytest that fails if STUB_FAILS is the version."""
-    answers = f"""case "$*" in
+    """A stub Python of this version, whose pytest fails if STUB_FAILS is the version."""
+    cases = f"""case "$*" in
 *sys.executable*) echo "{version} $0" ;;
 *platform.python_version*) echo "{version}.5 torch 2.13.0" ;;
 *"-m pytest"*) echo "7 tests in 1.50s" && [[ ${{STUB_FAILS-}} != {version} ]] ;;
 *"""
-    return PYTHON.replace('case "$*" in\n*', answers, 1).replace("|| echo 3.11", f"|| echo {version}")
+    return PYTHON.replace('case "$*" in\n*', cases, 1).replace("|| echo 3.11", f"|| echo {version}")
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
-    """With python3.11 and python3.13 on PATH, and nothing else that runs."""
+    """A checkout with python3.11 and python3.13 as the only Pythons on PATH."""
     checkout = Checkout(tmp_path)
     for name in ("head", "mktemp", "tail", "tee"):
         found = shutil.which(name)
@@ -38,7 +38,7 @@ def checkout(tmp_path: Path) -> Checkout:
 
 
 def summary(output: str) -> list[str]:
-    """The lines at the end, the seconds left out."""
+    """The summary lines at the end, without the seconds."""
     return [re.sub(r" \d+ s:", ":", line) for line in f"\n{output}".rpartition("\n\n")[2].splitlines()]
 
 
@@ -46,12 +46,12 @@ PASSED = "{0}.5 torch 2.13.0 passed: 7 tests in 1.50s"
 
 
 def pytest_calls(checkout: Checkout) -> list[tuple[str, str]]:
-    """(Python, arguments from its selection of tests on) of each call."""
+    """(Python, arguments from the selection of tests on) of each pytest call."""
     calls = [call.partition(" -m pytest ") for call in checkout.calls().splitlines() if " -m pytest " in call]
     return [(python, arguments[arguments.index("-m not slow") :]) for python, _, arguments in calls]
 
 
-def test_each_tested_python_that_is_found_runs_the_quick_size(checkout: Checkout) -> None:
+def test_each_found_python_runs_the_quick_size(checkout: Checkout) -> None:
     done = checkout.run(script=SCRIPT)
     assert done.returncode == 0, done.stderr
     assert summary(done.stdout) == [PASSED.format("3.11"), "3.12: not found", PASSED.format("3.13")]
@@ -59,7 +59,7 @@ def test_each_tested_python_that_is_found_runs_the_quick_size(checkout: Checkout
     assert not list(checkout.repo.glob(".venv*"))
 
 
-def test_incomplete_pythons_get_an_environment_each_and_keep_it(checkout: Checkout) -> None:
+def test_incomplete_pythons_get_an_environment_each_and_reuse_it(checkout: Checkout) -> None:
     checkout.python_is(missing="torch")
     done = checkout.run(script=SCRIPT)
     assert done.returncode == 0, done.stderr
@@ -75,7 +75,7 @@ def test_incomplete_pythons_get_an_environment_each_and_keep_it(checkout: Checko
 
 
 @pytest.mark.parametrize("failing", ["3.11", "3.13"])
-def test_one_that_fails_fails_the_script_after_all_have_run(checkout: Checkout, failing: str) -> None:
+def test_a_failing_python_fails_the_script_after_all_have_run(checkout: Checkout, failing: str) -> None:
     done = checkout.run(script=SCRIPT, STUB_FAILS=failing)
     assert done.returncode == 1
     first, _, last = summary(done.stdout)
@@ -107,7 +107,7 @@ def test_named_pythons_and_arguments_of_pytest(checkout: Checkout) -> None:
     ]
 
 
-def test_named_python_must_be_there(checkout: Checkout) -> None:
+def test_named_python_must_exist(checkout: Checkout) -> None:
     done = checkout.run("3.13", "3.12", "no/python", script=SCRIPT)
     assert done.returncode == 1
     assert summary(done.stdout) == [PASSED.format("3.13"), "3.12: not found", "no/python: not found"]
@@ -121,7 +121,7 @@ def test_no_python_at_all_is_an_error(checkout: Checkout) -> None:
     assert done.stderr.startswith("test_pythons.sh: found none of 3.11 3.12 3.13: name the ones to test")
 
 
-def test_pythons_of_pyenv_and_active_ones_count(checkout: Checkout) -> None:
+def test_pyenv_and_active_pythons_are_found(checkout: Checkout) -> None:
     shim = "#!/usr/bin/env bash\necho pyenv: command not found >&2\nexit 127\n"
     executable(checkout.bin / "python3.12", shim)
     pyenv = checkout.log.parent / "pyenv"
@@ -141,7 +141,7 @@ def test_stated_pythons_agree() -> None:
     assert "Python 3.11, 3.12 and 3.13;" in (REPOSITORY / "README.md").read_text()
 
 
-def test_untested_python_is_tried_and_named(checkout: Checkout) -> None:
+def test_untested_python_is_used_with_a_warning(checkout: Checkout) -> None:
     executable(checkout.bin / "python3", stub("3.14"))
     checkout.python_is(missing="torch")
     remark = "Python 3.14 is untested: if it fails, delete .venv and set PYTHON to one of 3.11 3.12 3.13"

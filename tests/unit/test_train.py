@@ -1,4 +1,4 @@
-"""The loop: what happens in a step, in which order, and when it ends."""
+"""The training loop: the order of calls in a step, and the conditions that end the loop."""
 
 from typing import Any
 from unittest.mock import MagicMock, Mock
@@ -20,7 +20,7 @@ AFTER = ["ledger.write", "checkpoints.after_step", "validation.after_step"]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
-    """A run of which nothing is real but the number of steps: `run.mock_calls` has all that the loop does with it."""
+    """A mock run whose trainer counts steps. `run.mock_calls` records every call of the loop."""
     run = MagicMock()
 
     def count(_: Any) -> None:
@@ -36,7 +36,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     run.checkpoints.after_step.return_value = False
     run.validation.after_step.return_value = 0
     run.attach_mock(MagicMock(), "garbage")
-    monkeypatch.setattr(train_module, "PacedGarbageCollection", run.garbage)  # the real one goes through all objects
+    monkeypatch.setattr(train_module, "PacedGarbageCollection", run.garbage)  # the real one traverses all objects
     run.reset_mock()
     return run
 
@@ -54,7 +54,7 @@ def events(run: MagicMock) -> list[str]:
     return [name for name, *_ in run.mock_calls if not name.startswith("garbage")]
 
 
-def test_the_events_of_each_step_come_in_order(run: MagicMock) -> None:
+def test_calls_of_each_step_are_in_order(run: MagicMock) -> None:
     failure = Mock()
     record = train(config(), run, failure)
     assert record is not None
@@ -78,13 +78,13 @@ def test_the_events_of_each_step_come_in_order(run: MagicMock) -> None:
     assert [call.args for call in run.validation.after_step.call_args_list] == expected
 
 
-def test_rows_are_counted_by_one_rank_of_those_that_read_them(run: MagicMock) -> None:
+def test_only_the_rank_that_counts_rows_reports_bad_rows(run: MagicMock) -> None:
     run.trainer.counts_rows = False
     train(config(steps=1), run, Mock())
     assert run.meter.update.call_args.kwargs["bad_rows"] == 0
 
 
-def test_without_what_is_optional(run: MagicMock) -> None:
+def test_optional_parts_may_be_absent(run: MagicMock) -> None:
     run.ledger = run.checkpoints = run.validation = None
     assert train(config(steps=1), run, Mock()) is not None
     assert events(run) == ["meter.start", *STEP, *LOG, "mesh.set_timeout"]
@@ -99,20 +99,20 @@ def test_the_end_of_the_data_is_the_last_step(run: MagicMock) -> None:
     assert run.checkpoints.after_step.call_args.args == (2, True)
 
 
-def test_a_signal_stops_after_the_save_and_without_validation(run: MagicMock) -> None:
+def test_a_signal_stops_the_loop_after_the_save_without_validation(run: MagicMock) -> None:
     run.checkpoints.after_step.side_effect = [False, True]
     assert train(config(), run, Mock()) is None
     assert events(run)[-3:] == ["ledger.write", "checkpoints.after_step", "checkpoints.close"]
 
 
-def test_a_signal_to_the_last_step_leaves_it_its_validation(run: MagicMock) -> None:
+def test_a_signal_in_the_last_step_does_not_skip_its_validation(run: MagicMock) -> None:
     run.checkpoints.after_step.return_value = True
     run.validation.after_step.return_value = 15
     assert train(config(steps=1), run, Mock()) is not None
     assert events(run)[-2:] == ["validation.after_step", "checkpoints.close"]
 
 
-def test_a_signal_in_the_validation_saves_what_is_not_saved(run: MagicMock) -> None:
+def test_a_signal_during_validation_saves_the_step(run: MagicMock) -> None:
     run.validation.after_step.side_effect = [0, 15]
     assert train(config(), run, Mock()) is None
     assert events(run)[-3:] == ["validation.after_step", "checkpoints.stop_after", "checkpoints.close"]
@@ -123,10 +123,10 @@ def test_a_signal_in_the_validation_saves_what_is_not_saved(run: MagicMock) -> N
     ("max_bad_rows", "log_freq", "logged"),
     [(10, 5, [1, 5, 10]), (9, 5, [1, 5, 10]), (4, 5, [1, 5]), (0, 5, [1]), (3, 1, [1, 2, 3, 4])],
 )
-def test_more_bad_rows_than_allowed_end_the_run_at_the_next_log_step(
+def test_too_many_bad_rows_stop_the_run_at_the_next_log_step(
     max_bad_rows: int, log_freq: int, logged: list[int], run: MagicMock
 ) -> None:
-    """Ten steps over data with a bad row in each."""
+    """Ten steps with one bad row each."""
     if max_bad_rows == 10:
         train(config(10, max_bad_rows, log_freq), run, Mock())
     else:
@@ -136,9 +136,7 @@ def test_more_bad_rows_than_allowed_end_the_run_at_the_next_log_step(
     assert events(run)[-1] == "checkpoints.close"
 
 
-def test_data_that_cannot_be_used_are_noted_before_the_ranks_meet(
-    run: MagicMock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_data_error_is_noted_before_waiting_for_the_ranks(run: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
     error = DataError("it is not UTF-8", 3)
     run.loader.next_step.side_effect = error
     run.attach_mock(Mock(), "failure")

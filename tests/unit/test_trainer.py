@@ -7,7 +7,7 @@ from titanlite.config.schema import TrainingConfig
 from titanlite.trainer import mark_last
 
 
-def test_defaults_are_valid_on_any_degree() -> None:
+def test_defaults_are_valid_for_any_degree() -> None:
     for degree in (0, 1, 2, 7):
         assert check_training(TrainingConfig(), degree, 1) == []
 
