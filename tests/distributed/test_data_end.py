@@ -1,4 +1,4 @@
-"""An exhausted source ends the run at the same step on every mesh, with a checkpoint and without hanging ranks."""
+"""An exhausted source stops the run at the same step on every mesh, with a checkpoint and without hanging ranks."""
 
 from pathlib import Path
 

@@ -18,7 +18,7 @@ from titanlite.data.corpus import BYTES_PER_TOKEN, Encoder
 from titanlite.data.indexed import MIN_PATIENCE, READ_AHEAD_PIECES
 from titanlite.data.order import shuffled
 from titanlite.data.sources.base import MAX_BLOCK_BYTES, MAX_BLOCK_ROWS, Row, Share, StreamedSource, Unit
-from titanlite.data.sources.pieces import EMPTY_PIECE, BadRowError, Place, TokenPiece, cut, flags_of, utf8_text
+from titanlite.data.sources.pieces import EMPTY_PIECE, BadRowError, Place, TokenPiece, cut, utf8_text
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.retry import reason, retrying
 
@@ -90,21 +90,23 @@ def take_block(unit: Unit, rows: Iterator[Row], max_piece_bytes: int) -> Block:
         cuts = _cuts(row, max_piece_bytes)
         if len(cuts) > MAX_ROW_PIECES:
             bad = f"the text has {len(cuts):,} pieces of data.max_piece_bytes; at most {MAX_ROW_PIECES:,} are supported"
-            row, cuts = row._replace(text=BadRowError(bad)), [(0, 0)]
-        size = cuts[-1][1]
-        for number, (begin, end) in enumerate(cuts):
-            parts.append(Part(len(taken), number, begin, end, flags_of(begin, end, 0, size)))
+            row, cuts = row._replace(text=BadRowError(bad)), [_UNCUT]
+        parts += [Part(len(taken), number, *part) for number, part in enumerate(cuts)]
         taken.append(row)
-        num_bytes += size
+        num_bytes += parts[-1].end
         if len(taken) >= MAX_BLOCK_ROWS or num_bytes >= MAX_BLOCK_BYTES or len(parts) >= MAX_ROW_PIECES:
             break
     return Block(unit, taken, parts)
 
 
-def _cuts(row: Row, max_piece_bytes: int) -> list[tuple[int, int]]:
-    """(begin, end) of each piece of a row; (0, 0) for a bad row or empty text."""
+_UNCUT = (0, 0, 0)
+"""Begin, end and flags of the piece of a bad row or an empty text, both of which have no tokens."""
+
+
+def _cuts(row: Row, max_piece_bytes: int) -> list[tuple[int, int, int]]:
+    """(begin, end, flags) of each piece of a row."""
     if isinstance(row.text, BadRowError) or not row.text:
-        return [(0, 0)]
+        return [_UNCUT]
     return list(cut(row.text, 0, len(row.text), max_piece_bytes))
 
 

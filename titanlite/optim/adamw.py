@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from titanlite.optim.optimizer import OptimizerConfig, OptimizerKind
 
@@ -24,13 +23,4 @@ def build(
     )
 
 
-def init_state(group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
-    device = parameter.device if group["fused"] or group["capturable"] else torch.device("cpu")
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=device),
-        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-    }
-
-
-ADAMW = OptimizerKind("AdamW", build, init_state, moments=2, counts_steps=True, has_fused=True)
+ADAMW = OptimizerKind(build, has_fused=True)

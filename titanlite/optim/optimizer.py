@@ -38,17 +38,10 @@ class OptimizerKind:
     """An optimizer: an entry of titanlite.optim.registry, chosen by optimizer.name.
 
     build(groups, section, implementation, device): torch's optimizer; groups have parameter names and weight decay.
-    init_state(group, parameter): zero-valued state, as torch creates it at the first update, by name.
-    moments: number of state tensors with the parameter's size and dtype. counts_steps: whether the state also has a
-    float32 step count. has_fused: whether torch has a fused form for sharded parameters, whose kernel can skip an
-    update.
+    has_fused: whether torch has a fused form for sharded parameters, whose kernel can skip an update.
     """
 
-    name: str
     build: Callable[[list[dict[str, Any]], OptimizerConfig, str, torch.device], torch.optim.Optimizer]
-    init_state: Callable[[dict[str, Any], Tensor], dict[str, Tensor]]
-    moments: int
-    counts_steps: bool
     has_fused: bool
 
 
@@ -59,17 +52,21 @@ class GatedOptimizer:
     moments and step counts unchanged, bit for bit.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, kind: OptimizerKind, *, gated_by_kernel: bool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, gated_by_kernel: bool) -> None:
         self.optimizer = optimizer
-        self._kind = kind
         self._gated_by_kernel = gated_by_kernel
+        self._has_all_state = False
 
     def init_state(self) -> None:
-        """Create missing state, as torch does at the first update: moments and step counts of 0."""
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if not self.optimizer.state[parameter] and (state := self._kind.init_state(group, parameter)):
-                    self.optimizer.state[parameter] = state
+        """Create missing state: moments and step counts of 0. Clears the gradients if state is missing."""
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        missing = [parameter for parameter in parameters if not self.optimizer.state[parameter]]
+        if missing and not self._has_all_state:  # SGD never has state
+            for parameter in missing:
+                parameter.grad = torch.zeros_like(parameter)
+            self.step_if(torch.zeros((), dtype=torch.bool, device=parameters[0].device))
+            self.zero_grad()
+        self._has_all_state = True
 
     def named_state(self) -> Iterable[tuple[str, Tensor]]:
         """("<parameter>/<state>", tensor) of all existing state, in the order of the groups."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titanlite.optim.adamw import ADAMW
 from titanlite.optim.optimizer import GatedOptimizer, OptimizerConfig, OptimizerKind
@@ -12,8 +12,8 @@ from titanlite.optim.sgd import SGD
 from titanlite.runtime.errors import Problem, check_ranges, require
 
 OPTIMIZERS: dict[str, OptimizerKind] = {
-    ADAMW.name: ADAMW,
-    SGD.name: SGD,
+    "AdamW": ADAMW,
+    "SGD": SGD,
 }
 
 
@@ -47,19 +47,22 @@ def build_optimizer(section: OptimizerConfig, model_parts: Iterable[nn.Module], 
     ]
     kind, implementation = OPTIMIZERS[section.name], resolve_implementation(section)
     optimizer = kind.build([group for group in groups if group["params"]], section, implementation, device)
-    return GatedOptimizer(optimizer, kind, gated_by_kernel=implementation == "fused")
+    return GatedOptimizer(optimizer, gated_by_kernel=implementation == "fused")
 
 
-def state_bytes(section: OptimizerConfig, parameter_bytes: int, num_tensors: int) -> int:
-    """Bytes of optimizer state after a step on one rank, for `num_tensors` parameters of `parameter_bytes` in total.
+def state_bytes(section: OptimizerConfig, parameters: Iterable[Tensor]) -> int:
+    """Bytes of optimizer state after a step, for this rank's shards of the parameters, on the meta device.
 
     The step count of each tensor is on the device (fused, or any implementation on an accelerator) or on the host.
     """
-    kind = OPTIMIZERS[section.name]
-    return kind.moments * parameter_bytes + 4 * num_tensors * kind.counts_steps
+    parameters = [parameter.detach() for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    optimizer = OPTIMIZERS[section.name].build([{"params": parameters}], section, "foreach", torch.device("cpu"))
+    optimizer.step()
+    return sum(value.nbytes for state in optimizer.state.values() for value in state.values())
 
 
-def update_bytes(section: OptimizerConfig, parameter_bytes: int, num_tensors: int) -> int:
+def update_bytes(section: OptimizerConfig, parameter_bytes: int, optimizer_bytes: int) -> int:
     """Temporary bytes of an update: a copy of parameters and state, unless the kernel can skip updates."""
-    fused = resolve_implementation(section) == "fused"
-    return 0 if fused else parameter_bytes + state_bytes(section, parameter_bytes, num_tensors)
+    return 0 if resolve_implementation(section) == "fused" else parameter_bytes + optimizer_bytes

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from titanlite.optim.optimizer import OptimizerConfig, OptimizerKind
 
@@ -17,8 +16,4 @@ def build(
     return torch.optim.SGD(groups, lr=section.lr, foreach=implementation == "foreach")
 
 
-def init_state(group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:  # noqa: ARG001
-    return {}
-
-
-SGD = OptimizerKind("SGD", build, init_state, moments=0, counts_steps=False, has_fused=False)
+SGD = OptimizerKind(build, has_fused=False)

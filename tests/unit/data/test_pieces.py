@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.data.sources.pieces import BadRowError, cut, lines, read_range, utf8_text
+from titanlite.data.sources.pieces import ENDS_DOCUMENT, STARTS_DOCUMENT, BadRowError, cut, lines, read_range, utf8_text
 
 
 def random_text(rng: random.Random) -> bytes:
@@ -15,8 +15,11 @@ def test_parts_cover_the_text_and_are_utf8_of_at_most_the_size() -> None:
     rng = random.Random(0)
     for _ in range(500):
         data, size = random_text(rng), rng.randrange(16, 60)
-        parts = [data[begin:end] for begin, end in cut(data, 0, len(data), size)]
+        cuts = [*cut(data, 0, len(data), size)]
+        parts = [data[begin:end] for begin, end, _ in cuts]
         assert b"".join(parts) == data
+        assert [bool(flags & STARTS_DOCUMENT) for _, _, flags in cuts] == [n == 0 for n in range(len(cuts))]
+        assert [bool(flags & ENDS_DOCUMENT) for _, _, flags in cuts] == [n == len(cuts) - 1 for n in range(len(cuts))]
         assert all(0 < len(part) <= size for part in parts)
         for part in parts:
             part.decode("utf-8")
@@ -24,7 +27,7 @@ def test_parts_cover_the_text_and_are_utf8_of_at_most_the_size() -> None:
 
 def test_cuts_after_the_last_line_end_that_fits() -> None:
     data = b"one\ntwo\nthree\nfour is a line that does not fit\n"
-    assert [data[begin:end] for begin, end in cut(data, 0, len(data), 16)] == [
+    assert [data[begin:end] for begin, end, _ in cut(data, 0, len(data), 16)] == [
         b"one\ntwo\nthree\n",
         b"four is a line t",
         b"hat does not fit",
@@ -37,7 +40,7 @@ def test_bytes_that_are_not_utf8_are_cut_too() -> None:
     parts = list(cut(data, 0, 100, 16))
     assert parts[0][0] == 0
     assert parts[-1][1] == 100
-    assert max(end - begin for begin, end in parts) <= 16
+    assert max(end - begin for begin, end, _ in parts) <= 16
 
 
 def test_blank_lines_are_counted_and_skipped() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from titanlite.data.sources.base import (
     MAX_BLOCK_BYTES,
@@ -30,16 +30,15 @@ from titanlite.data.sources.hub_files import (
     open_file,
     source_split,
 )
-from titanlite.data.sources.jsonl import GZIP_DAMAGE, damage_after, json_text, open_lines
-from titanlite.data.sources.parquet import as_bytes, damage, text_type
-from titanlite.data.sources.pieces import BAD_FILE, BadRowError, Piece, cut, flags_of, utf8_text
+from titanlite.data.sources.jsonl import GZIP_DAMAGE, damage_after, json_row, open_lines
+from titanlite.data.sources.parquet import as_bytes, damage, open_parquet, row_counts, text_type
+from titanlite.data.sources.pieces import BAD_FILE, BadRowError, Piece, no_lines, utf8_text
 from titanlite.runtime.cache import built_once, cache_folder, content_key, file_facts
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.retry import reason, retrying
 
 ROW_GROUPS_VERSION = 1
 BATCH_ROWS = 1024
-BUFFER_BYTES = 2**20
 
 
 class HuggingFace(TextSource, StreamedSource):
@@ -124,9 +123,8 @@ class HuggingFace(TextSource, StreamedSource):
                 uncut = Piece(file, row, batch, place, 0, size)
                 if size <= max_piece_bytes:
                     yield uncut
-                    continue
-                for begin, end in cut(texts[place].as_buffer().to_pybytes(), 0, size, max_piece_bytes):
-                    yield uncut._replace(begin=begin, length=end - begin, flags=flags_of(begin, end, 0, size))
+                else:
+                    yield from uncut.parts(texts[place].as_buffer().to_pybytes(), max_piece_bytes)
         if not row:
             yield Piece(file, 1, 0, 0, flags=BAD_FILE)
 
@@ -200,10 +198,13 @@ def _require_text(name: str, field: str, features: Any) -> None:
 
 def _row_group_sizes(file: str) -> list[int]:
     """Number of rows of each row group; [] for other files than Parquet, and for corrupted files."""
-    if Unit(file).row_name != "row":
-        return []
+
+    def read() -> list[int]:
+        with open_file(file) as opened:
+            return row_counts(open_parquet(opened))
+
     try:
-        return retrying(file, lambda: row_group_sizes(file))
+        return retrying(file, read) if Unit(file).row_name == "row" else []
     except BadRowError:  # rows() reports the error
         return []
 
@@ -219,12 +220,6 @@ def _units_of(file: str, sizes: list[int]) -> Iterator[Unit]:
         yield Unit(file)
 
 
-def row_group_sizes(file: str) -> list[int]:
-    """Number of rows of each row group of a Parquet file. Raises BadRowError if it is not Parquet."""
-    with open_file(file) as opened:
-        return _sizes(_open_parquet(opened))
-
-
 def _json_rows(unit: Unit, field: str, first: int, share: Share) -> Iterator[Row]:
     number, blank = 0, True
     with open_file(unit.file) as opened, open_lines(opened, unit.file) as lines:
@@ -234,45 +229,24 @@ def _json_rows(unit: Unit, field: str, first: int, share: Share) -> Iterator[Row
                     continue
                 blank = False
                 if number >= first and share.has(number):
-                    yield Row(number, _json_row(line.rstrip(b"\r\n"), field))
+                    yield Row(number, json_row(line.rstrip(b"\r\n"), field))
         except GZIP_DAMAGE as error:
             yield Row(number + 1, BadRowError(damage_after(number, error)))
             return
     if blank:
-        yield Row(1, BadRowError("the file has only blank lines" if number else "the file is empty"))
-
-
-def _json_row(line: bytes, field: str) -> bytes | BadRowError:
-    try:
-        return json_text(line, field)
-    except BadRowError as bad:
-        return bad
-
-
-def _open_parquet(opened: IO[bytes]) -> Any:
-    import pyarrow
-    import pyarrow.parquet
-
-    if not opened.seek(0, 2):
-        raise BadRowError("the file is empty")
-    try:
-        return pyarrow.parquet.ParquetFile(opened, buffer_size=BUFFER_BYTES)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise damage(error, "not a readable Parquet file") from None
-
-
-def _sizes(file: Any) -> list[int]:
-    return [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+        yield Row(1, no_lines(number))
 
 
 def _parquet_rows(unit: Unit, field: str, first: int, share: Share) -> Iterator[Row]:
     with open_file(unit.file) as opened:
         try:
-            file = _open_parquet(opened)
+            file = open_parquet(opened)
         except BadRowError as bad:
             yield Row(1, bad)
             return
-        sizes = dict(enumerate(_sizes(file))) if unit.group < 0 else {unit.group: _sizes(file)[unit.group]}
+        sizes = dict(enumerate(row_counts(file)))
+        if unit.group >= 0:
+            sizes = {unit.group: sizes[unit.group]}
         number = unit.first_row
         for group, size in sizes.items():
             if number + size > first:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from titanlite.data.sources.config import SourceConfig
-from titanlite.data.sources.jsonl import GZIP_DAMAGE, json_text, open_lines
-from titanlite.data.sources.parquet import text_type
+from titanlite.data.sources.jsonl import GZIP_DAMAGE, json_row, open_lines
+from titanlite.data.sources.parquet import open_parquet, text_type
 from titanlite.data.sources.pieces import BadRowError
 from titanlite.runtime.cache import built_once, cache_folder, content_key
 from titanlite.runtime.errors import ConfigError, Problem, require
@@ -160,12 +160,10 @@ def _resolve(source: SourceConfig, key: str) -> HubFiles:
     files = tuple(str(file) for file in data_files[split])
     _require_inside(source, key, files)
     if source.streaming:
-        other = [file for file in files if not file.lower().endswith(STREAMED_SUFFIXES)]
-        rule = f"only for {', '.join(STREAMED_SUFFIXES)} files"
-        remedy = f"write streaming = false, because of {(other or ' ')[0]}"
-        problems = require(not other, f"{key}.streaming", True, rule, remedy)
-        if problems:
-            raise ConfigError(problems)
+        for file in files:
+            if not file.lower().endswith(STREAMED_SUFFIXES):
+                rule = f"only for {', '.join(STREAMED_SUFFIXES)} files"
+                raise _config_error(key, "streaming", True, rule, f"write streaming = false, because of {file}")
     commit = "" if hub_folder(source) is not None else files[0].partition("@")[2].partition("/")[0]
     return HubFiles(files, commit)
 
@@ -202,13 +200,10 @@ def _check_fields(source: SourceConfig, key: str, found: HubFiles) -> None:
 
 def _parquet_fault(file: str, field: str) -> str:
     """The fault of the text column; "" if it has no fault, or if the file cannot be read."""
-    import pyarrow
-    import pyarrow.parquet
-
     with open_file(file) as opened:
         try:
-            schema = pyarrow.parquet.ParquetFile(opened).schema_arrow
-        except (pyarrow.ArrowException, OSError):
+            schema = open_parquet(opened).schema_arrow
+        except (BadRowError, OSError):
             return ""
     try:
         text_type(schema, field)
@@ -219,24 +214,17 @@ def _parquet_fault(file: str, field: str) -> str:
 
 def _json_fault(file: str, field: str) -> str:
     """The fault of the first row if no checked row has text; "" otherwise, and for a file without rows."""
-    faults = []
+    first = ""
     with open_file(file) as opened, open_lines(opened, file) as lines:
         try:
             for line in islice(filter(bytes.strip, lines), CHECKED_ROWS):
-                faults.append(_row_fault(line, field))
-                if not faults[-1]:
+                row = json_row(line, field)
+                if isinstance(row, bytes):
                     return ""
+                first = first or str(row)
         except GZIP_DAMAGE:
             return ""
-    return faults[0] if faults else ""
-
-
-def _row_fault(line: bytes, field: str) -> str:
-    try:
-        json_text(line, field)
-    except BadRowError as bad:
-        return str(bad)
-    return ""
+    return first
 
 
 def _config_error(key: str, name: str, value: Any, rule: str, remedy: str) -> ConfigError:

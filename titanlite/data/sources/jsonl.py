@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple
 
 from titanlite.data.sources.base import TextSource
 from titanlite.data.sources.config import SourceConfig
-from titanlite.data.sources.pieces import BAD_FILE, BadRowError, Piece, cut, flags_of, lines, read_range, utf8_text
+from titanlite.data.sources.pieces import BAD_FILE, BadRowError, Piece, lines, no_lines, read_range, utf8_text
 from titanlite.runtime.cache import Recent, built_once, cache_folder, content_key, file_facts
 
 CACHE_BYTES = 64 * 2**20
@@ -80,32 +80,22 @@ class Jsonl(TextSource):
 
     def _scan(self, path: Path, file: int, max_piece_bytes: int, *, can_be_blank: bool) -> Iterator[Piece]:
         with open(path, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            found = False
+            number = 0
             for number, begin, end in lines(data):
-                found = True
+                row = Piece(file, number, begin, end - begin)
                 # Text is never longer than its JSON form: a short line is one piece and need not be parsed.
-                if end - begin <= max_piece_bytes:
-                    yield Piece(file, number, begin, end - begin)
+                text = None if row.size <= max_piece_bytes else json_row(data[begin:end], self.field)
+                if isinstance(text, bytes):
+                    yield from row.parts(text, max_piece_bytes)
                 else:
-                    yield from self._parts(Piece(file, number, begin, end - begin), data[begin:end], max_piece_bytes)
-            if not found and not can_be_blank:
+                    yield row  # read() raises the error of a bad row
+            if not number and not can_be_blank:
                 yield Piece(file, 1, 0, len(data), flags=BAD_FILE)
-
-    def _parts(self, row: Piece, line: bytes, max_piece_bytes: int) -> Iterator[Piece]:
-        try:
-            text = json_text(line, self.field)
-        except BadRowError:
-            yield row  # read() raises the error
-            return
-        for begin, end in cut(text, 0, len(text), max_piece_bytes):
-            yield row._replace(begin=begin, length=end - begin, flags=flags_of(begin, end, 0, len(text)))
 
     def read(self, path: Path, piece: Piece) -> str:
         content = self._content(path)
-        if piece.flags & BAD_FILE and content.damage:
-            raise BadRowError(content.damage)
         if piece.flags & BAD_FILE:
-            raise BadRowError("the file is empty" if piece.size == 0 else "the file has only blank lines")
+            raise BadRowError(content.damage) if content.damage else no_lines(piece.size)
         if piece.length < 0:
             return utf8_text(self._read_text(content.file, piece))
         text = self._cut_texts.get((path, piece.offset), lambda: self._read_text(content.file, piece))
@@ -132,6 +122,14 @@ def json_text(line: bytes, field: str) -> bytes:
         raise BadRowError(
             f"field {field!r} has an unpaired surrogate, \\u{ord(text[error.start]):04x}, at character {error.start}"
         ) from None
+
+
+def json_row(line: bytes, field: str) -> bytes | BadRowError:
+    """The result of json_text, or the error that it raises."""
+    try:
+        return json_text(line, field)
+    except BadRowError as bad:
+        return bad
 
 
 def _parse(line: bytes) -> Any:

@@ -2,16 +2,18 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from titanlite.data.sources.base import TextSource
 from titanlite.data.sources.config import SourceConfig
-from titanlite.data.sources.pieces import BAD_FILE, BadRowError, Piece, cut, flags_of, utf8_text
+from titanlite.data.sources.pieces import BAD_FILE, BadRowError, Piece, utf8_text
 from titanlite.runtime.cache import Recent
 from titanlite.runtime.retry import is_transient
 
 CACHE_BYTES = 512 * 2**20
 """Memory for row groups: about the text of one block of the permutation, in which rows are read in random order."""
+
+BUFFER_BYTES = 2**20
 
 TEXT_TYPES = ("string", "large_string", "string_view")
 """Arrow types of a text column. The column may also be dictionary-encoded."""
@@ -36,14 +38,12 @@ class Parquet(TextSource):
 
     def scan(self, path: Path, file: int, max_piece_bytes: int) -> Iterator[Piece]:
         try:
-            row_counts = _row_counts(path)
+            with open(path, "rb") as opened:
+                counts = row_counts(open_parquet(opened))
         except BadRowError:
-            row_counts = []
-        if not sum(row_counts):
-            yield Piece(file, 1, 0, 0, flags=BAD_FILE)
-            return
+            counts = []
         row = 0
-        for group, row_count in enumerate(row_counts):
+        for group, row_count in enumerate(counts):
             try:
                 texts = _load(path, group, self.field)
             except BadRowError:
@@ -54,13 +54,15 @@ class Parquet(TextSource):
                 uncut = Piece(file, row, group, place, 0, len(text or b""))
                 if text is None or len(text) <= max_piece_bytes or not _is_utf8(text):
                     yield uncut
-                    continue
-                for begin, end in cut(text, 0, len(text), max_piece_bytes):
-                    yield uncut._replace(begin=begin, length=end - begin, flags=flags_of(begin, end, 0, len(text)))
+                else:
+                    yield from uncut.parts(text, max_piece_bytes)
+        if not row:
+            yield Piece(file, 1, 0, 0, flags=BAD_FILE)
 
     def read(self, path: Path, piece: Piece) -> str:
         if piece.flags & BAD_FILE:
-            _row_counts(path)
+            with open(path, "rb") as opened:
+                open_parquet(opened)  # raises the reason, if it is not an empty table
             raise BadRowError("the file has no rows")
         group = piece.offset
         texts = self._row_groups.get((path, group), lambda: _load(path, group, self.field))
@@ -70,32 +72,32 @@ class Parquet(TextSource):
         return utf8_text(text[piece.begin : piece.begin + piece.length])
 
 
-def _row_counts(path: Path) -> list[int]:
-    """Number of rows of each row group. Raises BadRowError if the file is not Parquet."""
-    import pyarrow
+def open_parquet(opened: IO[bytes]) -> Any:
+    """Open a Parquet file for reading. Raises BadRowError if it is empty or not Parquet."""
     import pyarrow.parquet
 
-    if path.stat().st_size == 0:
+    if not opened.seek(0, 2):
         raise BadRowError("the file is empty")
-    with open(path, "rb") as file:
-        try:
-            metadata = pyarrow.parquet.ParquetFile(file).metadata
-        except (pyarrow.ArrowException, OSError) as error:
-            raise damage(error, "not a readable Parquet file") from None
-    return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+    try:
+        return pyarrow.parquet.ParquetFile(opened, buffer_size=BUFFER_BYTES)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise damage(error, "not a readable Parquet file") from None
+
+
+def row_counts(file: Any) -> list[int]:
+    """Number of rows of each row group of an open Parquet file."""
+    return [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
 
 
 def _load(path: Path, group: int, field: str) -> Any:
     """A row group's text column as an array of bytes. Raises BadRowError if it is missing, unreadable or not text."""
     import pyarrow
-    import pyarrow.parquet
 
-    with open(path, "rb") as file:
+    with open(path, "rb") as opened:
+        file = open_parquet(opened)
+        kind = text_type(file.schema_arrow, field)
         try:
-            opened = pyarrow.parquet.ParquetFile(file)
-            kind = text_type(opened.schema_arrow, field)
-            column = opened.read_row_group(group, columns=[field]).column(field)
-            return as_bytes(column, kind).combine_chunks()
+            return as_bytes(file.read_row_group(group, columns=[field]).column(field), kind).combine_chunks()
         except (pyarrow.ArrowException, OSError) as error:
             raise damage(error, f"row group {group} cannot be read") from None
 

@@ -31,6 +31,11 @@ class Piece(NamedTuple):
     length: int = -1
     flags: int = STARTS_DOCUMENT | ENDS_DOCUMENT
 
+    def parts(self, text: bytes, max_piece_bytes: int) -> Iterator["Piece"]:
+        """Yield the pieces of this row, whose text is `text`; none if it is empty."""
+        for begin, end, flags in cut(text, 0, len(text), max_piece_bytes):
+            yield self._replace(begin=begin, length=end - begin, flags=flags)
+
 
 class BadRowError(Exception):
     """A bad row. The text is only the reason; the consumer applies data.on_bad_row."""
@@ -125,9 +130,10 @@ class Bytes(Protocol):
     def rfind(self, sub: bytes, start: int, end: int, /) -> int: ...
 
 
-def cut(data: Bytes, begin: int, end: int, max_bytes: int) -> Iterator[tuple[int, int]]:
-    """Cut data[begin:end] into parts (begin, end) of at most `max_bytes`: after the last line end that fits, otherwise
-    between characters. Invalid UTF-8 is cut, too, and raises when it is read."""
+def cut(data: Bytes, begin: int, end: int, max_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """Cut the document data[begin:end] into parts (begin, end, flags) of at most `max_bytes`: after the last line end
+    that fits, otherwise between characters. Invalid UTF-8 is cut, too, and raises when it is read."""
+    flags = STARTS_DOCUMENT
     while end - begin > max_bytes:
         stop = data.rfind(b"\n", begin, begin + max_bytes) + 1
         if stop <= begin:
@@ -136,15 +142,10 @@ def cut(data: Bytes, begin: int, end: int, max_bytes: int) -> Iterator[tuple[int
                 if data[stop - back] & 0xC0 != 0x80:  # not a continuation byte: a character starts here
                     stop -= back
                     break
-        yield begin, stop
-        begin = stop
+        yield begin, stop, flags
+        begin, flags = stop, 0
     if begin < end:
-        yield begin, end
-
-
-def flags_of(begin: int, end: int, document_begin: int, document_end: int) -> int:
-    """Flags STARTS_DOCUMENT and ENDS_DOCUMENT of part (begin, end) of a document."""
-    return STARTS_DOCUMENT * (begin == document_begin) | ENDS_DOCUMENT * (end == document_end)
+        yield begin, end, flags | ENDS_DOCUMENT
 
 
 def lines(data: Bytes) -> Iterator[tuple[int, int, int]]:
@@ -156,6 +157,11 @@ def lines(data: Bytes) -> Iterator[tuple[int, int, int]]:
         if _NOT_BLANK.search(data, begin, stop):  # type: ignore[call-overload]
             yield number, begin, stop - (data[stop - 1] == 0x0D)
         begin, number = stop + 1, number + 1
+
+
+def no_lines(size: int) -> BadRowError:
+    """The error of a file without a nonblank line. size: its bytes or lines."""
+    return BadRowError("the file has only blank lines" if size else "the file is empty")
 
 
 def utf8_text(data: bytes) -> str:

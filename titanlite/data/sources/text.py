@@ -6,17 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from titanlite.data.sources.base import TextSource
-from titanlite.data.sources.pieces import (
-    BAD_FILE,
-    BadRowError,
-    Bytes,
-    Piece,
-    cut,
-    flags_of,
-    lines,
-    read_range,
-    utf8_text,
-)
+from titanlite.data.sources.pieces import BAD_FILE, Bytes, Piece, cut, lines, no_lines, read_range, utf8_text
 
 
 class Text(TextSource):
@@ -35,14 +25,13 @@ class Text(TextSource):
             yield Piece(file, 1, 0, 0, flags=BAD_FILE)
             return
         with open(path, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            found = False
+            row = 0
             for row, first, last in self._documents(data):
-                found = True
-                for begin, end in cut(data, first, last, max_piece_bytes):
-                    yield Piece(file, row, begin, end - begin, flags=flags_of(begin, end, first, last))
+                for begin, end, flags in cut(data, first, last, max_piece_bytes):
+                    yield Piece(file, row, begin, end - begin, flags=flags)
                     if end < last:
                         row += data[begin:end].count(b"\n")
-            if not found:
+            if not row:
                 yield Piece(file, 1, 0, len(data), flags=BAD_FILE)
 
     def _documents(self, data: mmap.mmap) -> Iterator[tuple[int, int, int]]:
@@ -56,7 +45,7 @@ class Text(TextSource):
 
     def read(self, path: Path, piece: Piece) -> str:
         if piece.flags & BAD_FILE:
-            raise BadRowError("the file is empty" if piece.size == 0 else "the file has only blank lines")
+            raise no_lines(piece.size)
         return utf8_text(read_range(path, piece.offset, piece.size))
 
 

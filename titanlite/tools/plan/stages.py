@@ -106,7 +106,7 @@ def build_stage(config: JobConfig, mesh: Mesh, index: int) -> Stage:
         index,
         num_parameters,
         parameter_bytes,
-        state_bytes(config.optimizer, parameter_bytes, len(shards)),
+        state_bytes(config.optimizer, shards),
         sum(buffer.numel() * wide for buffer in model.buffers()),
         len(shards),
         tuple(_units(model, plan, mesh.degrees["dp_shard"])),
