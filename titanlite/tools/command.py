@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import shutil
 import signal
@@ -102,6 +103,14 @@ def check_output_file(option: str, path: Path | None) -> list[Problem]:
     folder = path.absolute().parent
     writable = not path.is_dir() and os.access(folder, os.W_OK | os.X_OK)
     return require(writable, option, str(path), "a file in a writable folder", f"check {folder}")
+
+
+def write_json(file: Path, content: Any) -> None:
+    """Write JSON; the numbers in it must be finite. Raises UserError."""
+    try:
+        file.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error}") from None
 
 
 def require_new(out: Path) -> None:

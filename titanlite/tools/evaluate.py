@@ -41,7 +41,7 @@ from titanlite.runtime.distributed import (
     set_timeout,
     world_from_environment,
 )
-from titanlite.runtime.errors import ConfigError, Problem, UserError, ranged
+from titanlite.runtime.errors import ConfigError, Problem, ranged
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.runtime.signals import StopRequest
 from titanlite.tools.command import (
@@ -51,6 +51,7 @@ from titanlite.tools.command import (
     check_options,
     check_output_file,
     read_options_and_overrides,
+    write_json,
 )
 from titanlite.tools.saved_run import SavedRun, open_run, reading
 from titanlite.validation import Evaluator, build_token_bytes, why_no_bytes
@@ -112,7 +113,7 @@ def main(argv: Sequence[str]) -> None:
         if world.rank == 0:
             print("\n".join(report_lines(config, saved, found)), flush=True)
             if options.json is not None:
-                write_json(options.json, config, saved, found)
+                write_json(options.json, json_results(config, saved, found))
         dist.destroy_process_group()
 
 
@@ -281,8 +282,8 @@ def report_lines(config: JobConfig, saved: SavedRun, found: Found) -> list[str]:
     ]
 
 
-def write_json(file: Path, config: JobConfig, saved: SavedRun, found: Found) -> None:
-    """Write the results with all digits; null for values that are not finite. Raises UserError."""
+def json_results(config: JobConfig, saved: SavedRun, found: Found) -> dict[str, Any]:
+    """The results with all digits; None for values that are not finite."""
 
     def entry(totals: SetTotals, time_s: float) -> dict[str, float | int | None]:
         numbers = {"loss_sum": totals.loss_sum, **totals.numbers(), "time_s": time_s}
@@ -290,16 +291,12 @@ def write_json(file: Path, config: JobConfig, saved: SavedRun, found: Found) -> 
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         return {**finite, "num_valid": totals.num_valid, "num_bytes": totals.num_bytes}
 
-    content = {
+    return {
         **conditions(config, saved),
         "sources": {name: entry(totals, found.time_s[name]) for name, totals in found.totals.items()},
         "all": entry(sum_of(found.totals.values()), sum(found.time_s.values())),
         "why_no_bits_per_byte": found.why_no_bytes,
     }
-    try:
-        file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 from array import array
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
+from titanlite.checkpoint.storage import hash_of, sync_folder
 from titanlite.data.sources.tokens import HEADER_BYTES, MANIFEST, UNFINISHED, documents_file
+from titanlite.hf.safetensors import sync_file
 
 PARTIAL = ".incomplete"
 """Suffix of files that are being written. Those that a killed process leaves are overwritten."""
-
-COPY_BYTES = 2**22
 
 
 def write_unfinished(folder: Path, facts: Mapping[str, Any]) -> None:
@@ -35,14 +33,9 @@ def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
 
 def _publish(temporary: Path, path: Path) -> None:
     """Rename a written file, so that `path` is complete or absent, even after a power failure."""
-    with open(temporary, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_file(temporary)
+    temporary.replace(path)
+    sync_folder(path.parent)
 
 
 class ShardWriter:
@@ -75,7 +68,7 @@ class ShardWriter:
         with open(temporary, "wb") as file:
             np.save(file, np.frombuffer(self._starts, np.int64).astype("<i8"))
         _publish(temporary, starts)
-        digest = file_digest(self._temporary)
+        digest = hash_of(self._temporary)
         _publish(self._temporary, self._path)
         return {
             "file": self._path.name,
@@ -83,7 +76,7 @@ class ShardWriter:
             "tokens": self.tokens,
             "documents": len(self._starts),
             "xxh3_128": digest,
-            "xxh3_128_of_documents": file_digest(starts),
+            "xxh3_128_of_documents": hash_of(starts),
         }
 
     def discard(self) -> None:
@@ -99,12 +92,3 @@ def _npy_header(count: int, dtype: np.dtype[Any]) -> bytes:
     np.lib.format.write_array_header_1_0(header, description)
     assert len(header.getvalue()) == HEADER_BYTES
     return header.getvalue()
-
-
-def file_digest(path: Path) -> str:
-    """The xxh3-128 of a file, 32 hex digits, as `xxhsum -H2` prints it."""
-    digest = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while block := file.read(COPY_BYTES):
-            digest.update(block)
-    return digest.hexdigest()

@@ -1,7 +1,6 @@
 """Export a run's model as a folder in the format of Hugging Face's transformers."""
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -27,13 +26,13 @@ def write_folder(run: SavedRun, folder: Path, dtype: torch.dtype, shard_bytes: i
     Raises OSError, and UserError if `dtype` cannot represent a value.
     """
     tokenizer = run.tokenizer()
-    write_json(folder / CONFIG_FILE, config_json(run, dtype, tokenizer))
-    write_json(folder / GENERATION_FILE, _separators(tokenizer) | {"do_sample": False})
+    _write_json(folder / CONFIG_FILE, config_json(run, dtype, tokenizer))
+    _write_json(folder / GENERATION_FILE, _separators(tokenizer) | {"do_sample": False})
     if tokenizer is not None:
         tokenizer.save(folder)
-        for file in folder.iterdir():
-            sync_file(file)
     files = _write_weights(run, folder, dtype, shard_bytes)
+    for file in folder.iterdir():
+        sync_file(file)
     sync_folder(folder)
     return files
 
@@ -65,16 +64,18 @@ def _write_weights(run: SavedRun, folder: Path, dtype: torch.dtype, shard_bytes:
     assert names.keys() == shapes.keys(), "the family must map all its parameters to names in Hugging Face's format"
     sizes = {name: prod(shapes[name]) * dtype.itemsize for name in names}
     shards = list(_shards(sizes, shard_bytes))
-    files = [shard_name(number, len(shards)) for number in range(len(shards))]
+    count, stem = len(shards), SINGLE_FILE.removesuffix(SUFFIX)
+    files = [f"{stem}-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1)]
+    files = files if count > 1 else [SINGLE_FILE]
     for file, shard in zip(files, shards, strict=True):
         tensors = {name: torch.empty(shapes[name], dtype=dtype) for name in shard}
         run.load(tensors)
         _require_finite(tensors, dtype)
         write_tensors(folder / file, {names[name]: tensor for name, tensor in tensors.items()})
         del tensors
-    if len(shards) > 1:
+    if count > 1:
         weight_map = {names[name]: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        write_json(folder / INDEX_FILE, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
+        _write_json(folder / INDEX_FILE, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
     return files
 
 
@@ -91,12 +92,6 @@ def _shards(sizes: Mapping[str, int], limit: int) -> Iterator[Sequence[str]]:
     yield shard
 
 
-def shard_name(number: int, count: int) -> str:
-    """The file name of shard `number`, counted from 0, of `count`."""
-    stem = SINGLE_FILE.removesuffix(SUFFIX)
-    return SINGLE_FILE if count == 1 else f"{stem}-{number + 1:05d}-of-{count:05d}{SUFFIX}"
-
-
 def _require_finite(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     """Raises UserError if a value is not finite. Checkpoints hold finite values only, so the cast to `dtype` failed."""
     name = first_not_finite(tensors)
@@ -106,9 +101,5 @@ def _require_finite(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         )
 
 
-def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write a new JSON file, synced to disk on return."""
-    with file.open("x", encoding="utf-8") as opened:
-        opened.write(json.dumps(content, indent=2) + "\n")
-        opened.flush()
-        os.fsync(opened.fileno())
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -19,6 +19,7 @@ from titanlite.tools.command import (
     check_output_file,
     read_options_and_overrides,
     run_command,
+    write_json,
 )
 from titanlite.tools.parity.compare import compare_layouts, run_reference, workplace
 from titanlite.tools.parity.layouts import (
@@ -31,7 +32,7 @@ from titanlite.tools.parity.layouts import (
     layout_from_text,
 )
 from titanlite.tools.parity.measure import own_dtypes
-from titanlite.tools.parity.report import Table, bound_lines, head_lines, last_line, refusal_lines, write_json
+from titanlite.tools.parity.report import Table, bound_lines, head_lines, json_results, last_line, refusal_lines
 from titanlite.tools.parity.shrink import comparable_config, describe_shrinking, resolved_config, shrink_config
 
 EITHER = tyro.conf.create_mutex_group(required=False)
@@ -88,7 +89,7 @@ def main(argv: Sequence[str]) -> None:
             print("\n".join(table.row(result) for result in group), flush=True)
     print(f"\n{last_line(results)}")
     if options.json is not None:
-        write_json(options.json, options.config, config, options.steps, references, results, refused)
+        write_json(options.json, json_results(options.config, config, references[0], results, refused))
     if any(result.verdict.first_difference for result in results):
         sys.exit(1)
 

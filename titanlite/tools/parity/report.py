@@ -1,14 +1,11 @@
 """The report: header, table (row by row) and summary, and the same as JSON."""
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from titanlite.config.schema import JobConfig
-from titanlite.runtime.errors import UserError
 from titanlite.tools.parity.compare import Result, combined_hash
 from titanlite.tools.parity.layouts import Layout, Refusal
 from titanlite.tools.parity.measure import Measurement
@@ -110,32 +107,24 @@ def last_line(results: Sequence[Result]) -> str:
     )
 
 
-def write_json(
-    file: Path,
+def json_results(
     config_file: str,
     config: JobConfig,
-    steps: int,
-    references: Sequence[Measurement],
+    reference: Measurement,
     results: Sequence[Result],
     refused: Sequence[Refusal],
-) -> None:
-    """Write the table's contents and every step's error of every parameter as JSON. Raises UserError."""
-    reference = references[0]
+) -> Any:
+    """The table's contents, and the error of every parameter in every step."""
     content = {
         "agree": all(result.verdict.first_difference is None for result in results),
         "config_file": config_file,
-        "steps": steps,
+        "steps": len(reference.steps),
         "global_batch_size": config.training.global_batch_size,
         "seq_len": config.training.seq_len,
         "reference": {
             "weights": combined_hash(reference.weights),
             "steps": [
-                {
-                    "loss": step.loss,
-                    "grad_norm": step.grad_norm,
-                    "num_valid": step.num_valid,
-                    "gradients": step.gradients,
-                }
+                {name: getattr(step, name) for name in ("loss", "grad_norm", "num_valid", "gradients")}
                 for step in reference.steps
             ],
         },
@@ -148,10 +137,7 @@ def write_json(
             for refusal in refused
         ],
     }
-    try:
-        file.write_text(json.dumps(_json_values(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--json {file} cannot be written: {error}") from error
+    return _json_values(content)
 
 
 def _json_values(value: Any) -> Any:

@@ -73,17 +73,18 @@ def rank_memory(
         for stage in stages
     )
     per_step = shape.microbatches // shape.schedule_steps
-    tensors, parameters = sum(stage.num_tensors for stage in stages), sum(stage.parameter_bytes for stage in stages)
+    parameters = sum(stage.parameter_bytes for stage in stages)
+    optimizer_state = sum(stage.optimizer_bytes for stage in stages)
     return Memory(
         parameters=parameters,
         gradients=sum(stage.gradient_bytes for stage in stages),
-        optimizer=sum(stage.optimizer_bytes for stage in stages),
+        optimizer=optimizer_state,
         buffers=sum(stage.buffer_bytes for stage in stages),
         activations=most + max(working_bytes(stage, recompute, activations, stage.index == last) for stage in stages),
         data_parallel=sum(data_parallel_bytes(stage, section, shape) for stage in stages),
         # torch's stages allocate an input and a gradient buffer per microbatch of a schedule step
         pipeline=received * per_step * activations.block_input if section.pp > 1 else 0,
-        update=update_bytes(optimizer, parameters, tensors),
+        update=update_bytes(optimizer, parameters, optimizer_state),
         in_flight=in_flight,
     )
 

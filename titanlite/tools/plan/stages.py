@@ -49,7 +49,6 @@ class Stage:
     parameter_bytes: int
     optimizer_bytes: int
     buffer_bytes: int
-    num_tensors: int
     units: tuple[Unit, ...]
     blocks: tuple[int, ...]
     wrapped: bool
@@ -108,7 +107,6 @@ def build_stage(config: JobConfig, mesh: Mesh, index: int) -> Stage:
         parameter_bytes,
         state_bytes(config.optimizer, shards),
         sum(buffer.numel() * wide for buffer in model.buffers()),
-        len(shards),
         tuple(_units(model, plan, mesh.degrees["dp_shard"])),
         tuple(plan.blocks.values()),
         next(wrapped_modules(model), None) is not None,
