@@ -12,9 +12,6 @@ from titanlite.batch import StepStats
 from titanlite.metrics.by_source import NUM_TOTALS
 from titanlite.runtime.memory import peak_memory_bytes
 
-# num_valid is sent as two numbers below 2^24, so that it is exact in float32, too (up to 2^48).
-_LIMB = 2**24
-
 
 @dataclass(frozen=True)
 class Record:
@@ -103,10 +100,9 @@ class Meter:
         self._flops_per_token = flops_per_token
         self._mesh_peak_flops = None if peak_flops is None else peak_flops * group.size()
         self._clock = clock
-        self._dtype = _widest_float(device)
         self._skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
         self._sources = tuple(sources) if len(sources) > 1 else ()
-        self._by_source = torch.zeros(NUM_TOTALS, len(self._sources), dtype=self._dtype, device=device)
+        self._by_source = torch.zeros(NUM_TOTALS, len(self._sources), dtype=torch.float64, device=device)
         self._tokens_seen = 0
         self._last: tuple[int, StepStats, float] | None = None
         self._num_steps = 0
@@ -150,7 +146,7 @@ class Meter:
         if self._sources and self._group.rank() == 0:  # the totals are over all ranks, so only rank 0 adds them
             zeros = (0.0,) * NUM_TOTALS
             totals = [state.by_source.get(name, zeros) for name in self._sources]
-            self._by_source.copy_(torch.tensor(totals, dtype=self._dtype).T)
+            self._by_source.copy_(torch.tensor(totals, dtype=torch.float64).T)
 
     def update(self, step: int, stats: StepStats, *, lr: float, data_wait_s: float, bad_rows: int) -> None:
         """Note a finished step. Launches at most a few small kernels; never waits for the device.
@@ -181,7 +177,7 @@ class Meter:
         now = self._clock()
 
         columns = list(zip(*ranks, strict=True))
-        mean_loss, grad_norm, num_valid_high, num_valid_low, skipped_steps, data_time_s, memory, bad_rows = columns[:8]
+        mean_loss, grad_norm, num_valid, skipped_steps, data_time_s, memory, bad_rows = columns[:7]
         step_time_s = (now - self._interval_start) / self._num_steps
         tokens_per_second = self._tokens_per_step / step_time_s
         flops = tokens_per_second * self._flops_per_token
@@ -190,7 +186,7 @@ class Meter:
             loss=sum(mean_loss),
             grad_norm=grad_norm[0],
             lr=lr,
-            num_valid=int(num_valid_high[0]) * _LIMB + int(num_valid_low[0]),
+            num_valid=int(num_valid[0]),
             tokens_seen=self._tokens_seen,
             tokens_per_second=tokens_per_second,
             step_time_s=step_time_s,
@@ -199,7 +195,7 @@ class Meter:
             skipped_steps=int(skipped_steps[0]),
             bad_rows=int(sum(bad_rows)),
             mfu=None if self._mesh_peak_flops is None else flops / self._mesh_peak_flops,
-            by_source=self._describe_sources([sum(column) for column in columns[8:]]),
+            by_source=self._describe_sources([sum(column) for column in columns[7:]]),
         )
         self._by_source[:2] = 0
         self._interval_start = now
@@ -217,14 +213,8 @@ class Meter:
         }
 
     def _gather(self, stats: StepStats) -> list[list[float]]:
-        """One row per rank: the values on the device, then those on the host."""
-        on_device = (
-            stats.mean_loss,
-            stats.grad_norm,
-            torch.div(stats.num_valid, _LIMB, rounding_mode="floor"),
-            torch.remainder(stats.num_valid, _LIMB),
-            self._skipped_steps,
-        )
+        """One row per rank, in float64 (counts are exact up to 2^53): the values on the device, then those on the host."""
+        on_device = (stats.mean_loss, stats.grad_norm, stats.num_valid, self._skipped_steps)
         on_host = (
             (self._data_wait_s - self._data_wait_s_logged) / self._num_steps,
             float(peak_memory_bytes(self._device)),
@@ -232,8 +222,8 @@ class Meter:
         )
         local = torch.cat(
             [
-                torch.stack([value.detach().to(self._dtype) for value in on_device]),
-                torch.tensor(on_host, dtype=self._dtype, device=self._device),
+                torch.stack([value.detach().to(torch.float64) for value in on_device]),
+                torch.tensor(on_host, dtype=torch.float64, device=self._device),
                 self._by_source.flatten(),
             ]
         )
@@ -242,12 +232,3 @@ class Meter:
         dist.all_gather(list(gathered.unbind()), local, group=self._group)
         rows: list[list[float]] = gathered.tolist()
         return rows
-
-
-def _widest_float(device: torch.device) -> torch.dtype:
-    """float64, or float32 if the device does not support float64."""
-    try:
-        torch.zeros((), dtype=torch.float64, device=device)
-    except (RuntimeError, TypeError):
-        return torch.float32
-    return torch.float64
