@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 from titanlite.checkpoint.config import Verify
 from titanlite.checkpoint.manifest import Branch, Manifest
 from titanlite.checkpoint.saver import Retention, Saver
-from titanlite.checkpoint.start import Found, load, look_at
+from titanlite.checkpoint.start import Found, load, verify_checkpoint
 from titanlite.runtime.launch import run_ranks
 
 WIDTH, BLOCKS, VOCABULARY = 768, 12, 16384
@@ -112,7 +112,7 @@ class Ways:
 
     def load(self, verify: Verify = "full") -> None:
         (path,) = (self.folder / "disabled").iterdir()
-        found = look_at(path, verify, self.group, lambda _: True)
+        found = verify_checkpoint(path, verify, self.group, lambda _: True)
         assert isinstance(found, Found), found
         load(found, self.tensors, self.group)
 

@@ -21,7 +21,7 @@ from tests.distributed.file_operations import Fault, FaultPoints, one_of_each
 from tests.distributed.forked import Parent, fork_ranks, logged
 from tests.distributed.standin import BATCH, Run, on_ranks, results, save_steps, start_in
 from titanlite.checkpoint import saver
-from titanlite.checkpoint.folder import published_steps, whole_manifest
+from titanlite.checkpoint.folder import complete_manifest, published_steps
 from titanlite.checkpoint.manifest import MANIFEST_FILE
 from titanlite.checkpoint.saver import probe
 from titanlite.checkpoint.storage import InvalidCheckpointError
@@ -188,7 +188,7 @@ def latest_step(folder: Path) -> int:
 def damaged_steps(folder: Path) -> list[int]:
     def is_valid(step: int) -> bool:
         try:
-            return whole_manifest(folder, step).step == step
+            return complete_manifest(folder, step).step == step
         except InvalidCheckpointError:
             return False
 

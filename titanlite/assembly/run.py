@@ -113,7 +113,7 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
         config.job.dump_folder,
         world.rank,
         config.training.steps,
-        resume_step=start.step if start.goes_on else 0,
+        resume_step=start.step if start.resumes else 0,
     )
     data_end = build_data_end(config, mesh, loader)
     ledger = build_ledger(config, mesh) if trainer.counts_rows else None
@@ -208,7 +208,7 @@ def build_validation(
         meter,
         sinks,
         max_bad_rows=config.data.max_bad_rows,
-        missing=start.goes_on
+        missing=start.resumes
         and not start.model_only
         and run_on_rank_0(lambda: not has_validation(metrics_file, start.step), group),
     )
@@ -258,7 +258,7 @@ def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: To
 
     A new run renames the files of an earlier run there. A resumed run removes ledger rows of later steps.
     """
-    if not start.goes_on:
+    if not start.resumes:
         outputs = [CONFIG_COPY, TOKENIZER_FOLDER, METRICS_FILE, LEDGER_FOLDER, config.metrics.folder]
         prepare_dump_folder(config.job.dump_folder, outputs, world.rank)
     else:

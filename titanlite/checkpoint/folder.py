@@ -53,7 +53,7 @@ def ever_published(folder: Path) -> bool:
     return any(traces.fullmatch(path.name) and not _is_being_deleted(path) for path in _folders_in(folder))
 
 
-def whole_manifest(folder: Path, step: int) -> Manifest:
+def complete_manifest(folder: Path, step: int) -> Manifest:
     """Read a checkpoint's manifest and check the sizes of all files. Raises InvalidCheckpointError, OSError."""
     path = step_folder(folder, step)
     manifest = read_manifest(path)
@@ -169,7 +169,7 @@ def _folders_in(folder: Path) -> list[Path]:
 
 def _is_full(folder: Path, step: int) -> bool:
     try:
-        return whole_manifest(folder, step).content == "full"
+        return complete_manifest(folder, step).content == "full"
     except (InvalidCheckpointError, UnknownFormatError, OSError):
         return False
 

@@ -58,14 +58,14 @@ class Start:
     """The state that a run starts from.
 
     step: optimizer steps done; 0 for a new run. lineage: see Manifest. config: the checkpoint's, by section; {} without
-    a checkpoint. goes_on: whether the run resumes in its own folder. model_only: whether the checkpoint is that of a
+    a checkpoint. resumes: whether the run resumes in its own folder. model_only: whether the checkpoint is that of a
     finished run and has no optimizer state to resume from.
     """
 
     step: int
     lineage: tuple[Branch, ...]
     config: Mapping[str, Any]
-    goes_on: bool = False
+    resumes: bool = False
     model_only: bool = False
 
 
@@ -121,14 +121,14 @@ class StartFinder:
         step, lineage = found.manifest.step, found.manifest.lineage
         if found.manifest.content == "model":
             log.info("Start: at the end of a finished run, step %d, %s", step, found.path)
-            return Start(step, lineage, found.manifest.config, goes_on=True, model_only=True)
+            return Start(step, lineage, found.manifest.config, resumes=True, model_only=True)
         self._load_all(found)
         if goes_back:
             lineage += (_new_branch(step),)
         superseded = run_on_rank_0(lambda: supersede_after(self.folder, step), self.group)
         if superseded:
             log.info("Renamed as superseded: the checkpoints of steps %s", ", ".join(map(str, superseded)))
-        return Start(step, lineage, found.manifest.config, goes_on=True)
+        return Start(step, lineage, found.manifest.config, resumes=True)
 
     def _has_gone_back(self) -> bool:
         """Whether this launch has gone back to load_step before a restart of its ranks."""
@@ -207,7 +207,7 @@ class StartFinder:
         """
         steps = run_on_rank_0(lambda: None if (path / MANIFEST_FILE).exists() else published_steps(path), self.group)
         for candidate in [path] if steps is None else [step_folder(path, step) for step in reversed(steps)]:
-            found = look_at(candidate, self.section.verify, self.group, usable)
+            found = verify_checkpoint(candidate, self.section.verify, self.group, usable)
             if isinstance(found, Found):
                 return found
             if isinstance(found, str):
@@ -226,7 +226,7 @@ class StartFinder:
 
     def _require_valid(self, path: Path, usable: Usable) -> Found:
         """The checkpoint of load_step. Raises UserError if it is corrupted or not usable."""
-        found = look_at(path, self.section.verify, self.group, usable)
+        found = verify_checkpoint(path, self.section.verify, self.group, usable)
         if isinstance(found, Found):
             return found
         why = f"is corrupted: {found}" if found else "has only the model, no optimizer state and position in the data"
@@ -302,7 +302,7 @@ def latest_valid(
 ) -> Found | None:
     """The latest valid and usable checkpoint of `steps`; corrupted ones are quarantined, with a warning each."""
     for step in reversed(steps):
-        found = look_at(step_folder(folder, step), verify, group, usable)
+        found = verify_checkpoint(step_folder(folder, step), verify, group, usable)
         if isinstance(found, Found):
             return found
         if found is not None:
@@ -315,7 +315,7 @@ def _quarantine(folder: Path, step: int, damage: str) -> None:
     log.warning("Checkpoint step-%d is corrupted: %s. Quarantined as %s", step, damage, moved.name)
 
 
-def look_at(path: Path, verify: Verify, group: dist.ProcessGroup, usable: Usable) -> Found | str | None:
+def verify_checkpoint(path: Path, verify: Verify, group: dist.ProcessGroup, usable: Usable) -> Found | str | None:
     """Verify the checkpoint at `path`; returns Found, or a text that names its damage, or None if not usable."""
     manifest = run_on_rank_0(lambda: _read(path), group)
     if isinstance(manifest, str):

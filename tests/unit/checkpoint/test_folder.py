@@ -10,6 +10,7 @@ from tests.unit.checkpoint.making import KILLER, content_of, make, write_unpubli
 from titanlite.checkpoint.folder import (
     DELETED_MANIFEST,
     clear_leftovers,
+    complete_manifest,
     delete,
     ever_published,
     invalid_kind,
@@ -19,7 +20,6 @@ from titanlite.checkpoint.folder import (
     retain,
     step_folder,
     supersede_after,
-    whole_manifest,
 )
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch, UnknownFormatError
 from titanlite.checkpoint.storage import METADATA_FILE, InvalidCheckpointError
@@ -119,7 +119,7 @@ def test_publish_is_atomic_under_a_kill_at_any_operation(tmp_path: Path) -> None
             publish(folder, 7)
         if published_steps(folder):
             assert content_of(step_folder(folder, 7)) == files
-            assert whole_manifest(folder, 7).step == 7
+            assert complete_manifest(folder, 7).step == 7
         else:
             assert killed
             assert clear_leftovers(folder) == [".step-7.writing"]
@@ -164,7 +164,7 @@ def completeness(folder: Path) -> dict[int, bool]:
     found = {}
     for step in published_steps(folder):
         try:
-            found[step] = whole_manifest(folder, step).step == step
+            found[step] = complete_manifest(folder, step).step == step
         except InvalidCheckpointError:
             found[step] = False
     return found
@@ -232,17 +232,17 @@ def test_going_back_renames_later_checkpoints_after_their_branch(tmp_path: Path)
     assert supersede_after(tmp_path, 10) == []
 
 
-def test_whole_manifest_checks_step_and_file_sizes(tmp_path: Path) -> None:
+def test_complete_manifest_checks_step_and_file_sizes(tmp_path: Path) -> None:
     path = make(tmp_path, 5)
-    assert whole_manifest(tmp_path, 5).step == 5
+    assert complete_manifest(tmp_path, 5).step == 5
     data = (path / METADATA_FILE).read_bytes()
     (path / METADATA_FILE).write_bytes(data[:-1])
     with pytest.raises(InvalidCheckpointError, match=r"\.metadata \(written by rank 3\) has 5 bytes instead of 6"):
-        whole_manifest(tmp_path, 5)
+        complete_manifest(tmp_path, 5)
     (path / METADATA_FILE).write_bytes(data)
     path.rename(step_folder(tmp_path, 6))
     with pytest.raises(InvalidCheckpointError, match="belongs to step 5"):
-        whole_manifest(tmp_path, 6)
+        complete_manifest(tmp_path, 6)
 
 
 def test_retention_only_counts_and_deletes_complete_full_checkpoints(tmp_path: Path) -> None:
@@ -281,4 +281,4 @@ def test_a_newer_format_is_not_deleted_or_reported_as_corrupted(tmp_path: Path) 
     assert retain(tmp_path, keep_latest_k=1, keep_every=0, keep=()) == []
     assert clear_leftovers(tmp_path) == []
     with pytest.raises(UnknownFormatError):
-        whole_manifest(tmp_path, 5)
+        complete_manifest(tmp_path, 5)

@@ -17,9 +17,9 @@ from titanlite.checkpoint.start import (
     check_tensors,
     latest_valid,
     load,
-    look_at,
     no_usable_checkpoint,
     prepare_folder,
+    verify_checkpoint,
 )
 from titanlite.checkpoint.storage import METADATA_FILE, save_tensors
 from titanlite.runtime.agreement import RanksError
@@ -93,7 +93,7 @@ def test_a_corrupted_checkpoint_is_quarantined_and_the_previous_one_used(
         make(tmp_path, step)
     damage(tmp_path, 15, kind)
     left = content_of(step_folder(tmp_path, 15))
-    assert look_at(step_folder(tmp_path, 10), verify, group, any_one) is not None
+    assert verify_checkpoint(step_folder(tmp_path, 10), verify, group, any_one) is not None
     found = latest_valid(tmp_path, [5, 10, 15], verify, group, any_one)
     assert found is not None
     seen = verify in DETECTED_BY.get(kind, {"full", "size", "off"})
@@ -113,7 +113,7 @@ def test_a_corrupted_checkpoint_is_quarantined_and_the_previous_one_used(
     ("verify", "text"), [("full", "verified in full"), ("size", "sizes verified"), ("off", "not verified")]
 )
 def test_found_states_how_it_was_verified(tmp_path: Path, group: dist.ProcessGroup, verify: Verify, text: str) -> None:
-    found = look_at(make(tmp_path, 5), verify, group, any_one)
+    found = verify_checkpoint(make(tmp_path, 5), verify, group, any_one)
     assert isinstance(found, Found)
     assert found.verified.startswith(f"{text} (1 files, 0.0 MiB, 0.")
 
@@ -210,7 +210,7 @@ def tensors_at(folder: Path, group: dist.ProcessGroup) -> Found:
     (path / METADATA_FILE).unlink()
     tensors = {"model/a": torch.arange(6.0).reshape(2, 3), "model/b": torch.ones(4)}
     save_tensors(path, tensors, tensors, group)
-    found = look_at(path, "off", group, any_one)
+    found = verify_checkpoint(path, "off", group, any_one)
     assert isinstance(found, Found)
     return found
 

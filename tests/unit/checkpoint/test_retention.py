@@ -21,6 +21,7 @@ import pytest
 from tests.unit.checkpoint.making import KILLER, write_unpublished
 from titanlite.checkpoint.folder import (
     clear_leftovers,
+    complete_manifest,
     ever_published,
     invalid_kind,
     publish,
@@ -29,7 +30,6 @@ from titanlite.checkpoint.folder import (
     retain,
     step_folder,
     supersede_after,
-    whole_manifest,
 )
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch
 from titanlite.checkpoint.storage import METADATA_FILE, InvalidCheckpointError
@@ -113,7 +113,7 @@ class History:
         clear_leftovers(self.folder)
         for step in reversed(published_steps(self.folder)) if back is None else [back]:
             try:
-                manifest = whole_manifest(self.folder, step)
+                manifest = complete_manifest(self.folder, step)
             except InvalidCheckpointError:
                 quarantine(self.folder, step, invalid_kind())
                 continue
