@@ -11,10 +11,11 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,7 +94,25 @@ class JobEncoder:
 class _Worker(NamedTuple):
     process: subprocess.Popen[bytes]
     connection: Connection
-    chunks: deque[int]
+
+    def encode(self, pieces: range, dtype: np.dtype[Any]) -> Chunk:
+        """Encode in the worker process. Raises its error, and UserError if it has ended."""
+        try:
+            self.connection.send_bytes(json.dumps([pieces.start, pieces.stop]).encode())
+            answer = json.loads(self.connection.recv_bytes())
+            if "failed" in answer:
+                raise RuntimeError(f"a worker process failed:\n{answer['failed']}")
+            if "error" in answer:
+                raise UserError(answer["error"])
+            kinds: dict[str, type[Exception]] = {"bad": BadRowError, "user": UserError}
+            errors = {place: kinds[kind](text) for place, kind, text in answer["errors"]}
+            ids = np.frombuffer(self.connection.recv_bytes(), dtype)
+            return Chunk(ids, answer["lengths"], answer["flags"], errors)
+        except (EOFError, OSError):
+            code = self.process.wait()
+            hint = " (if memory ran out, use fewer --workers)" if code == -signal.SIGKILL else ""
+            remedy = "run the same command again to resume after the last complete shard"
+            raise UserError(f"the worker process {self.process.pid} {describe_exit(code)}{hint}; {remedy}") from None
 
 
 @contextmanager
@@ -106,15 +125,40 @@ def encoded(encoder: JobEncoder, job: Job, chunks: Iterable[range], num_workers:
         yield map(encoder.encode, chunks)
         return
     workers: list[_Worker] = []
+    threads = ThreadPoolExecutor(num_workers)
     try:
         for _ in range(num_workers):
             workers.append(_start_worker(job))
-        yield _in_order(workers, chunks, encoder.dtype)
+        yield _in_order(threads, workers, chunks, encoder.dtype)
     finally:
         for worker in workers:
             worker.process.kill()
             worker.process.wait()
+        threads.shutdown(cancel_futures=True)  # no thread waits for a killed worker
+        for worker in workers:
             worker.connection.close()
+
+
+def _in_order(
+    threads: Executor, workers: Sequence[_Worker], chunks: Iterable[range], dtype: np.dtype[Any]
+) -> Iterator[Chunk]:
+    """Yield results in order, with at most CHUNKS_PER_WORKER chunks per worker in progress or waiting."""
+    free = list(workers)
+
+    def encode(pieces: range) -> Chunk:
+        worker = free.pop()  # there are as many threads as workers
+        try:
+            return worker.encode(pieces, dtype)
+        finally:
+            free.append(worker)
+
+    results: deque[Future[Chunk]] = deque()
+    for pieces in chunks:
+        results.append(threads.submit(encode, pieces))
+        if len(results) == CHUNKS_PER_WORKER * len(workers):
+            yield results.popleft().result()
+    while results:
+        yield results.popleft().result()
 
 
 def _start_worker(job: Job) -> _Worker:
@@ -123,58 +167,7 @@ def _start_worker(job: Job) -> _Worker:
     process = start_process("titanlite.tools.encoding", str(number), pass_fds=[number], stdin=subprocess.DEVNULL)
     theirs.close()
     ours.send_bytes(json.dumps(asdict(job)).encode())
-    return _Worker(process, ours, deque())
-
-
-def _in_order(workers: Sequence[_Worker], chunks: Iterable[range], dtype: np.dtype[Any]) -> Iterator[Chunk]:
-    """Yield results in order, with at most CHUNKS_PER_WORKER chunks per worker in progress or waiting."""
-    numbered = enumerate(chunks)
-    done: dict[int, Chunk] = {}
-    given, handed_out, exhausted = 0, 0, False
-    while True:
-        while not exhausted and given - handed_out < CHUNKS_PER_WORKER * len(workers):
-            number, pieces = next(numbered, (given, None))
-            if pieces is None:
-                exhausted = True
-                break
-            worker = min(workers, key=lambda candidate: len(candidate.chunks))
-            with _exit_as_user_error(worker):
-                worker.connection.send_bytes(json.dumps([pieces.start, pieces.stop]).encode())
-            worker.chunks.append(number)
-            given += 1
-        if handed_out == given:
-            return
-        while handed_out not in done:
-            waiting = {worker.connection: worker for worker in workers if worker.chunks}
-            for ready in wait(list(waiting)):
-                worker = waiting[ready]  # type: ignore[index]
-                with _exit_as_user_error(worker):
-                    done[worker.chunks.popleft()] = _receive(worker.connection, dtype)
-        yield done.pop(handed_out)
-        handed_out += 1
-
-
-@contextmanager
-def _exit_as_user_error(worker: _Worker) -> Iterator[None]:
-    """Turn a closed connection into a UserError that names the worker process and its exit code."""
-    try:
-        yield
-    except (EOFError, OSError):
-        code = worker.process.wait()
-        hint = " (if memory ran out, use fewer --workers)" if code == -signal.SIGKILL else ""
-        remedy = "run the same command again to resume after the last complete shard"
-        raise UserError(f"the worker process {worker.process.pid} {describe_exit(code)}{hint}; {remedy}") from None
-
-
-def _receive(connection: Connection, dtype: np.dtype[Any]) -> Chunk:
-    answer = json.loads(connection.recv_bytes())
-    if "failed" in answer:
-        raise RuntimeError(f"a worker process failed:\n{answer['failed']}")
-    if "error" in answer:
-        raise UserError(answer["error"])
-    kinds: dict[str, type[Exception]] = {"bad": BadRowError, "user": UserError}
-    errors = {place: kinds[kind](text) for place, kind, text in answer["errors"]}
-    return Chunk(np.frombuffer(connection.recv_bytes(), dtype), answer["lengths"], answer["flags"], errors)
+    return _Worker(process, ours)
 
 
 def _send(connection: Connection, chunk: Chunk) -> None:
@@ -187,14 +180,12 @@ def _send(connection: Connection, chunk: Chunk) -> None:
     connection.send_bytes(chunk.ids.data)
 
 
-def _job_from(table: dict[str, Any]) -> Job:
-    return Job(**table | {"sources": tuple(SourceConfig(**source) for source in table["sources"])})
-
-
 def _work(connection: Connection) -> None:
     """Run a worker: returns when the parent closes the connection or exits."""
     try:
-        encoder = JobEncoder(_job_from(json.loads(connection.recv_bytes())))
+        table = json.loads(connection.recv_bytes())
+        sources = tuple(SourceConfig(**source) for source in table["sources"])
+        encoder = JobEncoder(Job(**table | {"sources": sources}))
         while True:
             _send(connection, encoder.encode(range(*json.loads(connection.recv_bytes()))))
     except (EOFError, BrokenPipeError, ConnectionResetError):
