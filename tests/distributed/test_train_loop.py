@@ -64,7 +64,7 @@ def run_of(config: JobConfig, *sinks: RecordSink) -> Run:
         trainer=trainer,
         loader=StubLoader(dist.get_rank()),  # type: ignore[arg-type]
         meter=meter,
-        sinks=Sinks(sinks),
+        sinks=Sinks(config.training.steps, sinks),  # type: ignore[arg-type]
         data_end=DataEnd(None, None),
         ledger=None,
         mesh=mesh,

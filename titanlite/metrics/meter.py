@@ -213,7 +213,7 @@ class Meter:
         }
 
     def _gather(self, stats: StepStats) -> list[list[float]]:
-        """One row per rank, in float64 (counts are exact up to 2^53): the values on the device, then those on the host."""
+        """One row per rank, in float64 (counts are exact up to 2^53): values on the device, then those on the host."""
         on_device = (stats.mean_loss, stats.grad_norm, stats.num_valid, self._skipped_steps)
         on_host = (
             (self._data_wait_s - self._data_wait_s_logged) / self._num_steps,

@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from titanlite.metrics.config import METRICS_FILE, MetricsConfig
 from titanlite.metrics.history import keep_rows
@@ -14,68 +13,49 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 
 
-class Sink(Protocol):
-    """Receives records, in the order of their steps."""
-
-    def write(self, record: Record | ValidationRecord) -> None:
-        """Write one record and flush it, so that a later crash of this process does not lose it."""
-
-    def close(self) -> None:
-        """Close the sink; no record may follow."""
-
-
 class Sinks:
-    """Several sinks as one; empty on ranks that do not write."""
+    """The console and the files; on ranks other than 0 there are no files, and the logger drops the lines.
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = tuple(sinks)
+    total_steps: see `build_sinks`. Each file flushes every record, so that a later crash of this process does not lose
+    it.
+    """
+
+    def __init__(self, total_steps: int, files: Sequence["JsonlSink | TensorBoardSink"]) -> None:
+        self._total_steps = total_steps
+        self._files = files
 
     def write(self, record: Record | ValidationRecord) -> None:
-        """Write `record` to each sink."""
-        for sink in self._sinks:
-            sink.write(record)
+        """Log the record as one line, and write it to each file. Records come in the order of their steps."""
+        if isinstance(record, Record):
+            log.info("%s", console_line(record, self._total_steps))
+        else:
+            log.info("%s", validation_line(record))
+        for file in self._files:
+            file.write(record)
 
     def close(self) -> None:
-        """Close each sink."""
-        for sink in self._sinks:
-            sink.close()
+        for file in self._files:
+            file.close()
 
 
 def build_sinks(
     section: MetricsConfig, dump_folder: str | Path, rank: int, total_steps: int, *, resume_step: int
 ) -> Sinks:
-    """Build the sinks: console, metrics.jsonl and, if enabled, TensorBoard on rank 0; no sinks on other ranks.
+    """Build the sinks: the console, metrics.jsonl and, if enabled, TensorBoard on rank 0; no files on other ranks.
 
     dump_folder must exist. total_steps: optimizer steps of the entire run, for the console. resume_step: 0 for a new
     run, whose files do not exist yet (`prepare_dump_folder`); otherwise the step from which this run resumes: rows of
     later steps are removed from the files of earlier starts (`keep_rows`, `TensorBoardSink`).
     """
     if rank != 0:
-        return Sinks(())
+        return Sinks(total_steps, ())
     folder = Path(dump_folder)
     if resume_step:
         keep_rows(folder / METRICS_FILE, resume_step)
-    sinks: list[Sink] = [ConsoleSink(total_steps), JsonlSink(folder / METRICS_FILE)]
+    files: list[JsonlSink | TensorBoardSink] = [JsonlSink(folder / METRICS_FILE)]
     if section.enable_tensorboard:
-        sinks.append(TensorBoardSink(folder / section.folder, resume_step))
-    return Sinks(sinks)
-
-
-class ConsoleSink:
-    """Logs one line per record."""
-
-    def __init__(self, total_steps: int) -> None:
-        self._total_steps = total_steps
-
-    def write(self, record: Record | ValidationRecord) -> None:
-        """Log the line."""
-        if isinstance(record, Record):
-            log.info("%s", console_line(record, self._total_steps))
-        else:
-            log.info("%s", validation_line(record))
-
-    def close(self) -> None:
-        """Do nothing."""
+        files.append(TensorBoardSink(folder / section.folder, resume_step))
+    return Sinks(total_steps, files)
 
 
 def console_line(record: Record, total_steps: int) -> str:
@@ -156,21 +136,14 @@ class JsonlSink:
             ) from None
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
 def json_line(record: Record | ValidationRecord) -> str:
     """The record as strict JSON on one line."""
-    row = {key: value if math.isfinite(value) else _json_name(value) for key, value in record.row().items()}
+    # A non-finite float becomes the string that json would write without quotes.
+    row = {key: value if math.isfinite(value) else json.dumps(value) for key, value in record.row().items()}
     return json.dumps(row, allow_nan=False)
-
-
-def _json_name(value: float) -> str:
-    """String for a non-finite float."""
-    if math.isnan(value):
-        return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
 
 
 class TensorBoardSink:

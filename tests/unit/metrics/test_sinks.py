@@ -13,7 +13,7 @@ import pytest
 
 from titanlite.metrics.config import METRICS_FILE, MetricsConfig, check_metrics
 from titanlite.metrics.meter import Record
-from titanlite.metrics.sinks import ConsoleSink, JsonlSink, TensorBoardSink, build_sinks, console_line, json_line
+from titanlite.metrics.sinks import JsonlSink, Sinks, TensorBoardSink, build_sinks, console_line, json_line
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log, setup_logging
 
@@ -68,9 +68,9 @@ def test_eta(seconds: float, text: str) -> None:
     assert console_line(replace(RECORD, step=1, step_time_s=seconds), 2).endswith(f"ETA {text}")
 
 
-def test_console_sink_logs_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_console_has_the_line(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(0)
-    ConsoleSink(1000).write(RECORD)
+    Sinks(1000, ()).write(RECORD)
     assert capsys.readouterr().out.rstrip("\n").endswith(console_line(RECORD, 1000))
 
 
