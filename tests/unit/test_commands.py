@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import titanlite
+from titanlite import completion
 from titanlite.__main__ import COMMANDS
 
 OLD_NAMES = [
@@ -60,6 +61,16 @@ def test_an_older_name_prints_the_new_one() -> None:
     assert done.returncode == 0
     assert done.stderr == "titanlite: titanlite.data.ledger is an old name, use: titanlite ledger\n"
     assert done.stdout.startswith("usage: titanlite ledger ")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_has_all_commands_options_and_keys(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        completion.main([shell])
+    assert not caught.value.code
+    script = capsys.readouterr().out
+    expected = [*COMMANDS, "max-new-tokens", "world-size", "training.seq_len", "export"]
+    assert [word for word in expected if word not in script] == []
 
 
 def test_the_version_is_printed() -> None:
