@@ -1,6 +1,7 @@
 """Forward pass of a model on its mesh, with the loss, for training and evaluation."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from titanlite.parallel.tensor import parallel_loss
 from titanlite.runtime.determinism import seed_microbatch
 
 
+@dataclass(kw_only=True, eq=False)
 class ModelOnMesh:
     """A parallelized model with its loss, without gradients and optimizer.
 
@@ -22,50 +24,41 @@ class ModelOnMesh:
     shard_logits: whether logits are sharded over tp. seed: of all random numbers of the model.
     """
 
-    def __init__(
-        self,
-        *,
-        model_parts: Sequence[LanguageModel],
-        pipeline: Pipeline | None,
-        loss: Callable[[Tensor, Tensor, Tensor], Tensor],
-        shard_logits: bool,
-        mesh: Mesh,
-        device: torch.device,
-        seed: int,
-    ) -> None:
-        self.model_parts = model_parts
-        self.pipeline = pipeline
-        self.loss = loss
-        self.shard_logits = shard_logits
-        self.pp_rank = mesh.coordinate["pp"]
+    model_parts: Sequence[LanguageModel]
+    pipeline: Pipeline | None
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor]
+    shard_logits: bool
+    mesh: Mesh
+    device: torch.device
+    seed: int
+    step: int = 0
+
+    def __post_init__(self) -> None:
         # Ranks with the same data rank read the same rows and, on the last stage, compute the same loss: count it once.
-        self.counts_loss = mesh.is_loss_leader and (pipeline is None or pipeline.owns_last)
-        self.counts_rows = mesh.is_data_leader
-        self.device = device
-        self.seed = seed
-        self.step = 0
+        self.counts_loss = self.mesh.is_loss_leader and (self.pipeline is None or self.pipeline.owns_last)
+        self.counts_rows = self.mesh.is_data_leader
 
     def row_losses(self, batch: Batch) -> Tensor:
         """Summed cross-entropy of each row, (rows,), without backward; 0 except on the last stage of a pipeline."""
-        keys = self.keys_of(batch)
-        keys.pop("row_keys", None)  # no random numbers without keys
+        arguments = self.forward_arguments(batch)
+        arguments.pop("row_keys", None)  # no random numbers without keys
         with parallel_loss(shard_logits=self.shard_logits):
             if self.pipeline is not None:
-                return self.pipeline.row_losses(batch, **keys)
+                return self.pipeline.row_losses(batch, **arguments)
             one = torch.ones((), dtype=torch.int64, device=self.device)
-            return self.loss(self.model_parts[0](batch.tokens, **keys), batch.labels, one)
+            return self.loss(self.model_parts[0](batch.tokens, **arguments), batch.labels, one)
 
-    def keys_of(self, batch: Batch) -> dict[str, Tensor]:
+    def forward_arguments(self, batch: Batch) -> dict[str, Tensor]:
         """Keyword arguments of the model's forward, each with one row per row of the batch; seeds torch's generators.
 
         positions and document_ids if the batch has positions; row_keys if the model draws from them. Models without
         row_keys draw from torch's generators.
         """
-        seed_microbatch(self.seed, self.step, batch.sequences.tolist()[0], self.pp_rank, self.device)
-        keys = document_arguments(batch.positions)
+        seed_microbatch(self.seed, self.step, batch.sequences.tolist()[0], self.mesh.coordinate["pp"], self.device)
+        arguments = document_arguments(batch.positions)
         if self.model_parts[0].draws:
-            keys["row_keys"] = to_device(row_keys(self.seed, self.step, batch.sequences), self.device)
-        return keys
+            arguments["row_keys"] = to_device(row_keys(self.seed, self.step, batch.sequences), self.device)
+        return arguments
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:

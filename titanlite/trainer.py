@@ -1,6 +1,7 @@
 """The training step."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -9,58 +10,33 @@ from torch import Tensor
 from titanlite.batch import IGNORE_INDEX, Batch, StepStats
 from titanlite.forward import ModelOnMesh
 from titanlite.metrics.by_source import NUM_TOTALS, totals_by_source
-from titanlite.models.family import LanguageModel
 from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.parallel.clip import NormType, clip_grad_norm_
-from titanlite.parallel.data import gradient_sync
-from titanlite.parallel.mesh import GradientSync, Mesh
-from titanlite.parallel.pipeline import Pipeline
+from titanlite.parallel.data import set_gradient_sync
+from titanlite.parallel.mesh import GradientSync
 from titanlite.parallel.tensor import parallel_loss
 
 
+@dataclass(kw_only=True, eq=False)
 class Trainer(ModelOnMesh):
     """Trains a parallelized model.
 
-    sync: see gradient_sync. schedule: the learning rate by step, from 1. num_sources: number of data sources; if there
-    are several, steps also compute the totals by source.
+    schedule: the learning rate by step, from 1. sync: see set_gradient_sync. num_sources: number of data sources; if
+    there are several, steps also compute the totals by source.
     """
 
-    def __init__(
-        self,
-        *,
-        model_parts: Sequence[LanguageModel],
-        pipeline: Pipeline | None,
-        loss: Callable[[Tensor, Tensor, Tensor], Tensor],
-        shard_logits: bool,
-        optimizer: GatedOptimizer,
-        schedule: Callable[[int], float],
-        sync: GradientSync | None,
-        mesh: Mesh,
-        device: torch.device,
-        max_norm: float,
-        norm_type: NormType,
-        seed: int,
-        num_sources: int,
-    ) -> None:
-        super().__init__(
-            model_parts=model_parts,
-            pipeline=pipeline,
-            loss=loss,
-            shard_logits=shard_logits,
-            mesh=mesh,
-            device=device,
-            seed=seed,
-        )
-        self.optimizer = optimizer
-        self.schedule = schedule
-        self.sync = sync
-        self.pp_group = mesh.group("pp")
-        self.data_group = mesh.data_group
-        self.max_norm = max_norm
-        self.norm_type = norm_type
-        self.num_sources = num_sources
-        parameter_dtype = next(model_parts[0].parameters()).dtype
-        self.accum_dtype = torch.promote_types(parameter_dtype, torch.float32)
+    optimizer: GatedOptimizer
+    schedule: Callable[[int], float]
+    sync: GradientSync | None
+    max_norm: float
+    norm_type: NormType
+    num_sources: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.pp_group = self.mesh.group("pp")
+        self.data_group = self.mesh.data_group
+        self.accum_dtype = torch.promote_types(next(self.model_parts[0].parameters()).dtype, torch.float32)
 
     def train_step(self, batches: Sequence[Batch]) -> StepStats:
         """Run one optimizer step, in which every valid token of the global batch has equal weight.
@@ -72,9 +48,9 @@ class Trainer(ModelOnMesh):
         num_valid = self.count_valid_tokens(batches)
         mean_loss = torch.zeros((), dtype=self.accum_dtype, device=self.device)
         by_source = torch.zeros(NUM_TOTALS, self.num_sources, dtype=torch.float64, device=self.device)
-        for batch, is_last in mark_last(batches):
-            with gradient_sync(self.model_parts, self.sync, is_last=is_last):
-                shares = self.forward_backward(batch, num_valid)
+        for index, batch in enumerate(batches):
+            set_gradient_sync(self.model_parts, self.sync, is_last=index == len(batches) - 1)
+            shares = self.forward_backward(batch, num_valid)
             mean_loss += shares.sum()
             if self.num_sources > 1:
                 by_source += totals_by_source(shares * num_valid, batch.labels, batch.sources, self.num_sources)
@@ -98,16 +74,10 @@ class Trainer(ModelOnMesh):
         The shares of all microbatches and data ranks add up to the mean loss. In a pipeline they are 0 except on the
         last stage.
         """
-        keys = self.keys_of(batch)
+        arguments = self.forward_arguments(batch)
         with parallel_loss(shard_logits=self.shard_logits):
             if self.pipeline is not None:
-                return self.pipeline.forward_backward(batch, num_valid, **keys)
-            shares = self.loss(self.model_parts[0](batch.tokens, **keys), batch.labels, num_valid)
+                return self.pipeline.forward_backward(batch, num_valid, **arguments)
+            shares = self.loss(self.model_parts[0](batch.tokens, **arguments), batch.labels, num_valid)
             shares.sum().backward()
             return shares.detach()
-
-
-def mark_last(batches: Sequence[Batch]) -> Iterator[tuple[Batch, bool]]:
-    """(microbatch, whether it is the last of the step) for each microbatch."""
-    for index, batch in enumerate(batches):
-        yield batch, index == len(batches) - 1

@@ -27,7 +27,7 @@ from titanlite.models.family import TensorStyle
 from titanlite.models.init import Init
 from titanlite.parallel import clip as clip_module
 from titanlite.parallel import tensor as tensor_module
-from titanlite.parallel.data import gradient_sync, wrapped_modules
+from titanlite.parallel.data import set_gradient_sync, wrapped_modules
 from titanlite.parallel.mesh import Mesh
 from titanlite.tools.parity import measure as parity_module
 from titanlite.trainer import Trainer
@@ -138,13 +138,11 @@ def bypassed_wrapper(trainer: Trainer) -> None:
 def without_last_sync() -> Iterator[None]:
     """No microbatch counts as the last one of its step."""
 
-    @contextmanager
-    def forgetful(parts: Sequence[nn.Module], policy: str, *, is_last: bool) -> Iterator[None]:
+    def forgetful(parts: Sequence[nn.Module], policy: str, *, is_last: bool) -> None:
         del is_last
-        with gradient_sync(parts, policy, is_last=False):
-            yield
+        set_gradient_sync(parts, policy, is_last=False)
 
-    with replaced(trainer_module, "gradient_sync", forgetful):
+    with replaced(trainer_module, "set_gradient_sync", forgetful):
         yield
 
 
@@ -352,14 +350,14 @@ def last_part_ignores_documents(trainer: Trainer) -> None:
 
 def positions_do_not_restart(trainer: Trainer) -> None:
     """Positions count along the row instead of the document; attention is still limited to documents."""
-    keys_of = trainer.keys_of
+    forward_arguments = trainer.forward_arguments
 
     def along_the_row(batch: Batch) -> dict[str, Tensor]:
-        keys = keys_of(batch)
-        keys["positions"] = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
-        return keys
+        arguments = forward_arguments(batch)
+        arguments["positions"] = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
+        return arguments
 
-    trainer.keys_of = along_the_row  # type: ignore[method-assign]
+    trainer.forward_arguments = along_the_row  # type: ignore[method-assign]
 
 
 # The table ------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests.distributed.gradients import build_on_mesh, compare, has_weights, local_batches
 from tests.distributed.reference import global_batch, reference_step, small_config
 from tests.pool import run_ranks
-from titanlite.parallel.data import gradient_sync
+from titanlite.parallel.data import set_gradient_sync
 from titanlite.parallel.mesh import GradientSync
 
 BOUNDS = {"float64": 1e-12, "float32": 1e-5}
@@ -79,8 +79,8 @@ def test_gradient_sync_flags_of_a_microbatch(
 ) -> None:
     """Gradients do not show all flags: parameters could stay gathered, buffers could wait for the last backward."""
     root = Mock(spec=FSDPModule)
-    with gradient_sync([root, nn.Identity()], policy, is_last=is_last):
-        root.set_requires_gradient_sync.assert_called_once_with(reduce)
-        root.set_requires_all_reduce.assert_called_once_with(over_replicas)
-        root.set_reshard_after_backward.assert_called_once_with(reduce)
-        root.set_is_last_backward.assert_called_once_with(is_last)
+    set_gradient_sync([root, nn.Identity()], policy, is_last=is_last)
+    root.set_requires_gradient_sync.assert_called_once_with(reduce)
+    root.set_requires_all_reduce.assert_called_once_with(over_replicas)
+    root.set_reshard_after_backward.assert_called_once_with(reduce)
+    root.set_is_last_backward.assert_called_once_with(is_last)

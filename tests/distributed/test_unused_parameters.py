@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests.distributed.gradients import connected_mesh, difference, full_tensor
 from tests.pool import run_ranks
 from titanlite.models.family import Plan
-from titanlite.parallel.data import apply_data_parallel, gradient_sync
+from titanlite.parallel.data import apply_data_parallel, set_gradient_sync
 from titanlite.parallel.mesh import ParallelismConfig
 from titanlite.runtime.errors import UserError
 
@@ -58,8 +58,8 @@ def error_with_unused_parameters(replicate: int, shard: int, sync: str, accumula
     for microbatch in range(accumulation):
         for other in range(size):
             reference(inputs(other + 10 * microbatch), other == 0 and microbatch == 0).square().sum().backward()
-        with gradient_sync([model], sync, is_last=microbatch == accumulation - 1):
-            model(inputs(rank + 10 * microbatch), rank == 0 and microbatch == 0).square().sum().backward()
+        set_gradient_sync([model], sync, is_last=microbatch == accumulation - 1)
+        model(inputs(rank + 10 * microbatch), rank == 0 and microbatch == 0).square().sum().backward()
     expected = dict(reference.named_parameters())
     errors = []
     for name, parameter in model.named_parameters():

@@ -1,10 +1,9 @@
-"""The batch arithmetic of [training], and the order of microbatches."""
+"""The batch arithmetic of [training]."""
 
 import pytest
 
 from titanlite.config.check import check_training
 from titanlite.config.schema import TrainingConfig
-from titanlite.trainer import mark_last
 
 
 def test_defaults_are_valid_for_any_degree() -> None:
@@ -41,7 +40,3 @@ def test_tp_ranks_share_each_sequence_evenly() -> None:
     (problem,) = check_training(TrainingConfig(seq_len=18), 1, 4)
     assert problem.key == "training.seq_len"
     assert problem.remedy == "training.seq_len = 16"
-
-
-def test_only_the_last_microbatch_is_the_last() -> None:
-    assert list(mark_last(["a", "b", "c"])) == [("a", False), ("b", False), ("c", True)]

@@ -1,6 +1,7 @@
 """Construction of the parallelized model, the optimizer and the trainer."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,41 +83,36 @@ def build_model(
 
 def build_forward(config: JobConfig, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device) -> ModelOnMesh:
     """Build the forward pass and loss of this rank's model parts, for commands that do not train."""
-    loss = compiled_loss(mean_loss_shares, config.compile)
-    return ModelOnMesh(
-        model_parts=model_parts,
-        pipeline=build_pipeline(config, model_parts, mesh, device, loss) if config.parallelism.pp > 1 else None,
-        loss=loss,
-        shard_logits=shard_logits(config.parallelism),
-        mesh=mesh,
-        device=device,
-        seed=config.debug.seed,
-    )
+    return ModelOnMesh(**forward_parts(config, model_parts, mesh, device))
 
 
-def build_trainer(
-    config: JobConfig,
-    model_parts: list[LanguageModel],
-    mesh: Mesh,
-    device: torch.device,
-) -> Trainer:
+def build_trainer(config: JobConfig, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device) -> Trainer:
     """Build the trainer of this rank's model parts."""
-    loss = compiled_loss(mean_loss_shares, config.compile)
     return Trainer(
-        model_parts=model_parts,
-        pipeline=build_pipeline(config, model_parts, mesh, device, loss) if config.parallelism.pp > 1 else None,
-        loss=loss,
-        shard_logits=shard_logits(config.parallelism),
+        **forward_parts(config, model_parts, mesh, device),
         optimizer=build_optimizer(config.optimizer, model_parts, device),
         schedule=build_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps),
         sync=resolve_gradient_sync(config.parallelism.gradient_sync, mesh.device_mesh),
-        mesh=mesh,
-        device=device,
         max_norm=config.training.max_norm,
         norm_type=config.training.norm_type,
-        seed=config.debug.seed,
         num_sources=len(config.data.sources),
     )
+
+
+def forward_parts(
+    config: JobConfig, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device
+) -> dict[str, Any]:
+    """Arguments of ModelOnMesh."""
+    loss = compiled_loss(mean_loss_shares, config.compile)
+    return {
+        "model_parts": model_parts,
+        "pipeline": build_pipeline(config, model_parts, mesh, device, loss) if config.parallelism.pp > 1 else None,
+        "loss": loss,
+        "shard_logits": shard_logits(config.parallelism),
+        "mesh": mesh,
+        "device": device,
+        "seed": config.debug.seed,
+    }
 
 
 def build_pipeline(

@@ -5,7 +5,6 @@ backward, so reductions must not divide again.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -85,9 +84,8 @@ def resolve_gradient_sync(policy: GradientSync, mesh: DeviceMesh) -> GradientSyn
     return "every" if mesh["dp_replicate"].size() == 1 else "hybrid"
 
 
-@contextmanager
-def gradient_sync(model_parts: Iterable[nn.Module], policy: GradientSync | None, *, is_last: bool) -> Iterator[None]:
-    """Context for a backward pass: sets whether gradients are reduced over dp_shard and dp_replicate.
+def set_gradient_sync(model_parts: Iterable[nn.Module], policy: GradientSync | None, *, is_last: bool) -> None:
+    """Set whether the next backward pass reduces gradients over dp_shard and dp_replicate.
 
     every: both axes, always. last: both axes if `is_last` (the last microbatch of the step); before that, the rank
     keeps unreduced gradients and gathered parameters. hybrid: dp_shard always, dp_replicate if `is_last`.
@@ -98,7 +96,6 @@ def gradient_sync(model_parts: Iterable[nn.Module], policy: GradientSync | None,
         root.set_requires_all_reduce(is_last or policy == "every")
         root.set_reshard_after_backward(is_last or policy != "last")
         root.set_is_last_backward(is_last)
-    yield
 
 
 def wrapped_modules(model: nn.Module) -> Iterator[FSDPModule]:
