@@ -122,7 +122,7 @@ def test_published_checkpoint_is_on_the_disk(recorded: tuple[Path, list[Operatio
 @pytest.mark.slow
 def test_checkpoint_folder_is_on_the_disk(recorded: tuple[Path, list[Operation]]) -> None:
     kinds = [f"{operation.kind} {operation.name}" for operation in recorded[1]]
-    assert kinds.index("mkdir c") < kinds.index("fsynced .") < kinds.index("create c/.probe.writing")
+    assert kinds.index("mkdir c") < kinds.index("fsynced .") < kinds.index("create c/.probe.new")
 
 
 @pytest.mark.slow

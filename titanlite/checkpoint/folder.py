@@ -18,7 +18,8 @@ from itertools import chain, count
 from pathlib import Path
 
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Manifest, UnknownFormatError, read_manifest
-from titanlite.checkpoint.storage import InvalidCheckpointError, check_file, sync_folder
+from titanlite.checkpoint.storage import InvalidCheckpointError, check_file
+from titanlite.runtime.durability import sync_folder
 
 DELETED_MANIFEST = "MANIFEST.json.deleted"
 """Name of the manifest while its folder is deleted, which distinguishes the folder from a corrupted checkpoint."""

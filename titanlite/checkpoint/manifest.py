@@ -1,7 +1,6 @@
 """MANIFEST.json: a checkpoint's metadata and the size and hash of each file. A folder without it is incomplete."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, Literal
 import xxhash
 
 from titanlite.checkpoint.storage import HASH, METADATA_FILE, FileRecord, InvalidCheckpointError
+from titanlite.runtime.durability import write_file
 
 MANIFEST_FILE = "MANIFEST.json"
 FORMAT_VERSION = 1
@@ -54,14 +54,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write MANIFEST.json and sync it to disk. Raises OSError."""
     text = json.dumps(asdict(manifest) | {"hash": {HASH: _NO_HASH}}, indent=1) + "\n"
     text = _replace_last(text, _NO_HASH, _digest(text))
-    path = folder / MANIFEST_FILE
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:  # names the file only if open() failed
-        raise OSError(error.errno, error.strerror, str(path)) from None
+    write_file(folder / MANIFEST_FILE, text.encode(), "xb")
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -1,6 +1,5 @@
 """Save checkpoints, synchronously or in a thread: write to a temporary folder, then publish it by a rename."""
 
-import os
 import secrets
 import shutil
 import socket
@@ -18,8 +17,9 @@ from titanlite.checkpoint.config import AsyncMode
 from titanlite.checkpoint.folder import publish, retain, step_folder, writing_folder
 from titanlite.checkpoint.manifest import Manifest, write_manifest
 from titanlite.checkpoint.state import HostCopy, first_not_finite, local_part
-from titanlite.checkpoint.storage import FileRecord, first_failure, save_tensors, sync_folder
+from titanlite.checkpoint.storage import FileRecord, first_failure, save_tensors
 from titanlite.runtime.agreement import RanksError, run_on_all_ranks, run_on_rank_0
+from titanlite.runtime.durability import replace_file, sync_folder
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 
@@ -182,13 +182,7 @@ def _write_probe(folder: Path, nonce: str) -> str:
     if not folder.exists():
         folder.mkdir(parents=True, exist_ok=True)
         sync_folder(folder.parent)  # else the folder could be lost in a power failure
-    temporary = folder / f"{_PROBE}.writing"
-    with temporary.open("w") as file:
-        file.write(nonce)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(folder / _PROBE)
-    sync_folder(folder)
+    replace_file(folder / _PROBE, nonce.encode())
     return nonce
 
 

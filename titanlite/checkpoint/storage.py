@@ -2,6 +2,7 @@
 only tensors, and are read without executing code."""
 
 import errno
+import hashlib
 import io
 import os
 import pickle
@@ -25,7 +26,6 @@ from titanlite.runtime.agreement import RanksError, describe_failure
 
 HASH = "xxh3-128"
 METADATA_FILE = ".metadata"
-_BLOCK_BYTES = 2**22
 
 
 class InvalidCheckpointError(Exception):
@@ -271,18 +271,5 @@ def check_file(folder: Path, name: str, record: FileRecord, verify: Verify) -> N
 
 def hash_of(path: Path) -> str:
     """Compute HASH of a file."""
-    digest = xxhash.xxh3_128()
-    block = memoryview(bytearray(_BLOCK_BYTES))
     with path.open("rb", buffering=0) as file:
-        while size := file.readinto(block):
-            digest.update(block[:size])
-    return digest.hexdigest()
-
-
-def sync_folder(folder: Path) -> None:
-    """Sync the directory entries of `folder` to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

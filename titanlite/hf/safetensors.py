@@ -171,9 +171,3 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
             opened.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
         opened.flush()
         os.fsync(opened.fileno())
-
-
-def sync_file(file: Path) -> None:
-    """Until the file is on the disk."""
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())

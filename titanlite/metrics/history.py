@@ -1,11 +1,11 @@
 """Cleanup of metrics.jsonl before a resumed run appends to it."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from titanlite.metrics.validation import is_validation
+from titanlite.runtime.durability import replace_file
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 
@@ -26,7 +26,7 @@ def keep_rows(path: Path, last_step: int) -> None:
         before = path.read_bytes() if path.exists() else b""
         after, removed = _in_order(before, last_step)
         if after != before:
-            _replace(path, after)
+            replace_file(path, after)
     except OSError as error:
         raise UserError(f"cannot read and rewrite {path}: {error.strerror}") from None
     if sum(removed.values()):
@@ -71,17 +71,3 @@ def _row_of(line: bytes) -> dict[str, Any] | None:
         return None
     step = row.get("step") if isinstance(row, dict) else None
     return row if type(step) is int and step > 0 else None
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(path.name + ".new")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from titanlite.runtime.durability import sync_file
 from titanlite.runtime.errors import UserError
 
 logger = logging.getLogger("titanlite")
@@ -58,7 +59,8 @@ def built_once(folder: Path, what: str, build: Callable[[Path], None]) -> Path:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir()
                 build(temporary)
-                _sync(temporary)
+                for path in temporary.iterdir():
+                    sync_file(path)  # else a power failure after the rename could leave incomplete files
                 os.rename(temporary, folder)
     except OSError as error:
         raise UserError(
@@ -66,13 +68,6 @@ def built_once(folder: Path, what: str, build: Callable[[Path], None]) -> Path:
             "writable folder on a file system with file locks"
         ) from error
     return folder
-
-
-def _sync(folder: Path) -> None:
-    """Sync the folder's files to disk, so that they survive a power failure after the rename."""
-    for path in folder.iterdir():
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
 
 
 @contextmanager

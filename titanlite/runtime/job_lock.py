@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from titanlite.runtime.dump_folder import make_dump_folder
+from titanlite.runtime.durability import write_file
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 
@@ -271,10 +272,7 @@ def _warn_without_locks(path: Path) -> None:
 def _write(path: Path, owner: Owner) -> None:
     """Write the owner atomically and to the disk: a power cut leaves the old content or the new."""
     temporary = path.with_name(path.name + ".new")
-    with temporary.open("wb") as file:
-        file.write(json.dumps(asdict(owner), indent=1).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    write_file(temporary, json.dumps(asdict(owner), indent=1).encode() + b"\n")
     temporary.replace(path)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titanlite.checkpoint.storage import hash_of, sync_folder
+from titanlite.checkpoint.storage import hash_of
 from titanlite.data.sources.tokens import HEADER_BYTES, MANIFEST, UNFINISHED, documents_file
-from titanlite.hf.safetensors import sync_file
+from titanlite.runtime.durability import sync_file, sync_folder
 
 PARTIAL = ".incomplete"
 """Suffix of files that are being written. Those that a killed process leaves are overwritten."""

@@ -81,7 +81,7 @@ def test_a_file_without_rows_to_remove_is_not_rewritten(
     path = tmp_path / "metrics.jsonl"
     if content is not None:
         path.write_bytes(content)
-    monkeypatch.setattr(history, "_replace", None)
+    monkeypatch.setattr(history, "replace_file", None)
     keep_rows(path, 20)
     assert path.exists() == (content is not None)
     assert not caplog.records

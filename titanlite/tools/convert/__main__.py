@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from titanlite.checkpoint.storage import sync_folder
 from titanlite.hf.folder import PREFIX
 from titanlite.hf.source import open_source
 from titanlite.precision import DTYPES
+from titanlite.runtime.durability import sync_folder
 from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.tools.command import (

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from titanlite.checkpoint.state import first_not_finite
-from titanlite.checkpoint.storage import sync_folder
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.hf.folder import CONFIG_FILE, GENERATION_FILE, INDEX_FILE, SINGLE_FILE
-from titanlite.hf.safetensors import SUFFIX, sync_file, write_tensors
+from titanlite.hf.safetensors import SUFFIX, write_tensors
+from titanlite.runtime.durability import sync_file, sync_folder
 from titanlite.runtime.errors import UserError
 from titanlite.tools.saved_run import SavedRun
 

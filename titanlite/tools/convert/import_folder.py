@@ -17,17 +17,17 @@ from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.folder import publish, writing_folder
 from titanlite.checkpoint.manifest import Branch, Manifest, write_manifest
 from titanlite.checkpoint.state import MODEL, first_not_finite
-from titanlite.checkpoint.storage import first_failure, save_tensors, sync_folder
+from titanlite.checkpoint.storage import first_failure, save_tensors
 from titanlite.config.check import resolve_config
 from titanlite.config.load import CONFIG_COPY, dump_config
 from titanlite.config.schema import JobConfig, JobSection, TrainingConfig
 from titanlite.data.config import TokenizerConfig
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from titanlite.hf.folder import ModelFolder
-from titanlite.hf.safetensors import sync_file
 from titanlite.metrics.meter import MeterState
 from titanlite.models.family import ModelConfig
 from titanlite.precision import DTYPES, DtypeName
+from titanlite.runtime.durability import sync_file, sync_folder
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 
