@@ -2,8 +2,6 @@
 
 import os
 import shlex
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from titanlite.config.load import CONFIG_COPY
@@ -19,7 +17,10 @@ def summarize(config: JobConfig, record: Record, steps: int, train_s: float) -> 
     """Log the summary. steps, train_s: of this start."""
     tokens = steps * config.training.global_batch_size * config.training.seq_len
     folder = Path(config.job.dump_folder)
-    same_config = f"CONFIG_FILE={shlex.quote(str(folder / CONFIG_COPY))}"  # includes command-line overrides
+    same_config = shlex.quote(str(folder / CONFIG_COPY))  # includes command-line overrides
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "1")  # set by torchrun
+    torchrun = "torchrun --standalone --nproc-per-node"
+    train = "titanlite train" if processes == "1" else f"{torchrun} {processes} -m titanlite.train"
     log.info(
         "Done: %d steps, %s tokens, final loss %.4f, %s tokens/s",
         record.step,
@@ -34,24 +35,13 @@ def summarize(config: JobConfig, record: Record, steps: int, train_s: float) -> 
     if config.checkpoint.enable:
         new_folder = f" --job.dump_folder {shlex.quote(f'{folder}-2')}"
         if (folder / TOKENIZER_FOLDER).exists():
-            generate = f"{python_command(os.environ)} -m titanlite generate {shlex.quote(str(folder))}"
-            next_steps.append(("generate text", f'{generate} --prompt "{prompt_for(config)}"'))
+            python_source = any(source.kind == PythonStdlib.kind for source in config.data.sources)
+            # Without a trailing space, which most tokenizers join to the next word.
+            prompt = "def __init__(self" if python_source else "The"
+            next_steps.append(("generate text", f'titanlite generate {shlex.quote(str(folder))} --prompt "{prompt}"'))
     if not data_exhausted and not config.checkpoint.last_save_model_only:
-        next_steps.append(("train longer", f"{same_config} ./run_train.sh --training.steps {4 * record.step}"))
-    next_steps.append(("on two processes", f"NGPU=2 {same_config} ./run_train.sh{new_folder}"))
+        next_steps.append(("train longer", f"{train} {same_config} --training.steps {4 * record.step}"))
+    next_steps.append(("on two processes", f"{torchrun} 2 -m titanlite.train {same_config}{new_folder}"))
     next_steps.append(("on your own text", "see docs/data.md"))
     for number, (title, command) in enumerate(next_steps):
         log.info("%-5s %-16s  %s", "" if number else "Next:", title, command)
-
-
-def prompt_for(config: JobConfig) -> str:
-    """Example prompt for the training data; without a trailing space, which most tokenizers join to the next word."""
-    return "def __init__(self" if any(source.kind == PythonStdlib.kind for source in config.data.sources) else "The"
-
-
-def python_command(environment: Mapping[str, str]) -> str:
-    """Shell command that starts this Python, also if it is not on the PATH of the user's shell."""
-    if sys.prefix in (environment.get("VIRTUAL_ENV"), environment.get("CONDA_PREFIX")):
-        return "python"
-    executable, folder = Path(sys.executable), Path.cwd()
-    return shlex.quote(str(executable.relative_to(folder) if executable.is_relative_to(folder) else executable))
