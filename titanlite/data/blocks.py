@@ -130,6 +130,7 @@ class Division:
         enough = len(self.units) >= num_streams
         self.groups = num_streams if enough else math.gcd(len(self.units), num_streams)
         self.sharers = num_streams // self.groups
+        _allow_open_files()
         self.description = self._describe(num_streams)
 
     def _describe(self, num_streams: int) -> str:
@@ -160,27 +161,6 @@ def _allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-class BlockOrder:
-    """A streamed source, read block by block. size: a placeholder, since the size is unknown."""
-
-    size = 1
-
-    def __init__(self, division: Division, encoder: Encoder, *, max_piece_bytes: int) -> None:
-        self.name = division.source.name
-        self.description = division.description
-        self._division = division
-        self._encoder = encoder
-        self._max_piece_bytes = max_piece_bytes
-        self._epochs = division.source.config.epochs
-        _allow_open_files()
-
-    def pieces(self, stream: int, num_streams: int) -> "BlockPieces":
-        """The pieces of one stream."""
-        assert num_streams == self._division.groups * self._division.sharers
-        blocks = Blocks(self._division, stream, max_piece_bytes=self._max_piece_bytes)
-        return BlockPieces(blocks, self._encoder, name=self.name, epochs=self._epochs)
-
-
 class _Start(NamedTuple):
     """The start of a block: epoch, index of the unit in the epoch's order, and row number."""
 
@@ -196,7 +176,7 @@ class Blocks:
     Retries reads that fail with a transient error, and raises UserError after the last try.
     """
 
-    def __init__(self, division: Division, stream: int, *, max_piece_bytes: int) -> None:
+    def __init__(self, division: Division, stream: int, max_piece_bytes: int) -> None:
         self._division = division
         self._stream = stream
         self._max_piece_bytes = max_piece_bytes
@@ -272,12 +252,12 @@ class BlockPieces:
 
     windows = False
 
-    def __init__(self, blocks: Blocks, encoder: Encoder, *, name: str, epochs: int) -> None:
-        self.name = name
+    def __init__(self, division: Division, stream: int, *, encoder: Encoder, max_piece_bytes: int) -> None:
+        self.name = division.source.name
         self.patience = sys.maxsize  # the number of pieces is unknown until the end of the first full epoch
-        self._blocks = blocks
+        self._blocks = Blocks(division, stream, max_piece_bytes)
         self._encoder = encoder
-        self._epochs = epochs
+        self._epochs = division.source.config.epochs
         self._walked: int | None = None
         self._after: tuple[Place, Place] | None = None
         self._fetched: dict[Place, TokenPiece | Exception] = {}
@@ -329,18 +309,16 @@ class BlockPieces:
 
     def fetch(self, place: Place, num_tokens: int) -> TokenPiece | Exception:
         if place not in self._fetched:
-            self._fetched.clear()  # the place has changed by load_state()
-            self._fetch(place, num_tokens)
+            self._fetched = self._ahead(place, num_tokens)
         return self._fetched.pop(place)
 
-    def _fetch(self, place: Place, num_tokens: int) -> None:
+    def _ahead(self, place: Place, num_tokens: int) -> dict[Place, TokenPiece | Exception]:
         """Tokenize the piece and the next few of its block in one batch."""
         block, first = self._blocks.block(place), Position.of(place.position).piece
         if first >= max(1, len(block.parts)):
             what = f"{self.name} has no piece {first} in {block.unit.file} {tuple(Position.of(place.position))}"
             remedy = "use the data and data.max_piece_bytes of the run that is resumed"
-            self._fetched[place] = UserError(f"{what}: {remedy}")
-            return
+            return {place: UserError(f"{what}: {remedy}")}
         end, num_bytes = first, 0
         while end < min(len(block.parts), first + READ_AHEAD_PIECES) and num_bytes < BYTES_PER_TOKEN * num_tokens:
             num_bytes += block.parts[end].end - block.parts[end].begin
@@ -349,6 +327,6 @@ class BlockPieces:
         places = [Place(place.epoch, place.position + piece - first) for piece in ahead]
         tokens = self._encoder.encode([(block.parts[piece].flags, block.read(piece)) for piece in ahead])
         self._numbers = dict(zip(places, (self._blocks.number(block, piece) for piece in ahead), strict=True))
-        self._fetched.update(zip(places, tokens, strict=True))
         if not ahead:  # the first unit of the stream has no row for it
-            self._fetched[place] = EMPTY_PIECE
+            return {place: EMPTY_PIECE}
+        return dict(zip(places, tokens, strict=True))

@@ -12,37 +12,14 @@ MIN_PATIENCE = 1000
 """Minimum patience, for small sources. Larger ones have a patience of two epochs: see StreamPieces.patience."""
 
 
-class IndexedOrder:
-    """Numbered pieces, in a different order in each epoch. epochs: number of epochs; -1: no limit."""
-
-    def __init__(self, corpus: Corpus, permutation: Permutation, *, name: str, epochs: int) -> None:
-        self.name = name
-        self.size = corpus.size
-        self.description = corpus.description
-        self._corpus = corpus
-        self._permutation = permutation
-        self._epochs = epochs
-
-    def pieces(self, stream: int, num_streams: int) -> "IndexedPieces":
-        """The pieces of one stream."""
-        return IndexedPieces(
-            self._corpus,
-            self._permutation,
-            name=self.name,
-            stream=stream,
-            num_streams=num_streams,
-            epochs=self._epochs,
-        )
-
-
 class IndexedPieces:
     """StreamPieces of stream s of S: positions s, s + S, s + 2S, … of the concatenated permutations of all epochs.
 
-    Place.position is the position within the epoch.
+    Place.position is the position within the epoch. epochs: number of epochs; -1: no limit.
     """
 
     def __init__(
-        self, corpus: Corpus, permutation: Permutation, *, name: str, stream: int, num_streams: int, epochs: int
+        self, corpus: Corpus, permutation: Permutation, stream: int, *, num_streams: int, name: str, epochs: int
     ) -> None:
         self.windows = corpus.windows
         self.name = name
@@ -75,16 +52,11 @@ class IndexedPieces:
     def fetch(self, place: Place, num_tokens: int) -> TokenPiece | Exception:
         if self.windows:
             return self._corpus.fetch([self.number(place)])[0]
-        if place not in self._fetched:
-            self._fetched.clear()  # the place has changed by load_state()
-            self._fetch(place, num_tokens)
+        if place not in self._fetched:  # read the piece and the next few, and tokenize them in one batch
+            places = [place]
+            pieces = self._corpus.ahead(self._numbers(places), num_tokens)
+            self._fetched = dict(zip(places, self._corpus.fetch(pieces), strict=True))
         return self._fetched.pop(place)
-
-    def _fetch(self, place: Place, num_tokens: int) -> None:
-        """Read the piece and the next few, and tokenize them in one batch."""
-        places = [place]
-        pieces = self._corpus.ahead(self._numbers(places), num_tokens)
-        self._fetched.update(zip(places, self._corpus.fetch(pieces), strict=True))
 
     def _numbers(self, places: list[Place]) -> Iterator[int]:
         """Yield the piece number at places[0] and the following ones; append the place of each to `places`."""

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from titanlite.batch import Batch
 from titanlite.data.config import DataConfig
-from titanlite.data.kinds import source_names
-from titanlite.data.preparation import Int64s, PreparedStep, Sources
+from titanlite.data.kinds import open_source, source_names
+from titanlite.data.preparation import Assignment, Int64s, Preparation, PreparedStep, Sources
 from titanlite.data.streams import Origin, SourceState
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.data.workers import Assignment, Prefetcher, WorkerPool
+from titanlite.data.workers import Prefetcher, WorkerPool
 from titanlite.runtime.errors import UserError
 
 STEPS_AHEAD = 2
@@ -33,13 +33,13 @@ class Loader:
     def __init__(
         self,
         assignment: Assignment,
-        sources: Sources,
+        tokenizer: Tokenizer | None,
         *,
         local_batch_size: int,
         data_rank: int,
         data_degree: int,
-        num_workers: int,
     ) -> None:
+        sources = Sources(assignment, [open_source(source) for source in assignment.section.sources], tokenizer)
         self.num_streams = num_streams = assignment.section.num_streams
         self._global_batch_size = assignment.global_batch_size
         assert num_streams % data_degree == 0
@@ -54,11 +54,11 @@ class Loader:
         self._local_batch_size = local_batch_size
         self._data_degree = data_degree
         # Checks states for all workers, and prepares the steps if there are no workers.
-        self._preparation = assignment.preparation(sources, self.stream_ids)
+        self._preparation = Preparation(assignment, sources, self.stream_ids)
         self._producer = (
-            self._preparation
-            if num_workers == 0
-            else WorkerPool(assignment, self.stream_ids, num_workers, self._preparation.states())
+            WorkerPool(assignment, self.stream_ids, self._preparation.states())
+            if assignment.section.num_workers
+            else self._preparation
         )
         self._prefetcher: Prefetcher[PreparedStep] | None = None
         self._next: PreparedStep | Exception | None = None
@@ -215,10 +215,5 @@ def build_loader(
     arguments = tokenizer.arguments if tokenizer else None
     assignment = Assignment(section, arguments, seq_len, vocab_size, global_batch_size, logs)
     return Loader(
-        assignment,
-        assignment.sources(tokenizer),
-        local_batch_size=local_batch_size,
-        data_rank=data_rank,
-        data_degree=data_degree,
-        num_workers=section.num_workers,
+        assignment, tokenizer, local_batch_size=local_batch_size, data_rank=data_rank, data_degree=data_degree
     )

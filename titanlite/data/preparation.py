@@ -1,19 +1,22 @@
 """Preparation of steps from the [data] section, in the loader's thread or its workers. Does not import torch."""
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from titanlite.data.blocks import BlockOrder, Division
+from titanlite.data.blocks import BlockPieces, Division
 from titanlite.data.config import DataConfig
 from titanlite.data.corpus import Encoder, TextCorpus, Texts
-from titanlite.data.indexed import IndexedOrder
+from titanlite.data.indexed import IndexedPieces
 from titanlite.data.order import Mixture, Permutation
-from titanlite.data.sources.base import Source, StreamedSource, TextSource, TokenSource
+from titanlite.data.sources.base import Source, StreamedSource, TextSource
+from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import Corpus, StreamPieces
+from titanlite.data.sources.tokens import Tokens, WindowCorpus
 from titanlite.data.streams import BadRowPolicy, Origin, Row, SourceStream, Stream
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import DataError, UserError
@@ -21,42 +24,52 @@ from titanlite.runtime.errors import DataError, UserError
 Int64s = npt.NDArray[np.int64]
 
 
-class SourceOrder(Protocol):
-    """A source in the order in which streams read it. size: in Source.size_unit. description: one line for the log."""
+@dataclass(frozen=True)
+class Assignment:
+    """Settings of the streams of a run, the same on all ranks.
 
-    name: str
+    section: resolved (no -1). tokenizer: Tokenizer.arguments; None if no source is text. logs: whether skipped rows are
+    logged as warnings.
+    """
+
+    section: DataConfig
+    tokenizer: dict[str, str] | None
+    seq_len: int
+    vocab_size: int
+    global_batch_size: int
+    logs: bool = True
+
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> "Assignment":
+        """The reverse of dataclasses.asdict."""
+        section = values["section"]
+        sources = tuple(SourceConfig(**source) for source in section["sources"])
+        return Assignment(**values | {"section": DataConfig(**section | {"sources": sources})})
+
+
+class SourceOrder(NamedTuple):
+    """A source in the order in which streams read it.
+
+    size: in Source.size_unit. description: one line for the log. pieces: of a stream, by its number.
+    """
+
     size: int
     description: str
-
-    def pieces(self, stream: int, num_streams: int) -> StreamPieces:
-        """The pieces of one stream."""
-        ...
+    pieces: Callable[[int], StreamPieces]
 
 
 class Sources:
-    """All sources of a [data] section. `section` is resolved (no -1). Builds the indexes of sources that have none.
+    """All sources of a run. Builds the indexes of sources that have none.
 
-    mixture: the shares of the sources. description: one line for all sources. tokenizer: None if no source is text.
-    logs: whether skipped rows are logged as warnings. Raises UserError if a source is empty.
+    sources: those of the section. tokenizer: None if no source is text. mixture: the shares of the sources.
+    description: one line for all sources. Raises UserError if a source is empty.
     """
 
-    def __init__(
-        self,
-        section: DataConfig,
-        sources: Sequence[Source],
-        tokenizer: Tokenizer | None,
-        *,
-        seq_len: int,
-        vocab_size: int,
-        logs: bool = True,
-    ) -> None:
-        self._section = section
-        self._policy = replace(bad_row_policy(section), logs=logs)
-        self._seq_len = seq_len
-        self._open = [
-            open_order(source, n, section, tokenizer, seq_len=seq_len, vocab_size=vocab_size)
-            for n, source in enumerate(sources)
-        ]
+    def __init__(self, assignment: Assignment, sources: Sequence[Source], tokenizer: Tokenizer | None) -> None:
+        section = assignment.section
+        self._assignment = assignment
+        self._policy = replace(bad_row_policy(section), logs=assignment.logs)
+        self._open = [open_order(source, n, assignment, tokenizer) for n, source in enumerate(sources)]
         weights = [source.weight for source in section.sources]
         self.mixture = Mixture([source.size for source in self._open] if -1 in weights else weights, seed=section.seed)
         self.description = "; ".join(self._described())
@@ -67,16 +80,9 @@ class Sources:
 
     def stream(self, number: int) -> Stream:
         """Stream `number` of the section's num_streams streams."""
-        section = self._section
-        sources = [
-            SourceStream(
-                source.pieces(number, section.num_streams),
-                seq_len=self._seq_len,
-                packing=section.packing,
-                policy=self._policy,
-            )
-            for source in self._open
-        ]
+        seq_len, packing = self._assignment.seq_len, self._assignment.section.packing
+        pieces = [source.pieces(number) for source in self._open]
+        sources = [SourceStream(one, seq_len=seq_len, packing=packing, policy=self._policy) for one in pieces]
         return Stream(number, sources, self.mixture)
 
 
@@ -85,26 +91,20 @@ def bad_row_policy(section: DataConfig) -> BadRowPolicy:
     return BadRowPolicy(section.on_bad_row == "skip", section.max_bad_rows)
 
 
-def open_order(
-    source: Source,
-    number: int,
-    section: DataConfig,
-    tokenizer: Tokenizer | None,
-    *,
-    seq_len: int,
-    vocab_size: int,
-) -> SourceOrder:
+def open_order(source: Source, number: int, assignment: Assignment, tokenizer: Tokenizer | None) -> SourceOrder:
     """Open source `number` of the section in its order. Raises UserError if it is empty."""
+    section = assignment.section
     seeds = (section.seed, number)
     corpus: Corpus
-    if isinstance(source, TokenSource):
-        corpus = source.windows(seq_len, vocab_size, documents=section.document_mask)
+    if isinstance(source, Tokens):
+        corpus = WindowCorpus(source, assignment.seq_len, assignment.vocab_size, documents=section.document_mask)
     else:
         assert tokenizer is not None, "sources of text need a tokenizer"
         encoder = Encoder(tokenizer, add_bos=section.add_bos, add_eos=section.add_eos)
         if isinstance(source, StreamedSource) and source.is_streamed:
             division = Division(source, section.num_streams, seeds if section.shuffle else None)
-            return BlockOrder(division, encoder, max_piece_bytes=section.max_piece_bytes)
+            blocks = partial(BlockPieces, division, encoder=encoder, max_piece_bytes=section.max_piece_bytes)
+            return SourceOrder(1, division.description, blocks)  # a placeholder: the size is unknown
         assert isinstance(source, TextSource)
         corpus = TextCorpus(Texts([source], section.max_piece_bytes), encoder)
     if corpus.size == 0 or corpus.count == 0:
@@ -113,10 +113,16 @@ def open_order(
         remedy = "add data, or set a smaller training.seq_len" if corpus.windows else "add data"
         raise UserError(f"no data to train on: {bad[0] if bad else corpus.description}: {remedy}")
     permutation = Permutation(corpus.count, seeds=seeds, shuffle=section.shuffle)
-    opened = IndexedOrder(corpus, permutation, name=source.name, epochs=source.config.epochs)
-    if section.shuffle and source.shuffling_note:
-        opened.description += f", {source.shuffling_note}"
-    return opened
+    pieces = partial(
+        IndexedPieces,
+        corpus,
+        permutation,
+        num_streams=section.num_streams,
+        name=source.name,
+        epochs=source.config.epochs,
+    )
+    note = f", {source.shuffling_note}" if section.shuffle and source.shuffling_note else ""
+    return SourceOrder(corpus.size, corpus.description + note, pieces)
 
 
 class PreparedStep(NamedTuple):
@@ -138,21 +144,9 @@ class PreparedStep(NamedTuple):
 class Preparation:
     """Prepares the sequences of `streams` step by step. streams: stream numbers, ascending."""
 
-    def __init__(
-        self,
-        sources: Sources,
-        streams: Sequence[int],
-        *,
-        num_streams: int,
-        seq_len: int,
-        global_batch_size: int,
-        with_positions: bool,
-    ) -> None:
+    def __init__(self, assignment: Assignment, sources: Sources, streams: Sequence[int]) -> None:
+        self._assignment = assignment
         self._streams = {number: sources.stream(number) for number in streams}
-        self._num_streams = num_streams
-        self._seq_len = seq_len
-        self._global_batch_size = global_batch_size
-        self._with_positions = with_positions
         self.next_sequence = 0
 
     def load_state(self, states: Int64s, next_sequence: int) -> None:
@@ -173,16 +167,17 @@ class Preparation:
     def step(self) -> PreparedStep:
         """Prepare the sequences of these streams among the next global_batch_size of the run. Raises DataError."""
         first = self.next_sequence
-        self.next_sequence = first + self._global_batch_size
-        own = sequences_of(self._streams, self._num_streams, range(first, self.next_sequence))
-        shape = (len(own), self._seq_len)
+        self.next_sequence = first + self._assignment.global_batch_size
+        num_streams = self._assignment.section.num_streams
+        own = sequences_of(self._streams, num_streams, range(first, self.next_sequence))
+        shape = (len(own), self._assignment.seq_len)
         tokens, labels = np.empty(shape, np.int64), np.empty(shape, np.int64)
-        positions = np.empty(shape, np.int64) if self._with_positions else None
+        positions = np.empty(shape, np.int64) if self._assignment.section.document_mask else None
         origins = np.empty((len(own), len(Origin._fields)), np.int64)
         for place, sequence in enumerate(own):
             row = Row(tokens[place], labels[place], None if positions is None else positions[place])
             try:
-                origins[place] = self._streams[sequence % self._num_streams].next_sequence(row)
+                origins[place] = self._streams[sequence % num_streams].next_sequence(row)
             except UserError as error:
                 raise DataError(str(error), sequence) from error
         return PreparedStep(tokens, labels, origins, self.states(), self.ended(), positions)

@@ -25,8 +25,9 @@ class Tokenizer:
     arguments: file, bos and eos, to construct the same tokenizer again.
     """
 
-    def __init__(self, file: Path, *, bos: str = "", eos: str = "") -> None:
+    def __init__(self, file: Path | str, *, bos: str = "", eos: str = "") -> None:
         """Raises UserError if the file is not a tokenizer or its vocabulary lacks `bos` or `eos`."""
+        file = Path(file)
         self.arguments = {"file": str(file), "bos": bos, "eos": eos}
         try:
             self._data = file.read_bytes()  # kept for save(): a new run may rename the folder

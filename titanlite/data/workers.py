@@ -17,17 +17,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 
 import titanlite
-from titanlite.data.config import DataConfig
 from titanlite.data.kinds import open_source
-from titanlite.data.preparation import Int64s, Preparation, PreparedStep, Sources, sequences_of
-from titanlite.data.sources.config import SourceConfig
+from titanlite.data.preparation import Assignment, Int64s, Preparation, PreparedStep, Sources, sequences_of
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import DataError, UserError
 
@@ -128,63 +126,16 @@ def describe_exit(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-@dataclass(frozen=True)
-class Assignment:
-    """Settings of a rank's streams. section: resolved (no -1). tokenizer: Tokenizer.arguments. logs: see Sources."""
-
-    section: DataConfig
-    tokenizer: dict[str, str] | None
-    seq_len: int
-    vocab_size: int
-    global_batch_size: int
-    logs: bool = True
-
-    def preparation(self, sources: Sources, streams: Sequence[int]) -> Preparation:
-        """The preparation of these streams."""
-        return Preparation(
-            sources,
-            streams,
-            num_streams=self.section.num_streams,
-            seq_len=self.seq_len,
-            global_batch_size=self.global_batch_size,
-            with_positions=self.section.document_mask,
-        )
-
-    def open(self) -> Sources:
-        """Open the tokenizer and the sources."""
-        tokenizer = None
-        if self.tokenizer is not None:
-            named = self.tokenizer
-            tokenizer = Tokenizer(Path(named["file"]), bos=named["bos"], eos=named["eos"])
-        return self.sources(tokenizer)
-
-    def sources(self, tokenizer: Tokenizer | None) -> Sources:
-        """Open the sources in this process."""
-        opened = [open_source(source) for source in self.section.sources]
-        return Sources(
-            self.section, opened, tokenizer, seq_len=self.seq_len, vocab_size=self.vocab_size, logs=self.logs
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(values: dict[str, Any]) -> "Assignment":
-        section = values["section"]
-        sources = tuple(SourceConfig(**source) for source in section["sources"])
-        return Assignment(**values | {"section": DataConfig(**section | {"sources": sources})})
-
-
 class WorkerPool:
-    """The same as a Preparation of `streams`, in up to `count` processes, which start at the first step.
+    """The same as a Preparation of `streams`, in up to data.num_workers processes, which start at the first step.
 
     Worker w of W has every W-th stream, starting at the w-th. states: the initial states of all these streams.
     """
 
-    def __init__(self, assignment: Assignment, streams: Sequence[int], count: int, states: Int64s) -> None:
+    def __init__(self, assignment: Assignment, streams: Sequence[int], states: Int64s) -> None:
         self._assignment = assignment
         self._streams = list(streams)
-        self._count = min(count, len(self._streams))
+        self._count = min(assignment.section.num_workers, len(self._streams))
         self._workers: list[_Worker] = []
         self.load_state(states, 0)
 
@@ -255,7 +206,7 @@ class _Worker:
 
     def begin(self, assignment: Assignment, streams: Sequence[int], states: Int64s, next_sequence: int) -> None:
         """Send the request to the process."""
-        request = {"assignment": assignment.to_json(), "streams": streams, "states": states.tolist()}
+        request = {"assignment": asdict(assignment), "streams": streams, "states": states.tolist()}
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # step() reports the exit
             self._process.stdin.write(json.dumps(request | {"next_sequence": next_sequence}).encode() + b"\n")
@@ -333,7 +284,9 @@ def main() -> None:
     with suppress(BrokenPipeError):
         try:
             assignment = Assignment.from_json(request["assignment"])
-            preparation = assignment.preparation(assignment.open(), request["streams"])
+            tokenizer = Tokenizer(**assignment.tokenizer) if assignment.tokenizer else None
+            opened = [open_source(source) for source in assignment.section.sources]
+            preparation = Preparation(assignment, Sources(assignment, opened, tokenizer), request["streams"])
             preparation.load_state(np.array(request["states"], np.int64), request["next_sequence"])
             while True:
                 _send(frames, preparation.step(), collected)

@@ -20,7 +20,7 @@ from titanlite.data.corpus import open_index
 from titanlite.data.kinds import open_source
 from titanlite.data.loader import Loader, build_loader
 from titanlite.data.order import Mixture, shuffled
-from titanlite.data.preparation import Sources
+from titanlite.data.preparation import Assignment, Sources
 from titanlite.data.sources.base import TextSource
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import BAD_FILE, STARTS_DOCUMENT, BadRowError, Piece
@@ -103,7 +103,8 @@ def describe_sources(config: JobConfig, tokenizer: Tokenizer | None, vocab_size:
     """Print the statistics of each source."""
     data, training = config.data, config.training
     sources = [open_source(source) for source in data.sources]
-    mixture = Sources(data, sources, tokenizer, seq_len=training.seq_len, vocab_size=vocab_size).mixture
+    assignment = Assignment(data, None, training.seq_len, vocab_size, training.global_batch_size)
+    mixture = Sources(assignment, sources, tokenizer).mixture
     realized = realized_shares(mixture, data.num_streams, STEPS * training.global_batch_size)
     for n, source in enumerate(sources):
         print(f"\nsource {n}, {source.name}")

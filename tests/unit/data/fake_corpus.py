@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from titanlite.batch import IGNORE_INDEX
-from titanlite.data.indexed import IndexedOrder
+from titanlite.data.indexed import IndexedPieces
 from titanlite.data.order import Permutation
 from titanlite.data.sources.pieces import AT_BEGIN, BadRowError, TokenPiece
 from titanlite.data.streams import BadRowPolicy, Row, SourceStream
@@ -46,10 +46,6 @@ def permutation_of(corpus: FakeCorpus) -> Permutation:
     return Permutation(corpus.count, seeds=(3, 0), shuffle=True, block_pieces=8)
 
 
-def fake_source(corpus: FakeCorpus, epochs: int) -> IndexedOrder:
-    return IndexedOrder(corpus, permutation_of(corpus), name="fake", epochs=epochs)
-
-
 def make_stream(
     corpus: FakeCorpus,
     *,
@@ -60,7 +56,7 @@ def make_stream(
     limit: int = 10**6,
     packing: Literal["concatenate", "none"] = "concatenate",
 ) -> SourceStream:
-    pieces = fake_source(corpus, epochs).pieces(stream, num_streams)
+    pieces = IndexedPieces(corpus, permutation_of(corpus), stream, num_streams=num_streams, name="fake", epochs=epochs)
     return SourceStream(pieces, seq_len=seq_len, packing=packing, policy=BadRowPolicy(skip=True, limit=limit))
 
 

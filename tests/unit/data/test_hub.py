@@ -20,7 +20,7 @@ import torch
 
 from tests.unit.data.small_hub import COMMIT, small_hub
 from titanlite.data import blocks
-from titanlite.data.blocks import BlockPieces, Blocks, Division, Position
+from titanlite.data.blocks import BlockPieces, Division, Position
 from titanlite.data.check import check_data, check_source
 from titanlite.data.config import DataConfig
 from titanlite.data.corpus import Encoder, open_index
@@ -171,10 +171,9 @@ class Letters:
         return [[ord(letter) for letter in text] for text in texts]
 
 
-def open_stream(division: Division, stream: int = 0, max_piece_bytes: int = 100, epochs: int = -1) -> BlockPieces:
+def open_stream(division: Division, stream: int = 0, max_piece_bytes: int = 100) -> BlockPieces:
     encoder = Encoder(cast(Tokenizer, Letters()), add_bos=False, add_eos=False)
-    blocks = Blocks(division, stream, max_piece_bytes=max_piece_bytes)
-    return BlockPieces(blocks, encoder, name="mine", epochs=epochs)
+    return BlockPieces(division, stream, encoder=encoder, max_piece_bytes=max_piece_bytes)
 
 
 def divided(source: SourceConfig, num_streams: int, seed: int | None = None) -> Division:
@@ -329,7 +328,7 @@ def test_a_place_of_other_data(dataset: Path) -> None:
 
 
 def test_a_finite_source_ends_with_its_last_row(dataset: Path) -> None:
-    pieces = open_stream(divided(source_of(dataset), 1), epochs=2)
+    pieces = open_stream(divided(source_of(dataset, epochs=2), 1))
     place, texts = pieces.first(), []
     while not pieces.has_ended(place):
         assert isinstance(pieces.fetch(place, 1), TokenPiece)

@@ -3,6 +3,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.data.fake_corpus import FakeCorpus, expected_sequences, fake_source
+from tests.unit.data.fake_corpus import FakeCorpus, expected_sequences, permutation_of
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.data import preparation
 from titanlite.data.check import check_data
 from titanlite.data.config import DataConfig
-from titanlite.data.kinds import open_source
+from titanlite.data.indexed import IndexedPieces
 from titanlite.data.loader import Loader, build_loader
-from titanlite.data.preparation import Sources
+from titanlite.data.preparation import Assignment, SourceOrder
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.data.workers import Assignment
 from titanlite.runtime.errors import UserError
 
 STREAMS, SEQ_LEN = 8, 6
@@ -47,17 +47,12 @@ def make(corpus: FakeCorpus, monkeypatch: pytest.MonkeyPatch) -> Any:
             max_bad_rows=10**6,
             sources=(SourceConfig(epochs=facts["epochs"]),),
         )
-        monkeypatch.setattr(
-            preparation, "open_order", lambda source, *_, **__: fake_source(corpus, source.config.epochs)
-        )
-        sources = Sources(
-            section, [open_source(one) for one in section.sources], None, seq_len=SEQ_LEN, vocab_size=10**6
-        )
+        order = {"num_streams": STREAMS, "name": "fake", "epochs": facts["epochs"]}
+        pieces = partial(IndexedPieces, corpus, permutation_of(corpus), **order)
+        monkeypatch.setattr(preparation, "open_order", lambda *_: SourceOrder(1, "a fake corpus", pieces))
         assignment = Assignment(section, None, SEQ_LEN, 10**6, facts["global_batch_size"])
         local = facts["local_batch_size"]
-        made.append(
-            Loader(assignment, sources, local_batch_size=local, data_rank=rank, data_degree=degree, num_workers=0)
-        )
+        made.append(Loader(assignment, None, local_batch_size=local, data_rank=rank, data_degree=degree))
         return made[-1]
 
     yield one

@@ -7,7 +7,7 @@ import pytest
 from tests.seeds import seeds
 from tests.unit.data.fake_corpus import PAD, FakeCorpus, empty_row, expected_sequences, make_stream, permutation_of
 from titanlite.batch import IGNORE_INDEX
-from titanlite.data.indexed import IndexedOrder
+from titanlite.data.indexed import IndexedPieces
 from titanlite.data.order import Permutation
 from titanlite.data.sources.pieces import TokenPiece
 from titanlite.data.streams import BadRowPolicy, SourceState, SourceStream
@@ -242,7 +242,7 @@ def test_consecutive_parts_of_a_document_are_one_document(num_streams: int, posi
     """Piece 1 continues the document of piece 0; piece 2 does not continue piece 0."""
     corpus = OneDocument([3, 3, 3, 3])
     permutation = Permutation(4, seeds=(0,), shuffle=False)
-    pieces = IndexedOrder(corpus, permutation, name="one", epochs=1).pieces(0, num_streams)
+    pieces = IndexedPieces(corpus, permutation, 0, num_streams=num_streams, name="one", epochs=1)
     stream = SourceStream(pieces, seq_len=6, packing="concatenate", policy=BadRowPolicy(False, 0))
     row = empty_row(6, positions=True)
     stream.next_sequence(row)

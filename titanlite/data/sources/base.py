@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import xxhash
 
 from titanlite.data.sources.config import SourceConfig
-from titanlite.data.sources.pieces import BadRowError, Corpus, Piece
+from titanlite.data.sources.pieces import BadRowError, Piece
 from titanlite.runtime.cache import built_once, cache_folder, content_key, file_facts
 from titanlite.runtime.errors import Problem, UserError, require
 
@@ -202,16 +202,6 @@ class TextSource(Source):
     @abstractmethod
     def read(self, path: Path, piece: Piece) -> str:
         """The text of a piece, never empty. Raises BadRowError, and OSError if the file cannot be read."""
-
-
-class TokenSource(Source):
-    """Token files: any window of tokens can be read as a sequence."""
-
-    holds = "tokens"
-
-    @abstractmethod
-    def windows(self, seq_len: int, vocab_size: int, *, documents: bool) -> Corpus:
-        """The pieces, each of which is one sequence. documents: whether to include the starts of documents."""
 
 
 class Unit(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titanlite.data.sources.base import TokenSource
+from titanlite.data.sources.base import Source
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import EMPTY, TokenPiece
 from titanlite.runtime.errors import Problem, UserError
@@ -30,10 +30,11 @@ CHECKED_TOKENS = 2**16
 """Tokens at the start of each file that are checked before a run starts."""
 
 
-class Tokens(TokenSource):
+class Tokens(Source):
     """1-D arrays of integers: .npy files, or raw little-endian .bin files."""
 
     kind = "tokens"
+    holds = "tokens"
     keys = ("dtype",)
     suffixes = (".npy", ".bin")
 
@@ -95,30 +96,24 @@ class Tokens(TokenSource):
             facts["documents"] = self._content_digest([documents_file(file) for file in files])
         return facts | self._file_facts(files)
 
-    def windows(self, seq_len: int, vocab_size: int, *, documents: bool) -> "WindowCorpus":
-        """The windows of all files. documents: whether to include the starts of documents."""
-        keep_tail = self.config.epochs != -1
-        return WindowCorpus(self, seq_len=seq_len, vocab_size=vocab_size, keep_tail=keep_tail, documents=documents)
-
 
 class WindowCorpus:
     """Corpus of windows. Window n of a file is its tokens [n * seq_len, n * seq_len + seq_len + 1).
 
-    Windows do not cross files.
-
-    keep_tail: whether the tokens after a file's last full window form another, shorter window; otherwise they are not
-    used, and the description shows their number. documents: whether to include the starts of documents.
+    Windows do not cross files. The tokens after a file's last full window form another, shorter window if the number of
+    epochs is finite; otherwise they are not used, and the description shows their number. documents: whether to include
+    the starts of documents.
     """
 
     windows = True
 
-    def __init__(self, source: Tokens, *, seq_len: int, vocab_size: int, keep_tail: bool, documents: bool) -> None:
+    def __init__(self, source: Tokens, seq_len: int, vocab_size: int, *, documents: bool) -> None:
+        keep_tail = source.config.epochs != -1
         self._seq_len = seq_len
         self._vocab_size = vocab_size
         self._files = source.files()
-        self._tokens = [
-            np.asarray(open_tokens(file, source.config.dtype)) for file in self._files
-        ]  # slicing a memmap is slow
+        # asarray: slicing a memmap is slow
+        self._tokens = [np.asarray(open_tokens(file, source.config.dtype)) for file in self._files]
         self._starts = [np.load(documents_file(file), mmap_mode="r") for file in self._files] if documents else []
         targets = [max(0, len(tokens) - 1) for tokens in self._tokens]
         windows = [-(-count // seq_len) if keep_tail else count // seq_len for count in targets]
