@@ -20,7 +20,6 @@ from titanlite.parallel.mesh import Mesh, shard_logits
 from titanlite.parallel.parallelize import parallelize
 from titanlite.parallel.pipeline import (
     Pipeline,
-    StageShapes,
     describe_stages,
     keep_units_,
     local_stages,
@@ -123,23 +122,17 @@ def build_pipeline(
     loss: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Pipeline:
     """Build the pipeline of this rank's stages."""
-    section, training = config.parallelism, config.training
     _, hyper_parameters = resolve_model(config.model)
-    rows = batch_rows(config, mesh)
-    shapes = StageShapes.of_microbatch(
-        section,
-        seq_len=training.seq_len,
-        dim=hyper_parameters.dim,
-        vocab_size=hyper_parameters.vocab_size,
-        dtype=DTYPES[training.mixed_precision_param],
-    )
     return Pipeline(
         model_parts,
-        section,
+        config.parallelism,
         mesh.device_mesh,
         device,
-        shapes=shapes,
-        num_microbatches=rows // section.pp_microbatch_size,
+        rows=batch_rows(config, mesh),
+        seq_len=config.training.seq_len,
+        dim=hyper_parameters.dim,
+        vocab_size=hyper_parameters.vocab_size,
+        dtype=DTYPES[config.training.mixed_precision_param],
         loss=loss,
     )
 
