@@ -115,8 +115,12 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
         config.training.steps,
         resume_step=start.step if start.resumes else 0,
     )
-    data_end = build_data_end(config, mesh, loader)
-    ledger = build_ledger(config, mesh) if trainer.counts_rows else None
+    data_end = DataEnd(None, None)
+    if any(source.epochs != -1 for source in config.data.sources):
+        data_end = DataEnd(loader, mesh.new_group(config.comm.init_timeout_s))
+    ledger = None
+    if config.data.ledger and trainer.counts_rows:
+        ledger = Ledger(config.job.dump_folder, data_rank=mesh.data_rank, data_degree=mesh.data_degree)
     checkpoints = checkpoints if config.checkpoint.enable else None
     validation = None
     if config.validation.enable:
@@ -156,20 +160,6 @@ def build_checkpoints(
         stop=stop,
         imported=imported,
     )
-
-
-def build_data_end(config: JobConfig, mesh: Mesh, loader: Loader) -> DataEnd:
-    """Build the agreement on the end of the data. A collective if a source is finite: creates a process group."""
-    if all(source.epochs == -1 for source in config.data.sources):
-        return DataEnd(None, None)
-    return DataEnd(loader, mesh.new_group(config.comm.init_timeout_s))
-
-
-def build_ledger(config: JobConfig, mesh: Mesh) -> Ledger | None:
-    """Build the ledger of this data rank, for its leader; None if data.ledger is false."""
-    if not config.data.ledger:
-        return None
-    return Ledger(config.job.dump_folder, data_rank=mesh.data_rank, data_degree=mesh.data_degree)
 
 
 def build_meter(config: JobConfig, world: World, group: dist.ProcessGroup) -> Meter:
@@ -265,16 +255,13 @@ def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: To
         for file in ledger_files(config.job.dump_folder)[world.rank :: world.size]:
             keep_rows(file, start.step)
     if world.rank == 0:
-        Path(config.job.dump_folder, CONFIG_COPY).write_text(dump_config(for_later_starts(config)), encoding="utf-8")
+        # without options that apply to this start only
+        checkpoint = replace(config.checkpoint, load_step=-1, accept_changes=())
+        later = replace(config, job=replace(config.job, take_over=False), checkpoint=checkpoint)
+        Path(config.job.dump_folder, CONFIG_COPY).write_text(dump_config(later), encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save(Path(config.job.dump_folder, TOKENIZER_FOLDER))
     dist.barrier()
-
-
-def for_later_starts(config: JobConfig) -> JobConfig:
-    """The configuration without options that apply to this start only."""
-    job = replace(config.job, take_over=False)
-    return replace(config, job=job, checkpoint=replace(config.checkpoint, load_step=-1, accept_changes=()))
 
 
 def describe_batch(config: JobConfig, degree: int) -> None:
