@@ -1,7 +1,7 @@
 """Preparation of steps from the [data] section, in the loader's thread or its workers. Does not import torch."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -68,7 +68,7 @@ class Sources:
     def __init__(self, assignment: Assignment, sources: Sequence[Source], tokenizer: Tokenizer | None) -> None:
         section = assignment.section
         self._assignment = assignment
-        self._policy = replace(bad_row_policy(section), logs=assignment.logs)
+        self._policy = bad_row_policy(section, logs=assignment.logs)
         self._open = [open_order(source, n, assignment, tokenizer) for n, source in enumerate(sources)]
         weights = [source.weight for source in section.sources]
         self.mixture = Mixture([source.size for source in self._open] if -1 in weights else weights, seed=section.seed)
@@ -86,9 +86,9 @@ class Sources:
         return Stream(number, sources, self.mixture)
 
 
-def bad_row_policy(section: DataConfig) -> BadRowPolicy:
+def bad_row_policy(section: DataConfig, *, logs: bool = True) -> BadRowPolicy:
     """The policy of data.on_bad_row and data.max_bad_rows."""
-    return BadRowPolicy(section.on_bad_row == "skip", section.max_bad_rows)
+    return BadRowPolicy(section.on_bad_row == "skip", section.max_bad_rows, logs)
 
 
 def open_order(source: Source, number: int, assignment: Assignment, tokenizer: Tokenizer | None) -> SourceOrder:
