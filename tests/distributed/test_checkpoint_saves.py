@@ -19,7 +19,7 @@ from tests.distributed.forked import Parent
 from tests.distributed.standin import Run, StandIn, on_ranks, start_in
 from titanlite.checkpoint import saver as saver_module
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch, Manifest
-from titanlite.checkpoint.saver import Retention, Saver
+from titanlite.checkpoint.saver import Saver
 from titanlite.checkpoint.state import STREAMS, local_part
 from titanlite.checkpoint.storage import FileRecord
 from titanlite.train import stoppable
@@ -212,7 +212,7 @@ def crowded_saves(folder: Path) -> int:
     note_saves(note)
     group = dist.group.WORLD
     assert group is not None
-    saver = Saver(folder, group, "async", Retention(0, 0, frozenset()))
+    saver = Saver(folder, group, "async", delete_older=list)
     state = StandIn()
     for step in range(1, 7):
         state.update_to(step, "a")

@@ -15,7 +15,7 @@ from titanlite.assembly.model import build_model, build_trainer
 from titanlite.checkpoint.folder import published_steps
 from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.preflight import imported_from
-from titanlite.checkpoint.start import RunFacts, Start
+from titanlite.checkpoint.start import RunFacts, Start, StartFinder
 from titanlite.checkpoint.state import RunState
 from titanlite.config.load import CONFIG_COPY, dump_config
 from titanlite.config.schema import JobConfig
@@ -38,7 +38,7 @@ from titanlite.optim.schedule import depends_on_steps
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.pipeline import rows_per_batch
 from titanlite.precision import DTYPES
-from titanlite.runtime.agreement import Control, DataEnd, run_on_rank_0
+from titanlite.runtime.agreement import DataEnd, run_on_rank_0
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import World, init_process_group
 from titanlite.runtime.dump_folder import prepare_dump_folder
@@ -148,18 +148,17 @@ def build_checkpoints(
     """Build the checkpoint manager. A collective: creates process groups."""
     control_group = mesh.new_group(config.comm.init_timeout_s)
     saving_group = mesh.new_group(config.comm.save_timeout_s, keeps_timeout=True)
-    return Checkpoints(
+    finder = StartFinder(
         config.checkpoint,
         Path(config.job.dump_folder, config.checkpoint.folder),
         state,
         meter,
         run_on_rank_0(lambda: about_run(config, tokenizer), saving_group),
-        steps=config.training.steps,
-        group=saving_group,
-        control=Control(control_group),
-        stop=stop,
-        imported=imported,
+        config.training.steps,
+        saving_group,
+        imported,
     )
+    return Checkpoints(finder, control_group, stop)
 
 
 def build_meter(config: JobConfig, world: World, group: dist.ProcessGroup) -> Meter:

@@ -114,11 +114,8 @@ def supersede_after(folder: Path, step: int) -> list[int]:
     """Rename the checkpoints after `step`, to which the run has gone back, as superseded; returns their steps."""
     later = [other for other in published_steps(folder) if other > step]
     for other in later:
-        try:
-            branch = read_manifest(step_folder(folder, other)).lineage[-1].id
-        except (InvalidCheckpointError, UnknownFormatError, OSError):
-            branch = "unknown"
-        quarantine(folder, other, f"superseded-{branch}")
+        manifest = read_or_none(step_folder(folder, other))
+        quarantine(folder, other, f"superseded-{manifest.lineage[-1].id if manifest else 'unknown'}")
     return later
 
 
@@ -132,7 +129,7 @@ def delete(folder: Path, step: int) -> None:
     shutil.rmtree(deleting)
 
 
-def retain(folder: Path, *, keep_latest_k: int, keep_every: int, keep: Collection[int]) -> list[int]:
+def retain(folder: Path, keep_latest_k: int, keep_every: int, keep: Collection[int]) -> list[int]:
     """Delete old checkpoints; returns their steps. Raises OSError.
 
     Keeps the latest `keep_latest_k` (0: all), multiples of `keep_every` (0: disabled), the steps `keep`, and always the

@@ -80,7 +80,12 @@ class Found:
 
 @dataclass(frozen=True)
 class StartFinder:
-    """Finds, verifies and loads what a run starts from. Fields: see Checkpoints."""
+    """Finds, verifies and loads what a run starts from.
+
+    folder: of the run's checkpoints. steps: number of optimizer steps of the run. group: a gloo group of all ranks for
+    loading and saving, also in a thread. imported: Hugging Face model that a new run starts from; None for initial
+    weights or a checkpoint.
+    """
 
     section: CheckpointConfig
     folder: Path
@@ -89,7 +94,7 @@ class StartFinder:
     about: RunFacts
     steps: int
     group: dist.ProcessGroup
-    imported: ModelFolder | None
+    imported: ModelFolder | None = None
 
     def find(self) -> Start:
         """Load the state that the run starts from. Raises UserError on all ranks."""
