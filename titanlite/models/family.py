@@ -94,13 +94,13 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
-        """Logits (batch, seq_len, vocab_size) of `tokens`, int64 (batch, seq_len).
+        """Logits (batch, seq_len, vocab_size) of the token that follows each of `tokens`, int64 (batch, seq_len).
 
         Without the first unit, `tokens` is the previous stage's output, (batch, seq_len / tp, dim). Without the last
         unit, the result has this shape, too.
 
-        positions: int64 (batch, seq_len); None: 0, 1, 2, ... in each row. document_ids: int64 (batch, seq_len);
-        attention stays among positions of the same id; None: each row is one document.
+        positions: int64 (batch, seq_len); None: 0, 1, 2, ... in each row. document_ids: int64 (batch, seq_len); a
+        position attends to positions of the same id, up to itself; None: each row is one document.
         """
 
     @abstractmethod

@@ -218,8 +218,6 @@ def config_from_json(fields: Mapping[str, Any]) -> Llama3Config:
     return config
 
 
-HUGGING_FACE = HuggingFace("llama", "LlamaForCausalLM", names, config_json, config_from_json)
-
 LLAMA3 = Family(
     name="llama3",
     config_type=Llama3Config,
@@ -229,5 +227,5 @@ LLAMA3 = Family(
     plan=plan,
     init=init,
     flops_per_token=flops_per_token,
-    hugging_face=HUGGING_FACE,
+    hugging_face=HuggingFace("llama", "LlamaForCausalLM", names, config_json, config_from_json),
 )

@@ -139,8 +139,6 @@ def config_from_json(fields: Mapping[str, Any]) -> Qwen3Config:
     return config
 
 
-HUGGING_FACE = HuggingFace("qwen3", "Qwen3ForCausalLM", names, config_json, config_from_json)
-
 QWEN3 = Family(
     name="qwen3",
     config_type=Qwen3Config,
@@ -150,5 +148,5 @@ QWEN3 = Family(
     plan=plan,
     init=init,
     flops_per_token=flops_per_token,
-    hugging_face=HUGGING_FACE,
+    hugging_face=HuggingFace("qwen3", "Qwen3ForCausalLM", names, config_json, config_from_json),
 )
