@@ -116,7 +116,10 @@ class Texts:
         self.counts = tuple(len(index) for _, index in self._sources)
         self.size = sum(index.text_bytes for _, index in self._sources)
         self._ends = list(accumulate(self.counts))
-        self.description = "; ".join(_describe(source.name, index) for source, index in self._sources)
+        self.description = "; ".join(
+            f"{source.name}: {len(index.files):,} files, {len(index):,} pieces, {index.text_bytes / 2**20:,.1f} MiB"
+            for source, index in self._sources
+        )
 
     def row(self, piece: int) -> Piece:
         """The index record of a piece."""
@@ -148,10 +151,6 @@ class Texts:
         """The source of a piece, and its number in this source."""
         source = bisect_right(self._ends, piece)
         return source, piece - (self._ends[source] - self.counts[source])
-
-
-def _describe(name: str, index: PieceIndex) -> str:
-    return f"{name}: {len(index.files):,} files, {len(index):,} pieces, {index.text_bytes / 2**20:,.1f} MiB"
 
 
 class Encoder:

@@ -94,7 +94,7 @@ def bad_row_policy(section: DataConfig, *, logs: bool = True) -> BadRowPolicy:
 def open_order(source: Source, number: int, assignment: Assignment, tokenizer: Tokenizer | None) -> SourceOrder:
     """Open source `number` of the section in its order. Raises UserError if it is empty."""
     section = assignment.section
-    seeds = (section.seed, number)
+    seeds = (section.seed, number) if section.shuffle else ()
     corpus: Corpus
     if isinstance(source, Tokens):
         corpus = WindowCorpus(source, assignment.seq_len, assignment.vocab_size, documents=section.document_mask)
@@ -102,7 +102,7 @@ def open_order(source: Source, number: int, assignment: Assignment, tokenizer: T
         assert tokenizer is not None, "sources of text need a tokenizer"
         encoder = Encoder(tokenizer, add_bos=section.add_bos, add_eos=section.add_eos)
         if isinstance(source, StreamedSource) and source.is_streamed:
-            division = Division(source, section.num_streams, seeds if section.shuffle else None)
+            division = Division(source, section.num_streams, seeds)
             blocks = partial(BlockPieces, division, encoder=encoder, max_piece_bytes=section.max_piece_bytes)
             return SourceOrder(1, division.description, blocks)  # a placeholder: the size is unknown
         assert isinstance(source, TextSource)
@@ -112,7 +112,7 @@ def open_order(source: Source, number: int, assignment: Assignment, tokenizer: T
         bad = [str(found) for found in corpus.fetch(range(min(1, corpus.count))) if isinstance(found, Exception)]
         remedy = "add data, or set a smaller training.seq_len" if corpus.windows else "add data"
         raise UserError(f"no data to train on: {bad[0] if bad else corpus.description}: {remedy}")
-    permutation = Permutation(corpus.count, seeds=seeds, shuffle=section.shuffle)
+    permutation = Permutation(corpus.count, seeds)
     pieces = partial(
         IndexedPieces,
         corpus,

@@ -177,7 +177,7 @@ def open_stream(division: Division, stream: int = 0, max_piece_bytes: int = 100)
 
 
 def divided(source: SourceConfig, num_streams: int, seed: int | None = None) -> Division:
-    return Division(hf.HuggingFace(source), num_streams, None if seed is None else (seed,))
+    return Division(hf.HuggingFace(source), num_streams, () if seed is None else (seed,))
 
 
 def test_too_many_files_are_refused_at_the_start(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:

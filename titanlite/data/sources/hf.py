@@ -110,7 +110,24 @@ class HuggingFace(TextSource, StreamedSource):
         return list(self.found.files) if self.found.commit else list(file_facts(self.files()))
 
     def indexed_files(self, into: Path) -> list[Path]:
-        return write_arrow_files(self.config, self.name, self.field, into)
+        """Download the dataset and write the split as Arrow files into `into`. Raises UserError."""
+        builder = load_builder(self.config)
+        split = source_split(self.config)
+        folder = into / "arrow"
+        try:
+            builder.download_and_prepare(str(folder), file_format="arrow")
+        except Exception as error:  # the library raises many types and wraps the cause
+            raise UserError(
+                f"{self.name} cannot be converted to Arrow files: {reason(error.__cause__ or error)}; set streaming = "
+                "true to read it row by row, with data.on_bad_row for bad rows"
+            ) from error
+        _require_text(self.name, self.field, builder.info.features)
+        # The split is in the name of the file, between dataset name and shard number.
+        prefix = f"{builder.dataset_name}-"
+        files = sorted(file for file in folder.glob("*.arrow") if file.stem.removeprefix(prefix).split("-")[0] == split)
+        moved = [file.rename(into / file.name) for file in files]
+        shutil.rmtree(folder)
+        return moved
 
     def scan(self, path: Path, file: int, max_piece_bytes: int) -> Iterator[Piece]:
         import pyarrow.compute
@@ -162,27 +179,6 @@ class HuggingFace(TextSource, StreamedSource):
         rows = _parquet_rows if unit.row_name == "row" else _json_rows
         found = rows(unit, self.field, first, share)
         return (row for row in found if row.number >= first and share.has(row.number))
-
-
-def write_arrow_files(source: SourceConfig, name: str, field: str, into: Path) -> list[Path]:
-    """Download the dataset and write the split as Arrow files into `into`; return their paths. Raises UserError."""
-    builder = load_builder(source)
-    split = source_split(source)
-    folder = into / "arrow"
-    try:
-        builder.download_and_prepare(str(folder), file_format="arrow")
-    except Exception as error:  # the library raises many types and wraps the cause
-        raise UserError(
-            f"{name} cannot be converted to Arrow files: {reason(error.__cause__ or error)}; set streaming = true to "
-            "read it row by row, with data.on_bad_row for bad rows"
-        ) from error
-    _require_text(name, field, builder.info.features)
-    # The split is in the name of the file, between dataset name and shard number.
-    prefix = f"{builder.dataset_name}-"
-    files = sorted(file for file in folder.glob("*.arrow") if file.stem.removeprefix(prefix).split("-")[0] == split)
-    moved = [file.rename(into / file.name) for file in files]
-    shutil.rmtree(folder)
-    return moved
 
 
 def _require_text(name: str, field: str, features: Any) -> None:
