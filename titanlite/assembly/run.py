@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import titanlite
 from titanlite.assembly.data import build_data, build_tokenizer, build_validation_data, pin_revisions
-from titanlite.assembly.model import build_model, build_trainer
+from titanlite.assembly.model import batch_rows, build_model, build_trainer
 from titanlite.checkpoint.folder import published_steps
 from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.preflight import imported_from
@@ -36,7 +36,6 @@ from titanlite.models.randomness import DRAW_VERSION
 from titanlite.models.registry import resolve_model
 from titanlite.optim.schedule import depends_on_steps
 from titanlite.parallel.mesh import Mesh
-from titanlite.parallel.pipeline import rows_per_batch
 from titanlite.precision import DTYPES
 from titanlite.runtime.agreement import DataEnd, run_on_rank_0
 from titanlite.runtime.determinism import apply_determinism
@@ -81,7 +80,10 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     apply_determinism(config.debug)
     require_no_checkpoints(config)
     config = pin_revisions(config, world, store)
-    imported = open_import(config, world, store)
+    imported = None
+    if config.checkpoint.initial_load_path.startswith(PREFIX):
+        source = imported_from(config.checkpoint, config.job.dump_folder)
+        imported = fetch_source(source, *resolve_model(config.model), world, store)
     log.info("Job: %s, outputs in %s", config.job.description or "no description", config.job.dump_folder)
     log.info("Device: %s, %.1f GiB", device_name(world.device), device_memory_bytes(world.device) / 2**30)
     # Build the data before the process group, so that a long index build on one rank does not cause a timeout.
@@ -96,7 +98,7 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     )
     model_parts = build_model(config, mesh, world.device)
     trainer = build_trainer(config, model_parts, mesh, world.device)
-    describe_batch(config, mesh.data_degree)
+    describe_batch(config, mesh)
     for line in environment_lines(environment, os.environ):
         log.info("Environment: %s", line)
     meter = build_meter(config, world, group)
@@ -126,14 +128,6 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     if config.validation.enable:
         validation = build_validation(config, mesh, trainer, validation_data, tokenizer, meter, sinks, stop, start)
     return Run(trainer, loader, meter, sinks, data_end, ledger, mesh, checkpoints, stop, start, validation)
-
-
-def open_import(config: JobConfig, world: World, store: dist.Store) -> ModelFolder | None:
-    """The model folder in Hugging Face format that the run starts from, downloaded and validated, if configured."""
-    text = imported_from(config.checkpoint, config.job.dump_folder)
-    if not config.checkpoint.initial_load_path.startswith(PREFIX):
-        return None
-    return fetch_source(text, *resolve_model(config.model), world, store)
 
 
 def build_checkpoints(
@@ -263,10 +257,9 @@ def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: To
     dist.barrier()
 
 
-def describe_batch(config: JobConfig, degree: int) -> None:
+def describe_batch(config: JobConfig, mesh: Mesh) -> None:
     """Log the batch sizes and the number of steps."""
-    training = config.training
-    rows = rows_per_batch(config.parallelism, training.local_batch_size, training.global_batch_size // degree)
+    training, rows = config.training, batch_rows(config, mesh)
     if config.parallelism.pp > 1:
         size = config.parallelism.pp_microbatch_size
         log.info("Pipeline: %d microbatches of %d sequences per pass", rows // size, size)
@@ -274,7 +267,7 @@ def describe_batch(config: JobConfig, degree: int) -> None:
         "Batch: local %d, global %d, accumulation %d, sequence length %d, steps %d, warm-up %d",
         training.local_batch_size,
         training.global_batch_size,
-        training.global_batch_size // (rows * degree),
+        training.global_batch_size // (rows * mesh.data_degree),
         training.seq_len,
         training.steps,
         config.lr_schedule.warmup_steps,
