@@ -148,10 +148,9 @@ def probe(folder: Path, needed_bytes: int, group: dist.ProcessGroup) -> None:
     needed_bytes: size of one checkpoint. Raises UserError on all ranks if rank 0 cannot write, if less space is free,
     or if a node does not share the folder.
     """
-    nonce = secrets.token_hex(16)
     key = f"checkpoint.folder: {folder}"
     try:
-        nonce = run_on_rank_0(lambda: _write_probe(folder, nonce), group)
+        nonce = run_on_rank_0(lambda: _write_probe(folder, secrets.token_hex(16)), group)
     except RanksError as error:
         raise UserError(f"{key} cannot be written: {error}; choose another job.dump_folder") from None
     try:
