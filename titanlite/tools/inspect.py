@@ -2,11 +2,10 @@
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -32,7 +31,7 @@ from titanlite.parallel.mesh import AXES
 from titanlite.runtime.errors import ranged
 from titanlite.tools.command import ConfigFile, Count, read_options_and_overrides, run_command
 from titanlite.tools.documents import config_of_data
-from titanlite.tools.encoding import BATCH_PIECES, Job, JobEncoder
+from titanlite.tools.encoding import Job, JobEncoder
 
 SAMPLED_DOCUMENTS = 1000
 """Documents of each source that are read for the statistics, drawn by data.seed."""
@@ -40,6 +39,7 @@ SAMPLED_DOCUMENTS = 1000
 STEPS = 100
 """Steps whose sequences are counted for the realized shares."""
 
+BATCH_DOCUMENTS = 64
 SHOWN_BAD_ROWS = 3
 PERCENTILES = (5, 25, 50, 75, 95)
 
@@ -63,19 +63,15 @@ def main(argv: Sequence[str]) -> None:
     """Print statistics of each source, and the first sequences as text. Raises UserError."""
     options, overrides = read_options_and_overrides(Options, argv, "inspect")
     config = config_of_data(options, overrides, needs_tokenizer=True, reads_tokens=True)
-    config = resolved(config)
+    # Replace each -1 for the configured layout; dp_shard = -1 becomes 1, since the number of ranks is unknown.
+    world_size = math.prod(max(1, getattr(config.parallelism, axis)) for axis in AXES)
+    config = resolve_config(config, world_size=world_size, device_type="cpu")
     vocab_size = resolve_model(config.model)[1].vocab_size
     tokenizer = prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=vocab_size)
     print(f"tokenizer: {tokenizer.description if tokenizer else 'none, the sources hold tokens'}")
     describe_sources(config, tokenizer, vocab_size, reads_all=options.all)
-    for sequence in islice(packed_sequences(config, tokenizer, vocab_size), options.sequences):
-        print("\n".join(shown(sequence, tokenizer)))
-
-
-def resolved(config: JobConfig) -> JobConfig:
-    """Replace each -1 for the configured layout; dp_shard = -1 becomes 1, since the number of ranks is unknown."""
-    size = math.prod(max(1, getattr(config.parallelism, axis)) for axis in AXES)
-    return resolve_config(config, world_size=size, device_type="cpu")
+    for text in islice(sequences_as_text(config, tokenizer, vocab_size), options.sequences):
+        print(text)
 
 
 @dataclass
@@ -93,10 +89,6 @@ class Statistics:
     pieces: int = 0
     bad_rows: int = 0
     faults: list[str] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
 
 
 def describe_sources(config: JobConfig, tokenizer: Tokenizer | None, vocab_size: int, *, reads_all: bool) -> None:
@@ -176,20 +168,21 @@ def describe_text(
     about = "" if len(chosen) == len(begins) else "about "
     scale = index.text_bytes / found.size if found.size else 0.0
     if found.lengths:
-        each = found.tokens / found.size
-        print(f"  tokens        {about}{found.tokens * scale:,.0f}, {each:.3f} per byte")
+        tokens = sum(found.lengths)
+        print(f"  tokens        {about}{tokens * scale:,.0f}, {tokens / found.size:.3f} per byte")
         print(f"  tokens each   {describe_lengths(found.lengths)}")
     print(f"  bad rows      {found.bad_rows:,} of {found.pieces:,} pieces read")
     for fault in found.faults:
         print(f"                {fault}")
-    return scale * (found.sequences if data.packing == "none" else found.tokens / seq_len)
+    return scale * (found.sequences if data.packing == "none" else sum(found.lengths) / seq_len)
 
 
 def read_documents(encoder: JobEncoder, documents: Sequence[range], seq_len: int) -> Statistics:
     """Read and tokenize documents, each given by its pieces. Raises UserError if a file cannot be read."""
     found = Statistics()
-    bar = tqdm(documents, desc="reading", unit=" documents", disable=not sys.stderr.isatty(), leave=False)
-    for batch in _batches(bar):
+    bar = tqdm(total=len(documents), desc="reading", unit=" documents", disable=not sys.stderr.isatty(), leave=False)
+    for begin in range(0, len(documents), BATCH_DOCUMENTS):
+        batch = documents[begin : begin + BATCH_DOCUMENTS]
         pieces = [piece for document in batch for piece in document]
         found.pieces += len(pieces)
         found.size += sum(encoder.texts.num_bytes(piece) for piece in pieces)
@@ -204,19 +197,9 @@ def read_documents(encoder: JobEncoder, documents: Sequence[range], seq_len: int
             parts = list(islice(lengths, len(document)))
             found.lengths += [sum(parts)] if sum(parts) else []
             found.sequences += sum(-(-(part - 1) // seq_len) for part in parts if part > 1)
+        bar.update(len(batch))
+    bar.close()
     return found
-
-
-def _batches(documents: Iterable[range]) -> Iterator[list[range]]:
-    """Group documents into batches of about BATCH_PIECES pieces."""
-    batch: list[range] = []
-    for document in documents:
-        batch.append(document)
-        if sum(map(len, batch)) >= BATCH_PIECES:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
 
 
 def describe_lengths(lengths: Sequence[int]) -> str:
@@ -226,22 +209,11 @@ def describe_lengths(lengths: Sequence[int]) -> str:
     return f"mean {np.mean(lengths):,.1f}; {between}; longest {max(lengths):,}"
 
 
-class PackedSequence(NamedTuple):
-    """A sequence of the run. head: label of the document that its first token belongs to. length: tokens before the
-    padding. starts: positions of the first tokens of documents, None if unknown. labels: as the model gets them."""
+def sequences_as_text(config: JobConfig, tokenizer: Tokenizer | None, vocab_size: int) -> Iterator[str]:
+    """The run's sequences in order, as the trainer's loader yields them; without a tokenizer, the ids.
 
-    number: int
-    source: str
-    origin: Origin
-    head: str
-    tokens: list[int]
-    length: int
-    starts: list[int] | None
-    labels: list[int]
-
-
-def packed_sequences(config: JobConfig, tokenizer: Tokenizer | None, vocab_size: int) -> Iterator[PackedSequence]:
-    """The run's sequences in order, as the trainer's loader yields them."""
+    A rule stands before each document and before the padding.
+    """
     data, training = config.data, config.training
 
     def loader(document_mask: bool) -> Loader:
@@ -264,18 +236,29 @@ def packed_sequences(config: JobConfig, tokenizer: Tokenizer | None, vocab_size:
             (batch,) = plain.next_step()
             (masked,) = marked.next_step() if marked else (batch,)
             for row, origin in enumerate(plain.origins):
-                labels = (masked if data.document_mask else batch).labels[row]
-                starts = None if masked.positions is None else (masked.positions[row] == 0).nonzero().flatten().tolist()
-                yield PackedSequence(
-                    number=int(batch.sequences[row]),
-                    source=plain.source_names[origin.source],
-                    origin=origin,
-                    head=head_of(origin, data),
-                    tokens=batch.tokens[row].tolist(),
-                    length=unpadded_length(batch.labels[row].tolist()),
-                    starts=starts,
-                    labels=labels.tolist(),
+                targets = int((batch.labels[row] != IGNORE_INDEX).sum())
+                # Before the padding, each token has a label, except maybe the last.
+                length = min(targets + 1, training.seq_len) if targets else 0
+                starts = [0] if masked.positions is None else (masked.positions[row] == 0).nonzero().flatten().tolist()
+                begins = [start for start in starts if start < length]
+                labels = (masked if data.document_mask else batch).labels[row].tolist()
+                name, ids = plain.source_names[origin.source], batch.tokens[row].tolist()
+                at = (
+                    f"epoch {origin.epoch}, from token {origin.offset} of piece {origin.piece}"
+                    if length
+                    else "at its end"
                 )
+                lines = [f"\n════ sequence {batch.sequences[row]} of the run: {name}, {at} ════"]
+                for begin, end in zip(begins, [*begins[1:], length], strict=True):
+                    what = "document" if begin else head_of(origin, data)
+                    places = ", ".join(str(place) for place in range(begin, end) if labels[place] == IGNORE_INDEX)
+                    rest = f", masked labels at {places}" if places else ""
+                    lines.append(f"──── {what}: {name}, tokens {begin} to {end - 1}{rest} ────")
+                    part = ids[begin:end]
+                    lines.append(printable(tokenizer.decode(part)) if tokenizer else " ".join(map(str, part)))
+                if length < len(ids):
+                    lines.append(f"──── padding, masked: tokens {length} to {len(ids) - 1} ────")
+                yield "\n".join(lines)
 
 
 def head_of(origin: Origin, data: DataConfig) -> str:
@@ -296,29 +279,6 @@ def documents_are_known(sources: Sequence[SourceConfig]) -> bool:
     """Whether the starts of documents are known: token files of other programs lack them."""
     files = [file for source in map(open_source, sources) if isinstance(source, Tokens) for file in source.files()]
     return all(documents_file(file).is_file() for file in files)
-
-
-def unpadded_length(labels: Sequence[int]) -> int:
-    """Tokens before the padding of a row without masked documents: each has a label, except maybe the last."""
-    targets = sum(label != IGNORE_INDEX for label in labels)
-    return min(targets + 1, len(labels)) if targets else 0
-
-
-def shown(sequence: PackedSequence, tokenizer: Tokenizer | None) -> Iterator[str]:
-    """The lines of a sequence, as text if there is a tokenizer, with a rule before each document and the padding."""
-    origin, length = sequence.origin, sequence.length
-    where = f"epoch {origin.epoch}, from token {origin.offset} of piece {origin.piece}" if length else "at its end"
-    yield f"\n════ sequence {sequence.number} of the run: {sequence.source}, {where} ════"
-    begins = [start for start in sequence.starts or [0] if start < length]
-    for begin, end in zip(begins, [*begins[1:], length], strict=True):
-        what = "document" if begin else sequence.head
-        masked = [place for place in range(begin, end) if sequence.labels[place] == IGNORE_INDEX]
-        rest = f", masked labels at {', '.join(map(str, masked))}" if masked else ""
-        yield f"──── {what}: {sequence.source}, tokens {begin} to {end - 1}{rest} ────"
-        ids = sequence.tokens[begin:end]
-        yield printable(tokenizer.decode(ids)) if tokenizer else " ".join(map(str, ids))
-    if length < len(sequence.tokens):
-        yield f"──── padding, masked: tokens {length} to {len(sequence.tokens) - 1} ────"
 
 
 def printable(text: str) -> str:

@@ -93,7 +93,7 @@ class SavedRun:
         return found
 
     def tokenizer_for(self, path: str | None) -> Tokenizer | None:
-        """The tokenizer at `path`, the value of --tokenizer, with a warning if it is not the run's; None: `tokenizer()`.
+        """The tokenizer at `path`, a value of --tokenizer, with a warning if it is not the run's; None: the run's own.
 
         Raises ConfigError if the file is missing, or if the tokenizer has more tokens than the model, as the one of an
         imported run may have.

@@ -95,7 +95,7 @@ def _require_same_bits(own: LanguageModel, folder: Path) -> None:
 
 
 def _logits_of_folder(folder: Path, compute: torch.dtype, tokens: Tensor) -> tuple[str, Tensor]:
-    """(program that computed them, logits). Uses transformers (4.56 or newer) if installed, since it shares no code with
+    """(program that computed them, logits). Uses transformers (4.56 or newer) if installed, as it shares no code with
     titanlite."""
     if not _has_transformers():
         found = open_folder(folder.name, folder)
