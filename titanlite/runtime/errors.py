@@ -57,12 +57,12 @@ def require(ok: bool, key: str, value: Any, rule: str, remedy: str) -> list[Prob
 class Range:
     """The range of a numeric key. unset: an additional valid value that stands for an automatic choice."""
 
-    least: float | None
-    above: float | None
-    most: float | None
-    below: float | None
-    unset: float | None
     remedy: str
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    unset: float | None = None
 
     def has(self, value: float) -> bool:
         return value == self.unset or (
@@ -83,18 +83,9 @@ class Range:
         return text if self.unset is None else f"{_number(self.unset)} or {text}"
 
 
-def ranged(
-    default: Any,
-    remedy: str = "leave it out for the default",
-    *,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
-    unset: float | None = None,
-) -> Any:
-    """Define a field of a section with a range; see Range."""
-    return field(default=default, metadata={"range": Range(least, above, most, below, unset, remedy)})
+def ranged(default: Any, remedy: str = "leave it out for the default", **bounds: float) -> Any:
+    """Define a field of a section with a range. bounds: fields of Range."""
+    return field(default=default, metadata={"range": Range(remedy, **bounds)})
 
 
 def check_ranges(section: Any, name: str) -> list[Problem]:
