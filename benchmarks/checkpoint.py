@@ -31,12 +31,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titanlite.checkpoint.config import Verify
 from titanlite.checkpoint.manifest import Branch, Manifest
-from titanlite.checkpoint.saver import Retention, Saver
+from titanlite.checkpoint.saver import Saver
 from titanlite.checkpoint.start import Found, load, verify_checkpoint
 from titanlite.runtime.launch import run_ranks
 
 WIDTH, BLOCKS, VOCABULARY = 768, 12, 16384
-KEEP_ALL = Retention(keep_latest_k=0, keep_every=0, keep=frozenset())
 
 
 def state() -> dict[str, Tensor]:
@@ -74,9 +73,9 @@ class Ways:
         self.tensors = state()
         self.group = dist.new_group(backend="gloo")
         self.savers = {
-            "disabled": Saver(folder / "disabled", self.group, "disabled", KEEP_ALL),
-            "not hashed": Saver(folder / "not hashed", self.group, "disabled", KEEP_ALL),
-            "async": Saver(folder / "async", self.group, "async", KEEP_ALL),
+            "disabled": Saver(folder / "disabled", self.group, "disabled", list),
+            "not hashed": Saver(folder / "not hashed", self.group, "disabled", list),
+            "async": Saver(folder / "async", self.group, "async", list),
         }
         self.step = 0
 

@@ -46,6 +46,7 @@ class StoppedError(Exception):
         self.number = number
 
 
+@dataclass(frozen=True)
 class Evaluator:
     """Sums the loss of a model over entire data sets. Its methods are collectives.
 
@@ -53,13 +54,10 @@ class Evaluator:
     bytes of each token, on the device; None if unknown. stop: this rank's stop request.
     """
 
-    def __init__(
-        self, model: ModelOnMesh, group: dist.ProcessGroup, token_bytes: Tensor | None, stop: StopRequest
-    ) -> None:
-        self._model = model
-        self._group = group
-        self._token_bytes = token_bytes
-        self._stop = stop
+    model: ModelOnMesh
+    group: dist.ProcessGroup
+    token_bytes: Tensor | None
+    stop: StopRequest
 
     def totals(self, loader: Loader, *, steps: int, failure: FailureReport) -> tuple[SetTotals, int]:
         """(totals over the loader's data, number of rows skipped as bad).
@@ -69,7 +67,7 @@ class Evaluator:
         at the end. Raises StoppedError on all ranks. Raises DataError if this rank's data is invalid, after `failure`
         has collected the data errors of all ranks in this step.
         """
-        model = self._model
+        model = self.model
         # loss_sum, num_valid, num_bytes, bad_rows; the counts are exact up to 2^53.
         totals = torch.zeros(4, dtype=torch.float64, device=model.device)
         try:
@@ -84,15 +82,10 @@ class Evaluator:
         dist.all_reduce(totals)
         loss_sum, *counts = totals.tolist()
         num_valid, num_bytes, bad_rows = (int(count) for count in counts)
-        return SetTotals(loss_sum, num_valid, None if self._token_bytes is None else num_bytes), bad_rows
+        return SetTotals(loss_sum, num_valid, None if self.token_bytes is None else num_bytes), bad_rows
 
     def totals_by_name(
-        self,
-        loaders: Mapping[str, Loader],
-        *,
-        steps: int,
-        max_bad_rows: int,
-        failure: FailureReport,
+        self, loaders: Mapping[str, Loader], *, steps: int, max_bad_rows: int, failure: FailureReport
     ) -> Iterator[tuple[str, SetTotals]]:
         """(name, totals) of one loader after the other; steps and failure: see `totals`.
 
@@ -133,8 +126,8 @@ class Evaluator:
 
     def _any_has_data(self, has_data: bool) -> bool:
         """Whether any rank has data left. A collective of 16 bytes between hosts. Raises StoppedError."""
-        flags = torch.tensor([has_data, self._stop.number], dtype=torch.int64)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        flags = torch.tensor([has_data, self.stop.number], dtype=torch.int64)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
         any_has_data, stop = flags.tolist()
         if stop:
             raise StoppedError(stop)
@@ -144,9 +137,9 @@ class Evaluator:
         """float64 (3,): summed loss, number of targets, and their bytes, of this rank's rows."""
         valid = batch.labels != IGNORE_INDEX
         num_bytes = torch.zeros((), device=valid.device)
-        if self._token_bytes is not None:
-            num_bytes = torch.where(valid, self._token_bytes[batch.labels.clamp(min=0)], 0).sum()
-        loss_sum = self._model.row_losses(batch).to(torch.float64).sum()
+        if self.token_bytes is not None:
+            num_bytes = torch.where(valid, self.token_bytes[batch.labels.clamp(min=0)], 0).sum()
+        loss_sum = self.model.row_losses(batch).to(torch.float64).sum()
         return torch.stack([value.to(torch.float64) for value in (loss_sum, valid.sum(), num_bytes)])
 
 
@@ -194,14 +187,10 @@ class Validation:
             return 0
         with self.meter.left_out() as clock:
             try:
-                by_source = dict(
-                    self.evaluator.totals_by_name(
-                        self.loaders,
-                        steps=self.section.steps,
-                        max_bad_rows=self.max_bad_rows,
-                        failure=failure,
-                    )
+                totals = self.evaluator.totals_by_name(
+                    self.loaders, steps=self.section.steps, max_bad_rows=self.max_bad_rows, failure=failure
                 )
+                by_source = dict(totals)
             except StoppedError as stopped:
                 return stopped.number
             self.sinks.write(ValidationRecord(step, by_source, clock()))

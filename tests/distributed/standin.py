@@ -15,10 +15,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.distributed.forked import End, fork_ranks, logged
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.manager import Checkpoints
-from titanlite.checkpoint.start import RunFacts
+from titanlite.checkpoint.start import RunFacts, StartFinder
 from titanlite.checkpoint.state import STREAMS, local_part
 from titanlite.metrics.meter import MeterState
-from titanlite.runtime.agreement import Control
 from titanlite.runtime.signals import StopRequest
 
 SHAPES = {
@@ -110,17 +109,16 @@ class Run:
     def __init__(self, folder: Path, steps: int = 1000, **section: Any) -> None:
         self.state = StandIn()
         control_group, saving_group = (dist.new_group(backend="gloo") for _ in range(2))
-        self.checkpoints = Checkpoints(
+        finder = StartFinder(
             CheckpointConfig(enable=True, **{"interval": 1, "keep_latest_k": 0} | section),
             folder,
             self.state,  # type: ignore[arg-type]
             self.state,  # type: ignore[arg-type]
             RunFacts({}, {}, {}),
-            steps=steps,
-            group=saving_group,
-            control=Control(control_group),
-            stop=StopRequest(),
+            steps,
+            saving_group,
         )
+        self.checkpoints = Checkpoints(finder, control_group, StopRequest())
         self.step = self.checkpoints.resume().step
         self.steps = steps
 

@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from titanlite.runtime.agreement import Control, Flags
+from titanlite.runtime.agreement import Agreement
 from titanlite.runtime.distributed import CommConfig, connect, init_process_group, world_from_environment
 from titanlite.runtime.failure import FailureReport, end_process
 from titanlite.runtime.orphans import end_with_launcher
@@ -27,19 +27,19 @@ def main() -> None:
         world, comm = world_from_environment(), CommConfig()
         failure.store = connect(world, comm)
         group = init_process_group(world, failure.store, comm)
-        control = Control(dist.new_group(backend="gloo"))
+        control = Agreement(dist.new_group(backend="gloo"), 1)
         request = StopRequest()
         request.activate()
-        step, agreed = 0, Flags()
-        while not agreed.stop:
+        step = stop = 0
+        while not stop:
             step += 1
             time.sleep(STEP_S)
             dist.all_reduce(torch.zeros(1), group=group)
-            agreed = control.exchange(Flags(stop=request.number))
+            (stop,) = control.exchange([request.number])
             print_line(f"step {step}/ of rank {world.rank}")
         control.finish()
         received = request.signal or "none"
-        agreed_on = signal.Signals(agreed.stop).name
+        agreed_on = signal.Signals(stop).name
         print_line(f"rank {world.rank}, received {received}, stopped after step {step} by {agreed_on}")
         if "SAVE_S" in os.environ:
             time.sleep(float(os.environ["SAVE_S"]))

@@ -135,8 +135,7 @@ def prepare(folder: Path, scenario: Scenario) -> None:
         save_steps(folder, scenario.before)
     if scenario.leftovers:
         shutil.copytree(folder / "step-1", folder / ".step-3.writing")
-        shutil.copytree(folder / "step-1", folder / ".step-1.deleting")
-        (folder / "step-1" / MANIFEST_FILE).rename(folder / "step-1" / f"{MANIFEST_FILE}.deleted")
+        (folder / "step-1").rename(folder / ".step-1.deleting")
 
 
 def run_cases(root: Path, cases: list[Case]) -> list[tuple[Any, ...]]:

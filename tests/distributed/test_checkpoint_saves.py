@@ -19,7 +19,7 @@ from tests.distributed.forked import Parent
 from tests.distributed.standin import Run, StandIn, on_ranks, start_in
 from titanlite.checkpoint import saver as saver_module
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch, Manifest
-from titanlite.checkpoint.saver import Retention, Saver
+from titanlite.checkpoint.saver import Saver
 from titanlite.checkpoint.state import STREAMS, local_part
 from titanlite.checkpoint.storage import FileRecord
 from titanlite.train import stoppable
@@ -95,7 +95,7 @@ def violations(operations: list[Operation], folder: str, step: int, sizes: dict[
         wrong.append("files may be missing: the folder is published before their names are synced")
     if times[f"create {writing}/{MANIFEST_FILE}"] < max(t for n, t in synced_files.items() if n != MANIFEST_FILE):
         wrong.append("the manifest is written before the files that it lists are synced")
-    deleting = times[f"rename {folder}/step-{step - 1}/{MANIFEST_FILE} -> {MANIFEST_FILE}.deleted"]
+    deleting = times[f"rename {folder}/step-{step - 1} -> .step-{step - 1}.deleting"]
     if not any(o.kind == "fsynced" and o.name == folder and published < o.time < deleting for o in operations):
         wrong.append("the name may be lost: it is not synced before an older checkpoint is deleted")
     return wrong
@@ -107,12 +107,13 @@ def test_published_checkpoint_is_on_the_disk(recorded: tuple[Path, list[Operatio
     sizes = {path.name: path.stat().st_size for path in (folder / "step-2").iterdir()}
     assert len(sizes) == 4
     assert violations(operations, "c", 2, sizes) == []
-    (published,) = (number for number, o in enumerate(operations) if o.name == "c/.step-2.writing -> step-2")
+    names = [operation.name for operation in operations]
+    published, deleting = names.index("c/.step-2.writing -> step-2"), names.index("c/step-1 -> .step-1.deleting")
     synced = [
         operation
         for number, operation in enumerate(operations)
         if operation.kind == "fsynced"
-        if operation.name.startswith("c/.step-2.writing") or (operation.name == "c" and number > published)
+        if operation.name.startswith("c/.step-2.writing") or (operation.name == "c" and published < number < deleting)
     ]
     assert len(synced) == 6, "each of four files, their folder, and the folder above it"
     for left_out in synced:
@@ -126,16 +127,12 @@ def test_checkpoint_folder_is_on_the_disk(recorded: tuple[Path, list[Operation]]
 
 
 @pytest.mark.slow
-def test_deletion_removes_the_manifest_first(recorded: tuple[Path, list[Operation]]) -> None:
+def test_a_deletion_syncs_the_new_name_before_it_removes_files(recorded: tuple[Path, list[Operation]]) -> None:
     """So a partly deleted folder does not count as a damaged checkpoint."""
     kinds = [f"{operation.kind} {operation.name}" for operation in recorded[1]]
-    published = kinds.index("rename c/.step-2.writing -> step-2")
-    steps = [
-        *("rename c/step-1/MANIFEST.json -> MANIFEST.json.deleted", "fsynced c/step-1"),
-        *("rename c/step-1 -> .step-1.deleting", "shutil.rmtree c/.step-1.deleting"),
-    ]
-    order = [published, kinds.index("fsynced c", published), *(kinds.index(step) for step in steps)]
-    assert order == sorted(order)
+    renamed = kinds.index("rename c/step-1 -> .step-1.deleting")
+    synced, removed = kinds.index("fsynced c", renamed), kinds.index("shutil.rmtree c/.step-1.deleting")
+    assert renamed < synced < removed
 
 
 # Background saves: values of their step, reused buffers, one save at a time, no save lost
@@ -215,7 +212,7 @@ def crowded_saves(folder: Path) -> int:
     note_saves(note)
     group = dist.group.WORLD
     assert group is not None
-    saver = Saver(folder, group, "async", Retention(0, 0, frozenset()))
+    saver = Saver(folder, group, "async", delete_older=list)
     state = StandIn()
     for step in range(1, 7):
         state.update_to(step, "a")

@@ -41,7 +41,7 @@ def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "config.toml"
     file.write_text(CONFIG)
     (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(command, "workplace", lambda: tempfile.TemporaryDirectory(dir=tmp_path / "temporary"))
+    monkeypatch.setattr(command, "TemporaryDirectory", partial(tempfile.TemporaryDirectory, dir=tmp_path / "temporary"))
     monkeypatch.chdir(tmp_path)
     return file
 

@@ -77,7 +77,7 @@ def planned_bytes(settings: tuple[str, ...], world_size: int, rank: int, pp_rank
         stages = [build_stage(config, mesh, index) for index in local_stages(config.parallelism, pp_rank)]
     return (
         sum(stage.parameter_bytes for stage in stages),
-        sum(stage.gradient_bytes for stage in stages),
+        sum(stage.parameter_bytes for stage in stages),
         sum(stage.optimizer_bytes for stage in stages),
         sum(stage.buffer_bytes for stage in stages),
     )

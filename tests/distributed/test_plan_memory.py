@@ -158,7 +158,7 @@ def planned_kept(world_size: int, settings: list[str]) -> int:
     shape = MicrobatchShape(ROWS, SEQ_LEN, config.parallelism.tp, size, shard_logits(config.parallelism), False)
     activations = activation_bytes(hyper_parameters, family.plan(hyper_parameters), shape)
     copies = sum(unit.elements for unit in stage.units) * size if stage.wrapped else 0
-    return copies + kept_bytes(stage, config.activation_checkpoint, activations, pipelined=False, last=True)
+    return copies + kept_bytes(stage, config.activation_checkpoint, activations, pipelined=False)
 
 
 def measured_peaks(all_settings: list[list[str]]) -> list[int]:

@@ -15,12 +15,11 @@ from titanlite.models.registry import resolve_model
 from titanlite.optim.registry import build_optimizer
 from titanlite.optim.schedule import build_schedule
 from titanlite.parallel.compile import compiled_loss
-from titanlite.parallel.data import resolve_gradient_sync, running_dtypes
+from titanlite.parallel.data import resolve_gradient_sync
 from titanlite.parallel.mesh import Mesh, shard_logits
 from titanlite.parallel.parallelize import parallelize
 from titanlite.parallel.pipeline import (
     Pipeline,
-    StageShapes,
     describe_stages,
     keep_units_,
     local_stages,
@@ -76,8 +75,8 @@ def build_model(
         if draws_weights:
             init_parameters_(part, config.debug.seed, lambda name: family.init(hyper_parameters, name))
         parts.append(part)
-    parameters, compute, reduce = running_dtypes(parts[0])
-    log.info("Dtypes: parameters %s, compute %s, gradient reduction %s", parameters, compute, reduce)
+    dtypes = (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce)
+    log.info("Dtypes: parameters %s, compute %s, gradient reduction %s", *(DTYPES[name] for name in dtypes))
     return parts
 
 
@@ -123,23 +122,17 @@ def build_pipeline(
     loss: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Pipeline:
     """Build the pipeline of this rank's stages."""
-    section, training = config.parallelism, config.training
     _, hyper_parameters = resolve_model(config.model)
-    rows = batch_rows(config, mesh)
-    shapes = StageShapes.of_microbatch(
-        section,
-        seq_len=training.seq_len,
-        dim=hyper_parameters.dim,
-        vocab_size=hyper_parameters.vocab_size,
-        dtype=DTYPES[training.mixed_precision_param],
-    )
     return Pipeline(
         model_parts,
-        section,
+        config.parallelism,
         mesh.device_mesh,
         device,
-        shapes=shapes,
-        num_microbatches=rows // section.pp_microbatch_size,
+        rows=batch_rows(config, mesh),
+        seq_len=config.training.seq_len,
+        dim=hyper_parameters.dim,
+        vocab_size=hyper_parameters.vocab_size,
+        dtype=DTYPES[config.training.mixed_precision_param],
         loss=loss,
     )
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 import titanlite
 from titanlite.assembly.data import build_data, build_tokenizer, build_validation_data, pin_revisions
-from titanlite.assembly.model import build_model, build_trainer
+from titanlite.assembly.model import batch_rows, build_model, build_trainer
 from titanlite.checkpoint.folder import published_steps
 from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.preflight import imported_from
-from titanlite.checkpoint.start import RunFacts, Start
+from titanlite.checkpoint.start import RunFacts, Start, StartFinder
 from titanlite.checkpoint.state import RunState
 from titanlite.config.load import CONFIG_COPY, dump_config
 from titanlite.config.schema import JobConfig
@@ -36,9 +36,8 @@ from titanlite.models.randomness import DRAW_VERSION
 from titanlite.models.registry import resolve_model
 from titanlite.optim.schedule import depends_on_steps
 from titanlite.parallel.mesh import Mesh
-from titanlite.parallel.pipeline import rows_per_batch
 from titanlite.precision import DTYPES
-from titanlite.runtime.agreement import Control, DataEnd, run_on_rank_0
+from titanlite.runtime.agreement import DataEnd, run_on_rank_0
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import World, init_process_group
 from titanlite.runtime.dump_folder import prepare_dump_folder
@@ -81,7 +80,10 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     apply_determinism(config.debug)
     require_no_checkpoints(config)
     config = pin_revisions(config, world, store)
-    imported = open_import(config, world, store)
+    imported = None
+    if config.checkpoint.initial_load_path.startswith(PREFIX):
+        source = imported_from(config.checkpoint, config.job.dump_folder)
+        imported = fetch_source(source, *resolve_model(config.model), world, store)
     log.info("Job: %s, outputs in %s", config.job.description or "no description", config.job.dump_folder)
     log.info("Device: %s, %.1f GiB", device_name(world.device), device_memory_bytes(world.device) / 2**30)
     # Build the data before the process group, so that a long index build on one rank does not cause a timeout.
@@ -96,7 +98,7 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     )
     model_parts = build_model(config, mesh, world.device)
     trainer = build_trainer(config, model_parts, mesh, world.device)
-    describe_batch(config, mesh.data_degree)
+    describe_batch(config, mesh)
     for line in environment_lines(environment, os.environ):
         log.info("Environment: %s", line)
     meter = build_meter(config, world, group)
@@ -115,21 +117,17 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
         config.training.steps,
         resume_step=start.step if start.resumes else 0,
     )
-    data_end = build_data_end(config, mesh, loader)
-    ledger = build_ledger(config, mesh) if trainer.counts_rows else None
+    data_end = DataEnd(None, None)
+    if any(source.epochs != -1 for source in config.data.sources):
+        data_end = DataEnd(loader, mesh.new_group(config.comm.init_timeout_s))
+    ledger = None
+    if config.data.ledger and trainer.counts_rows:
+        ledger = Ledger(config.job.dump_folder, data_rank=mesh.data_rank, data_degree=mesh.data_degree)
     checkpoints = checkpoints if config.checkpoint.enable else None
     validation = None
     if config.validation.enable:
         validation = build_validation(config, mesh, trainer, validation_data, tokenizer, meter, sinks, stop, start)
     return Run(trainer, loader, meter, sinks, data_end, ledger, mesh, checkpoints, stop, start, validation)
-
-
-def open_import(config: JobConfig, world: World, store: dist.Store) -> ModelFolder | None:
-    """The model folder in Hugging Face format that the run starts from, downloaded and validated, if configured."""
-    text = imported_from(config.checkpoint, config.job.dump_folder)
-    if not config.checkpoint.initial_load_path.startswith(PREFIX):
-        return None
-    return fetch_source(text, *resolve_model(config.model), world, store)
 
 
 def build_checkpoints(
@@ -144,32 +142,17 @@ def build_checkpoints(
     """Build the checkpoint manager. A collective: creates process groups."""
     control_group = mesh.new_group(config.comm.init_timeout_s)
     saving_group = mesh.new_group(config.comm.save_timeout_s, keeps_timeout=True)
-    return Checkpoints(
+    finder = StartFinder(
         config.checkpoint,
         Path(config.job.dump_folder, config.checkpoint.folder),
         state,
         meter,
         run_on_rank_0(lambda: about_run(config, tokenizer), saving_group),
-        steps=config.training.steps,
-        group=saving_group,
-        control=Control(control_group),
-        stop=stop,
-        imported=imported,
+        config.training.steps,
+        saving_group,
+        imported,
     )
-
-
-def build_data_end(config: JobConfig, mesh: Mesh, loader: Loader) -> DataEnd:
-    """Build the agreement on the end of the data. A collective if a source is finite: creates a process group."""
-    if all(source.epochs == -1 for source in config.data.sources):
-        return DataEnd(None, None)
-    return DataEnd(loader, mesh.new_group(config.comm.init_timeout_s))
-
-
-def build_ledger(config: JobConfig, mesh: Mesh) -> Ledger | None:
-    """Build the ledger of this data rank, for its leader; None if data.ledger is false."""
-    if not config.data.ledger:
-        return None
-    return Ledger(config.job.dump_folder, data_rank=mesh.data_rank, data_degree=mesh.data_degree)
+    return Checkpoints(finder, control_group, stop)
 
 
 def build_meter(config: JobConfig, world: World, group: dist.ProcessGroup) -> Meter:
@@ -265,22 +248,18 @@ def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: To
         for file in ledger_files(config.job.dump_folder)[world.rank :: world.size]:
             keep_rows(file, start.step)
     if world.rank == 0:
-        Path(config.job.dump_folder, CONFIG_COPY).write_text(dump_config(for_later_starts(config)), encoding="utf-8")
+        # without options that apply to this start only
+        checkpoint = replace(config.checkpoint, load_step=-1, accept_changes=())
+        later = replace(config, job=replace(config.job, take_over=False), checkpoint=checkpoint)
+        Path(config.job.dump_folder, CONFIG_COPY).write_text(dump_config(later), encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save(Path(config.job.dump_folder, TOKENIZER_FOLDER))
     dist.barrier()
 
 
-def for_later_starts(config: JobConfig) -> JobConfig:
-    """The configuration without options that apply to this start only."""
-    job = replace(config.job, take_over=False)
-    return replace(config, job=job, checkpoint=replace(config.checkpoint, load_step=-1, accept_changes=()))
-
-
-def describe_batch(config: JobConfig, degree: int) -> None:
+def describe_batch(config: JobConfig, mesh: Mesh) -> None:
     """Log the batch sizes and the number of steps."""
-    training = config.training
-    rows = rows_per_batch(config.parallelism, training.local_batch_size, training.global_batch_size // degree)
+    training, rows = config.training, batch_rows(config, mesh)
     if config.parallelism.pp > 1:
         size = config.parallelism.pp_microbatch_size
         log.info("Pipeline: %d microbatches of %d sequences per pass", rows // size, size)
@@ -288,7 +267,7 @@ def describe_batch(config: JobConfig, degree: int) -> None:
         "Batch: local %d, global %d, accumulation %d, sequence length %d, steps %d, warm-up %d",
         training.local_batch_size,
         training.global_batch_size,
-        training.global_batch_size // (rows * degree),
+        training.global_batch_size // (rows * mesh.data_degree),
         training.seq_len,
         training.steps,
         config.lr_schedule.warmup_steps,

@@ -21,11 +21,9 @@ from titanlite.checkpoint.manifest import MANIFEST_FILE, Manifest, UnknownFormat
 from titanlite.checkpoint.storage import InvalidCheckpointError, check_file
 from titanlite.runtime.durability import sync_folder
 
-DELETED_MANIFEST = "MANIFEST.json.deleted"
-"""Name of the manifest while its folder is deleted, which distinguishes the folder from a corrupted checkpoint."""
-
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
-_LEFTOVER = re.compile(r"\.step-(0|[1-9][0-9]*)\.(writing|deleting)")
+_CHECKPOINT = re.compile(_STEP.pattern + r"(\.(invalid|superseded)-.*)?")
+_LEFTOVER = re.compile(r"\." + _STEP.pattern + r"\.(writing|deleting)")
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -44,14 +42,13 @@ def step_of(path: Path) -> int | None:
 
 def published_steps(folder: Path) -> list[int]:
     """Steps of the published checkpoints, corrupted ones included, in ascending order."""
-    found = [(_STEP.fullmatch(path.name), path) for path in _folders_in(folder)]
-    return sorted(int(name[1]) for name, path in found if name and not _is_being_deleted(path))
+    steps = (step_of(path) for path in _folders_in(folder))
+    return sorted(step for step in steps if step is not None)
 
 
 def ever_published(folder: Path) -> bool:
     """Whether `folder` has any checkpoint: published, quarantined or superseded."""
-    traces = re.compile(_STEP.pattern + r"(\.(invalid|superseded)-.*)?")
-    return any(traces.fullmatch(path.name) and not _is_being_deleted(path) for path in _folders_in(folder))
+    return any(_CHECKPOINT.fullmatch(path.name) for path in _folders_in(folder))
 
 
 def complete_manifest(folder: Path, step: int) -> Manifest:
@@ -92,16 +89,10 @@ def publish(folder: Path, step: int) -> None:
 
 def clear_leftovers(folder: Path) -> list[str]:
     """Remove leftovers of interrupted saves and deletions; returns their names, for the log."""
-    cleared = []
-    for entry in _folders_in(folder):
-        if _LEFTOVER.fullmatch(entry.name):
-            shutil.rmtree(entry)
-        elif _STEP.fullmatch(entry.name) and _is_being_deleted(entry):
-            delete(folder, int(entry.name.removeprefix("step-")))
-        else:
-            continue
-        cleared.append(entry.name)
-    return cleared
+    leftovers = [path for path in _folders_in(folder) if _LEFTOVER.fullmatch(path.name)]
+    for path in leftovers:
+        shutil.rmtree(path)
+    return [path.name for path in leftovers]
 
 
 def quarantine(folder: Path, step: int, kind: str) -> Path:
@@ -123,28 +114,22 @@ def supersede_after(folder: Path, step: int) -> list[int]:
     """Rename the checkpoints after `step`, to which the run has gone back, as superseded; returns their steps."""
     later = [other for other in published_steps(folder) if other > step]
     for other in later:
-        try:
-            branch = read_manifest(step_folder(folder, other)).lineage[-1].id
-        except (InvalidCheckpointError, UnknownFormatError, OSError):
-            branch = "unknown"
-        quarantine(folder, other, f"superseded-{branch}")
+        manifest = read_or_none(step_folder(folder, other))
+        quarantine(folder, other, f"superseded-{manifest.lineage[-1].id if manifest else 'unknown'}")
     return later
 
 
 def delete(folder: Path, step: int) -> None:
     """Delete a checkpoint. The remains of an interrupted deletion are never taken for a checkpoint."""
-    path = step_folder(folder, step)
-    if (path / MANIFEST_FILE).exists():
-        (path / MANIFEST_FILE).replace(path / DELETED_MANIFEST)
-        sync_folder(path)
     deleting = folder / f".step-{step}.deleting"
     if deleting.exists():
         shutil.rmtree(deleting)
-    path.rename(deleting)
+    step_folder(folder, step).rename(deleting)
+    sync_folder(folder)  # else a power failure could undo the rename alone and leave a corrupted checkpoint
     shutil.rmtree(deleting)
 
 
-def retain(folder: Path, *, keep_latest_k: int, keep_every: int, keep: Collection[int]) -> list[int]:
+def retain(folder: Path, keep_latest_k: int, keep_every: int, keep: Collection[int]) -> list[int]:
     """Delete old checkpoints; returns their steps. Raises OSError.
 
     Keeps the latest `keep_latest_k` (0: all), multiples of `keep_every` (0: disabled), the steps `keep`, and always the
@@ -173,7 +158,3 @@ def _is_full(folder: Path, step: int) -> bool:
         return complete_manifest(folder, step).content == "full"
     except (InvalidCheckpointError, UnknownFormatError, OSError):
         return False
-
-
-def _is_being_deleted(path: Path) -> bool:
-    return (path / DELETED_MANIFEST).exists() and not (path / MANIFEST_FILE).exists()

@@ -3,56 +3,36 @@
 import signal
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
+from functools import partial
 from typing import Literal
 
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.checkpoint.config import CheckpointConfig
+from titanlite.checkpoint.folder import retain
 from titanlite.checkpoint.manifest import Manifest
-from titanlite.checkpoint.saver import Retention, Saver
-from titanlite.checkpoint.start import RunFacts, Start, StartFinder
-from titanlite.checkpoint.state import STREAMS, RunState
-from titanlite.hf.folder import ModelFolder
-from titanlite.metrics.meter import Meter
-from titanlite.runtime.agreement import Control, Flags, RanksError, warn_on_rank_0
+from titanlite.checkpoint.saver import Saver
+from titanlite.checkpoint.start import Start, StartFinder
+from titanlite.checkpoint.state import STREAMS
+from titanlite.runtime.agreement import Agreement, RanksError, warn_on_rank_0
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.signals import StopRequest
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `folder`; every method is a collective over all ranks.
+    """The checkpoints of one run; every method is a collective over all ranks.
 
-    steps: number of optimizer steps of the run. group: a gloo group of all ranks for saving, also in a thread, and for
-    loading; flags use another. control: the per-step agreement on flags. stop: the stop request of this rank.
-    imported: Hugging Face model that a new run starts from; None for initial weights or a checkpoint.
+    finder: finds what the run starts from; its fields are used for saving, too. control_group: a gloo group of all
+    ranks that nothing else uses. stop: the stop request of this rank.
     """
 
-    def __init__(
-        self,
-        section: CheckpointConfig,
-        folder: Path,
-        state: RunState,
-        meter: Meter,
-        about: RunFacts,
-        *,
-        steps: int,
-        group: dist.ProcessGroup,
-        control: Control,
-        stop: StopRequest,
-        imported: ModelFolder | None = None,
-    ) -> None:
-        self._section = section
-        self._folder = folder
-        self._state = state
-        self._meter = meter
-        self._about = about
-        self._steps = steps
-        self._group = group
-        self._control = control
+    def __init__(self, finder: StartFinder, control_group: dist.ProcessGroup, stop: StopRequest) -> None:
+        self._finder = finder
+        self._section = finder.section
+        self._state = finder.state
+        self._group = finder.group
+        self._control = Agreement(control_group, 2)  # number of the stop signal, whether a save has failed
         self._stop = stop
-        self._imported = imported
         self._start: Start | None = None
         self._saver: Saver | None = None
         self._begun = 0
@@ -61,17 +41,11 @@ class Checkpoints:
 
     def resume(self) -> Start:
         """Load the checkpoint or weights that the run starts from. Raises UserError on all ranks."""
-        section = self._section
-        finder = StartFinder(
-            *(section, self._folder, self._state, self._meter, self._about),
-            steps=self._steps,
-            group=self._group,
-            imported=self._imported,
-        )
-        self._start = finder.find()
+        section, folder = self._section, self._finder.folder
+        self._start = self._finder.find()
         if section.enable:
-            kept = Retention(section.keep_latest_k, section.keep_every, frozenset({self._start.step}))
-            self._saver = Saver(self._folder, self._group, section.async_mode, kept)
+            delete_older = partial(retain, folder, section.keep_latest_k, section.keep_every, {self._start.step})
+            self._saver = Saver(folder, self._group, section.async_mode, delete_older)
         return self._start
 
     def after_step(self, step: int, last: bool) -> bool:
@@ -81,13 +55,13 @@ class Checkpoints:
         "stop".
         """
         assert self._saver is not None, "checkpoints are not enabled"
-        agreed = self._control.exchange(Flags(stop=self._stop.number, save_failed=self._saver.has_failed))
-        if agreed.stop:
-            self.stopped_by = signal.Signals(agreed.stop).name
-        if agreed.stop or last:
+        stop, save_failed = self._control.exchange([self._stop.number, self._saver.has_failed])
+        if stop:
+            self.stopped_by = signal.Signals(stop).name
+        if stop or last:
             self._save_last(step)
             return True
-        if agreed.save_failed:
+        if save_failed:
             failure = self._saver.take_failure()
             if failure is not None:  # else begin() has already reported it
                 self._fail(failure)
@@ -114,7 +88,7 @@ class Checkpoints:
         assert self._saver is not None
         self._control.finish()
         self.close()
-        if step == self._steps and self._section.last_save_model_only:
+        if step == self._finder.steps and self._section.last_save_model_only:
             self._saver.save(self._draft(step, "model"), self._state.model())
         else:
             self._saver.save(self._draft(step, "full"), self._full())
@@ -133,14 +107,15 @@ class Checkpoints:
 
     def _draft(self, step: int, content: Literal["full", "model"]) -> Manifest:
         assert self._start is not None
+        about = self._finder.about
         return Manifest(
             step=step,
             content=content,
             lineage=self._start.lineage,
-            counts=asdict(self._meter.state()),
-            facts=self._about.facts,
-            config=self._about.config,
-            versions=self._about.versions,
+            counts=asdict(self._finder.meter.state()),
+            facts=about.facts,
+            config=about.config,
+            versions=about.versions,
             created=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
             files={},
         )

@@ -5,8 +5,8 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from titanlite.checkpoint.config import AsyncMode
-from titanlite.checkpoint.folder import publish, retain, step_folder, writing_folder
+from titanlite.checkpoint.folder import publish, step_folder, writing_folder
 from titanlite.checkpoint.manifest import Manifest, write_manifest
 from titanlite.checkpoint.state import HostCopy, first_not_finite, local_part
 from titanlite.checkpoint.storage import FileRecord, first_failure, save_tensors
@@ -28,26 +28,20 @@ _VISIBILITY_TIMEOUT_S = 10.0
 """Time for a network file system to make a file visible on other nodes."""
 
 
-@dataclass(frozen=True)
-class Retention:
-    """Arguments of folder.retain. keep: steps that are never deleted."""
-
-    keep_latest_k: int
-    keep_every: int
-    keep: frozenset[int]
-
-
 class Saver:
     """Writes checkpoints into `folder`, one at a time; its methods are collectives over `group` unless noted.
 
     group: a gloo group that nothing else uses during a save, since a thread uses it. With a mode other than "disabled",
-    `begin` returns once the tensors are copied.
+    `begin` returns once the tensors are copied. delete_older: called on rank 0 after each save; returns the deleted
+    steps.
     """
 
-    def __init__(self, folder: Path, group: dist.ProcessGroup, mode: AsyncMode, retention: Retention) -> None:
+    def __init__(
+        self, folder: Path, group: dist.ProcessGroup, mode: AsyncMode, delete_older: Callable[[], list[int]]
+    ) -> None:
         self._folder = folder
         self._group = group
-        self._retention = retention
+        self._retain = delete_older
         self._copy = None if mode == "disabled" else HostCopy(pinned=mode == "async_with_pinned_mem")
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
@@ -128,9 +122,8 @@ class Saver:
         publish(self._folder, manifest.step)
 
     def _delete_older(self) -> None:
-        kept = self._retention
         try:
-            deleted = retain(self._folder, keep_latest_k=kept.keep_latest_k, keep_every=kept.keep_every, keep=kept.keep)
+            deleted = self._retain()
         except OSError as error:  # the new checkpoint is published already
             log.warning("Cannot delete an older checkpoint: %s", error)
             return
@@ -155,10 +148,9 @@ def probe(folder: Path, needed_bytes: int, group: dist.ProcessGroup) -> None:
     needed_bytes: size of one checkpoint. Raises UserError on all ranks if rank 0 cannot write, if less space is free,
     or if a node does not share the folder.
     """
-    nonce = secrets.token_hex(16)
     key = f"checkpoint.folder: {folder}"
     try:
-        nonce = run_on_rank_0(lambda: _write_probe(folder, nonce), group)
+        nonce = run_on_rank_0(lambda: _write_probe(folder, secrets.token_hex(16)), group)
     except RanksError as error:
         raise UserError(f"{key} cannot be written: {error}; choose another job.dump_folder") from None
     try:

@@ -7,7 +7,7 @@ The functions that take a group are collectives over it.
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -80,7 +80,12 @@ class Found:
 
 @dataclass(frozen=True)
 class StartFinder:
-    """Finds, verifies and loads what a run starts from. Fields: see Checkpoints."""
+    """Finds, verifies and loads what a run starts from.
+
+    folder: of the run's checkpoints. steps: number of optimizer steps of the run. group: a gloo group of all ranks for
+    loading and saving, also in a thread. imported: Hugging Face model that a new run starts from; None for initial
+    weights or a checkpoint.
+    """
 
     section: CheckpointConfig
     folder: Path
@@ -89,7 +94,7 @@ class StartFinder:
     about: RunFacts
     steps: int
     group: dist.ProcessGroup
-    imported: ModelFolder | None
+    imported: ModelFolder | None = None
 
     def find(self) -> Start:
         """Load the state that the run starts from. Raises UserError on all ranks."""
@@ -112,7 +117,7 @@ class StartFinder:
                     f"checkpoint.load_step = {section.load_step}: no checkpoint of this step in {self.folder}, which "
                     f"has: {present}; choose one of these, or -1 for the latest valid one"
                 )
-            found = self._require_valid(step_folder(self.folder, section.load_step), self._is_usable)
+            found = self._require_valid(step_folder(self.folder, section.load_step))
         else:
             latest = latest_valid(self.folder, steps, section.verify, self.group, self._is_usable)
             if latest is None:
@@ -148,31 +153,33 @@ class StartFinder:
         """Start a new run from initial weights, another run's checkpoint, or a Hugging Face model."""
         path = self.section.initial_load_path
         if self.imported is not None:
-            return self._import(self.imported)
-        if not path:
+            self._import(self.imported)
+        elif not path:
             log.info("Start: new run at step 0 with initial weights; no checkpoint in %s", self.folder)
-            return Start(0, (_new_branch(0),), {})
-        model_only = self.section.initial_load_model_only
-        found = self._initial(Path(path), (lambda _: True) if model_only else self._is_full)
-        if model_only:
-            tensors = self.state.model()
-            model, own = found.manifest.facts.get("model"), self.about.facts.get("model")
-            for line in check_tensors(found.path, tensors, self.group, list(differences(model, own, "model"))):
-                log.info("%s", line)
-            self._warn_of_tokenizer(found.manifest.facts.get("tokenizer"), str(found.path))
-            load(found, tensors, self.group)
-            log.info(
-                "Start: new run at step 0 with the weights of step %d in %s, %s",
-                *(found.manifest.step, found.path, found.verified),
-            )
-            return Start(0, (_new_branch(0),), {})
-        self._check_facts(found.manifest, found.path)
-        self._load_all(found)
-        step = found.manifest.step
-        return Start(step, (*found.manifest.lineage, _new_branch(step)), found.manifest.config)
+        else:
+            found = self._initial(Path(path))
+            if not self.section.initial_load_model_only:
+                self._check_facts(found.manifest, found.path)
+                self._load_all(found)
+                step = found.manifest.step
+                return Start(step, (*found.manifest.lineage, _new_branch(step)), found.manifest.config)
+            self._load_weights(found)
+        return Start(0, (_new_branch(0),), {})
 
-    def _import(self, folder: ModelFolder) -> Start:
-        """Start a new run with the weights of a model folder; each rank reads its shards."""
+    def _load_weights(self, found: Found) -> None:
+        tensors, facts = self.state.model(), found.manifest.facts
+        changes = differences(facts.get("model"), self.about.facts.get("model"), "model")
+        for line in check_tensors(found.path, tensors, self.group, changes):
+            log.info("%s", line)
+        self._warn_of_tokenizer(facts.get("tokenizer"), str(found.path))
+        load(found, tensors, self.group)
+        log.info(
+            "Start: new run at step 0 with the weights of step %d in %s, %s",
+            *(found.manifest.step, found.path, found.verified),
+        )
+
+    def _import(self, folder: ModelFolder) -> None:
+        """Load the weights of a model folder; each rank reads its shards."""
         begin = time.perf_counter()
         tensors = {name.removeprefix(MODEL): tensor for name, tensor in self.state.model().items()}
 
@@ -194,20 +201,22 @@ class StartFinder:
             *(folder.name, folder.describe(next(iter(tensors.values())).dtype)),
             *(read[0] / 2**20, time.perf_counter() - begin),
         )
-        return Start(0, (_new_branch(0),), {})
 
     def _warn_of_tokenizer(self, fingerprint: str | None, where: str) -> None:
         if fingerprint != self.about.facts.get("tokenizer"):
             warn_on_rank_0(f"The weights of {where} were trained with a different tokenizer", self.group)
 
-    def _initial(self, path: Path, usable: Usable) -> Found:
+    def _initial(self, path: Path) -> Found:
         """The checkpoint at `path`, or the latest valid and usable one in that folder.
 
         Corrupted ones are not renamed, since they belong to another run.
         """
+        model_only = self.section.initial_load_model_only
         steps = run_on_rank_0(lambda: None if (path / MANIFEST_FILE).exists() else published_steps(path), self.group)
         for candidate in [path] if steps is None else [step_folder(path, step) for step in reversed(steps)]:
-            found = verify_checkpoint(candidate, self.section.verify, self.group, usable)
+            found = verify_checkpoint(
+                candidate, self.section.verify, self.group, lambda manifest: model_only or manifest.content == "full"
+            )
             if isinstance(found, Found):
                 return found
             if isinstance(found, str):
@@ -216,17 +225,15 @@ class StartFinder:
                     raise UserError(f"{message}; give another one, or its parent folder for the latest valid one")
                 warn_on_rank_0(f"{message}; trying the previous one", self.group)
         missing = "valid checkpoint" if steps else "checkpoint"
-        if not self.section.initial_load_model_only:
+        remedy = "give a folder step-N of a run's checkpoint folder, or that folder"
+        if not model_only:
             missing += " with optimizer and position in the data"
-        raise UserError(
-            f'checkpoint.initial_load_path = "{path}": no {missing} found; give a folder step-N of a '
-            "run's checkpoint folder, or that folder"
-            + ("" if self.section.initial_load_model_only else "; for weights only: initial_load_model_only = true")
-        )
+            remedy += "; for weights only: initial_load_model_only = true"
+        raise UserError(f'checkpoint.initial_load_path = "{path}": no {missing} found; {remedy}')
 
-    def _require_valid(self, path: Path, usable: Usable) -> Found:
+    def _require_valid(self, path: Path) -> Found:
         """The checkpoint of load_step. Raises UserError if it is corrupted or not usable."""
-        found = verify_checkpoint(path, self.section.verify, self.group, usable)
+        found = verify_checkpoint(path, self.section.verify, self.group, self._is_usable)
         if isinstance(found, Found):
             return found
         why = f"is corrupted: {found}" if found else "has only the model, no optimizer state and position in the data"
@@ -239,16 +246,12 @@ class StartFinder:
         """Whether the run can resume from it. Raises UserError if the run's facts differ from the checkpoint's."""
         path = step_folder(self.folder, manifest.step)
         self._check_facts(manifest, path)
-        if self._is_full(manifest):
+        if manifest.content == "full":
             return True
         finished = manifest.step >= self.steps
         if not finished:
             log.info("%s has only the model: resuming from an earlier checkpoint", path)
         return finished
-
-    @staticmethod
-    def _is_full(manifest: Manifest) -> bool:
-        return manifest.content == "full"
 
     def _check_facts(self, manifest: Manifest, path: Path) -> None:
         for line in check_facts(manifest.facts, self.about.facts, self.section.accept_changes, str(path)):
@@ -323,10 +326,9 @@ def verify_checkpoint(path: Path, verify: Verify, group: dist.ProcessGroup, usab
     if not usable(manifest):
         return None
     start = time.perf_counter()
-    by_rank = run_on_all_ranks(lambda: _damage(path, manifest, verify, group), group)
-    damages = [damage for damage in by_rank if damage]
-    if damages:
-        return damages[0]
+    for damage in run_on_all_ranks(lambda: _damage(path, manifest, verify, group), group):
+        if damage is not None:
+            return damage
     how = {"full": "verified in full", "size": "sizes verified", "off": "not verified"}[verify]
     return Found(path, manifest, f"{how} ({size_of(manifest.files)}, {time.perf_counter() - start:.2f} s)")
 
@@ -356,14 +358,13 @@ def no_usable_checkpoint(folder: Path) -> UserError:
 
 
 def check_tensors(
-    path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup, differences: Sequence[str] = ()
+    path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup, differences: Iterable[str] = ()
 ) -> list[str]:
     """Check names and shapes of `tensors` against the checkpoint; returns one log line per conversion of a dtype.
 
     Raises UserError if the checkpoint lacks a tensor or has it in another shape. differences: between the two models,
     for this message.
     """
-
     listed = "\n".join(f"  {line}" for line in differences)
     remedy = f"\n{listed}\n  remedy: use the checkpoint's [model] values and its tokenizer" if listed else ""
 

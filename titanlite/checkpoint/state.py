@@ -1,5 +1,6 @@
 """The tensors of a checkpoint, under names that do not depend on the mesh."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
@@ -15,22 +16,16 @@ MODEL, OPTIMIZER, STREAMS = "model/", "optimizer/", "data/streams"
 
 
 class StreamsState(Protocol):
-    """The data loader's state: that of its streams, which are divided among the data ranks."""
+    """The part of titanlite.data.loader.Loader that is saved; not imported, since its import chain is long."""
 
     num_streams: int
     stream_ids: tuple[int, ...]
 
-    def state(self) -> Tensor:
-        """int64 (this rank's streams, values), after the steps returned so far; row i is stream stream_ids[i]."""
-        ...
+    def state(self) -> Tensor: ...
 
-    def load_state(self, state: Tensor) -> None:
-        """Continue from `state`, int64 (num_streams, values). Raises UserError if it does not fit the data."""
-        ...
+    def load_state(self, state: Tensor) -> None: ...
 
-    def describe(self, state: Tensor) -> str:
-        """Describe the position in the data in one line. state: of all streams."""
-        ...
+    def describe(self, state: Tensor) -> str: ...
 
 
 class RunState:
@@ -60,11 +55,9 @@ class RunState:
 
     def streams(self, group: dist.ProcessGroup) -> Tensor:
         """The state of all streams after the steps returned so far. A collective over all ranks, on gloo."""
-        loader = self._loader
-        own = loader.state()
-        state = torch.zeros(loader.num_streams, own.shape[1], dtype=torch.int64)
+        state = self.empty_streams()
         if self._is_data_leader:
-            state[list(loader.stream_ids)] = own
+            state[list(self._loader.stream_ids)] = self._loader.state()
         dist.all_reduce(state, group=group)
         return state
 
@@ -99,9 +92,7 @@ def first_not_finite(local: Mapping[str, Tensor]) -> str | None:
     sums = torch.stack(
         [tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in floating.values()]
     )
-    suspects = (
-        name for name, sum_ in zip(floating, sums.tolist(), strict=True) if not -float("inf") < sum_ < float("inf")
-    )
+    suspects = (name for name, total in zip(floating, sums.tolist(), strict=True) if not math.isfinite(total))
     return next((name for name in suspects if not floating[name].isfinite().all()), None)
 
 
@@ -118,12 +109,11 @@ class HostCopy:
     def take(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy the tensors; the copies are complete on return and valid until the next call."""
         for name, tensor in local.items():
-            buffer = self._buffers.get(name)
-            if buffer is None:
-                buffer = self._buffers[name] = torch.empty(
+            if name not in self._buffers:
+                self._buffers[name] = torch.empty(
                     tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self._pinned
                 )
-            buffer.copy_(tensor, non_blocking=self._pinned)
+            self._buffers[name].copy_(tensor, non_blocking=self._pinned)
         if self._pinned:
             torch.accelerator.synchronize()
         return {name: self._buffers[name] for name in local}

@@ -87,11 +87,13 @@ def take_block(unit: Unit, rows: Iterator[Row], max_piece_bytes: int) -> Block:
     parts: list[Part] = []
     num_bytes = 0
     for row in rows:
-        cuts = _cuts(row, max_piece_bytes)
+        text = b"" if isinstance(row.text, BadRowError) else row.text
+        cuts = list(cut(text, 0, len(text), max_piece_bytes))
         if len(cuts) > MAX_ROW_PIECES:
             bad = f"the text has {len(cuts):,} pieces of data.max_piece_bytes; at most {MAX_ROW_PIECES:,} are supported"
-            row, cuts = row._replace(text=BadRowError(bad)), [_UNCUT]
-        parts += [Part(len(taken), number, *part) for number, part in enumerate(cuts)]
+            row, cuts = row._replace(text=BadRowError(bad)), []
+        # A bad row or an empty text is one piece: reading it gives the error.
+        parts += [Part(len(taken), number, *part) for number, part in enumerate(cuts or [(0, 0, 0)])]
         taken.append(row)
         num_bytes += parts[-1].end
         if len(taken) >= MAX_BLOCK_ROWS or num_bytes >= MAX_BLOCK_BYTES or len(parts) >= MAX_ROW_PIECES:
@@ -99,25 +101,14 @@ def take_block(unit: Unit, rows: Iterator[Row], max_piece_bytes: int) -> Block:
     return Block(unit, taken, parts)
 
 
-_UNCUT = (0, 0, 0)
-"""Begin, end and flags of the piece of a bad row or an empty text, both of which have no tokens."""
-
-
-def _cuts(row: Row, max_piece_bytes: int) -> list[tuple[int, int, int]]:
-    """(begin, end, flags) of each piece of a row."""
-    if isinstance(row.text, BadRowError) or not row.text:
-        return [_UNCUT]
-    return list(cut(row.text, 0, len(row.text), max_piece_bytes))
-
-
 class Division:
     """The units of a source, and their assignment to `num_streams` streams. Raises UserError.
 
-    seeds: seeds of the order of the units; None: the order of the files. description: number of units, and the cost of
+    seeds: seeds of the order of the units; (): the order of the files. description: number of units, and the cost of
     sharing them.
     """
 
-    def __init__(self, source: StreamedSource, num_streams: int, seeds: tuple[int, ...] | None) -> None:
+    def __init__(self, source: StreamedSource, num_streams: int, seeds: tuple[int, ...]) -> None:
         files = source.data_files()
         self.source = source
         self.seeds = seeds
@@ -145,7 +136,7 @@ class Division:
 
     def order(self, epoch: int) -> list[Unit]:
         """All units in their order of an epoch."""
-        if self.seeds is None:
+        if not self.seeds:
             return self.units
         return [self.units[n] for n in shuffled(len(self.units), *self.seeds, epoch)]
 
@@ -233,7 +224,7 @@ class Blocks:
         block = take_block(unit, rows, self._max_piece_bytes)
         if block.rows:
             self._rows = (start._replace(row=block.rows[-1].number + 1), rows)
-        if self._division.seeds is None:
+        if not self._division.seeds:
             return block
         order = shuffled(len(block.parts), *self._division.seeds, start.epoch, self._stream, start.unit, start.row)
         return block._replace(parts=[block.parts[n] for n in order])

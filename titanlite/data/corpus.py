@@ -6,8 +6,7 @@ import sys
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 
 import numpy as np
@@ -78,7 +77,8 @@ def _build(source: TextSource, max_piece_bytes: int, into: Path, what: str) -> N
     files = source.indexed_files(into)
     pieces, text_bytes = 0, 0
     with open(into / "pieces.bin", "wb") as out:
-        for rows in _batches(_scan(source, files, max_piece_bytes, what)):
+        scanned = _scan(source, files, max_piece_bytes, what)
+        while rows := list(islice(scanned, FLUSH_PIECES)):
             block = np.array(rows, dtype="<i8")
             block.tofile(out)
             pieces += len(block)
@@ -98,29 +98,11 @@ def _scan(source: TextSource, files: Sequence[Path], max_piece_bytes: int, what:
     total = sum(file.stat().st_size for file in files)
     with tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=not sys.stderr.isatty(), leave=False) as bar:
         for number, file in enumerate(files):
-            with _naming(file):
+            try:
                 yield from source.scan(file, number, max_piece_bytes)
                 bar.update(file.stat().st_size)
-
-
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
-    for piece in pieces:
-        batch.append(piece)
-        if len(batch) == FLUSH_PIECES:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
-
-
-@contextmanager
-def _naming(file: Path) -> Iterator[None]:
-    """Convert an OSError into a UserError that names this file."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error}") from error
+            except OSError as error:
+                raise UserError(f"{file} cannot be read: {error}") from error
 
 
 class Texts:
@@ -134,7 +116,10 @@ class Texts:
         self.counts = tuple(len(index) for _, index in self._sources)
         self.size = sum(index.text_bytes for _, index in self._sources)
         self._ends = list(accumulate(self.counts))
-        self.description = "; ".join(_describe(source.name, index) for source, index in self._sources)
+        self.description = "; ".join(
+            f"{source.name}: {len(index.files):,} files, {len(index):,} pieces, {index.text_bytes / 2**20:,.1f} MiB"
+            for source, index in self._sources
+        )
 
     def row(self, piece: int) -> Piece:
         """The index record of a piece."""
@@ -166,10 +151,6 @@ class Texts:
         """The source of a piece, and its number in this source."""
         source = bisect_right(self._ends, piece)
         return source, piece - (self._ends[source] - self.counts[source])
-
-
-def _describe(name: str, index: PieceIndex) -> str:
-    return f"{name}: {len(index.files):,} files, {len(index):,} pieces, {index.text_bytes / 2**20:,.1f} MiB"
 
 
 class Encoder:

@@ -39,10 +39,10 @@ class IndexedPieces:
         return self._place(place.epoch * self._corpus.count + place.position + self._num_streams)
 
     def has_ended(self, place: Place) -> bool:
-        return self._corpus.count == 0 or place.epoch >= self._epochs > 0
+        return place.epoch >= self._epochs > 0
 
     def has(self, place: Place) -> bool:
-        return place.position < max(1, self._corpus.count)
+        return place.position < self._corpus.count
 
     def number(self, place: Place) -> int:
         if self._looked_up[0] != place:  # called twice for each window
@@ -67,4 +67,4 @@ class IndexedPieces:
 
     def _place(self, number: int) -> Place:
         """Place of position `number` of the concatenated permutations of all epochs."""
-        return Place(*divmod(number, self._corpus.count)) if self._corpus.count else Place(0, 0)
+        return Place(*divmod(number, self._corpus.count))

@@ -51,15 +51,14 @@ def shuffled(count: int, *seeds: int) -> npt.NDArray[np.int64]:
 class Permutation:
     """Maps a position in an epoch to one of `count` pieces.
 
-    Permutes blocks of consecutive pieces, and the pieces inside each block, by all `seeds`. Without shuffle, the piece
-    is the position.
+    Permutes blocks of consecutive pieces, and the pieces inside each block, by all `seeds`. Without seeds, the piece is
+    the position.
     """
 
-    def __init__(self, count: int, *, seeds: tuple[int, ...], shuffle: bool, block_pieces: int = BLOCK_PIECES) -> None:
+    def __init__(self, count: int, seeds: tuple[int, ...], *, block_pieces: int = BLOCK_PIECES) -> None:
         self.count = count
         self._seeds = seeds
-        self._shuffle = shuffle
-        num_blocks = max(1, -(-count // block_pieces))
+        num_blocks = -(-count // block_pieces)
         self._bounds = np.arange(num_blocks + 1, dtype=np.int64) * count // num_blocks
         self._orders: Recent[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = Recent(
             CACHED_ORDERS, lambda _: 1
@@ -68,7 +67,7 @@ class Permutation:
 
     def piece(self, epoch: int, position: int) -> int:
         """The piece at `position` < count of an epoch."""
-        if not self._shuffle:
+        if not self._seeds:
             return position
         order, starts = self._orders.get(epoch, lambda: self._block_order(epoch))
         place = int(starts.searchsorted(position, side="right")) - 1

@@ -1,7 +1,7 @@
 """Preparation of steps from the [data] section, in the loader's thread or its workers. Does not import torch."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -68,7 +68,7 @@ class Sources:
     def __init__(self, assignment: Assignment, sources: Sequence[Source], tokenizer: Tokenizer | None) -> None:
         section = assignment.section
         self._assignment = assignment
-        self._policy = replace(bad_row_policy(section), logs=assignment.logs)
+        self._policy = bad_row_policy(section, logs=assignment.logs)
         self._open = [open_order(source, n, assignment, tokenizer) for n, source in enumerate(sources)]
         weights = [source.weight for source in section.sources]
         self.mixture = Mixture([source.size for source in self._open] if -1 in weights else weights, seed=section.seed)
@@ -86,15 +86,15 @@ class Sources:
         return Stream(number, sources, self.mixture)
 
 
-def bad_row_policy(section: DataConfig) -> BadRowPolicy:
+def bad_row_policy(section: DataConfig, *, logs: bool = True) -> BadRowPolicy:
     """The policy of data.on_bad_row and data.max_bad_rows."""
-    return BadRowPolicy(section.on_bad_row == "skip", section.max_bad_rows)
+    return BadRowPolicy(section.on_bad_row == "skip", section.max_bad_rows, logs)
 
 
 def open_order(source: Source, number: int, assignment: Assignment, tokenizer: Tokenizer | None) -> SourceOrder:
     """Open source `number` of the section in its order. Raises UserError if it is empty."""
     section = assignment.section
-    seeds = (section.seed, number)
+    seeds = (section.seed, number) if section.shuffle else ()
     corpus: Corpus
     if isinstance(source, Tokens):
         corpus = WindowCorpus(source, assignment.seq_len, assignment.vocab_size, documents=section.document_mask)
@@ -102,7 +102,7 @@ def open_order(source: Source, number: int, assignment: Assignment, tokenizer: T
         assert tokenizer is not None, "sources of text need a tokenizer"
         encoder = Encoder(tokenizer, add_bos=section.add_bos, add_eos=section.add_eos)
         if isinstance(source, StreamedSource) and source.is_streamed:
-            division = Division(source, section.num_streams, seeds if section.shuffle else None)
+            division = Division(source, section.num_streams, seeds)
             blocks = partial(BlockPieces, division, encoder=encoder, max_piece_bytes=section.max_piece_bytes)
             return SourceOrder(1, division.description, blocks)  # a placeholder: the size is unknown
         assert isinstance(source, TextSource)
@@ -112,7 +112,7 @@ def open_order(source: Source, number: int, assignment: Assignment, tokenizer: T
         bad = [str(found) for found in corpus.fetch(range(min(1, corpus.count))) if isinstance(found, Exception)]
         remedy = "add data, or set a smaller training.seq_len" if corpus.windows else "add data"
         raise UserError(f"no data to train on: {bad[0] if bad else corpus.description}: {remedy}")
-    permutation = Permutation(corpus.count, seeds=seeds, shuffle=section.shuffle)
+    permutation = Permutation(corpus.count, seeds)
     pieces = partial(
         IndexedPieces,
         corpus,

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from titanlite.batch import IGNORE_INDEX
 from titanlite.data.order import Mixture
-from titanlite.data.sources.pieces import EMPTY, BadRowError, Place, StreamPieces, TokenPiece
+from titanlite.data.sources.pieces import EMPTY, EMPTY_PIECE, BadRowError, Place, StreamPieces, TokenPiece
 from titanlite.runtime.errors import UserError
 
 logger = logging.getLogger("titanlite")
@@ -112,20 +112,17 @@ class SourceStream:
         """Whether the source is exhausted: all further sequences are masked."""
         return self._pieces.has_ended(self._place)
 
-    @property
-    def sequences(self) -> int:
-        """Number of sequences returned, including masked ones."""
-        return self._sequences
-
     def state(self) -> SourceState:
-        return SourceState(*self._place, self._offset, self._sequences, self._bad_rows)
+        return SourceState(*self._place, self._offset, self.sequences, self._bad_rows)
 
     def load_state(self, state: SourceState) -> None:
         """Continue at `state`; tokenizes one piece again. Raises UserError if the source has no such piece."""
         self._place = Place(state.epoch, state.position)
         if min(state) < 0 or not self._pieces.has(self._place):
             raise UserError(f"the source {self._pieces.name!r} has no piece at the saved state {state}")
-        self._offset, self._sequences, self._bad_rows = state.offset, state.sequences, state.bad_rows
+        self._offset, self._bad_rows = state.offset, state.bad_rows
+        self.sequences = state.sequences
+        """Number of sequences returned, including masked ones."""
         self._current: TokenPiece | None = None
         self._pieces_without_target = 0
 
@@ -135,7 +132,7 @@ class SourceStream:
         Returns (epoch, piece, offset) of its first token; (-1, -1, -1) if masked. Raises UserError.
         """
         parts = self._take()
-        self._sequences += 1
+        self.sequences += 1
         return parts[0][:3] if self._write(parts, row) else (-1, -1, -1)
 
     def _concatenated(self) -> list[_Part]:
@@ -237,7 +234,7 @@ class SourceStream:
             self._policy.check(fetched, self._bad_rows)
             if first_epoch and self._policy.logs:
                 logger.warning("skipped a bad row: %s", fetched)
-            return TokenPiece(EMPTY, EMPTY)
+            return EMPTY_PIECE
         if isinstance(fetched, Exception):
             raise fetched
         return fetched
@@ -264,11 +261,6 @@ class Stream:
         self._mixture = mixture
 
     @property
-    def sequences(self) -> int:
-        """Number of sequences returned."""
-        return sum(source.sequences for source in self._sources)
-
-    @property
     def ended(self) -> list[bool]:
         """For each source, whether it is exhausted in this stream."""
         return [source.ended for source in self._sources]
@@ -285,5 +277,5 @@ class Stream:
 
     def next_sequence(self, row: Row) -> Origin:
         """Write the next sequence into `row` and return its origin. Raises UserError."""
-        source = self._mixture.source(self._number, self.sequences)
+        source = self._mixture.source(self._number, sum(source.sequences for source in self._sources))
         return Origin(source, *self._sources[source].next_sequence(row))

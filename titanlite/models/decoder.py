@@ -66,12 +66,7 @@ class Decoder(LanguageModel):
         self.rope.init_buffers(device, torch.promote_types(dtype, torch.float32))
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
-        """Logits (batch, seq_len, vocab_size) of the token that follows each of `tokens`, int64 (batch, seq_len).
-
-        positions: int64 (batch, seq_len) in [0, max_seq_len), for the rotary embeddings; None: 0, 1, 2, … in each row.
-        document_ids: int64 (batch, seq_len); a position attends to positions of the same id, up to itself. None: each
-        row is one document.
-        """
+        """See LanguageModel. positions: below max_seq_len, for the rotary embeddings."""
         rope = self.rope(positions)
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         mask = attention_mask(document_ids, x.dtype, self.config.head_dim)

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,31 +24,20 @@ class ModelConfig:
     """Hyper-parameters that override the flavor's, by name, e.g. {"vocab_size": 4096}; written in [model] itself."""
 
 
-class DecoderConfig(Protocol):
-    """Hyper-parameters that the shared decoder code reads; a family documents them and may have more."""
+class DecoderConfig:
+    """Hyper-parameters that the shared decoder code reads; a family's dataclass documents them and may have more."""
 
-    @property
-    def dim(self) -> int: ...
-    @property
-    def n_layers(self) -> int: ...
-    @property
-    def n_heads(self) -> int: ...
-    @property
-    def n_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def ffn_dim(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def norm_eps(self) -> float: ...
-    @property
-    def rope_theta(self) -> float: ...
-    @property
-    def max_seq_len(self) -> int: ...
-    @property
-    def tie_embeddings(self) -> bool: ...
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    vocab_size: int
+    norm_eps: float
+    rope_theta: float
+    max_seq_len: int
+    tie_embeddings: bool
 
 
 TensorStyle = Literal["vocabulary", "norm", "head_norm", "gather", "column", "row", "logits"]
@@ -94,13 +83,13 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
-        """Logits (batch, seq_len, vocab_size) of `tokens`, int64 (batch, seq_len).
+        """Logits (batch, seq_len, vocab_size) of the token that follows each of `tokens`, int64 (batch, seq_len).
 
         Without the first unit, `tokens` is the previous stage's output, (batch, seq_len / tp, dim). Without the last
         unit, the result has this shape, too.
 
-        positions: int64 (batch, seq_len); None: 0, 1, 2, ... in each row. document_ids: int64 (batch, seq_len);
-        attention stays among positions of the same id; None: each row is one document.
+        positions: int64 (batch, seq_len); None: 0, 1, 2, ... in each row. document_ids: int64 (batch, seq_len); a
+        position attends to positions of the same id, up to itself; None: each row is one document.
         """
 
     @abstractmethod

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, get_type_hints
 
 from titanlite.models.decoder import (
     TENSOR_STYLES,
@@ -16,7 +16,7 @@ from titanlite.models.decoder import (
     flops_per_token,
     init,
 )
-from titanlite.models.family import Family, HuggingFace, Plan
+from titanlite.models.family import DecoderConfig, Family, HuggingFace, Plan
 from titanlite.models.hugging_face import (
     BLOCK_NAMES,
     FIELDS,
@@ -33,7 +33,7 @@ from titanlite.runtime.errors import Problem, require
 
 
 @dataclass(frozen=True)
-class Llama3Config:
+class Llama3Config(DecoderConfig):
     """Hyper-parameters of the llama3 family. Each may be given in [model] and overrides the flavor's value."""
 
     dim: int
@@ -66,7 +66,7 @@ class Llama3Config:
     """The output layer uses the embedding's weights."""
 
     @property
-    def head_dim(self) -> int:
+    def head_dim(self) -> int:  # type: ignore[override]
         """Width of one attention head."""
         return self.dim // self.n_heads
 
@@ -127,7 +127,6 @@ def plan(config: Llama3Config) -> Plan:
 
 
 def check(config: Llama3Config, seq_len: int, tp: int, pp: int) -> list[Problem]:
-    """Check the hyper-parameters for sequences of `seq_len` tokens and degrees tp and pp."""
     return [
         *check_decoder(config, seq_len, tp, pp, published="Llama 3"),
         *_check_width(config),
@@ -204,21 +203,14 @@ def config_from_json(fields: Mapping[str, Any]) -> Llama3Config:
     """Hyper-parameters in config.json. Raises UserError if a field is missing, invalid or not supported."""
     refuse_other(fields, {"mlp_bias": False})
     theta, scaling = rope_fields(fields, "llama3")
-    scaling_values: dict[str, Any] = {}
-    if scaling:
-        scaling_values = {
-            "rope_scaling_factor": read_field(scaling, "factor", float),
-            "rope_low_freq_factor": read_field(scaling, "low_freq_factor", float),
-            "rope_high_freq_factor": read_field(scaling, "high_freq_factor", float),
-            "rope_original_seq_len": read_field(scaling, "original_max_position_embeddings", int),
-        }
+    kinds = get_type_hints(Llama3Config)
+    present = SCALING_FIELDS if scaling else {}
+    scaling_values = {ours: read_field(scaling, theirs, kinds[ours]) for ours, theirs in present.items()}
     config = Llama3Config(rope_theta=theta, **decoder_values(fields), **scaling_values)
     refuse_invalid(check(config, 1, 1, 1), FIELDS | SCALING_FIELDS)
     refuse_other(fields, {"head_dim": config.head_dim})
     return config
 
-
-HUGGING_FACE = HuggingFace("llama", "LlamaForCausalLM", names, config_json, config_from_json)
 
 LLAMA3 = Family(
     name="llama3",
@@ -229,5 +221,5 @@ LLAMA3 = Family(
     plan=plan,
     init=init,
     flops_per_token=flops_per_token,
-    hugging_face=HUGGING_FACE,
+    hugging_face=HuggingFace("llama", "LlamaForCausalLM", names, config_json, config_from_json),
 )

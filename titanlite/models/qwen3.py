@@ -8,7 +8,7 @@ from typing import Any
 
 from titanlite.models.decoder import TENSOR_STYLES as DECODER_STYLES
 from titanlite.models.decoder import Decoder, check_decoder, check_sizes, decoder_plan, flops_per_token, init
-from titanlite.models.family import Family, HuggingFace, Plan, TensorStyle
+from titanlite.models.family import DecoderConfig, Family, HuggingFace, Plan, TensorStyle
 from titanlite.models.hugging_face import BLOCK_NAMES as DECODER_BLOCK_NAMES
 from titanlite.models.hugging_face import (
     FIELDS,
@@ -25,7 +25,7 @@ from titanlite.runtime.errors import Problem, require
 
 
 @dataclass(frozen=True)
-class Qwen3Config:
+class Qwen3Config(DecoderConfig):
     """Hyper-parameters of the qwen3 family. Each may be given in [model] and overrides the flavor's value."""
 
     dim: int
@@ -97,7 +97,6 @@ def plan(config: Qwen3Config) -> Plan:
 
 
 def check(config: Qwen3Config, seq_len: int, tp: int, pp: int) -> list[Problem]:
-    """Check the hyper-parameters for sequences of `seq_len` tokens and degrees tp and pp."""
     return [
         *check_decoder(config, seq_len, tp, pp, published="Qwen3"),
         *check_sizes(config, ["head_dim"]),
@@ -139,8 +138,6 @@ def config_from_json(fields: Mapping[str, Any]) -> Qwen3Config:
     return config
 
 
-HUGGING_FACE = HuggingFace("qwen3", "Qwen3ForCausalLM", names, config_json, config_from_json)
-
 QWEN3 = Family(
     name="qwen3",
     config_type=Qwen3Config,
@@ -150,5 +147,5 @@ QWEN3 = Family(
     plan=plan,
     init=init,
     flops_per_token=flops_per_token,
-    hugging_face=HUGGING_FACE,
+    hugging_face=HuggingFace("qwen3", "Qwen3ForCausalLM", names, config_json, config_from_json),
 )

@@ -89,8 +89,10 @@ class Mesh:
         for axis in DATA_AXES:
             self.data_degree *= self.degrees[axis]
             self.data_rank = self.data_rank * self.degrees[axis] + self.coordinate[axis]
-        self._device_mesh: DeviceMesh | None = None
-        self._data_group: dist.ProcessGroup | None = None
+        self.device_mesh: DeviceMesh
+        """torch's DeviceMesh with all AXES, also those of size 1. Set by `connect`."""
+        self.data_group: dist.ProcessGroup
+        """The ranks of the data axis. Set by `connect`."""
         self.groups: list[dist.ProcessGroup] = []
 
     def is_first(self, axes: Iterable[str]) -> bool:
@@ -115,23 +117,11 @@ class Mesh:
         """
         mesh = init_device_mesh(self.world.device_type, tuple(self.degrees.values()), mesh_dim_names=AXES)
         assert dist.group.WORLD is not None
-        self._device_mesh = mesh
-        self._data_group = mesh[DATA_AXES]._flatten("dp").get_group()
-        self.groups += [dist.group.WORLD, *(mesh.get_group(axis) for axis in AXES), self._data_group]
+        self.device_mesh = mesh
+        self.data_group = mesh[DATA_AXES]._flatten("dp").get_group()
+        self.groups += [dist.group.WORLD, *(mesh.get_group(axis) for axis in AXES), self.data_group]
         if timeout_s is not None:
             self.set_timeout(timeout_s)  # the default of a mesh's groups is 30 minutes
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """torch's DeviceMesh with all AXES, also those of size 1."""
-        assert self._device_mesh is not None, "the ranks are not connected"
-        return self._device_mesh
-
-    @property
-    def data_group(self) -> dist.ProcessGroup:
-        """The ranks of the data axis."""
-        assert self._data_group is not None, "the ranks are not connected"
-        return self._data_group
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The ranks that differ from this rank on `axis` only."""

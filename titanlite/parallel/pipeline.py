@@ -181,7 +181,8 @@ def _check_microbatches(section: ParallelismConfig, rows: int) -> list[Problem]:
             f"{key}.pp_microbatch_size = {max(n for n in range(1, size) if rows % n == 0)}",
         )
     microbatches = rows // size
-    needed = fewest_microbatches(section)
+    # With fewer than pp microbatches, any schedule leaves ranks idle; torch refuses to run these two.
+    needed = {"1F1B": section.pp, "DualPipeV": 2 * section.pp}.get(section.pp_schedule, 1)
     if microbatches < needed:
         return require(
             False,
@@ -204,11 +205,6 @@ def _check_microbatches(section: ParallelismConfig, rows: int) -> list[Problem]:
     return []
 
 
-def fewest_microbatches(section: ParallelismConfig) -> int:
-    """Minimum number of microbatches of the schedule. With fewer than pp, any schedule leaves ranks idle."""
-    return {"1F1B": section.pp, "DualPipeV": 2 * section.pp}.get(section.pp_schedule, 1)
-
-
 def _shortened(names: Sequence[str]) -> str:
     return ", ".join(names if len(names) <= 6 else [*names[:3], "…", *names[-2:]])
 
@@ -219,17 +215,12 @@ def assign_units(costs: Sequence[int], cuts: Sequence[int], stages: int) -> list
     cuts: index of the first unit of each stage except the first stage. If empty, minimizes the maximum stage cost, and
     among those splits the sum of squared stage costs.
     """
+    starts = [0, *cuts]
     if not cuts:
-        cuts = _balanced_cuts(costs, stages)
-    starts = [0, *cuts, len(costs)]
-    return [range(start, end) for start, end in pairwise(starts)]
-
-
-def _balanced_cuts(costs: Sequence[int], stages: int) -> list[int]:
-    totals = [0, *accumulate(costs)]
-    lowest, _ = _best_split(totals, stages, lambda so_far, cost: max(so_far, cost))
-    _, starts = _best_split(totals, stages, lambda so_far, cost: so_far + cost * cost if cost <= lowest else math.inf)
-    return starts[1:]
+        totals = [0, *accumulate(costs)]
+        most, _ = _best_split(totals, stages, max)
+        _, starts = _best_split(totals, stages, lambda so_far, cost: so_far + cost * cost if cost <= most else math.inf)
+    return [range(start, end) for start, end in pairwise([*starts, len(costs)])]
 
 
 def _best_split(totals: Sequence[int], stages: int, combine: Callable[[float, int], float]) -> tuple[float, list[int]]:
@@ -290,28 +281,6 @@ def keep_units_(model: nn.Module, plan: Plan, stage: range) -> Plan:
     return replace(plan, units=units, blocks={name: index for name, index in plan.blocks.items() if name in names})
 
 
-@dataclass(frozen=True)
-class StageShapes:
-    """Shapes of one microbatch on one rank.
-
-    tokens: (microbatch, seq_len). boundary: output of a stage for the next stage, (microbatch, seq_len / tp, dim), in
-    `dtype`. logits: (microbatch, seq_len, vocabulary).
-    """
-
-    tokens: tuple[int, int]
-    boundary: tuple[int, int, int]
-    logits: tuple[int, int, int]
-    dtype: torch.dtype
-
-    @staticmethod
-    def of_microbatch(
-        section: ParallelismConfig, *, seq_len: int, dim: int, vocab_size: int, dtype: torch.dtype
-    ) -> "StageShapes":
-        """Shapes for a model of width `dim`, computing in `dtype`."""
-        rows = section.pp_microbatch_size
-        return StageShapes((rows, seq_len), (rows, seq_len // section.tp, dim), (rows, seq_len, vocab_size), dtype)
-
-
 class Pipeline:
     """The stages of this rank and their schedule, for forward and backward passes of entire batches.
 
@@ -325,13 +294,26 @@ class Pipeline:
         mesh: DeviceMesh,
         device: torch.device,
         *,
-        shapes: StageShapes,
-        num_microbatches: int,
+        rows: int,
+        seq_len: int,
+        dim: int,
+        vocab_size: int,
+        dtype: torch.dtype,
         loss: Callable[[Tensor, Tensor, Tensor], Tensor],
     ) -> None:
-        """loss(logits, labels, num_valid): share of the mean loss of each row of a microbatch."""
+        """
+        rows: sequences of a batch. dim, dtype: width of the residual stream, and the dtype of its computation.
+        loss(logits, labels, num_valid): share of the mean loss of each row of a microbatch.
+        """
         indexes = local_stages(section, mesh["pp"].get_local_rank())
         last = num_stages(section) - 1
+        self._microbatch_size = section.pp_microbatch_size
+        tokens = torch.empty(self._microbatch_size, seq_len, dtype=torch.int64, device="meta")
+        self._boundary = tokens.new_empty(
+            self._microbatch_size, seq_len // section.tp, dim, dtype=dtype, requires_grad=True
+        )
+        """Output of a stage for the next stage, on the meta device."""
+        logits = tokens.new_empty(*tokens.shape, vocab_size, dtype=dtype, requires_grad=True)
         stages = [
             PipelineStage(
                 part,
@@ -339,8 +321,8 @@ class Pipeline:
                 last + 1,
                 device,
                 # Without these, torch infers shapes by an additional run of the model, which clears gradients.
-                input_args=_meta(shapes.tokens, torch.int64) if index == 0 else _meta(shapes.boundary, shapes.dtype),
-                output_args=_meta(shapes.logits if index == last else shapes.boundary, shapes.dtype),
+                input_args=tokens if index == 0 else self._boundary,
+                output_args=logits if index == last else self._boundary,
                 group=mesh.get_group("pp"),
             )
             for part, index in zip(model_parts, indexes, strict=True)
@@ -349,21 +331,19 @@ class Pipeline:
         self._parts = dict(zip(indexes, model_parts, strict=True))
         self._owners = stage_owners(section)
         self._group = mesh.get_group("pp")
-        self._shapes = shapes
         self._owns_first = 0 in indexes
         self.owns_last = last in indexes
         """Whether this rank has the last stage, which computes the losses."""
         self._row_shares: list[Tensor] = []
         self._loss = loss
         self._num_valid = torch.ones((), dtype=torch.int64, device=device)
-        shape = SCHEDULES[section.pp_schedule]
         if splits_backward(section):
             # Compiled backward passes would free buffers that the second half of a split backward still needs.
             torch._functorch.config.donated_buffer = False
         schedule = get_schedule_class(section.pp_schedule)
         self._schedule = schedule(
-            stages if shape.stages_per_rank > 1 else stages[0],
-            n_microbatches=num_microbatches,
+            stages if len(stages) > 1 else stages[0],
+            n_microbatches=rows // self._microbatch_size,
             loss_fn=self._microbatch_share,
             scale_grads=False,  # the loss is already divided by the valid tokens of the global batch
         )
@@ -397,10 +377,9 @@ class Pipeline:
         keys: see forward_backward. Does not use the schedule, which would keep the logits of all microbatches: stages
         compute and send one microbatch after the other.
         """
-        rows = self._shapes.tokens[0]
-        parts = [value.split(rows) for value in (batch.tokens, batch.labels, *keys.values())]
+        parts = [value.split(self._microbatch_size) for value in (batch.tokens, batch.labels, *keys.values())]
         tokens, labels, *values = parts
-        self._num_valid = torch.ones((), dtype=torch.int64, device=self._device)
+        one = torch.ones((), dtype=torch.int64, device=self._device)
         inputs = {(0, index): microbatch for index, microbatch in enumerate(tokens)}
         losses = []
         for computed in forward_timetable(self._owners, len(tokens)):
@@ -412,7 +391,7 @@ class Pipeline:
                 if stage + 1 < len(self._owners):
                     inputs[stage + 1, index] = out
                 else:
-                    losses.append(self._loss(out, labels[index], self._num_valid))
+                    losses.append(self._loss(out, labels[index], one))
             self._send_outputs(inputs, computed)
         return torch.cat(losses) if losses else torch.zeros(len(batch.labels), device=self._device)
 
@@ -431,7 +410,7 @@ class Pipeline:
                 sent = inputs.pop((stage + 1, index)).contiguous()
                 messages.append(dist.P2POp(dist.isend, sent, group=self._group, group_peer=receiver[0]))
             elif rank == receiver[0]:
-                received = torch.empty(self._shapes.boundary, dtype=self._shapes.dtype, device=self._device)
+                received = torch.empty_like(self._boundary, device=self._device, requires_grad=False)
                 messages.append(dist.P2POp(dist.irecv, received, group=self._group, group_peer=sender))
                 inputs[stage + 1, index] = received
         for work in dist.batch_isend_irecv(messages) if messages else ():
@@ -442,7 +421,3 @@ class Pipeline:
         shares = self._loss(logits, labels, self._num_valid)
         self._row_shares.append(shares.detach())
         return shares.sum()
-
-
-def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)

@@ -103,8 +103,8 @@ def recomputes(section: ActivationCheckpointConfig, index: int) -> bool:
 
 
 def _recomputed(forward: Callable[..., Any], section: ActivationCheckpointConfig) -> Callable[..., Any]:
-    by_op = section.mode == "selective" and section.selective_policy == "op"
-    options = {"context_fn": partial(create_selective_checkpoint_contexts, list(SAVED_OPS))} if by_op else {}
+    by_op = partial(create_selective_checkpoint_contexts, list(SAVED_OPS))
+    options = {"context_fn": by_op} if inside_compilation(section) else {}
     return partial(
         checkpoint,
         forward,

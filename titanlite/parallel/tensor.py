@@ -3,6 +3,7 @@
 import inspect
 import warnings
 from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -52,10 +53,8 @@ def apply_tensor_parallel(model: LanguageModel, plan: Plan, mesh: DeviceMesh, *,
 
 def tensor_style(plan: Plan, name: str) -> TensorStyle | None:
     """Style of the submodule `name` in the plan; None if it has no style."""
-    parts = name.split(".")
     for pattern, style in plan.tensor_styles.items():
-        wanted = pattern.split(".")
-        if len(wanted) == len(parts) and all(want in ("*", part) for want, part in zip(wanted, parts, strict=True)):
+        if fnmatchcase(name, pattern) and name.count(".") == pattern.count("."):
             return style
     return None
 

@@ -1,7 +1,7 @@
 """Agreement between ranks: work that raises on all ranks if it fails on one, and flags exchanged at each step."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -55,15 +55,6 @@ def describe_failure(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-class Flags(NamedTuple):
-    """A rank's flags at the end of a step; the agreed flags are the maximum over all ranks."""
-
-    stop: int = 0
-    """Number of the signal that requests a stop; 0: no request."""
-    save_failed: bool = False
-    """Whether a save has failed on this rank."""
-
-
 class Agreement:
     """The element-wise maximum of `count` integers over all ranks, one exchange late, to overlap with training.
 
@@ -95,27 +86,6 @@ class Agreement:
             work.wait()
         values: list[int] = self._values.tolist()
         return values
-
-
-class Control:
-    """Agreement of all ranks on Flags, one step late: all ranks act on the same flags at the same step."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """group: see Agreement."""
-        self._agreement = Agreement(group, len(Flags._fields))
-
-    def exchange(self, flags: Flags) -> Flags:
-        """Submit this rank's flags; returns the agreed flags of the previous step. A collective; errors: Agreement."""
-        return _flags(self._agreement.exchange(flags))
-
-    def finish(self) -> Flags:
-        """Return the flags of the last exchange; nothing is in flight afterwards. A collective; errors: Agreement."""
-        return _flags(self._agreement.finish())
-
-
-def _flags(values: Sequence[int]) -> Flags:
-    stop, save_failed = values
-    return Flags(stop, bool(save_failed))
 
 
 class FiniteData(Protocol):

@@ -3,7 +3,6 @@
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import shutil
 from collections import OrderedDict
@@ -14,8 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from titanlite.runtime.durability import sync_file
 from titanlite.runtime.errors import UserError
-
-logger = logging.getLogger("titanlite")
+from titanlite.runtime.logging import log
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -77,7 +75,7 @@ def _locked(path: Path, what: str) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.info("waiting for another process to build %s", what)
+            log.info("waiting for another process to build %s", what)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Literal, NoReturn, Self
@@ -100,31 +101,46 @@ class FailureReport:
 
 
 def end_on_interrupt() -> None:
-    """Make Ctrl-C end the process at once, with exit code 130 and one line from rank 0. For the main thread only.
-
-    A thread waits for the signal: Python's handlers only run between bytecode instructions, not while the main thread
-    blocks inside a library, such as in a collective with ranks that have ended.
-    """
-    if signal.getsignal(signal.SIGINT) is _leave_to_thread:
+    """Make Ctrl-C end the process at once, with exit code 130 and one line from rank 0. For the main thread only."""
+    if signal.getsignal(signal.SIGINT) is _block_main_thread:
         return
+    signal.set_wakeup_fd(receive_in_thread(_end_if_interrupted, "titanlite-interrupt"))
+    signal.signal(signal.SIGINT, _block_main_thread)
+
+
+def receive_in_thread(receive: Callable[[int], None], name: str) -> int:
+    """Start a thread that calls `receive` with each signal; returns the descriptor for signal.set_wakeup_fd.
+
+    Python's handlers only run between bytecode instructions of the main thread, not while it blocks inside a library,
+    such as in a collective with ranks that have ended.
+    """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer)
-    threading.Thread(target=_wait_for_interrupt, args=(reader,), name="titanlite-interrupt", daemon=True).start()
-    signal.signal(signal.SIGINT, _leave_to_thread)
+
+    def read() -> None:
+        while True:
+            for number in os.read(reader, 64):
+                receive(number)
+
+    threading.Thread(target=read, name=name, daemon=True).start()
+    return writer
 
 
-def _wait_for_interrupt(reader: int) -> None:
-    while signal.SIGINT not in os.read(reader, 64):
-        pass
+def end_by_signal(number: int, message: str) -> NoReturn:
+    """End the process at once, with a line from rank 0."""
     if os.environ.get("RANK", "0") == "0":
-        os.write(2, b"\ntitanlite: interrupted\n")
+        os.write(2, f"\ntitanlite: {message}\n".encode())
     time.sleep(INTERRUPTED_WAIT_S)
-    os._exit(130)
+    os._exit(128 + number)
 
 
-def _leave_to_thread(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    """Python's handler of SIGINT: block the main thread until the signal thread ends the process."""
+def _end_if_interrupted(number: int) -> None:
+    if number == signal.SIGINT:
+        end_by_signal(number, "interrupted")
+
+
+def _block_main_thread(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    """Python's handler of SIGINT: wait until the signal thread ends the process."""
     time.sleep(LAST_RESORT_S)
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 
-_PEAK_RESIDENT = re.compile(r"^VmHWM:\s*(\d+) kB$", re.MULTILINE)
-
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of this process so far.
@@ -20,10 +18,9 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     # VmHWM is preferred: in a forked process, ru_maxrss starts at the parent's size.
-    status = Path("/proc/self/status")
-    found = _PEAK_RESIDENT.search(status.read_text()) if status.exists() else None
-    if found:
-        return int(found[1]) * 1024
+    peak = _bytes_in("/proc/self/status", "VmHWM")
+    if peak is not None:
+        return peak
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss counts bytes on macOS, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -37,10 +34,16 @@ def device_memory_bytes(device: torch.device) -> int:
 
 def available_memory_bytes() -> int:
     """Return the available memory of this machine, at most that of its control group (Linux)."""
-    found = re.search(r"^MemAvailable:\s*(\d+) kB$", _text_of("/proc/meminfo"), re.MULTILINE)
-    free = int(found[1]) * 1024 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = _bytes_in("/proc/meminfo", "MemAvailable")
+    free = device_memory_bytes(torch.device("cpu")) if available is None else available
     limit, used = (_text_of(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
     return min(free, int(limit) - int(used)) if limit.isdecimal() and used.isdecimal() else free
+
+
+def _bytes_in(path: str, key: str) -> int | None:
+    """Value of the line "<key>: <number> kB" of a file in /proc; None if it is missing."""
+    found = re.search(rf"^{key}:\s*(\d+) kB$", _text_of(path), re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
 
 
 def _text_of(path: str) -> str:

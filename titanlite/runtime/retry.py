@@ -1,13 +1,13 @@
 """Retry reads that fail with a transient error, with exponential backoff."""
 
 import errno
-import logging
 import re
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.logging import log
 
 T = TypeVar("T")
 Sleep = Callable[[float], None]
@@ -28,8 +28,6 @@ TRANSIENT_STATUSES = {408, 425, 429, 500, 502, 503, 504}
 TRANSPORT_ERRORS = {"TransportError", "ClientConnectionError", "ClientPayloadError", "FSTimeoutError"}
 """Names of the base classes of connection errors in HTTP libraries. Names, since the version of huggingface_hub
 determines which of these libraries is installed."""
-
-logger = logging.getLogger("titanlite")
 
 
 def is_transient(error: BaseException) -> bool:
@@ -64,7 +62,7 @@ def retrying(what: str, read: Callable[[], T], delays_s: Sequence[float] = DELAY
         except Exception as error:
             if not is_transient(error):
                 raise
-            logger.warning("cannot read %s, retrying in %g s: %s", what, delay_s, reason(error))
+            log.warning("cannot read %s, retrying in %g s: %s", what, delay_s, reason(error))
         sleep(delay_s)
     try:
         return read()

@@ -5,13 +5,11 @@ Does not import torch.
 
 from __future__ import annotations
 
-import os
 import signal
-import threading
 import time
 from types import FrameType
 
-from titanlite.runtime.failure import INTERRUPTED_WAIT_S
+from titanlite.runtime.failure import end_by_signal, receive_in_thread
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # A signal often arrives twice: from a terminal or a scheduler, and forwarded by torchrun.
@@ -38,28 +36,18 @@ class StopRequest:
         return signal.Signals(self.number).name if self.number else None
 
     def activate(self) -> None:
-        """Start to record signals. To be called once, from the main thread.
-
-        A thread reads the signals: Python's handlers only run between bytecode instructions of the main thread, not
-        while it blocks inside a library, such as in a collective.
-        """
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        threading.Thread(target=self._read, args=(reader,), name="titanlite-stop-request", daemon=True).start()
+        """Start to record signals. To be called once, from the main thread."""
+        descriptor = receive_in_thread(self._receive, "titanlite-stop-request")
         # This order loses no signal: until the new descriptor is set, the thread of end_on_interrupt ends the process
         # on SIGINT, and SIGTERM has its default action. Afterwards, that thread receives no more signals.
         _leave_to_thread(signal.SIGINT)
-        signal.set_wakeup_fd(writer)
+        signal.set_wakeup_fd(descriptor)
         _leave_to_thread(signal.SIGTERM)
         _leave_to_thread(signal.SIGUSR1)
 
-    def _read(self, reader: int) -> None:
-        while True:
-            for number in os.read(reader, 64):
-                if number in STOP_SIGNALS:
-                    self._receive(number)
-
     def _receive(self, number: int) -> None:
+        if number not in STOP_SIGNALS:
+            return
         self.number = self.number or number
         if number == signal.SIGUSR1:
             return
@@ -67,14 +55,7 @@ class StopRequest:
         if self._requested_at is None:
             self._requested_at = now
         elif now - self._requested_at > SAME_SIGNAL_S:
-            _end_at_once(number)
-
-
-def _end_at_once(number: int) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        os.write(2, f"\ntitanlite: second {signal.Signals(number).name}: exiting at once\n".encode())
-    time.sleep(INTERRUPTED_WAIT_S)
-    os._exit(128 + number)
+            end_by_signal(number, f"second {signal.Signals(number).name}: exiting at once")
 
 
 def _leave_to_thread(signum: signal.Signals) -> None:

@@ -11,7 +11,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.check import check_data, check_tokenizer
 from titanlite.data.config import PIECE_BYTES_PER_POSITION, DataConfig
 from titanlite.data.corpus import Texts
-from titanlite.data.kinds import open_source, text_sources
+from titanlite.data.kinds import open_source
 from titanlite.data.preparation import bad_row_policy
 from titanlite.data.sources.pieces import BadRowError
 from titanlite.models.registry import resolve_model
@@ -26,8 +26,8 @@ def config_of_data(
 ) -> JobConfig:
     """The configuration of a command that reads its data: options.config, then --section.key value.
 
-    Checks both and the options. Raises ConfigError. reads_tokens: the command reads data as training does: any kind of source is valid, and the vocabulary must fit the
-    model.
+    Checks both and the options. Raises ConfigError. reads_tokens: the command reads data as training does: any kind of
+    source is valid, and the vocabulary must fit the model.
     """
     config, problems = parse_config(["--job.config_file", options.config, *overrides])
     if not problems:  # else these checks would also report problems of the defaults that replace invalid values
@@ -51,11 +51,6 @@ def _check_text(section: DataConfig) -> list[Problem]:
     opened = [open_source(source) for source in section.sources]
     keys = [f"data.sources.{n}.kind" for n, source in enumerate(opened) if source.holds == "tokens"]
     return [Problem(key, "tokens", rule, remedy) for key in keys]
-
-
-def open_texts(config: JobConfig) -> Texts:
-    """The sources' text, cut into the same pieces as in training."""
-    return Texts(text_sources(config.data.sources), piece_bytes(config))
 
 
 def piece_bytes(config: JobConfig) -> int:

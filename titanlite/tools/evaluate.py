@@ -105,9 +105,7 @@ def main(argv: Sequence[str]) -> None:
         failure.store = connect(world, CommConfig())
         saved = verified_run(options.run, world, failure.store)
         with reading(saved.path):
-            tokenizer = saved.tokenizer_at(options.tokenizer) if options.tokenizer else saved.tokenizer()
-            if tokenizer is not None:
-                saved.require_room(tokenizer, options.tokenizer)
+            tokenizer = saved.tokenizer_for(options.tokenizer)
             config = evaluated_config(saved, options, overrides, world, has_tokenizer=tokenizer is not None)
             found = evaluate(config, saved, tokenizer, world, failure.store, failure)
         if world.rank == 0:

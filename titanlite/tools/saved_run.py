@@ -92,29 +92,28 @@ class SavedRun:
             raise UserError(f"{self.path} was trained with a different tokenizer than {found.description}")
         return found
 
-    def tokenizer_at(self, path: str) -> Tokenizer:
-        """The tokenizer at `path`, a value of --tokenizer. Logs a warning if it is not the run's.
+    def tokenizer_for(self, path: str | None) -> Tokenizer | None:
+        """The tokenizer at `path`, the value of --tokenizer, with a warning if it is not the run's; None: `tokenizer()`.
 
-        Raises ConfigError if the file is missing or the tokenizer has more tokens than the model.
+        Raises ConfigError if the file is missing, or if the tokenizer has more tokens than the model, as the one of an
+        imported run may have.
         """
-        if not tokenizer_file(path).is_file():
+        if path is None:
+            tokenizer = self.tokenizer()
+        elif not tokenizer_file(path).is_file():
             rule = "a tokenizer.json, or a folder that contains one"
             raise ConfigError([Problem("--tokenizer", path, rule, "omit it to use the run's own tokenizer")])
-        section = self.config.tokenizer
-        tokenizer = Tokenizer(tokenizer_file(path), bos=section.bos, eos=section.eos)
-        self.require_room(tokenizer, path)
-        if self.manifest.facts["tokenizer"] not in (None, tokenizer.fingerprint):
-            log.warning("%s was trained with a different tokenizer than %s", self.path, tokenizer.description)
-        return tokenizer
-
-    def require_room(self, tokenizer: Tokenizer, path: str | None) -> None:
-        """Raises ConfigError if the tokenizer has more tokens than the model. path: see `tokenizer_at`; None: the run's
-        own tokenizer, which may be too large in an imported run."""
+        else:
+            section = self.config.tokenizer
+            tokenizer = Tokenizer(tokenizer_file(path), bos=section.bos, eos=section.eos)
+            if self.manifest.facts["tokenizer"] not in (None, tokenizer.fingerprint):
+                log.warning("%s was trained with a different tokenizer than %s", self.path, tokenizer.description)
         vocab_size = self.hyper_parameters.vocab_size
-        if tokenizer.vocab_size > vocab_size:
+        if tokenizer is not None and tokenizer.vocab_size > vocab_size:
             rule = f"at most the model's vocab_size = {vocab_size} tokens; it has {tokenizer.vocab_size}"
             remedy = "pass the path of the tokenizer that the run was trained with"
             raise ConfigError([Problem("--tokenizer", path, rule, remedy)])
+        return tokenizer
 
     def _tokenizer_copies(self) -> list[Path]:
         """Candidate paths of the dump folder's copy: above the path as given, and above it with links resolved."""

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from titanlite.config.fields import literal
 from titanlite.data.bpe import MIN_VOCAB_SIZE, QUICKSTART_VOCAB_SIZE, train_bpe
+from titanlite.data.corpus import Texts
+from titanlite.data.kinds import text_sources
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import ranged
 from titanlite.tools.command import (
@@ -16,7 +18,7 @@ from titanlite.tools.command import (
     require_new,
     run_command,
 )
-from titanlite.tools.documents import UsableRows, config_of_data, open_texts, pieces_with_progress
+from titanlite.tools.documents import UsableRows, config_of_data, piece_bytes, pieces_with_progress
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
     options, overrides = read_options_and_overrides(Options, argv, "train-tokenizer")
     config = config_of_data(options, overrides, needs_tokenizer=False)
     require_new(options.out)
-    texts, rows = open_texts(config), UsableRows(config.data)
+    texts, rows = Texts(text_sources(config.data.sources), piece_bytes(config)), UsableRows(config.data)
     with appears_complete(options.out) as folder:
         folder.mkdir()
         read = (texts.read(piece) for piece in pieces_with_progress(texts, "reading"))

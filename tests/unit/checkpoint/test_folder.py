@@ -8,7 +8,6 @@ import pytest
 
 from tests.unit.checkpoint.making import KILLER, content_of, make, write_unpublished
 from titanlite.checkpoint.folder import (
-    DELETED_MANIFEST,
     clear_leftovers,
     complete_manifest,
     delete,
@@ -150,11 +149,9 @@ def test_clear_leftovers_removes_and_returns_leftovers(tmp_path: Path) -> None:
     make(tmp_path, 5)
     write_unpublished(tmp_path, 10)
     make(tmp_path, 3).rename(tmp_path / ".step-3.deleting")
-    path = make(tmp_path, 4)
-    (path / MANIFEST_FILE).rename(path / DELETED_MANIFEST)
     (tmp_path / ".step-6.writing").mkdir()
     kept = content_of(step_folder(tmp_path, 5))
-    assert clear_leftovers(tmp_path) == [".step-10.writing", ".step-3.deleting", ".step-6.writing", "step-4"]
+    assert clear_leftovers(tmp_path) == [".step-10.writing", ".step-3.deleting", ".step-6.writing"]
     assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
     assert content_of(step_folder(tmp_path, 5)) == kept
 
@@ -182,10 +179,11 @@ def test_a_deletion_killed_at_any_operation_is_completed_later(tmp_path: Path, s
         make(folder, 10)
         with KILLER.at(operation) as killed:
             delete(folder, 5)
-        if operation == 0:
-            assert completeness(folder) == {5: True, 10: True}
+        found = completeness(folder)
+        assert found in ({5: True, 10: True}, {10: True})
+        if 5 in found:
+            assert stale or operation == 0
             continue
-        assert completeness(folder) == {10: True}
         left = {entry.name for entry in folder.iterdir()} - {"step-10"}
         assert set(clear_leftovers(folder)) == left
         assert [entry.name for entry in folder.iterdir()] == ["step-10"]
@@ -201,8 +199,6 @@ def test_clear_leftovers_killed_at_any_operation_can_be_repeated(tmp_path: Path)
         folder = tmp_path / str(operation)
         write_unpublished(folder, 10)
         make(folder, 3).rename(folder / ".step-3.deleting")
-        path = make(folder, 3)
-        (path / MANIFEST_FILE).rename(path / DELETED_MANIFEST)
         make(folder, 5)
         with KILLER.at(operation) as killed:
             clear_leftovers(folder)

@@ -43,7 +43,7 @@ class FakeCorpus:
 
 
 def permutation_of(corpus: FakeCorpus) -> Permutation:
-    return Permutation(corpus.count, seeds=(3, 0), shuffle=True, block_pieces=8)
+    return Permutation(corpus.count, (3, 0), block_pieces=8)
 
 
 def make_stream(

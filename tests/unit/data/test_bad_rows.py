@@ -11,10 +11,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
+from tests.unit.data.ranks import RankRow, Ranks, build_ranks
 from titanlite.data.config import DataConfig
-from titanlite.data.loader import Loader, build_loader
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import DataError
@@ -118,67 +117,25 @@ def source_of(case: Case, folder: Path) -> SourceConfig:
     return SourceConfig(kind, path=str(folder), document=document, epochs=2, streaming=case.streaming)  # type: ignore[arg-type]
 
 
-class Run:
-    """The loaders of all data ranks of a mesh, in one process."""
-
-    def __init__(
-        self,
-        source: SourceConfig,
-        tokenizer: Tokenizer,
-        degree: int,
-        skip: bool,
-        limit: int = 100,
-        max_piece_bytes: int = MAX_PIECE_BYTES,
-    ) -> None:
-        section = DataConfig(
-            num_streams=STREAMS,
-            max_piece_bytes=max_piece_bytes,
-            on_bad_row="skip" if skip else "error",
-            max_bad_rows=limit,
-            sources=(source,),
-        )
-        facts = {"seq_len": SEQ_LEN, "vocab_size": 300, "global_batch_size": STREAMS, "local_batch_size": 1}
-        ranks = range(degree)
-        self.loaders: list[Loader] = [
-            build_loader(section, tokenizer, **facts, data_rank=rank, data_degree=degree) for rank in ranks
-        ]
-
-    def step(self) -> tuple[list[list[int]], int]:
-        """The tokens of the next step in the run's order, and the bad rows so far. Raises the first DataError."""
-        parts, errors = [], []
-        for loader in self.loaders:
-            try:
-                parts.append([row for batch in loader.next_step() for row in batch.tokens.tolist()])
-            except DataError as error:
-                errors.append(error)
-        if errors:
-            raise min(errors, key=lambda error: error.sequence)
-        rows = [row for same_place in zip(*parts, strict=True) for row in same_place]
-        return rows, sum(loader.bad_rows for loader in self.loaders)
-
-    @property
-    def ended(self) -> bool:
-        return all(all(loader.ended) for loader in self.loaders)
-
-    def state(self) -> torch.Tensor:
-        state = torch.empty((STREAMS, 5), dtype=torch.int64)
-        for loader in self.loaders:
-            state[list(loader.stream_ids)] = loader.state()
-        return state
-
-    def close(self) -> None:
-        for loader in self.loaders:
-            loader.close()
+def ranks_of(source: SourceConfig, tokenizer: Tokenizer, degree: int, skip: bool, **changes: int) -> Ranks:
+    settings = {"max_piece_bytes": MAX_PIECE_BYTES, **changes}
+    section = DataConfig(num_streams=STREAMS, on_bad_row="skip" if skip else "error", sources=(source,), **settings)
+    return build_ranks(section, tokenizer, degree, seq_len=SEQ_LEN, global_batch_size=STREAMS)
 
 
-def until_error(run: Run) -> tuple[int, str]:
+def step(run: Ranks) -> tuple[list[RankRow], int]:
+    """The rows of the next step, and the bad rows so far."""
+    return run.step(), run.bad_rows
+
+
+def until_error(run: Ranks) -> tuple[int, str]:
     """The step and the message of the first DataError."""
-    for step in range(1000):
+    for number in range(1000):
         try:
             run.step()
         except DataError as error:
             run.close()
-            return step, str(error)
+            return number, str(error)
     pytest.fail("there was no error")
 
 
@@ -195,7 +152,7 @@ def marked_cases() -> Iterator[Any]:
 @pytest.mark.parametrize("case", [*marked_cases()])
 def test_a_bad_row_is_found_at_the_same_step_on_every_mesh(case: Case, tmp_path: Path, tokenizer: Tokenizer) -> None:
     source = source_of(case, tmp_path / "corpus")
-    failures = [until_error(Run(source, tokenizer, degree, skip=False)) for degree in (1, 2, 4)]
+    failures = [until_error(ranks_of(source, tokenizer, degree, skip=False)) for degree in (1, 2, 4)]
     assert failures[0] == failures[1] == failures[2]
     message = failures[0][1]
     assert message.startswith("bad row: ")
@@ -205,23 +162,22 @@ def test_a_bad_row_is_found_at_the_same_step_on_every_mesh(case: Case, tmp_path:
         assert all(part in message for part in where)
     assert any(reason in message for _, reason in case.faults)
 
-    steps, runs = [], [Run(source, tokenizer, degree, skip=True) for degree in (1, 2, 4)]
+    steps, runs = [], [ranks_of(source, tokenizer, degree, skip=True) for degree in (1, 2, 4)]
     states = []
     while not runs[0].ended:
         states.append(runs[0].state())
-        steps.append(runs[0].step())
-        assert steps[-1] == runs[1].step() == runs[2].step()
+        steps.append(step(runs[0]))
+        assert steps[-1] == step(runs[1]) == step(runs[2])
     assert steps[-1][1] == len(case.faults)  # counted once over two epochs
-    resumed = Run(source, tokenizer, 2, skip=True)
+    resumed = ranks_of(source, tokenizer, 2, skip=True)
     for begin in (failures[0][0], failures[0][0] + 1, len(steps) - 1):
-        for loader in resumed.loaders:
-            loader.load_state(states[begin])
-        assert [resumed.step() for _ in steps[begin:]] == steps[begin:]
+        resumed.load_state(states[begin])
+        assert [step(resumed) for _ in steps[begin:]] == steps[begin:]
     for run in (*runs, resumed):
         run.close()
 
-    step, message = until_error(Run(source, tokenizer, 2, skip=True, limit=0))
-    assert step == failures[0][0]
+    number, message = until_error(ranks_of(source, tokenizer, 2, skip=True, max_bad_rows=0))
+    assert number == failures[0][0]
     assert message.startswith("more than data.max_bad_rows = 0 bad rows; the last one: ")
 
 
@@ -248,9 +204,9 @@ def test_a_line_of_10_mb_is_trained_on_in_pieces(kind: str, tmp_path: Path, toke
     text = "".join(f"{n} the model reads a few words and learns{end}" for n in range(LONG_BYTES // 45))
     line = text.encode() if kind == "text" else json.dumps({"text": text}).encode()
     source = source_of(Case(kind, "", table(text) if "parquet" in kind else line, ()), tmp_path / "corpus")
-    run = Run(source, tokenizer, 1, skip=False, max_piece_bytes=1024)
+    run = ranks_of(source, tokenizer, 1, skip=False, max_piece_bytes=1024)
     tracemalloc.start()
-    rows = [tuple(row) for _ in range(80) for row in run.step()[0]]
+    rows = [tuple(tokens) for _ in range(80) for _, _, tokens, _ in run.step()]
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     run.close()

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from tests.unit.data.ranks import RankRow, build, build_ranks
 from titanlite.data.config import DataConfig
 from titanlite.data.ledger import Ledger, ledger_files, read_ledger
-from titanlite.data.loader import Loader, build_loader
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.streams import Origin
 from titanlite.data.tokenizer import Tokenizer
@@ -53,30 +52,17 @@ class Run:
 
     def __init__(self, section: DataConfig, tokenizer: Tokenizer, folder: Path, degree: int, packing: str) -> None:
         config = DataConfig(**vars(section) | {"packing": packing})
-        facts = {"seq_len": 12, "vocab_size": 300, "global_batch_size": 8, "local_batch_size": 1}
-        self.loaders = [
-            build_loader(config, tokenizer, **facts, data_rank=rank, data_degree=degree) for rank in range(degree)
-        ]
+        self.ranks = build_ranks(config, tokenizer, degree, seq_len=12)
         self.ledgers = [Ledger(folder, data_rank=rank, data_degree=degree) for rank in range(degree)]
 
-    def step(self, number: int) -> dict[int, Any]:
-        """Sequence number -> (tokens, labels) of one step."""
-        rows = {}
-        for loader, rank_ledger in zip(self.loaders, self.ledgers, strict=True):
-            for batch in loader.next_step():
-                for n, tokens, labels in zip(batch.sequences.tolist(), batch.tokens, batch.labels, strict=True):
-                    rows[n] = (tokens.tolist(), labels.tolist())
+    def step(self, number: int) -> list[RankRow]:
+        rows = self.ranks.step()
+        for loader, rank_ledger in zip(self.ranks.loaders, self.ledgers, strict=True):
             rank_ledger.write(number, loader.sequences, loader.origins)
         return rows
 
-    def state(self) -> torch.Tensor:
-        state = torch.zeros(STREAMS, self.loaders[0].state().shape[1], dtype=torch.int64)
-        for loader in self.loaders:
-            state[list(loader.stream_ids)] = loader.state()
-        return state
-
     def close(self) -> None:
-        for part in (*self.loaders, *self.ledgers):
+        for part in (self.ranks, *self.ledgers):
             part.close()
 
 
@@ -91,8 +77,8 @@ def test_a_killed_run_has_the_ledger_of_an_uninterrupted_one(
     (tmp_path / "killed").mkdir()
     reference = Run(section, tokenizer, tmp_path / "reference", 1, packing)
     expected = {number: reference.step(number) for number in range(1, STEPS + 1)}
-    assert len({tuple(origin) for origin in reference.loaders[0].origins}) > 1
-    assert reference.state()[:, ::5].max(0).values.min() >= 1, "not all sources have crossed epochs"
+    assert len({tuple(origin) for origin in reference.ranks.loaders[0].origins}) > 1
+    assert reference.ranks.state()[:, ::5].max(0).values.min() >= 1, "not all sources have crossed epochs"
     reference.close()
 
     saved, saved_at, done = None, 0, 0
@@ -101,12 +87,11 @@ def test_a_killed_run_has_the_ledger_of_an_uninterrupted_one(
             keep_rows(file, saved_at)
         run = Run(section, tokenizer, tmp_path / "killed", rng.choice([1, 2, 4]), packing)
         if saved is not None:
-            for loader in run.loaders:
-                loader.load_state(saved)
+            run.ranks.load_state(saved)
         for done in range(saved_at + 1, min(STEPS, saved_at + rng.randrange(1, 12)) + 1):
             assert run.step(done) == expected[done]
             if rng.random() < 0.4 or done == STEPS:
-                saved, saved_at = run.state(), done
+                saved, saved_at = run.ranks.state(), done
         run.close()  # the steps since the last save are lost
     assert list(read_ledger(tmp_path / "killed")) == list(read_ledger(tmp_path / "reference"))
     assert [step for step, _ in read_ledger(tmp_path / "killed")] == list(range(1, STEPS + 1))
@@ -115,14 +100,8 @@ def test_a_killed_run_has_the_ledger_of_an_uninterrupted_one(
 def test_origins_locate_the_tokens(write_jsonl: Callable[..., Path], tokenizer: Tokenizer) -> None:
     texts = [f"{n} reads a few words {n}" for n in range(9)]
     source = SourceConfig(kind="jsonl", path=str(write_jsonl(texts)), epochs=2)
-    facts = {"seq_len": 7, "vocab_size": 300, "global_batch_size": 2, "local_batch_size": 2}
-    loader: Loader = build_loader(
-        DataConfig(num_streams=2, max_piece_bytes=999, sources=(source,)),
-        tokenizer,
-        **facts,
-        data_rank=0,
-        data_degree=1,
-    )
+    section = DataConfig(num_streams=2, max_piece_bytes=999, sources=(source,))
+    loader = build(section, tokenizer, seq_len=7, global_batch_size=2, local_batch_size=2)
     seen = 0
     while not loader.ended[0]:
         (batch,) = loader.next_step()
@@ -147,7 +126,7 @@ def test_the_ledger_is_printed(tmp_path: Path, capsys: Any) -> None:
         {"step": 1, "sequences": [[0, 0, 0, 5, 0], [1, 0, 0, 5, 1]]},
         {"step": 2, "sequences": [[2, 0, 0, 5, 0], [3, 0, 0, 5, 1]]},
     ]
-    with pytest.raises(UsageError, match="--data.ledger true"):
+    with pytest.raises(UsageError, match=r"--data\.ledger true"):
         ledger.main([str(tmp_path / "none")])
 
 

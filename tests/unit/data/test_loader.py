@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from tests.unit.data.fake_corpus import FakeCorpus, expected_sequences, permutation_of
+from tests.unit.data.ranks import Ranks, build
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.data import preparation
 from titanlite.data.check import check_data
 from titanlite.data.config import DataConfig
 from titanlite.data.indexed import IndexedPieces
-from titanlite.data.loader import Loader, build_loader
+from titanlite.data.loader import Loader
 from titanlite.data.preparation import Assignment, SourceOrder
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
@@ -61,20 +62,9 @@ def make(corpus: FakeCorpus, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def steps_of(loaders: list[Loader], count: int) -> list[list[tuple[list[int], list[int], int]]]:
-    """The (tokens, labels, sequence) rows of each global step, merged from all ranks in the run's order."""
-    steps = []
-    for _ in range(count):
-        rows = [[row for batch in loader.next_step() for row in zip(*batch[:3], strict=True)] for loader in loaders]
-        interleaved = [row for same_place in zip(*rows, strict=True) for row in same_place]
-        steps.append([(tokens.tolist(), labels.tolist(), int(number)) for tokens, labels, number in interleaved])
-    return steps
-
-
-def global_state(loaders: list[Loader]) -> torch.Tensor:
-    state = torch.full((STREAMS, 5), -1, dtype=torch.int64)
-    for loader in loaders:
-        state[list(loader.stream_ids)] = loader.state()
-    return state
+    """The (tokens, labels, sequence) rows of each global step, in the run's order."""
+    steps = [Ranks(loaders).step() for _ in range(count)]
+    return [[(tokens, labels, number) for number, _, tokens, labels in rows] for rows in steps]
 
 
 @pytest.mark.parametrize("global_batch_size", [8, 16, 4])
@@ -102,7 +92,7 @@ def test_steps_are_the_same_on_every_mesh(make: Any, global_batch_size: int) -> 
         loaders = [make(rank, degree, **facts) for rank in range(degree)]
         assert steps_of(loaders, 12) == expected, (degree, local_batch_size)
         assert sum(loader.bad_rows for loader in loaders) == reference.bad_rows > 0
-        assert torch.equal(global_state(loaders), reference.state())
+        assert torch.equal(Ranks(loaders).state(), reference.state())
 
 
 def test_shapes_of_batches(make: Any) -> None:
@@ -124,8 +114,8 @@ def test_resume_on_another_mesh_is_exact(make: Any, epochs: int) -> None:
         time.sleep(0.01)  # let the threads prefetch
         second = [make(rank, after, local_batch_size=1, epochs=epochs) for rank in range(after)]
         for loader in second:
-            loader.load_state(global_state(first))
-        assert torch.equal(global_state(second), global_state(first))
+            loader.load_state(Ranks(first).state())
+        assert torch.equal(Ranks(second).state(), Ranks(first).state())
         assert steps_of(second, 20 - stop) == reference[stop:], (before, after, stop)
         for loader in (*first, *second):
             loader.close()
@@ -155,7 +145,7 @@ def test_resume_within_a_round_of_the_streams(make: Any, stop: int) -> None:
     steps_of(first, stop)
     second = [make(rank, 4, global_batch_size=4, local_batch_size=1) for rank in range(4)]
     for loader in second:
-        loader.load_state(global_state(first))
+        loader.load_state(Ranks(first).state())
     assert steps_of(second, 8 - stop) == reference[stop:]
 
 
@@ -252,11 +242,6 @@ def test_wait_time_is_measured(make: Any, corpus: FakeCorpus) -> None:
 def write_words(write_jsonl: Callable[..., Path], rows: int) -> SourceConfig:
     texts = [" ".join(WORDS[n % 6 :] + WORDS[: n % 6]) + f" {n}" for n in range(rows)]
     return SourceConfig(kind="jsonl", path=str(write_jsonl(texts)))
-
-
-def build(section: DataConfig, tokenizer: Tokenizer | None, **changes: Any) -> Loader:
-    facts = {"seq_len": 16, "vocab_size": 300, "global_batch_size": 4, "local_batch_size": 2, "data_rank": 0}
-    return build_loader(section, tokenizer, **facts | {"data_degree": 1} | changes)
 
 
 def test_sources_of_the_same_name_are_numbered(write_jsonl: Callable[..., Path], tokenizer: Tokenizer) -> None:

@@ -22,33 +22,33 @@ def test_the_order_never_changes() -> None:
     """If this fails, resumed runs change their data: STREAM_VERSION must change, too."""
     assert STREAM_VERSION == 2
     assert shuffled(10, 0).tolist() == SHUFFLED
-    assert order(Permutation(17, seeds=(5, 0), shuffle=True, block_pieces=6), 1) == ORDER
+    assert order(Permutation(17, (5, 0), block_pieces=6), 1) == ORDER
 
 
 @pytest.mark.parametrize("count", [1, 7, 100, 53])
 @pytest.mark.parametrize("block_pieces", [1, 8, 1000])
 def test_each_epoch_has_every_piece_once(count: int, block_pieces: int) -> None:
-    permutation = Permutation(count, seeds=(1,), shuffle=True, block_pieces=block_pieces)
+    permutation = Permutation(count, (1,), block_pieces=block_pieces)
     for epoch in range(3):
         assert sorted(order(permutation, epoch)) == list(range(count))
 
 
 def test_epochs_and_seeds_differ() -> None:
-    one, other = (Permutation(200, seeds=(seed,), shuffle=True, block_pieces=64) for seed in (0, 1))
+    one, other = (Permutation(200, (seed,), block_pieces=64) for seed in (0, 1))
     orders = [order(one, 0), order(one, 1), order(other, 0), order(other, 1)]
     assert len({tuple(o) for o in orders}) == 4
     assert orders[0] == order(one, 0)
 
 
 def test_positions_may_be_read_in_any_order() -> None:
-    permutation = Permutation(500, seeds=(0,), shuffle=True, block_pieces=8)
+    permutation = Permutation(500, (0,), block_pieces=8)
     expected = order(permutation, 0)
-    again = Permutation(500, seeds=(0,), shuffle=True, block_pieces=8)
+    again = Permutation(500, (0,), block_pieces=8)
     assert [again.piece(0, position) for position in reversed(range(500))] == expected[::-1]
 
 
 def test_pieces_are_shuffled_within_contiguous_blocks() -> None:
-    pieces = order(Permutation(1000, seeds=(0,), shuffle=True, block_pieces=100), 0)
+    pieces = order(Permutation(1000, (0,), block_pieces=100), 0)
     blocks = [pieces[n : n + 100] for n in range(0, 1000, 100)]
     assert all(max(block) - min(block) == 99 for block in blocks)
     assert sorted(block[0] // 100 for block in blocks) == list(range(10))
@@ -57,9 +57,9 @@ def test_pieces_are_shuffled_within_contiguous_blocks() -> None:
 
 
 def test_without_shuffle_the_order_is_that_of_the_source() -> None:
-    assert order(Permutation(8, seeds=(9,), shuffle=False), 4) == list(range(8))
+    assert order(Permutation(8, ()), 4) == list(range(8))
 
 
 def test_first_positions_are_uniform() -> None:
-    firsts = [Permutation(4, seeds=(seed,), shuffle=True).piece(0, 0) for seed in range(4000)]
+    firsts = [Permutation(4, (seed,)).piece(0, 0) for seed in range(4000)]
     assert np.abs(np.bincount(firsts, minlength=4) - 1000).max() < 150

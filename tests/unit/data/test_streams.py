@@ -241,7 +241,7 @@ class OneDocument(FakeCorpus):
 def test_consecutive_parts_of_a_document_are_one_document(num_streams: int, positions: list[int]) -> None:
     """Piece 1 continues the document of piece 0; piece 2 does not continue piece 0."""
     corpus = OneDocument([3, 3, 3, 3])
-    permutation = Permutation(4, seeds=(0,), shuffle=False)
+    permutation = Permutation(4, ())
     pieces = IndexedPieces(corpus, permutation, 0, num_streams=num_streams, name="one", epochs=1)
     stream = SourceStream(pieces, seq_len=6, packing="concatenate", policy=BadRowPolicy(False, 0))
     row = empty_row(6, positions=True)

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.data import ranks
 from titanlite.batch import IGNORE_INDEX
 from titanlite.data.config import DataConfig
-from titanlite.data.loader import Loader, build_loader
+from titanlite.data.loader import Loader
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.tokens import Tokens, find_invalid, open_tokens
 from titanlite.runtime.errors import Problem, UserError
@@ -25,8 +26,7 @@ def check_content(source: SourceConfig, vocab_size: int) -> list[Problem]:
 
 def build(*sources: SourceConfig, num_streams: int = 2, shuffle: bool = False, **changes: Any) -> Loader:
     section = DataConfig(num_streams=num_streams, max_piece_bytes=100, shuffle=shuffle, sources=sources)
-    facts = {"seq_len": SEQ_LEN, "vocab_size": 5000, "global_batch_size": 2, "local_batch_size": 1, "data_rank": 0}
-    return build_loader(section, None, **facts | {"data_degree": 1} | changes)
+    return ranks.build(section, None, **{"seq_len": SEQ_LEN, "vocab_size": 5000, "global_batch_size": 2, **changes})
 
 
 def rows(loader: Loader, steps: int) -> list[tuple[list[int], list[int]]]:

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.data.ranks import build
 from titanlite.data.config import DataConfig
-from titanlite.data.loader import Loader, build_loader
+from titanlite.data.loader import Loader
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.workers import WorkerPool
@@ -42,8 +43,7 @@ def make(section: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[..., Lo
 
     def one(num_workers: int, **changes: Any) -> Loader:
         config = DataConfig(**vars(section) | {"num_workers": num_workers} | changes)
-        facts = {"seq_len": 16, "vocab_size": 300, "global_batch_size": 6, "local_batch_size": 2}
-        made.append(build_loader(config, tokenizer, **facts, data_rank=0, data_degree=1))
+        made.append(build(config, tokenizer, global_batch_size=6, local_batch_size=2))
         return made[-1]
 
     yield one

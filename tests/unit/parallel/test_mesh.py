@@ -81,13 +81,6 @@ def test_data_ranks_are_ordered_by_replica_then_shard() -> None:
     assert [3 * replica + shard for replica, shard in places] == [mesh.data_rank for mesh in found]
 
 
-def test_groups_require_connected_ranks() -> None:
-    (mesh,) = meshes(ParallelismConfig(), 1)
-    assert mesh.groups == []
-    with pytest.raises(AssertionError, match="not connected"):
-        mesh.group("pp")
-
-
 @pytest.mark.parametrize("reads_other_rows", [False, True])
 def test_an_added_axis_is_supported(reads_other_rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Data ranks, data leaders and loss leaders with an added axis, on 2 x 2 x 2 x 2 x 2 ranks."""

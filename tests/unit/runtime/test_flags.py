@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import run_ranks
-from titanlite.runtime.agreement import Control, Flags
+from titanlite.runtime.agreement import Agreement
 from titanlite.runtime.launch import RankError
 
 # Flags of each rank at the end of each step, and the agreed flags at the end of the next step.
 FLAGS = [
-    [Flags(), Flags(), Flags(stop=2), Flags(stop=2), Flags()],
-    [Flags(), Flags(save_failed=True), Flags(), Flags(stop=15), Flags()],
+    [[0, 0], [0, 0], [2, 0], [2, 0], [0, 0]],
+    [[0, 0], [0, 1], [0, 0], [15, 0], [0, 0]],
 ]
-AGREED = [Flags(), Flags(save_failed=True), Flags(stop=2), Flags(stop=15), Flags()]
+AGREED = [[0, 0], [0, 1], [2, 0], [15, 0], [0, 0]]
 
 
 def group(timeout_s: float = 30.0) -> dist.ProcessGroup:
@@ -30,38 +30,37 @@ def group(timeout_s: float = 30.0) -> dist.ProcessGroup:
 
 def agree(slow_rank: int) -> list[Any]:
     rank = dist.get_rank()
-    control = Control(group())
+    agreement = Agreement(group(), 2)
     found = []
     for flags in FLAGS[rank]:
         if rank == slow_rank:
             time.sleep(0.1)
         dist.all_reduce(torch.zeros(4))  # a collective of the step itself, on another group
-        found.append(control.exchange(flags))
-    return [*found, control.finish(), control.finish()]
+        found.append(agreement.exchange(flags))
+    return [*found, agreement.finish(), agreement.finish()]
 
 
 @pytest.mark.parametrize("slow_rank", [0, 1])
 def test_all_ranks_get_the_maximum_of_the_previous_step(slow_rank: int) -> None:
-    found = [[Flags(*flags) for flags in rank] for rank in run_ranks(agree, 2, slow_rank)]
-    assert found == [[Flags(), *AGREED, AGREED[-1]]] * 2
+    assert run_ranks(agree, 2, slow_rank) == [[[0, 0], *AGREED, AGREED[-1]]] * 2
 
 
 def test_one_process_needs_no_group() -> None:
-    control = Control(None)
-    assert [control.exchange(flags) for flags in FLAGS[0]] == [Flags(), *FLAGS[0][:-1]]
-    assert control.finish() == FLAGS[0][-1]
+    agreement = Agreement(None, 2)
+    assert [agreement.exchange(flags) for flags in FLAGS[0]] == [[0, 0], *FLAGS[0][:-1]]
+    assert agreement.finish() == FLAGS[0][-1]
 
 
 def launch_without_waiting() -> float:
     """Return how long rank 0 waits in the exchange of a step that rank 1 reaches a second later."""
-    control = Control(group())
-    control.exchange(Flags())
+    agreement = Agreement(group(), 2)
+    agreement.exchange([0, 0])
     if dist.get_rank() == 1:
         time.sleep(1)
     begin = time.monotonic()
-    control.exchange(Flags())
+    agreement.exchange([0, 0])
     waited_s = time.monotonic() - begin
-    control.finish()
+    agreement.finish()
     return waited_s
 
 
@@ -71,8 +70,8 @@ def test_an_exchange_does_not_wait_for_a_late_rank_of_the_same_step() -> None:
 
 def lose_a_rank(how: str) -> Any:
     """Return whether rank 0 raises if rank 1 never reaches the second step."""
-    control = Control(group(timeout_s=2.0))
-    control.exchange(Flags())
+    agreement = Agreement(group(timeout_s=2.0), 2)
+    agreement.exchange([0, 0])
     if dist.get_rank() == 1:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -80,8 +79,8 @@ def lose_a_rank(how: str) -> Any:
         return None
     begin = time.monotonic()
     try:
-        control.exchange(Flags())
-        control.exchange(Flags())
+        agreement.exchange([0, 0])
+        agreement.exchange([0, 0])
     except RuntimeError as error:
         assert time.monotonic() - begin < 5
         if how == "killed":

@@ -133,7 +133,7 @@ number, line = int(os.environ["NUMBER"]), int(os.environ["LINE"])
 lines = 0
 def trace(frame, event, argument):
     global lines
-    if event == "line" and frame.f_code.co_name in ("activate", "_leave_to_thread"):
+    if event == "line" and frame.f_code.co_name in ("activate", "receive_in_thread", "_leave_to_thread"):
         lines += 1
         if lines == line:
             os.kill(os.getpid(), number)

@@ -8,7 +8,7 @@ import glob
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -18,7 +18,7 @@ import xxhash
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import BadRowError, Piece
 from titanlite.runtime.cache import built_once, cache_folder, content_key, file_facts
-from titanlite.runtime.errors import Problem, UserError, require
+from titanlite.runtime.errors import Problem, UserError
 
 DIGEST_VERSION = 1
 """Version of the digest of a source's content. Increase it if the digest of any corpus changes."""
@@ -94,7 +94,16 @@ class Source(ABC):
 
     def check_files(self, key: str) -> list[Problem]:
         """Problems of the list of files. Called if the keys have no problem; does not read the files."""
-        return require(bool(self.config.path and self.files()), *self._no_files(key))
+        path = self.config.path
+        if path and self.files():
+            return []
+        rule = f"a file, a folder with {' or '.join(f'*{suffix}' for suffix in self.suffixes)} files, or a glob that "
+        rule += "matches files"
+        full = os.path.join(os.getcwd(), os.path.expanduser(path))
+        remedy = f"nothing matches {full}: fix the path (relative to the current folder)"
+        if not path:
+            rule, remedy = f"{rule}; required for kind = {self.kind!r}", "write the path of your files"
+        return [Problem(f"{key}.path", path, rule, remedy)]
 
     def check_content(self, key: str, *, vocab_size: int, needs_documents: bool) -> list[Problem]:  # noqa: ARG002
         """Problems of the files' content, from the start of each file. Called if the list of files has no problem.
@@ -102,17 +111,6 @@ class Source(ABC):
         vocab_size: the model's; 0 or less: unknown. needs_documents: whether attention stays inside documents.
         """
         return []
-
-    def _no_files(self, key: str) -> tuple[str, str, str, str]:
-        """Key, value, rule and remedy of the problem that a source has no files."""
-        path = self.config.path
-        rule = f"a file, a folder with {' or '.join(f'*{suffix}' for suffix in self.suffixes)} files, or a glob that "
-        rule += "matches files"
-        if not path:
-            rule = f"{rule}; required for kind = {self.kind!r}"
-            return f"{key}.path", path, rule, "write the path of your files"
-        full = os.path.join(os.getcwd(), os.path.expanduser(path))
-        return f"{key}.path", path, rule, f"nothing matches {full}: fix the path (relative to the current folder)"
 
     def pinned_revision(self) -> str:
         """The commit that `revision` resolves to now, so that all ranks and later starts read the same data.
@@ -144,14 +142,21 @@ class Source(ABC):
         """Digest of the files in their order; from the cache if no file has changed."""
         folder = cache_folder() / "fingerprint" / content_key(["fingerprint", DIGEST_VERSION, file_facts(files)])
 
-        def build(into: Path) -> None:
+        def digest() -> str:
             with ThreadPoolExecutor(READERS) as pool:
-                digest = xxhash.xxh3_128(b"".join(pool.map(_file_digest, files)))
-            (into / "digest.json").write_text(json.dumps(f"xxh3-128:{digest.hexdigest()}"))
+                return f"xxh3-128:{xxhash.xxh3_128(b''.join(pool.map(_file_digest, files))).hexdigest()}"
 
-        built = built_once(folder, f"the fingerprint of {self.name}", build)
-        text: str = json.loads((built / "digest.json").read_text())
-        return text
+        return str(cached_json(folder / "digest.json", f"the fingerprint of {self.name}", digest))
+
+
+def cached_json(file: Path, what: str, make: Callable[[], Any]) -> Any:
+    """The JSON value of `file`, in a folder of its own in the cache; written with make() if absent. See built_once."""
+
+    def build(into: Path) -> None:
+        (into / file.name).write_text(json.dumps(make()))
+
+    built_once(file.parent, what, build)
+    return json.loads(file.read_text())
 
 
 def _file_digest(file: Path) -> bytes:

@@ -1,6 +1,5 @@
 """Datasets of the Hugging Face hub, and folders in its layout: streamed, or converted to Arrow files first."""
 
-import json
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from titanlite.data.sources.base import (
     StreamedSource,
     TextSource,
     Unit,
+    cached_json,
 )
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.hub_files import (
@@ -33,7 +33,7 @@ from titanlite.data.sources.hub_files import (
 from titanlite.data.sources.jsonl import GZIP_DAMAGE, damage_after, json_row, open_lines
 from titanlite.data.sources.parquet import as_bytes, damage, open_parquet, row_counts, text_type
 from titanlite.data.sources.pieces import BAD_FILE, BadRowError, Piece, no_lines, utf8_text
-from titanlite.runtime.cache import built_once, cache_folder, content_key, file_facts
+from titanlite.runtime.cache import cache_folder, content_key, file_facts
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.retry import reason, retrying
 
@@ -110,7 +110,24 @@ class HuggingFace(TextSource, StreamedSource):
         return list(self.found.files) if self.found.commit else list(file_facts(self.files()))
 
     def indexed_files(self, into: Path) -> list[Path]:
-        return write_arrow_files(self.config, self.name, self.field, into)
+        """Download the dataset and write the split as Arrow files into `into`. Raises UserError."""
+        builder = load_builder(self.config)
+        split = source_split(self.config)
+        folder = into / "arrow"
+        try:
+            builder.download_and_prepare(str(folder), file_format="arrow")
+        except Exception as error:  # the library raises many types and wraps the cause
+            raise UserError(
+                f"{self.name} cannot be converted to Arrow files: {reason(error.__cause__ or error)}; set streaming = "
+                "true to read it row by row, with data.on_bad_row for bad rows"
+            ) from error
+        _require_text(self.name, self.field, builder.info.features)
+        # The split is in the name of the file, between dataset name and shard number.
+        prefix = f"{builder.dataset_name}-"
+        files = sorted(file for file in folder.glob("*.arrow") if file.stem.removeprefix(prefix).split("-")[0] == split)
+        moved = [file.rename(into / file.name) for file in files]
+        shutil.rmtree(folder)
+        return moved
 
     def scan(self, path: Path, file: int, max_piece_bytes: int) -> Iterator[Piece]:
         import pyarrow.compute
@@ -149,43 +166,19 @@ class HuggingFace(TextSource, StreamedSource):
         """The row groups of all files as units, from the cache if possible. Raises UserError."""
         files = self.found.files
 
-        def build(into: Path) -> None:
+        def read_sizes() -> list[list[int]]:
             with ThreadPoolExecutor(READERS) as pool:
-                (into / "sizes.json").write_text(json.dumps(list(pool.map(_row_group_sizes, files))))
+                return list(pool.map(_row_group_sizes, files))
 
         key = content_key(["row groups", ROW_GROUPS_VERSION, self.content_facts()])
-        built = built_once(cache_folder() / "row_groups" / key, f"the row groups of {self.name}", build)
-        sizes = json.loads((built / "sizes.json").read_text())
+        file = cache_folder() / "row_groups" / key / "sizes.json"
+        sizes = cached_json(file, f"the row groups of {self.name}", read_sizes)
         return [unit for file, of_file in zip(files, sizes, strict=True) for unit in _units_of(file, of_file)]
 
     def rows(self, unit: Unit, first: int, share: Share) -> Iterator[Row]:
         rows = _parquet_rows if unit.row_name == "row" else _json_rows
         found = rows(unit, self.field, first, share)
         return (row for row in found if row.number >= first and share.has(row.number))
-
-
-def write_arrow_files(source: SourceConfig, name: str, field: str, into: Path) -> list[Path]:
-    """Download the dataset and write the split as Arrow files into `into`; return their paths. Raises UserError."""
-    builder = load_builder(source)
-    split = source_split(source)
-    folder = into / "arrow"
-    try:
-        builder.download_and_prepare(str(folder), file_format="arrow")
-    except Exception as error:  # the library raises many types and wraps the cause
-        raise UserError(
-            f"{name} cannot be converted to Arrow files: {reason(error.__cause__ or error)}; set streaming = true to "
-            "read it row by row, with data.on_bad_row for bad rows"
-        ) from error
-    _require_text(name, field, builder.info.features)
-    files = sorted(file for file in folder.glob("*.arrow") if _split_of(file, builder.dataset_name) == split)
-    moved = [file.rename(into / file.name) for file in files]
-    shutil.rmtree(folder)
-    return moved
-
-
-def _split_of(file: Path, dataset_name: str) -> str:
-    """The split in the name of an Arrow file, between dataset name and shard number."""
-    return file.stem.removeprefix(f"{dataset_name}-").split("-")[0]
 
 
 def _require_text(name: str, field: str, features: Any) -> None:

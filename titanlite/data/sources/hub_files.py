@@ -1,17 +1,17 @@
 """Resolution of an hf source to its data files by the `datasets` library."""
 
-import json
 import os
 import re
 from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
+from titanlite.data.sources.base import cached_json
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.jsonl import GZIP_DAMAGE, json_row, open_lines
 from titanlite.data.sources.parquet import open_parquet, text_type
 from titanlite.data.sources.pieces import BadRowError
-from titanlite.runtime.cache import built_once, cache_folder, content_key
+from titanlite.runtime.cache import cache_folder, content_key
 from titanlite.runtime.errors import ConfigError, Problem, require
 from titanlite.runtime.retry import http_status, is_transient, reason
 
@@ -75,14 +75,13 @@ def hub_files(source: SourceConfig) -> HubFiles:
     data = [os.environ.get("HF_ENDPOINT", ""), source.path, source.revision, source.subset, source_split(source)]
     checked = [source.field or "text", source.streaming]
 
-    def build(into: Path) -> None:
+    def resolve() -> HubFiles:
         found = _resolve(source, "data.sources")
         _check_fields(source, "data.sources", found)
-        (into / "files.json").write_text(json.dumps(found))
+        return found
 
     folder = cache_folder() / "hub" / content_key(["hub", FORMAT_VERSION, data, checked])
-    built = built_once(folder, f"the list of files of hf {source.path}", build)
-    files, commit = json.loads((built / "files.json").read_text())
+    files, commit = cached_json(folder / "files.json", f"the list of files of hf {source.path}", resolve)
     return HubFiles(tuple(files), commit)
 
 

@@ -6,7 +6,6 @@ Gzip files are unpacked once, into the cache folder, so that any line can be rea
 import gzip
 import json
 import logging
-import mmap
 import os
 import zlib
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import IO, Any, NamedTuple
 
 from titanlite.data.sources.base import TextSource
 from titanlite.data.sources.config import SourceConfig
-from titanlite.data.sources.pieces import BAD_FILE, BadRowError, Piece, lines, no_lines, read_range, utf8_text
+from titanlite.data.sources.pieces import BAD_FILE, BadRowError, Piece, lines, mapped, no_lines, read_range, utf8_text
 from titanlite.runtime.cache import Recent, built_once, cache_folder, content_key, file_facts
 
 CACHE_BYTES = 64 * 2**20
@@ -63,23 +62,7 @@ class Jsonl(TextSource):
 
     def scan(self, path: Path, file: int, max_piece_bytes: int) -> Iterator[Piece]:
         content = self._content(path)
-        if content.file.stat().st_size:
-            yield from self._scan(content.file, file, max_piece_bytes, can_be_blank=bool(content.damage))
-        elif not content.damage:
-            yield Piece(file, 1, 0, 0, flags=BAD_FILE)
-        if content.damage:
-            yield Piece(file, content.lines + 1, 0, 0, flags=BAD_FILE)
-
-    def _content(self, path: Path) -> Unpacked:
-        """The lines of a file, unpacked if it is a gzip file."""
-        if not is_gzip(path.name):
-            return Unpacked(path, 0, "")
-        if path not in self._unpacked:
-            self._unpacked[path] = unpacked(path)
-        return self._unpacked[path]
-
-    def _scan(self, path: Path, file: int, max_piece_bytes: int, *, can_be_blank: bool) -> Iterator[Piece]:
-        with open(path, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with mapped(content.file) as data:
             number = 0
             for number, begin, end in lines(data):
                 row = Piece(file, number, begin, end - begin)
@@ -89,8 +72,18 @@ class Jsonl(TextSource):
                     yield from row.parts(text, max_piece_bytes)
                 else:
                     yield row  # read() raises the error of a bad row
-            if not number and not can_be_blank:
+            if content.damage:
+                yield Piece(file, content.lines + 1, 0, 0, flags=BAD_FILE)
+            elif not number:
                 yield Piece(file, 1, 0, len(data), flags=BAD_FILE)
+
+    def _content(self, path: Path) -> Unpacked:
+        """The lines of a file, unpacked if it is a gzip file."""
+        if not is_gzip(path.name):
+            return Unpacked(path, 0, "")
+        if path not in self._unpacked:
+            self._unpacked[path] = unpacked(path)
+        return self._unpacked[path]
 
     def read(self, path: Path, piece: Piece) -> str:
         content = self._content(path)

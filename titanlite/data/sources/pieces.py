@@ -1,9 +1,11 @@
 """Pieces: documents, or parts of long documents. Their locations, text and tokens."""
 
+import mmap
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -125,7 +127,10 @@ class Bytes(Protocol):
     """Common interface of bytes and mmap."""
 
     def __len__(self) -> int: ...
+    @overload
     def __getitem__(self, index: int, /) -> int: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> bytes: ...
     def find(self, sub: bytes, start: int, end: int, /) -> int: ...
     def rfind(self, sub: bytes, start: int, end: int, /) -> int: ...
 
@@ -157,6 +162,17 @@ def lines(data: Bytes) -> Iterator[tuple[int, int, int]]:
         if _NOT_BLANK.search(data, begin, stop):  # type: ignore[call-overload]
             yield number, begin, stop - (data[stop - 1] == 0x0D)
         begin, number = stop + 1, number + 1
+
+
+@contextmanager
+def mapped(path: Path) -> Iterator[Bytes]:
+    """Memory-map a file; an empty file, which cannot be mapped, gives empty bytes."""
+    with open(path, "rb") as opened:
+        if not opened.seek(0, 2):
+            yield b""
+            return
+        with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            yield data
 
 
 def no_lines(size: int) -> BadRowError:

@@ -1,12 +1,11 @@
 """Plain text files: a document is a file, a paragraph or a line."""
 
-import mmap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 from titanlite.data.sources.base import TextSource
-from titanlite.data.sources.pieces import BAD_FILE, Bytes, Piece, cut, lines, no_lines, read_range, utf8_text
+from titanlite.data.sources.pieces import BAD_FILE, Bytes, Piece, cut, lines, mapped, no_lines, read_range, utf8_text
 
 
 class Text(TextSource):
@@ -21,10 +20,7 @@ class Text(TextSource):
         return {"document": self.config.document or "file"}
 
     def scan(self, path: Path, file: int, max_piece_bytes: int) -> Iterator[Piece]:
-        if path.stat().st_size == 0:
-            yield Piece(file, 1, 0, 0, flags=BAD_FILE)
-            return
-        with open(path, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with mapped(path) as data:
             row = 0
             for row, first, last in self._documents(data):
                 for begin, end, flags in cut(data, first, last, max_piece_bytes):
@@ -34,13 +30,13 @@ class Text(TextSource):
             if not row:
                 yield Piece(file, 1, 0, len(data), flags=BAD_FILE)
 
-    def _documents(self, data: mmap.mmap) -> Iterator[tuple[int, int, int]]:
+    def _documents(self, data: Bytes) -> Iterator[tuple[int, int, int]]:
         """Yield (line number, begin, end) of each document."""
         if self.config.document == "line":
             yield from lines(data)
         elif self.config.document == "paragraph":
             yield from _paragraphs(data)
-        else:
+        elif len(data):
             yield 1, 0, len(data)
 
     def read(self, path: Path, piece: Piece) -> str:

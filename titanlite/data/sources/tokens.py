@@ -46,15 +46,8 @@ class Tokens(Source):
         raw = [file for file in files if file.suffix.lower() == ".bin"]
         other = [file for file in files if file.suffix.lower() not in self.suffixes]
         if other:
-            rule = ".npy or raw .bin files"
-            return [
-                Problem(
-                    f"{key}.path",
-                    self.config.path,
-                    rule,
-                    f"{other[0]} is neither: write it with titanlite tokenize",
-                )
-            ]
+            remedy = f"{other[0]} is neither: write it with titanlite tokenize"
+            return [Problem(f"{key}.path", self.config.path, ".npy or raw .bin files", remedy)]
         if raw and not self.config.dtype:
             remedy = f'write dtype = "uint16" or "uint32", the type of the ids in {raw[0].name}'
             return [Problem(f"{key}.dtype", self.config.dtype, "required for .bin files", remedy)]
@@ -181,13 +174,11 @@ def documents_file(file: Path) -> Path:
     return file.with_suffix(".documents")
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The tokens.json of a folder; None if absent. Raises UserError if it cannot be read."""
-    return read_json(folder / MANIFEST)
-
-
 def read_json(file: Path) -> dict[str, Any] | None:
-    """Read and validate a tokens.json, or the tokens.incomplete.json of an interrupted tokenization; None if absent."""
+    """Read and validate a tokens.json, or the tokens.incomplete.json of an interrupted tokenization; None if absent.
+
+    Raises UserError.
+    """
     try:
         found = json.loads(file.read_text("utf-8"))
     except FileNotFoundError:
@@ -207,7 +198,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 def manifests_of(files: Sequence[Path]) -> dict[Path, dict[str, Any]]:
     """The manifests of the folders of these files, by folder. Raises UserError if one cannot be read."""
-    found = {folder: read_manifest(folder) for folder in dict.fromkeys(file.parent for file in files)}
+    found = {folder: read_json(folder / MANIFEST) for folder in dict.fromkeys(file.parent for file in files)}
     return {folder: manifest for folder, manifest in found.items() if manifest is not None}
 
 
@@ -219,54 +210,44 @@ def _check_manifests(source: SourceConfig, key: str, files: Sequence[Path], voca
     by_folder: dict[Path, list[Path]] = defaultdict(list)
     for file in files:
         by_folder[file.parent].append(file)
-    try:
-        for folder, inside in by_folder.items():
-            _check_folder(
-                folder, inside, complete=os.path.isdir(os.path.expanduser(source.path)), vocab_size=vocab_size
-            )
-    except _MismatchError as mismatch:
-        rule, remedy = mismatch.args
-        return [Problem(f"{key}.path", source.path, rule, remedy)]
-    except UserError as error:
-        return [Problem(f"{key}.path", source.path, f"a readable {MANIFEST}", str(error))]
+    complete = os.path.isdir(os.path.expanduser(source.path))
+    for folder, inside in by_folder.items():
+        try:
+            mismatch = next(_mismatches(folder, inside, complete=complete, vocab_size=vocab_size), None)
+        except UserError as error:
+            mismatch = f"a readable {MANIFEST}", str(error)
+        if mismatch:
+            return [Problem(f"{key}.path", source.path, *mismatch)]
     return []
 
 
-class _MismatchError(Exception):
-    """args: the violated rule and the remedy."""
+def _mismatches(folder: Path, files: Sequence[Path], *, complete: bool, vocab_size: int) -> Iterator[tuple[str, str]]:
+    """Yield rule and remedy of each difference between `files` and the folder's tokens.json. Raises UserError.
 
-
-def _check_folder(folder: Path, files: Sequence[Path], *, complete: bool, vocab_size: int) -> None:
-    """Compare `files` with the folder's tokens.json. complete: whether `files` must include all shards.
-
-    Raises _MismatchError and UserError.
+    complete: whether `files` must include all shards.
     """
-    manifest = read_manifest(folder)
+    manifest = read_json(folder / MANIFEST)
     if manifest is None:
         if (folder / UNFINISHED).exists():
             remedy = f"{folder / UNFINISHED} shows an interrupted run: run the same titanlite tokenize command again"
-            raise _MismatchError("token files of a finished tokenization", remedy)
+            yield "token files of a finished tokenization", remedy
         return
     rule = f"the files listed in {folder / MANIFEST}"
-    sizes: dict[str, int] = {shard["file"]: shard["bytes"] for shard in manifest["shards"]}
-    documents: dict[str, int] = {shard["file"]: shard["documents"] for shard in manifest["shards"]}
+    shards = {shard["file"]: shard for shard in manifest["shards"]}
     for file in files:
-        if file.name not in sizes:
-            raise _MismatchError(rule, f"{file} is not listed: move it to another folder")
-        _check_size(rule, file, sizes[file.name])
+        if file.name not in shards:
+            yield rule, f"{file} is not listed: move it to another folder"
+            continue
+        listed = {file: shards[file.name]["bytes"]}
         if (starts := documents_file(file)).exists():  # only data.document_mask needs it
-            _check_size(rule, starts, HEADER_BYTES + np.dtype(np.int64).itemsize * documents[file.name])
-    missing = sorted(sizes.keys() - {file.name for file in files})
+            listed[starts] = HEADER_BYTES + np.dtype(np.int64).itemsize * shards[file.name]["documents"]
+        for path, num_bytes in listed.items():
+            if (size := path.stat().st_size) != num_bytes:
+                yield rule, f"{path} has {size:,} bytes instead of {num_bytes:,}: copy or write it again"
+    missing = sorted(shards.keys() - {file.name for file in files})
     if complete and missing:
-        raise _MismatchError(rule, f"{folder / missing[0]} is missing: copy it there, or write the files again")
+        yield rule, f"{folder / missing[0]} is missing: copy it there, or write the files again"
     needed = manifest["tokenizer"]["vocab_size"]
     if needed > vocab_size:
         rule = f"token files of a tokenizer with at most model.vocab_size = {vocab_size} tokens"
-        raise _MismatchError(rule, f"{folder / MANIFEST} names {needed}: write vocab_size = {needed} in [model]")
-
-
-def _check_size(rule: str, file: Path, listed: int) -> None:
-    """Raise _MismatchError unless the file has the listed number of bytes."""
-    size = file.stat().st_size
-    if size != listed:
-        raise _MismatchError(rule, f"{file} has {size:,} bytes instead of {listed:,}: copy or write it again")
+        yield rule, f"{folder / MANIFEST} names {needed}: write vocab_size = {needed} in [model]"

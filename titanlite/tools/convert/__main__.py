@@ -93,7 +93,8 @@ def export_run(options: ExportOptions) -> None:
         log.warning("The run's tokenizer is missing: the folder will have no tokenizer")
     with new_folder(options.out) as folder:
         files = write_folder(run, folder, dtype, shard_bytes)
-        log.info("Wrote %d file(s) of weights, %.1f MiB", len(files), weights_bytes(folder, files) / 2**20)
+        size = sum((folder / file).stat().st_size for file in files)
+        log.info("Wrote %d file(s) of weights, %.1f MiB", len(files), size / 2**20)
         if why_not is None:
             log.info("Verified: %s", verify(run, folder, dtype))
         else:
@@ -128,10 +129,6 @@ def new_folder(out: Path) -> Iterator[Path]:
 def conversion(there: torch.dtype, here: torch.dtype) -> str:
     before, after = (str(dtype).removeprefix("torch.") for dtype in (there, here))
     return after if before == after else f"converted from {before} to {after}"
-
-
-def weights_bytes(folder: Path, files: Sequence[str]) -> int:
-    return sum((folder / file).stat().st_size for file in files)
 
 
 def size_in_bytes(text: str) -> int:

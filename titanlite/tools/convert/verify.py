@@ -36,6 +36,7 @@ def too_large(run: SavedRun, dtype: torch.dtype) -> str | None:
     return f"two copies of the model take {needed / 2**30:,.1f} GiB, and {available / 2**30:,.1f} GiB are free"
 
 
+@torch.no_grad()
 def verify(run: SavedRun, folder: Path, dtype: torch.dtype) -> str:
     """Compare the folder with the run; returns a one-line summary. Raises UserError if they differ."""
     compute = compute_dtype(dtype)
@@ -46,7 +47,7 @@ def verify(run: SavedRun, folder: Path, dtype: torch.dtype) -> str:
     _require_same_bits(own, folder)
     own = own.to(compute)
     own.init_buffers(_CPU)
-    expected = _logits(own, tokens)
+    expected = own(tokens)
     del own
     by, found = _logits_of_folder(folder, compute, tokens)
     difference = float((found - expected).abs().max())
@@ -93,28 +94,20 @@ def _require_same_bits(own: LanguageModel, folder: Path) -> None:
             raise UserError(f"the exported folder differs from the run's model and was deleted: the values of {name}")
 
 
-@torch.no_grad()
-def _logits(model: LanguageModel, tokens: Tensor) -> Tensor:
-    logits: Tensor = model(tokens)
-    return logits
-
-
-@torch.no_grad()
 def _logits_of_folder(folder: Path, compute: torch.dtype, tokens: Tensor) -> tuple[str, Tensor]:
-    """(program that computed them, logits). Uses transformers if installed, since it shares no code with titanlite."""
+    """(program that computed them, logits). Uses transformers (4.56 or newer) if installed, since it shares no code with
+    titanlite."""
     if not _has_transformers():
         found = open_folder(folder.name, folder)
         model = empty_model(found.family, found.hyper_parameters, _CPU, compute).eval()
         found.fill_({name: parameter.data for name, parameter in model.named_parameters()})
-        return "titanlite (transformers is not installed)", _logits(model, tokens)
+        return "titanlite (transformers is not installed)", model(tokens)
     import transformers
 
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    chosen = {"dtype" if version >= (4, 56) else "torch_dtype": compute}
     library_logging: Any = transformers.utils.logging
     library_logging.disable_progress_bar()
     try:
-        theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **chosen)
+        theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=compute)
     except Exception as error:  # the library raises many kinds
         raise UserError(
             f"transformers {transformers.__version__} cannot load the exported folder, which was deleted "

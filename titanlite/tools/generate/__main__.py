@@ -110,15 +110,12 @@ def main(argv: Sequence[str]) -> None:
 
 
 def find_tokenizer(run: SavedRun, path: str | None) -> Tokenizer:
-    """The tokenizer at `path`; None: the run's own. Raises UserError if absent or too large for the model."""
-    if path is None:
-        own = run.tokenizer()
-        if own is None:
-            why = "was trained on tokens" if run.manifest.facts["tokenizer"] is None else "has lost its tokenizer"
-            raise ConfigError([Problem("--tokenizer", None, f"needed: {run.path} {why}", "write its tokenizer's path")])
-        run.require_room(own, None)
-        return own
-    return run.tokenizer_at(path)
+    """See SavedRun.tokenizer_for. Raises ConfigError if the run has no tokenizer."""
+    tokenizer = run.tokenizer_for(path)
+    if tokenizer is None:
+        why = "was trained on tokens" if run.manifest.facts["tokenizer"] is None else "has lost its tokenizer"
+        raise ConfigError([Problem("--tokenizer", None, f"needed: {run.path} {why}", "write its tokenizer's path")])
+    return tokenizer
 
 
 def warn(run: SavedRun, prompts: Sequence[Prompt], tokenizer: Tokenizer, max_new_tokens: int) -> None:

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import tyro
@@ -21,7 +22,7 @@ from titanlite.tools.command import (
     run_command,
     write_json,
 )
-from titanlite.tools.parity.compare import compare_layouts, run_reference, workplace
+from titanlite.tools.parity.compare import compare_layouts, run_reference
 from titanlite.tools.parity.layouts import (
     FORM,
     ONE_PROCESS,
@@ -72,13 +73,15 @@ class Options:
 
 def main(argv: Sequence[str]) -> None:
     """Print the comparison; exit with 1 if a layout differs. Raises UserError."""
-    options, given = read_arguments(argv)
+    options, overrides = read_options_and_overrides(Options, argv, "parity")
+    given, problems = parse_config(["--job.config_file", options.config, *overrides])
+    raise_problems([*problems, *check_options(options), *check_output_file("--json", options.json)])
     config, layouts, refused = prepare(options, given)
     named = [ONE_PROCESS, *(layout for layout in layouts if layout != ONE_PROCESS)]
     for line in refusal_lines(refused):
         print(line)
     results = []
-    with workplace() as folder:
+    with TemporaryDirectory(prefix="titanlite-parity-") as folder:
         references = run_reference(config, options.steps, folder)
         table = Table(named, own_dtypes(config), list(references[0].weights))
         for line in (*head_lines(config, options.steps, references), *bound_lines(own_dtypes(config))):
@@ -92,16 +95,6 @@ def main(argv: Sequence[str]) -> None:
         write_json(options.json, json_results(options.config, config, references[0], results, refused))
     if any(result.verdict.first_difference for result in results):
         sys.exit(1)
-
-
-def read_arguments(argv: Sequence[str]) -> tuple[Options, JobConfig]:
-    """The command's options, and the configuration as given. Raises UsageError."""
-    options, overrides = read_options_and_overrides(Options, argv, "parity")
-    config, problems = parse_config(["--job.config_file", options.config, *overrides])
-    problems += [*check_options(options), *check_output_file("--json", options.json)]
-    if problems:
-        raise ConfigError(problems)
-    return options, config
 
 
 def prepare(options: Options, given: JobConfig) -> tuple[JobConfig, list[Layout], list[Refusal]]:

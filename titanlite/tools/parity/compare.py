@@ -2,16 +2,16 @@
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from titanlite.config.schema import JobConfig
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.launch import RankError, run_ranks
-from titanlite.tools.parity.layouts import ONE_PROCESS, Layout, by_world_size
+from titanlite.tools.parity.layouts import ONE_PROCESS, Layout
 from titanlite.tools.parity.measure import Measurement, measure_layouts, own_dtypes, passes
 from titanlite.tools.parity.reference import measure_reference
 from titanlite.tools.parity.verdict import FLOAT64_BOUND, Bounds, Verdict, judge, merge_ranks, own_bounds, vacuous
@@ -51,7 +51,9 @@ def compare_layouts(
     """Yield the results of each world size; the one-process run comes first. Raises UserError if a rank fails."""
     all_dtypes = [own_dtypes(settings) for settings in passes(config)]
     bounds: list[Bounds] = []
-    for size, group in by_world_size([ONE_PROCESS, *(x for x in layouts if x != ONE_PROCESS)]).items():
+    by_size = sorted(dict.fromkeys([ONE_PROCESS, *layouts]), key=lambda layout: layout.world_size)
+    for size, of_this_size in groupby(by_size, lambda layout: layout.world_size):
+        group = list(of_this_size)
         limit = TIME_LIMIT_S * len(group) * len(all_dtypes) * steps
         answers = _launch(f"{size} ranks", measure_layouts, size, (config, group, steps, folder), folder, limit)
         results = []
@@ -92,8 +94,3 @@ def combined_hash(hashes: dict[str, str]) -> str:
     """One hash over many, sorted by name; 16 hex digits."""
     text = "".join(f"{name} {hashes[name]}\n" for name in sorted(hashes))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def workplace() -> "tempfile.TemporaryDirectory[str]":
-    """A temporary folder for one run of the command."""
-    return tempfile.TemporaryDirectory(prefix="titanlite-parity-")

@@ -2,13 +2,13 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from titanlite.config.check import check_config
 from titanlite.config.schema import JobConfig
-from titanlite.parallel.mesh import AXES, ParallelismConfig, PipelineSchedule
+from titanlite.parallel.mesh import AXES, PipelineSchedule
 from titanlite.parallel.pipeline import num_stages
 from titanlite.runtime.errors import Problem
 
@@ -108,11 +108,9 @@ def config_of(config: JobConfig, layout: Layout) -> JobConfig:
     degrees: dict[str, Any] = dict(zip(AXES, layout.degrees, strict=True))
     schedule = layout.schedule or config.parallelism.pp_schedule
     section = replace(config.parallelism, **degrees, pp_schedule=schedule)
-    return replace(config, parallelism=replace(section, pp_split=_fitting_split(section)))
-
-
-def _fitting_split(section: ParallelismConfig) -> tuple[str, ...]:
-    return section.pp_split if len(section.pp_split) == num_stages(section) - 1 else ()
+    if len(section.pp_split) != num_stages(section) - 1:
+        section = replace(section, pp_split=())
+    return replace(config, parallelism=section)
 
 
 def _factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
@@ -123,9 +121,3 @@ def _factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
     for first in (divisor for divisor in range(1, number + 1) if number % divisor == 0):
         for rest in _factorizations(number // first, factors - 1):
             yield (first, *rest)
-
-
-def by_world_size(layouts: Sequence[Layout]) -> dict[int, list[Layout]]:
-    """The layouts by world size, smallest first. Each group shares one launch."""
-    sizes = sorted({layout.world_size for layout in layouts})
-    return {size: [layout for layout in layouts if layout.world_size == size] for size in sizes}

@@ -66,18 +66,12 @@ def own_dtypes(config: JobConfig) -> tuple[str, str, str]:
     return training.dtype, training.mixed_precision_param, training.mixed_precision_reduce
 
 
-def in_float64(config: JobConfig) -> JobConfig:
-    """The configuration with every dtype float64."""
+def passes(config: JobConfig) -> list[JobConfig]:
+    """The configuration in float64, and in its own dtypes if they differ."""
     training = replace(
         config.training, dtype="float64", mixed_precision_param="float64", mixed_precision_reduce="float64"
     )
-    return replace(config, training=training)
-
-
-def passes(config: JobConfig) -> list[JobConfig]:
-    """The configuration in float64, and in its own dtypes if they differ."""
-    wide = in_float64(config)
-    return [wide] if own_dtypes(config) == own_dtypes(wide) else [wide, config]
+    return [replace(config, training=training), *([config] if config.training != training else [])]
 
 
 def measure_layouts(config: JobConfig, layouts: Sequence[Layout], steps: int, folder: str) -> list[list[Any]]:
@@ -121,7 +115,7 @@ def measure_layout(config: JobConfig, mesh: Mesh, steps: int, folder: Path) -> M
                     int(stats.num_valid),
                     bool(stats.skipped),
                     rows,
-                    gradient_differences(trainer, load_gradients(folder, step)),
+                    gradient_differences(trainer, gradient_file(folder, step)),
                 )
             )
         return Measurement(weights, measured)
@@ -135,8 +129,9 @@ def named_parameters(trainer: Trainer) -> Iterator[tuple[str, nn.Parameter]]:
         yield from part.named_parameters()
 
 
-def gradient_differences(trainer: Trainer, reference: dict[str, Tensor]) -> dict[str, float | None]:
+def gradient_differences(trainer: Trainer, reference_file: Path) -> dict[str, float | None]:
     """Step.gradients of this rank's parameters, gathered one at a time. A missing gradient counts as zero."""
+    reference: dict[str, Tensor] = torch.load(reference_file, mmap=True, weights_only=True)
     differences: dict[str, float | None] = {}
     for name, parameter in named_parameters(trainer):
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -149,14 +144,8 @@ def gradient_differences(trainer: Trainer, reference: dict[str, Tensor]) -> dict
     return differences
 
 
-def load_gradients(folder: Path, step: int) -> dict[str, Tensor]:
-    """The reference's gradients, float64, memory-mapped."""
-    loaded: dict[str, Tensor] = torch.load(gradient_file(folder, step), mmap=True, weights_only=True)
-    return loaded
-
-
 def gradient_file(folder: Path, step: int) -> Path:
-    """The file of the reference's gradients of a step, counted from 0."""
+    """The file of the reference's gradients of a step, float64. step: counted from 0."""
     return folder / f"gradients-{step}.pt"
 
 

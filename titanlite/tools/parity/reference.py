@@ -1,6 +1,5 @@
 """The reference for all layouts: one process, plain torch, float64, no code of the trainer."""
 
-from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -56,14 +55,15 @@ def _measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, 
         for settings in passes(config)
     ]
     loader = build_data(config, Mesh(config.parallelism, World(0, 0, 1, "cpu")), build_tokenizer(config))
-    watch = PrecisionWatch(model)
+    modules = ModuleTracker()
+    watch = PrecisionWatch(model, modules)
     measured = []
     try:
         for step in range(steps):
             batches, rows = mask_and_hash(loader.next_step(), own_sequences(config, step, 0, 1), config)
             num_valid = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
             model.zero_grad()
-            with watch:
+            with modules, watch:
                 loss = sum(forward_backward(model, batch, num_valid, config.debug.seed, step + 1) for batch in batches)
             gradients = {
                 name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -71,8 +71,8 @@ def _measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, 
             }
             torch.save(gradients, gradient_file(Path(folder), step))
             norms: dict[str, float | None] = {name: torch.linalg.vector_norm(g).item() for name, g in gradients.items()}
-            norm = _global_norm(gradients.values(), config.training.norm_type)
-            measured.append(Step(loss, norm, num_valid, False, rows, norms))
+            norm = nn.utils.get_total_norm(gradients.values(), float(config.training.norm_type))
+            measured.append(Step(loss, norm.item(), num_valid, False, rows, norms))
             with torch.no_grad():
                 for name, parameter in named.items():
                     parameter.sub_(gradients[name], alpha=config.optimizer.lr)
@@ -96,47 +96,26 @@ def forward_backward(model: LanguageModel, batch: Batch, num_valid: int, seed: i
     return share.item()
 
 
-class PrecisionWatch:
+class PrecisionWatch(TorchDispatchMode):
     """Finds the first operation inside `with` whose result has less than float64 precision, and its module (`found`).
 
     Comparing layouts with the reference cannot reveal such an operation: both run the same model code and round alike.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, modules: ModuleTracker) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: str | None = None
         self._model = type(model).__name__
-        self._modules = ModuleTracker()
-        self._mode = _ResultMode(self._look)
+        self._modules = modules
 
-    def __enter__(self) -> None:
-        self._modules.__enter__()
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
-        self._modules.__exit__(*error)
-
-    def _look(self, operation: Any, result: Any) -> None:
-        if self.found is not None:
-            return
-        for value in tree_leaves(result):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result) if self.found is None else ():
             if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
                 dtype = value.dtype
                 if torch.promote_types(dtype, torch.float64) != dtype:
                     inner = max(self._modules.parents, key=len)
-                    self.found = f"{operation} gives {dtype} in {inner.removeprefix(self._model + '.')}"
-
-
-class _ResultMode(TorchDispatchMode):
-    """Calls `look` with each operation and its result."""
-
-    def __init__(self, look: Callable[[Any, Any], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._look = look
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._look(func, result)
+                    self.found = f"{func} gives {dtype} in {inner.removeprefix(self._model + '.')}"
         return result
 
 
@@ -148,9 +127,3 @@ def plain_model(config: JobConfig) -> LanguageModel:
     model.init_buffers(CPU)
     init_parameters_(model, config.debug.seed, lambda name: family.init(hyper_parameters, name))
     return model
-
-
-def _global_norm(gradients: Iterable[Tensor], norm_type: str) -> float:
-    if norm_type == "inf":
-        return max(gradient.abs().max().item() for gradient in gradients)
-    return float(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).square().sum().sqrt())

@@ -2,7 +2,7 @@
 
 import math
 import tempfile
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from titanlite.checkpoint.config import CheckpointConfig
@@ -72,7 +72,7 @@ def shrink_config(config: JobConfig, ranks: int) -> JobConfig:
     )
     return replace(
         config,
-        model=replace(config.model, overrides=_values(small)),
+        model=replace(config.model, overrides=asdict(small)),
         training=training,
         data=data,
         parallelism=replace(config.parallelism, pp_microbatch_size=1, pp_split=()),
@@ -84,16 +84,9 @@ def describe_shrinking(before: JobConfig, after: JobConfig) -> str:
     changed = []
     models = [resolve_model(config.model)[1] for config in (before, after)]
     for section, (old, new) in {"model": models, "training": [before.training, after.training]}.items():
-        changed += [
-            f"{section}.{field.name} {getattr(old, field.name)} -> {getattr(new, field.name)}"
-            for field in fields(old)
-            if getattr(old, field.name) != getattr(new, field.name)
-        ]
+        values = vars(new)
+        changed += [f"{section}.{key} {was} -> {values[key]}" for key, was in vars(old).items() if was != values[key]]
     return ", ".join(changed) or "nothing: all sizes are already this small"
-
-
-def _values(hyper_parameters: Any) -> dict[str, Any]:
-    return {field.name: getattr(hyper_parameters, field.name) for field in fields(hyper_parameters)}
 
 
 def shrink_model(config: Any, ranks: int) -> Any:
@@ -108,7 +101,7 @@ def shrink_model(config: Any, ranks: int) -> Any:
     counts = {"n_layers": min(config.n_layers, 2 * ranks), "n_heads": n_heads, "n_kv_heads": n_kv_heads}
     head_dim = min(config.head_dim, TINY_HEAD_DIM)
     dim = n_heads * head_dim
-    if "head_dim" in _values(config):
+    if "head_dim" in vars(config):
         dim = size_alike(config.dim, 3 * head_dim, ranks)
         counts["head_dim"] = head_dim
     return replace(config, **counts, dim=dim, ffn_dim=size_alike(config.ffn_dim, 2 * dim, ranks))

@@ -41,16 +41,13 @@ class Bounds:
     one_process: Sequence[StepErrors] = ()
 
     def loss(self, step: int) -> float:
-        return self.floor + self._times(self.one_process[step].loss if self.one_process else 0.0)
+        return self.floor + (self.multiple * self.one_process[step].loss if self.one_process else 0.0)
 
     def grad_norm(self, step: int) -> float:
-        return self.floor + self._times(self.one_process[step].grad_norm if self.one_process else 0.0)
+        return self.floor + (self.multiple * self.one_process[step].grad_norm if self.one_process else 0.0)
 
     def gradient(self, step: int, name: str) -> float:
-        return self.floor + self._times(self.one_process[step].gradients[name] if self.one_process else 0.0)
-
-    def _times(self, error: float) -> float:
-        return self.multiple * error
+        return self.floor + (self.multiple * self.one_process[step].gradients[name] if self.one_process else 0.0)
 
 
 def own_bounds(dtypes: Sequence[str], one_process: Sequence[StepErrors] | None) -> Bounds:
@@ -99,9 +96,10 @@ def _merge_steps(steps: Sequence[Step]) -> Step:
         for name, value in step.gradients.items():
             gradients[name] = _larger(gradients[name], value) if name in gradients else value
     counts = {step.num_valid for step in steps}
+    norms = {step.grad_norm for step in steps}
     return Step(
         loss=sum(step.loss for step in steps),
-        grad_norm=_farthest([step.grad_norm for step in steps]),
+        grad_norm=norms.pop() if len(norms) == 1 else math.nan,
         num_valid=counts.pop() if len(counts) == 1 else -1,
         skipped=any(step.skipped for step in steps),
         rows=rows,
@@ -113,11 +111,6 @@ def _larger(one: float | None, other: float | None) -> float | None:
     if one is None or other is None:
         return None
     return max(_finite(one), _finite(other))
-
-
-def _farthest(values: Sequence[float]) -> float:
-    """The value that all ranks agree on; NaN if they differ."""
-    return values[0] if all(value == values[0] for value in values) else math.nan
 
 
 def errors_of(measured: Measurement, reference: Measurement) -> tuple[StepErrors, ...]:

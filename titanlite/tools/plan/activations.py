@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from titanlite.models.attention import MaskForm
-from titanlite.models.decoder import flops_per_token
 from titanlite.models.family import DecoderConfig, Plan
 
 
@@ -98,12 +97,3 @@ def _norm_bytes(dim: int, vectors: int, size: int, wide: int, *, fused: bool) ->
     """Input and reciprocal root mean square; unfused also the normalized input, with both inputs in the wider dtype."""
     saved = dim * size if fused else 2 * dim * wide
     return vectors * (saved + wide)
-
-
-def unit_flops_per_token(config: DecoderConfig, seq_len: int, unit: str) -> int:
-    """The share of one FSDP unit in `flops_per_token`. unit: the name of its first module."""
-    output = 6 * config.vocab_size * config.dim
-    if unit.startswith("layers."):
-        return (flops_per_token(config, seq_len) - output) // config.n_layers
-    holds_output = unit == "norm" or config.tie_embeddings
-    return output if holds_output else 0

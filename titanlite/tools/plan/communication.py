@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from titanlite.parallel.mesh import GradientSync, ParallelismConfig
-from titanlite.parallel.pipeline import num_stages, resolve_reshard_after_forward
+from titanlite.parallel.pipeline import resolve_reshard_after_forward
 from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputes
 from titanlite.tools.plan.schedule import Action, count_gathers
 from titanlite.tools.plan.stages import Stage
@@ -55,18 +55,16 @@ class StepShape:
     vocab_size: int
     param_bytes: int
     reduce_bytes: int
-    loss_bytes: int
 
 
 def stage_traffic(
     stage: Stage, section: ParallelismConfig, recompute: ActivationCheckpointConfig, shape: StepShape
 ) -> list[Traffic]:
     """The traffic of one stage. The traffic of a rank is the sum over its stages."""
-    last = stage.index == num_stages(section) - 1
     found = [
         *_data_parallel(stage, section, shape),
-        *_tensor_parallel(stage, section, recompute, shape, first=stage.index == 0, last=last),
-        *_pipeline(stage, section, shape, last=last),
+        *_tensor_parallel(stage, section, recompute, shape),
+        *_pipeline(stage, section, shape),
     ]
     return [traffic for traffic in found if traffic.calls and traffic.ranks > 1]
 
@@ -112,13 +110,7 @@ def _data_parallel(stage: Stage, section: ParallelismConfig, shape: StepShape) -
 
 
 def _tensor_parallel(
-    stage: Stage,
-    section: ParallelismConfig,
-    recompute: ActivationCheckpointConfig,
-    shape: StepShape,
-    *,
-    first: bool,
-    last: bool,
+    stage: Stage, section: ParallelismConfig, recompute: ActivationCheckpointConfig, shape: StepShape
 ) -> list[Traffic]:
     """Each block gathers and scatters the residual stream twice per direction; embedding and head once each. Recomputed
     blocks gather again, and scatter again unless the policy keeps the scattered outputs."""
@@ -127,17 +119,18 @@ def _tensor_parallel(
     keeps_scattered = recompute.mode == "selective" and recompute.selective_policy == "op"
     # With early stop, recomputation skips the last scatter of a block, which backward does not need.
     scatters_again = 0 if keeps_scattered else 1 if recompute.early_stop else 2
-    blocks = 4 * len(stage.blocks)
-    gathers = blocks + 2 * again + first + last
-    scatters = blocks + scatters_again * again + first + last
+    always = 4 * len(stage.blocks) + (stage.index == 0) + stage.is_last
+    gathers = always + 2 * again
+    scatters = always + scatters_again * again
     residual = shape.positions * shape.dim * shape.param_bytes
     found = [
         Traffic("tp", "all-gather", count * gathers, count * gathers * residual, tp),
         Traffic("tp", "reduce-scatter", count * scatters, count * scatters * residual, tp),
     ]
-    if last and section.loss_parallel:  # maximum, sum of exponentials, and the label's own score, per position
-        found.append(Traffic("tp", "all-reduce", 3 * count, 3 * count * shape.positions * shape.loss_bytes, tp))
-    elif last:
+    if stage.is_last and section.loss_parallel:  # maximum, sum of exponentials, the label's own score, per position
+        loss_bytes = shape.positions * max(4, shape.param_bytes)
+        found.append(Traffic("tp", "all-reduce", 3 * count, 3 * count * loss_bytes, tp))
+    elif stage.is_last:
         logits = shape.positions * shape.vocab_size * shape.param_bytes
         found.append(Traffic("tp", "all-gather", count, count * logits, tp))
     replicated = [elements for unit in stage.units for elements in unit.replicated_over_tp]
@@ -146,10 +139,14 @@ def _tensor_parallel(
     return found
 
 
-def _pipeline(stage: Stage, section: ParallelismConfig, shape: StepShape, *, last: bool) -> list[Traffic]:
-    """Sends activations to the next stage and gradients to the previous one, unless that stage is on the same rank."""
-    mine = {action.stage for action in shape.actions}
-    sends = (not last and stage.index + 1 not in mine) + (stage.index > 0 and stage.index - 1 not in mine)
+def _pipeline(stage: Stage, section: ParallelismConfig, shape: StepShape) -> list[Traffic]:
+    """Sends activations to the next stage and gradients to the previous one."""
     boundary = shape.positions // shape.sizes["tp"] * shape.dim * shape.param_bytes
-    calls = sends * shape.microbatches
+    calls = remote_neighbors(stage, shape) * shape.microbatches
     return [Traffic("pp", "send", calls, calls * boundary, section.pp)]
+
+
+def remote_neighbors(stage: Stage, shape: StepShape) -> int:
+    """How many of the previous and the next stage are on another rank."""
+    mine = {action.stage for action in shape.actions}
+    return (not stage.is_last and stage.index + 1 not in mine) + (stage.index > 0 and stage.index - 1 not in mine)

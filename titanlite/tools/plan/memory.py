@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.registry import update_bytes
 from titanlite.parallel.mesh import ParallelismConfig
-from titanlite.parallel.pipeline import num_stages
 from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputes
 from titanlite.tools.plan.activations import ActivationBytes
-from titanlite.tools.plan.communication import StepShape, frees_after_forward
+from titanlite.tools.plan.communication import StepShape, frees_after_forward, remote_neighbors
 from titanlite.tools.plan.schedule import peak_in_flight
 from titanlite.tools.plan.stages import Stage
 
@@ -62,56 +61,50 @@ def rank_memory(
     activations: ActivationBytes,
 ) -> Memory:
     """The memory of a rank that owns these stages."""
-    last = num_stages(section) - 1
-    kept = {
-        stage.index: kept_bytes(stage, recompute, activations, section.pp > 1, stage.index == last) for stage in stages
-    }
+    kept = {stage.index: kept_bytes(stage, recompute, activations, section.pp > 1) for stage in stages}
     most, in_flight = peak_in_flight(shape.actions, lambda index: kept[index])
-    owned = {stage.index for stage in stages}
-    received = sum(
-        (stage.index > 0 and stage.index - 1 not in owned) + (stage.index < last and stage.index + 1 not in owned)
-        for stage in stages
-    )
+    received = sum(remote_neighbors(stage, shape) for stage in stages)
     per_step = shape.microbatches // shape.schedule_steps
     parameters = sum(stage.parameter_bytes for stage in stages)
     optimizer_state = sum(stage.optimizer_bytes for stage in stages)
     return Memory(
         parameters=parameters,
-        gradients=sum(stage.gradient_bytes for stage in stages),
+        gradients=parameters,
         optimizer=optimizer_state,
         buffers=sum(stage.buffer_bytes for stage in stages),
-        activations=most + max(working_bytes(stage, recompute, activations, stage.index == last) for stage in stages),
+        activations=most + max(working_bytes(stage, recompute, activations) for stage in stages),
         data_parallel=sum(data_parallel_bytes(stage, section, shape) for stage in stages),
         # torch's stages allocate an input and a gradient buffer per microbatch of a schedule step
-        pipeline=received * per_step * activations.block_input if section.pp > 1 else 0,
+        pipeline=received * per_step * activations.block_input,
         update=update_bytes(optimizer, parameters, optimizer_state),
         in_flight=in_flight,
     )
 
 
 def kept_bytes(
-    stage: Stage, recompute: ActivationCheckpointConfig, activations: ActivationBytes, pipelined: bool, last: bool
+    stage: Stage, recompute: ActivationCheckpointConfig, activations: ActivationBytes, pipelined: bool
 ) -> int:
     """Bytes that one microbatch keeps on a stage from its forward to its backward pass."""
     kept = sum(_block_bytes(recompute, index, activations) for index in stage.blocks)
     kept += activations.documents if stage.blocks else 0
     kept += activations.embedding if stage.index == 0 else 0
-    kept += activations.head + activations.loss if last else 0
+    kept += activations.head + activations.loss if stage.is_last else 0
     if pipelined:
-        kept += activations.logits if last else activations.block_input  # the schedule holds the stage's output
+        kept += activations.logits if stage.is_last else activations.block_input  # the schedule holds the output
         kept -= activations.block_input if stage.index > 0 and stage.blocks else 0  # counted as a pipeline buffer
     return kept
 
 
-def working_bytes(stage: Stage, recompute: ActivationCheckpointConfig, activations: ActivationBytes, last: bool) -> int:
+def working_bytes(stage: Stage, recompute: ActivationCheckpointConfig, activations: ActivationBytes) -> int:
     """The peak working memory of a backward pass, in addition to the memory that its microbatch keeps.
 
     On the last stage the loss may need the most; blocks run later, when the memory of loss and head is free.
     """
-    indexes = stage.blocks[-1:]  # first in the backward pass, when all other blocks still keep their activations
-    again = sum(activations.block - _block_bytes(recompute, index, activations) for index in indexes)
-    block = sum(activations.block_backward for _ in indexes) + again
-    if not last:
+    block = 0
+    for index in stage.blocks[-1:]:  # first in the backward pass, when all other blocks still keep their activations
+        again = activations.block - _block_bytes(recompute, index, activations)
+        block = activations.block_backward + again
+    if not stage.is_last:
         return block
     return max(activations.loss_backward, block - activations.head - activations.loss)
 
@@ -130,7 +123,7 @@ def data_parallel_bytes(stage: Stage, section: ParallelismConfig, shape: StepSha
     unit_gradients = largest * (shape.param_bytes + shape.reduce_bytes)
     reduces_once = shape.sync in (None, "last") and shape.microbatches > 1
     # With a single reduction, the reduced gradients do not exist yet: count only the excess over them.
-    all_waiting = max(sum(sizes) * shape.reduce_bytes - stage.gradient_bytes, 0)
+    all_waiting = max(sum(sizes) * shape.reduce_bytes - stage.parameter_bytes, 0)
     waiting = all_waiting if reduces_once else largest * shape.reduce_bytes
     if shape.sizes["dp_shard"] == 1:
         return sum(sizes) * shape.param_bytes + unit_gradients + waiting

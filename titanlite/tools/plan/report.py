@@ -1,5 +1,6 @@
 """Format the plan as text."""
 
+import math
 from collections.abc import Iterable, Sequence
 
 from titanlite.config.schema import JobConfig
@@ -14,13 +15,10 @@ def report(config: JobConfig, plan: Estimate, device_memory_gib: float) -> str:
     """The full report, with the verdict last."""
     training, section = config.training, config.parallelism
     axes = " x ".join(f"{axis} {size}" for axis, size in plan.axes.items())
-    world = 1
-    for size in plan.axes.values():
-        world *= size
     parameters = sum(stage.num_parameters for rank in plan.ranks for stage in rank.stages)
     lines = [
         f"Model: {config.model.family} {config.model.flavor}, {parameters:,} parameters",
-        f"Mesh: {axes} = {world:,} ranks",
+        f"Mesh: {axes} = {math.prod(plan.axes.values()):,} ranks",
         f"Dtypes: parameters {training.dtype}, compute {training.mixed_precision_param}, "
         f"gradient reduction {training.mixed_precision_reduce}",
         f"Batch: {training.global_batch_size:,} sequences of {training.seq_len:,} tokens = "

@@ -79,26 +79,11 @@ def _flat(actions: Iterable[Any]) -> Iterable[Action]:
             yield Action(_KINDS[action.computation_type.name], action.stage_index, index)
 
 
-def bubble_share(section: ParallelismConfig, num_microbatches: int) -> float:
+def bubble_share(order: Sequence[Sequence[Action]], stages: int) -> float:
     """The fraction of a schedule step in which a rank is idle, for stages of equal cost and free communication.
 
-    With p ranks, m microbatches and v stages per rank it is (p - 1) / (v m + p - 1) for GPipe and 1F1B (v = 1),
-    LoopedBFS and Interleaved1F1B: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
-    Using Megatron-LM" (2021), section 2.2. The other schedules split the backward pass (Qi et al., "Zero Bubble
-    Pipeline Parallelism", 2023; Liu et al., "DeepSeek-V3", 2024), and their bubble is simulated.
-    """
-    if section.pp == 1:
-        return 0.0
-    if section.pp_schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
-        return simulated_bubble_share(schedule_order(section, num_microbatches), num_stages(section))
-    v = num_stages(section) // section.pp
-    return (section.pp - 1) / (v * num_microbatches + section.pp - 1)
-
-
-def simulated_bubble_share(order: Sequence[Sequence[Action]], stages: int) -> float:
-    """bubble_share by simulation: each action starts when its rank is free and its inputs are complete.
-
-    Actions take DURATION. The idle time before a rank's first action and after its last one counts.
+    By simulation: each action takes DURATION, and starts when its rank is free and its inputs are complete. The idle
+    time before a rank's first action and after its last one counts.
     """
     queues = [[action for action in actions if action.kind in DURATION] for actions in order]
     end: dict[tuple[str, int, int], int] = {}

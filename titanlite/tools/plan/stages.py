@@ -17,22 +17,20 @@ from titanlite.parallel.compile import CompileConfig
 from titanlite.parallel.data import wrapped_modules
 from titanlite.parallel.mesh import Mesh, shard_logits
 from titanlite.parallel.parallelize import parallelize
-from titanlite.parallel.pipeline import keep_units_, resolve_reshard_after_forward, split_stages
+from titanlite.parallel.pipeline import keep_units_, num_stages, resolve_reshard_after_forward, split_stages
 from titanlite.precision import DTYPES
 from titanlite.runtime.distributed import World
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One FSDP unit on one rank. name: of its first module.
+    """One FSDP unit on one rank.
 
-    elements: of its parameters when gathered over dp_shard, including padding. tensors: number of parameters.
-    replicated_over_tp: elements of each parameter that is replicated over tp.
+    elements: of its parameters when gathered over dp_shard, including padding. replicated_over_tp: elements of each
+    parameter that is replicated over tp.
     """
 
-    name: str
     elements: int
-    tensors: int
     replicated_over_tp: tuple[int, ...]
 
 
@@ -41,10 +39,12 @@ class Stage:
     """A pipeline stage on one rank.
 
     num_parameters: of the stage over all ranks, with tied ones counted once. The ..._bytes are those of this rank.
-    blocks: the indexes of its transformer blocks in the full model. wrapped: whether FSDP or replicate wraps it.
+    parameter_bytes: also those of the reduced gradients, which have the parameters' dtype and sharding. blocks: the
+    indexes of its transformer blocks in the full model. wrapped: whether FSDP or replicate wraps it.
     """
 
     index: int
+    is_last: bool
     num_parameters: int
     parameter_bytes: int
     optimizer_bytes: int
@@ -52,11 +52,6 @@ class Stage:
     units: tuple[Unit, ...]
     blocks: tuple[int, ...]
     wrapped: bool
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the reduced gradients, which have the parameters' dtype and sharding."""
-        return self.parameter_bytes
 
 
 @contextmanager
@@ -103,6 +98,7 @@ def build_stage(config: JobConfig, mesh: Mesh, index: int) -> Stage:
     wide = torch.promote_types(dtype, torch.float32).itemsize  # the dtype that init_buffers uses
     return Stage(
         index,
+        index == num_stages(config.parallelism) - 1,
         num_parameters,
         parameter_bytes,
         state_bytes(config.optimizer, shards),
@@ -123,7 +119,7 @@ def _units(model: LanguageModel, plan: Plan, dp_shard: int) -> Iterator[Unit]:
             # Coordinate 0 has a full shard; all others are padded to its size.
             elements += rows * dp_shard * torch.Size(others).numel()
         replicated = tuple(parameter.numel() for parameter in parameters if _is_replicated_over_tp(parameter))
-        yield Unit(names[0], elements, len(parameters), replicated)
+        yield Unit(elements, replicated)
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -272,24 +271,6 @@ def test_without_transformers_titanlite_verifies_the_folder(
     MISTAKES["one value"](monkeypatch)
     with pytest.raises(UserError, match="differs from the run's model"):
         export(run, tmp_path / "other")
-
-
-@pytest.mark.parametrize(("version", "name"), [("4.53.3", "torch_dtype"), ("4.56.0", "dtype"), ("6.0.dev0", "dtype")])
-def test_the_dtype_argument_depends_on_the_version_of_transformers(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, name: str
-) -> None:
-    """Older versions treat an unknown argument as a field of config.json, and fail on a valid folder."""
-    library: Any = sys.modules["transformers"]  # the library replaces its own module object
-    loaded, arguments = library.AutoModelForCausalLM.from_pretrained, []
-
-    def load(folder: Path, **chosen: Any) -> Any:
-        arguments.append(chosen)
-        return loaded(folder, dtype=chosen[name])
-
-    monkeypatch.setattr(library, "__version__", version)
-    monkeypatch.setattr(library.AutoModelForCausalLM, "from_pretrained", load)
-    export(run, tmp_path / "out")
-    assert arguments == [{name: torch.float32, "local_files_only": True}]
 
 
 def test_a_folder_that_transformers_cannot_load_is_deleted(

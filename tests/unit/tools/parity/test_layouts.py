@@ -10,7 +10,6 @@ from titanlite.parallel.mesh import PipelineSchedule
 from titanlite.runtime.errors import Problem
 from titanlite.tools.parity.layouts import (
     Layout,
-    by_world_size,
     candidate_layouts,
     choose_layouts,
     config_of,
@@ -87,8 +86,3 @@ def test_pp_split_stays_only_if_it_matches_the_number_of_stages() -> None:
     assert config_of(config, Layout((2, 1, 1, 1), "1F1B")).parallelism.pp_split == ("layers.1",)
     assert config_of(config, Layout((2, 1, 1, 1), "ZBVZeroBubble")).parallelism.pp_split == ()
     assert config_of(config, Layout((1, 1, 2, 1))).parallelism.pp_split == ()
-
-
-def test_layouts_of_the_same_size_share_a_group() -> None:
-    first, second, third = Layout((2, 1, 1, 1), "GPipe"), Layout((1, 1, 1, 1)), Layout((1, 2, 1, 1))
-    assert by_world_size([first, second, third]) == {1: [second], 2: [first, third]}

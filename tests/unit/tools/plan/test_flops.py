@@ -1,18 +1,19 @@
-"""The FLOPs of all FSDP units add up to those of the model."""
-
-from dataclasses import replace
+"""The FLOPs of all ranks add up to those of the model."""
 
 import pytest
 
-from titanlite.models.registry import FAMILIES
-from titanlite.tools.plan.activations import unit_flops_per_token
+from tests.distributed.reference import small_config
+from titanlite.models.registry import resolve_model
+from titanlite.tools.plan.estimate import estimate
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_units_add_up_to_the_model(name: str, tied: bool) -> None:
-    family = FAMILIES[name]
-    config = replace(family.flavors["8B"], tie_embeddings=tied)
-    units = family.plan(config).units
-    found = sum(unit_flops_per_token(config, 8192, unit[0]) for unit in units)
-    assert found == family.flops_per_token(config, 8192)
+@pytest.mark.parametrize("settings", [["model.tie_embeddings=true"], ["parallelism.pp=2", "parallelism.tp=2"]])
+def test_ranks_add_up_to_the_model(settings: list[str]) -> None:
+    config = small_config(4, *settings, "activation_checkpoint.mode=full")
+    family, model = resolve_model(config.model)
+    plan = estimate(config, 4, device_type="cpu")
+    tokens = config.training.global_batch_size * config.training.seq_len
+    copies = 4 // len(plan.ranks)
+    assert copies * sum(rank.flops for rank in plan.ranks) == tokens * family.flops_per_token(model, 16)
+    blocks = family.flops_per_token(model, 16) - 6 * model.vocab_size * model.dim
+    assert copies * sum(rank.recomputed_flops for rank in plan.ranks) == tokens * blocks // 3
