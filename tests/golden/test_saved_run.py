@@ -1,6 +1,8 @@
 """A run saved by an earlier version resumes and exports as with that version.
 
 `expected.json` contains the results of that version: the steps after the checkpoint, and the exported folder.
+For model.safetensors it contains the names, dtypes, shapes and bytes of all tensors instead of the bytes of the file,
+because the safetensors library chooses the order of the tensors and the padding of the header.
 """
 
 import json
@@ -8,7 +10,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import xxhash
+from safetensors.torch import load_file
 
 from tests.distributed.program import rows, start_command
 from titanlite.tools.convert.__main__ import main as convert
@@ -39,8 +43,11 @@ def test_it_resumes_with_the_recorded_losses(ranks: int, workplace: Path) -> Non
         assert step == pytest.approx(expected, rel=1e-12, abs=0)
 
 
-def test_it_is_exported_to_the_same_bytes(workplace: Path) -> None:
+def test_it_is_exported_to_the_same_tensors(workplace: Path) -> None:
     convert(["export", str(workplace / "run"), "--out", str(workplace / "out")])
-    written = (workplace / "out" / "model.safetensors").read_bytes()
-    assert xxhash.xxh3_128_hexdigest(written) == EXPECTED["export"]["model.safetensors"]
+    written = {
+        name: [str(tensor.dtype), list(tensor.shape), xxhash.xxh3_128_hexdigest(tensor.view(torch.uint8).numpy())]
+        for name, tensor in load_file(workplace / "out" / "model.safetensors").items()
+    }
+    assert written == EXPECTED["export"]["tensors"]
     assert json.loads((workplace / "out" / "config.json").read_text()) == EXPECTED["export"]["config.json"]

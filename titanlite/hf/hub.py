@@ -103,15 +103,10 @@ def _escaped(name: str) -> str:
 
 
 def _client() -> Any:
-    """The huggingface_hub package, imported on first use, since the import takes a second."""
-    try:
-        import huggingface_hub
-        import huggingface_hub.utils
-    except ImportError:
-        raise UserError(
-            "hf:ORGANIZATION/NAME needs the Python package huggingface_hub: pip install huggingface_hub, or "
-            '"titanlite[hf]"'
-        ) from None
+    """Import huggingface_hub, which takes a second, when a model of the hub is needed."""
+    import huggingface_hub
+    import huggingface_hub.utils
+
     utils: Any = huggingface_hub.utils
     utils.disable_progress_bars()
     return huggingface_hub

@@ -1,12 +1,14 @@
-"""Files in the safetensors format: headers read strictly, tensors read box by box and written one by one.
+"""Check headers of safetensors files, read boxes of their tensors, write files.
 
-Tensors are read by plain reads and not through a mapping of the file into memory: a rank reads the bytes of its own
-part alone and holds a few MiB of them at a time, a file that is cut short meanwhile is an error, not a signal, and an
-audit of what is opened sees all of it.
+The safetensors library writes the files, but does not read them: it maps a file into memory, and truncation of a mapped
+file kills the process with SIGBUS. Plain reads load only the rank's shard, 8 MiB at a time, and raise an exception if
+the file is truncated.
 """
 
 import json
 import os
+import stat
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -15,22 +17,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
+from titanlite.runtime.durability import sync_file
 from titanlite.runtime.errors import UserError
 
 SUFFIX = ".safetensors"
-MAX_HEADER_BYTES = 100_000_000
-"""As in the format's own library."""
+MAX_TENSORS = 100_000
+MAX_NAME_LENGTH = 1_024
+MAX_DIMS = 8
+MAX_HEADER_BYTES = 25_000_000
+"""250 bytes for each of MAX_TENSORS. Most entries take less than 150."""
 
 _BLOCK_BYTES = 2**23
-_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file. start: where its first byte is."""
+    """A tensor in a file. start: offset of its first byte."""
 
     file: Path
     dtype: torch.dtype
@@ -43,37 +50,42 @@ class StoredTensor:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file by name. Raises UserError, with what is wrong and with which entry; OSError.
+    """Check a file's header and return its tensors by name. Reads no tensor.
 
-    The tensors have to fill the file: without overlap, without a gap, without anything behind the last one.
+    Stricter than the library: names are unique, dtypes are floating-point, and the tensors fill the file without gap or
+    overlap. Raises UserError, which names the entry and the rule; OSError.
     """
-    size = file.stat().st_size
     with file.open("rb") as opened:
+        size = os.fstat(opened.fileno()).st_size
         length = int.from_bytes(opened.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise UserError(f"its header of {length:,} bytes does not fit into its {size:,} bytes: it is torn")
+        if size < 8 or length > size - 8:
+            raise UserError(f"its header of {length:,} bytes exceeds the file of {size:,} bytes: the file is truncated")
+        if length > MAX_HEADER_BYTES:
+            raise UserError(f"its header has {length:,} bytes, more than {MAX_HEADER_BYTES:,}")
         raw = opened.read(length)
     header = read_object(raw, "its header")
     header.pop("__metadata__", None)
+    if len(header) > MAX_TENSORS:
+        raise UserError(f"it has {len(header):,} tensors, more than {MAX_TENSORS:,}")
     found = {name: _stored(file, name, entry, 8 + length) for name, entry in header.items()}
     end = 8 + length
     for name, tensor in sorted(found.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
         if tensor.start != end:
-            raise UserError(f"{name} begins at byte {tensor.start:,}, and what is before it ends at {end:,}")
+            raise UserError(f"{name} begins at byte {tensor.start:,}, but the tensor before it ends at {end:,}")
         end += tensor.num_bytes
     if end != size:
-        raise UserError(f"its tensors end at byte {end:,}, and it has {size:,}: it is torn, or of another header")
+        raise UserError(f"its tensors end at byte {end:,}, not at {size:,}: truncated file or wrong header")
     return found
 
 
 def read_object(raw: bytes, what: str) -> dict[str, Any]:
-    """A JSON object in which no name stands twice. Raises UserError."""
+    """Parse a JSON object; raise UserError if it is invalid or has a duplicate name."""
 
     def of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            raise UserError(f"{what} has {next(name for name in names if names.count(name) > 1)!r} twice")
+            name, count = Counter(name for name, _ in pairs).most_common(1)[0]
+            raise UserError(f"{what} has {name!r} {'twice' if count == 2 else f'{count:,} times'}")
         return found
 
     try:
@@ -86,18 +98,22 @@ def read_object(raw: bytes, what: str) -> dict[str, Any]:
 
 
 def _stored(file: Path, name: str, entry: Any, data: int) -> StoredTensor:
-    """What a header says of one tensor. data: where the file's tensors begin."""
+    """Check a header's entry for one tensor. data: the byte where the file's tensors begin."""
+    if len(name) > MAX_NAME_LENGTH:
+        raise UserError(f"{name[:40]!r}… is a name of {len(name):,} characters, more than {MAX_NAME_LENGTH:,}")
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise UserError(f"{name} is not described by dtype, shape and data_offsets")
+        raise UserError(f"{name} must have exactly dtype, shape and data_offsets")
     kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(kind, str) or kind not in _DTYPES:
-        raise UserError(f"{name} is of dtype {kind!r}, and only {', '.join(_DTYPES)} can be read: not quantized models")
+        raise UserError(f"{name} has dtype {kind!r}; supported are {', '.join(_DTYPES)}, not quantized models")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise UserError(f"{name} has shape {shape!r} at {offsets!r}, which have to be lists of whole numbers")
+        raise UserError(f"{name} has shape {shape!r} and data_offsets {offsets!r}, which must be lists of integers")
+    if len(shape) > MAX_DIMS:
+        raise UserError(f"{name} has {len(shape):,} dimensions, more than {MAX_DIMS}")
     tensor = StoredTensor(file, _DTYPES[kind], tuple(shape), data + offsets[0])
     if offsets[1] - offsets[0] != tensor.num_bytes:
         raise UserError(
-            f"{name}, {kind} of shape {tensor.shape}, has {offsets[1] - offsets[0]:,} bytes and not "
+            f"{name}, {kind} of shape {tensor.shape}, has {offsets[1] - offsets[0]:,} bytes instead of "
             f"{tensor.num_bytes:,}"
         )
     return tensor
@@ -108,8 +124,9 @@ def _are_sizes(value: Any) -> bool:
 
 
 def read_box_(out: Tensor, stored: StoredTensor, offset: Sequence[int]) -> None:
-    """Fills `out`, in its own dtype and on its device, with the box at `offset` of a stored tensor; nothing else of the
-    file is read. Raises UserError where the file has become shorter, OSError.
+    """Fill `out`, with its dtype and on its device, with the box at `offset` of a stored tensor.
+
+    Reads no other bytes of the file. Raises UserError if the file was truncated meanwhile; OSError.
     """
     if out.numel() == 0:
         return
@@ -131,15 +148,15 @@ def read_box_(out: Tensor, stored: StoredTensor, offset: Sequence[int]) -> None:
         out.copy_(flat.view(out.shape))
 
 
-def _runs(whole: Sequence[int], box: Sequence[int], offset: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(first element, count) of the stretches of the flattened whole that make up the box, in its order."""
-    cut = len(whole)
-    while cut and box[cut - 1] == whole[cut - 1]:
+def _runs(shape: Sequence[int], box: Sequence[int], offset: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first element, count) of the contiguous runs of the flattened tensor that form the box, in its order."""
+    cut = len(shape)
+    while cut and box[cut - 1] == shape[cut - 1]:
         cut -= 1
     if cut == 0:
-        yield 0, prod(whole)
+        yield 0, prod(shape)
         return
-    strides = [prod(whole[dim + 1 :]) for dim in range(cut)]
+    strides = [prod(shape[dim + 1 :]) for dim in range(cut)]
     rows = (range(start, start + size) for start, size in zip(offset[: cut - 1], box[: cut - 1], strict=True))
     for index in product(*rows):
         before = sum(i * stride for i, stride in zip(index, strides, strict=False))
@@ -151,23 +168,21 @@ def _read_into(descriptor: int, part: memoryview, stored: StoredTensor, position
     while part:
         count = os.preadv(descriptor, [part], position)
         if count == 0:
-            raise UserError(f"{stored.file} has become shorter while it was read")
+            raise UserError(f"{stored.file} was truncated while it was read")
         part, position = part[count:], position + count
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes a new file, on the disk on return: the same bytes for the same tensors. On the host. Raises OSError."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # readers ask which framework's tensors these are
-    end = 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [end, end + size]}
-        end += size
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)  # so that tensors are aligned in memory where a reader maps the file
+    """Write contiguous CPU tensors to a new file and sync it to the disk. The same tensors give the same bytes.
+
+    The library writes a temporary file that only its owner may read, and renames it over an existing file. To refuse an
+    existing file, and to know the default permissions, create an empty file exclusively first. Raises OSError.
+    """
     with file.open("xb") as opened:
-        opened.write(len(raw).to_bytes(8, "little") + raw)
-        for tensor in tensors.values():
-            opened.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-        opened.flush()
-        os.fsync(opened.fileno())
+        permissions = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
+    try:
+        save_file(dict(tensors), file, {"format": "pt"})  # readers look for the framework of the tensors
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
+    file.chmod(permissions)
+    sync_file(file)

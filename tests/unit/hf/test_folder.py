@@ -166,7 +166,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "integers": (
         lambda f: retensor(place(f), lambda tensors: tensors.update({W1: tensors[W1].to(torch.int8)}))(f),
-        f"{W1} is of dtype 'I8'",
+        f"{W1} has dtype 'I8'",
     ),
     "index of nothing": (edit(INDEX, lambda index: index.update(weight_map={})), f"{INDEX} has no weight_map"),
     "index twice": (

@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -21,7 +22,7 @@ SHAPES = ((7,), (5, 6), (3, 4, 5), (1, 9))
 
 
 def boxes(shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
-    """Some of each dimension: the whole, the front, the middle, one, none."""
+    """Some of each dimension: all, the front, the middle, one, zero."""
     of_dims = [[slice(0, n), slice(0, n // 2), slice(n // 3, n), slice(n - 1, n), slice(n, n)] for n in shape]
     return list(product(*of_dims))
 
@@ -65,17 +66,30 @@ def test_what_is_written_is_read_by_the_library(tmp_path: Path) -> None:
         write_tensors(tmp_path / name, tensors)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
     found = load_file(tmp_path / "one")
-    assert list(read_header(tmp_path / "one")) == list(tensors)
+    assert read_header(tmp_path / "one").keys() == found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     with safe_open(tmp_path / "one", "pt") as reader:
         assert reader.metadata() == {"format": "pt"}
+
+
+def test_a_file_is_never_replaced_and_has_the_permissions_of_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_tensors(tmp_path / "file", {"a": torch.ones(3)})
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
+    with pytest.raises(FileExistsError):
+        write_tensors(tmp_path / "file", {"a": torch.zeros(3)})
+    assert torch.equal(load_file(tmp_path / "file")["a"], torch.ones(3))
+    assert os.listdir(tmp_path) == ["file"]
 
 
 def test_a_file_that_becomes_shorter_is_an_error(tmp_path: Path) -> None:
     save_file({"a": torch.randn(100)}, tmp_path / "file")
     stored = read_header(tmp_path / "file")["a"]
     os.truncate(tmp_path / "file", 200)
-    with pytest.raises(UserError, match="has become shorter"):
+    with pytest.raises(UserError, match="was truncated while"):
         read_box_(torch.empty(100), stored, (0,))
 
 
@@ -91,20 +105,22 @@ def changed(name: str, **entry: Any) -> Callable[[Header], None]:
     [
         (changed("b", data_offsets=[0, 8]), "begins at byte"),  # over a
         (changed("b", data_offsets=[12, 20]), "begins at byte"),
-        (changed("b", data_offsets=[8, 2**70]), "whole numbers"),
-        (changed("b", data_offsets=[8, 4]), "b, F32 of shape (2,), has -4 bytes and not 8"),
-        (changed("b", data_offsets=[-8, 0]), "whole numbers"),
-        (changed("b", data_offsets=[8.0, 16]), "whole numbers"),
-        (changed("b", data_offsets=[8, 16, 24]), "whole numbers"),
+        (changed("b", data_offsets=[8, 2**70]), "lists of integers"),
+        (changed("b", data_offsets=[8, 4]), "b, F32 of shape (2,), has -4 bytes instead of 8"),
+        (changed("b", data_offsets=[-8, 0]), "lists of integers"),
+        (changed("b", data_offsets=[8.0, 16]), "lists of integers"),
+        (changed("b", data_offsets=[8, 16, 24]), "lists of integers"),
         (changed("b", data_offsets=[8, 16 + 2**40], shape=[2 + 2**38]), "tensors end at byte"),
-        (changed("b", shape=[2, True]), "whole numbers"),
-        (changed("b", shape=[3]), "b, F32 of shape (3,), has 8 bytes and not 12"),
-        (changed("b", shape=[2**40, 2**40]), "has 8 bytes and not"),
-        (changed("b", dtype="I8"), "b is of dtype 'I8'"),
-        (changed("b", dtype=["F32"]), "b is of dtype ['F32']"),
-        (changed("b", more=1), "b is not described"),
+        (changed("b", shape=[2, True]), "lists of integers"),
+        (changed("b", shape=[3]), "b, F32 of shape (3,), has 8 bytes instead of 12"),
+        (changed("b", shape=[2**40, 2**40]), "has 8 bytes instead of"),
+        (changed("b", dtype="I8"), "b has dtype 'I8'"),
+        (changed("b", dtype=["F32"]), "b has dtype ['F32']"),
+        (changed("b", shape=[1] * 9), "b has 9 dimensions, more than 8"),
+        (changed("b", more=1), "b must have exactly dtype"),
+        (lambda header: header.update({"b" * 1025: header.pop("b")}), "is a name of 1,025 characters, more than 1,024"),
         (lambda header: header.pop("b"), "tensors end at byte"),
-        (lambda header: header.update(b=7), "b is not described"),
+        (lambda header: header.update(b=7), "b must have exactly dtype"),
     ],
 )
 def test_a_header_that_is_wrong_is_refused(tmp_path: Path, change: Callable[[Header], Any], said: str) -> None:
@@ -123,10 +139,30 @@ def test_a_header_that_is_wrong_is_refused(tmp_path: Path, change: Callable[[Hea
         (b'{"a": ', "is not JSON"),
         (b"\xff\xff", "is not JSON"),
         (b'{"a": 1, "a": 2}', "has 'a' twice"),
+        (b'{"a": 1, "b": 1, "b": 2, "b": 3}', "has 'b' 3 times"),
         (b"[" * 10**5, "is not JSON"),
     ],
 )
 def test_a_header_that_is_none_is_refused(tmp_path: Path, raw: bytes, said: str) -> None:
+    refuses(tmp_path, raw, said)
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "said"),
+    [
+        ("MAX_TENSORS", 1, "it has 2 tensors, more than 1"),
+        ("MAX_HEADER_BYTES", 100, "its header has 128 bytes, more than 100"),
+    ],
+)
+def test_a_header_over_a_limit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int, said: str
+) -> None:
+    entry = {"dtype": "F32", "shape": [2]}
+    header = {"a": entry | {"data_offsets": [0, 8]}, "b": entry | {"data_offsets": [8, 16]}}
+    raw = json.dumps(header).encode().ljust(128)
+    (tmp_path / "file").write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(16))
+    assert len(read_header(tmp_path / "file")) == 2
+    monkeypatch.setattr(safetensors, limit, value)
     refuses(tmp_path, raw, said)
 
 
@@ -142,5 +178,5 @@ def refuses(folder: Path, raw: bytes, said: str) -> None:
 )
 def test_a_torn_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "file").write_bytes(content)
-    with pytest.raises(UserError, match="does not fit into its"):
+    with pytest.raises(UserError, match="exceeds the file of"):
         read_header(tmp_path / "file")

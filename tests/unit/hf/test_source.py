@@ -163,12 +163,6 @@ def test_missing_models_and_an_unreachable_hub(hub: SmallHub, tmp_path: Path, mo
     assert open_source("org/name").tensors  # cached models need no hub
 
 
-def test_the_message_names_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
-    with pytest.raises(UserError, match=r"pip install huggingface_hub"):
-        open_source("org/name")
-
-
 def on_all_ranks(text: str, worlds: list[World], **changes: int) -> list[ModelFolder | str | None]:
     """The result of fetch_source, or its error message, on ranks that are threads of this process."""
     store = dist.HashStore()

@@ -102,7 +102,7 @@ def open_file(url: str) -> IO[bytes]:
 
 def load_builder(source: SourceConfig, key: str = "data.sources") -> "DatasetBuilder":
     """The `datasets` builder of the source's subset. Raises ConfigError."""
-    datasets = _datasets(key)
+    datasets = _datasets()
     folder = hub_folder(source)
     where = str(folder) if folder is not None else source.path
     try:
@@ -128,13 +128,10 @@ def _problem_of(error: Exception, source: SourceConfig, key: str, where: str) ->
     return Problem(f"{key}.path", source.path, "a dataset that `datasets` can read", reason(error))
 
 
-def _datasets(key: str) -> Any:
-    """Import `datasets` lazily: the import takes a second, and only this kind needs it."""
-    try:
-        import datasets
-    except ImportError:
-        rule = "requires the Python package datasets"
-        raise _config_error(key, "kind", "hf", rule, 'pip install datasets, or "titanlite[hf]"') from None
+def _datasets() -> Any:
+    """Import `datasets`, which takes a second, when a source of this kind is opened."""
+    import datasets
+
     datasets.disable_progress_bars()
     return datasets
 
