@@ -1,10 +1,17 @@
 """Fixtures of the data tests."""
 
 import functools
+from pathlib import Path
 
 import pytest
 
 from titanlite.data.sources import hf
+
+
+@pytest.fixture
+def hugging_face_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the files of `datasets` in the test's folder."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "datasets"))
 
 
 @pytest.fixture

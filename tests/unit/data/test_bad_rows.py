@@ -91,9 +91,7 @@ def cases() -> Iterator[Case]:
     yield from parquet_cases("hf parquet", streaming=False)
 
 
-@pytest.fixture(autouse=True)
-def hugging_face_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached_hub_files: None) -> None:  # noqa: ARG001
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+pytestmark = pytest.mark.usefixtures("hugging_face_home", "cached_hub_files")
 
 
 def write(file: Path, data: bytes | pa.Table) -> None:

@@ -49,9 +49,7 @@ configs:
 """
 
 
-@pytest.fixture(autouse=True)
-def hugging_face_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+pytestmark = pytest.mark.usefixtures("hugging_face_home")
 
 
 @pytest.fixture

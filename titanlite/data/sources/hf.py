@@ -31,8 +31,8 @@ from titanlite.data.sources.hub_files import (
     source_split,
 )
 from titanlite.data.sources.jsonl import GZIP_DAMAGE, damage_after, json_row, open_lines
-from titanlite.data.sources.parquet import as_bytes, damage, open_parquet, row_counts, text_type
-from titanlite.data.sources.pieces import BAD_FILE, BadRowError, Piece, no_lines, utf8_text
+from titanlite.data.sources.parquet import as_bytes, damage, open_parquet, row_counts, text_of, text_type
+from titanlite.data.sources.pieces import BAD_FILE, BadRowError, Piece, no_lines
 from titanlite.runtime.cache import cache_folder, content_key, file_facts
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.retry import reason, retrying
@@ -148,10 +148,7 @@ class HuggingFace(TextSource, StreamedSource):
     def read(self, path: Path, piece: Piece) -> str:
         if piece.flags & BAD_FILE:
             raise BadRowError("the file has no rows")
-        text = self._column(path).chunk(piece.offset)[piece.size]
-        if not text.is_valid:
-            raise BadRowError(f"field {self.field!r} is null")
-        return utf8_text(text.as_buffer()[piece.begin : piece.begin + piece.length].to_pybytes())
+        return text_of(piece, self._column(path).chunk(piece.offset)[piece.size], self.field)
 
     def _column(self, path: Path) -> Any:
         """The text column, memory-mapped."""

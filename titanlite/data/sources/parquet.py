@@ -66,10 +66,7 @@ class Parquet(TextSource):
             raise BadRowError("the file has no rows")
         group = piece.offset
         texts = self._row_groups.get((path, group), lambda: _load(path, group, self.field))
-        text = texts[piece.size].as_py()
-        if text is None:
-            raise BadRowError(f"field {self.field!r} is null")
-        return utf8_text(text[piece.begin : piece.begin + piece.length])
+        return text_of(piece, texts[piece.size], self.field)
 
 
 def open_parquet(opened: IO[bytes]) -> Any:
@@ -87,6 +84,13 @@ def open_parquet(opened: IO[bytes]) -> Any:
 def row_counts(file: Any) -> list[int]:
     """Number of rows of each row group of an open Parquet file."""
     return [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+
+
+def text_of(piece: Piece, row: Any, field: str) -> str:
+    """The text of a piece of a row, an Arrow scalar. Raises BadRowError."""
+    if not row.is_valid:
+        raise BadRowError(f"field {field!r} is null")
+    return utf8_text(row.as_buffer()[piece.begin : piece.begin + piece.length].to_pybytes())
 
 
 def _load(path: Path, group: int, field: str) -> Any:
