@@ -111,18 +111,9 @@ class StartFinder:
         section = self.section
         goes_back = section.load_step >= 0 and not self._has_gone_back()
         if goes_back:
-            if section.load_step not in steps:
-                present = ", ".join(map(str, steps)) or "no checkpoint"
-                raise UserError(
-                    f"checkpoint.load_step = {section.load_step}: no checkpoint of this step in {self.folder}, which "
-                    f"has: {present}; choose one of these, or -1 for the latest valid one"
-                )
-            found = self._require_valid(step_folder(self.folder, section.load_step))
+            found = self._of_load_step(steps)
         else:
-            latest = latest_valid(self.folder, steps, section.verify, self.group, self._is_usable)
-            if latest is None:
-                raise no_usable_checkpoint(self.folder)
-            found = latest
+            found = latest_valid(self.folder, steps, section.verify, self.group, self._is_usable)
         step, lineage = found.manifest.step, found.manifest.lineage
         if found.manifest.content == "model":
             log.info("Start: at the end of a finished run, step %d, %s", step, found.path)
@@ -231,15 +222,22 @@ class StartFinder:
             remedy += "; for weights only: initial_load_model_only = true"
         raise UserError(f'checkpoint.initial_load_path = "{path}": no {missing} found; {remedy}')
 
-    def _require_valid(self, path: Path) -> Found:
-        """The checkpoint of load_step. Raises UserError if it is corrupted or not usable."""
+    def _of_load_step(self, steps: list[int]) -> Found:
+        """The checkpoint of load_step. Raises UserError if it is missing, corrupted or not usable."""
+        step = self.section.load_step
+        if step not in steps:
+            present = ", ".join(map(str, steps)) or "no checkpoint"
+            raise UserError(
+                f"checkpoint.load_step = {step}: no checkpoint of this step in {self.folder}, which has: {present}; "
+                "choose one of these, or -1 for the latest valid one"
+            )
+        path = step_folder(self.folder, step)
         found = verify_checkpoint(path, self.section.verify, self.group, self._is_usable)
         if isinstance(found, Found):
             return found
         why = f"is corrupted: {found}" if found else "has only the model, no optimizer state and position in the data"
         raise UserError(
-            f"checkpoint.load_step = {self.section.load_step}: {path} {why}; choose another step, or -1 "
-            "for the latest valid one"
+            f"checkpoint.load_step = {step}: {path} {why}; choose another step, or -1 for the latest valid one"
         )
 
     def _is_usable(self, manifest: Manifest) -> bool:
@@ -300,17 +298,29 @@ def prepare_folder(folder: Path, group: dist.ProcessGroup) -> tuple[list[int], b
     return run_on_rank_0(look, group)
 
 
-def latest_valid(
-    folder: Path, steps: list[int], verify: Verify, group: dist.ProcessGroup, usable: Usable
-) -> Found | None:
-    """The latest valid and usable checkpoint of `steps`; corrupted ones are quarantined, with a warning each."""
+def latest_valid(folder: Path, steps: list[int], verify: Verify, group: dist.ProcessGroup, usable: Usable) -> Found:
+    """The latest valid and usable checkpoint of `steps`; corrupted ones are quarantined, with a warning each.
+
+    Raises UserError if no checkpoint is valid and usable.
+    """
     for step in reversed(steps):
         found = verify_checkpoint(step_folder(folder, step), verify, group, usable)
         if isinstance(found, Found):
             return found
         if found is not None:
             run_on_rank_0(partial(_quarantine, folder, step, found), group)
-    return None
+    names = sorted(name for name in os.listdir(folder) if name.startswith("step-"))
+    models = published_steps(folder)  # corrupted ones are quarantined by now
+    remedy = (
+        f"step-{models[-1]} has only the model: start a new run from its weights with --job.dump_folder ANOTHER "
+        f"--checkpoint.initial_load_path {step_folder(folder, models[-1])}"
+        if models
+        else "to use a quarantined one, repair it and remove the suffix from its name"
+    )
+    raise UserError(
+        f"cannot resume from any checkpoint in {folder}: {', '.join(names)}. To start a new run, "
+        f"give another --job.dump_folder or move that folder away; {remedy}"
+    )
 
 
 def _quarantine(folder: Path, step: int, damage: str) -> None:
@@ -339,22 +349,6 @@ def load(found: Found, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) 
         load_tensors(found.path, tensors, group)
     except dcp.CheckpointException as error:
         raise UserError(f"{found.path} cannot be loaded: {first_failure(error)}") from None
-
-
-def no_usable_checkpoint(folder: Path) -> UserError:
-    """The error for a folder with checkpoints of which the run can resume from none."""
-    names = sorted(name for name in os.listdir(folder) if name.startswith("step-"))
-    models = published_steps(folder)  # corrupted ones are quarantined by now
-    remedy = (
-        f"step-{models[-1]} has only the model: start a new run from its weights with --job.dump_folder ANOTHER "
-        f"--checkpoint.initial_load_path {step_folder(folder, models[-1])}"
-        if models
-        else "to use a quarantined one, repair it and remove the suffix from its name"
-    )
-    return UserError(
-        f"cannot resume from any checkpoint in {folder}: {', '.join(names)}. To start a new run, "
-        f"give another --job.dump_folder or move that folder away; {remedy}"
-    )
 
 
 def check_tensors(

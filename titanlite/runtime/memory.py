@@ -18,11 +18,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     # VmHWM is preferred: in a forked process, ru_maxrss starts at the parent's size.
-    peak = _bytes_in("/proc/self/status", "VmHWM")
-    if peak is not None:
-        return peak
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss counts bytes on macOS, KiB elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return _bytes_in("/proc/self/status", "VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def device_memory_bytes(device: torch.device) -> int:

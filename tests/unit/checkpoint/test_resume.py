@@ -17,7 +17,6 @@ from titanlite.checkpoint.start import (
     check_tensors,
     latest_valid,
     load,
-    no_usable_checkpoint,
     prepare_folder,
     verify_checkpoint,
 )
@@ -95,7 +94,6 @@ def test_a_corrupted_checkpoint_is_quarantined_and_the_previous_one_used(
     left = content_of(step_folder(tmp_path, 15))
     assert verify_checkpoint(step_folder(tmp_path, 10), verify, group, any_one) is not None
     found = latest_valid(tmp_path, [5, 10, 15], verify, group, any_one)
-    assert found is not None
     seen = verify in DETECTED_BY.get(kind, {"full", "size", "off"})
     assert found.manifest.step == (10 if seen else 15)
     assert found.path == step_folder(tmp_path, found.manifest.step)
@@ -123,7 +121,6 @@ def test_unusable_checkpoints_are_skipped_and_not_renamed(tmp_path: Path, group:
     make(tmp_path, 10, content="model")
     before = content_of(tmp_path)
     found = latest_valid(tmp_path, [5, 10], "full", group, full_one)
-    assert found is not None
     assert found.manifest.step == 5
     assert content_of(tmp_path) == before
 
@@ -133,13 +130,15 @@ def test_all_are_quarantined_if_no_checkpoint_is_valid(tmp_path: Path, group: di
         make(tmp_path, step)
     for step in (5, 10):
         damage(tmp_path, step, "no manifest")
-    assert latest_valid(tmp_path, [5, 10], "full", group, any_one) is None
+    (tmp_path / "notes").mkdir()
+    with pytest.raises(UserError) as caught:
+        latest_valid(tmp_path, [5, 10], "full", group, any_one)
+    (tmp_path / "notes").rmdir()
     names = sorted(path.name for path in tmp_path.iterdir())
     assert [name.split(".")[0] for name in names] == ["step-10", "step-5"]
     assert all(".invalid-" in name for name in names)
     assert prepare_folder(tmp_path, group) == ([], True)
-    (tmp_path / "notes").mkdir()
-    error = str(no_usable_checkpoint(tmp_path))
+    error = str(caught.value)
     assert f"cannot resume from any checkpoint in {tmp_path}: {names[0]}, {names[1]}. To start a new run" in error
     assert "--job.dump_folder" in error
 
