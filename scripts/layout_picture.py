@@ -10,10 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("svg")
-from matplotlib import pyplot  # noqa: E402 (the backend comes first)
+from matplotlib import pyplot
 
 LAYOUTS = {
     "one process": (1, ()),
@@ -30,9 +27,8 @@ STYLES = (("#1b3a5c", 6.0), ("#2f7ebc", 4.0), ("#f28e2b", 2.2), ("#ffffff", 0.7)
 def train(folder: Path, ranks: int, arguments: tuple[str, ...]) -> list[dict[str, float]]:
     """The rows of metrics.jsonl, one per step, after a run of the quick start in `folder`."""
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "titanlite.train")
-    options = ("--job.config_file", "configs/quickstart.toml", "--job.dump_folder", str(folder))
-    options += ("--metrics.log_freq", "1", "--validation.enable", "false")
-    subprocess.run([sys.executable, *launcher, *options, *arguments], check=True)
+    options = ("--job.dump_folder", str(folder), "--metrics.log_freq", "1", "--validation.enable", "false")
+    subprocess.run([sys.executable, *launcher, "quickstart", *options, *arguments], check=True)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if "grad_norm" in row]
 
@@ -40,6 +36,7 @@ def train(folder: Path, ranks: int, arguments: tuple[str, ...]) -> list[dict[str
 def main() -> None:
     root = Path(sys.argv[1] if len(sys.argv) > 1 else "outputs/picture")
     runs = {name: train(root / name.replace(" ", "_"), *layout) for name, layout in LAYOUTS.items()}
+    pyplot.switch_backend("svg")
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
     for panel, (key, title) in zip(axes, (("loss", "loss"), ("grad_norm", "gradient norm")), strict=True):
         for (name, rows), (color, width) in zip(runs.items(), STYLES, strict=True):
