@@ -9,7 +9,6 @@ shows MB/s (median over rounds, minimum, maximum) and the ratio to plain DCP in 
 timings: the wait of the training thread, and the time until the checkpoint is published.
 """
 
-import argparse
 import logging
 import os
 import random
@@ -19,12 +18,15 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
+from typing import Literal
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import tyro
 import xxhash
+from measuring import spread, threads_per_process
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -175,17 +177,13 @@ def measure(folder: str, rounds: int, threads: int) -> tuple[int, list[dict[str,
     return sum(t.numel() * t.element_size() for t in ways.tensors.values()), results[1:]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, choices=(1, 2), default=1)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--folder", help="where to write; default: the system's temporary folder")
-    given = parser.parse_args()
-    threads = max(1, (os.cpu_count() or 1) // given.processes)
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        size, rounds = run_ranks(measure, given.processes, folder, given.rounds, threads, timeout_s=3600)[0]
-    print(f"{given.processes} process(es), {size / 1e6:,.0f} MB")
-    print(f"{'':<24}{'seconds':>9}{'MB/s':>8}{'smallest':>10}{'largest':>9}   ratio of speeds")
+def main(processes: Literal[1, 2] = 1, rounds: int = 7, folder: Path | None = None) -> None:
+    """folder: where to write; None: the system's temporary folder."""
+    with tempfile.TemporaryDirectory(dir=folder) as inner:
+        arguments = (inner, rounds, threads_per_process(processes))
+        size, results = run_ranks(measure, processes, *arguments, timeout_s=3600)[0]
+    print(f"{processes} process(es), {size / 1e6:,.0f} MB")
+    print(f"{'':<24}{'seconds':>9}  {'MB/s':<22}ratio of speeds")
     against = {
         "save": "dcp.save",
         "save, not hashed": "dcp.save",
@@ -193,19 +191,15 @@ def main() -> None:
         "load": "dcp.load",
         "load, not verified": "dcp.load",
     }
-    for way in sorted(rounds[0], key=lambda name: ("load" in name, name)):
-        speeds = sorted(size / 1e6 / seconds[way] for seconds in rounds)
-        line = (
-            f"{way:<24}{statistics.median(seconds[way] for seconds in rounds):>9.3f}{statistics.median(speeds):>8.0f}"
-        )
-        line += f"{speeds[0]:>10.0f}{speeds[-1]:>9.0f}"
+    for way in sorted(results[0], key=lambda name: ("load" in name, name)):
+        speeds = [size / 1e6 / seconds[way] for seconds in results]
+        line = f"{way:<24}{statistics.median(seconds[way] for seconds in results):>9.3f}  {spread(speeds, '.0f'):<22}"
         if way in against:
-            ratios = sorted(seconds[against[way]] / seconds[way] for seconds in rounds)
-            line += f"   {statistics.median(ratios):.2f} of {against[way]} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+            line += f"{spread([seconds[against[way]] / seconds[way] for seconds in results], '.2f')} of {against[way]}"
         print(line)
-    stalls = sorted(seconds["async save: wait"] / seconds["save"] for seconds in rounds)
-    print(f"An async save stalls for {statistics.median(stalls):.1%} of a save ({stalls[0]:.1%} to {stalls[-1]:.1%})")
+    stalls = [seconds["async save: wait"] / seconds["save"] for seconds in results]
+    print(f"An async save stalls for {spread(stalls, '.1%')} of a save")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

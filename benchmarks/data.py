@@ -10,12 +10,10 @@ every second round runs in reverse order. The table shows tokens per second, and
 process and its workers together) as a ratio to the baseline in the same round (median over rounds, minimum, maximum).
 """
 
-import argparse
 import gzip
 import json
 import os
 import random
-import statistics
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +25,8 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import tokenizers
+import tyro
+from measuring import spread
 
 from titanlite.data.bpe import train_bpe
 from titanlite.data.config import DataConfig
@@ -78,8 +78,9 @@ def documents(num_bytes: int) -> Iterator[str]:
 def write_corpus(folder: Path, texts: list[str]) -> dict[str, SourceConfig]:
     """The same documents as sources of each kind."""
     rows = [json.dumps({"id": n, "text": text}) + "\n" for n, text in enumerate(texts)]
-    for kind in ("text", "jsonl", "jsonl.gz", "parquet", "tokens"):
-        (folder / kind).mkdir()
+    kinds = {"text": "text", "jsonl": "jsonl", "jsonl.gz": "jsonl", "parquet": "parquet", "tokens": "tokens"}
+    for name in kinds:
+        (folder / name).mkdir()
     for n, text in enumerate(texts):
         (folder / "text" / f"{n:06}.txt").write_text(text, "utf-8")
     for n in range(FILES):
@@ -91,14 +92,8 @@ def write_corpus(folder: Path, texts: list[str]) -> dict[str, SourceConfig]:
         )
     ids = np.random.default_rng(SEED).integers(VOCAB_SIZE, size=WINDOWS * SEQ_LEN + 1, dtype=np.uint16)
     np.save(folder / "tokens" / "tokens.npy", ids)
-    return {
-        "text": SourceConfig(kind="text", path=str(folder / "text")),
-        "jsonl": SourceConfig(kind="jsonl", path=str(folder / "jsonl")),
-        "jsonl.gz": SourceConfig(kind="jsonl", path=str(folder / "jsonl.gz")),
-        "parquet": SourceConfig(kind="parquet", path=str(folder / "parquet")),
-        "hf": SourceConfig(kind="hf", path=str(folder / "parquet")),
-        "tokens": SourceConfig(kind="tokens", path=str(folder / "tokens")),
-    }
+    sources = {name: SourceConfig(kind=kind, path=str(folder / name)) for name, kind in kinds.items()}
+    return sources | {"hf": SourceConfig(kind="hf", path=str(folder / "parquet"))}
 
 
 def repeated(step: Callable[[], int], seconds: float) -> Rates:
@@ -203,33 +198,24 @@ def build_cases(folder: Path, num_bytes: int) -> list[Case]:
     ]
 
 
-def spread(values: list[float], digits: int) -> str:
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1.5)
-    parser.add_argument("--mebibytes", type=int, default=16)
-    given = parser.parse_args()
+def main(rounds: int = 5, seconds: float = 1.5, mebibytes: int = 16) -> None:
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TITANLITE_CACHE"] = str(Path(folder, "cache"))
-        cases = build_cases(Path(folder), given.mebibytes * 2**20)
+        cases = build_cases(Path(folder), mebibytes * 2**20)
         rates: dict[str, list[Rates]] = {case.name: [] for case in cases}
         for case in cases:
             case.measure(0.1)  # builds the indexes and fills the page cache
-        for round_ in range(given.rounds):
+        for round_ in range(rounds):
             for case in cases if round_ % 2 == 0 else reversed(cases):
-                rates[case.name].append(case.measure(given.seconds))
+                rates[case.name].append(case.measure(seconds))
         print(f"{'':<22}{'M tokens/s':<30}one core / bare")
         for case in cases:
             pairs = zip(rates[case.name], rates[case.bare], strict=True)
-            ratios = spread([own.per_core / bare.per_core for own, bare in pairs], 2)
-            millions = spread([rate.per_second / 1e6 for rate in rates[case.name]], 2)
+            ratios = spread([own.per_core / bare.per_core for own, bare in pairs], ".2f")
+            millions = spread([rate.per_second / 1e6 for rate in rates[case.name]], ".2f")
             print(f"{case.name:<22}{millions:<30}{ratios}, {case.bare}")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

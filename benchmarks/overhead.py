@@ -8,16 +8,18 @@ alternating order. The table shows tokens/s (median over rounds) and the ratio t
 process, a last line shows how long the trainer waits for real data, tokenized and packed while it trains.
 """
 
-import argparse
 import gc
-import os
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from time import perf_counter
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import tyro
+from measuring import spread, threads_per_process
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -41,16 +43,8 @@ from titanlite.runtime.launch import run_ranks
 CPU = torch.device("cpu")
 
 
-class PreparedBatches:
-    """Replaces the loader, with batches prepared in advance."""
-
-    def __init__(self, steps: Sequence[list[Batch]]) -> None:
-        self._steps = steps
-        self._next = 0
-
-    def next_step(self) -> list[Batch]:
-        self._next += 1
-        return self._steps[(self._next - 1) % len(self._steps)]
+NextStep = Callable[[], list[Batch]]
+"""Returns the batches of the next step."""
 
 
 def configuration(layout: Sequence[str], accumulation: int) -> JobConfig:
@@ -74,7 +68,7 @@ def bare_model(config: JobConfig) -> nn.Module:
     return model
 
 
-def bare_loop(model: nn.Module, data: PreparedBatches) -> Callable[[int], None]:
+def bare_loop(model: nn.Module, next_step: NextStep) -> Callable[[int], None]:
     """Steps of a minimal training loop: accumulate, clip, update."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
@@ -88,7 +82,7 @@ def bare_loop(model: nn.Module, data: PreparedBatches) -> Callable[[int], None]:
 
     def run(steps: int) -> None:
         for _ in range(steps):
-            batches = data.next_step()
+            batches = next_step()
             optimizer.zero_grad()
             for index, (tokens, labels, *_) in enumerate(batches):
                 synchronize(index == len(batches) - 1)
@@ -102,7 +96,7 @@ def bare_loop(model: nn.Module, data: PreparedBatches) -> Callable[[int], None]:
     return run
 
 
-def trainer_loop(config: JobConfig, data: PreparedBatches) -> Callable[[int], None]:
+def trainer_loop(config: JobConfig, next_step: NextStep) -> Callable[[int], None]:
     """Steps of titanlite's Trainer, including the work of the surrounding loop."""
     mesh = Mesh(config.parallelism, World(dist.get_rank(), dist.get_rank(), dist.get_world_size(), "cpu"))
     mesh.connect(config.comm.init_timeout_s)
@@ -114,7 +108,7 @@ def trainer_loop(config: JobConfig, data: PreparedBatches) -> Callable[[int], No
     def run(steps: int) -> None:
         with PacedGarbageCollection(freq=50) as garbage:
             for _ in range(steps):
-                stats = trainer.train_step([on_device(batch, CPU) for batch in data.next_step()])
+                stats = trainer.train_step([on_device(batch, CPU) for batch in next_step()])
                 meter.update(trainer.step, stats, lr=trainer.schedule(trainer.step), data_wait_s=0.0, bad_rows=0)
                 garbage.after_step(trainer.step)
         meter.flush()
@@ -138,19 +132,14 @@ def compare(layout: Sequence[str], wrap: str, accumulation: int, rounds: int, st
     model = bare_model(config)
     if wrap == "DDP":
         model = DistributedDataParallel(model)
-    elif wrap == "FSDP2":
-        fully_shard(model.get_submodule("tok_embeddings"))
-        for block in model.get_submodule("layers").children():
-            fully_shard(block)
-        fully_shard([model.get_submodule("norm"), model.get_submodule("output")], reshard_after_forward=False)
-        fully_shard(model)
-    elif wrap == "replicate":
-        replicate(model.get_submodule("tok_embeddings"))
-        for block in model.get_submodule("layers").children():
-            replicate(block)
-        replicate([model.get_submodule("norm"), model.get_submodule("output")])
-        replicate(model)
-    sides = [trainer_loop(config, PreparedBatches(batches)), bare_loop(model, PreparedBatches(batches))]
+    elif wrap in ("FSDP2", "replicate"):
+        apply: Any = fully_shard if wrap == "FSDP2" else replicate
+        keep = {"reshard_after_forward": False} if wrap == "FSDP2" else {}
+        for part in (model.get_submodule("tok_embeddings"), *model.get_submodule("layers").children()):
+            apply(part)
+        apply([model.get_submodule("norm"), model.get_submodule("output")], **keep)
+        apply(model)
+    sides = [trainer_loop(config, cycle(batches).__next__), bare_loop(model, cycle(batches).__next__)]
     for warm_up in sides:
         warm_up(2)
     seconds = []
@@ -184,7 +173,7 @@ def waiting(steps: int, threads: int) -> list[float]:
         data_rank=0,
         data_degree=1,
     )
-    run = trainer_loop(config, loader)  # type: ignore[arg-type]
+    run = trainer_loop(config, loader.next_step)
     run(2)
     before, start = loader.wait_s, perf_counter()
     run(steps)
@@ -193,15 +182,10 @@ def waiting(steps: int, threads: int) -> list[float]:
     return [elapsed / steps, waited / steps]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, choices=(1, 2), default=1)
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=4)
-    given = parser.parse_args()
-    threads = max(1, (os.cpu_count() or 1) // given.processes)
+def main(processes: Literal[1, 2] = 1, rounds: int = 8, steps: int = 4) -> None:
+    threads = threads_per_process(processes)
     cases: list[tuple[str, str, list[str]]] = [("1 process", "plain torch", [])]
-    if given.processes == 2:
+    if processes == 2:
         # Both sides reduce at the last microbatch only, so they communicate the same.
         cases = [
             ("dp_shard 2", "FSDP2", ["--parallelism.dp_shard=2", "--parallelism.gradient_sync=last"]),
@@ -211,21 +195,19 @@ def main() -> None:
     print(f"{'trainer':<16}{'bare loop':<14}{'accumulation':>13}{'ms/step':>9}{'tokens/s':>10}{'bare':>8}   ratio")
     for layout_name, bare_name, layout in cases:
         for accumulation in (1, 4):
-            arguments = (layout, bare_name, accumulation, given.rounds, given.steps, threads)
-            seconds = run_ranks(compare, given.processes, *arguments, timeout_s=3600)[0]
-            tokens = 2048 * given.steps
+            arguments = (layout, bare_name, accumulation, rounds, steps, threads)
+            seconds = run_ranks(compare, processes, *arguments, timeout_s=3600)[0]
             trainer, bare = seconds[0::2], seconds[1::2]
-            ratios = sorted(b / t for t, b in zip(trainer, bare, strict=True))
+            trainer_s, bare_s = statistics.median(trainer) / steps, statistics.median(bare) / steps
+            ratios = spread([b / t for t, b in zip(trainer, bare, strict=True)], ".3f")
             print(
-                f"{layout_name:<16}{bare_name:<14}{accumulation:>13}"
-                f"{1000 * statistics.median(trainer) / given.steps:>9.0f}"
-                f"{tokens / statistics.median(trainer):>10.0f}{tokens / statistics.median(bare):>8.0f}"
-                f"   {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+                f"{layout_name:<16}{bare_name:<14}{accumulation:>13}{1000 * trainer_s:>9.0f}"
+                f"{2048 / trainer_s:>10.0f}{2048 / bare_s:>8.0f}   {ratios}"
             )
-    if given.processes == 1:
-        step_s, wait_s = run_ranks(waiting, 1, 4 * given.steps, threads, timeout_s=3600)[0]
+    if processes == 1:
+        step_s, wait_s = run_ranks(waiting, 1, 4 * steps, threads, timeout_s=3600)[0]
         print(f"waiting for real data: {wait_s / step_s:.2%} of a step of {1000 * step_s:.0f} ms")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)
