@@ -143,10 +143,10 @@ def _in_order(
     threads: Executor, workers: Sequence[_Worker], chunks: Iterable[range], dtype: np.dtype[Any]
 ) -> Iterator[Chunk]:
     """Yield results in order, with at most CHUNKS_PER_WORKER chunks per worker in progress or waiting."""
-    free = list(workers)
+    free = deque(workers)
 
     def encode(pieces: range) -> Chunk:
-        worker = free.pop()  # there are as many threads as workers
+        worker = free.popleft()  # there are as many threads as workers
         try:
             return worker.encode(pieces, dtype)
         finally:
