@@ -34,9 +34,9 @@ from titanlite.trainer import Trainer
 GETTING_STARTED = """\
 a configuration is missing. To start:
 
-  titanlite train quickstart              a small Llama on your Python's standard library: minutes on a laptop
-  titanlite train my.toml                 your own TOML file; its keys: titanlite train --help
-  titanlite train my.toml --training.steps 100     --section.key VALUE overrides the file
+  titanlite train quickstart    train a small Llama on your Python's standard library: minutes on a laptop
+  titanlite train my.toml       train with your own TOML file; add --section.key VALUE to override its keys
+  titanlite train --help        list all keys
 
 Shipped configurations: """
 
@@ -68,15 +68,17 @@ def run_job(config: JobConfig, world: World, failure: FailureReport, environment
         run.validation.after_step(run.start.step, last, failure)
     if any(ended):
         log.info(
-            "Nothing to do: the data is exhausted after step %d: %s", run.trainer.step, describe_end(config, run, ended)
+            "Nothing to do: the data is exhausted after step %d (%s)",
+            run.trainer.step,
+            describe_end(config, run, ended),
         )
     elif first_step > config.training.steps:
         log.info(
             "Nothing to do: the run is finished, step %d of training.steps = %d. To continue: %s",
             *(run.start.step, config.training.steps),
-            "start a new run from these weights with --checkpoint.initial_load_path; there is no optimizer state"
+            "start a new run with --checkpoint.initial_load_path (the last checkpoint has no optimizer state)"
             if run.start.model_only
-            else f"--training.steps {2 * run.start.step}",
+            else f"add --training.steps {2 * run.start.step} to the command",
         )
     else:
         start = perf_counter()
@@ -84,14 +86,14 @@ def run_job(config: JobConfig, world: World, failure: FailureReport, environment
         if record is None:
             assert run.checkpoints is not None
             log.info(
-                "Stopped by %s after step %d, which is saved: the same command%s resumes from there",
+                "Stopped by %s after step %d, which is saved: run the same command%s to resume",
                 *(run.checkpoints.stopped_by, run.trainer.step),
                 " without --checkpoint.load_step" if config.checkpoint.load_step >= 0 else "",
             )
         else:
             if record.step < config.training.steps:
                 ended = run.loader.ended
-                log.info("The data is exhausted after step %d: %s", record.step, describe_end(config, run, ended))
+                log.info("The data is exhausted after step %d (%s)", record.step, describe_end(config, run, ended))
             summarize(config, record, record.step - first_step + 1, perf_counter() - start)
     run.loader.close()
     if run.validation is not None:
@@ -103,21 +105,21 @@ def run_job(config: JobConfig, world: World, failure: FailureReport, environment
 
 
 def describe_end(config: JobConfig, run: Run, ended: Sequence[bool]) -> str:
-    """The exhausted sources, and how to train on."""
+    """The exhausted sources, and how to continue."""
     keys = [
         f"data.sources.{n}, {name} (epochs = {source.epochs})"
         for n, (name, source) in enumerate(zip(run.loader.source_names, config.data.sources, strict=True))
         if ended[n]
     ]
     accept = """--checkpoint.accept_changes '["data"]'"""
-    return f"{', '.join(keys)}; to train on, raise epochs (-1: no limit) and give {accept}"
+    return f"{', '.join(keys)}; to continue, increase epochs (-1: no limit) and add {accept}"
 
 
 def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
     """Train to the last step; return its record, or None if a signal stopped training.
 
     Every event of a step is here, in order. Saving comes before validation, so that an error in validation data does
-    not cost a checkpoint. Between two log steps the host only launches work: it never reads the device.
+    not cost a checkpoint. A step without log line, checkpoint or validation never waits for the device.
     """
     trainer, loader, checkpoints = run.trainer, run.loader, run.checkpoints
     assert trainer.step < config.training.steps, "no step is left to train"
@@ -155,7 +157,7 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
 
 @contextmanager
 def stoppable(run: Run) -> Iterator[None]:
-    """Let signals request a stop, and finish a pending save on exit. Does nothing if checkpoints are disabled."""
+    """Inside, signals request a stop. On exit, wait for a pending save. Does nothing if checkpoints are disabled."""
     if run.checkpoints is None:
         yield
         return

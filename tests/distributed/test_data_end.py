@@ -53,7 +53,7 @@ def test_seven_rows_on_one_two_and_four_ranks(tmp_path: Path) -> None:
         assert list(first.rows) == [1, 2]
         assert trained_on(tmp_path / name) == [(0, piece) for piece in range(WINDOWS)]
         assert checkpoints_of(first) == ["step-2"]
-        assert first.logged("The data is exhausted after step 2: data.sources.0, tokens ")
+        assert first.logged("The data is exhausted after step 2 (data.sources.0, tokens ")
         assert not first.logged("train longer")
         found = numbers(tmp_path / name)
         assert [row["step"] for row in found] == [1, 2]
@@ -62,7 +62,7 @@ def test_seven_rows_on_one_two_and_four_ranks(tmp_path: Path) -> None:
             assert row["loss"] == pytest.approx(expected["loss"], rel=1e-12)
     for again in outcomes[len(starts) :]:
         assert again.error == ""
-        assert again.logged("Nothing to do: the data is exhausted after step 2: data.sources.0, tokens ")
+        assert again.logged("Nothing to do: the data is exhausted after step 2 (data.sources.0, tokens ")
         assert (again.step, again.rows) == (2, {})
 
 

@@ -143,13 +143,13 @@ def check_job(section: JobSection) -> list[Problem]:
     while not os.path.lexists(existing):
         existing = existing.parent
     return [
-        *require(existing.is_dir(), key, folder, f"a folder; {existing} is a file", "choose another place"),
+        *require(existing.is_dir(), key, folder, f"a folder; {existing} is a file", "choose another job.dump_folder"),
         *require(
             not existing.is_dir() or os.access(existing, os.W_OK | os.X_OK),
             key,
             folder,
             f"a writable folder; {existing} is not writable",
-            "choose another place or change its permissions",
+            "choose another job.dump_folder, or change the permissions",
         ),
     ]
 
@@ -163,19 +163,19 @@ def check_training(section: TrainingConfig, data_degree: int, tp: int) -> list[P
             section.seq_len % tp == 0,
             f"{key}.seq_len",
             section.seq_len,
-            f"a multiple of parallelism.tp = {tp}, whose ranks share each sequence evenly",
-            f"{key}.seq_len = {max(section.seq_len // tp, 1) * tp}",
+            f"divisible by parallelism.tp = {tp}: each tensor-parallel rank holds an equal part of the sequence",
+            f"set {key}.seq_len = {max(section.seq_len // tp, 1) * tp}",
         )
     batch, micro = section.global_batch_size, section.local_batch_size
     if not problems and batch != -1 and data_degree > 0 and batch % (micro * data_degree):
         unit = micro * data_degree
         fitting = math.gcd(batch // data_degree, micro)
-        smaller = f"{key}.local_batch_size = {fitting}, or " if batch % data_degree == 0 else ""
+        smaller = f"set {key}.local_batch_size = {fitting}, or " if batch % data_degree == 0 else ""
         problems += require(
             False,
             f"{key}.global_batch_size",
             batch,
-            f"a multiple of local_batch_size {micro} x data degree {data_degree} = {unit}",
-            f"{smaller}{key}.global_batch_size = {-(-batch // unit) * unit}",
+            f"a multiple of local_batch_size ({micro:,}) x data-parallel ranks ({data_degree:,}) = {unit:,}",
+            f"{smaller}set {key}.global_batch_size = {-(-batch // unit) * unit}",
         )
     return problems

@@ -79,12 +79,12 @@ def field_texts(section_type: type) -> dict[str, str]:
     return texts
 
 
-def kind_in_a_word(kind: Any) -> str:
+def type_label(kind: Any) -> str:
     """The values of a type: "INT", "{true,false}", "{AdamW,SGD}", "[STR, ...]"."""
     if get_origin(kind) is Literal:
         return "{" + ",".join(choice or '""' for choice in get_args(kind)) + "}"
     if get_origin(kind) is tuple:
-        return f"[{kind_in_a_word(get_args(kind)[0])}, ...]"
+        return f"[{type_label(get_args(kind)[0])}, ...]"
     return {bool: "{true,false}", int: "INT", float: "FLOAT", str: "STR"}[kind]
 
 
@@ -111,7 +111,9 @@ def options_type(config: JobConfig) -> Any:
         shown.__doc__ = section.text
         named = Annotated[shown, tyro.conf.arg(name=section.name)]
         sections.append((section.name.replace(".", "_"), named, shown()))
-    return dataclasses.make_dataclass("JobConfig", sections, frozen=True)
+    text = "TOML file, or the name of a shipped configuration"
+    file = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG", help=text, help_behavior_hint="")]
+    return dataclasses.make_dataclass("JobConfig", [("config", file, ""), *sections], frozen=True)
 
 
 def _argument(key: Key) -> Any:
@@ -120,7 +122,7 @@ def _argument(key: Key) -> Any:
 
 def _keys(values: Mapping[str, Any], kinds: Mapping[str, Any], texts: Mapping[str, str]) -> tuple[Key, ...]:
     return tuple(
-        Key(name, kind_in_a_word(kind), literal(values[name]), texts.get(name, "")) for name, kind in kinds.items()
+        Key(name, type_label(kind), literal(values[name]), texts.get(name, "")) for name, kind in kinds.items()
     )
 
 

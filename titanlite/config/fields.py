@@ -102,14 +102,23 @@ def read_value(key: str, value: Any, kind: Any, default: Any) -> Any | Problem:
     if kind is str and isinstance(value, str):
         return value if _is_clean(value) else _unclean(key, value)
     if kind in (int, float) and isinstance(value, int) and not isinstance(value, bool):
-        return kind(value) if value in INT64 else Problem(key, value, "an integer of 64 bits", "write a smaller number")
+        return (
+            kind(value)
+            if value in INT64
+            else Problem(key, value, "from -2^63 to 2^63 - 1", "write a number in this range")
+        )
     if kind is float and isinstance(value, float):
         if math.isfinite(value):
             return value
         return Problem(key, value, "a finite number", f"write a finite number, for example {literal(default)}")
     if kind not in (bool, int, float, str):
         raise TypeError(f"{key}: the configuration has no values of type {kind}")
-    return Problem(key, value, describe_kind(kind), _guess(value, kind) or f"for example {literal(default)}")
+    return Problem(
+        key,
+        value,
+        describe_kind(kind),
+        _guess(value, kind) or f"write {describe_kind(kind)}, for example {literal(default)}",
+    )
 
 
 def describe_kind(kind: Any) -> str:
@@ -127,7 +136,7 @@ def _read_choice(key: str, value: Any, choices: tuple[str, ...]) -> Any | Proble
         return value
     folded = {choice.lower(): choice for choice in choices if choice}
     close = get_close_matches(str(value).lower(), folded, 1)
-    remedy = f"did you mean {literal(folded[close[0]])}?" if close else "write one of them"
+    remedy = f"did you mean {literal(folded[close[0]])}?" if close else "use one of these values"
     return Problem(key, value, describe_kind(Literal[choices]), remedy)
 
 

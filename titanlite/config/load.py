@@ -151,8 +151,8 @@ def _with_origin(problem: Problem, given: JobConfig, kept: JobConfig) -> Problem
     before, now = values.get(problem.key, (None, None))
     if before == now:
         return problem
-    rule = f"{problem.rule}; the run's checkpoints have {now}"
-    return replace(problem, rule=rule, remedy="use a mesh and a local_batch_size that fit it, or start a new run")
+    rule = f"{problem.rule}; the run's checkpoints were saved with {now}"
+    return replace(problem, rule=rule, remedy="choose a mesh and local_batch_size that divide it, or start a new run")
 
 
 def _stands_on(problem: Problem, earlier: list[Problem]) -> bool:
@@ -190,7 +190,11 @@ def _read_file(path: str, problems: list[Problem]) -> dict[str, Any] | None:
         known = [str(file) for file in folder.glob("*.toml")] if folder.is_dir() else []
         close = get_close_matches(path, [*known, *shipped_names()], 1)
         remedy = f"did you mean {close[0]}?" if close else "give the path of a TOML file"
-        problems.append(Problem(CONFIG_FILE, path, f"a TOML file that can be read ({reason})", remedy))
+        problems.append(
+            Problem(
+                CONFIG_FILE, path, f"a readable TOML file ({reason}), or one of {', '.join(shipped_names())}", remedy
+            )
+        )
         return None
     except UnicodeDecodeError as error:
         problems.append(Problem(CONFIG_FILE, path, "a file in UTF-8", f"save it as UTF-8: byte {error.start} is not"))
@@ -264,7 +268,7 @@ def missing_value(key: str, default: Any) -> Problem:
     """The Problem of a known key without a value; the remedy uses its default as an example."""
     example = (default or "TEXT") if isinstance(default, str) else literal(default)
     remedy = f"write --{key} {example}; for a value that starts with --, write --{key}=--VALUE"
-    return Problem(key, "", "a value after its key", remedy)
+    return Problem(key, "", "a value", remedy)
 
 
 def _is_flag(word: str) -> bool:
@@ -276,13 +280,13 @@ def _may_be_path(word: str) -> bool:
 
 
 def _unexpected(word: str) -> Problem:
-    rule = "each argument must be a --section.key or its value"
+    rule = "each argument must be CONFIG, a --section.key or its value"
     if word.startswith("-") and "." in word.strip("-."):
         remedy = f"write -{word}"
     elif "=" in word and "." in word.partition("=")[0]:
         remedy = f"write --{word}"
     else:
-        remedy = """put its key before it, or remove it; several values of one key are one word: '["a", "b"]'"""
+        remedy = """remove it, or write --section.key VALUE; an array is one argument: '["a", "b"]'"""
     return Problem("command line", word, rule, remedy)
 
 
@@ -325,7 +329,7 @@ def put_argument(tables: Tables, key: str, text: str | None, family: str | None)
     if kind is None or row_path:
         return unknown_key(key, text or "", family)
     if row:
-        return Problem(key, text or "", "set one key at a time on the command line", f"write --{key}.0.KEY VALUE")
+        return Problem(key, text or "", "one key of one table at a time", f"write --{key}.0.KEY VALUE")
     if text is None:
         return missing_value(key, _default(section, name, family))
     tables.setdefault(section, {})[name] = value_from_text(text, kind)
@@ -371,7 +375,7 @@ def _put_in_row(tables: Tables, key: str, text: str | None, row: type) -> Proble
         column = index if index in kinds_of(row) else "KEY"
         number = index if index.isdecimal() else "0"
         remedy = f"write --{section}.{name}.{number}.{column} VALUE"
-        return Problem(key, text or "", f"one key of one [[{section}.{name}]] table", remedy)
+        return Problem(key, text or "", "one key of one table at a time", remedy)
     if len(columns) != 1 or columns[0] not in kinds_of(row):
         return _unknown_column(key, text or "", row)
     if text is None:
@@ -381,7 +385,9 @@ def _put_in_row(tables: Tables, key: str, text: str | None, row: type) -> Proble
         return None  # the file's value has its own problem
     if not (index.isdecimal() and index.isascii() and str(int(index)) == index and int(index) <= len(rows)):
         last = f"{section}.{name}.{len(rows)}.{columns[0]}"
-        return Problem(key, text, f"an index from 0 to {len(rows)} (tables so far: {len(rows)})", f"--{last} adds one")
+        return Problem(
+            key, text, f"an index from 0 to {len(rows)} ({len(rows)} tables exist)", f"write --{last} to add a table"
+        )
     if int(index) == len(rows):
         rows.append({})
     rows[int(index)][columns[0]] = value_from_text(text, kinds_of(row)[columns[0]])
@@ -439,9 +445,9 @@ def unknown_key(key: str, value: Any, family: str | None) -> Problem:
     meant = suggest(key, full_keys(family))
     if name and section in SECTIONS:
         rule = f"a key of [{section}]"
-        valid = "its keys: " + ", ".join(section_kinds(section, family))
+        valid = "use one of its keys: " + ", ".join(section_kinds(section, family))
     else:
-        rule, valid = "a key of a section", "the sections: " + ", ".join(SECTIONS)
+        rule, valid = "a key of a section", "use a key of one of the sections: " + ", ".join(SECTIONS)
     return Problem(key, value, rule, f"did you mean {' or '.join(meant)}?" if meant else valid)
 
 

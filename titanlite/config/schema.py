@@ -1,4 +1,4 @@
-"""The root of the configuration, and the sections [job] and [training], which no single part owns."""
+"""The root of the configuration, and the sections [job] and [training], which several modules use."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -24,26 +24,26 @@ class JobSection:
     """Name and output folder of the run."""
 
     config_file: str = ""
-    """TOML file, or name of a shipped configuration; on the command line only, also without this key."""
+    """TOML file, or name of a shipped configuration. Only on the command line, normally as the first argument."""
     dump_folder: str = "outputs"
     """Folder for all outputs of the run."""
     description: str = ""
     """Free text, logged at the start."""
     take_over: bool = False
-    """Take dump_folder over from a job on another host that has ended. A job that is known to run keeps it."""
+    """Take dump_folder over from a job on another host that has ended. No effect if that job is known to run."""
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
     """Length, batches and precision of the training."""
 
-    steps: int = ranged(1000, "give a positive number", least=1)
+    steps: int = ranged(1000, "set a positive number", least=1)
     """Total optimizer steps of the run."""
-    seq_len: int = ranged(2048, "give a positive number", least=1)
+    seq_len: int = ranged(2048, "set a positive number", least=1)
     """Tokens per sequence."""
-    local_batch_size: int = ranged(8, "give a positive number", least=1)
+    local_batch_size: int = ranged(8, "set a positive number", least=1)
     """Sequences per microbatch and data-parallel rank."""
-    global_batch_size: int = ranged(-1, "-1 takes local_batch_size x data degree", least=1, unset=-1)
+    global_batch_size: int = ranged(-1, "-1: local_batch_size x data-parallel ranks", least=1, unset=-1)
     """Sequences per optimizer step over all ranks; gradient accumulation follows from it.
     -1: local_batch_size x data degree, resolved at the first start and kept by its checkpoints."""
     max_norm: float = 1.0
@@ -56,7 +56,7 @@ class TrainingConfig:
     """Dtype of the computation; auto: bfloat16 on CUDA unless training.dtype is float64; else training.dtype."""
     mixed_precision_reduce: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
     """Dtype of gradient reductions; auto: float32 on CUDA unless training.dtype is float64; else training.dtype."""
-    gc_freq: int = ranged(50, "give a positive number", least=1)
+    gc_freq: int = ranged(50, "set a positive number", least=1)
     """Interval in steps of Python's garbage collection, at the same step on all ranks."""
 
 

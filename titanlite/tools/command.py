@@ -1,4 +1,4 @@
-"""Parts that the commands share: options read by tyro, exit codes, and outputs that appear complete or not at all."""
+"""Parts that the commands share: options read by tyro, exit codes, and outputs that are written atomically."""
 
 import contextlib
 import io
@@ -54,7 +54,7 @@ def read_options(kind: Any, argv: Sequence[str], command: str) -> Any:
     options, rest = read_options_and_overrides(kind, argv, command)
     if rest:
         close = get_close_matches(rest[0], [_flag(field.name) for field in fields(options)], 1)
-        remedy = f"did you mean {close[0]}?" if close else f"titanlite {command} --help lists the options"
+        remedy = f"did you mean {close[0]}?" if close else f"see titanlite {command} --help"
         raise UsageError(f"unexpected argument {rest[0]!r}: {remedy}")
     return options
 
@@ -74,7 +74,7 @@ def read_options_and_overrides(kind: Any, argv: Sequence[str], command: str) -> 
     except SystemExit as end:
         if not end.code:
             raise
-        raise UsageError(f"{_message(printed.getvalue())}\ntitanlite {command} --help lists the options") from None
+        raise UsageError(f"{_message(printed.getvalue())}\nsee titanlite {command} --help") from None
     return options, rest
 
 
@@ -102,7 +102,7 @@ def check_output_file(option: str, path: Path | None) -> list[Problem]:
         return []
     folder = path.absolute().parent
     writable = not path.is_dir() and os.access(folder, os.W_OK | os.X_OK)
-    return require(writable, option, str(path), "a file in a writable folder", f"check {folder}")
+    return require(writable, option, str(path), "a file in a writable folder", f"create {folder}, or choose another path")
 
 
 def write_json(file: Path, content: Any) -> None:
@@ -121,7 +121,7 @@ def require_new(out: Path) -> None:
 
 @contextlib.contextmanager
 def appears_complete(out: Path) -> Iterator[Path]:
-    """Yield a temporary path for a file or folder; at the end rename it to `out`, or remove it on error."""
+    """Yield a temporary path for a file or folder written atomically: renamed to `out` at the end, removed on error."""
     temporary = out.with_name(f"{out.name}.incomplete-{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

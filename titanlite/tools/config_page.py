@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from titanlite.config.describe import Key, describe_config, field_texts, kind_in_a_word
+from titanlite.config.describe import Key, describe_config, field_texts, type_label
 from titanlite.config.fields import kinds_of, literal
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import Family
@@ -90,7 +90,7 @@ def _family(family: Family) -> list[str]:
     names = list(kinds_of(family.config_type))
     texts = field_texts(family.config_type)
     meanings = [
-        (f"`{name}`", _choices(kind_in_a_word(kind)), _cell(texts.get(name, "")))
+        (f"`{name}`", _choices(type_label(kind)), _cell(texts.get(name, "")))
         for name, kind in kinds_of(family.config_type).items()
     ]
     values = [
