@@ -50,8 +50,8 @@ class StoppedError(Exception):
 class Evaluator:
     """Sums the loss of a model over entire data sets. Its methods are collectives.
 
-    group: gloo group of all ranks, for the agreement before each step. token_bytes: int64 (vocab_size,), number of text
-    bytes of each token, on the device; None if unknown. stop: this rank's stop request.
+    group: gloo group of all ranks, to agree whether data is left, before each step. token_bytes: int64 (vocab_size,),
+    number of text bytes of each token, on the device; None if unknown. stop: this rank's stop request.
     """
 
     model: ModelOnMesh
@@ -64,8 +64,8 @@ class Evaluator:
 
         steps: maximum number of steps of the loader; -1: all. The loader must be at its beginning, and is reset to it
         afterwards. Weights, gradients, random state and the position in the training data do not change. One host read,
-        at the end. Raises StoppedError on all ranks. Raises DataError if this rank's data is invalid, after `failure`
-        has collected the data errors of all ranks in this step.
+        at the end. Raises StoppedError on all ranks if a rank has a stop request. Raises DataError if this rank's data
+        is invalid, after `failure` has collected the data errors of all ranks in this step.
         """
         model = self.model
         # loss_sum, num_valid, num_bytes, bad_rows; the counts are exact up to 2^53.
@@ -125,7 +125,7 @@ class Evaluator:
             done += 1
 
     def _any_has_data(self, has_data: bool) -> bool:
-        """Whether any rank has data left. A collective of 16 bytes between hosts. Raises StoppedError."""
+        """Whether any rank has data left. A CPU all-reduce. Raises StoppedError if a rank has a stop request."""
         flags = torch.tensor([has_data, self.stop.number], dtype=torch.int64)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
         any_has_data, stop = flags.tolist()

@@ -77,7 +77,7 @@ class Checkpoints:
         return False
 
     def stop_after(self, step: int, number: int) -> None:
-        """Stop after `step` for a signal that all ranks have agreed on since; saves unless after_step did."""
+        """Stop after `step` for a signal agreed on after `after_step`. Saves unless `after_step` saved this step."""
         assert self._saver is not None
         self.stopped_by = signal.Signals(number).name
         if self._begun != step or self._saver.take_failure() is not None:
@@ -98,7 +98,8 @@ class Checkpoints:
         if self._section.on_save_error == "stop":
             raise UserError(
                 f"{failure}; earlier checkpoints are still valid. "
-                'Fix the cause and restart, or train on after failed saves: --checkpoint.on_save_error "continue"'
+                'Fix the cause and restart, or set checkpoint.on_save_error = "continue" to keep training after failed '
+                "saves"
             )
         warn_on_rank_0(f"{failure}; training continues", self._group)
 

@@ -223,7 +223,7 @@ class StartFinder:
         raise UserError(f'checkpoint.initial_load_path = "{path}": no {missing} found; {remedy}')
 
     def _of_load_step(self, steps: list[int]) -> Found:
-        """The checkpoint of load_step. Raises UserError if it is missing, corrupted or not usable."""
+        """The checkpoint of load_step. Raises UserError if it is missing or corrupted, or has only the model."""
         step = self.section.load_step
         if step not in steps:
             present = ", ".join(map(str, steps)) or "no checkpoint"
@@ -235,7 +235,7 @@ class StartFinder:
         found = verify_checkpoint(path, self.section.verify, self.group, self._is_usable)
         if isinstance(found, Found):
             return found
-        why = f"is corrupted: {found}" if found else "has only the model, no optimizer state and position in the data"
+        why = f"is corrupted: {found}" if found else "has only the model, no optimizer state or position in the data"
         raise UserError(
             f"checkpoint.load_step = {step}: {path} {why}; choose another step, or -1 for the latest valid one"
         )
@@ -329,7 +329,7 @@ def _quarantine(folder: Path, step: int, damage: str) -> None:
 
 
 def verify_checkpoint(path: Path, verify: Verify, group: dist.ProcessGroup, usable: Usable) -> Found | str | None:
-    """Verify the checkpoint at `path`; returns Found, or a text that names its damage, or None if not usable."""
+    """Verify the checkpoint at `path`. Returns Found, a description of the damage, or None if it is not usable."""
     manifest = run_on_rank_0(lambda: _read(path), group)
     if isinstance(manifest, str):
         return manifest

@@ -295,16 +295,16 @@ class BlockPieces:
         return self._blocks.has(place)
 
     def number(self, place: Place) -> int:
-        """A packed Position: number of the file, row in the file, piece of the row."""
+        """Ledger number of the piece: file, row, part of the row, packed."""
         return self._numbers[place]
 
     def fetch(self, place: Place, num_tokens: int) -> TokenPiece | Exception:
         if place not in self._fetched:
-            self._fetched = self._ahead(place, num_tokens)
+            self._fetched = self._tokenize_ahead(place, num_tokens)
         return self._fetched.pop(place)
 
-    def _ahead(self, place: Place, num_tokens: int) -> dict[Place, TokenPiece | Exception]:
-        """Tokenize the piece and the next few of its block in one batch."""
+    def _tokenize_ahead(self, place: Place, num_tokens: int) -> dict[Place, TokenPiece | Exception]:
+        """Tokenize the piece at `place` and up to READ_AHEAD_PIECES of its block in one batch."""
         block, first = self._blocks.block(place), Position.of(place.position).piece
         if first >= max(1, len(block.parts)):
             what = f"{self.name} has no piece {first} in {block.unit.file} {tuple(Position.of(place.position))}"

@@ -25,9 +25,9 @@ class Loader:
     local_batch_size per microbatch. The content of a step is therefore the same for every data_degree, local_batch_size
     and number of workers.
 
-    A thread or worker processes prepare at most two steps ahead; each process prepares one more step, plus the content
-    of a pipe. state, bad_rows and origins refer to the steps returned, not to the steps prepared. The loader does not
-    communicate with other ranks.
+    A thread or worker processes prepare at most two steps ahead; each process prepares one more step, and up to
+    64 KiB in its output pipe. state, bad_rows and origins refer to the steps returned, not to the steps prepared. The
+    loader does not communicate with other ranks.
     """
 
     def __init__(

@@ -126,7 +126,7 @@ def open_order(source: Source, number: int, assignment: Assignment, tokenizer: T
 
 
 class PreparedStep(NamedTuple):
-    """The sequences of some streams in one optimizer step, in the order of the run, and the streams' states after it.
+    """The sequences of some streams in a step, ordered by sequence number, and the states of the streams after it.
 
     tokens, labels, positions: (rows, seq_len); positions is None without data.document_mask. origins: (rows, fields of
     Origin). states: (streams, values of a stream's state). ended: (sources,), 1 if a source is exhausted in all of

@@ -40,7 +40,9 @@ def check_source(text: str, family: Family, hyper_parameters: Any) -> list[Probl
     if where.startswith("~"):
         return [Problem(KEY, text, 'a path without "~", which is not expanded', f'write "{PREFIX}{path.expanduser()}"')]
     if not where or not path.is_dir():
-        remedy = f"there is no folder {path.absolute()}: fix the path (relative to the current folder), or the name"
+        remedy = (
+            f"there is no folder {path.absolute()}: fix the path (relative to the current folder) or the model name"
+        )
         return [] if parse_hub_name(where) else [Problem(KEY, text, RULE, remedy)]
     try:
         folder = open_folder(text, path)
@@ -99,7 +101,7 @@ def fetch_source(
 
 
 def _resolve(text: str) -> dict[str, Any]:
-    """Folder, or repository and commit, for all ranks to open; or the error."""
+    """Resolve initial_load_path to {folder}, {model}, {error}, or {} if empty, to be sent to all ranks."""
     where = text.removeprefix(PREFIX)
     if not text or Path(where).is_dir():
         return {"folder": where} if text else {}

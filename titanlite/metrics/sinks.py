@@ -150,8 +150,9 @@ class TensorBoardSink:
     """Writes scalars under the keys of metrics.jsonl, at their step.
 
     resume_step: 0, or the step from which the run resumes. Each start writes a new file with a purge step: the points
-    of later steps in earlier files stay on disk, but TensorBoard hides them (its fast loader: those at or after the
-    first new point). TensorBoard orders the files by their creation time in seconds, by the clocks of their hosts.
+    of later steps in earlier files stay on disk, but TensorBoard hides them. With the fast loader, TensorBoard hides
+    points from the first new step on. TensorBoard orders the files by their creation time in seconds, by the clocks of
+    their hosts.
     """
 
     def __init__(self, folder: Path, resume_step: int) -> None:

@@ -79,8 +79,9 @@ class Decoder(LanguageModel):
 def init(config: DecoderConfig, name: str) -> Init:
     """Distribution of the parameter `name`: norms 1, matrices normal with std 0.02.
 
-    The std of matrices that write into the residual stream (wo, w2) is divided by sqrt(2 * n_layers), the square root
-    of their number, so that its variance does not grow with depth (Radford et al., "GPT-2", 2019, section 2.3).
+    The std of matrices that write into the residual stream (wo, w2) is multiplied by 1/sqrt(number of such matrices) =
+    1/sqrt(2 * n_layers), so that the variance of the residual stream does not grow with depth (Radford et al., "GPT-2",
+    2019, section 2.3).
     """
     module = name.removesuffix(".weight").rpartition(".")[2]
     if module == "norm" or module.endswith("_norm"):

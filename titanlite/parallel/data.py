@@ -64,8 +64,8 @@ def apply_data_parallel(
             module.set_reduce_scatter_unused_params(True)
         elif plan.may_skip_parameters:
             raise UserError(
-                f"torch {torch.__version__} cannot reduce gradients that are missing on some ranks, and this model may "
-                "skip parameters: install torch 2.13 or newer"
+                f"torch {torch.__version__} cannot reduce gradients that are missing on some ranks, and some "
+                "parameters of this model may get no gradient: install torch 2.13 or newer"
             )
     return [applied]
 

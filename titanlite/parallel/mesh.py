@@ -157,16 +157,18 @@ def check_parallelism(section: ParallelismConfig, world_size: int) -> list[Probl
         return problems
     sizes = resolve_degrees(section, world_size)
     if math.prod(sizes.values()) != world_size:
-        degrees = " x ".join(f"{axis} {getattr(section, axis)}" for axis in AXES)
-        processes = f"{world_size} process{'es' if world_size != 1 else ''}"
+        given = [axis for axis in AXES if getattr(section, axis) != -1]
+        degrees = [getattr(section, axis) for axis in given]
+        product = f"{' x '.join(given)} = {' x '.join(map(str, degrees))} = {math.prod(degrees)}"
+        relation = "divisible by" if section.dp_shard == -1 else "equal to"
         largest = max((axis for axis in AXES if axis != "dp_shard"), key=lambda axis: sizes[axis])
         at_fault = "dp_shard" if section.dp_shard != -1 else largest
         problems += require(
             False,
             f"{key}.{at_fault}",
             getattr(section, at_fault),
-            f"the product of {degrees} must be the world size, {processes}",
-            f"start a matching number of processes (NGPU=..., torchrun --nproc-per-node ...), change {key}.{at_fault}"
-            + ("" if section.dp_shard == -1 else f", or leave {key}.dp_shard at -1"),
+            f"world size {world_size} must be {relation} {product}",
+            "start a matching number of processes (NGPU=..., torchrun --nproc-per-node ...), "
+            + (f"or change {key}.{at_fault}" if section.dp_shard == -1 else f"or set {key}.dp_shard = -1 (automatic)"),
         )
     return problems

@@ -44,7 +44,7 @@ class World:
 
     @property
     def backend(self) -> str:
-        """torch's backend string. It always includes gloo, which flags and checkpoints use."""
+        """torch's backend string. It always includes gloo, used by rank agreement and checkpoints."""
         return "cpu:gloo,cuda:nccl" if self.device_type == "cuda" else "gloo"
 
 
@@ -62,10 +62,10 @@ def world_from_environment() -> World:
     texts = [os.environ[name] for name in names]
     given = ", ".join(f"{name}={text}" for name, text in zip(names, texts, strict=True))
     if not all(text.isdecimal() for text in texts):
-        raise UserError(f"the environment sets {given}, and these must be integers from 0: {remedy}")
+        raise UserError(f"the environment sets {given}, but these must be integers from 0: {remedy}")
     rank, local_rank, size = map(int, texts)
     if rank >= size:
-        raise UserError(f"the environment sets {given}, and RANK must be below WORLD_SIZE: {remedy}")
+        raise UserError(f"the environment sets {given}, but RANK must be below WORLD_SIZE: {remedy}")
     absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if size > 1 and absent:
         raise UserError(f"the environment sets {given} but not {', '.join(absent)}, the address of rank 0: {remedy}")
@@ -114,8 +114,9 @@ def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout_s: int) ->
         missing = [other for other in missing if not store.check([f"{own}/joined/{other}"])]
         if time.monotonic() > deadline:
             raise UserError(
-                f"comm.init_timeout_s = {timeout_s}: {len(missing)} of {size} ranks did not connect in time, such as "
-                f"rank {missing[0]}: look at their output, or increase the timeout if they only start slowly"
+                f"comm.init_timeout_s = {timeout_s}: {len(missing)} of {size} ranks did not connect in time, for "
+                f"example rank {missing[0]}. Check the logs of these ranks, or increase comm.init_timeout_s if they "
+                "start slowly"
             )
         time.sleep(JOIN_POLL_S if missing else 0)
     return own

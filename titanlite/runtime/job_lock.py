@@ -91,7 +91,7 @@ def job_lock(
         _acquire(path, mine, take_over, wait_s)
     except OSError as error:
         raise UserError(
-            f"job.dump_folder: cannot read and write {path}: {error.strerror}; give another folder with "
+            f"job.dump_folder: cannot read or write {path}: {error.strerror}; give another folder with "
             "--job.dump_folder"
         ) from None
     try:

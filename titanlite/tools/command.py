@@ -102,7 +102,9 @@ def check_output_file(option: str, path: Path | None) -> list[Problem]:
         return []
     folder = path.absolute().parent
     writable = not path.is_dir() and os.access(folder, os.W_OK | os.X_OK)
-    return require(writable, option, str(path), "a file in a writable folder", f"create {folder}, or choose another path")
+    return require(
+        writable, option, str(path), "a file in a writable folder", f"create {folder}, or choose another path"
+    )
 
 
 def write_json(file: Path, content: Any) -> None:

@@ -56,8 +56,9 @@ def test_an_invalid_degree_is_named(section: ParallelismConfig, world_size: int,
 
 def test_the_rule_names_the_product_and_the_world() -> None:
     (problem,) = check_parallelism(ParallelismConfig(dp_replicate=2, dp_shard=2), 2)
-    assert "dp_replicate 2 x dp_shard 2" in problem.rule
-    assert "2 processes" in problem.rule
+    assert problem.rule == "world size 2 must be equal to pp x dp_replicate x dp_shard x tp = 1 x 2 x 2 x 1 = 4"
+    (problem,) = check_parallelism(ParallelismConfig(tp=3), 2)
+    assert problem.rule == "world size 2 must be divisible by pp x dp_replicate x tp = 1 x 1 x 3 = 3"
 
 
 def meshes(section: ParallelismConfig, world_size: int) -> list[Mesh]:

@@ -83,6 +83,6 @@ def test_rank_0_waits_for_the_ranks_of_its_attempt() -> None:
         for rank in [threads.submit(join, server.port, rank, 2) for rank in range(2)]:
             rank.result()
     with pytest.raises(
-        UserError, match=r"comm.init_timeout_s = 1: 1 of 2 ranks did not connect in time, such as rank 1"
+        UserError, match=r"comm.init_timeout_s = 1: 1 of 2 ranks did not connect in time, for example rank 1"
     ):
         agree_on_attempt(client(server.port), 0, 2, timeout_s=1)

@@ -459,7 +459,7 @@ def test_another_error_of_the_system_lock_is_raised(tmp_path: Path, monkeypatch:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(UserError, match=r"cannot read and write .*job\.lock: Input/output error"), enter(tmp_path):
+    with pytest.raises(UserError, match=r"cannot read or write .*job\.lock: Input/output error"), enter(tmp_path):
         pass
 
 
@@ -505,9 +505,7 @@ def test_write_errors_are_user_errors(tmp_path: Path, monkeypatch: pytest.Monkey
 
     with monkeypatch.context() as full:
         full.setattr(os, "fsync", fsync)
-        with pytest.raises(
-            UserError, match=r"cannot read and write .*job\.lock: No space left on device; give another"
-        ):
+        with pytest.raises(UserError, match=r"cannot read or write .*job\.lock: No space left on device; give another"):
             enter(tmp_path).__enter__()
     with enter(tmp_path):  # the failed write left no owner
         pass

@@ -223,13 +223,13 @@ class Unit(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The rows of a unit with number ≡ part (mod of): the rows of one stream if several streams share the unit."""
+    """The rows with number % modulus == remainder of a unit: those of one stream if several streams share the unit."""
 
-    part: int = 0
-    of: int = 1
+    remainder: int = 0
+    modulus: int = 1
 
     def has(self, number: int) -> bool:
-        return number % self.of == self.part
+        return number % self.modulus == self.remainder
 
 
 class Row(NamedTuple):

@@ -53,7 +53,7 @@ def check_hub_name(source: SourceConfig, key: str) -> list[Problem]:
     if full.is_file():
         remedy = 'write its folder, or read the file with kind = "jsonl" or "parquet"'
         return [Problem(f"{key}.path", source.path, rule, remedy)]
-    remedy = f"there is no folder {full}: fix the path (relative to the current folder), or the name"
+    remedy = f"there is no folder {full}: fix the path (relative to the current folder) or the dataset name"
     return require(bool(HUB_NAME.fullmatch(source.path)), f"{key}.path", source.path, rule, remedy)
 
 

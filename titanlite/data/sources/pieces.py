@@ -34,7 +34,7 @@ class Piece(NamedTuple):
     flags: int = STARTS_DOCUMENT | ENDS_DOCUMENT
 
     def parts(self, text: bytes, max_piece_bytes: int) -> Iterator["Piece"]:
-        """Yield the pieces of this row, whose text is `text`; none if it is empty."""
+        """Yield the pieces of this row. text: the row's text; empty text yields nothing."""
         for begin, end, flags in cut(text, 0, len(text), max_piece_bytes):
             yield self._replace(begin=begin, length=end - begin, flags=flags)
 
@@ -69,7 +69,7 @@ class Corpus(Protocol):
     description: str
 
     def ahead(self, pieces: Iterator[int], num_tokens: int) -> list[int]:
-        """The first of `pieces` (at least 1) to fetch in one call for about `num_tokens` tokens."""
+        """Take `pieces` until about `num_tokens` tokens, at least one piece, to fetch in one call."""
         ...
 
     def fetch(self, pieces: Sequence[int]) -> list[TokenPiece | Exception]:

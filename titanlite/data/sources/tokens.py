@@ -76,7 +76,7 @@ class Tokens(Source):
                 remedy = f"{found}: use the tokenizer and vocab_size of the model, and the dtype of the file"
                 return [Problem(f"{key}.path", self.config.path, rule, remedy)]
             if needs_documents and not documents_file(file).is_file():
-                rule = f"requires token files with known starts of documents; {file} of {key} has none"
+                rule = f"needs the starts of documents; {key}: {file} has no .documents file"
                 remedy = "use files written by titanlite tokenize, or the text instead of token files"
                 return [Problem("data.document_mask", True, rule, remedy)]
         return []

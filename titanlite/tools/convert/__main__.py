@@ -46,9 +46,9 @@ class ExportOptions:
     shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "5GB"
     """maximum size of a file of weights: 5GB, 500MB, 2GiB"""
     verify: bool = False
-    """compare logits even if two copies of the model may not fit into memory (then the default is to skip it)"""
+    """compare logits even if memory may be short; otherwise skipped in that case"""
     no_verify: bool = False
-    """do not compare logits of the run and of the folder"""
+    """do not compare the logits of the run and the folder"""
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ def new_folder(out: Path) -> Iterator[Path]:
     sync_folder(out.absolute().parent)
 
 
-def conversion(there: torch.dtype, here: torch.dtype) -> str:
-    before, after = (str(dtype).removeprefix("torch.") for dtype in (there, here))
+def conversion(old: torch.dtype, new: torch.dtype) -> str:
+    before, after = (str(dtype).removeprefix("torch.") for dtype in (old, new))
     return after if before == after else f"converted from {before} to {after}"
 
 

@@ -54,12 +54,11 @@ def verify(run: SavedRun, folder: Path, dtype: torch.dtype) -> str:
     relative = difference / max(float(expected.abs().max()), 1e-30)
     bound = BOUNDS[compute] if by.startswith("transformers") else 0.0
     summary = (
-        f"logits of the folder by {by} against those of the run's own model, {ROWS} x {length} tokens in "
-        f"{str(compute).removeprefix('torch.')}: largest difference {difference:.2g}, {relative:.2g} of the largest "
-        f"logit (bound {bound:.0e})"
+        f"logits of the folder (by {by}) and of the run differ by at most {difference:.2g}, {relative:.2g} of the "
+        f"largest logit (bound {bound:.0e}), on {ROWS} x {length} tokens in {str(compute).removeprefix('torch.')}"
     )
     if not relative <= bound:
-        raise UserError(f"the exported folder differs from the run's model and was deleted: {summary}")
+        raise UserError(f"{summary}; the exported folder was deleted")
     return summary
 
 
@@ -91,7 +90,7 @@ def _require_same_bits(own: LanguageModel, folder: Path) -> None:
         written = torch.empty_like(parameter)
         found.fill_({name: written})
         if not torch.equal(written, parameter):
-            raise UserError(f"the exported folder differs from the run's model and was deleted: the values of {name}")
+            raise UserError(f"values of {name} in the folder differ from the run's; the exported folder was deleted")
 
 
 def _logits_of_folder(folder: Path, compute: torch.dtype, tokens: Tensor) -> tuple[str, Tensor]:

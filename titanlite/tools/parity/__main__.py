@@ -24,6 +24,7 @@ from titanlite.tools.command import (
 )
 from titanlite.tools.parity.compare import compare_layouts, run_reference
 from titanlite.tools.parity.layouts import (
+    EXAMPLE,
     FORM,
     ONE_PROCESS,
     Layout,
@@ -36,6 +37,7 @@ from titanlite.tools.parity.measure import own_dtypes
 from titanlite.tools.parity.report import Table, bound_lines, head_lines, json_results, last_line, refusal_lines
 from titanlite.tools.parity.shrink import comparable_config, describe_shrinking, resolved_config, shrink_config
 
+LAYOUTS_HELP = f"compare these layouts: {FORM}, for example {EXAMPLE}:ZBVZeroBubble"
 EITHER = tyro.conf.create_mutex_group(required=False)
 
 
@@ -43,14 +45,14 @@ EITHER = tyro.conf.create_mutex_group(required=False)
 class Options:
     """Compare layouts of CONFIG with one process, on this machine's CPU.
 
-    Compared are the hash of the initial weights, the tokens consumed, the loss, every parameter's gradient and the
+    Compares the hash of the initial weights, the tokens consumed, the loss, every parameter's gradient and the
     gradient norm: first in float64, then in the configuration's own dtypes ("auto" means training.dtype here).
 
     The reference does not use the trainer: it is the model in plain torch, the global batch, and one division. The
     layouts run the trainer on the configuration's own data. Labels are masked by a function of debug.seed and the
-    sequence's number, so that every sequence has another share of valid labels and one has no valid label: a wrong
-    denominator would stay hidden if all were alike. Gradients are compared before clipping. Updates are plain SGD with
-    the configuration's learning rate, without warm-up, decay and weight decay: AdamW would turn rounding errors of
+    sequence's number, so that sequences differ in their share of valid labels and one has no valid label: with equal
+    shares, a wrong denominator would not be detected. Gradients are compared before clipping. Updates are plain SGD
+    with the configuration's learning rate, without warm-up, decay and weight decay: AdamW would turn rounding errors of
     gradients near zero into full-size updates. CONFIG's own layout is ignored; its other keys apply. A
     global_batch_size of -1 means local_batch_size times the largest number of ranks.
 
@@ -62,7 +64,7 @@ class Options:
     """TOML file, or the name of a shipped configuration"""
     ranks: Annotated[Count, EITHER] = ranged(4, least=1)
     """compare all layouts of N ranks"""
-    layouts: Annotated[tuple[str, ...], tyro.conf.arg(metavar="LAYOUT ...", help=FORM), EITHER] = ()
+    layouts: Annotated[tuple[str, ...], tyro.conf.arg(metavar="LAYOUT ...", help=LAYOUTS_HELP), EITHER] = ()
     steps: Annotated[int, tyro.conf.arg(metavar="K")] = ranged(1, least=1)
     """optimizer steps"""
     shrink: bool = False

@@ -15,7 +15,7 @@ from titanlite.runtime.errors import Problem
 SCHEDULE_NAMES: tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)
 SCHEDULES_PER_PIPELINE = 3
 EXAMPLE = "x".join("2" if axis in ("pp", "dp_shard") else "1" for axis in AXES)
-FORM = f"{'x'.join(axis.upper() for axis in AXES)}, with a pipeline also :SCHEDULE, as in {EXAMPLE}:ZBVZeroBubble"
+FORM = f"{'x'.join(axis.upper() for axis in AXES)}[:SCHEDULE]"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def layout_from_text(text: str, own_schedule: PipelineSchedule) -> Layout | Prob
     """Parse a layout. If a pipeline has no schedule, it uses the configuration's schedule."""
     found = re.fullmatch(rf"([1-9]\d*(?:x[1-9]\d*){{{len(AXES) - 1}}})(?::(\w+))?", text)
     if not found:
-        return Problem("--layouts", text, f"{FORM}, each degree at least 1", f"for example {EXAMPLE}")
+        return Problem("--layouts", text, f"{FORM}; degrees are 1 or more", f"for example {EXAMPLE}")
     degrees = tuple(map(int, found[1].split("x")))
     schedule, has_pipeline = found[2], degrees[AXES.index("pp")] > 1
     if schedule and not has_pipeline:

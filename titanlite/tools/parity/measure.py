@@ -75,7 +75,7 @@ def passes(config: JobConfig) -> list[JobConfig]:
 
 
 def measure_layouts(config: JobConfig, layouts: Sequence[Layout], steps: int, folder: str) -> list[list[Any]]:
-    """Run on a rank of run_ranks: returns, for each layout and pass, a Measurement as JSON.
+    """Measure each layout and pass on this rank (called by run_ranks). Returns a Measurement as JSON for each.
 
     config: resolved. folder: contains the reference's gradients; see record_status.
     """

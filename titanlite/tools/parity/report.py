@@ -16,7 +16,7 @@ AGREES = "agrees"
 DIFFERS = "DIFFERS"
 
 
-def dtypes_in_short(dtypes: Sequence[str]) -> str:
+def short_dtypes(dtypes: Sequence[str]) -> str:
     """ "float64" if all dtypes are equal, else "parameters/compute/reduction"."""
     return dtypes[0] if len(set(dtypes)) == 1 else "/".join(dtypes)
 
@@ -56,7 +56,7 @@ def bound_lines(own_dtypes: Sequence[str]) -> Iterator[str]:
     yield f"bounds on relative errors: float64 {FLOAT64_BOUND:.0e}"
     if set(own_dtypes) != {"float64"}:
         yield (
-            f"    {dtypes_in_short(own_dtypes)}, against float64: {MULTIPLE:g} x the one-process run's own error + "
+            f"    {short_dtypes(own_dtypes)}, against float64: {MULTIPLE:g} x the one-process run's own error + "
             f"{FLOOR_EPS:g} eps; the one-process run itself {ONE_PROCESS_EPS:g} eps"
         )
 
@@ -67,7 +67,7 @@ class Table:
     def __init__(self, layouts: Sequence[Layout], own_dtypes: Sequence[str], parameters: Sequence[str]) -> None:
         layout = max(len(str(layout)) for layout in layouts)
         parameter = max(len(name) for name in (*parameters, COLUMNS[4]))
-        dtypes = max(len("float64"), len(dtypes_in_short(own_dtypes)))
+        dtypes = max(len("float64"), len(short_dtypes(own_dtypes)))
         self._widths = (max(layout, len("1x1x1x1")), dtypes, 15, 15, parameter, 9, 7, len(DIFFERS))
 
     def head(self) -> str:
@@ -79,7 +79,7 @@ class Table:
         verdict = result.verdict
         cells = (
             str(result.layout),
-            dtypes_in_short(result.dtypes),
+            short_dtypes(result.dtypes),
             f"{verdict.loss_difference:.1e}",
             f"{verdict.grad_norm_ratio:.9f}",
             verdict.parameter,
@@ -103,7 +103,7 @@ def last_line(results: Sequence[Result]) -> str:
     first = different[0]
     return (
         f"{len({result.layout for result in different})} of {len(layouts)} layouts differ; the first: {first.layout}, "
-        f"{dtypes_in_short(first.dtypes)}: {first.verdict.first_difference}"
+        f"{short_dtypes(first.dtypes)}: {first.verdict.first_difference}"
     )
 
 

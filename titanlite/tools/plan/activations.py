@@ -11,8 +11,8 @@ class MicrobatchShape:
     """One microbatch on one of `tp` ranks: rows x seq_len positions, in a compute dtype of `element_bytes`.
 
     shard_logits: whether logits are sharded along the vocabulary. fused_norm: whether RMSNorm is one kernel, as on
-    CUDA; elsewhere torch composes it of several operations, which save more. mask: the form of the document mask; None:
-    each row is one document.
+    CUDA; elsewhere torch composes it of several operations, whose saved tensors take more memory. mask: the form of the
+    document mask; None: each row is one document.
     """
 
     rows: int
@@ -77,7 +77,7 @@ def activation_bytes(config: DecoderConfig, plan: Plan, shape: MicrobatchShape) 
         block_backward=2 * hidden + 2 * residual,
         embedding=positions * 8,
         head=norm + gathered,
-        # log-probabilities; their gradient comes in two steps, each of the same size
+        # log-probabilities; the backward pass computes two tensors of the same size
         loss=scores,
         loss_backward=2 * scores,
         logits=scores * size // wide,

@@ -112,9 +112,9 @@ def working_bytes(stage: Stage, recompute: ActivationCheckpointConfig, activatio
 def data_parallel_bytes(stage: Stage, section: ParallelismConfig, shape: StepShape) -> int:
     """Peak bytes of gathered or cast parameters, and of gradients before their reduction.
 
-    Gathered: the units that stay gathered, and of the others the current and the prefetched one, which is copied out of
-    the collective's buffer. Gradients: the stage's if reduced once per step, else one unit's; plus one unit's in both
-    dtypes as input of the reduction, while the previous reduction may still run.
+    Gathered: all units kept gathered, the current unit, the prefetched unit (twice: it is copied out of the
+    collective's buffer). Gradients: those of the stage if reduced once per step, otherwise those of one unit; plus
+    those of one unit in both dtypes as input of the reduction, while the previous reduction may still run.
     """
     if not stage.wrapped:
         return 0

@@ -36,8 +36,8 @@ def test_a_named_layout(text: str, layout: Layout) -> None:
     ("text", "rule"),
     [
         ("2x2", "PPxDP_REPLICATE"),
-        ("0x1x1x1", "each degree at least 1"),
-        ("-1x1x1x1", "each degree at least 1"),
+        ("0x1x1x1", "degrees are 1 or more"),
+        ("-1x1x1x1", "degrees are 1 or more"),
         ("2x1x1x1:", "PPxDP_REPLICATE"),
         ("2x1x1x1:1f1b", "the schedules: GPipe"),
         ("1x1x2x1:GPipe", "pp above 1"),
