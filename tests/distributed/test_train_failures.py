@@ -89,7 +89,7 @@ def assert_bad_row_is_reported_once(program: Program, file: Path) -> None:
     assert str(file) in message[0]
     assert f"line {BAD_ROW + 1}" in message[0]
     assert "invalid JSON at character 9: Unterminated string" in message[0]
-    assert program.output.count("bad row") == 1
+    assert program.output.count(", line ") == 1
     assert own_tracebacks(program.output) == 0
 
 

@@ -19,7 +19,7 @@ def test_defaults_are_valid_for_any_degree() -> None:
             TrainingConfig(local_batch_size=4, global_batch_size=8),
             4,
             "training.global_batch_size",
-            "training.local_batch_size = 2, or training.global_batch_size = 16",
+            "set training.local_batch_size = 2, or set training.global_batch_size = 16",
         ),
         (
             TrainingConfig(local_batch_size=2, global_batch_size=8),
@@ -39,4 +39,4 @@ def test_tp_ranks_share_each_sequence_evenly() -> None:
     assert check_training(TrainingConfig(seq_len=16), 1, 4) == []
     (problem,) = check_training(TrainingConfig(seq_len=18), 1, 4)
     assert problem.key == "training.seq_len"
-    assert problem.remedy == "training.seq_len = 16"
+    assert problem.remedy == "set training.seq_len = 16"
