@@ -1,5 +1,6 @@
 """The commands: `titanlite COMMAND ...`, or `python -m titanlite COMMAND ...`. Imports only the chosen one."""
 
+import os
 import runpy
 import sys
 from difflib import get_close_matches
@@ -25,6 +26,18 @@ COMPLETION = "--tyro-print-completion"
 
 def main() -> None:
     """Run the command that the first argument names; without arguments, list the commands."""
+    try:
+        run()
+        sys.stdout.flush()
+    except KeyboardInterrupt:  # while a command's modules are imported, which takes seconds
+        print("titanlite: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # the reader has closed the pipe, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(1)
+
+
+def run() -> None:
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("--help", "-h"):
         width = max(map(len, COMMANDS))

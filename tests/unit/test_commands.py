@@ -73,6 +73,22 @@ def test_completion_has_all_commands_options_and_keys(shell: str, capsys: pytest
     assert [word for word in expected if word not in script] == []
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "text"), [("KeyboardInterrupt", 130, "titanlite: interrupted\n"), ("BrokenPipeError", 1, "")]
+)
+def test_an_interrupt_while_a_command_is_imported(error: str, code: int, text: str) -> None:
+    program = f"""
+import runpy, sys
+from titanlite import __main__
+def run_module(*_, **__): raise {error}
+runpy.run_module = run_module
+sys.argv[1:] = ["plan"]
+__main__.main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (code, text)
+
+
 def test_the_version_is_printed() -> None:
     assert run("--version").stdout == f"titanlite {titanlite.__version__}\n"
 

@@ -216,7 +216,7 @@ def shipped_names() -> list[str]:
 def config_path(name: str) -> Path:
     """The TOML file that `name` means: a path, or the name of a shipped configuration if no such file exists."""
     path = Path(name)
-    return SHIPPED / f"{name}.toml" if name in shipped_names() and not path.exists() else path
+    return SHIPPED / f"{name}.toml" if name in shipped_names() and not path.is_file() else path
 
 
 @dataclass(frozen=True)

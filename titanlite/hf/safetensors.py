@@ -183,6 +183,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     try:
         save_file(dict(tensors), file, {"format": "pt"})  # readers look for the framework of the tensors
     except SafetensorError as error:
+        file.unlink()
         raise OSError(str(error)) from None
     file.chmod(permissions)
     sync_file(file)

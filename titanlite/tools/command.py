@@ -11,13 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, get_args, get_origin
 
 import tyro
 
 from titanlite.runtime.errors import Problem, UsageError, UserError, check_ranges, require
-
-OptionsT = TypeVar("OptionsT")
 
 ConfigFile = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG")]
 RunFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
@@ -51,16 +49,14 @@ def read_options(kind: Any, argv: Sequence[str], command: str) -> Any:
 
     Prints the help and exits if argv has --help. Raises UsageError.
     """
-    options, rest = read_options_and_overrides(kind, argv, command)
-    if rest:
-        close = get_close_matches(rest[0], [_flag(field.name) for field in fields(options)], 1)
-        remedy = f"did you mean {close[0]}?" if close else f"see titanlite {command} --help"
-        raise UsageError(f"unexpected argument {rest[0]!r}: {remedy}")
-    return options
-
-
-def read_options_and_overrides(kind: Any, argv: Sequence[str], command: str) -> tuple[Any, list[str]]:
-    """As `read_options`; also the arguments that are not options of the command: `--section.key value` of a config."""
+    kinds = [get_args(each)[0] if get_origin(each) is Annotated else each for each in get_args(kind) or (kind,)]
+    flags = {_flag(field.name) for each in kinds for field in fields(each)} | {"--help"}
+    for word in argv:
+        name = _flag(word.partition("=")[0].removeprefix("--"))
+        if word.startswith("--") and name not in flags:  # tyro would first report a missing positional argument
+            close = get_close_matches(name, flags, 1)
+            remedy = f"did you mean {close[0]}?" if close else f"see titanlite {command} --help"
+            raise UsageError(f"unexpected argument {word!r}: {remedy} (a value that starts with -: --OPTION=VALUE)")
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
@@ -75,7 +71,25 @@ def read_options_and_overrides(kind: Any, argv: Sequence[str], command: str) -> 
         if not end.code:
             raise
         raise UsageError(f"{_message(printed.getvalue())}\nsee titanlite {command} --help") from None
-    return options, rest
+    if rest:
+        raise UsageError(f"unexpected argument {rest[0]!r}: see titanlite {command} --help")
+    return options
+
+
+def read_options_and_overrides(kind: Any, argv: Sequence[str], command: str) -> tuple[Any, list[str]]:
+    """As `read_options`; also the overrides of the configuration in argv (`--section.key value`)."""
+    own: list[str] = []
+    overrides: list[str] = []
+    takes_value = False
+    for word in argv:
+        if word.startswith("--"):
+            key, equals, _ = word.partition("=")
+            (overrides if "." in key else own).append(word)
+            takes_value = "." in key and not equals
+        else:
+            (overrides if takes_value else own).append(word)
+            takes_value = False
+    return read_options(kind, own, command), overrides
 
 
 def check_options(options: Any) -> list[Problem]:

@@ -75,6 +75,9 @@ def test_shipped_configurations_are_found_by_name(tmp_path: Path, monkeypatch: p
     assert "quickstart" in shipped_names()
     assert config_path("quickstart") == SHIPPED / "quickstart.toml"
     assert config_path("other") == Path("other")
+    Path("quickstart").mkdir()  # as in outputs/, where the quick start has its folder
+    assert config_path("quickstart") == SHIPPED / "quickstart.toml"
+    Path("quickstart").rmdir()
     Path("quickstart").touch()
     assert config_path("quickstart") == Path("quickstart")
 

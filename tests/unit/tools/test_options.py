@@ -53,9 +53,10 @@ def test_options_may_stand_before_the_configuration() -> None:
 
 def test_overrides_of_the_configuration_are_passed_on() -> None:
     argv = ["a.toml", "--training.steps", "5", "--num_steps", "7", "--data.sources.0.path=x"]
-    options, overrides = read_options_and_overrides(Options, argv, "test")
-    assert options == Options("a.toml", 7)
-    assert overrides == ["--training.steps", "5", "--data.sources.0.path=x"]
+    for order in (argv, ["--training.steps", "5", *argv[3:], "a.toml"]):
+        options, overrides = read_options_and_overrides(Options, order, "test")
+        assert options == Options("a.toml", 7)
+        assert overrides == ["--training.steps", "5", "--data.sources.0.path=x"]
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,8 @@ def test_overrides_of_the_configuration_are_passed_on() -> None:
         (["a.toml", "--num-steps", "x"], ["--num-steps", "'x'"]),
         (["a.toml", "--device", "tpu"], ["--device", "'tpu'", "'cuda'"]),
         (["a.toml", "--num-stpes", "7"], ["'--num-stpes'", "did you mean --num-steps?"]),
+        (["--num-stpes", "7", "a.toml"], ["'--num-stpes'", "did you mean --num-steps?"]),
+        (["a.toml", "--device", "--x"], ["'--x'", "--OPTION=VALUE"]),
         (["a.toml", "b.toml"], ["'b.toml'", "titanlite test --help"]),
     ],
 )

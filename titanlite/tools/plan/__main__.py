@@ -25,7 +25,7 @@ class Options:
 
     config: ConfigFile
     """TOML file, or the name of a shipped configuration"""
-    world_size: Count = ranged(tyro.MISSING, least=1)
+    world_size: Count = ranged(tyro.MISSING, "the number of processes of the run", least=1)
     """number of processes"""
     device: Literal["cuda", "cpu"] = "cuda"
     """device that "auto" dtypes are resolved for"""
