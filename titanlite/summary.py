@@ -42,6 +42,6 @@ def summarize(config: JobConfig, record: Record, steps: int, train_s: float) -> 
     if not data_exhausted and not config.checkpoint.last_save_model_only:
         next_steps.append(("train longer", f"{train} {same_config} --training.steps {4 * record.step}"))
     next_steps.append(("on two processes", f"{torchrun} 2 -m titanlite.train {same_config}{new_folder}"))
-    next_steps.append(("on your own text", "see docs/data.md"))
+    next_steps.append(("on your own text", "set data.sources in a TOML file; all keys: titanlite train --help"))
     for number, (title, command) in enumerate(next_steps):
         log.info("%-5s %-16s  %s", "" if number else "Next:", title, command)
