@@ -23,16 +23,16 @@ from titanlite.parallel.recompute import check_activation_checkpoint
 from titanlite.runtime.errors import Problem, check_ranges, require
 
 
-def check_config(config: JobConfig, *, world_size: int, device_type: str, looks_at_files: bool = True) -> list[Problem]:
+def check_config(config: JobConfig, *, world_size: int, device_type: str, checks_files: bool = True) -> list[Problem]:
     """All problems of a configuration with valid names and types, for this number of processes.
 
-    looks_at_files: also check that data, tokenizer and output folder exist on this machine.
+    checks_files: also check that data, tokenizer and output folder exist on this machine.
     """
     degree = data_degree(config.parallelism, world_size)  # 0: unknown, which is another problem
     facts = resolve_config(config, world_size=world_size, device_type=device_type) if degree else config
     return [
-        *(_check_places(config) if looks_at_files else ()),
-        *_check_sources(config, facts.training.global_batch_size, degree, looks_at_files=looks_at_files),
+        *(_check_places(config) if checks_files else ()),
+        *_check_sources(config, facts.training.global_batch_size, degree, checks_files=checks_files),
         *_check_layout(config, facts, world_size, degree),
         *check_optimizer(config.optimizer),
         *check_schedule(config.lr_schedule),
@@ -59,7 +59,7 @@ def _check_places(config: JobConfig) -> list[Problem]:
     ]
 
 
-def _check_sources(config: JobConfig, global_batch_size: int, degree: int, *, looks_at_files: bool) -> list[Problem]:
+def _check_sources(config: JobConfig, global_batch_size: int, degree: int, *, checks_files: bool) -> list[Problem]:
     """Problems of [data] and [validation]."""
     _, model = resolve_model(config.model)
     has_text = any(open_source(source).holds == "text" for source in config.data.sources)
@@ -69,14 +69,14 @@ def _check_sources(config: JobConfig, global_batch_size: int, degree: int, *, lo
             global_batch_size=global_batch_size,
             data_degree=degree,
             vocab_size=model.vocab_size,
-            looks_at_files=looks_at_files,
+            checks_files=checks_files,
         ),
         *check_validation(
             config.validation,
             config.data,
             vocab_size=model.vocab_size,
             has_tokenizer=bool(config.tokenizer.path) or has_text,
-            looks_at_files=looks_at_files,
+            checks_files=checks_files,
         ),
     ]
 

@@ -62,18 +62,18 @@ class Parsed:
     file_is_read: bool
 
 
-def load_config(argv: Sequence[str], *, world_size: int, device_type: str, looks_at_files: bool = True) -> JobConfig:
+def load_config(argv: Sequence[str], *, world_size: int, device_type: str, checks_files: bool = True) -> JobConfig:
     """The configuration of a run: read, checked and resolved, the same on every rank.
 
-    looks_at_files: as for check_config. Raises ConfigError with all problems.
+    checks_files: as for check_config. Raises ConfigError with all problems.
     """
     parsed = _parse(argv)
     problems = list(parsed.problems)
-    config = keep_earlier(parsed.config) if looks_at_files else parsed.config
+    config = keep_earlier(parsed.config) if checks_files else parsed.config
     if parsed.file_is_read:
-        found = check_config(config, world_size=world_size, device_type=device_type, looks_at_files=looks_at_files)
+        found = check_config(config, world_size=world_size, device_type=device_type, checks_files=checks_files)
         found = [_with_origin(problem, parsed.config, config) for problem in found]
-        problems += [problem for problem in found if not _stands_on(problem, parsed.problems)]
+        problems += [problem for problem in found if not _follows_from(problem, parsed.problems)]
     if problems:
         raise ConfigError(problems)
     return resolve_config(config, world_size=world_size, device_type=device_type)
@@ -155,7 +155,7 @@ def _with_origin(problem: Problem, given: JobConfig, kept: JobConfig) -> Problem
     return replace(problem, rule=rule, remedy="choose a mesh and local_batch_size that divide it, or start a new run")
 
 
-def _stands_on(problem: Problem, earlier: list[Problem]) -> bool:
+def _follows_from(problem: Problem, earlier: list[Problem]) -> bool:
     """Whether a problem is about a key that already has a problem, or mentions such a key (and thus its default)."""
     section = problem.key.partition(".")[0]
     mentioned = set(re.findall(r"\w+(?:\.\w+)*", f"{problem.rule} {problem.remedy}"))

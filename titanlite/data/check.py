@@ -22,11 +22,11 @@ def check_data(
     global_batch_size: int,
     data_degree: int,
     vocab_size: int,
-    looks_at_files: bool = True,
+    checks_files: bool = True,
 ) -> list[Problem]:
     """Problems of the [data] section. A fact that is 0 or -1 is unknown: checks that need it are skipped.
 
-    looks_at_files: also check the sources' files, which must exist.
+    checks_files: also check the sources' files, which must exist.
     """
     streams = section.num_streams
     problems = [
@@ -43,19 +43,17 @@ def check_data(
             + (f" for training.global_batch_size = {global_batch_size}" if global_batch_size > 0 else ""),
         )
     for n, source in enumerate(section.sources):
-        problems += check_source(
-            source, f"data.sources.{n}", section, vocab_size=vocab_size, looks_at_files=looks_at_files
-        )
+        problems += check_source(source, f"data.sources.{n}", section, vocab_size=vocab_size, checks_files=checks_files)
     return problems + _check_weights(section.sources)
 
 
 def check_source(
-    config: SourceConfig, key: str, section: DataConfig, *, vocab_size: int, looks_at_files: bool
+    config: SourceConfig, key: str, section: DataConfig, *, vocab_size: int, checks_files: bool
 ) -> list[Problem]:
     """Problems of the source at `key`, read with the settings of `section`."""
     source = open_source(config)
     problems = [*_check_keys(config, key), *source.check_keys(key)]
-    if looks_at_files:
+    if checks_files:
         problems = problems or source.check_files(key)
         problems = problems or source.check_content(key, vocab_size=vocab_size, needs_documents=section.document_mask)
     return problems + require(
@@ -183,7 +181,7 @@ def _check_without_path(
 
 
 def check_validation(
-    section: ValidationConfig, data: DataConfig, *, vocab_size: int, has_tokenizer: bool, looks_at_files: bool = True
+    section: ValidationConfig, data: DataConfig, *, vocab_size: int, has_tokenizer: bool, checks_files: bool = True
 ) -> list[Problem]:
     """Problems of the [validation] section. Sources are checked only if validation is enabled.
 
@@ -209,7 +207,5 @@ def check_validation(
             value = getattr(source, name)
             rule = "not valid for validation: it reads each source once and weighs all tokens equally"
             problems += require(value == -1, f"{key}.sources.{n}.{name}", value, rule, "leave it out")
-        problems += check_source(
-            source, f"{key}.sources.{n}", data, vocab_size=vocab_size, looks_at_files=looks_at_files
-        )
+        problems += check_source(source, f"{key}.sources.{n}", data, vocab_size=vocab_size, checks_files=checks_files)
     return problems

@@ -178,7 +178,7 @@ def evaluated_config(
     if problems:
         raise ConfigError(problems)
     config = replace(config, job=JobSection(), checkpoint=CheckpointConfig())
-    problems = check_config(config, world_size=world.size, device_type=world.device_type, looks_at_files=False)
+    problems = check_config(config, world_size=world.size, device_type=world.device_type, checks_files=False)
     problems = problems or check_validation(
         config.validation, config.data, vocab_size=saved.hyper_parameters.vocab_size, has_tokenizer=True
     )

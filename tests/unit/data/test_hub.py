@@ -74,7 +74,7 @@ def source_of(dataset: Path, **changes: object) -> SourceConfig:
 
 
 def problems(source: SourceConfig) -> list[str]:
-    found = check_source(source, "data.sources.0", DataConfig(), vocab_size=0, looks_at_files=True)
+    found = check_source(source, "data.sources.0", DataConfig(), vocab_size=0, checks_files=True)
     return [f"{problem.key.removeprefix('data.sources.0.')}: {problem.rule}; {problem.remedy}" for problem in found]
 
 

@@ -14,7 +14,7 @@ from titanlite.runtime.errors import Problem
 
 
 def problems(source: SourceConfig, key: str = "data.sources.0") -> list[Problem]:
-    return check_source(source, key, DataConfig(), vocab_size=0, looks_at_files=True)
+    return check_source(source, key, DataConfig(), vocab_size=0, checks_files=True)
 
 
 def keys(source: SourceConfig) -> list[str]:

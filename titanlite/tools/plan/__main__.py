@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError(problems)
     arguments = ["--job.config_file", options.config, *overrides]
     world_size, device = options.world_size, options.device
-    config = load_config(arguments, world_size=world_size, device_type=device, looks_at_files=False)
+    config = load_config(arguments, world_size=world_size, device_type=device, checks_files=False)
     plan = estimate(config, world_size, device_type=device)
     sys.stdout.write(report(config, plan, options.device_memory_gib))
 

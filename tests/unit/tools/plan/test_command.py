@@ -110,7 +110,7 @@ def test_the_same_report_as_training() -> None:
     with pytest.raises(ConfigError) as refused:
         load_config(settings, world_size=4, device_type="cpu")
     with pytest.raises(ConfigError) as planned:
-        load_config(settings, world_size=4, device_type="cpu", looks_at_files=False)
+        load_config(settings, world_size=4, device_type="cpu", checks_files=False)
     assert str(planned.value) == str(refused.value)
 
 
@@ -124,6 +124,6 @@ def test_only_training_checks_files() -> None:
         "tokenizer.path",
         "job.dump_folder",
     }
-    load_config(settings, world_size=1, device_type="cpu", looks_at_files=False)
+    load_config(settings, world_size=1, device_type="cpu", checks_files=False)
     with pytest.raises(ConfigError, match="only for kind"):
-        load_config([*settings, "--data.sources.0.split=train"], world_size=1, device_type="cpu", looks_at_files=False)
+        load_config([*settings, "--data.sources.0.split=train"], world_size=1, device_type="cpu", checks_files=False)
