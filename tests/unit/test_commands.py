@@ -63,6 +63,7 @@ def test_an_older_name_prints_the_new_one() -> None:
     assert done.stdout.startswith("usage: titanlite ledger ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_completion_has_all_commands_options_and_keys(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
