@@ -2,13 +2,14 @@
 
 `python -m scripts.layout_picture [FOLDER]`, in the repository's root, with matplotlib installed. Trains the four runs
 below FOLDER (default: outputs/picture; about 5 minutes each on 2 cores) unless they are finished there, and writes
-docs/layouts.svg. Prints the largest differences from one process.
+docs/layouts.svg. Prints the relative differences from one process.
 """
 
 import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 from matplotlib import pyplot
 
@@ -41,8 +42,9 @@ def main() -> None:
     for panel, (key, title) in zip(axes, (("loss", "loss"), ("grad_norm", "gradient norm")), strict=True):
         for (name, rows), (color, width) in zip(runs.items(), STYLES, strict=True):
             panel.plot([row["step"] for row in rows], [row[key] for row in rows], color=color, lw=width, label=name)
-            worst = max(abs(row[key] / one[key] - 1) for row, one in zip(rows, runs["one process"], strict=True))
-            print(f"{title}, {name}: largest relative difference from one process {worst:.1e}")
+            errors = [abs(row[key] / one[key] - 1) for row, one in zip(rows, runs["one process"], strict=True)]
+            found = f"first step {errors[0]:.0e}, median {median(errors):.0e}, largest {max(errors):.0e}"
+            print(f"{title}, {name}: relative difference from one process: {found}")
         panel.set(xlabel="step", title=title, facecolor="#dde3ea")
     axes[0].legend(facecolor="#dde3ea")
     figure.savefig(PICTURE, metadata={"Date": None})

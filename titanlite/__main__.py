@@ -25,7 +25,7 @@ COMPLETION = "--tyro-print-completion"
 
 
 def main() -> None:
-    """Run the command that the first argument names; without arguments, list the commands."""
+    """Run a command, and exit without a traceback after Ctrl-C and on a closed pipe."""
     try:
         run()
         sys.stdout.flush()
@@ -38,6 +38,7 @@ def main() -> None:
 
 
 def run() -> None:
+    """Run the command that the first argument names; without arguments, list the commands."""
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("--help", "-h"):
         width = max(map(len, COMMANDS))

@@ -15,7 +15,7 @@ from titanlite.models.registry import resolve_model
 from titanlite.optim.registry import build_optimizer
 from titanlite.optim.schedule import build_schedule
 from titanlite.parallel.compile import compiled_loss
-from titanlite.parallel.data import resolve_gradient_sync
+from titanlite.parallel.data import resolve_gradient_sync, running_dtypes
 from titanlite.parallel.mesh import Mesh, shard_logits
 from titanlite.parallel.parallelize import parallelize
 from titanlite.parallel.pipeline import (
@@ -75,8 +75,8 @@ def build_model(
         if draws_weights:
             init_parameters_(part, config.debug.seed, lambda name: family.init(hyper_parameters, name))
         parts.append(part)
-    dtypes = (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce)
-    log.info("Dtypes: parameters %s, compute %s, gradient reduction %s", *(DTYPES[name] for name in dtypes))
+    parameters, compute, reduce = running_dtypes(parts[0])
+    log.info("Dtypes: parameters %s, compute %s, gradient reduction %s", parameters, compute, reduce)
     return parts
 
 

@@ -101,3 +101,14 @@ def set_gradient_sync(model_parts: Iterable[nn.Module], policy: GradientSync | N
 def wrapped_modules(model: nn.Module) -> Iterator[FSDPModule]:
     """Modules wrapped by `fully_shard` or `replicate`, the root first."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def running_dtypes(model: nn.Module) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """(parameter dtype, compute dtype, reduction dtype) of a model after `apply_data_parallel`."""
+    parameters = next(model.parameters()).dtype
+    root = next(wrapped_modules(model), None)
+    if root is None:
+        return parameters, parameters, parameters
+    policy = root._get_fsdp_state()._mp_policy
+    compute = policy.param_dtype or parameters
+    return parameters, compute, policy.reduce_dtype or compute

@@ -94,7 +94,7 @@ class FiniteData(Protocol):
     ended: list[bool]
 
     def ended_after_next(self) -> list[bool]:
-        """Return `ended` as of the end of the next step; waits until that step's batch is prepared."""
+        """Return `ended` at the end of the next step; waits until that step's batch is prepared."""
         ...
 
 
