@@ -38,6 +38,7 @@ def main() -> None:
     root = Path(sys.argv[1] if len(sys.argv) > 1 else "outputs/picture")
     runs = {name: train(root / name.replace(" ", "_"), *layout) for name, layout in LAYOUTS.items()}
     pyplot.switch_backend("svg")
+    pyplot.rcParams["svg.hashsalt"] = "titanlite"  # the same picture for the same numbers
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
     for panel, (key, title) in zip(axes, (("loss", "loss"), ("grad_norm", "gradient norm")), strict=True):
         for (name, rows), (color, width) in zip(runs.items(), STYLES, strict=True):
