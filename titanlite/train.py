@@ -16,6 +16,7 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
+from titanlite.assembly.facts import program_facts
 from titanlite.assembly.run import Run, build_run
 from titanlite.batch import Batch
 from titanlite.config.describe import show_help
@@ -23,6 +24,7 @@ from titanlite.config.load import load_config, shipped_names
 from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device
 from titanlite.metrics.meter import Record, is_log_step
+from titanlite.runtime.agreement import require_equal
 from titanlite.runtime.distributed import World, connect, world_from_environment
 from titanlite.runtime.errors import DataError, UsageError, UserError
 from titanlite.runtime.garbage import PacedGarbageCollection
@@ -53,6 +55,8 @@ def main() -> None:
         show_help(sys.argv[1:])
         config = load_config(sys.argv[1:], world_size=world.size, device_type=world.device_type)
         failure.store = connect(world, config.comm)
+        facts = program_facts(config, world, environment)
+        require_equal("program", facts, world, failure.store, config.comm.init_timeout_s)
         with job_lock(config.job.dump_folder, world.rank, take_over=config.job.take_over, environment=environment):
             run_job(config, world, failure, environment)
 

@@ -4,9 +4,11 @@ step: a programming error in the third step.
 stage: a programming error in the third step's forward pass.
 data: data preparation never ends (as in a long index build), while the other ranks wait in a collective.
 late: a data error is raised 2 s after those of other ranks.
+arguments: the rank is started with further arguments, those in ARGUMENTS, as on a node with another configuration.
 """
 
 import os
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -62,6 +64,8 @@ if __name__ == "__main__":
             Loader.next_step = late_next_step  # type: ignore[method-assign]
         elif os.environ["FAULT"] == "stage":
             Trainer.train_step = step_with_faulty_forward  # type: ignore[method-assign]
+        elif os.environ["FAULT"] == "arguments":
+            sys.argv += os.environ["ARGUMENTS"].split()
         else:
             build_module.build_data = endless_build
     train.main()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import titanlite
 from titanlite.assembly.data import build_data, build_tokenizer, build_validation_data, pin_revisions
+from titanlite.assembly.facts import content_facts
 from titanlite.assembly.model import batch_rows, build_model, build_trainer
 from titanlite.checkpoint.folder import published_steps
 from titanlite.checkpoint.manager import Checkpoints
@@ -37,7 +38,7 @@ from titanlite.models.registry import resolve_model
 from titanlite.optim.schedule import depends_on_steps
 from titanlite.parallel.mesh import Mesh
 from titanlite.precision import DTYPES
-from titanlite.runtime.agreement import DataEnd, run_on_rank_0
+from titanlite.runtime.agreement import DataEnd, require_equal, run_on_rank_0
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import World, init_process_group
 from titanlite.runtime.dump_folder import prepare_dump_folder
@@ -91,6 +92,7 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     tokenizer = build_tokenizer(config)
     loader = build_data(config, mesh, tokenizer)
     validation_data = build_validation_data(config, mesh, tokenizer)
+    require_equal("content", content_facts(config, tokenizer, imported), world, store, config.comm.init_timeout_s)
     group = init_process_group(world, store, config.comm)
     mesh.connect(config.comm.init_timeout_s)
     log.info(

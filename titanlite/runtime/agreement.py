@@ -1,19 +1,72 @@
-"""Agreement between ranks: work that raises on all ranks if it fails on one, and flags exchanged at each step."""
+"""Agreement between ranks: facts that must be equal, work that raises on all ranks if it fails on one, and flags
+exchanged at each step."""
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+import hashlib
+import json
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from titanlite.runtime.errors import UserError
+from titanlite.runtime.distributed import World
+from titanlite.runtime.errors import UsageError, UserError
 from titanlite.runtime.logging import log
 
 T = TypeVar("T")
 
+MAX_DIFFERENCES = 5
+"""Differences between ranks that a message lists; it counts the others."""
+
 
 class RanksError(UserError):
     """At least one rank failed. Raised on all ranks with the same text: the error of the lowest failed rank."""
+
+
+def require_equal(name: str, facts: Mapping[str, str], world: World, store: dist.Store, timeout_s: int) -> None:
+    """Raise UsageError, with the same text on all ranks, unless all ranks give the same facts. Waits for all ranks.
+
+    name: of this comparison, unique in the run. facts: name -> value, as shown in the message. Each rank sends a hash;
+    ranks send their facts only if the hashes differ.
+    """
+    store = dist.PrefixStore(f"equal/{name}", store)
+    limit = timedelta(seconds=timeout_s)
+    store.set(f"digest/{world.rank}", hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest())
+    if world.rank == 0:
+        keys = [f"digest/{rank}" for rank in range(world.size)]
+        store.wait(keys, limit)
+        ranks: dict[bytes, list[int]] = {}
+        for rank, digest in enumerate(store.multi_get(keys)):
+            ranks.setdefault(bytes(digest), []).append(rank)
+        store.set("groups", json.dumps(list(ranks.values())))
+    store.wait(["groups"], limit)
+    groups: list[list[int]] = json.loads(store.get("groups"))
+    if len(groups) == 1:
+        return
+    examples = [group[0] for group in groups]
+    if world.rank in examples:
+        store.set(f"facts/{world.rank}", json.dumps({"host": socket.gethostname(), "facts": dict(facts)}))
+    keys = [f"facts/{rank}" for rank in examples]
+    store.wait(keys, limit)
+    raise UsageError(_describe_groups(groups, [json.loads(text) for text in store.multi_get(keys)]))
+
+
+def _describe_groups(groups: Sequence[Sequence[int]], sent: Sequence[Mapping[str, Any]]) -> str:
+    """Describe how each later group differs from rank 0. sent: host and facts of the first rank of each group."""
+    lines = ["the ranks differ, so nothing was trained; make them equal on all nodes, and start again:"]
+    first = sent[0]["facts"]
+    for (rank, *others), each in zip(groups[1:], sent[1:], strict=True):
+        facts = each["facts"]
+        keys = [key for key in sorted({*first, *facts}) if first.get(key) != facts.get(key)]
+        lines += ["", f"  rank {rank} on {each['host']}" + (f" and {len(others)} more ranks" if others else "")]
+        lines += [
+            f"    {key}: {facts.get(key, 'absent')}; on rank 0 on {sent[0]['host']}: {first.get(key, 'absent')}"
+            for key in keys[:MAX_DIFFERENCES]
+        ]
+        lines += [f"    and {len(keys) - MAX_DIFFERENCES} more"] if len(keys) > MAX_DIFFERENCES else []
+    return "\n".join(lines)
 
 
 def run_on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup) -> list[T]:

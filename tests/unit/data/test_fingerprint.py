@@ -245,8 +245,8 @@ def test_a_fingerprint_of_another_version_is_a_difference_not_an_error(corpus: P
 
 def test_digests_are_computed_once(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
-    digest = base._file_digest
-    monkeypatch.setattr(base, "_file_digest", lambda file: (read.append(file), digest(file))[1])
+    digest = base.sampled_digest
+    monkeypatch.setattr(base, "sampled_digest", lambda file: (read.append(file), digest(file))[1])
     first = fingerprint_of(text_data(corpus))
     assert len(read) == 3
     assert fingerprint_of(text_data(corpus)) == first

@@ -1,7 +1,9 @@
-"""Results and errors of work on all ranks or on rank 0, with one rank."""
+"""Results and errors of work on all ranks or on rank 0, with one rank; facts that must be equal."""
 
 import errno
+import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -9,8 +11,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from titanlite.checkpoint.storage import InvalidCheckpointError, first_failure
-from titanlite.runtime.agreement import RanksError, run_on_all_ranks, run_on_rank_0
-from titanlite.runtime.errors import UserError
+from titanlite.runtime.agreement import RanksError, require_equal, run_on_all_ranks, run_on_rank_0
+from titanlite.runtime.distributed import World
+from titanlite.runtime.errors import UsageError, UserError
 
 
 def raising(error: BaseException) -> Callable[[], Any]:
@@ -61,3 +64,40 @@ def test_the_error_of_the_lowest_rank_is_taken_from_dcps_failures(error: Excepti
         11: (ValueError("another"), None),
     }
     assert str(first_failure(dcp.CheckpointException("several", failures))) == f"rank 3: {text}"
+
+
+def compare(facts: list[dict[str, str]]) -> list[BaseException | None]:
+    """The error of each rank, in a thread each, after a comparison of facts[rank]."""
+    store = dist.HashStore()
+
+    def compare_rank(rank: int) -> None:
+        require_equal("test", facts[rank], World(rank, rank, len(facts), "cpu"), store, 20)
+
+    with ThreadPoolExecutor(len(facts)) as pool:
+        return [future.exception() for future in [pool.submit(compare_rank, rank) for rank in range(len(facts))]]
+
+
+def test_equal_facts_are_accepted() -> None:
+    assert compare([{"a": "1", "b": "2"}, {"b": "2", "a": "1"}, {"a": "1", "b": "2"}]) == [None] * 3
+
+
+def test_all_ranks_report_each_group_of_different_ranks() -> None:
+    common = {f"key{n}": "1" for n in range(8)}
+    errors = compare([common, common | {"key3": "2"}, common, common | {"key3": "2"}, {"new": "x"}])
+    host = socket.gethostname()
+    assert [str(error) for error in errors] == 5 * [
+        f"""\
+the ranks differ, so nothing was trained; make them equal on all nodes, and start again:
+
+  rank 1 on {host} and 1 more ranks
+    key3: 2; on rank 0 on {host}: 1
+
+  rank 4 on {host}
+    key0: absent; on rank 0 on {host}: 1
+    key1: absent; on rank 0 on {host}: 1
+    key2: absent; on rank 0 on {host}: 1
+    key3: absent; on rank 0 on {host}: 1
+    key4: absent; on rank 0 on {host}: 1
+    and 4 more"""
+    ]
+    assert all(isinstance(error, UsageError) for error in errors)

@@ -144,7 +144,7 @@ class Source(ABC):
 
         def digest() -> str:
             with ThreadPoolExecutor(READERS) as pool:
-                return f"xxh3-128:{xxhash.xxh3_128(b''.join(pool.map(_file_digest, files))).hexdigest()}"
+                return f"xxh3-128:{xxhash.xxh3_128(b''.join(pool.map(sampled_digest, files))).hexdigest()}"
 
         return str(cached_json(folder / "digest.json", f"the fingerprint of {self.name}", digest))
 
@@ -159,8 +159,8 @@ def cached_json(file: Path, what: str, make: Callable[[], Any]) -> Any:
     return json.loads(file.read_text())
 
 
-def _file_digest(file: Path) -> bytes:
-    """Digest (16 bytes) of a file's size and of its sampled blocks; see SAMPLED_BLOCKS."""
+def sampled_digest(file: Path) -> bytes:
+    """Digest (16 bytes) of a file's size and of its sampled blocks; see SAMPLED_BLOCKS. Raises UserError."""
     try:
         with open(file, "rb") as opened:
             size = opened.seek(0, 2)

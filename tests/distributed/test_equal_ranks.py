@@ -1,0 +1,58 @@
+"""Ranks with different configurations, data or environments: refused before the first step, by rank, key and values."""
+
+import shutil
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.distributed.program import FAULTY, Program, Starter, own_tracebacks, rows
+from tests.distributed.reference import TOKENS
+
+
+def start_unequal(start: Starter, folder: Path, arguments: str, *common: str, name: str = "output") -> Program:
+    """Start two ranks; rank 1 has further `arguments`."""
+    environment = {"FAULTY_RANK": "1", "FAULT": "arguments", "ARGUMENTS": arguments}
+    return start(folder, *common, ranks=2, program=FAULTY, environment=environment, name=name)
+
+
+CONFIGURED = [
+    ("--optimizer.lr 0.5", ("optimizer.lr", "0.5", "0.01")),
+    ("--data.seed 7", ("data.seed", "7", "0")),
+    ("--debug.seed 7", ("debug.seed", "7", "0")),
+    ("--training.max_norm 0.5", ("training.max_norm", "0.5", "1.0")),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "difference"),
+    [case if n == 0 else pytest.param(*case, marks=pytest.mark.slow) for n, case in enumerate(CONFIGURED)],
+)
+def test_another_configuration_on_one_rank_is_refused(
+    arguments: str, difference: tuple[str, str, str], tmp_path: Path, start: Starter
+) -> None:
+    program = start_unequal(start, tmp_path, arguments)
+    assert program.wait() == 1, program.output  # as torchrun; the ranks exit with 2
+    host = socket.gethostname()
+    key, here, there = difference
+    line = f"\n  rank 1 on {host}\n    {key}: {here}; on rank 0 on {host}: {there}\n"
+    assert program.output.count(line) == program.output.count("the ranks differ") == 1, program.output
+    assert own_tracebacks(program.output) == 0
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_another_data_file_on_one_rank_is_refused_and_a_copy_is_not(tmp_path: Path, start: Starter) -> None:
+    copy, other = tmp_path / "copy.npy", tmp_path / "other.npy"
+    shutil.copyfile(TOKENS, copy)
+    tokens = np.load(TOKENS)
+    np.save(other, np.concatenate([tokens[:-1], tokens[:1] ^ 1]))
+    assert copy.stat().st_size == other.stat().st_size
+    same = start_unequal(start, tmp_path, f"--data.sources.0.path {copy}", "--training.steps", "1", name="same")
+    assert same.wait() == 0, same.output
+    assert len(rows(tmp_path / "out")) == 1
+    program = start_unequal(start, tmp_path, f"--data.sources.0.path {other}")
+    assert program.wait() == 1
+    assert "\n    data.sources.0: content: xxh3-128:" in program.output
+    assert own_tracebacks(program.output) == 0

@@ -1,0 +1,126 @@
+"""Facts that must be equal on all ranks of a run, since they decide its numbers, and those that may differ."""
+
+import hashlib
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from fnmatch import fnmatch
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import titanlite
+from titanlite.config.fields import fields_of, literal
+from titanlite.config.schema import JobConfig
+from titanlite.data.kinds import open_source
+from titanlite.data.sources.base import sampled_digest
+from titanlite.data.sources.config import SourceConfig
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.hf.folder import ModelFolder
+from titanlite.runtime.distributed import World
+
+MAY_DIFFER = (
+    "job.config_file",
+    "job.description",
+    "job.dump_folder",
+    "tokenizer.path",
+    "checkpoint.initial_load_path",
+    "*.sources.*.path",
+    "*.sources.*.name",
+    "data.num_workers",
+)
+"""Patterns of keys that may differ between ranks: names, and paths that may mean the same on each node. The content
+of the files is compared instead, and checkpoints require a folder that all ranks share."""
+
+PACKAGES = ("numpy", "tokenizers", "datasets", "pyarrow")
+"""Packages, beside torch, whose version decides tokens or weights."""
+
+VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUBLASLT_WORKSPACE_SIZE",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCH_BLAS_PREFER_CUBLASLT",
+    "TORCH_CUDNN_V8_API_DISABLED",
+)
+"""Environment variables that decide how numbers are computed. Others may differ: hosts, addresses, threads, folders."""
+
+
+def program_facts(config: JobConfig, world: World, environment: Mapping[str, str]) -> dict[str, str]:
+    """The configuration, the code and the environment of this rank.
+
+    config: resolved. environment: at program start. The code: all files of titanlite, and all imported modules that
+    belong to neither Python nor an installed package.
+    """
+    facts = {
+        key: literal(value)
+        for key, value in _config_values(config)
+        if not any(fnmatch(key, pattern) for pattern in MAY_DIFFER)
+    }
+    facts |= {"device": world.device_type, "torch": torch.__version__, "Python": "{}.{}".format(*sys.version_info)}
+    facts |= {package: version(package) for package in PACKAGES}
+    facts |= {name: environment[name] for name in VARIABLES if name in environment}
+    root = Path(titanlite.__file__).parent
+    files = {f"titanlite/{file.relative_to(root)}": file for file in root.rglob("*.py")} | _user_modules(root)
+    return facts | {name: f"sha256 {_digest(file)}" for name, file in files.items()}
+
+
+def content_facts(config: JobConfig, tokenizer: Tokenizer | None, imported: ModelFolder | None) -> dict[str, str]:
+    """The tokenizer, and the content of the files of training data, validation data and initial weights, by samples.
+
+    imported: the model folder that a new run starts from, if any.
+    """
+    facts = {"tokenizer": tokenizer.fingerprint if tokenizer else "none"}
+    sections: dict[str, Sequence[SourceConfig]] = {"data": config.data.sources}
+    if config.validation.enable:
+        sections["validation"] = config.validation.sources
+    for section, sources in sections.items():
+        for index, source in enumerate(sources):
+            content = open_source(source).facts(document_mask=config.data.document_mask)
+            facts |= {f"{section}.sources.{index}: {key}": str(content[key]) for key in content if key != "name"}
+    if imported is not None:
+        digests = {file.name: sampled_digest(file).hex() for file in sorted(imported.path.iterdir()) if file.is_file()}
+        facts |= {f"checkpoint.initial_load_path: {name}": digest for name, digest in digests.items()}
+    return facts
+
+
+def _config_values(config: JobConfig) -> Iterator[tuple[str, Any]]:
+    """(full key, value) of all keys, as on the command line."""
+    for section, values in fields_of(config).items():
+        keys = fields_of(values)
+        for name, value in (keys | keys.pop("overrides", {})).items():
+            if isinstance(value, tuple) and value and is_dataclass(value[0]):
+                for index, row in enumerate(value):
+                    yield from ((f"{section}.{name}.{index}.{key}", item) for key, item in fields_of(row).items())
+            else:
+                yield f"{section}.{name}", value
+
+
+def _user_modules(package: Path) -> dict[str, Path]:
+    """Name -> file of the imported modules that belong to neither Python, nor an installed package, nor `package`."""
+    installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    excluded = tuple(f"{folder}{os.sep}" for folder in (*installed, str(package)))
+    files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
+    return {
+        f"module {name}": Path(file)
+        for name, file in files.items()
+        # torch has modules with file names that do not exist
+        if file and not file.startswith(excluded) and os.path.isfile(file)
+    }
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
