@@ -4,15 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from titanlite.config.fields import literal
-from titanlite.data.bpe import MIN_VOCAB_SIZE, QUICKSTART_VOCAB_SIZE, train_bpe
+from titanlite.data.bpe import MIN_VOCAB_SIZE, train_bpe
 from titanlite.data.corpus import Texts
 from titanlite.data.kinds import text_sources
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.models.registry import resolve_model
 from titanlite.runtime.errors import ranged
 from titanlite.tools.command import (
     ConfigFile,
-    Count,
     Folder,
+    OptionalCount,
     appears_complete,
     read_options_and_overrides,
     require_new,
@@ -32,10 +33,8 @@ class Options:
     """TOML file, or the name of a shipped configuration"""
     out: Folder
     """new folder for tokenizer.json"""
-    vocab_size: Count = ranged(
-        QUICKSTART_VOCAB_SIZE, "one token for each byte, EOS, and the merges", least=MIN_VOCAB_SIZE
-    )
-    """number of tokens"""
+    vocab_size: OptionalCount = ranged(None, "one token for each byte, EOS, and the merges", least=MIN_VOCAB_SIZE)
+    """number of tokens; None: model.vocab_size"""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -47,7 +46,7 @@ def main(argv: Sequence[str]) -> None:
     with appears_complete(options.out) as folder:
         folder.mkdir()
         read = (texts.read(piece) for piece in pieces_with_progress(texts, "reading"))
-        train_bpe(rows.of(read), options.vocab_size, folder)
+        train_bpe(rows.of(read), options.vocab_size or resolve_model(config.model)[1].vocab_size, folder)
     tokenizer = Tokenizer(options.out / "tokenizer.json")
     print(f"{tokenizer.description}\ntrained on {texts.description}; {rows.bad_rows:,} bad rows\nto use it:\n")
     print(f"[model]\nvocab_size = {tokenizer.vocab_size}\n\n[tokenizer]\npath = {literal(str(options.out))}")

@@ -82,6 +82,14 @@ def test_an_output_folder_that_cannot_be_written(
         command([str(config), "--out", str(tmp_path / "file" / "out")])
 
 
+@pytest.mark.parametrize(("arguments", "size"), [([], 290), (["--vocab-size", "280"], 280)])
+def test_a_tokenizer_has_the_size_of_the_model_unless_given(
+    arguments: list[str], size: int, config: Path, tmp_path: Path
+) -> None:
+    train_tokenizer.main([str(config), "--out", str(tmp_path / "out"), "--model.vocab_size", "290", *arguments])
+    assert Tokenizer(tmp_path / "out" / "tokenizer.json").vocab_size == size
+
+
 @pytest.mark.parametrize("command", [tokenize_here, train_tokenizer.main])
 def test_the_printed_path_is_toml(
     command: Callable[[list[str]], None], config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
