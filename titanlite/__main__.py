@@ -44,7 +44,7 @@ def run() -> None:
         width = max(map(len, COMMANDS))
         print("usage: titanlite COMMAND ...; titanlite COMMAND --help shows its arguments\n")
         print("\n".join(f"  {command:{width}}  {text}" for command, (_, text) in COMMANDS.items()))
-        print(f"\n  --version, {COMPLETION} SHELL: print the version, a completion script for bash or zsh")
+        print(f"\n  --version, {COMPLETION} SHELL: print the version, a completion script for bash, zsh or fish")
     elif name == "--version":
         print(f"titanlite {__version__}")
     elif name in COMMANDS or name == COMPLETION:

@@ -10,6 +10,7 @@ import pytest
 import titanlite
 from titanlite import completion
 from titanlite.__main__ import COMMANDS
+from titanlite.runtime.errors import UsageError
 
 OLD_NAMES = [
     *("titanlite.parity", "titanlite.plan", "titanlite.convert", "titanlite.generate", "titanlite.evaluate"),
@@ -64,7 +65,7 @@ def test_an_older_name_prints_the_new_one() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_has_all_commands_options_and_keys(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         completion.main([shell])
@@ -72,6 +73,12 @@ def test_completion_has_all_commands_options_and_keys(shell: str, capsys: pytest
     script = capsys.readouterr().out
     expected = [*COMMANDS, "max-new-tokens", "world-size", "training.seq_len", "export"]
     assert [word for word in expected if word not in script] == []
+
+
+@pytest.mark.parametrize("argv", [[], ["tcsh"], ["bash", "zsh"]])
+def test_completion_needs_one_shell(argv: list[str]) -> None:
+    with pytest.raises(UsageError, match="bash, zsh, fish"):
+        completion.main(argv)
 
 
 @pytest.mark.parametrize(

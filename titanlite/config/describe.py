@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tyro
 
-from titanlite.config.fields import SECTIONS, fields_of, kinds_of, literal, row_type, section_kinds
+from titanlite.config.fields import SECTIONS, fields_of, literal, row_type, section_types, types_of
 from titanlite.config.load import parse_config, split_arguments
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import ModelConfig
@@ -27,10 +27,10 @@ CONFIG, --help shows its values as defaults.
 
 @dataclass(frozen=True)
 class Key:
-    """One key. name: without its section. kind: label of its type. value: as TOML. text: its meaning."""
+    """One key. name: without its section. label: of the type of its values. value: as TOML. text: its meaning."""
 
     name: str
-    kind: str
+    label: str
     value: str
     text: str
 
@@ -53,15 +53,15 @@ def describe_config(config: JobConfig) -> list[Section]:
             family, hyper_parameters = resolve_model(config.model)
             values |= fields_of(hyper_parameters)
             texts |= field_texts(family.config_type)
-        kinds = section_kinds(name, config.model.family)
-        arrays = [key for key, kind in kinds.items() if row_type(kind)]
-        plain = {key: kind for key, kind in kinds.items() if key not in arrays}
+        types = section_types(name, config.model.family)
+        arrays = [key for key, value_type in types.items() if row_type(value_type)]
+        plain = {key: value_type for key, value_type in types.items() if key not in arrays}
         sections.append(Section(name, _text(section_type), _keys(values, plain, texts)))
         for key in arrays:
-            row_kind = row_type(kinds[key])
-            assert row_kind is not None
-            for index, row in enumerate(values[key] or (row_kind(),)):  # an empty array: show defaults
-                keys = _keys(fields_of(row), kinds_of(type(row)), field_texts(type(row)))
+            row_class = row_type(types[key])
+            assert row_class is not None
+            for index, row in enumerate(values[key] or (row_class(),)):  # an empty array: show defaults
+                keys = _keys(fields_of(row), types_of(type(row)), field_texts(type(row)))
                 sections.append(Section(f"{name}.{key}.{index}", _text(type(row)), keys))
     return sections
 
@@ -79,22 +79,22 @@ def field_texts(section_type: type) -> dict[str, str]:
     return texts
 
 
-def type_label(kind: Any) -> str:
+def type_label(value_type: Any) -> str:
     """The values of a type: "INT", "{true,false}", "{AdamW,SGD}", "[STR, ...]"."""
-    if get_origin(kind) is Literal:
-        return "{" + ",".join(choice or '""' for choice in get_args(kind)) + "}"
-    if get_origin(kind) is tuple:
-        return f"[{type_label(get_args(kind)[0])}, ...]"
-    return {bool: "{true,false}", int: "INT", float: "FLOAT", str: "STR"}[kind]
+    if get_origin(value_type) is Literal:
+        return "{" + ",".join(choice or '""' for choice in get_args(value_type)) + "}"
+    if get_origin(value_type) is tuple:
+        return f"[{type_label(get_args(value_type)[0])}, ...]"
+    return {bool: "{true,false}", int: "INT", float: "FLOAT", str: "STR"}[value_type]
 
 
 def show_help(argv: Sequence[str]) -> None:
     """If argv asks for help, print all keys with their values, on rank 0, and exit with 0."""
     if split_arguments(argv).wants_help:
         if os.environ.get("RANK", "0") == "0":
-            kind = options_type(parse_config(argv)[0])
+            options = options_type(parse_config(argv)[0])
             try:
-                tyro.cli(kind, prog="titanlite train", description=HELP, args=["--help"], use_underscores=True)
+                tyro.cli(options, prog="titanlite train", description=HELP, args=["--help"], use_underscores=True)
             except BrokenPipeError:  # the reader has closed the pipe, as in `| head`
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise SystemExit(0)
@@ -117,12 +117,13 @@ def options_type(config: JobConfig) -> Any:
 
 
 def _argument(key: Key) -> Any:
-    return tyro.conf.arg(help=key.text, metavar=key.kind, help_behavior_hint=f"(default: {key.value})")
+    return tyro.conf.arg(help=key.text, metavar=key.label, help_behavior_hint=f"(default: {key.value})")
 
 
-def _keys(values: Mapping[str, Any], kinds: Mapping[str, Any], texts: Mapping[str, str]) -> tuple[Key, ...]:
+def _keys(values: Mapping[str, Any], types: Mapping[str, Any], texts: Mapping[str, str]) -> tuple[Key, ...]:
     return tuple(
-        Key(name, type_label(kind), literal(values[name]), texts.get(name, "")) for name, kind in kinds.items()
+        Key(name, type_label(value_type), literal(values[name]), texts.get(name, ""))
+        for name, value_type in types.items()
     )
 
 

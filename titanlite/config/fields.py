@@ -26,31 +26,31 @@ TABLES: Mapping[type, Mapping[str, Mapping[str, Any]]] = {
 """Keys whose choices are the entries of a registry."""
 
 
-def kinds_of(section_type: Any) -> dict[str, Any]:
+def types_of(section_type: Any) -> dict[str, Any]:
     """Field -> type of its values, of a dataclass."""
     hints = get_type_hints(section_type)
     hints |= {name: Literal[tuple(table)] for name, table in TABLES.get(section_type, {}).items()}
     return {field.name: hints[field.name] for field in dataclasses.fields(section_type)}
 
 
-SECTIONS: Mapping[str, type] = kinds_of(JobConfig)
+SECTIONS: Mapping[str, type] = types_of(JobConfig)
 
 
-def section_kinds(section: str, family: str | None) -> dict[str, Any]:
-    """Key -> type of one section. [model] also has the hyper-parameters of `family`; None: of no family."""
-    kinds = kinds_of(SECTIONS[section])
+def section_types(section: str, family: str | None) -> dict[str, Any]:
+    """Key -> type of its values, for one section. [model] has the hyper-parameters of `family`, unless it is None."""
+    types = types_of(SECTIONS[section])
     if SECTIONS[section] is ModelConfig:
-        del kinds["overrides"]
-        kinds["family"] = Literal[tuple(FAMILIES)]
+        del types["overrides"]
+        types["family"] = Literal[tuple(FAMILIES)]
         if family is not None:
-            kinds["flavor"] = Literal[tuple(FAMILIES[family].flavors)]
-            kinds |= kinds_of(FAMILIES[family].config_type)
-    return kinds
+            types["flavor"] = Literal[tuple(FAMILIES[family].flavors)]
+            types |= types_of(FAMILIES[family].config_type)
+    return types
 
 
-def row_type(kind: Any) -> type | None:
+def row_type(value_type: Any) -> type | None:
     """The dataclass of one table if the key is an array of tables, else None."""
-    item = get_args(kind)[0] if get_origin(kind) is tuple else None
+    item = get_args(value_type)[0] if get_origin(value_type) is tuple else None
     return item if isinstance(item, type) and dataclasses.is_dataclass(item) else None
 
 
@@ -72,17 +72,17 @@ def literal(value: Any) -> str:
     raise TypeError(f"{type(value).__name__} is not a type of the configuration: {value!r}")
 
 
-def is_text(kind: Any) -> bool:
+def is_text(value_type: Any) -> bool:
     """Whether values of this type are strings, written without quotes on the command line."""
-    return kind is str or get_origin(kind) is Literal
+    return value_type is str or get_origin(value_type) is Literal
 
 
-def value_from_text(text: str, kind: Any) -> Any:
+def value_from_text(text: str, value_type: Any) -> Any:
     """A value from the command line: a string unchanged, any other type parsed as TOML.
 
     Text that is not valid TOML is returned as a string, which `read_value` then refuses.
     """
-    if is_text(kind):
+    if is_text(value_type):
         return text
     try:
         table = tomllib.loads(f"table = {{value = {text}}}")  # inline, so that a comment or a second line is an error
@@ -91,44 +91,44 @@ def value_from_text(text: str, kind: Any) -> Any:
     return table["table"]["value"] if list(table) == ["table"] and list(table["table"]) == ["value"] else text
 
 
-def read_value(key: str, value: Any, kind: Any, default: Any) -> Any | Problem:
-    """Convert `value` to a field of type `kind`, or return its Problem, with `default` as an example."""
-    if get_origin(kind) is Literal:
-        return _read_choice(key, value, get_args(kind))
-    if get_origin(kind) is tuple:
-        return _read_array(key, value, get_args(kind)[0], default)
-    if kind is bool and isinstance(value, bool):
+def read_value(key: str, value: Any, value_type: Any, default: Any) -> Any | Problem:
+    """Convert `value` to a field of type `value_type`, or return its Problem, with `default` as an example."""
+    if get_origin(value_type) is Literal:
+        return _read_choice(key, value, get_args(value_type))
+    if get_origin(value_type) is tuple:
+        return _read_array(key, value, get_args(value_type)[0], default)
+    if value_type is bool and isinstance(value, bool):
         return value
-    if kind is str and isinstance(value, str):
+    if value_type is str and isinstance(value, str):
         return value if _is_clean(value) else _unclean(key, value)
-    if kind in (int, float) and isinstance(value, int) and not isinstance(value, bool):
+    if value_type in (int, float) and isinstance(value, int) and not isinstance(value, bool):
         return (
-            kind(value)
+            value_type(value)
             if value in INT64
             else Problem(key, value, "from -2^63 to 2^63 - 1", "write a number in this range")
         )
-    if kind is float and isinstance(value, float):
+    if value_type is float and isinstance(value, float):
         if math.isfinite(value):
             return value
         return Problem(key, value, "a finite number", f"write a finite number, for example {literal(default)}")
-    if kind not in (bool, int, float, str):
-        raise TypeError(f"{key}: the configuration has no values of type {kind}")
+    if value_type not in (bool, int, float, str):
+        raise TypeError(f"{key}: the configuration has no values of type {value_type}")
     return Problem(
         key,
         value,
-        describe_kind(kind),
-        _guess(value, kind) or f"write {describe_kind(kind)}, for example {literal(default)}",
+        describe_type(value_type),
+        _guess(value, value_type) or f"write {describe_type(value_type)}, for example {literal(default)}",
     )
 
 
-def describe_kind(kind: Any) -> str:
+def describe_type(value_type: Any) -> str:
     """The values of a type, in words."""
-    if get_origin(kind) is Literal:
-        return "one of " + ", ".join(literal(choice) for choice in get_args(kind))
-    if get_origin(kind) is tuple:
-        return "an array of strings" if is_text(get_args(kind)[0]) else "an array of tables"
+    if get_origin(value_type) is Literal:
+        return "one of " + ", ".join(literal(choice) for choice in get_args(value_type))
+    if get_origin(value_type) is tuple:
+        return "an array of strings" if is_text(get_args(value_type)[0]) else "an array of tables"
     names = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-    return names[kind]
+    return names[value_type]
 
 
 def _read_choice(key: str, value: Any, choices: tuple[str, ...]) -> Any | Problem:
@@ -137,14 +137,14 @@ def _read_choice(key: str, value: Any, choices: tuple[str, ...]) -> Any | Proble
     folded = {choice.lower(): choice for choice in choices if choice}
     close = get_close_matches(str(value).lower(), folded, 1)
     remedy = f"did you mean {literal(folded[close[0]])}?" if close else "use one of these values"
-    return Problem(key, value, describe_kind(Literal[choices]), remedy)
+    return Problem(key, value, describe_type(Literal[choices]), remedy)
 
 
-def _read_array(key: str, value: Any, kind: Any, default: Any) -> Any | Problem:
+def _read_array(key: str, value: Any, value_type: Any, default: Any) -> Any | Problem:
     if not isinstance(value, list):
         example = literal([value]) if isinstance(value, str) else literal(default)
-        return Problem(key, value, f"an array, each item {describe_kind(kind)}", f"write {example}")
-    items = [read_value(key, item, kind, "text") for item in value]
+        return Problem(key, value, f"an array, each item {describe_type(value_type)}", f"write {example}")
+    items = [read_value(key, item, value_type, "text") for item in value]
     bad = [item for item in items if isinstance(item, Problem)]
     return bad[0] if bad else tuple(items)
 
@@ -157,12 +157,12 @@ def _unclean(key: str, value: str) -> Problem:
     return Problem(key, value, "valid Unicode text without NUL characters", "remove these characters")
 
 
-def _guess(value: Any, kind: type) -> str:
+def _guess(value: Any, value_type: type) -> str:
     """The remedy if the intended value can be guessed, else ""."""
-    if kind is str:
+    if value_type is str:
         return f"write {literal(str(value))}" if isinstance(value, int | float) else ""
     meant: Any = value.strip() if isinstance(value, str) else value
-    if kind is bool:
+    if value_type is bool:
         words = {
             "true": True,
             "yes": True,
@@ -179,6 +179,6 @@ def _guess(value: Any, kind: type) -> str:
             number = float(meant)
         except ValueError:
             return ""
-        if math.isfinite(number) and (kind is float or number.is_integer()):
-            return f"write {literal(kind(number))}" + (" without quotes" if isinstance(value, str) else "")
+        if math.isfinite(number) and (value_type is float or number.is_integer()):
+            return f"write {literal(value_type(number))}" + (" without quotes" if isinstance(value, str) else "")
     return ""

@@ -13,11 +13,11 @@ from titanlite.config.check import check_config, resolve_config
 from titanlite.config.fields import (
     SECTIONS,
     fields_of,
-    kinds_of,
     literal,
     read_value,
     row_type,
-    section_kinds,
+    section_types,
+    types_of,
     value_from_text,
 )
 from titanlite.config.schema import JobConfig
@@ -130,7 +130,7 @@ def dump_config(config: JobConfig) -> str:
         if section == "job":
             del table["config_file"]
         lines += ["", f"[{section}]"]
-        rows = {key: value for key, value in table.items() if value and row_type(kinds_of(type(values)).get(key))}
+        rows = {key: value for key, value in table.items() if value and row_type(types_of(type(values)).get(key))}
         lines += [f"{key} = {literal(value)}" for key, value in table.items() if key not in rows]
         for key, tables in rows.items():
             for row in tables:
@@ -252,6 +252,8 @@ def split_arguments(argv: Sequence[str]) -> Arguments:
             texts.setdefault(CONFIG_FILE, []).append(word)
         elif not word.startswith("--") or word == "--":
             problems.append(_unexpected(word))
+            if word.startswith("-") and "." in word and position < len(argv) and not _is_flag(argv[position]):
+                position += 1  # the value of a key with one hyphen
         else:
             key, equals, text = word[2:].partition("=")
             key = re.sub(r"(?<=\w)-(?=\w)", "_", key)
@@ -268,7 +270,7 @@ def missing_value(key: str, default: Any) -> Problem:
     """The Problem of a known key without a value; the remedy uses its default as an example."""
     example = (default or "TEXT") if isinstance(default, str) else literal(default)
     remedy = f"write --{key} {example}; for a value that starts with --, write --{key}=--VALUE"
-    return Problem(key, "", "a value", remedy)
+    return Problem(key, None, "needs a value", remedy)
 
 
 def _is_flag(word: str) -> bool:
@@ -280,14 +282,14 @@ def _may_be_path(word: str) -> bool:
 
 
 def _unexpected(word: str) -> Problem:
-    rule = "each argument must be CONFIG, a --section.key or its value"
+    rule = "every argument is CONFIG, a --section.key or its value"
     if word.startswith("-") and "." in word.strip("-."):
         remedy = f"write -{word}"
     elif "=" in word and "." in word.partition("=")[0]:
         remedy = f"write --{word}"
     else:
         remedy = """remove it, or write --section.key VALUE; an array is one argument: '["a", "b"]'"""
-    return Problem("command line", word, rule, remedy)
+    return Problem(f"argument {word!r}", None, rule, remedy)
 
 
 def _repeated(key: str, given: list[str | None]) -> Problem:
@@ -320,40 +322,40 @@ def put_argument(tables: Tables, key: str, text: str | None, family: str | None)
     """
     section, _, name = key.partition(".")
     name, *row_path = name.split(".")
-    kind = section_kinds(section, family).get(name) if section in SECTIONS else None
-    row = row_type(kind)
+    value_type = section_types(section, family).get(name) if section in SECTIONS else None
+    row = row_type(value_type)
     if row and row_path:
         return _put_in_row(tables, key, text, row)
-    if kind is None and family is None and section == "model":
+    if value_type is None and family is None and section == "model":
         return None
-    if kind is None or row_path:
+    if value_type is None or row_path:
         return unknown_key(key, text or "", family)
     if row:
         return Problem(key, text or "", "one key of one table at a time", f"write --{key}.0.KEY VALUE")
     if text is None:
         return missing_value(key, _default(section, name, family))
-    tables.setdefault(section, {})[name] = value_from_text(text, kind)
+    tables.setdefault(section, {})[name] = value_from_text(text, value_type)
     return None
 
 
 def build_section(section: str, table: Mapping[str, Any], family: str | None, problems: list[Problem]) -> Any:
     """Build the section's dataclass; a key with a problem keeps its default."""
-    kinds = section_kinds(section, family)
+    types = section_types(section, family)
     if section == "model":
         table = {"flavor": ModelConfig.flavor, **table}  # a family may lack the default flavor
     values: dict[str, Any] = {}
     for name, value in table.items():
         key = f"{section}.{name}"
-        if name not in kinds:
+        if name not in types:
             if section != "model" or family is not None:
                 problems.append(unknown_key(key, value, family))
             continue
-        row = row_type(kinds[name])
+        row = row_type(types[name])
         found: Any
         if row:
             found = _build_rows(key, value, row, problems)
         else:
-            found = read_value(key, value, kinds[name], _default(section, name, family))
+            found = read_value(key, value, types[name], _default(section, name, family))
         if isinstance(found, Problem):
             problems.append(found)
         else:
@@ -372,11 +374,11 @@ def _put_in_row(tables: Tables, key: str, text: str | None, row: type) -> Proble
     """Put one value into an array of tables: key is SECTION.NAME.INDEX.COLUMN; INDEX = length appends a table."""
     section, name, index, *columns = key.split(".")
     if not columns:  # the index or the column is missing
-        column = index if index in kinds_of(row) else "KEY"
+        column = index if index in types_of(row) else "KEY"
         number = index if index.isdecimal() else "0"
         remedy = f"write --{section}.{name}.{number}.{column} VALUE"
         return Problem(key, text or "", "one key of one table at a time", remedy)
-    if len(columns) != 1 or columns[0] not in kinds_of(row):
+    if len(columns) != 1 or columns[0] not in types_of(row):
         return _unknown_column(key, text or "", row)
     if text is None:
         return missing_value(key, getattr(row, columns[0]))
@@ -390,7 +392,7 @@ def _put_in_row(tables: Tables, key: str, text: str | None, row: type) -> Proble
         )
     if int(index) == len(rows):
         rows.append({})
-    rows[int(index)][columns[0]] = value_from_text(text, kinds_of(row)[columns[0]])
+    rows[int(index)][columns[0]] = value_from_text(text, types_of(row)[columns[0]])
     return None
 
 
@@ -402,10 +404,10 @@ def _build_rows(key: str, value: Any, row: type, problems: list[Problem]) -> tup
         values = {}
         for name, given in table.items():
             path = f"{key}.{index}.{name}"
-            if name not in kinds_of(row):
+            if name not in types_of(row):
                 problems.append(_unknown_column(path, given, row))
                 continue
-            found = read_value(path, given, kinds_of(row)[name], getattr(row, name))
+            found = read_value(path, given, types_of(row)[name], getattr(row, name))
             if isinstance(found, Problem):
                 problems.append(found)
             else:
@@ -416,26 +418,29 @@ def _build_rows(key: str, value: Any, row: type, problems: list[Problem]) -> tup
 
 def _unknown_column(key: str, value: Any, row: type) -> Problem:
     table, _, name = key.rpartition(".")
-    close = close_names(name, kinds_of(row))
-    remedy = f"did you mean {table}.{close[0]}?" if close else "its keys: " + ", ".join(kinds_of(row))
+    close = close_names(name, types_of(row))
+    remedy = f"did you mean {table}.{close[0]}?" if close else "its keys: " + ", ".join(types_of(row))
     array = table.rpartition(".")[0]
     return Problem(key, value, f"a key of one [[{array}]] table", remedy)
 
 
 def _default(section: str, name: str, family: str | None) -> Any:
     """The default of a key; of a hyper-parameter, the first flavor's value."""
-    if section == "model" and name not in kinds_of(ModelConfig) and family is not None:
+    if section == "model" and name not in types_of(ModelConfig) and family is not None:
         return getattr(next(iter(FAMILIES[family].flavors.values())), name)
     return getattr(SECTIONS[section](), name)
 
 
 def full_keys(family: str | None) -> list[str]:
-    """All keys as the command line has them; of an array of tables, those of the first."""
+    """All keys in the spelling of the command line, with index 0 for arrays of tables (data.sources.0.path).
+
+    family: of the model; None leaves the hyper-parameters out.
+    """
     keys = []
     for section in SECTIONS:
-        for name, kind in section_kinds(section, family).items():
-            row = row_type(kind)
-            keys += [f"{section}.{name}.0.{column}" for column in kinds_of(row)] if row else [f"{section}.{name}"]
+        for name, value_type in section_types(section, family).items():
+            row = row_type(value_type)
+            keys += [f"{section}.{name}.0.{column}" for column in types_of(row)] if row else [f"{section}.{name}"]
     return keys
 
 
@@ -445,7 +450,7 @@ def unknown_key(key: str, value: Any, family: str | None) -> Problem:
     meant = suggest(key, full_keys(family))
     if name and section in SECTIONS:
         rule = f"a key of [{section}]"
-        valid = "use one of its keys: " + ", ".join(section_kinds(section, family))
+        valid = "use one of its keys: " + ", ".join(section_types(section, family))
     else:
         rule, valid = "a key of a section", "use a key of one of the sections: " + ", ".join(SECTIONS)
     return Problem(key, value, rule, f"did you mean {' or '.join(meant)}?" if meant else valid)
@@ -460,6 +465,7 @@ def suggest(key: str, known: Collection[str]) -> list[str]:
     if folded in known:
         return [folded]
     elsewhere = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
+    elsewhere = [candidate for candidate in elsewhere if candidate.startswith(f"{prefix}.")] or elsewhere
     siblings = [candidate.rpartition(".")[2] for candidate in known if candidate.rpartition(".")[0] == prefix]
     if siblings:
         return elsewhere or [f"{prefix}.{close}" for close in close_names(name, siblings)]

@@ -25,8 +25,8 @@ class DataError(UserError):
 class Problem:
     """One problem of a configuration.
 
-    key: the full key, as in TOML and on the command line ("training.steps"). value: the given value.
-    rule: the condition for valid values ("at least 1"). remedy: what to write instead.
+    key: the full key, as in TOML and on the command line ("training.steps"). value: the given value, None if
+    none is given. rule: the condition for valid values ("at least 1"). remedy: what to write instead.
     """
 
     key: str
@@ -35,16 +35,18 @@ class Problem:
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.key} = {self.value!r}\n    rule:   {self.rule}\n    remedy: {self.remedy}"
+        given = "" if self.value is None else f" = {self.value!r}"
+        return f"{self.key}{given}\n    rule:   {self.rule}\n    remedy: {self.remedy}"
 
 
 class ConfigError(UsageError):
-    """All problems of one configuration. The process exits with code 2."""
+    """All problems of one configuration or command line. The process exits with code 2."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
         count = len(self.problems)
-        head = f"the configuration has {count} problem{'s' if count > 1 else ''}"
+        checked = "configuration" if any("." in problem.key for problem in self.problems) else "command line"
+        head = f"the {checked} has {count} problem{'s' if count > 1 else ''}"
         super().__init__("\n\n".join([head + ":", *(f"  {problem}" for problem in self.problems)]))
 
 

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -51,12 +52,17 @@ def read_options(kind: Any, argv: Sequence[str], command: str) -> Any:
     """
     kinds = [get_args(each)[0] if get_origin(each) is Annotated else each for each in get_args(kind) or (kind,)]
     flags = {_flag(field.name) for each in kinds for field in fields(each)} | {"--help"}
-    for word in argv:
+    repeatable = {_flag(field.name) for each in kinds for field in fields(each) if isinstance(field.default, tuple)}
+    given: set[str] = set()
+    for word in (word for word in argv if word.startswith("--")):
         name = _flag(word.partition("=")[0].removeprefix("--"))
-        if word.startswith("--") and name not in flags:  # tyro would first report a missing positional argument
+        if name not in flags:  # tyro would first report a missing positional argument
             close = get_close_matches(name, flags, 1)
             remedy = f"did you mean {close[0]}?" if close else f"see titanlite {command} --help"
             raise UsageError(f"unexpected argument {word!r}: {remedy} (a value that starts with -: --OPTION=VALUE)")
+        if name in given - repeatable:
+            raise UsageError(f"{name} is given twice: keep one")
+        given.add(name)
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
@@ -107,7 +113,9 @@ def _message(box: str) -> str:
     lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()]
     blocks = "\n".join("" if set(line) == {"─"} else line for line in lines[1:-1]).split("\n\n")
     kept = [block for block in blocks if not block.startswith(("For full helptext", "Argument helptext"))]
-    return "; ".join(" ".join(block.replace(" (required)", ",").split()).rstrip(",") for block in kept)
+    text = "; ".join(" ".join(block.replace(" (required)", ",").split()).rstrip(",") for block in kept)
+    text = re.sub(r"Error parsing (\S+): .*?(?:int\(\)|\bINT\b).*?('[^']*').*", r"\1 needs an integer, not \2", text)
+    return re.sub(r"Error parsing (\S+): .*?float: ('[^']*').*", r"\1 needs a number, not \2", text)
 
 
 def check_output_file(option: str, path: Path | None) -> list[Problem]:

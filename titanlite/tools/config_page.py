@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from titanlite.config.describe import Key, describe_config, field_texts, type_label
-from titanlite.config.fields import kinds_of, literal
+from titanlite.config.fields import literal, types_of
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import Family
 from titanlite.models.registry import FAMILIES
@@ -87,11 +87,11 @@ def document() -> str:
 
 def _family(family: Family) -> list[str]:
     """The hyper-parameters of a family, and the table of its flavors."""
-    names = list(kinds_of(family.config_type))
+    names = list(types_of(family.config_type))
     texts = field_texts(family.config_type)
     meanings = [
-        (f"`{name}`", _choices(type_label(kind)), _cell(texts.get(name, "")))
-        for name, kind in kinds_of(family.config_type).items()
+        (f"`{name}`", _choices(type_label(value_type)), _cell(texts.get(name, "")))
+        for name, value_type in types_of(family.config_type).items()
     ]
     values = [
         (f"`{name}`", *(f"`{literal(getattr(flavor, name))}`" for flavor in family.flavors.values())) for name in names
@@ -109,7 +109,7 @@ def _family(family: Family) -> list[str]:
 
 
 def _table(keys: Iterable[Key]) -> list[str]:
-    cells = [(f"`{key.name}`", _choices(key.kind), f"`{key.value}`", _cell(key.text)) for key in keys]
+    cells = [(f"`{key.name}`", _choices(key.label), f"`{key.value}`", _cell(key.text)) for key in keys]
     return _rows(("key", "values", "default", "meaning"), cells)
 
 
@@ -117,8 +117,8 @@ def _rows(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
 
 
-def _choices(kind: str) -> str:
-    return kind.strip("{}").replace(",", ", ") if kind.startswith("{") else kind
+def _choices(label: str) -> str:
+    return label.strip("{}").replace(",", ", ") if label.startswith("{") else label
 
 
 def _cell(text: str) -> str:

@@ -12,7 +12,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -166,7 +166,8 @@ def _start_worker(job: Job) -> _Worker:
     number = theirs.fileno()
     process = start_process("titanlite.tools.encoding", str(number), pass_fds=[number], stdin=subprocess.DEVNULL)
     theirs.close()
-    ours.send_bytes(json.dumps(asdict(job)).encode())
+    with suppress(BrokenPipeError, ConnectionResetError):  # a worker that has ended is reported with its first chunk
+        ours.send_bytes(json.dumps(asdict(job)).encode())
     return _Worker(process, ours)
 
 

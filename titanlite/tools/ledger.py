@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 
 from titanlite.data.ledger import LEDGER_FOLDER, ledger_files, ledger_line, read_ledger
-from titanlite.runtime.errors import UsageError
+from titanlite.runtime.errors import UserError
 from titanlite.tools.command import read_options, run_command
 
 
@@ -21,10 +21,10 @@ class Options:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print the ledger of a run. Raises UsageError."""
+    """Print the ledger of a run. Raises UserError."""
     folder = read_options(Options, argv, "ledger").dump_folder
     if not ledger_files(folder):
-        raise UsageError(f"{folder / LEDGER_FOLDER} has no ledger: train with --data.ledger true")
+        raise UserError(f"{folder / LEDGER_FOLDER} has no ledger: train with --data.ledger true")
     for step, rows in read_ledger(folder):
         print(ledger_line(step, rows), end="")
 

@@ -39,8 +39,10 @@ def test_help_is_never_a_value(argv: list[str]) -> None:
 
 
 def test_every_unexpected_word_is_a_problem() -> None:
-    arguments = split_arguments(["--a.b", "1", "y", "--", "z", "-c.d", "e.f=1"])
-    assert [problem.value for problem in arguments.problems] == ["y", "--", "z", "-c.d", "e.f=1"]
+    arguments = split_arguments(["--a.b", "1", "y", "--", "z", "-c.d", "3", "e.f=1"])
+    assert [problem.key for problem in arguments.problems] == [
+        f"argument {word!r}" for word in ["y", "--", "z", "-c.d", "e.f=1"]
+    ]
     assert arguments.texts == {"a.b": "1"}
 
 

@@ -52,12 +52,12 @@ VALID = "--validation.enable true --validation.sources.0."
 
 BAD = [
     # The command line.
-    Bad("command line", "each argument", "write --section.key VALUE", argv="--training.steps 50 60"),
+    Bad("argument '60'", "every argument", "write --section.key VALUE", argv="--training.steps 50 60"),
     Bad("job.config_file", "a readable TOML file", "give the path", argv="nowhere.toml"),
     Bad("job.config_file", "a readable TOML file", "did you mean quickstart", argv="quikstart"),
-    Bad("command line", "each argument", "write --training.steps", argv="-training.steps"),
-    Bad("command line", "each argument", "write --training.steps=5", argv="training.steps=5"),
-    Bad("command line", "each argument", '["a", "b"]', argv='--optimizer.weight_decay_skip ["x"] y'),
+    Bad("argument '-training.steps'", "every argument", "write --training.steps", argv="-training.steps 5"),
+    Bad("argument 'training.steps=5'", "every argument", "write --training.steps=5", argv="training.steps=5"),
+    Bad("argument 'y'", "every argument", '["a", "b"]', argv='--optimizer.weight_decay_skip ["x"] y'),
     Bad("training.steps", "a value", "--training.steps 1000", argv="--training.steps"),
     Bad("data.shuffle", "a value", "--data.shuffle true", argv="--data.shuffle --training.steps 5"),
     Bad("data.sources.0.path", "a value", "--data.sources.0.path TEXT", argv="--data.sources.0.path"),
@@ -96,7 +96,7 @@ BAD = [
     Bad("data.sources.x.path", "an index from 0", "--data.sources.1.path", argv="--data.sources.x.path x"),
     Bad("data.sources.-1.path", "an index from 0", "--data.sources.1.path", argv="--data.sources.-1.path x"),
     Bad("data.sources.00.path", "an index from 0", "--data.sources.1.path", argv="--data.sources.00.path x"),
-    Bad("data.path", "a key of [data]", "tokenizer.path or data.sources.0.path or", toml='data.path = "x"'),
+    Bad("data.path", "a key of [data]", "did you mean data.sources.0.path?", toml='data.path = "x"'),
     # Shapes of tables.
     Bad("training", "a table of keys", "write [training]", toml="training = 5"),
     Bad("training", "a table of keys", "write [training]", toml="[[training]]\nsteps = 5"),
@@ -336,7 +336,7 @@ def test_all_problems_are_reported_together_and_once_each(tmp_path: Path) -> Non
     found = problems_of([*argv, "--comm.init_timeout_s", "0", "--parallelism.tp", "0"])
     assert sorted(problem.key for problem in found) == sorted(
         [
-            "command line",
+            "argument 'word'",
             "debug.seed",
             "steps",
             "optimiser",

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from tests.seeds import seeds
-from titanlite.config.fields import SECTIONS, kinds_of, literal, row_type, section_kinds
+from titanlite.config.fields import SECTIONS, literal, row_type, section_types, types_of
 from titanlite.config.load import dump_config, load_config, parse_config
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import ModelConfig
@@ -187,7 +187,7 @@ INTS = [0, -1, 2**63 - 1, -(2**63), 1000]
 def any_value(kind: Any, choose: random.Random) -> Any:
     """A random value of a schema type; the rows of tables are made of such values, too."""
     if row := row_type(kind):
-        return tuple(row(**any_values(kinds_of(row), choose)) for _ in range(choose.randrange(4)))
+        return tuple(row(**any_values(types_of(row), choose)) for _ in range(choose.randrange(4)))
     if get_origin(kind) is Literal:
         return choose.choice(get_args(kind))
     if get_origin(kind) is tuple:
@@ -205,12 +205,12 @@ def any_config(choose: random.Random) -> JobConfig:
     for name, section_type in SECTIONS.items():
         if section_type is ModelConfig:
             family = choose.choice(list(FAMILIES))
-            values = any_values(section_kinds(name, family) | {"family": Literal[family]}, choose)
+            values = any_values(section_types(name, family) | {"family": Literal[family]}, choose)
             names = ("family", "flavor")
             overrides = {key: value for key, value in values.items() if key not in names and choose.random() < 0.5}
             sections[name] = ModelConfig(values["family"], values["flavor"], overrides)
         else:
-            sections[name] = section_type(**any_values(kinds_of(section_type), choose))
+            sections[name] = section_type(**any_values(types_of(section_type), choose))
     return JobConfig(**sections)
 
 

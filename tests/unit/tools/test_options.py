@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+import tyro
 
 from titanlite.runtime.errors import ConfigError, Problem, UsageError, UserError, ranged
 from titanlite.tools.command import (
     ConfigFile,
     Count,
+    OptionalCount,
     check_options,
     check_output_file,
     read_options,
@@ -38,6 +40,10 @@ class Options:
     """a device"""
     all_of_it: bool = False
     """a flag"""
+    limit: OptionalCount = None
+    """a limit"""
+    word: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """words"""
 
 
 @pytest.mark.parametrize(
@@ -45,6 +51,10 @@ class Options:
 )
 def test_hyphens_and_underscores_are_the_same(spelling: str) -> None:
     assert read_options(Options, ["a.toml", *spelling.split()], "test") == Options("a.toml", 7, 0.5, "cpu", True)
+
+
+def test_an_option_of_several_values_is_repeated() -> None:
+    assert read_options(Options, ["a.toml", "--word", "b", "--word", "c"], "test").word == ("b", "c")
 
 
 def test_options_may_stand_before_the_configuration() -> None:
@@ -63,7 +73,11 @@ def test_overrides_of_the_configuration_are_passed_on() -> None:
     ("argv", "words"),
     [
         ([], ["CONFIG"]),
-        (["a.toml", "--num-steps", "x"], ["--num-steps", "'x'"]),
+        (["a.toml", "--num-steps", "x"], ["--num-steps needs an integer, not 'x'"]),
+        (["a.toml", "--num-steps", "1.5"], ["--num-steps needs an integer, not '1.5'"]),
+        (["a.toml", "--limit", "x"], ["--limit needs an integer, not 'x'"]),
+        (["a.toml", "--rate", "x"], ["--rate needs a number, not 'x'"]),
+        (["a.toml", "--num-steps", "7", "--num_steps=8"], ["--num-steps is given twice"]),
         (["a.toml", "--device", "tpu"], ["--device", "'tpu'", "'cuda'"]),
         (["a.toml", "--num-stpes", "7"], ["'--num-stpes'", "did you mean --num-steps?"]),
         (["--num-stpes", "7", "a.toml"], ["'--num-stpes'", "did you mean --num-steps?"]),
@@ -119,6 +133,7 @@ def test_output_files(tmp_path: Path) -> None:
         (UserError("no"), 1, "titanlite: no\n"),
         (UsageError("no"), 2, "titanlite: no\n"),
         (ConfigError([Problem("a.b", 1, "rule", "remedy")]), 2, "titanlite: the configuration has 1 problem"),
+        (ConfigError([Problem("--a", 1, "rule", "remedy")]), 2, "titanlite: the command line has 1 problem"),
         (KeyboardInterrupt(), 130, "titanlite: interrupted\n"),
         (BrokenPipeError(), 1, ""),
         (signal.SIGTERM, 143, ""),
