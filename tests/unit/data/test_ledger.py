@@ -17,7 +17,7 @@ from titanlite.data.sources.config import SourceConfig
 from titanlite.data.streams import Origin
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.metrics.history import keep_rows
-from titanlite.runtime.errors import UsageError
+from titanlite.runtime.errors import UserError
 from titanlite.tools import ledger
 
 STREAMS, STEPS = 8, 40
@@ -126,7 +126,7 @@ def test_the_ledger_is_printed(tmp_path: Path, capsys: Any) -> None:
         {"step": 1, "sequences": [[0, 0, 0, 5, 0], [1, 0, 0, 5, 1]]},
         {"step": 2, "sequences": [[2, 0, 0, 5, 0], [3, 0, 0, 5, 1]]},
     ]
-    with pytest.raises(UsageError, match=r"--data\.ledger true"):
+    with pytest.raises(UserError, match=r"--data\.ledger true"):
         ledger.main([str(tmp_path / "none")])
 
 
