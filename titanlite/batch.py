@@ -41,6 +41,9 @@ class StepStats:
     num_valid: valid tokens of the global batch, the same on all ranks, int64.
     skipped: 1 if the update was skipped, else 0 (integer or bool); the same on all ranks.
     by_source: this rank's share of the step's totals by source (NUM_TOTALS, sources), see totals_by_source.
+    row_losses: this rank's share of the mean loss by row, (rows of the step on this data rank,), in the order of the
+        loader's sequences; 0 except on the last stage of a pipeline.
+    shard_norms: norm of this rank's shard of each gradient, float64 (parameters,), see GradNorm.
     """
 
     mean_loss: Tensor
@@ -48,3 +51,5 @@ class StepStats:
     num_valid: Tensor
     skipped: Tensor
     by_source: Tensor
+    row_losses: Tensor
+    shard_norms: Tensor

@@ -28,6 +28,11 @@ def summarize(config: JobConfig, record: Record, steps: int, train_s: float) -> 
         record.loss,
         f"{tokens / train_s:,.0f}",
     )
+    if record.skipped_steps:
+        log.warning(
+            "%d of %d steps were skipped: they did not change the weights, see the warnings above",
+            *(record.skipped_steps, record.step),
+        )
     log.info("Outputs: %s (a row per logged step), %s (the configuration)", folder / METRICS_FILE, folder / CONFIG_COPY)
     data_exhausted = record.step < config.training.steps
     new_folder = ""

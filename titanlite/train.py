@@ -135,16 +135,19 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
             stats = trainer.train_step(batches)
             step = trainer.step
             bad_rows = loader.bad_rows if trainer.counts_rows else 0
+            run.skipped.note(step, stats)
             run.meter.update(step, stats, lr=trainer.schedule(step), data_wait_s=loader.wait_s, bad_rows=bad_rows)
             last = any(run.data_end.after_step()) or step == config.training.steps
             if last or is_log_step(step, log_freq=config.metrics.log_freq, total_steps=config.training.steps):
                 record = run.meter.flush()
                 run.sinks.write(record)
+                run.skipped.check()
                 require_few_bad_rows(record, config.data.max_bad_rows)
             if step == first_step:
                 run.mesh.set_timeout(config.comm.train_timeout_s)
             if run.ledger is not None:
                 run.ledger.write(step, loader.sequences, loader.origins)
+            run.replicas.after_step(step)
             stops = checkpoints is not None and checkpoints.after_step(step, last)
             if run.validation is not None and (last or not stops):
                 requested = run.validation.after_step(step, last, failure)

@@ -47,19 +47,27 @@ class Trainer(ModelOnMesh):
         self.optimizer.zero_grad()
         num_valid = self.count_valid_tokens(batches)
         mean_loss = torch.zeros((), dtype=self.accum_dtype, device=self.device)
+        row_losses = []
         by_source = torch.zeros(NUM_TOTALS, self.num_sources, dtype=torch.float64, device=self.device)
         for index, batch in enumerate(batches):
             set_gradient_sync(self.model_parts, self.sync, is_last=index == len(batches) - 1)
             shares = self.forward_backward(batch, num_valid)
             mean_loss += shares.sum()
+            row_losses.append(shares)
             if self.num_sources > 1:
                 by_source += totals_by_source(shares * num_valid, batch.labels, batch.sources, self.num_sources)
-        grad_norm = clip_grad_norm_(self.model_parts, self.max_norm, self.norm_type, self.pp_group)
+        grad_norm, shard_norms = clip_grad_norm_(self.model_parts, self.max_norm, self.norm_type, self.pp_group)
         self.optimizer.set_lr(self.schedule(self.step))
         ok = (num_valid > 0) & grad_norm.isfinite()
         self.optimizer.step_if(ok)
         return StepStats(
-            mean_loss * self.counts_loss, grad_norm, num_valid, skipped=~ok, by_source=by_source * self.counts_loss
+            mean_loss * self.counts_loss,
+            grad_norm,
+            num_valid,
+            skipped=~ok,
+            by_source=by_source * self.counts_loss,
+            row_losses=torch.cat(row_losses),
+            shard_norms=shard_norms,
         )
 
     def count_valid_tokens(self, batches: Sequence[Batch]) -> Tensor:

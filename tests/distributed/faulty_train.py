@@ -66,6 +66,7 @@ if __name__ == "__main__":
             Trainer.train_step = step_with_faulty_forward  # type: ignore[method-assign]
         elif os.environ["FAULT"] == "arguments":
             sys.argv += os.environ["ARGUMENTS"].split()
+            os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # a node of its own
         else:
             build_module.build_data = endless_build
     train.main()

@@ -27,6 +27,7 @@ from titanlite.models.family import TensorStyle
 from titanlite.models.init import Init
 from titanlite.parallel import clip as clip_module
 from titanlite.parallel import tensor as tensor_module
+from titanlite.parallel.clip import GradNorm
 from titanlite.parallel.data import set_gradient_sync, wrapped_modules
 from titanlite.parallel.mesh import Mesh
 from titanlite.tools.parity import measure as parity_module
@@ -254,7 +255,7 @@ def norm_of_one_stage() -> Iterator[None]:
     """The squared norm is not summed over pp."""
     clip = clip_module.clip_grad_norm_
 
-    def of_this_stage(parts: Sequence[nn.Module], max_norm: float, norm_type: str, group: object) -> Tensor:
+    def of_this_stage(parts: Sequence[nn.Module], max_norm: float, norm_type: str, group: object) -> GradNorm:
         del group
         alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         return clip(parts, max_norm, norm_type, alone)  # type: ignore[arg-type]

@@ -118,7 +118,7 @@ class Run:
             steps,
             saving_group,
         )
-        self.checkpoints = Checkpoints(finder, control_group, StopRequest())
+        self.checkpoints = Checkpoints(finder, control_group, StopRequest(), lambda _: None)
         self.step = self.checkpoints.resume().step
         self.steps = steps
 

@@ -3,6 +3,7 @@
 import gc
 import math
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -66,6 +67,8 @@ def run_of(config: JobConfig, *sinks: RecordSink) -> Run:
         meter=meter,
         sinks=Sinks(config.training.steps, sinks),  # type: ignore[arg-type]
         data_end=DataEnd(None, None),
+        skipped=Mock(),
+        replicas=Mock(),
         ledger=None,
         mesh=mesh,
         checkpoints=None,

@@ -138,7 +138,9 @@ def test_stated_pythons_agree() -> None:
     assert [name.rpartition(" ")[2] for name in project["classifiers"] if name.startswith(prefix)] == TESTED
     assert project["requires-python"] == f">={TESTED[0]}"
     assert f"tested=({' '.join(TESTED)})" in (REPOSITORY / "scripts" / "environment.sh").read_text()
-    assert f"Python 3.{TESTED[0][2:]} to 3.{TESTED[-1][2:]};" in " ".join((REPOSITORY / "README.md").read_text().split())
+    assert f"Python 3.{TESTED[0][2:]} to 3.{TESTED[-1][2:]};" in " ".join(
+        (REPOSITORY / "README.md").read_text().split()
+    )
 
 
 def test_untested_python_is_used_with_a_warning(checkout: Checkout) -> None:

@@ -13,9 +13,9 @@ from titanlite.runtime.distributed import CommConfig
 from titanlite.runtime.errors import DataError, UserError
 from titanlite.train import train
 
-STEP = ["loader.next_step", "trainer.train_step", "meter.update", "data_end.after_step"]
-LOG = ["meter.flush", "sinks.write"]
-AFTER = ["ledger.write", "checkpoints.after_step", "validation.after_step"]
+STEP = ["loader.next_step", "trainer.train_step", "skipped.note", "meter.update", "data_end.after_step"]
+LOG = ["meter.flush", "sinks.write", "skipped.check"]
+AFTER = ["ledger.write", "replicas.after_step", "checkpoints.after_step", "validation.after_step"]
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_only_the_rank_that_counts_rows_reports_bad_rows(run: MagicMock) -> None
 def test_optional_parts_may_be_absent(run: MagicMock) -> None:
     run.ledger = run.checkpoints = run.validation = None
     assert train(config(steps=1), run, Mock()) is not None
-    assert events(run) == ["meter.start", *STEP, *LOG, "mesh.set_timeout"]
+    assert events(run) == ["meter.start", *STEP, *LOG, "mesh.set_timeout", "replicas.after_step"]
 
 
 def test_the_end_of_the_data_is_the_last_step(run: MagicMock) -> None:
@@ -95,14 +95,14 @@ def test_the_end_of_the_data_is_the_last_step(run: MagicMock) -> None:
     record = train(config(), run, Mock())
     assert record is not None
     assert record.step == 2
-    assert events(run)[-6:] == [*LOG, *AFTER, "checkpoints.close"]
+    assert events(run)[-8:] == [*LOG, *AFTER, "checkpoints.close"]
     assert run.checkpoints.after_step.call_args.args == (2, True)
 
 
 def test_a_signal_stops_the_loop_after_the_save_without_validation(run: MagicMock) -> None:
     run.checkpoints.after_step.side_effect = [False, True]
     assert train(config(), run, Mock()) is None
-    assert events(run)[-3:] == ["ledger.write", "checkpoints.after_step", "checkpoints.close"]
+    assert events(run)[-2:] == ["checkpoints.after_step", "checkpoints.close"]
 
 
 def test_a_signal_in_the_last_step_does_not_skip_its_validation(run: MagicMock) -> None:

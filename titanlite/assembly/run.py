@@ -26,6 +26,8 @@ from titanlite.data.ledger import LEDGER_FOLDER, Ledger, ledger_files
 from titanlite.data.loader import Loader
 from titanlite.data.order import STREAM_VERSION
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
+from titanlite.faults.replicas import Replicas
+from titanlite.faults.skipped import SkippedSteps
 from titanlite.hf.folder import PREFIX, ModelFolder
 from titanlite.hf.source import fetch_source
 from titanlite.metrics.config import METRICS_FILE
@@ -37,6 +39,7 @@ from titanlite.models.randomness import DRAW_VERSION
 from titanlite.models.registry import resolve_model
 from titanlite.optim.schedule import depends_on_steps
 from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.pipeline import local_stages
 from titanlite.precision import DTYPES
 from titanlite.runtime.agreement import DataEnd, require_equal, run_on_rank_0
 from titanlite.runtime.determinism import apply_determinism
@@ -65,6 +68,8 @@ class Run:
     meter: Meter
     sinks: Sinks
     data_end: DataEnd
+    skipped: SkippedSteps
+    replicas: Replicas
     ledger: Ledger | None
     mesh: Mesh
     checkpoints: Checkpoints | None
@@ -92,7 +97,9 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     tokenizer = build_tokenizer(config)
     loader = build_data(config, mesh, tokenizer)
     validation_data = build_validation_data(config, mesh, tokenizer)
-    require_equal("content", content_facts(config, tokenizer, imported), world, store, config.comm.init_timeout_s)
+    # The first rank of each node compares: the others read the same files.
+    content = content_facts(config, tokenizer, imported) if world.local_rank == 0 else None
+    require_equal("content", content, world, store, config.comm.init_timeout_s)
     group = init_process_group(world, store, config.comm)
     mesh.connect(config.comm.init_timeout_s)
     log.info(
@@ -104,10 +111,11 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     for line in environment_lines(environment, os.environ):
         log.info("Environment: %s", line)
     meter = build_meter(config, world, group)
+    replicas = Replicas(model_parts, trainer.optimizer, mesh, config.faults.check_replicas_every)
     stop, start, checkpoints = StopRequest(), Start(0, (), {}), None
     if config.checkpoint.enable or config.checkpoint.initial_load_path:
         state = RunState(model_parts, trainer.optimizer, loader, mesh)
-        checkpoints = build_checkpoints(config, mesh, state, meter, tokenizer, stop, imported)
+        checkpoints = build_checkpoints(config, mesh, state, meter, tokenizer, stop, imported, replicas)
         start = checkpoints.resume()
         trainer.step = start.step
         describe_schedule_change(config, start)
@@ -122,6 +130,14 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     data_end = DataEnd(None, None)
     if any(source.epochs != -1 for source in config.data.sources):
         data_end = DataEnd(loader, mesh.new_group(config.comm.init_timeout_s))
+    skipped = SkippedSteps(
+        config.faults,
+        model_parts,
+        local_stages(config.parallelism, mesh.coordinate["pp"]),
+        loader,
+        group,
+        counts_loss=trainer.counts_loss,
+    )
     ledger = None
     if config.data.ledger and trainer.counts_rows:
         ledger = Ledger(config.job.dump_folder, data_rank=mesh.data_rank, data_degree=mesh.data_degree)
@@ -129,7 +145,9 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     validation = None
     if config.validation.enable:
         validation = build_validation(config, mesh, trainer, validation_data, tokenizer, meter, sinks, stop, start)
-    return Run(trainer, loader, meter, sinks, data_end, ledger, mesh, checkpoints, stop, start, validation)
+    return Run(
+        trainer, loader, meter, sinks, data_end, skipped, replicas, ledger, mesh, checkpoints, stop, start, validation
+    )
 
 
 def build_checkpoints(
@@ -140,6 +158,7 @@ def build_checkpoints(
     tokenizer: Tokenizer | None,
     stop: StopRequest,
     imported: ModelFolder | None,
+    replicas: Replicas,
 ) -> Checkpoints:
     """Build the checkpoint manager. A collective: creates process groups."""
     control_group = mesh.new_group(config.comm.init_timeout_s)
@@ -154,7 +173,7 @@ def build_checkpoints(
         saving_group,
         imported,
     )
-    return Checkpoints(finder, control_group, stop)
+    return Checkpoints(finder, control_group, stop, replicas.compare)
 
 
 def build_meter(config: JobConfig, world: World, group: dist.ProcessGroup) -> Meter:

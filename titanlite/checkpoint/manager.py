@@ -1,6 +1,7 @@
 """The checkpoints of a run: resume at the start, save at intervals, save and stop after a signal."""
 
 import signal
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -23,16 +24,24 @@ class Checkpoints:
     """The checkpoints of one run; every method is a collective over all ranks.
 
     finder: finds what the run starts from; its fields are used for saving, too. control_group: a gloo group of all
-    ranks that nothing else uses. stop: the stop request of this rank.
+    ranks that nothing else uses. stop: the stop request of this rank. before_save: called with the step before each
+    save; a collective that raises on all ranks if the state must not be saved.
     """
 
-    def __init__(self, finder: StartFinder, control_group: dist.ProcessGroup, stop: StopRequest) -> None:
+    def __init__(
+        self,
+        finder: StartFinder,
+        control_group: dist.ProcessGroup,
+        stop: StopRequest,
+        before_save: Callable[[int], None],
+    ) -> None:
         self._finder = finder
         self._section = finder.section
         self._state = finder.state
         self._group = finder.group
         self._control = Agreement(control_group, 2)  # number of the stop signal, whether a save has failed
         self._stop = stop
+        self._before_save = before_save
         self._start: Start | None = None
         self._saver: Saver | None = None
         self._begun = 0
@@ -69,6 +78,7 @@ class Checkpoints:
             failure = self._saver.take_failure()  # the same on all ranks once the save has ended
             if failure is not None:
                 self._fail(failure)
+            self._before_save(step)
             try:
                 self._saver.begin(self._draft(step, "full"), self._full())
                 self._begun = step
@@ -88,6 +98,7 @@ class Checkpoints:
         assert self._saver is not None
         self._control.finish()
         self.close()
+        self._before_save(step)
         if step == self._finder.steps and self._section.last_save_model_only:
             self._saver.save(self._draft(step, "model"), self._state.model())
         else:

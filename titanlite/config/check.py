@@ -20,6 +20,7 @@ from titanlite.parallel.compile import check_compile, compiles_blocks
 from titanlite.parallel.mesh import check_parallelism, data_degree, resolve_degrees
 from titanlite.parallel.pipeline import check_pipeline, rows_per_batch, splits_backward
 from titanlite.parallel.recompute import check_activation_checkpoint
+from titanlite.precision import check_precision
 from titanlite.runtime.errors import Problem, check_ranges, require
 
 
@@ -35,11 +36,13 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, checks
         *_check_sources(config, facts.training.global_batch_size, degree, checks_files=checks_files),
         *_check_layout(config, facts, world_size, degree),
         *check_optimizer(config.optimizer),
+        *_check_precision(facts),
         *check_schedule(config.lr_schedule),
         *check_checkpoint(
             config.checkpoint, device_type, taken=(*OWN_FILES, *PurePath(config.metrics.folder).parts[:1])
         ),
         *check_metrics(config.metrics),
+        *check_ranges(config.faults, "faults"),
         *check_ranges(config.debug, "debug"),
         *check_ranges(config.comm, "comm"),
     ]
@@ -78,6 +81,24 @@ def _check_sources(config: JobConfig, global_batch_size: int, degree: int, *, ch
             has_tokenizer=bool(config.tokenizer.path) or has_text,
             checks_files=checks_files,
         ),
+    ]
+
+
+def _check_precision(facts: JobConfig) -> list[Problem]:
+    """Problems of numbers that vanish or overflow in the dtype that uses them. facts: the configuration, resolved."""
+    optimizer, training = facts.optimizer, facts.training
+    of_parameters = {
+        "optimizer.lr": optimizer.lr,
+        "optimizer.eps": optimizer.eps,
+        "optimizer.weight_decay": optimizer.weight_decay,
+        "training.max_norm": training.max_norm,
+    }
+    betas = {"optimizer.beta1": optimizer.beta1, "optimizer.beta2": optimizer.beta2}
+    computed = training.dtype if training.mixed_precision_param == "auto" else training.mixed_precision_param
+    _, model = resolve_model(facts.model)
+    return [
+        *check_precision(of_parameters, betas, training.dtype),
+        *check_precision({"model.norm_eps": model.norm_eps}, {}, computed),
     ]
 
 

@@ -5,6 +5,7 @@ from typing import Literal
 
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.data.config import DataConfig, TokenizerConfig, ValidationConfig
+from titanlite.faults.config import FaultsConfig
 from titanlite.metrics.config import MetricsConfig
 from titanlite.models.family import ModelConfig
 from titanlite.optim.optimizer import OptimizerConfig
@@ -76,6 +77,7 @@ class JobConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     comm: CommConfig = field(default_factory=CommConfig)

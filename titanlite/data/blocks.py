@@ -134,6 +134,12 @@ class Division:
             f"{self.sharers}, so the data is read {self.sharers} times (streaming = false reads it once)"
         )
 
+    def locate(self, number: int) -> str:
+        """File and row of a piece, by its ledger number, for messages."""
+        file, row, _ = Position.of(number)
+        unit = Unit(list(self.file_numbers)[file])
+        return f"{unit.file}, {unit.row_name} {row}"
+
     def order(self, epoch: int) -> list[Unit]:
         """All units in their order of an epoch."""
         if not self.seeds:

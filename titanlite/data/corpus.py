@@ -147,6 +147,13 @@ class Texts:
         except OSError as error:
             return UserError(f"{what} can no longer be read: {error}")
 
+    def locate(self, piece: int) -> str:
+        """File and row of a piece, for messages."""
+        number, place = self._place(piece)
+        source, index = self._sources[number]
+        row = index[place]
+        return f"{index.files[row.file]}, {source.row_name} {row.row}"
+
     def _place(self, piece: int) -> tuple[int, int]:
         """The source of a piece, and its number in this source."""
         source = bisect_right(self._ends, piece)
@@ -197,3 +204,6 @@ class TextCorpus:
 
     def fetch(self, pieces: Sequence[int]) -> list[TokenPiece | Exception]:
         return self._encoder.encode([(self._texts.row(piece).flags, self._texts.read(piece)) for piece in pieces])
+
+    def locate(self, piece: int) -> str:
+        return self._texts.locate(piece)

@@ -40,6 +40,7 @@ class Loader:
         data_degree: int,
     ) -> None:
         sources = Sources(assignment, [open_source(source) for source in assignment.section.sources], tokenizer)
+        self._locate = sources.locate
         self.num_streams = num_streams = assignment.section.num_streams
         self._global_batch_size = assignment.global_batch_size
         assert num_streams % data_degree == 0
@@ -87,14 +88,19 @@ class Loader:
         self._set_progress(first + self._global_batch_size, step.states, step.ended)
         self.sequences = range(first + self.stream_ids[0], self._num_returned, self._data_degree)
         """Numbers of this rank's sequences in the last step returned."""
-        self._origins = step.origins
+        self.origin_values = step.origins
+        """Origins of `sequences`, int64 (sequences, fields of Origin)."""
         size = self._local_batch_size
         return [self._batch(step, slice(begin, begin + size)) for begin in range(0, len(self.sequences), size)]
 
     @property
     def origins(self) -> list[Origin]:
         """Origins of `sequences`."""
-        return [Origin(*values) for values in self._origins.tolist()]
+        return [Origin(*values) for values in self.origin_values.tolist()]
+
+    def locate(self, origin: Origin) -> str:
+        """Source, file and row of a sequence, for messages."""
+        return f"data.sources.{origin.source}: {self._locate(origin)}"
 
     def ended_after_next(self) -> list[bool]:
         """Value of `ended` after the next step; waits for this step. next_step() raises its errors."""

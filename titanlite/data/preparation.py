@@ -50,12 +50,14 @@ class Assignment:
 class SourceOrder(NamedTuple):
     """A source in the order in which streams read it.
 
-    size: in Source.size_unit. description: one line for the log. pieces: of a stream, by its number.
+    size: in Source.size_unit. description: one line for the log. pieces: of a stream, by its number. locate: file and
+    row of a piece, by its ledger number.
     """
 
     size: int
     description: str
     pieces: Callable[[int], StreamPieces]
+    locate: Callable[[int], str]
 
 
 class Sources:
@@ -77,6 +79,10 @@ class Sources:
     def _described(self) -> Iterator[str]:
         for source, share in zip(self._open, self.mixture.shares, strict=True):
             yield source.description + (f", {share:.2%} of the sequences" if len(self._open) > 1 else "")
+
+    def locate(self, origin: Origin) -> str:
+        """File and row of a sequence's first token, for messages."""
+        return "no data left" if origin.piece < 0 else self._open[origin.source].locate(origin.piece)
 
     def stream(self, number: int) -> Stream:
         """Stream `number` of the section's num_streams streams."""
@@ -104,7 +110,7 @@ def open_order(source: Source, number: int, assignment: Assignment, tokenizer: T
         if isinstance(source, StreamedSource) and source.is_streamed:
             division = Division(source, section.num_streams, seeds)
             blocks = partial(BlockPieces, division, encoder=encoder, max_piece_bytes=section.max_piece_bytes)
-            return SourceOrder(1, division.description, blocks)  # a placeholder: the size is unknown
+            return SourceOrder(1, division.description, blocks, division.locate)  # a placeholder: the size is unknown
         assert isinstance(source, TextSource)
         corpus = TextCorpus(Texts([source], section.max_piece_bytes), encoder)
     if corpus.size == 0 or corpus.count == 0:
@@ -122,7 +128,7 @@ def open_order(source: Source, number: int, assignment: Assignment, tokenizer: T
         epochs=source.config.epochs,
     )
     note = f", {source.shuffling_note}" if section.shuffle and source.shuffling_note else ""
-    return SourceOrder(corpus.size, corpus.description + note, pieces)
+    return SourceOrder(corpus.size, corpus.description + note, pieces, corpus.locate)
 
 
 class PreparedStep(NamedTuple):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,31 +12,47 @@ from torch.distributed.tensor import DTensor
 NormType = Literal["2", "inf"]
 
 
+class GradNorm(NamedTuple):
+    """Norms of the gradients before clipping, on the device.
+
+    total: scalar in promote_types(gradient dtype, float32), over all ranks. of_shards: float64 (parameters,), this
+    rank's shard of each gradient, in the order of the parameters; 0 for an absent or empty one.
+    """
+
+    total: Tensor
+    of_shards: Tensor
+
+
 @torch.no_grad()
 def clip_grad_norm_(
     model_parts: Iterable[nn.Module], max_norm: float, norm_type: NormType, pp_group: dist.ProcessGroup | None
-) -> Tensor:
-    """Clip the gradients in place to a global norm of at most `max_norm`; return the norm before clipping.
+) -> GradNorm:
+    """Clip the gradients in place to a global norm of at most `max_norm`; return the norms before clipping.
 
     model_parts: this rank's parts of the model; the ranks of `pp_group` have the other stages (None: no pipeline).
-    Returns a scalar on the device in promote_types(gradient dtype, float32), the same on all ranks. If `max_norm` <= 0,
-    gradients are not clipped. One all-reduce per mesh axis reduces all parameters that are sharded over the same axes,
-    and one over pp reduces the total; replicated parameters count once.
+    The total is the same on all ranks. If `max_norm` <= 0, gradients are not clipped. One all-reduce per mesh axis
+    reduces all parameters that are sharded over the same axes, and one over pp reduces the total; replicated parameters
+    count once.
     """
     # Group by parameters, not by gradients, so that all ranks issue the same collectives.
     parameters = [p for part in model_parts for p in part.parameters() if p.requires_grad]
     device = parameters[0].device
     dtype = torch.float32
-    sharded: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
-    for parameter in parameters:
+    sharded: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+    gradients: dict[int, Tensor] = {}
+    for index, parameter in enumerate(parameters):
         dtype = torch.promote_types(dtype, parameter.dtype)
-        gradients = sharded.setdefault(_shard_groups(parameter), [])
-        if parameter.grad is not None:
-            gradients.append(_local(parameter, parameter.grad))
+        indices = sharded.setdefault(_shard_groups(parameter), [])
+        if parameter.grad is not None and (local := _local(parameter, parameter.grad)).numel():
+            gradients[index] = local
+            indices.append(index)
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    norms = dict(zip(gradients, _norms(list(gradients.values()), norm_type, dtype), strict=True))
     reduction = dist.ReduceOp.MAX if norm_type == "inf" else dist.ReduceOp.SUM
     parts = []
-    for groups, gradients in sharded.items():
-        part = _norm_part(gradients, norm_type, dtype, device)
+    for groups, indices in sharded.items():
+        own = torch.stack([norms[index] for index in indices] or [zero])
+        part = own.amax() if norm_type == "inf" else own.square().sum()
         for group in groups:
             dist.all_reduce(part, reduction, group=group)
         parts.append(part)
@@ -46,27 +62,26 @@ def clip_grad_norm_(
     norm = (total if norm_type == "inf" else total.sqrt()).to(dtype)
     if max_norm > 0:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for gradients in sharded.values():
-            if gradients:
-                torch._foreach_mul_(gradients, scale)
-    return norm
+        for indices in sharded.values():
+            if indices:
+                torch._foreach_mul_([gradients[index] for index in indices], scale)
+    return GradNorm(norm, torch.stack([norms.get(index, zero) for index in range(len(parameters))]))
 
 
-def _norm_part(gradients: list[Tensor], norm_type: NormType, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Sum of all squares, or the largest absolute value for "inf": a float64 scalar.
+def _norms(gradients: list[Tensor], norm_type: NormType, dtype: torch.dtype) -> Iterable[Tensor]:
+    """The norm of each gradient, or its largest absolute value for "inf": float64 scalars.
 
     Squares are added within rows in `dtype`, then over rows in float64. A single sum over a tensor would be inexact on
     CPUs: torch adds the squares sequentially, with an error of 1e-5 after 10^6 float32 elements and 1e-2 after 10^8.
     """
-    gradients = [gradient for gradient in gradients if gradient.numel()]
     if not gradients:
-        return torch.zeros((), dtype=torch.float64, device=device)
+        return []
     if norm_type == "inf":
-        largest = torch.stack(torch._foreach_norm(gradients, math.inf)).amax().to(torch.float64)
+        largest = torch.stack(torch._foreach_norm(gradients, math.inf)).to(torch.float64)
         # A maximum over ranks may drop NaN (gloo compares with <) but not infinity, which is not a finite norm either.
-        return largest.nan_to_num(nan=math.inf)
+        return largest.nan_to_num(nan=math.inf).unbind()
     rows = [torch.linalg.vector_norm(gradient, dim=-1, dtype=dtype) for gradient in gradients]
-    return torch.stack(torch._foreach_norm(rows, 2, dtype=torch.float64)).square().sum()
+    return torch._foreach_norm(rows, 2, dtype=torch.float64)
 
 
 def _shard_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:

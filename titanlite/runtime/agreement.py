@@ -25,21 +25,23 @@ class RanksError(UserError):
     """At least one rank failed. Raised on all ranks with the same text: the error of the lowest failed rank."""
 
 
-def require_equal(name: str, facts: Mapping[str, str], world: World, store: dist.Store, timeout_s: int) -> None:
+def require_equal(name: str, facts: Mapping[str, str] | None, world: World, store: dist.Store, timeout_s: int) -> None:
     """Raise UsageError, with the same text on all ranks, unless all ranks give the same facts. Waits for all ranks.
 
-    name: of this comparison, unique in the run. facts: name -> value, as shown in the message. Each rank sends a hash;
-    ranks send their facts only if the hashes differ.
+    name: of this comparison, unique in the run. facts: name -> value, as shown in the message; None on a rank that is
+    not compared, which rank 0 always is. Each rank sends a hash; ranks send their facts only if the hashes differ.
     """
     store = dist.PrefixStore(f"equal/{name}", store)
     limit = timedelta(seconds=timeout_s)
-    store.set(f"digest/{world.rank}", hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest())
+    text = json.dumps(facts, sort_keys=True)
+    store.set(f"digest/{world.rank}", "" if facts is None else hashlib.sha256(text.encode()).hexdigest())
     if world.rank == 0:
         keys = [f"digest/{rank}" for rank in range(world.size)]
         store.wait(keys, limit)
         ranks: dict[bytes, list[int]] = {}
         for rank, digest in enumerate(store.multi_get(keys)):
-            ranks.setdefault(bytes(digest), []).append(rank)
+            if digest:
+                ranks.setdefault(bytes(digest), []).append(rank)
         store.set("groups", json.dumps(list(ranks.values())))
     store.wait(["groups"], limit)
     groups: list[list[int]] = json.loads(store.get("groups"))
@@ -47,7 +49,7 @@ def require_equal(name: str, facts: Mapping[str, str], world: World, store: dist
         return
     examples = [group[0] for group in groups]
     if world.rank in examples:
-        store.set(f"facts/{world.rank}", json.dumps({"host": socket.gethostname(), "facts": dict(facts)}))
+        store.set(f"facts/{world.rank}", json.dumps({"host": socket.gethostname(), "facts": facts}))
     keys = [f"facts/{rank}" for rank in examples]
     store.wait(keys, limit)
     raise UsageError(_describe_groups(groups, [json.loads(text) for text in store.multi_get(keys)]))

@@ -79,6 +79,8 @@ def stats_of(
         torch.tensor(num_valid),
         torch.tensor(skipped),
         torch.tensor(by_source, dtype=torch.float64),
+        torch.zeros(2),
+        torch.zeros(3, dtype=torch.float64),
     )
 
 

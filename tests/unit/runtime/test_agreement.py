@@ -2,7 +2,7 @@
 
 import errno
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -66,7 +66,7 @@ def test_the_error_of_the_lowest_rank_is_taken_from_dcps_failures(error: Excepti
     assert str(first_failure(dcp.CheckpointException("several", failures))) == f"rank 3: {text}"
 
 
-def compare(facts: list[dict[str, str]]) -> list[BaseException | None]:
+def compare(facts: Sequence[dict[str, str] | None]) -> list[BaseException | None]:
     """The error of each rank, in a thread each, after a comparison of facts[rank]."""
     store = dist.HashStore()
 
@@ -78,7 +78,7 @@ def compare(facts: list[dict[str, str]]) -> list[BaseException | None]:
 
 
 def test_equal_facts_are_accepted() -> None:
-    assert compare([{"a": "1", "b": "2"}, {"b": "2", "a": "1"}, {"a": "1", "b": "2"}]) == [None] * 3
+    assert compare([{"a": "1", "b": "2"}, {"b": "2", "a": "1"}, None, {"a": "1", "b": "2"}]) == [None] * 4
 
 
 def test_all_ranks_report_each_group_of_different_ranks() -> None:

@@ -76,6 +76,10 @@ class Corpus(Protocol):
         """The tokens of each piece, or the error for its consumer to raise: BadRowError, UserError."""
         ...
 
+    def locate(self, piece: int) -> str:
+        """File and row of a piece, for messages."""
+        ...
+
 
 class Place(NamedTuple):
     """The place of a piece in a stream; each StreamPieces defines the meaning of `position`."""

@@ -126,10 +126,18 @@ class WindowCorpus:
     def fetch(self, pieces: Sequence[int]) -> list[TokenPiece | Exception]:
         return [self._window(piece) for piece in pieces]
 
-    def _window(self, piece: int) -> TokenPiece | Exception:
+    def locate(self, piece: int) -> str:
+        number, begin = self._place(piece)
+        return f"{self._files[number]}, token {begin}"
+
+    def _place(self, piece: int) -> tuple[int, int]:
+        """(number of the file, index of the window's first token in it)."""
         number = bisect_right(self._ends, piece)
         first = self._ends[number - 1] if number else 0
-        begin = (piece - first) * self._seq_len
+        return number, (piece - first) * self._seq_len
+
+    def _window(self, piece: int) -> TokenPiece | Exception:
+        number, begin = self._place(piece)
         window = self._tokens[number][begin : begin + self._seq_len + 1]
         if window.max() >= self._vocab_size or (window.dtype.kind == "i" and window.min() < 0):
             wrong = find_invalid(window, self._vocab_size)

@@ -1,0 +1,161 @@
+"""Skipped steps: what the log says about them, and the limits at which the run stops; through the real loop."""
+
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.distributed.reference import GLOBAL_BATCH, SEQ_LEN, TOKENS, small_config
+from tests.distributed.test_build import build
+from tests.pool import run_ranks
+from titanlite.batch import IGNORE_INDEX, Batch
+from titanlite.checkpoint.state import local_part
+from titanlite.runtime.errors import UserError
+from titanlite.train import train
+
+BAD_ROW = 5
+
+
+class Overflow(torch.autograd.Function):
+    """The identity, whose gradient is infinite."""
+
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor) -> Tensor:  # noqa: ARG004
+        return losses.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004
+        return gradient * float("inf")
+
+
+def trained(folder: str, fault: str, first: int, last: int, *settings: str) -> tuple[list[str], str, float, int]:
+    """Train 8 steps, with a fault on the last rank in steps first to last.
+
+    Returns the warnings, the error, the change of the weights in the steps with a fault, and the last step.
+    """
+    settings = ("data.shuffle=false", "training.steps=8", "metrics.log_freq=4", *settings)
+    run = build(folder, *settings)
+    rows = GLOBAL_BATCH // run.mesh.data_degree
+    is_faulty = dist.get_rank() == dist.get_world_size() - 1
+    trainer, warnings, calls = run.trainer, list[str](), 0
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    handler.setLevel(logging.WARNING)
+    logging.getLogger("titanlite").addHandler(handler)
+
+    def fault_in(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def with_fault(*args: Tensor) -> Tensor:
+            nonlocal calls
+            shares, row = loss(*args), calls % rows
+            calls += 1
+            if not (is_faulty and first <= trainer.step <= last):
+                return shares
+            if fault == "nan" and row == BAD_ROW:
+                return shares * float("nan")
+            return Overflow.apply(shares) if fault == "overflow" else shares  # type: ignore[no-any-return,no-untyped-call]
+
+        return with_fault
+
+    trainer.loss = fault_in(trainer.loss)
+    if trainer.pipeline is not None:
+        trainer.pipeline._loss = fault_in(trainer.pipeline._loss)
+    weights, changes, train_step = _weights(run), 0.0, trainer.train_step
+
+    def step(batches: list[Batch]) -> Any:
+        nonlocal weights, changes
+        if fault == "masked" and first <= trainer.step + 1 <= last:
+            batches = [batch._replace(labels=torch.full_like(batch.labels, IGNORE_INDEX)) for batch in batches]
+        stats = train_step(batches)
+        now = _weights(run)
+        if first <= trainer.step <= last:
+            changes += (now - weights).abs().sum().item()
+        weights = now
+        return stats
+
+    trainer.train_step = step  # type: ignore[method-assign]
+    error = ""
+    try:
+        train(small_config(dist.get_world_size(), f"job.dump_folder={folder}/run", *settings), run, Mock())
+    except UserError as raised:
+        error = str(raised)
+    logging.getLogger("titanlite").removeHandler(handler)
+    run.loader.close()
+    run.sinks.close()
+    return warnings, error, changes, trainer.step
+
+
+def _weights(run: Any) -> Tensor:
+    return torch.cat([local_part(p).flatten() for part in run.trainer.model_parts for p in part.parameters()])
+
+
+Case = tuple[str, int, int, tuple[str, ...]]
+"""The fault, its first and last step, settings."""
+
+
+def trained_in_turn(folder: str, cases: list[Case]) -> list[tuple[list[str], str, float, int]]:
+    results = []
+    for number, (fault, first, last, settings) in enumerate(cases):
+        Path(folder, str(number)).mkdir(exist_ok=True)
+        results.append(trained(f"{folder}/{number}", fault, first, last, *settings))
+    return results
+
+
+SHARDED, STAGES = "parallelism.dp_shard=2", "parallelism.pp=2"
+FIRST_GRADIENT = r"  first gradient that is not finite: tok_embeddings.weight, on rank [01]\n"
+
+
+def sample(sequence: int) -> str:
+    return f"rank 1, sequence {sequence}, data.sources.0: {TOKENS}, token {sequence * SEQ_LEN}\n"
+
+
+def test_a_skipped_step_is_explained(tmp_path: Path) -> None:
+    cases: list[Case] = [
+        ("nan", 3, 3, (SHARDED,)),
+        ("nan", 3, 3, (STAGES,)),
+        ("overflow", 2, 3, (SHARDED,)),
+        ("masked", 6, 6, (SHARDED,)),
+        ("none", 1, 8, (SHARDED,)),
+    ]
+    on_rank_0, on_rank_1 = run_ranks(trained_in_turn, 2, str(tmp_path), cases)
+    for (fault, *_), (warnings, error, changes, step), (silent, *others) in zip(
+        cases, on_rank_0, on_rank_1, strict=True
+    ):
+        assert (error, step) == ("", 8), fault
+        assert others == [error, changes, step] if changes == 0 else True
+        assert silent == []
+        assert (changes == 0) == (fault != "none"), fault
+        assert len(warnings) == (fault != "none"), fault
+    shown = [warnings[0] for warnings, *_ in on_rank_0[:4]]
+    not_finite = "step 3 was skipped: its loss or its gradient norm is not finite\n"
+    for text, sequence in ((shown[0], 43), (shown[1], 37)):
+        expected = re.escape(not_finite) + FIRST_GRADIENT + re.escape(f"  loss that is not finite: {sample(sequence)}")
+        assert re.fullmatch(expected + "  training continues", text), text
+    assert "step 2 was skipped" in shown[2]
+    assert "the loss of every sequence is finite: the backward pass overflowed\n" in shown[2]
+    assert "  2 steps were skipped since the last log line\n" in shown[2]
+    assert shown[3] == ("step 6 was skipped: no token of its global batch counts in the loss\n  training continues")
+
+
+@pytest.mark.slow
+def test_a_run_stops_at_its_limits(tmp_path: Path) -> None:
+    cases: list[Case] = [
+        ("nan", 3, 8, (SHARDED, "faults.max_skipped_steps=2")),
+        ("nan", 3, 8, (SHARDED, "faults.max_skipped_steps=6")),
+        ("nan", 2, 2, (SHARDED, "faults.on_nonfinite=stop")),
+        ("masked", 2, 2, (SHARDED, "faults.on_nonfinite=stop")),
+    ]
+    for results in run_ranks(trained_in_turn, 2, str(tmp_path), cases):
+        (_, too_many, _, last), (_, no_error, _, end), (_, stopped, _, early), (_, masked, _, _) = results
+        assert "faults.max_skipped_steps = 2: 6 steps in a row were skipped" in too_many
+        assert (last, no_error, end) == (8, "", 8)
+        assert stopped.startswith("step 2 was skipped: its loss")
+        assert 'faults.on_nonfinite = "stop"' in stopped
+        assert (early, masked) == (4, "")
+        assert [changes for *_, changes, _ in results] == [0.0] * 4

@@ -1,0 +1,138 @@
+"""Skipped steps: their numbers stay on the device during the steps, and are explained on the host at log lines."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from titanlite.batch import StepStats
+from titanlite.data.loader import Loader
+from titanlite.data.preparation import Int64s
+from titanlite.data.streams import Origin
+from titanlite.faults.config import FaultsConfig
+from titanlite.runtime.agreement import run_on_all_ranks, warn_on_rank_0
+from titanlite.runtime.errors import UserError
+
+MAX_STEPS = 1000
+"""Steps that are kept without a check; each takes 8 bytes per parameter tensor and 4 per sequence of this rank."""
+
+MAX_SAMPLES = 5
+"""Samples that a message lists; it counts the others."""
+
+
+class Cause(NamedTuple):
+    """One rank's part of the explanation of a skipped step.
+
+    parameter: this rank's first gradient that is not finite, by stage and position in it, and its name; None if all are
+    finite. samples: this rank's sequences whose loss is not finite, if the rank counts their losses.
+    """
+
+    parameter: tuple[int, int, str] | None
+    samples: list[str]
+
+
+@dataclass(frozen=True)
+class _Step:
+    number: int
+    stats: StepStats
+    sequences: Sequence[int]
+    origins: Int64s
+
+
+class SkippedSteps:
+    """Explains skipped steps at log lines, and stops a run that skips too many.
+
+    stages: pipeline stage of each of this rank's model_parts. group: all ranks, with gloo. counts_loss: whether this
+    rank counts the loss of its rows.
+    """
+
+    def __init__(
+        self,
+        section: FaultsConfig,
+        model_parts: Sequence[nn.Module],
+        stages: Sequence[int],
+        loader: Loader,
+        group: dist.ProcessGroup,
+        *,
+        counts_loss: bool,
+    ) -> None:
+        self._section = section
+        self._parameters = [
+            (stage, position, name)
+            for stage, part in zip(stages, model_parts, strict=True)
+            for position, (name, _) in enumerate(part.named_parameters())
+        ]
+        self._loader = loader
+        self._group = group
+        self._counts_loss = counts_loss
+        self._steps: list[_Step] = []
+        self._in_a_row = 0
+
+    def note(self, step: int, stats: StepStats) -> None:
+        """Keep a step, whose sequences are those that the loader has returned last. Waits for the device only in
+        `check`, which every MAX_STEPS-th call calls. Raises as `check`."""
+        self._steps.append(_Step(step, stats, self._loader.sequences, self._loader.origin_values))
+        if len(self._steps) == MAX_STEPS:
+            self.check()
+
+    def check(self) -> None:
+        """Log or raise if steps were skipped since the last call; then a collective. Waits for the device.
+
+        Raises UserError on all ranks.
+        """
+        if not self._steps:
+            return
+        steps, self._steps = self._steps, []
+        flags = torch.stack([step.stats.skipped for step in steps]).tolist()  # the same on all ranks
+        skipped = [step for step, flag in zip(steps, flags, strict=True) if flag]
+        longest = 0
+        for flag in flags:
+            self._in_a_row = self._in_a_row + 1 if flag else 0
+            longest = max(longest, self._in_a_row)
+        if not skipped:
+            return
+        step = skipped[0]
+        num_valid = int(step.stats.num_valid)
+        causes = run_on_all_ranks(lambda: self._cause(step), self._group)
+        text = _explain(step.number, num_valid, causes, len(skipped))
+        if longest > self._section.max_skipped_steps:
+            raise UserError(
+                f"{text}\nfaults.max_skipped_steps = {self._section.max_skipped_steps}: {longest} steps in a row were "
+                "skipped; the weights are those before them"
+            )
+        if self._section.on_nonfinite == "stop" and any(step.stats.num_valid for step in skipped):
+            raise UserError(f'{text}\nfaults.on_nonfinite = "stop"; the weights are those before this step')
+        warn_on_rank_0(f"{text}\n  training continues", self._group)
+
+    def _cause(self, step: _Step) -> Cause:
+        norms = step.stats.shard_norms.isfinite().tolist()
+        rows = step.stats.row_losses.isfinite().tolist() if self._counts_loss else []
+        samples = [
+            f"sequence {step.sequences[row]}, {self._loader.locate(Origin(*step.origins[row].tolist()))}"
+            for row, is_finite in enumerate(rows)
+            if not is_finite
+        ]
+        return Cause(self._parameters[norms.index(False)] if False in norms else None, samples)
+
+
+def _explain(step: int, num_valid: int, causes: Sequence[Cause], count: int) -> str:
+    """The message about `count` skipped steps, the first of them `step`. causes: by rank."""
+    if not num_valid:
+        lines = [f"step {step} was skipped: no token of its global batch counts in the loss"]
+    else:
+        lines = [f"step {step} was skipped: its loss or its gradient norm is not finite"]
+        parameters = [(each.parameter, rank) for rank, each in enumerate(causes) if each.parameter is not None]
+        if parameters:
+            (_, _, name), rank = min(parameters)
+            lines.append(f"  first gradient that is not finite: {name}, on rank {rank}")
+        samples = [f"rank {rank}, {sample}" for rank, each in enumerate(causes) for sample in each.samples]
+        lines += [f"  loss that is not finite: {sample}" for sample in samples[:MAX_SAMPLES]]
+        lines += [f"  and {len(samples) - MAX_SAMPLES} more"] if len(samples) > MAX_SAMPLES else []
+        if not samples:
+            lines.append("  the loss of every sequence is finite: the backward pass overflowed")
+    if count > 1:
+        lines.append(f"  {count} steps were skipped since the last log line")
+    return "\n".join(lines)
