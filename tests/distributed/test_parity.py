@@ -1,5 +1,6 @@
 """`python -m titanlite parity`: output, errors and exit codes. test_mistakes.py tests the comparison."""
 
+import hashlib
 import json
 import os
 import signal
@@ -7,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,9 @@ from tests.distributed.mistakes import averaging_reduction, changed
 from tests.distributed.program import CONFIG, REPOSITORY, clean_environment, start_command
 from tests.distributed.reference import small_config
 from titanlite.batch import Batch
+from titanlite.models import init
+from titanlite.optim.optimizer import GatedOptimizer
+from titanlite.parallel import clip
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.tools.parity import __main__ as command
 from titanlite.tools.parity import compare, measure, reference
@@ -58,7 +62,7 @@ def program(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", ["1x1x1x2", pytest.param("1x2x2x1", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("more", [pytest.param(name, marks=pytest.mark.soak) for name in ("1x1x1x2", "1x2x2x1")])
 def test_layouts_of_several_world_sizes_agree(more: str, config_file: Path) -> None:
     """Steps in float64 and with bfloat16 compute on float32 weights; table, JSON, and no leftover files."""
     folder = config_file.parent
@@ -161,7 +165,7 @@ def test_failing_rank_stops_the_command_with_its_error(
 ) -> None:
     monkeypatch.setattr(compare, "measure_layouts", partial(raises_on_the_last_rank, how=how))
     with pytest.raises(UserError) as raised:
-        command.main([str(config_file), "--layouts", "1x1x2x1", "1x1x1x2"])
+        command.main([str(config_file), "--steps", "1", "--layouts", "1x1x2x1", "1x1x1x2"])
     assert str(raised.value).startswith(FAILURES[how])
     assert "\n" not in str(raised.value)
     assert list((config_file.parent / "temporary").iterdir()) == []
@@ -226,16 +230,83 @@ def test_model_that_loses_precision_is_rejected(
         command.main([str(config_file), "--layouts", "1x1x2x1"])
 
 
-def averaging_on_ranks(config: Any, layouts: Sequence[Layout], steps: int, folder: str) -> Any:
-    with changed(averaging_reduction)() if dist.get_world_size() > 1 else nullcontext():
+def gradients_wrong_from_step_2() -> AbstractContextManager[Any]:
+    original = Trainer.forward_backward
+
+    def doubled(trainer: Trainer, batch: Batch, num_valid: Tensor) -> Tensor:
+        late = trainer.step > 1 and dist.get_rank() == 1
+        return original(trainer, batch, torch.div(num_valid, 2, rounding_mode="floor") if late else num_valid)
+
+    return patch.object(Trainer, "forward_backward", doubled)
+
+
+def later_blocks_shifted() -> AbstractContextManager[Any]:
+    """Initial weights: all blocks of a parameter but the first have the seed of another one."""
+    original = hashlib.sha256
+
+    def digest(text: Any) -> Any:
+        is_later_block = isinstance(text, bytes) and text.count(b":") == 2 and not text.endswith(b":0")
+        return original(text + b"0" if is_later_block else text)
+
+    return patch.object(init.hashlib, "sha256", digest)
+
+
+def larger_updates_on_rank_1() -> AbstractContextManager[Any]:
+    original = GatedOptimizer.set_lr
+    return patch.object(
+        GatedOptimizer, "set_lr", lambda self, lr: original(self, lr * (1 + 1e-9 * (dist.get_rank() == 1)))
+    )
+
+
+def clipped_to_own_norms() -> AbstractContextManager[Any]:
+    """Each rank clips to the norm of its shards; the norm of the step, which is compared, is right."""
+    return patch.object(measure, "clip_grad_norm_", lambda parts, norm, kind, _: clip_of_own(parts, norm, kind))
+
+
+def clip_of_own(parts: Sequence[nn.Module], max_norm: float, norm_type: Any) -> None:
+    with patch.object(clip, "_shard_groups", lambda _: ()):
+        clip.clip_grad_norm_(parts, max_norm, norm_type, None)
+
+
+PLANTED = {
+    "average": (changed(averaging_reduction), "step 1, gradient of "),
+    "step 2": (gradients_wrong_from_step_2, "step 2, loss"),
+    "init": (later_blocks_shifted, "initial weights: tok_embeddings.weight"),
+    "update": (larger_updates_on_rank_1, "update of tok_embeddings.weight, given equal gradients: "),
+    "clip": (clipped_to_own_norms, "update of tok_embeddings.weight, given equal gradients: "),
+}
+
+
+def planted_on_ranks(config: Any, layouts: Sequence[Layout], steps: int, folder: str, name: str) -> Any:
+    with PLANTED[name][0]() if dist.get_world_size() > 1 else nullcontext():
         return measure_layouts(config, layouts, steps, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(PLANTED)[1:])
+def test_a_planted_mistake_is_the_first_difference(
+    config_file: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compare, "measure_layouts", partial(planted_on_ranks, name=name))
+    settings = ["--optimizer.name", "AdamW", "--training.max_norm", "1.0", "--shrink", "--layouts", "1x1x2x1"]
+    with pytest.raises(SystemExit):
+        command.main([str(config_file), *settings])
+    printed = capsys.readouterr().out
+    assert f"1 of 2 layouts differ; the first: 1x1x2x1, float64: {PLANTED[name][1]}" in printed
+
+
+@pytest.mark.slow
+def test_a_large_learning_rate_is_no_difference(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["--optimizer.lr", "1.0", "--steps", "3", "--training.dtype", "float32", "--layouts", "1x1x2x1"]
+    command.main([str(config_file), *settings])
+    assert "all 2 layouts agree" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_differences_exit_with_1(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compare, "measure_layouts", averaging_on_ranks)
+    monkeypatch.setattr(compare, "measure_layouts", partial(planted_on_ranks, name="average"))
     with pytest.raises(SystemExit) as ended:
         command.main([str(config_file), "--layouts", "1x1x2x1", "--json", "out.json"])
     assert ended.value.code == 1

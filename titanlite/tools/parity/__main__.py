@@ -51,10 +51,11 @@ class Options:
     The reference does not use the trainer: it is the model in plain torch, the global batch, and one division. The
     layouts run the trainer on the configuration's own data. Labels are masked by a function of debug.seed and the
     sequence's number, so that sequences differ in their share of valid labels and one has no valid label: with equal
-    shares, a wrong denominator would not be detected. Gradients are compared before clipping. Updates are plain SGD
-    with the configuration's learning rate, without warm-up, decay and weight decay: AdamW would turn rounding errors of
-    gradients near zero into full-size updates. CONFIG's own layout is ignored; its other keys apply. A
-    global_batch_size of -1 means local_batch_size times the largest number of ranks.
+    shares, a wrong denominator would not be detected. Gradients are compared before clipping, and every step starts
+    from the reference's weights, so that differences do not grow. The updates of CONFIG's own optimizer and schedule,
+    with clipping, are compared in float64 given equal gradients: AdamW would turn rounding errors of gradients near
+    zero into full-size updates. CONFIG's own layout is ignored; its other keys apply. A global_batch_size of -1 means
+    local_batch_size times the largest number of ranks.
 
     --section.key VALUE overrides a key of CONFIG, as for training. Exit code: 0 if all agree, 1 if a layout differs or
     a rank failed, 2 if the configuration has a problem.
@@ -65,7 +66,7 @@ class Options:
     ranks: Annotated[Count, EITHER] = ranged(4, least=1)
     """compare all layouts of N ranks"""
     layouts: Annotated[tuple[str, ...], tyro.conf.arg(metavar="LAYOUT ...", help=LAYOUTS_HELP), EITHER] = ()
-    steps: Annotated[int, tyro.conf.arg(metavar="K")] = ranged(1, least=1)
+    steps: Annotated[int, tyro.conf.arg(metavar="K")] = ranged(2, least=1)
     """optimizer steps"""
     shrink: bool = False
     """reduce layers, widths, sequence length and batch, keeping divisibility"""

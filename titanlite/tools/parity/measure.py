@@ -5,9 +5,9 @@ import json
 import logging
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,15 @@ from titanlite.assembly.data import build_data, build_tokenizer
 from titanlite.assembly.model import build_model, build_trainer
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.config.schema import JobConfig
+from titanlite.models.init import local_region
+from titanlite.optim.registry import build_optimizer
+from titanlite.optim.schedule import build_schedule
+from titanlite.parallel.clip import clip_grad_norm_
 from titanlite.parallel.mesh import Mesh
 from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import UserError
 from titanlite.tools.parity.layouts import Layout, config_of
+from titanlite.tools.parity.shrink import gradient_config
 from titanlite.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -50,14 +55,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The steps of one layout in one pass. weights: name -> hash of the full initial parameter."""
+    """The steps of one layout in one pass. weights: name -> hash of the full initial parameter. updates: as
+    Step.gradients, of the change of the parameters by the configuration's own optimizer; only in the float64 pass."""
 
     weights: dict[str, str]
     steps: list[Step]
+    updates: dict[str, float | None] = field(default_factory=dict)
 
     @staticmethod
     def of_json(value: Any) -> "Measurement":
-        return Measurement(value["weights"], [Step(**step) for step in value["steps"]])
+        return Measurement(value["weights"], [Step(**step) for step in value["steps"]], value["updates"])
 
 
 def own_dtypes(config: JobConfig) -> tuple[str, str, str]:
@@ -67,7 +74,8 @@ def own_dtypes(config: JobConfig) -> tuple[str, str, str]:
 
 
 def passes(config: JobConfig) -> list[JobConfig]:
-    """The configuration in float64, and in its own dtypes if they differ."""
+    """The configuration of the steps in float64, and in its own dtypes if they differ."""
+    config = gradient_config(config)
     training = replace(
         config.training, dtype="float64", mixed_precision_param="float64", mixed_precision_reduce="float64"
     )
@@ -85,18 +93,23 @@ def measure_layouts(config: JobConfig, layouts: Sequence[Layout], steps: int, fo
     meshes: dict[tuple[int, ...], Mesh] = {}
     for layout in layouts:
         results.append([])
-        for settings in passes(config_of(config, layout)):
+        for number, settings in enumerate(passes(config_of(config, layout))):
             with record_status(f"{layout}, {settings.training.dtype}", folder):
                 if layout.degrees not in meshes:
                     rank = dist.get_rank()
                     meshes[layout.degrees] = Mesh(settings.parallelism, World(rank, rank, layout.world_size, "cpu"))
                     meshes[layout.degrees].connect(config.comm.init_timeout_s)
-                results[-1].append(asdict(measure_layout(settings, meshes[layout.degrees], steps, Path(folder))))
+                own = config if number == 0 else None
+                results[-1].append(asdict(measure_layout(settings, meshes[layout.degrees], steps, Path(folder), own)))
     return results
 
 
-def measure_layout(config: JobConfig, mesh: Mesh, steps: int, folder: Path) -> Measurement:
-    """Measure this rank's part of the steps, with the same components as training."""
+def measure_layout(config: JobConfig, mesh: Mesh, steps: int, folder: Path, own: JobConfig | None) -> Measurement:
+    """Measure this rank's part of the steps, with the same components as training.
+
+    Every step starts from the reference's weights, so that differences do not grow from step to step. own: the
+    configuration whose updates are measured, too; None: no updates.
+    """
     if config.compile.enable:
         torch._dynamo.reset()  # the compiled blocks of all layouts share the recompilation limit
     loader = build_data(config, mesh, build_tokenizer(config))
@@ -105,9 +118,12 @@ def measure_layout(config: JobConfig, mesh: Mesh, steps: int, folder: Path) -> M
         weights = {name: hash_of(full_tensor(parameter.detach())) for name, parameter in named_parameters(trainer)}
         measured = []
         for step in range(steps):
+            if step:
+                load_weights_(trainer, weights_file(folder, step))
             numbers = own_sequences(config, step, mesh.data_rank, mesh.data_degree)
             batches, rows = mask_and_hash(loader.next_step(), numbers, config)
             stats = trainer.train_step(batches)
+            gradients = {name: parameter.grad for name, parameter in named_parameters(trainer)}
             measured.append(
                 Step(
                     stats.mean_loss.item(),
@@ -115,10 +131,10 @@ def measure_layout(config: JobConfig, mesh: Mesh, steps: int, folder: Path) -> M
                     int(stats.num_valid),
                     bool(stats.skipped),
                     rows,
-                    gradient_differences(trainer, gradient_file(folder, step)),
+                    differences_from(gradients, gradient_file(folder, step)),
                 )
             )
-        return Measurement(weights, measured)
+        return Measurement(weights, measured, {} if own is None else measure_updates(trainer, own, steps, folder))
     finally:
         loader.close()
 
@@ -129,14 +145,67 @@ def named_parameters(trainer: Trainer) -> Iterator[tuple[str, nn.Parameter]]:
         yield from part.named_parameters()
 
 
-def gradient_differences(trainer: Trainer, reference_file: Path) -> dict[str, float | None]:
-    """Step.gradients of this rank's parameters, gathered one at a time. A missing gradient counts as zero."""
-    reference: dict[str, Tensor] = torch.load(reference_file, mmap=True, weights_only=True)
-    differences: dict[str, float | None] = {}
+def measure_updates(trainer: Trainer, config: JobConfig, steps: int, folder: Path) -> dict[str, float | None]:
+    """Measurement.updates: clip the reference's gradients and update with the configuration's own optimizer."""
+    load_weights_(trainer, weights_file(folder, 0))
+    optimizer = build_optimizer(config.optimizer, trainer.model_parts, CPU)
+    schedule = build_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps)
+    for step in range(steps):
+        gradients = read_tensors(gradient_file(folder, step))
+        for name, parameter in named_parameters(trainer):
+            parameter.grad = shard_of(gradients[name], parameter)
+        clip_grad_norm_(
+            trainer.model_parts, clipping_norm(config, gradients), config.training.norm_type, trainer.pp_group
+        )
+        optimizer.set_lr(schedule(step + 1))
+        optimizer.step_if(torch.ones((), dtype=torch.bool))
+    return differences_from(dict(named_parameters(trainer)), updated_file(folder))
+
+
+def clipping_norm(config: JobConfig, gradients: Mapping[str, Tensor]) -> float:
+    """The norm to clip to: at most half of the gradients' own, so that clipping always acts; 0 if disabled."""
+    norm = nn.utils.get_total_norm(gradients.values(), float(config.training.norm_type)).item()
+    return min(config.training.max_norm, norm / 2)
+
+
+def load_weights_(trainer: Trainer, file: Path) -> None:
+    """Replace this rank's weights by those of the reference."""
+    reference = read_tensors(file)
     for name, parameter in named_parameters(trainer):
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        value = full_tensor(gradient.detach()).to(torch.float64)
+        local_region(parameter)[0].copy_(local_box(reference[name], parameter))
+
+
+def shard_of(full: Tensor, parameter: Tensor) -> Tensor:
+    """The part of `full` that this rank holds of the parameter, in the same placement."""
+    local = local_box(full, parameter).clone()
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def local_box(full: Tensor, parameter: Tensor) -> Tensor:
+    """The part of `full` that this rank holds of the parameter; shares its memory."""
+    local, _, offset = local_region(parameter)
+    return full[tuple(slice(begin, begin + size) for begin, size in zip(offset, local.shape, strict=True))]
+
+
+def differences_from(tensors: Mapping[str, Tensor | None], reference_file: Path) -> dict[str, float | None]:
+    """Step.gradients for any tensors by parameter name, gathered one at a time. None counts as zero."""
+    reference = read_tensors(reference_file)
+    differences: dict[str, float | None] = {}
+    for name, tensor in tensors.items():
         expected = reference.get(name)
+        if tensor is None:
+            differences[name] = None if expected is None else torch.linalg.vector_norm(expected).item()
+            continue
+        value = full_tensor(tensor.detach()).to(torch.float64)
         if expected is None or expected.shape != value.shape:
             differences[name] = None
         else:
@@ -144,9 +213,24 @@ def gradient_differences(trainer: Trainer, reference_file: Path) -> dict[str, fl
     return differences
 
 
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = torch.load(file, mmap=True, weights_only=True)
+    return found
+
+
 def gradient_file(folder: Path, step: int) -> Path:
     """The file of the reference's gradients of a step, float64. step: counted from 0."""
     return folder / f"gradients-{step}.pt"
+
+
+def weights_file(folder: Path, step: int) -> Path:
+    """The file of the reference's weights before a step, float64. step: counted from 0."""
+    return folder / f"weights-{step}.pt"
+
+
+def updated_file(folder: Path) -> Path:
+    """The file of the reference's weights after the updates of the configuration's own optimizer, float64."""
+    return folder / "updated.pt"
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """The reference for all layouts: one process, plain torch, float64, no code of the trainer."""
 
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from titanlite.models.family import LanguageModel
 from titanlite.models.init import init_parameters_
 from titanlite.models.randomness import row_keys
 from titanlite.models.registry import resolve_model
+from titanlite.optim.registry import OPTIMIZERS
+from titanlite.optim.schedule import build_schedule
 from titanlite.parallel.mesh import Mesh
 from titanlite.precision import DTYPES
 from titanlite.runtime.distributed import World
@@ -27,12 +30,16 @@ from titanlite.tools.parity.measure import (
     CPU,
     Measurement,
     Step,
+    clipping_norm,
     gradient_file,
     hash_of,
     mask_and_hash,
     own_sequences,
     passes,
+    read_tensors,
     record_status,
+    updated_file,
+    weights_file,
 )
 
 
@@ -60,6 +67,7 @@ def _measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, 
     measured = []
     try:
         for step in range(steps):
+            torch.save({name: p.detach() for name, p in named.items()}, weights_file(Path(folder), step))
             batches, rows = mask_and_hash(loader.next_step(), own_sequences(config, step, 0, 1), config)
             num_valid = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
             model.zero_grad()
@@ -78,7 +86,38 @@ def _measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, 
                     parameter.sub_(gradients[name], alpha=config.optimizer.lr)
     finally:
         loader.close()
-    return {"measurements": [asdict(Measurement(hashes, measured)) for hashes in weights], "imprecise": watch.found}
+    updates = [measure_updates(config, steps, Path(folder)), *({} for _ in weights[1:])]
+    measurements = [Measurement(hashes, measured, own) for hashes, own in zip(weights, updates, strict=True)]
+    return {"measurements": [asdict(one) for one in measurements], "imprecise": watch.found}
+
+
+def measure_updates(config: JobConfig, steps: int, folder: Path) -> dict[str, float | None]:
+    """The norm of each parameter's change by the configuration's own optimizer, given the gradients of the steps.
+
+    Writes the updated weights to `folder`. Plain torch on full tensors; the learning rates are the schedule's.
+    """
+    section = config.optimizer
+    before = read_tensors(weights_file(folder, 0))
+    named = {name: nn.Parameter(value.clone()) for name, value in before.items()}
+    without = {name for name in named if any(fnmatchcase(name, pattern) for pattern in section.weight_decay_skip)}
+    groups = [
+        {"params": [named[name] for name in named if name not in without], "weight_decay": section.weight_decay},
+        {"params": [named[name] for name in named if name in without], "weight_decay": 0.0},
+    ]
+    optimizer = OPTIMIZERS[section.name].build([group for group in groups if group["params"]], section, "for-loop", CPU)
+    schedule = build_schedule(config.lr_schedule, section.lr, config.training.steps)
+    for step in range(steps):
+        gradients = read_tensors(gradient_file(folder, step))
+        for name, parameter in named.items():
+            parameter.grad = gradients[name].clone()
+        max_norm = clipping_norm(config, gradients)
+        if max_norm > 0:
+            nn.utils.clip_grad_norm_(named.values(), max_norm, float(config.training.norm_type))
+        for group in optimizer.param_groups:
+            group["lr"] = schedule(step + 1)
+        optimizer.step()
+    torch.save({name: parameter.detach() for name, parameter in named.items()}, updated_file(folder))
+    return {name: torch.linalg.vector_norm(p.detach() - before[name]).item() for name, p in named.items()}
 
 
 def forward_backward(model: LanguageModel, batch: Batch, num_valid: int, seed: int, step: int) -> float:

@@ -11,7 +11,17 @@ from titanlite.tools.parity.layouts import Layout, Refusal
 from titanlite.tools.parity.measure import Measurement
 from titanlite.tools.parity.verdict import FLOAT64_BOUND, FLOOR_EPS, MULTIPLE, ONE_PROCESS_EPS, dead_parameters
 
-COLUMNS = ("layout", "dtypes", "loss difference", "grad norm ratio", "worst parameter", "its error", "bound", "verdict")
+COLUMNS = (
+    "layout",
+    "dtypes",
+    "loss difference",
+    "grad norm ratio",
+    "worst parameter",
+    "its error",
+    "bound",
+    "update error",
+    "verdict",
+)
 AGREES = "agrees"
 DIFFERS = "DIFFERS"
 
@@ -68,7 +78,7 @@ class Table:
         layout = max(len(str(layout)) for layout in layouts)
         parameter = max(len(name) for name in (*parameters, COLUMNS[4]))
         dtypes = max(len("float64"), len(short_dtypes(own_dtypes)))
-        self._widths = (max(layout, len("1x1x1x1")), dtypes, 15, 15, parameter, 9, 7, len(DIFFERS))
+        self._widths = (max(layout, len("1x1x1x1")), dtypes, 15, 15, parameter, 9, 7, 12, len(DIFFERS))
 
     def head(self) -> str:
         rule = "  ".join("-" * width for width in self._widths)
@@ -85,6 +95,7 @@ class Table:
             verdict.parameter,
             f"{verdict.error:.1e}",
             f"{verdict.bound:.1e}",
+            "-" if verdict.update_error is None else f"{verdict.update_error:.1e}",
             DIFFERS if verdict.first_difference else AGREES,
         )
         below = f"\n    first difference: {verdict.first_difference}" if verdict.first_difference else ""

@@ -1,6 +1,7 @@
 """The configuration that is compared: disables settings that would hide a difference; shrinks all sizes on request."""
 
 import math
+import sys
 import tempfile
 from dataclasses import asdict, replace
 from typing import Any
@@ -11,6 +12,7 @@ from titanlite.config.schema import JobConfig, JobSection
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.config import PIECE_BYTES_PER_POSITION
 from titanlite.metrics.config import MetricsConfig
+from titanlite.models.init import BLOCK_NUMEL
 from titanlite.models.registry import resolve_model
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.schedule import ScheduleConfig
@@ -21,12 +23,9 @@ TINY_HEAD_DIM = 8
 
 
 def comparable_config(config: JobConfig, ranks: int) -> JobConfig:
-    """The configuration without settings that would hide or distort a difference.
+    """The configuration without the parts that the comparison does not use: dump folder, checkpoints and metrics.
 
-    No clipping: compares the gradients after backward, and the norm that clipping would use. Plain SGD with the
-    configuration's learning rate: a rounding error changes the update by as little, whereas AdamW turns it into an
-    update of full size if the gradient is nearly zero. A global_batch_size of -1 becomes local_batch_size x `ranks`, so
-    that all layouts train on the same batch. The dump folder, checkpoints and metrics are not used.
+    A global_batch_size of -1 becomes local_batch_size x `ranks`, so that all layouts train on the same batch.
     """
     training = config.training
     if training.global_batch_size == -1:
@@ -36,8 +35,20 @@ def comparable_config(config: JobConfig, ranks: int) -> JobConfig:
         job=JobSection(dump_folder=tempfile.gettempdir()),
         checkpoint=CheckpointConfig(),
         metrics=MetricsConfig(),
-        training=replace(training, max_norm=0.0),
-        optimizer=OptimizerConfig(name="SGD", lr=config.optimizer.lr, weight_decay=0.0),
+        training=training,
+    )
+
+
+def gradient_config(config: JobConfig) -> JobConfig:
+    """The configuration of the steps whose gradients are compared: without clipping, and with plain SGD.
+
+    Gradients are compared after backward, and their norm is that which clipping would use.
+    """
+    return replace(
+        config,
+        training=replace(config.training, max_norm=0.0),
+        # foreach takes seconds on a mesh of several axes: DTensor tries all placements
+        optimizer=OptimizerConfig(name="SGD", lr=config.optimizer.lr, weight_decay=0.0, implementation="for-loop"),
         lr_schedule=ScheduleConfig(warmup_steps=0, decay="none"),
     )
 
@@ -51,14 +62,16 @@ def shrink_config(config: JobConfig, ranks: int) -> JobConfig:
     """A small configuration whose sizes are divisible by the same mesh degrees, up to `ranks`, as those of `config`.
 
     The vocabulary shrinks to the tokenizer's if that is smaller; token files may contain any id, so their vocabulary
-    stays. The text is cut into the same pieces, so an existing index is reused.
+    stays. It grows until the embedding has more elements than one block of initial weights. The text is cut into the
+    same pieces, so an existing index is reused.
     """
     _, model = resolve_model(config.model)
     tokenizer = prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=model.vocab_size)
-    small = replace(
-        shrink_model(model, ranks),
-        vocab_size=min(model.vocab_size, tokenizer.vocab_size) if tokenizer else model.vocab_size,
-    )
+    small = shrink_model(model, ranks)
+    vocab_size = min(model.vocab_size, tokenizer.vocab_size) if tokenizer else model.vocab_size
+    if vocab_size * small.dim <= BLOCK_NUMEL:
+        vocab_size = size_alike(model.vocab_size, BLOCK_NUMEL // small.dim + 1, ranks, sys.maxsize)
+    small = replace(small, vocab_size=vocab_size)
     training, data = config.training, config.data
     if data.max_piece_bytes == -1:
         data = replace(data, max_piece_bytes=PIECE_BYTES_PER_POSITION * training.seq_len)
@@ -107,7 +120,8 @@ def shrink_model(config: Any, ranks: int) -> Any:
     return replace(config, **counts, dim=dim, ffn_dim=size_alike(config.ffn_dim, 2 * dim, ranks))
 
 
-def size_alike(size: int, target: int, ranks: int) -> int:
-    """The smallest number >= `target` with the same greatest common divisor with `ranks` as `size`; at most `size`."""
-    shared = math.gcd(size, ranks)
-    return next((smaller for smaller in range(target, size) if math.gcd(smaller, ranks) == shared), size)
+def size_alike(size: int, target: int, ranks: int, limit: int = 0) -> int:
+    """The smallest number >= `target` with the same greatest common divisor with `ranks` as `size`; at most `size`, or
+    `limit` if that is larger."""
+    shared, limit = math.gcd(size, ranks), max(size, limit)
+    return next((number for number in range(target, limit) if math.gcd(number, ranks) == shared), size)

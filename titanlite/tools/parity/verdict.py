@@ -62,7 +62,8 @@ def own_bounds(dtypes: Sequence[str], one_process: Sequence[StepErrors] | None) 
 @dataclass(frozen=True)
 class Verdict:
     """The verdict on one layout. first_difference: None if everything agrees. The numbers are the worst over the steps;
-    parameter: the one with the largest error relative to its bound."""
+    parameter: the one with the largest error relative to its bound. update_error: the worst over the parameters; None
+    if updates were not measured."""
 
     first_difference: str | None
     loss_difference: float
@@ -70,6 +71,7 @@ class Verdict:
     parameter: str
     error: float
     bound: float
+    update_error: float | None
     errors: tuple[StepErrors, ...]
 
 
@@ -79,7 +81,8 @@ def merge_ranks(ranks: Sequence[Measurement]) -> Measurement:
     weights: dict[str, str] = {}
     for rank in ranks:
         _merge_hashes(weights, rank.weights)
-    return Measurement(weights, [_merge_steps(steps) for steps in zip(*(rank.steps for rank in ranks), strict=True)])
+    steps = [_merge_steps(steps) for steps in zip(*(rank.steps for rank in ranks), strict=True)]
+    return Measurement(weights, steps, _merge_norms([rank.updates for rank in ranks]))
 
 
 def _merge_hashes(merged: dict[str, str], found: Mapping[str, str]) -> None:
@@ -90,11 +93,8 @@ def _merge_hashes(merged: dict[str, str], found: Mapping[str, str]) -> None:
 
 def _merge_steps(steps: Sequence[Step]) -> Step:
     rows: dict[str, str] = {}
-    gradients: dict[str, float | None] = {}
     for step in steps:
         _merge_hashes(rows, step.rows)
-        for name, value in step.gradients.items():
-            gradients[name] = _larger(gradients[name], value) if name in gradients else value
     counts = {step.num_valid for step in steps}
     norms = {step.grad_norm for step in steps}
     return Step(
@@ -103,8 +103,16 @@ def _merge_steps(steps: Sequence[Step]) -> Step:
         num_valid=counts.pop() if len(counts) == 1 else -1,
         skipped=any(step.skipped for step in steps),
         rows=rows,
-        gradients=gradients,
+        gradients=_merge_norms([step.gradients for step in steps]),
     )
+
+
+def _merge_norms(ranks: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
+    merged: dict[str, float | None] = {}
+    for norms in ranks:
+        for name, value in norms.items():
+            merged[name] = _larger(merged[name], value) if name in merged else value
+    return merged
 
 
 def _larger(one: float | None, other: float | None) -> float | None:
@@ -117,17 +125,22 @@ def errors_of(measured: Measurement, reference: Measurement) -> tuple[StepErrors
     """The errors of each step. Both measurements have the same parameters."""
     errors = []
     for step, expected in zip(measured.steps, reference.steps, strict=True):
-        norms = {name: norm or 0.0 for name, norm in expected.gradients.items()}
-        least = SMALL_SHARE * math.sqrt(sum(norm * norm for norm in norms.values()))
-        gradients = {
-            name: _finite(difference / max(norms[name], least))
-            for name, difference in step.gradients.items()
-            if difference is not None and name in norms
-        }
+        gradients = _relative(step.gradients, expected.gradients)
         ratio = step.grad_norm / expected.grad_norm
         loss = abs(step.loss - expected.loss) / abs(expected.loss)
         errors.append(StepErrors(_finite(loss), _finite(abs(ratio - 1.0)), ratio, gradients))
     return tuple(errors)
+
+
+def _relative(differences: Mapping[str, float | None], expected: Mapping[str, float | None]) -> dict[str, float]:
+    """Norms of differences relative to those expected, by name."""
+    norms = {name: norm or 0.0 for name, norm in expected.items()}
+    least = SMALL_SHARE * math.sqrt(sum(norm * norm for norm in norms.values()))
+    return {
+        name: _finite(difference / max(norms[name], least))
+        for name, difference in differences.items()
+        if difference is not None and name in norms
+    }
 
 
 def _finite(value: float) -> float:
@@ -150,6 +163,7 @@ def judge(measured: Measurement, reference: Measurement, bounds: Bounds) -> Verd
         parameter,
         error,
         bound,
+        max(_relative(measured.updates, reference.updates).values(), default=None),
         errors,
     )
 
@@ -173,6 +187,13 @@ def differences(
             yield f"{at}, grad norm: {numbers}"
         if step.skipped:
             yield f"{at}: the update was skipped"
+    updates = _relative(measured.updates, reference.updates)
+    for name in reference.updates:
+        if name not in updates:
+            yield f"update of {name}: missing on all ranks, or of a different shape"
+        elif not updates[name] <= FLOAT64_BOUND:
+            numbers = f"relative error {updates[name]:.1e}, bound {FLOAT64_BOUND:.0e}"
+            yield f"update of {name}, given equal gradients: {numbers}"
 
 
 def _different_hashes(text: str, found: Mapping[str, str], expected: Mapping[str, str]) -> Iterator[str]:

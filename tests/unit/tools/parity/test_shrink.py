@@ -11,6 +11,7 @@ from titanlite.tools.parity.layouts import ONE_PROCESS, candidate_layouts, check
 from titanlite.tools.parity.shrink import (
     comparable_config,
     describe_shrinking,
+    gradient_config,
     resolved_config,
     shrink_config,
     shrink_model,
@@ -67,7 +68,8 @@ def test_shrinking_lists_its_changes_and_keeps_the_rest() -> None:
     config = small_config(1, "model.ffn_dim=480", "training.local_batch_size=4", "model.rope_scaling_factor=8.0")
     small = shrink_config(config, 2)
     assert describe_shrinking(config, small) == (
-        "model.ffn_dim 480 -> 64, training.local_batch_size 4 -> 1, training.global_batch_size 16 -> 4"
+        "model.ffn_dim 480 -> 64, model.vocab_size 131 -> 32769, training.local_batch_size 4 -> 1, "
+        "training.global_batch_size 16 -> 4"
     )
     assert resolve_model(small.model)[1].rope_scaling_factor == 8.0
     assert small.data == config.data
@@ -80,5 +82,7 @@ def test_an_automatic_batch_size_is_the_same_for_all_layouts() -> None:
     same = resolved_config(comparable_config(config, 4))
     assert same.training.global_batch_size == 8
     assert same.data.num_streams == config.data.num_streams
-    assert (same.training.max_norm, same.optimizer.name) == (0.0, "SGD")
+    assert (same.training.max_norm, same.optimizer) == (1.0, config.optimizer)
+    steps = gradient_config(same)
+    assert (steps.training.max_norm, steps.optimizer.name, steps.optimizer.weight_decay) == (0.0, "SGD", 0.0)
     assert check_layout(same, ONE_PROCESS) == []
