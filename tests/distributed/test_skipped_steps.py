@@ -115,6 +115,7 @@ def sample(sequence: int) -> str:
     return f"rank 1, sequence {sequence}, data.sources.0: {TOKENS}, token {sequence * SEQ_LEN}\n"
 
 
+@pytest.mark.slow
 def test_a_skipped_step_is_explained(tmp_path: Path) -> None:
     cases: list[Case] = [
         ("nan", 3, 3, (SHARDED,)),

@@ -123,6 +123,7 @@ def printed(program: Program) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_exit_code_and_message_of_each_kind_of_error(start: Start) -> None:
     programs = {error: start(fails, error) for error in ERRORS}
     codes = {error: program.exit_code for error, program in programs.items()}
@@ -149,6 +150,7 @@ def test_without_an_error_nothing_is_printed(start: Start) -> None:
     assert (program.exit_code, program.text) == (0, "running\ndone\n")
 
 
+@pytest.mark.slow
 def test_once_connected_only_the_first_failed_rank_prints(start: Start) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
     errors = ("bug", "user", "config")

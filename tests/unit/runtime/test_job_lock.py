@@ -368,6 +368,7 @@ def test_the_file_format_is_stable(tmp_path: Path) -> None:
         assert list(owner_in(tmp_path)) == [*names, "torchrun_id", "slurm_job_id", "slurm_restarts"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["nothing", "killed", "empty"])
 def test_one_of_many_jobs_that_start_at_once_gets_the_folder(tmp_path: Path, before: str) -> None:
     for attempt in range(3):
@@ -423,6 +424,7 @@ print(uses)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [1.0, pytest.param(30.0, marks=pytest.mark.soak)])
 def test_two_jobs_are_never_inside_at_once(seconds: float, tmp_path: Path) -> None:
     """Six processes start jobs in a loop: some jobs end normally, some are killed inside, some are refused."""
