@@ -45,6 +45,7 @@ from titanlite.runtime.agreement import DataEnd, require_equal, run_on_rank_0
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import World, init_process_group
 from titanlite.runtime.dump_folder import prepare_dump_folder
+from titanlite.runtime.durability import replace_file
 from titanlite.runtime.environment import environment_lines
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
@@ -272,7 +273,7 @@ def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: To
         # without options that apply to this start only
         checkpoint = replace(config.checkpoint, load_step=-1, accept_changes=())
         later = replace(config, job=replace(config.job, take_over=False), checkpoint=checkpoint)
-        Path(config.job.dump_folder, CONFIG_COPY).write_text(dump_config(later), encoding="utf-8")
+        replace_file(Path(config.job.dump_folder, CONFIG_COPY), dump_config(later).encode())  # follows no link
         if tokenizer is not None:
             tokenizer.save(Path(config.job.dump_folder, TOKENIZER_FOLDER))
     dist.barrier()

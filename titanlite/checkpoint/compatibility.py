@@ -21,7 +21,7 @@ _FRESH = "start a new run from these weights: --checkpoint.initial_load_path FOL
 
 # Settings that may change without a log line: layout, logging, when a run stops, and those that the facts cover.
 _SILENT = (
-    *("job.", "parallelism.", "activation_checkpoint.", "compile.", "comm.", "metrics.", "checkpoint."),
+    *("job.", "parallelism.", "activation_checkpoint.", "compile.", "comm.", "metrics.", "checkpoint.", "faults."),
     *("model.", "tokenizer."),
 )
 _SILENT_KEYS = {

@@ -3,13 +3,15 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Literal
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, TypedDict
 
 import xxhash
+from typeguard import TypeCheckError, check_type
 
 from titanlite.checkpoint.storage import HASH, METADATA_FILE, FileRecord, InvalidCheckpointError
 from titanlite.runtime.durability import write_file
+from titanlite.runtime.json_files import JsonError, parse_json, read_regular
 
 MANIFEST_FILE = "MANIFEST.json"
 FORMAT_VERSION = 1
@@ -64,25 +66,57 @@ def read_manifest(folder: Path) -> Manifest:
     OSError if reading fails.
     """
     try:
-        raw = (folder / MANIFEST_FILE).read_bytes()
+        raw = read_regular(folder / MANIFEST_FILE)
+        content = parse_json(raw)
+        digest = check_type(content["hash"], dict[str, str])[HASH]
+        if _digest(_replace_last(raw.decode("utf-8"), digest, _NO_HASH)) != digest:
+            raise InvalidCheckpointError(f"{MANIFEST_FILE} has changed since it was written: its {HASH} differs")
+        if check_type(content["format"], int) > FORMAT_VERSION:
+            raise UnknownFormatError(content["format"])
+        content = parse_json(raw, _Content)
+        for name in content["files"]:
+            if PurePosixPath(name).name != name or name in ("", ".", "..") or "\0" in name:
+                raise JsonError(f"lists {name!r}, which is not the plain name of a file")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise InvalidCheckpointError(f"{MANIFEST_FILE} is missing") from None
-    try:
-        text = raw.decode("utf-8")
-        content = json.loads(text)
-        digest = str(content.pop("hash")[HASH])
-        hashed = _replace_last(text, digest, _NO_HASH)
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+    except JsonError as error:
+        raise InvalidCheckpointError(f"{MANIFEST_FILE} cannot be read: it {error}") from None
+    except (KeyError, TypeCheckError, ValueError):
         raise InvalidCheckpointError(f"{MANIFEST_FILE} cannot be read: it is truncated or corrupted") from None
-    if _digest(hashed) != digest:
-        raise InvalidCheckpointError(f"{MANIFEST_FILE} has changed since it was written: its {HASH} differs")
-    if content["format"] > FORMAT_VERSION:
-        raise UnknownFormatError(content["format"])
+    del content["hash"]
     content["lineage"] = tuple(Branch(**branch) for branch in content["lineage"])
     content["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
     if METADATA_FILE not in content["files"]:
         raise InvalidCheckpointError(f"{MANIFEST_FILE} does not list {METADATA_FILE}")
     return Manifest(**content)
+
+
+class _BranchContent(TypedDict):
+    id: str
+    step: int
+    launch: str
+
+
+class _FileContent(TypedDict):
+    rank: int
+    bytes: int
+    hash: str
+
+
+class _Content(TypedDict):
+    """The schema of the file; see Manifest."""
+
+    step: int
+    content: Literal["full", "model"]
+    lineage: list[_BranchContent]
+    counts: dict[str, Any]
+    facts: dict[str, Any]
+    config: dict[str, dict[str, Any]]
+    versions: dict[str, Any]
+    created: str
+    files: dict[str, _FileContent]
+    format: int
+    hash: dict[str, str]
 
 
 class UnknownFormatError(Exception):

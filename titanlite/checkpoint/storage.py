@@ -2,10 +2,10 @@
 only tensors, and are read without executing code."""
 
 import errno
-import hashlib
 import io
 import os
 import pickle
+import stat
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +23,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from titanlite.checkpoint.config import Verify
 from titanlite.runtime.agreement import RanksError, describe_failure
+from titanlite.runtime.cache import hash_of
 
 HASH = "xxh3-128"
 METADATA_FILE = ".metadata"
@@ -256,7 +257,10 @@ def check_file(folder: Path, name: str, record: FileRecord, verify: Verify) -> N
     """Check a file against its record. Raises InvalidCheckpointError if it differs, OSError if it cannot be read."""
     where = f"{name} (written by rank {record.rank})"
     try:
-        size = (folder / name).stat().st_size
+        facts = (folder / name).stat()
+        size = facts.st_size
+        if not stat.S_ISREG(facts.st_mode):
+            raise InvalidCheckpointError(f"{where} is not a regular file")
         if size != record.bytes:
             raise InvalidCheckpointError(f"{where} has {size:,} bytes instead of {record.bytes:,}")
         if verify == "full" and hash_of(folder / name) != record.hash:
@@ -267,9 +271,3 @@ def check_file(folder: Path, name: str, record: FileRecord, verify: Verify) -> N
         if error.errno == errno.EIO:
             raise InvalidCheckpointError(f"{where} cannot be read: {error.strerror}") from None
         raise
-
-
-def hash_of(path: Path) -> str:
-    """Compute HASH of a file."""
-    with path.open("rb", buffering=0) as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

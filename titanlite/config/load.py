@@ -24,6 +24,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import ConfigError, Problem
+from titanlite.runtime.json_files import JsonError, read_regular
 
 CONFIG_FILE = "job.config_file"
 CONFIG_COPY = "config.toml"
@@ -183,7 +184,7 @@ def _parse(argv: Sequence[str]) -> Parsed:
 def _read_file(path: str, problems: list[Problem]) -> dict[str, Any] | None:
     """The file's content; None if it cannot be read (adds the reason to `problems`)."""
     try:
-        content = tomllib.loads(config_path(path).read_bytes().decode("utf-8-sig"))
+        content = tomllib.loads(read_regular(config_path(path)).decode("utf-8-sig"))
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         folder = Path(path).parent
@@ -195,6 +196,9 @@ def _read_file(path: str, problems: list[Problem]) -> dict[str, Any] | None:
                 CONFIG_FILE, path, f"a readable TOML file ({reason}), or one of {', '.join(shipped_names())}", remedy
             )
         )
+        return None
+    except JsonError as error:
+        problems.append(Problem(CONFIG_FILE, path, f"a TOML file; it {error}", "give the path of a TOML file"))
         return None
     except UnicodeDecodeError as error:
         problems.append(Problem(CONFIG_FILE, path, "a file in UTF-8", f"save it as UTF-8: byte {error.start} is not"))

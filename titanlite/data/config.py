@@ -14,7 +14,7 @@ PIECE_BYTES_PER_POSITION = 64
 class DataConfig:
     """Training data and its order."""
 
-    num_streams: int = ranged(-1, "leave it out", least=1, unset=-1)
+    num_streams: int = ranged(-1, "leave it out", least=1, most=2**20, unset=-1)
     """Number of streams S. It decides the order of the tokens, on every mesh. -1: one per row of the global batch,
     resolved at the first start and kept in the checkpoints."""
     shuffle: bool = True

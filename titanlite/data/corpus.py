@@ -6,8 +6,10 @@ import sys
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +26,12 @@ from titanlite.data.sources.pieces import (
     TokenPiece,
 )
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.runtime.cache import built_once, cache_folder, content_key
+from titanlite.runtime.cache import built_once, cache_folder, content_key, has_hash, hash_of
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.json_files import JsonError, read_json
 from titanlite.runtime.retry import retrying
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 FLUSH_PIECES = 2**16
 
 BYTES_PER_TOKEN = 3
@@ -44,7 +47,7 @@ class PieceIndex:
     """
 
     def __init__(self, folder: Path) -> None:
-        meta = json.loads((folder / "meta.json").read_text())
+        meta = read_json(folder / "meta.json", _Meta)
         self.files = [folder / file for file in meta["files"]]  # relative paths: files made with the index
         self.text_bytes: int = meta["text_bytes"]
         shape = (meta["pieces"], len(Piece._fields))
@@ -68,10 +71,27 @@ def open_index(source: TextSource, max_piece_bytes: int) -> PieceIndex:
     facts = ["pieces", FORMAT_VERSION, source.index_settings(), max_piece_bytes, source.content_facts()]
     folder = cache_folder() / "index" / content_key(facts)
     what = f"the index of {source.name}"
-    return PieceIndex(built_once(folder, what, lambda into: _build(source, max_piece_bytes, into, what)))
+    build = partial(_build, source, max_piece_bytes, what)
+    return PieceIndex(built_once(folder, what, build, _is_valid))
 
 
-def _build(source: TextSource, max_piece_bytes: int, into: Path, what: str) -> None:
+class _Meta(TypedDict):
+    """The schema of meta.json. files: names of files in the index's folder, or paths. hash: of pieces.bin."""
+
+    pieces: int
+    text_bytes: int
+    files: list[str]
+    hash: str
+
+
+def _is_valid(folder: Path) -> bool:
+    try:
+        return has_hash(folder / "pieces.bin", read_json(folder / "meta.json", _Meta)["hash"])
+    except (OSError, JsonError):
+        return False
+
+
+def _build(source: TextSource, max_piece_bytes: int, what: str, into: Path) -> None:
     """Write pieces.bin and meta.json. FLUSH_PIECES bounds the memory for any size of the corpus."""
     start = time.monotonic()
     files = source.indexed_files(into)
@@ -85,7 +105,7 @@ def _build(source: TextSource, max_piece_bytes: int, into: Path, what: str) -> N
             sizes = np.where(block[:, _LENGTH] < 0, block[:, _SIZE], block[:, _LENGTH])
             text_bytes += int(sizes.sum())
     names = [file.name if file.parent == into else str(file) for file in files]
-    meta = {"pieces": pieces, "text_bytes": text_bytes, "files": names}
+    meta = _Meta(pieces=pieces, text_bytes=text_bytes, files=names, hash=hash_of(into / "pieces.bin"))
     (into / "meta.json").write_text(json.dumps(meta))
     seconds = time.monotonic() - start
     logger.info("built %s in %.1f s: %s files, %s pieces", what, seconds, f"{len(files):,}", f"{pieces:,}")

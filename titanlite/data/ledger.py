@@ -15,9 +15,11 @@ from collections.abc import Iterator, Sequence
 from heapq import merge
 from itertools import groupby
 from pathlib import Path
+from typing import TypedDict
 
 from titanlite.data.streams import Origin
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.json_files import JsonError, parse_json
 
 LEDGER_FOLDER = "ledger"
 
@@ -61,8 +63,16 @@ def _steps(path: Path) -> Iterator[tuple[int, list[list[int]]]]:
         for line in file:
             if not line.endswith("\n"):  # being written, or truncated by a crash: a resumed run writes it again
                 return
-            values = json.loads(line)
+            try:
+                values = parse_json(line.encode(), _Line)
+            except JsonError as error:
+                raise UserError(f"{path}: a line {error}") from None
             yield values["step"], values["sequences"]
+
+
+class _Line(TypedDict):
+    step: int
+    sequences: list[list[int]]
 
 
 def ledger_line(step: int, rows: list[list[int]]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import tokenizers
 
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.json_files import JsonError, read_json, read_regular
 
 TOKENIZER_FOLDER = "tokenizer"
 """Folder of the copy of a run's tokenizer, inside job.dump_folder."""
@@ -30,7 +31,7 @@ class Tokenizer:
         file = Path(file)
         self.arguments = {"file": str(file), "bos": bos, "eos": eos}
         try:
-            self._data = file.read_bytes()  # kept for save(): a new run may rename the folder
+            self._data = read_regular(file)  # kept for save(): a new run may rename the folder
             self._tokenizer = tokenizers.Tokenizer.from_buffer(self._data)
         except Exception as error:  # the library raises bare Exceptions
             raise UserError(f"{file} is not a readable tokenizer.json: {error}") from None
@@ -135,10 +136,10 @@ def _config_beside(file: Path) -> dict[str, Any]:
     if not config_file.is_file():
         return {}
     try:
-        config = json.loads(config_file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{config_file} is not JSON: {error}") from None
-    return config if isinstance(config, dict) else {}
+        config: dict[str, Any] = read_json(config_file)
+    except JsonError as error:
+        raise UserError(f"{config_file} {error}: fix or remove it") from None
+    return config
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -20,6 +20,7 @@ from titanlite.models.family import Family
 from titanlite.models.init import local_region
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.json_files import JsonError, read_regular
 
 PREFIX = "hf:"
 """Prefix of checkpoint.initial_load_path for a model in Hugging Face format."""
@@ -35,7 +36,6 @@ OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _ROTARY_TABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 """Rotary frequencies, which older versions of transformers stored; they follow from config.json."""
 _COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-_MAX_JSON_BYTES = 100_000_000
 _MAX_FAULTS = 8
 
 
@@ -171,9 +171,9 @@ class _Files:
     def read_json(self, entry: str) -> dict[str, Any]:
         file = self.find(entry)
         try:
-            if file.stat().st_size > _MAX_JSON_BYTES:
-                raise self.error(f"{entry} has more than {_MAX_JSON_BYTES:,} bytes")
-            return read_object(file.read_bytes(), f"{self._name}: {entry}")
+            return read_object(read_regular(file), f"{self._name}: {entry}")
+        except JsonError as error:
+            raise self.error(f"{entry} {error}") from None
         except OSError as error:
             raise self.error(f"{entry} cannot be read: {error.strerror or error}") from None
 

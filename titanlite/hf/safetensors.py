@@ -5,10 +5,8 @@ file kills the process with SIGBUS. Plain reads load only the rank's shard, 8 Mi
 the file is truncated.
 """
 
-import json
 import os
 import stat
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -23,6 +21,7 @@ from torch import Tensor
 
 from titanlite.runtime.durability import sync_file
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.json_files import JsonError, parse_json
 
 SUFFIX = ".safetensors"
 MAX_TENSORS = 100_000
@@ -80,20 +79,10 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 def read_object(raw: bytes, what: str) -> dict[str, Any]:
     """Parse a JSON object; raise UserError if it is invalid or has a duplicate name."""
-
-    def of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            name, count = Counter(name for name, _ in pairs).most_common(1)[0]
-            raise UserError(f"{what} has {name!r} {'twice' if count == 2 else f'{count:,} times'}")
-        return found
-
     try:
-        found = json.loads(raw.decode("utf-8"), object_pairs_hook=of_pairs)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{what} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{what} is not a JSON object")
+        found: dict[str, Any] = parse_json(raw)
+    except JsonError as error:
+        raise UserError(f"{what} {error}") from None
     return found
 
 

@@ -1,12 +1,12 @@
 """Cleanup of metrics.jsonl before a resumed run appends to it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from titanlite.metrics.validation import is_validation
 from titanlite.runtime.durability import replace_file
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.json_files import JsonError, parse_json
 from titanlite.runtime.logging import log
 
 
@@ -66,8 +66,8 @@ def has_validation(path: Path, step: int) -> bool:
 def _row_of(line: bytes) -> dict[str, Any] | None:
     """The row in a line; None if it is not a valid row. A truncated row is invalid JSON: it lacks its last brace."""
     try:
-        row = json.loads(line)
-    except ValueError:
+        row: dict[str, Any] = parse_json(line)
+    except JsonError:
         return None
-    step = row.get("step") if isinstance(row, dict) else None
-    return row if type(step) is int and step > 0 else None
+    step = row.get("step")
+    return row if type(step) is int and 0 < step < 2**63 else None

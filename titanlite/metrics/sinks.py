@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -121,6 +122,7 @@ class JsonlSink:
         self._path = path
         try:
             self._file = path.open("ab", buffering=0)
+            self._identity = os.fstat(self._file.fileno())
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from None
 
@@ -128,8 +130,15 @@ class JsonlSink:
         """Append the line. Raises UserError if the file system fails."""
         line = (json_line(record) + "\n").encode()
         try:
+            if not os.path.samestat(os.stat(self._path), self._identity):
+                raise UserError(f"{self._path} was replaced during the run; start again: the run resumes")
             while line:
                 line = line[self._file.write(line) :]  # a write may be partial if the disk is nearly full
+        except FileNotFoundError:
+            raise UserError(
+                f"{self._path} was deleted or its folder renamed during the run; restore job.dump_folder and start "
+                "again: the run resumes from its latest checkpoint there"
+            ) from None
         except OSError as error:
             raise UserError(
                 f"cannot write {self._path}: {error.strerror}; the record of step {record.step} is lost"

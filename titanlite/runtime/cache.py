@@ -7,9 +7,11 @@ import os
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+import xxhash
 
 from titanlite.runtime.durability import sync_file
 from titanlite.runtime.errors import UserError
@@ -40,18 +42,45 @@ def file_facts(files: list[Path]) -> list[tuple[str, int, int]]:
     return [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in stats]
 
 
-def built_once(folder: Path, what: str, build: Callable[[Path], None]) -> Path:
-    """Return `folder`, filled by `build(temporary folder)` unless it exists already.
+def hash_of(path: Path) -> str:
+    """The xxh3-128 hash of a file, in hex."""
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+
+def has_hash(path: Path, expected: str) -> bool:
+    """Whether a file has this hash. The cache folder remembers files that have it, by path, size, time and inode."""
+    facts = os.stat(path)
+    key = ["hash", str(path.absolute()), facts.st_size, facts.st_mtime_ns, facts.st_ino, expected]
+    marker = cache_folder() / "verified" / content_key(key)
+    if marker.exists():
+        return True
+    if hash_of(path) != expected:
+        return False
+    with suppress(OSError):  # a cache that cannot be written costs time only
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+    return True
+
+
+def built_once(
+    folder: Path, what: str, build: Callable[[Path], None], is_valid: Callable[[Path], bool] = Path.is_dir
+) -> Path:
+    """Return `folder`, filled by `build(temporary folder)` unless it exists already and is valid.
 
     If several processes call this concurrently, one builds and the others wait. A rename publishes the complete folder.
     If a builder is killed, its lock is released and the next builder removes its leftovers. Raises UserError if the
-    folder cannot be written. what: description of the content, for messages.
+    folder cannot be written. what: description of the content, for messages. is_valid: whether an existing folder can
+    be used; a damaged one is built again, with a warning.
     """
-    if folder.is_dir():
+    if folder.is_dir() and is_valid(folder):
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_name(folder.name + ".lock"), what):
+            if folder.is_dir() and not is_valid(folder):
+                log.warning("%s in %s is damaged and is built again", what, folder)
+                shutil.rmtree(folder)
             if not folder.is_dir():
                 temporary = folder.with_name(folder.name + ".incomplete")
                 shutil.rmtree(temporary, ignore_errors=True)

@@ -24,6 +24,7 @@ from typing import BinaryIO, Literal
 from titanlite.runtime.dump_folder import make_dump_folder
 from titanlite.runtime.durability import write_file
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.json_files import JsonError, parse_json
 from titanlite.runtime.logging import log
 
 JOB_LOCK_FILE = "job.lock"
@@ -279,8 +280,8 @@ def _write(path: Path, owner: Owner) -> None:
 def _parse(content: bytes) -> Owner | None:
     """The owner; None if the content is damaged or has the format of another version."""
     try:
-        owner = Owner(**json.loads(content))
-    except (ValueError, TypeError):
+        owner = Owner(**parse_json(content))
+    except (JsonError, TypeError):
         return None
     typed = all(type(getattr(owner, field.name)) is field.type for field in fields(owner))
     return owner if typed and 0 < owner.pid < 2**31 else None

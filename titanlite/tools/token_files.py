@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titanlite.checkpoint.storage import hash_of
 from titanlite.data.sources.tokens import HEADER_BYTES, MANIFEST, UNFINISHED, documents_file
+from titanlite.runtime.cache import hash_of
 from titanlite.runtime.durability import sync_file, sync_folder
 
 PARTIAL = ".incomplete"

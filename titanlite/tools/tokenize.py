@@ -17,7 +17,7 @@ from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.corpus import Texts
 from titanlite.data.kinds import open_source
 from titanlite.data.sources.pieces import ENDS_DOCUMENT
-from titanlite.data.sources.tokens import FORMAT_VERSION, MANIFEST, UNFINISHED, read_json
+from titanlite.data.sources.tokens import FORMAT_VERSION, MANIFEST, UNFINISHED, read_manifest
 from titanlite.models.registry import resolve_model
 from titanlite.runtime.errors import UserError, ranged
 from titanlite.tools.command import ConfigFile, Count, Folder, read_options_and_overrides, run_command
@@ -143,7 +143,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _shards_so_far(out: Path, facts: dict[str, Any]) -> list[dict[str, Any]]:
     """The shards that an interrupted run of the same command has completed. Raises UserError if the settings differ."""
-    unfinished = read_json(out / UNFINISHED)
+    unfinished = read_manifest(out / UNFINISHED)
     if unfinished is None:
         return []
     facts = json.loads(json.dumps(facts))

@@ -1,10 +1,12 @@
 """MANIFEST.json round-trips, and corruption and newer formats are detected."""
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from tests.unit.checkpoint.making import a_manifest
 from titanlite.checkpoint.manifest import (
@@ -147,7 +149,7 @@ def test_a_permission_error_is_not_reported_as_corruption(tmp_path: Path, monkey
     def refuse(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr("titanlite.checkpoint.manifest.read_regular", refuse)
     with pytest.raises(PermissionError):
         read_manifest(tmp_path)
 
@@ -172,4 +174,33 @@ def test_a_changed_format_number_is_detected(tmp_path: Path) -> None:
 def test_a_manifest_without_the_metadata_file_is_invalid(tmp_path: Path) -> None:
     write_manifest(tmp_path, a_manifest(3, {"__0_0.distcp": b"tensors"}))
     with pytest.raises(InvalidCheckpointError, match=r"does not list \.metadata"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../../etc/hostname", "/etc/hostname", "a/b", "..", ".", "", "a\0b"])
+def test_only_plain_names_are_files_of_a_checkpoint(tmp_path: Path, name: str) -> None:
+    write_manifest(tmp_path, a_manifest(3, {METADATA_FILE: b"m", name: b"x"}))
+    with pytest.raises(InvalidCheckpointError, match="is not the plain name of a file"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"step": "3"}, {"lineage": [{"id": "a"}]}, {"files": {METADATA_FILE: {"rank": 0}}}, {"config": []}, {"more": 1}],
+)
+def test_content_with_other_types_is_corrupted(tmp_path: Path, change: dict[str, object]) -> None:
+    """The hash is right: a program with a mistake wrote it."""
+    text = json.dumps(asdict(small()) | change | {"hash": {"xxh3-128": ZEROS}}, indent=1) + "\n"
+    digest = xxhash.xxh3_128_hexdigest(text.encode())
+    assert_corrupted(tmp_path, text.replace(ZEROS, digest).encode())
+
+
+@pytest.mark.timeout(10)
+def test_a_pipe_or_a_device_is_no_manifest(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / MANIFEST_FILE)
+    with pytest.raises(InvalidCheckpointError, match="is not a regular file"):
+        read_manifest(tmp_path)
+    (tmp_path / MANIFEST_FILE).unlink()
+    (tmp_path / MANIFEST_FILE).symlink_to("/dev/zero")
+    with pytest.raises(InvalidCheckpointError, match="is not a regular file"):
         read_manifest(tmp_path)

@@ -59,6 +59,41 @@ def test_an_index_is_built_once(write_jsonl: Callable[..., Path], monkeypatch: p
     assert second.records.dtype == np.int64
 
 
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: flip(folder / "pieces.bin"),
+        lambda folder: (folder / "pieces.bin").write_bytes(b""),
+        lambda folder: (folder / "pieces.bin").unlink(),
+        lambda folder: (folder / "meta.json").write_text("{"),
+        lambda folder: (folder / "meta.json").write_text('{"pieces": "2"}'),
+        lambda folder: (folder / "meta.json").unlink(),
+    ],
+)
+def test_a_damaged_index_is_built_again(
+    damage: Callable[[Path], None],
+    write_jsonl: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    built = count_builds(monkeypatch)
+    source = SourceConfig(kind="jsonl", path=str(write_jsonl(["one", "two", "three"])))
+    before = np.array(open_index(source, 1000).records)
+    (folder,) = [file.parent for file in (cache_folder() / "index").rglob("pieces.bin")]
+    damage(folder)
+    assert np.array_equal(open_index(source, 1000).records, before)
+    assert len(built) == 2
+    assert f"in {folder} is damaged and is built again" in caplog.text
+    open_index(source, 1000)
+    assert len(built) == 2
+
+
 def test_an_index_is_rebuilt_after_a_change(write_jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     built = count_builds(monkeypatch)
     file = write_jsonl(["one", "two"])

@@ -50,7 +50,7 @@ def make(corpus: FakeCorpus, monkeypatch: pytest.MonkeyPatch) -> Any:
         )
         order = {"num_streams": STREAMS, "name": "fake", "epochs": facts["epochs"]}
         pieces = partial(IndexedPieces, corpus, permutation_of(corpus), **order)
-        monkeypatch.setattr(preparation, "open_order", lambda *_: SourceOrder(1, "a fake corpus", pieces))
+        monkeypatch.setattr(preparation, "open_order", lambda *_: SourceOrder(1, "a fake corpus", pieces, str))
         assignment = Assignment(section, None, SEQ_LEN, 10**6, facts["global_batch_size"])
         local = facts["local_batch_size"]
         made.append(Loader(assignment, None, local_batch_size=local, data_rank=rank, data_degree=degree))

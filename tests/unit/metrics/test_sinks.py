@@ -151,6 +151,23 @@ def test_a_full_disk_is_a_clear_error(tmp_path: Path) -> None:
     sink.close()
 
 
+def test_a_folder_that_is_renamed_or_deleted_during_the_run_is_noticed(tmp_path: Path) -> None:
+    for change, message in (
+        (lambda folder: folder.rename(tmp_path / "renamed"), "was deleted or its folder renamed during the run"),
+        (lambda folder: (folder / "metrics.jsonl").unlink(), "was deleted or its folder renamed during the run"),
+        (lambda folder: (folder / "other").replace(folder / "metrics.jsonl"), "was replaced during the run"),
+    ):
+        folder = tmp_path / "run"
+        folder.mkdir(exist_ok=True)
+        (folder / "other").write_text("")
+        sink = JsonlSink(folder / "metrics.jsonl")
+        sink.write(RECORD)
+        change(folder)
+        with pytest.raises(UserError, match=message):
+            sink.write(RECORD)
+        sink.close()
+
+
 def test_a_folder_in_the_way_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE).mkdir()
     with pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: Is a directory"):

@@ -19,7 +19,7 @@ from titanlite.data.fingerprint import data_fingerprint, describe_difference
 from titanlite.data.kinds import open_source
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import ENDS_DOCUMENT, STARTS_DOCUMENT, BadRowError
-from titanlite.data.sources.tokens import Tokens, documents_file
+from titanlite.data.sources.tokens import Tokens, WindowCorpus, documents_file
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.tools import encoding, tokenize
@@ -240,8 +240,8 @@ def forget_the_shards(folder: Path) -> None:
         (shorten, "tokens-00001.npy has 300 bytes instead of"),
         (shorten_documents, "tokens-00001.documents has 128 bytes instead of"),
         (add, "tokens-99999.npy is not listed"),
-        (spoil, "tokens.json cannot be read"),
-        (forget_the_shards, "tokens.json does not list its shards and its tokenizer"),
+        (spoil, "tokens.json is not JSON"),
+        (forget_the_shards, 'tokens.json is invalid: dict is missing required key(s): "shards"'),
     ],
 )
 def test_a_folder_that_differs_from_its_manifest_is_refused(
@@ -254,6 +254,60 @@ def test_a_folder_that_differs_from_its_manifest_is_refused(
     (problem,) = check_content(source, 300)
     assert (problem.key, problem.value) == ("data.sources.0.path", str(out))
     assert remedy in problem.remedy
+
+
+def overwrite_tokens(file: Path) -> None:
+    """Other tokens of the vocabulary, with the same size and time."""
+    facts = file.stat()
+    tokens = np.load(file)
+    tokens[5:42] = tokens[5:42][::-1].copy() ^ 1
+    np.save(file, tokens)
+    os.utime(file, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    assert file.stat().st_size == facts.st_size
+
+
+def overwrite_documents(file: Path) -> None:
+    starts = np.load(documents_file(file))
+    starts[1] += 1
+    with documents_file(file).open("wb") as out:
+        np.save(out, starts)
+
+
+def windows_of(out: Path, *, documents: bool = False) -> WindowCorpus:
+    return WindowCorpus(Tokens(SourceConfig(kind="tokens", path=str(out))), 8, 300, documents=documents)
+
+
+def test_overwritten_tokens_are_found_before_their_first_use(config: Path, tmp_path: Path) -> None:
+    out = run(config, tmp_path / "out")
+    assert not [piece for piece in windows_of(out).fetch(range(5)) if isinstance(piece, Exception)]
+    first, second = sorted(out.glob("*.npy"))[:2]
+    overwrite_tokens(second)
+    corpus = windows_of(out)
+    number = next(n for n in range(corpus.count) if corpus.locate(n).startswith(str(second)))
+    (good, bad) = corpus.fetch([number - 1, number])
+    assert not isinstance(good, Exception)
+    assert str(bad).startswith(f"{second} has changed since it was written, by tokens.json")
+    overwrite_documents(first)
+    assert not isinstance(windows_of(out).fetch([0])[0], Exception), "the starts are not used"
+    assert str(windows_of(out, documents=True).fetch([0])[0]).startswith(f"{documents_file(first)} has changed")
+
+
+@pytest.mark.parametrize(
+    ("starts", "message"),
+    [
+        (np.array([0, 9, 4]), "in ascending order"),
+        (np.array([-1, 4]), "in ascending order"),
+        (np.array([0, 10**9]), "in ascending order"),
+        (np.array([0, 4], np.int32), "1-D array of int64, but is 1-D int32"),
+        (np.array([[0, 4]]), "1-D array of int64, but is 2-D int64"),
+    ],
+)
+def test_starts_of_documents_are_checked(starts: Any, message: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "tokens.npy", np.arange(100))
+    with documents_file(tmp_path / "tokens.npy").open("wb") as out:
+        np.save(out, starts)
+    with pytest.raises(UserError, match=message):
+        windows_of(tmp_path, documents=True)
 
 
 def test_a_part_of_a_folder_may_be_used_but_not_by_a_smaller_model(config: Path, tmp_path: Path) -> None:

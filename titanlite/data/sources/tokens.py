@@ -4,14 +4,13 @@ A folder written by `titanlite tokenize` also has a manifest, tokens.json, and b
 at which documents start.
 """
 
-import json
 import os
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,9 @@ import numpy.typing as npt
 from titanlite.data.sources.base import Source
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import EMPTY, TokenPiece
+from titanlite.runtime.cache import has_hash
 from titanlite.runtime.errors import Problem, UserError
+from titanlite.runtime.json_files import JsonError, parse_json, read_regular
 
 FORMAT_VERSION = 1
 MANIFEST = "tokens.json"
@@ -107,7 +108,9 @@ class WindowCorpus:
         self._files = source.files()
         # asarray: slicing a memmap is slow
         self._tokens = [np.asarray(open_tokens(file, source.config.dtype)) for file in self._files]
-        self._starts = [np.load(documents_file(file), mmap_mode="r") for file in self._files] if documents else []
+        sizes = dict(zip(self._files, map(len, self._tokens), strict=True)) if documents else {}
+        self._starts = [open_documents(documents_file(file), size) for file, size in sizes.items()]
+        self._unverified = self._recorded_hashes()
         targets = [max(0, len(tokens) - 1) for tokens in self._tokens]
         windows = [-(-count // seq_len) if keep_tail else count // seq_len for count in targets]
         self._ends = list(accumulate(windows))
@@ -126,6 +129,21 @@ class WindowCorpus:
     def fetch(self, pieces: Sequence[int]) -> list[TokenPiece | Exception]:
         return [self._window(piece) for piece in pieces]
 
+    def _recorded_hashes(self) -> dict[int, list[tuple[Path, str]]]:
+        """The files and hashes to verify before the first window of each file, by its number."""
+        shards = {
+            folder / shard["file"]: shard
+            for folder, manifest in manifests_of(self._files).items()
+            for shard in manifest["shards"]
+        }
+        found = {}
+        for number, file in enumerate(self._files):
+            if file in shards:
+                found[number] = [(file, shards[file]["xxh3_128"])]
+                if self._starts:
+                    found[number].append((documents_file(file), shards[file]["xxh3_128_of_documents"]))
+        return found
+
     def locate(self, piece: int) -> str:
         number, begin = self._place(piece)
         return f"{self._files[number]}, token {begin}"
@@ -138,6 +156,9 @@ class WindowCorpus:
 
     def _window(self, piece: int) -> TokenPiece | Exception:
         number, begin = self._place(piece)
+        for file, digest in self._unverified.pop(number, ()):
+            if not has_hash(file, digest):
+                return UserError(f"{file} has changed since it was written, by {MANIFEST}: copy or write it again")
         window = self._tokens[number][begin : begin + self._seq_len + 1]
         if window.max() >= self._vocab_size or (window.dtype.kind == "i" and window.min() < 0):
             wrong = find_invalid(window, self._vocab_size)
@@ -177,36 +198,83 @@ def find_invalid(tokens: npt.NDArray[np.integer], vocab_size: int) -> int | None
     return int(wrong[0]) if len(wrong) else None
 
 
+def open_documents(path: Path, num_tokens: int) -> npt.NDArray[np.int64]:
+    """Open the starts of documents, memory-mapped. Raises UserError if they are not positions in ascending order."""
+    try:
+        starts: npt.NDArray[np.int64] = np.lib.format.open_memmap(path, mode="r")
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    if starts.ndim != 1 or starts.dtype != np.dtype("<i8"):
+        raise UserError(f"{path} must be a 1-D array of int64, but is {starts.ndim}-D {starts.dtype}")
+    blocks = (starts[begin : begin + CHECKED_TOKENS + 1] for begin in range(0, len(starts), CHECKED_TOKENS))
+    if len(starts) and (
+        starts[0] < 0 or starts[-1] > num_tokens or any((np.diff(block) < 0).any() for block in blocks)
+    ):
+        raise UserError(f"{path} must have positions from 0 to {num_tokens:,} in ascending order: write it again")
+    return starts
+
+
 def documents_file(file: Path) -> Path:
     """The file of the positions at which documents start in a token file: a .npy of int64, ascending."""
     return file.with_suffix(".documents")
 
 
-def read_json(file: Path) -> dict[str, Any] | None:
+class Shard(TypedDict):
+    """A token file and its .documents file: sizes in bytes and counts; hashes in hex."""
+
+    file: str
+    bytes: int
+    tokens: int
+    documents: int
+    xxh3_128: str
+    xxh3_128_of_documents: str
+    pieces: int
+    bad_rows: int
+
+
+class ManifestTokenizer(TypedDict):
+    description: str
+    fingerprint: str
+    vocab_size: int
+
+
+class Manifest(TypedDict):
+    """The schema of tokens.json. The totals are absent in that of an interrupted tokenization."""
+
+    format: int
+    dtype: str
+    tokenizer: ManifestTokenizer
+    settings: dict[str, Any]
+    sources: list[dict[str, Any]]
+    shards: list[Shard]
+    tokens: NotRequired[int]
+    documents: NotRequired[int]
+    bad_rows: NotRequired[int]
+
+
+def read_manifest(file: Path) -> dict[str, Any] | None:
     """Read and validate a tokens.json, or the tokens.incomplete.json of an interrupted tokenization; None if absent.
 
     Raises UserError.
     """
     try:
-        found = json.loads(file.read_text("utf-8"))
+        raw = read_regular(file)
+        found: dict[str, Any] = parse_json(raw)
+        if found.get("format") == FORMAT_VERSION:
+            parse_json(raw, Manifest)
+            return found
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except JsonError as error:
+        raise UserError(f"{file} {error}: write the files again") from None
+    except OSError as error:
         raise UserError(f"{file} cannot be read: {error}") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT_VERSION:
-        raise UserError(f"{file} is not of format {FORMAT_VERSION}, the only one that this version of titanlite reads")
-    shards = found.get("shards")
-    shards_are_valid = isinstance(shards, list) and all(
-        isinstance(shard, dict) and {"file", "bytes", "documents"} <= shard.keys() for shard in shards
-    )
-    if not shards_are_valid or not isinstance(found.get("tokenizer"), dict):
-        raise UserError(f"{file} does not list its shards and its tokenizer: write the files again")
-    return found
+    raise UserError(f"{file} is not of format {FORMAT_VERSION}, the only one that this version of titanlite reads")
 
 
 def manifests_of(files: Sequence[Path]) -> dict[Path, dict[str, Any]]:
     """The manifests of the folders of these files, by folder. Raises UserError if one cannot be read."""
-    found = {folder: read_json(folder / MANIFEST) for folder in dict.fromkeys(file.parent for file in files)}
+    found = {folder: read_manifest(folder / MANIFEST) for folder in dict.fromkeys(file.parent for file in files)}
     return {folder: manifest for folder, manifest in found.items() if manifest is not None}
 
 
@@ -234,7 +302,7 @@ def _mismatches(folder: Path, files: Sequence[Path], *, complete: bool, vocab_si
 
     complete: whether `files` must include all shards.
     """
-    manifest = read_json(folder / MANIFEST)
+    manifest = read_manifest(folder / MANIFEST)
     if manifest is None:
         if (folder / UNFINISHED).exists():
             remedy = f"{folder / UNFINISHED} shows an interrupted run: run the same titanlite tokenize command again"

@@ -1,0 +1,85 @@
+"""A strict reader of files and JSON that others may have written or damaged: regular files, limits, a schema."""
+
+import json
+import math
+import os
+import stat
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
+
+MAX_BYTES = 100_000_000
+MAX_DEPTH = 64
+
+
+class JsonError(ValueError):
+    """Content that is not valid. The text follows the name of the file: "is not JSON: ..."."""
+
+
+def read_regular(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """The content of a regular file. Raises OSError, and JsonError for a device, pipe or folder, or a longer file.
+
+    Never waits: opening a pipe would block until another process writes into it.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise JsonError("is not a regular file")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise JsonError(f"has more than {max_bytes:,} bytes")
+    return content
+
+
+def read_json(path: Path, schema: Any = dict[str, Any]) -> Any:
+    """Read and parse a file. schema: see parse_json. Raises OSError and JsonError."""
+    return parse_json(read_regular(path), schema)
+
+
+def parse_json(text: bytes, schema: Any = dict[str, Any]) -> Any:
+    """Parse JSON in UTF-8. schema: the type of the object, such as a TypedDict; keys that it lacks are errors.
+
+    Raises JsonError, also for repeated names, numbers that are not finite, numbers of more than 4,300 digits, and more
+    than MAX_DEPTH levels.
+    """
+    try:
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite)
+    except JsonError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise JsonError(f"is not JSON: {error}") from None
+    _check_depth(value)
+    if not isinstance(value, dict):
+        raise JsonError("is not a JSON object")
+    try:
+        check_type(value, schema, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
+    except TypeCheckError as error:
+        raise JsonError(f"is invalid: {error}") from None
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        name, count = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise JsonError(f"has {name!r} {'twice' if count == 2 else f'{count:,} times'}")
+    return found
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise JsonError(f"has the number {text}, which is not finite")
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))
+        level = [each for items in inner for each in items]
+        if not level:
+            return
+    raise JsonError(f"has more than {MAX_DEPTH} levels")
