@@ -30,6 +30,7 @@ from titanlite.runtime.errors import DataError, UsageError, UserError
 from titanlite.runtime.garbage import PacedGarbageCollection
 from titanlite.runtime.job_lock import job_lock
 from titanlite.runtime.logging import log, setup_logging
+from titanlite.runtime.positions import Positions
 from titanlite.summary import summarize
 from titanlite.trainer import Trainer
 
@@ -64,6 +65,9 @@ def main() -> None:
 def run_job(config: JobConfig, world: World, failure: FailureReport, environment: Mapping[str, str]) -> None:
     """Build the run, train, log how it ended. The dump folder is locked for this job."""
     assert failure.store is not None
+    positions = dist.PrefixStore("positions", failure.store)
+    failure.positions = Positions(positions, world.rank, world.size, world.local_rank, config.job.dump_folder)
+    failure.enter(0, "start-up")
     run = build_run(config, world, failure.store, environment)
     first_step = run.trainer.step + 1
     ended = run.data_end.before_training()
@@ -131,7 +135,9 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
     with stoppable(run), PacedGarbageCollection(config.training.gc_freq) as garbage:
         run.meter.start()
         while True:
+            failure.enter(trainer.step + 1, "waiting for data")
             batches = next_batches(run, failure)
+            failure.enter(trainer.step + 1, "forward, backward and update")
             stats = trainer.train_step(batches)
             step = trainer.step
             bad_rows = loader.bad_rows if trainer.counts_rows else 0
@@ -139,6 +145,7 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
             run.meter.update(step, stats, lr=trainer.schedule(step), data_wait_s=loader.wait_s, bad_rows=bad_rows)
             last = any(run.data_end.after_step()) or step == config.training.steps
             if last or is_log_step(step, log_freq=config.metrics.log_freq, total_steps=config.training.steps):
+                failure.enter(step, "logging")
                 record = run.meter.flush()
                 run.sinks.write(record)
                 run.skipped.check()
@@ -147,9 +154,12 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
                 run.mesh.set_timeout(config.comm.train_timeout_s)
             if run.ledger is not None:
                 run.ledger.write(step, loader.sequences, loader.origins)
+            failure.enter(step, "comparing replicas")
             run.replicas.after_step(step)
+            failure.enter(step, "saving")
             stops = checkpoints is not None and checkpoints.after_step(step, last)
             if run.validation is not None and (last or not stops):
+                failure.enter(step, "validating")
                 requested = run.validation.after_step(step, last, failure)
                 if requested and not stops:
                     assert checkpoints is not None, "signals stop a run without checkpoints at once"

@@ -4,15 +4,19 @@ step: a programming error in the third step.
 stage: a programming error in the third step's forward pass.
 data: data preparation never ends (as in a long index build), while the other ranks wait in a collective.
 late: a data error is raised 2 s after those of other ranks.
+kill: the rank is killed in the third step.
+hang, hang-data: the rank hangs in the third step, or while it waits for that step's data.
 arguments: the rank is started with further arguments, those in ARGUMENTS, as on a node with another configuration.
 """
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from tests.distributed.reference import GLOBAL_BATCH
 from titanlite import train
 from titanlite.assembly import run as build_module
 from titanlite.batch import Batch, StepStats
@@ -28,6 +32,25 @@ def faulty_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
     if self.step == 2:
         raise ValueError("planted")
     return train_step(self, batches)
+
+
+def killed_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
+    if self.step == 2:
+        time.sleep(1)  # the positions of this step are known
+        os.kill(os.getpid(), signal.SIGKILL)
+    return train_step(self, batches)
+
+
+def hanging_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
+    if self.step == 2:
+        time.sleep(1000)
+    return train_step(self, batches)
+
+
+def hanging_next_step(self: Loader) -> list[Batch]:
+    if getattr(self, "sequences", range(0)).stop == 2 * GLOBAL_BATCH:
+        time.sleep(1000)
+    return next_step(self)
 
 
 def fail(*args: Any) -> None:
@@ -64,6 +87,12 @@ if __name__ == "__main__":
             Loader.next_step = late_next_step  # type: ignore[method-assign]
         elif os.environ["FAULT"] == "stage":
             Trainer.train_step = step_with_faulty_forward  # type: ignore[method-assign]
+        elif os.environ["FAULT"] == "kill":
+            Trainer.train_step = killed_train_step  # type: ignore[method-assign]
+        elif os.environ["FAULT"] == "hang":
+            Trainer.train_step = hanging_train_step  # type: ignore[method-assign]
+        elif os.environ["FAULT"] == "hang-data":
+            Loader.next_step = hanging_next_step  # type: ignore[method-assign]
         elif os.environ["FAULT"] == "arguments":
             sys.argv += os.environ["ARGUMENTS"].split()
             os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # a node of its own

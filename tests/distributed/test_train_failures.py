@@ -184,10 +184,40 @@ def test_ranks_without_a_launcher_also_end(tmp_path: Path, start: Starter) -> No
     assert seconds_to_end(programs[1]) < SOON_S
     assert [program.wait() for program in programs] == [1, 1]
     assert [own_tracebacks(program.output) for program in programs] == [1, 0]
-    lost = "^titanlite: rank 1 lost the connection to the other ranks: "
-    assert len(re.findall(lost, programs[1].output, re.MULTILINE)) == 1
+    lost = r"^titanlite: the launcher or rank 0 has ended.* last seen in step \d .*\n\(rank 1 lost the connection: "
+    assert len(re.findall(lost, programs[1].output, re.MULTILINE)) == 1, programs[1].output
     for program in programs:
         assert_all_gone(program)
+
+
+QUIET = {
+    "kill": r"rank 1 on \S+ ended without a message, in step 3 \(forward, backward and update\): killed, out of memory",
+    "hang-data": r"rank 1 on \S+ hangs or lags: in step 3 \(waiting for data\) for \d+ s; the other ranks wait for it",
+    "hang": r"all ranks are in step 3 \(forward, backward and update\) for \d+ s: one of them hangs, or the network",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", QUIET)
+def test_a_rank_that_is_killed_or_hangs_is_named(fault: str, tmp_path: Path, start: Starter) -> None:
+    """One message, by a rank that waits for it, within 5 s after the timeout; the stacks show where the others are."""
+    faults = {"FAULT": fault, "FAULTY_RANK": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    settings = ["--comm.train_timeout_s", "3"]
+    program = start(tmp_path, *settings, ranks=2, program=FAULTY, environment=faults)
+    program.wait_for("step 2/")
+    assert seconds_to_end(program) < 3 + 5 + (30 if fault != "kill" else 0)  # the kill of the rank that hangs
+    messages = re.findall("^titanlite: .*$", program.output, re.MULTILINE)
+    assert len(messages) == 1, program.output
+    assert re.match(f"titanlite: {QUIET[fault]}", messages[0]), messages
+    assert re.search(r"\(rank 0 lost the connection: ", program.output)
+    assert own_tracebacks(program.output) == 0
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"].startswith(messages[0])
+    if fault != "kill":
+        (folder,) = (tmp_path / "out" / "faults").iterdir()
+        assert str(folder) in messages[0]
+        stacks = {file.name: file.read_text() for file in folder.iterdir()}
+        assert sorted(stacks) == ["rank-0.txt", "rank-1.txt"]
+        assert ("hanging_next_step" if fault == "hang-data" else "hanging_train_step") in stacks["rank-1.txt"]
 
 
 LONG = ["--training.steps", "1000000"]

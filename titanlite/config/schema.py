@@ -44,7 +44,13 @@ class TrainingConfig:
     """Tokens per sequence."""
     local_batch_size: int = ranged(8, "set a positive number", least=1)
     """Sequences per microbatch and data-parallel rank."""
-    global_batch_size: int = ranged(-1, "-1: local_batch_size x data-parallel ranks", least=1, unset=-1)
+    global_batch_size: int = ranged(
+        -1,
+        "it counts sequences: divide a number of tokens by seq_len; -1: local_batch_size x data-parallel ranks",
+        least=1,
+        most=2**20,
+        unset=-1,
+    )
     """Sequences per optimizer step over all ranks; gradient accumulation follows from it.
     -1: local_batch_size x data degree, resolved at the first start and kept by its checkpoints."""
     max_norm: float = 1.0

@@ -146,6 +146,7 @@ def flops_per_token(config: DecoderConfig, seq_len: int) -> int:
     return 6 * num_matmul_parameters(config) + 12 * config.n_layers * seq_len * heads
 
 
+MAX_LAYERS = 10_000
 _SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "max_seq_len")
 
 
@@ -177,11 +178,12 @@ def check_decoder(config: DecoderConfig, seq_len: int, tp: int, pp: int, *, publ
 
 
 def check_sizes(config: DecoderConfig, names: Iterable[str]) -> list[Problem]:
-    """Check that the hyper-parameters `names` are at least 1."""
+    """Check that the hyper-parameters `names` are at least 1, and not so large that a check would never end."""
     problems: list[Problem] = []
     for name in names:
-        value = getattr(config, name)
-        problems += require(value >= 1, f"model.{name}", value, "at least 1", "a positive number")
+        value, most = getattr(config, name), MAX_LAYERS if name == "n_layers" else 2**31 - 1
+        rule = "at least 1" if value < 1 else f"at most {most:,}"
+        problems += require(1 <= value <= most, f"model.{name}", value, rule, "a positive number in this range")
     return problems
 
 

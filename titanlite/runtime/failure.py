@@ -5,7 +5,9 @@ Does not import torch, which takes seconds, so that Ctrl-C is handled before tha
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -13,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Literal, NoReturn, Self
 
@@ -20,6 +23,8 @@ from titanlite.runtime.errors import DataError, UsageError, UserError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+    from titanlite.runtime.positions import Positions
 
 Detail = Literal["full", "brief", "silent"]
 
@@ -36,6 +41,9 @@ INTERRUPTED_WAIT_S = 0.3
 # Kills the process if printing the error blocks (unreachable host, full pipe).
 LAST_RESORT_S = 60
 
+_CONNECTION = re.compile("connection|timed? ?out|socket|broken pipe|nccl", re.IGNORECASE)
+"""Errors of torch that another rank may have caused, by ending or by not coming."""
+
 LOWEST_SEQUENCE = "titanlite/lowest_sequence"
 """Key in the store: the lowest sequence with unusable data."""
 
@@ -50,6 +58,7 @@ class FailureReport:
 
     def __init__(self) -> None:
         self.store: dist.Store | None = None
+        self.positions: Positions | None = None
         self._rank = os.environ.get("RANK", "0")
         self._local_rank = os.environ.get("LOCAL_RANK", "0")
 
@@ -67,14 +76,30 @@ class FailureReport:
         detail = self._detail(error)
         if detail == "silent":
             time.sleep(SILENT_WAIT_S)
-        elif isinstance(error, UserError):
-            _print_error(f"titanlite: {error}")
-        elif detail == "brief" and isinstance(error, RuntimeError):  # torch's error for a lost connection
-            _print_error(f"titanlite: rank {self._rank} lost the connection to the other ranks: {error}")
         else:
-            _print_error("".join(traceback.format_exception(kind, error, trace)))
-            _print_error(f"titanlite: rank {self._rank} failed: {type(error).__name__}: {error}")
+            message = self._describe(error, detail)
+            if not isinstance(error, UserError) and message.startswith(f"rank {self._rank} failed"):
+                _print_error("".join(traceback.format_exception(kind, error, trace)))
+            _print_error(f"titanlite: {message}")
+            _write_error_file(f"titanlite: {message}")
         end_process(2 if isinstance(error, UsageError) else 1)
+
+    def enter(self, step: int, phase: str) -> None:
+        """Note that this rank enters a phase of a step, for messages of other ranks."""
+        if self.positions is not None:
+            self.positions.enter(step, phase)
+
+    def _describe(self, error: BaseException, detail: Detail) -> str:
+        """The message of a rank that prints. A lost or slow connection is explained by the positions of the ranks."""
+        if isinstance(error, UserError):
+            return str(error)
+        first_line = f"{error}".partition("\n")[0]
+        if isinstance(error, RuntimeError) and self.positions is not None and _CONNECTION.search(first_line):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher terminates all ranks once one has ended
+            return f"{self.positions.explain()}\n(rank {self._rank} lost the connection: {first_line})"
+        if isinstance(error, RuntimeError) and detail == "brief":  # torch's error for a lost connection
+            return f"rank {self._rank} lost the connection to the other ranks: {error}"
+        return f"rank {self._rank} failed: {type(error).__name__}: {error}"
 
     def note_data_error(self, error: DataError) -> None:
         """Register the sequence of a data error: of all registered ranks, the one with the lowest sequence prints."""
@@ -98,6 +123,15 @@ class FailureReport:
         except RuntimeError:  # the process of the store has ended, most likely the cause of this error
             return "brief"
         return "full" if first.decode() == self._rank else "silent"
+
+
+def _write_error_file(message: str) -> None:
+    """Write torchrun's error file of this rank, which its summary shows."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    content = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
+    if path:
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": content}), encoding="utf-8")
 
 
 def end_on_interrupt() -> None:
