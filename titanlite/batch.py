@@ -44,6 +44,7 @@ class StepStats:
     row_losses: this rank's share of the mean loss by row, (rows of the step on this data rank,), in the order of the
         loader's sequences; 0 except on the last stage of a pipeline.
     shard_norms: norm of this rank's shard of each gradient, float64 (parameters,), see GradNorm.
+    spike_ratio: global norm relative to the median of recent steps, see SpikeGate; 0 if spikes are disabled.
     """
 
     mean_loss: Tensor
@@ -53,3 +54,4 @@ class StepStats:
     by_source: Tensor
     row_losses: Tensor
     shard_norms: Tensor
+    spike_ratio: Tensor

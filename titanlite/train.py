@@ -67,7 +67,6 @@ def run_job(config: JobConfig, world: World, failure: FailureReport, environment
     assert failure.store is not None
     positions = dist.PrefixStore("positions", failure.store)
     failure.positions = Positions(positions, world.rank, world.size, world.local_rank, config.job.dump_folder)
-    failure.enter(0, "start-up")
     run = build_run(config, world, failure.store, environment)
     first_step = run.trainer.step + 1
     ended = run.data_end.before_training()

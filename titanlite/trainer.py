@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.batch import IGNORE_INDEX, Batch, StepStats
+from titanlite.faults.spikes import SpikeGate
 from titanlite.forward import ModelOnMesh
 from titanlite.metrics.by_source import NUM_TOTALS, totals_by_source
 from titanlite.optim.optimizer import GatedOptimizer
@@ -22,7 +23,7 @@ class Trainer(ModelOnMesh):
     """Trains a parallelized model.
 
     schedule: the learning rate by step, from 1. sync: see set_gradient_sync. num_sources: number of data sources; if
-    there are several, steps also compute the totals by source.
+    there are several, steps also compute the totals by source. spikes: None: no step is a spike.
     """
 
     optimizer: GatedOptimizer
@@ -31,6 +32,7 @@ class Trainer(ModelOnMesh):
     max_norm: float
     norm_type: NormType
     num_sources: int
+    spikes: SpikeGate | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,6 +61,11 @@ class Trainer(ModelOnMesh):
         grad_norm, shard_norms = clip_grad_norm_(self.model_parts, self.max_norm, self.norm_type, self.pp_group)
         self.optimizer.set_lr(self.schedule(self.step))
         ok = (num_valid > 0) & grad_norm.isfinite()
+        spike_ratio = torch.zeros((), dtype=torch.float64, device=self.device)
+        if self.spikes is not None:
+            spike_ratio = self.spikes.ratio(self.step, grad_norm)
+            if self.spikes.skips:
+                ok &= spike_ratio <= self.spikes.factor
         self.optimizer.step_if(ok)
         return StepStats(
             mean_loss * self.counts_loss,
@@ -68,6 +75,7 @@ class Trainer(ModelOnMesh):
             by_source=by_source * self.counts_loss,
             row_losses=torch.cat(row_losses),
             shard_norms=shard_norms,
+            spike_ratio=spike_ratio,
         )
 
     def count_valid_tokens(self, batches: Sequence[Batch]) -> Tensor:

@@ -86,7 +86,11 @@ class StandIn:
     def streams(self, group: dist.ProcessGroup) -> Tensor:  # noqa: ARG002
         return self._streams.clone()
 
-    def empty_streams(self) -> Tensor:
+    def recent(self) -> dict[str, Tensor]:
+        return {}
+
+    def empty_streams(self, width: int | None = None) -> Tensor:
+        assert width in (None, self._streams.shape[1])
         return torch.zeros_like(self._streams)
 
     def load_streams(self, state: Tensor) -> str:

@@ -108,7 +108,7 @@ def remove(path: Path, chance: random.Random, name: str) -> str:  # noqa: ARG001
 def become_folder(path: Path, chance: random.Random, name: str) -> str:  # noqa: ARG001
     (path / name).unlink()
     (path / name).mkdir()
-    return damage_pattern(name, f"({OTHER_SIZE}|is missing)")
+    return damage_pattern(name, f"({OTHER_SIZE}|is missing|is not a regular file)")
 
 
 def older_shard(path: Path, chance: random.Random, name: str) -> str:  # noqa: ARG001

@@ -147,7 +147,7 @@ KILLS_OF_A_RANK = [
     pytest.param(20, marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
 ]
 KILLS_OF_TORCHRUN = [
-    pytest.param(1, marks=pytest.mark.slow),
+    pytest.param(1, marks=pytest.mark.soak),
     pytest.param(10, marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
 ]
 

@@ -160,3 +160,37 @@ def test_a_run_stops_at_its_limits(tmp_path: Path) -> None:
         assert 'faults.on_nonfinite = "stop"' in stopped
         assert (early, masked) == (4, "")
         assert [changes for *_, changes, _ in results] == [0.0] * 4
+
+
+def norms_after(folder: str, steps: int, *settings: str) -> list[float]:
+    """Train up to a step; the known gradient norms then."""
+    settings = ("checkpoint.enable=true", f"training.steps={steps}", SHARDED, *settings)
+    run = build(folder, *settings)
+    train(small_config(dist.get_world_size(), f"job.dump_folder={folder}/run", *settings), run, Mock())
+    run.loader.close()
+    run.sinks.close()
+    Path(folder, "store").unlink(missing_ok=True)
+    return [] if run.trainer.spikes is None else run.trainer.spikes.norms[1 : steps + 1].tolist()
+
+
+def norms_of_resumed_runs(folder: str) -> list[list[float]]:
+    spikes = ("faults.spike_factor=4.0",)
+    for name in ("one", "two", "three"):
+        Path(folder, name).mkdir(exist_ok=True)
+    return [
+        norms_after(f"{folder}/one", 5, *spikes),
+        norms_after(f"{folder}/two", 3, *spikes),
+        norms_after(f"{folder}/two", 5, *spikes),
+        norms_after(f"{folder}/three", 3),
+        norms_after(f"{folder}/three", 5, *spikes),
+    ]
+
+
+@pytest.mark.slow
+def test_known_norms_are_saved_with_a_checkpoint(tmp_path: Path) -> None:
+    """Also a run whose checkpoint has none may begin to detect spikes."""
+    for all_norms, first, resumed, without, begun in run_ranks(norms_of_resumed_runs, 2, str(tmp_path)):
+        assert all(norm > 0 for norm in all_norms)
+        assert (first, resumed, without) == (all_norms[:3], all_norms, [])
+        assert begun[:3] == [-1.0] * 3
+        assert begun[3:] == all_norms[3:]

@@ -71,12 +71,13 @@ def stop_at(start: Starter, workplace: Path, stop: Stop, number: int) -> Program
     return program
 
 
+@pytest.mark.parametrize("stops", [[STOPS[0], STOPS[3]], pytest.param(STOPS, marks=pytest.mark.soak)], ids=len)
 def test_signal_saves_once_and_the_next_start_resumes_bit_for_bit(
-    tmp_path: Path, start: Starter, undisturbed: Undisturbed
+    stops: list[Stop], tmp_path: Path, start: Starter, undisturbed: Undisturbed
 ) -> None:
     """In the first step, while one rank waits for data, during a save, and during a background save."""
     last = 0
-    for number, stop in enumerate(STOPS):
+    for number, stop in enumerate(stops):
         program = stop_at(start, tmp_path, stop, number)
         output = program.output
         assert starts(output) == [last], output

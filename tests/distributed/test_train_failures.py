@@ -198,7 +198,7 @@ QUIET = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", QUIET)
+@pytest.mark.parametrize("fault", ["kill", "hang-data", pytest.param("hang", marks=pytest.mark.soak)])
 def test_a_rank_that_is_killed_or_hangs_is_named(fault: str, tmp_path: Path, start: Starter) -> None:
     """One message, by a rank that waits for it, within 5 s after the timeout; the stacks show where the others are."""
     faults = {"FAULT": fault, "FAULTY_RANK": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from titanlite.config.schema import JobConfig
+from titanlite.faults.spikes import SpikeGate
 from titanlite.forward import ModelOnMesh
 from titanlite.loss import mean_loss_shares
 from titanlite.models.family import LanguageModel
@@ -87,6 +88,7 @@ def build_forward(config: JobConfig, model_parts: list[LanguageModel], mesh: Mes
 
 def build_trainer(config: JobConfig, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device) -> Trainer:
     """Build the trainer of this rank's model parts."""
+    faults = config.faults
     return Trainer(
         **forward_parts(config, model_parts, mesh, device),
         optimizer=build_optimizer(config.optimizer, model_parts, device),
@@ -95,6 +97,7 @@ def build_trainer(config: JobConfig, model_parts: list[LanguageModel], mesh: Mes
         max_norm=config.training.max_norm,
         norm_type=config.training.norm_type,
         num_sources=len(config.data.sources),
+        spikes=SpikeGate(faults.spike_factor, device, skips=faults.on_spike == "skip") if faults.spike_factor else None,
     )
 
 

@@ -115,7 +115,8 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     replicas = Replicas(model_parts, trainer.optimizer, mesh, config.faults.check_replicas_every)
     stop, start, checkpoints = StopRequest(), Start(0, (), {}), None
     if config.checkpoint.enable or config.checkpoint.initial_load_path:
-        state = RunState(model_parts, trainer.optimizer, loader, mesh)
+        norms = trainer.spikes.norms if trainer.spikes else None
+        state = RunState(model_parts, trainer.optimizer, loader, mesh, norms)
         checkpoints = build_checkpoints(config, mesh, state, meter, tokenizer, stop, imported, replicas)
         start = checkpoints.resume()
         trainer.step = start.step
@@ -238,8 +239,16 @@ def about_run(config: JobConfig, tokenizer: Tokenizer | None) -> RunFacts:
 
 
 def require_no_checkpoints(config: JobConfig) -> None:
-    """Raise UserError if checkpoints are disabled but the run's checkpoint folder has some."""
-    folder = Path(config.job.dump_folder, config.checkpoint.folder)
+    """Raise UserError if the dump folder has checkpoints of a run that this one would not resume."""
+    dump_folder = Path(config.job.dump_folder)
+    folder = dump_folder / config.checkpoint.folder
+    others = (path for path in dump_folder.iterdir() if path.is_dir()) if dump_folder.is_dir() else ()
+    for other in others:
+        if not folder.is_relative_to(other) and published_steps(other):
+            raise UserError(
+                f"checkpoint.folder = {config.checkpoint.folder!r}, but {other} holds checkpoints of an earlier run: "
+                f"resume it with --checkpoint.folder {other.name}, or start a new run in another --job.dump_folder"
+            )
     if not config.checkpoint.enable and published_steps(folder):
         raise UserError(
             f"checkpoint.enable = false, but {folder} holds checkpoints of an earlier run: resume it with "

@@ -115,7 +115,7 @@ class Checkpoints:
         warn_on_rank_0(f"{failure}; training continues", self._group)
 
     def _full(self) -> dict[str, Tensor]:
-        return self._state.model_and_optimizer() | {STREAMS: self._state.streams(self._group)}
+        return self._state.model_and_optimizer() | self._state.recent() | {STREAMS: self._state.streams(self._group)}
 
     def _draft(self, step: int, content: Literal["full", "model"]) -> Manifest:
         assert self._start is not None

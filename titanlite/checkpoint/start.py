@@ -36,7 +36,7 @@ from titanlite.checkpoint.state import MODEL, STREAMS, RunState, first_not_finit
 from titanlite.checkpoint.storage import InvalidCheckpointError, check_file, first_failure, load_tensors, read_shapes
 from titanlite.hf.folder import ModelFolder
 from titanlite.metrics.meter import Meter, MeterState
-from titanlite.runtime.agreement import run_on_all_ranks, run_on_rank_0, warn_on_rank_0
+from titanlite.runtime.agreement import RanksError, run_on_all_ranks, run_on_rank_0, warn_on_rank_0
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 
@@ -257,7 +257,13 @@ class StartFinder:
 
     def _load_all(self, found: Found) -> None:
         manifest = found.manifest
-        tensors = self.state.model_and_optimizer() | {STREAMS: self.state.empty_streams()}
+        try:
+            saved = run_on_rank_0(lambda: read_shapes(found.path), self.group)
+        except RanksError as error:
+            raise UserError(f"{found.path} cannot be loaded: {error}") from None
+        (_, width), _ = saved[STREAMS]  # there may be more sources now
+        tensors = self.state.model_and_optimizer() | {STREAMS: self.state.empty_streams(width)}
+        tensors |= {name: tensor for name, tensor in self.state.recent().items() if name in saved}
         load(found, tensors, self.group)
         try:
             position = self.state.load_streams(tensors[STREAMS])

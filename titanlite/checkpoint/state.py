@@ -13,6 +13,7 @@ from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.parallel.mesh import AXES, Mesh
 
 MODEL, OPTIMIZER, STREAMS = "model/", "optimizer/", "data/streams"
+GRAD_NORMS = "faults/grad_norms"
 
 
 class StreamsState(Protocol):
@@ -32,16 +33,23 @@ class RunState:
     """The state of one run on this rank.
 
     Named tensors, DTensors or plain: model/<parameter>; optimizer/<parameter>/<state>; data/streams, int64
-    (num_streams, fields of SourceState of each source), replicated. A tied parameter is saved once, under its first
+    (num_streams, fields of SourceState of each source), replicated; faults/grad_norms, replicated, if spikes are
+    detected, see SpikeGate. A tied parameter is saved once, under its first
     name. Learning rate and random numbers follow from step and seed, so they have no state.
     """
 
     def __init__(
-        self, model_parts: Iterable[nn.Module], optimizer: GatedOptimizer, loader: StreamsState, mesh: Mesh
+        self,
+        model_parts: Iterable[nn.Module],
+        optimizer: GatedOptimizer,
+        loader: StreamsState,
+        mesh: Mesh,
+        grad_norms: Tensor | None = None,
     ) -> None:
         self._parameters = {MODEL + name: p.data for part in model_parts for name, p in part.named_parameters()}
         self._optimizer = optimizer
         self._loader = loader
+        self._grad_norms = grad_norms
         self._is_data_leader = mesh.is_data_leader
         self._is_stage_leader = mesh.is_first(axis for axis in AXES if axis != "pp")
 
@@ -53,6 +61,10 @@ class RunState:
         self._optimizer.init_state()
         return self.model() | {OPTIMIZER + name: tensor for name, tensor in self._optimizer.named_state()}
 
+    def recent(self) -> dict[str, Tensor]:
+        """The run's own tensors that an earlier checkpoint may lack."""
+        return {} if self._grad_norms is None else {GRAD_NORMS: self._grad_norms}
+
     def streams(self, group: dist.ProcessGroup) -> Tensor:
         """The state of all streams after the steps returned so far. A collective over all ranks, on gloo."""
         state = self.empty_streams()
@@ -61,9 +73,10 @@ class RunState:
         dist.all_reduce(state, group=group)
         return state
 
-    def empty_streams(self) -> Tensor:
-        """A tensor of the shape of `streams`, to load into."""
-        return torch.zeros(self._loader.num_streams, self._loader.state().shape[1], dtype=torch.int64)
+    def empty_streams(self, width: int | None = None) -> Tensor:
+        """A tensor of the shape of `streams`, to load into. width: of a state with fewer sources; None: of all."""
+        width = self._loader.state().shape[1] if width is None else width
+        return torch.zeros(self._loader.num_streams, width, dtype=torch.int64)
 
     def load_streams(self, state: Tensor) -> str:
         """Continue from `state`; returns the position in the data, for the log. Raises UserError if it does not fit."""

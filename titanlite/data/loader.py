@@ -140,8 +140,13 @@ class Loader:
     def load_state(self, state: Tensor) -> None:
         """Continue after the step of `state`: int64 (num_streams, fields), the rows of all ranks.
 
-        The mesh and the batch sizes may differ from the earlier run. Raises UserError if the state does not match.
+        The mesh and the batch sizes may differ from the earlier run. Sources may have been added after those of the
+        state; they begin at their start. Raises UserError if the state does not match.
         """
+        added = self._states.shape[1] - state.shape[1] if state.ndim == 2 else 0
+        if added > 0 and added % len(SourceState._fields) == 0 and len(state) == self.num_streams:
+            state = torch.cat([state, state.new_zeros(self.num_streams, added)], dim=1)
+            state[list(self.stream_ids), -added:] = self._beginning[:, -added:].to(state.dtype)
         shape = (self.num_streams, self._states.shape[1])
         if state.dtype != torch.int64 or tuple(state.shape) != shape:
             raise UserError(

@@ -1,5 +1,6 @@
 """The [faults] section."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +16,10 @@ class FaultsConfig:
     the run stops at the next log line."""
     max_skipped_steps: int = ranged(10, "0 stops after the first skipped step", least=0)
     """The run stops at the next log line after more skipped steps in a row than this."""
+    spike_factor: float = ranged(0.0, "8 finds steps far off; 0 disables it", above=1, below=math.inf, unset=0)
+    """A step is a spike if its gradient norm is above this multiple of the last 128 steps' median; 0: disabled."""
+    on_spike: Literal["warn", "skip"] = "warn"
+    """What to do about a spike: warn at the next log line; or also skip its update, counted in max_skipped_steps."""
     check_replicas_every: int = ranged(100, "0 disables the check", least=0)
     """Interval in steps of the comparison of replicated weights and optimizer state, bit for bit, between their ranks;
     also compared before each save. 0: never."""

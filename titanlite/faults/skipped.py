@@ -1,4 +1,4 @@
-"""Skipped steps: their numbers stay on the device during the steps, and are explained on the host at log lines."""
+"""Skipped steps and spikes: their numbers stay on the device, and are explained on the host at log lines."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from titanlite.data.loader import Loader
 from titanlite.data.preparation import Int64s
 from titanlite.data.streams import Origin
 from titanlite.faults.config import FaultsConfig
+from titanlite.faults.spikes import WINDOW
 from titanlite.runtime.agreement import run_on_all_ranks, warn_on_rank_0
 from titanlite.runtime.errors import UserError
 
@@ -79,43 +80,73 @@ class SkippedSteps:
             self.check()
 
     def check(self) -> None:
-        """Log or raise if steps were skipped since the last call; then a collective. Waits for the device.
+        """Log or raise if steps were skipped or spikes since the last call; then a collective. Waits for the device.
 
         Raises UserError on all ranks.
         """
         if not self._steps:
             return
         steps, self._steps = self._steps, []
-        flags = torch.stack([step.stats.skipped for step in steps]).tolist()  # the same on all ranks
-        skipped = [step for step, flag in zip(steps, flags, strict=True) if flag]
+        ratios = torch.stack([step.stats.spike_ratio for step in steps])
+        flags = torch.stack([step.stats.skipped for step in steps]).to(ratios.dtype)
+        values = torch.stack([flags, ratios]).T.tolist()  # the same on all ranks
         longest = 0
-        for flag in flags:
-            self._in_a_row = self._in_a_row + 1 if flag else 0
+        for skipped, _ in values:
+            self._in_a_row = self._in_a_row + 1 if skipped else 0
             longest = max(longest, self._in_a_row)
-        if not skipped:
+        factor = self._section.spike_factor or torch.inf
+        spikes = [(step, ratio) for step, (_, ratio) in zip(steps, values, strict=True) if ratio > factor]
+        broken = [step for step, (skipped, ratio) in zip(steps, values, strict=True) if skipped and ratio <= factor]
+        lines = []
+        if broken:
+            num_valid = int(broken[0].stats.num_valid)
+            causes = run_on_all_ranks(lambda: self._cause(broken[0]), self._group)
+            lines.append(_explain(broken[0].number, num_valid, causes, len(broken)))
+        if spikes:
+            (step, ratio) = spikes[0]
+            largest = run_on_all_ranks(lambda: self._largest_losses(step), self._group)
+            samples = [(loss, f"rank {rank}, {text}") for rank, found in enumerate(largest) for loss, text in found]
+            norm = float(step.stats.grad_norm)
+            lines.append(_explain_spike(step.number, norm, ratio, self._section, sorted(samples)[::-1], len(spikes)))
+        if not lines:
             return
-        step = skipped[0]
-        num_valid = int(step.stats.num_valid)
-        causes = run_on_all_ranks(lambda: self._cause(step), self._group)
-        text = _explain(step.number, num_valid, causes, len(skipped))
+        text = "\n".join(lines)
         if longest > self._section.max_skipped_steps:
             raise UserError(
                 f"{text}\nfaults.max_skipped_steps = {self._section.max_skipped_steps}: {longest} steps in a row were "
                 "skipped; the weights are those before them"
             )
-        if self._section.on_nonfinite == "stop" and any(step.stats.num_valid for step in skipped):
+        if self._section.on_nonfinite == "stop" and any(step.stats.num_valid for step in broken):
             raise UserError(f'{text}\nfaults.on_nonfinite = "stop"; the weights are those before this step')
         warn_on_rank_0(f"{text}\n  training continues", self._group)
+
+    def _place(self, step: _Step, row: int) -> str:
+        return f"sequence {step.sequences[row]}, {self._loader.locate(Origin(*step.origins[row].tolist()))}"
+
+    def _largest_losses(self, step: _Step) -> list[tuple[float, str]]:
+        """The rows of this rank with the largest losses: their shares of the mean loss, and where they are."""
+        losses = step.stats.row_losses.tolist() if self._counts_loss else []
+        rows = sorted(range(len(losses)), key=lambda row: -losses[row])[:MAX_SAMPLES]
+        return [(losses[row], self._place(step, row)) for row in rows]
 
     def _cause(self, step: _Step) -> Cause:
         norms = step.stats.shard_norms.isfinite().tolist()
         rows = step.stats.row_losses.isfinite().tolist() if self._counts_loss else []
-        samples = [
-            f"sequence {step.sequences[row]}, {self._loader.locate(Origin(*step.origins[row].tolist()))}"
-            for row, is_finite in enumerate(rows)
-            if not is_finite
-        ]
+        samples = [self._place(step, row) for row, is_finite in enumerate(rows) if not is_finite]
         return Cause(self._parameters[norms.index(False)] if False in norms else None, samples)
+
+
+def _explain_spike(
+    step: int, norm: float, ratio: float, section: FaultsConfig, samples: Sequence[tuple[float, str]], count: int
+) -> str:
+    """The message about `count` spikes, the first of them `step`. samples: largest shares of the loss, and places."""
+    lines = [
+        f"step {step} is a spike{' and was skipped' if section.on_spike == 'skip' else ''}: gradient norm {norm:.4g}, "
+        f"{ratio:.6g} times the median of the last {WINDOW} steps (faults.spike_factor = {section.spike_factor:g})"
+    ]
+    lines += [f"  {loss:.4g} of the mean loss: {text}" for loss, text in samples[:MAX_SAMPLES]]
+    lines += [f"  {count} steps were spikes since the last log line"] if count > 1 else []
+    return "\n".join(lines)
 
 
 def _explain(step: int, num_valid: int, causes: Sequence[Cause], count: int) -> str:

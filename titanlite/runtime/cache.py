@@ -27,7 +27,10 @@ def cache_folder() -> Path:
     if own:
         return Path(own).expanduser()
     shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "titanlite"
+    try:
+        return (Path(shared) if shared else Path.home() / ".cache") / "titanlite"
+    except RuntimeError:  # a container may have neither HOME nor an entry in /etc/passwd
+        raise UserError("this user has no home folder: set TITANLITE_CACHE to a folder for caches") from None
 
 
 def content_key(facts: Any) -> str:

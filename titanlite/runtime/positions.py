@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 INTERVAL_S = 0.5
 """Seconds between two signs of life of a process."""
-SETTLE_S = 1.5
-"""Wait before the verdict: three signs of life, and the time to write stacks."""
+SETTLE_S = 2.5
+"""Wait before the verdict, in which a living process gives five signs of life and writes its stacks."""
 MAX_READERS = 64
 """With more ranks, only the first of each node keeps a view of the others."""
 FAULTS_FOLDER = "faults"
@@ -53,8 +53,9 @@ class Positions:
         self._host = socket.gethostname()
         self._count = 0
         self._lost = False
-        self._seen = {other: Seen() for other in range(size)}
+        self._seen = {other: Seen(changed_at=time.monotonic(), alive_at=time.monotonic()) for other in range(size)}
         self._guard = threading.Lock()
+        self.enter(0, "start-up")
         if size > 1:
             reads = size <= MAX_READERS or local_rank == 0
             threading.Thread(target=self._beat, args=(store.clone(), reads), name="positions", daemon=True).start()  # type: ignore[attr-defined]
@@ -99,17 +100,20 @@ class Positions:
                 time.sleep(INTERVAL_S)
 
     def _read(self, store: dist.Store) -> None:
+        """Update the view by two requests; does nothing until all ranks have written."""
         now = time.monotonic()
-        for other in range(self._size):
-            position = store.get(f"position/{other}") if store.check([f"position/{other}"]) else b""
-            beats = int(store.get(f"alive/{other}")) if store.check([f"alive/{other}"]) else 0
-            with self._guard:
+        keys = [f"{kind}/{other}" for kind in ("position", "alive") for other in range(self._size)]
+        if not store.check(keys):
+            return
+        values = store.multi_get(keys)
+        with self._guard:
+            for other, (position, beats) in enumerate(zip(values[: self._size], values[self._size :], strict=True)):
                 seen = self._seen[other]
-                if position and json.loads(position)[0] != seen.count:
-                    seen.count, seen.step, seen.phase, seen.host = json.loads(position)
-                    seen.changed_at = now
-                if beats != seen.beats or not seen.alive_at:
-                    seen.beats, seen.alive_at = beats, now
+                count, *where = json.loads(position)
+                if count != seen.count:
+                    seen.count, (seen.step, seen.phase, seen.host), seen.changed_at = count, where, now
+                if int(beats) != seen.beats:
+                    seen.beats, seen.alive_at = int(beats), now
 
     def _write_stacks(self, folder: Path) -> None:
         with suppress(OSError):
@@ -129,7 +133,7 @@ def describe(seen: Mapping[int, Seen], own_rank: int, now: float, *, store_is_lo
             f"{one.step} ({one.phase}) on {one.host}"
         )
     others = {rank: each for rank, each in seen.items() if rank != own_rank}
-    ended = [rank for rank, each in others.items() if now - each.alive_at > 2 * INTERVAL_S]
+    ended = [rank for rank, each in others.items() if now - each.alive_at > 4 * INTERVAL_S]
     if ended:
         one = seen[ended[0]]
         return (

@@ -9,6 +9,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +22,7 @@ import torch.distributed as dist
 import tyro
 
 from titanlite.assembly.data import build_validation_data, pin_revisions
+from titanlite.assembly.facts import program_facts
 from titanlite.assembly.model import build_forward, build_model
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.config.check import check_config, resolve_config
@@ -32,6 +34,7 @@ from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.metrics.validation import SetTotals, sum_of
 from titanlite.parallel.mesh import AXES, Mesh, ParallelismConfig
+from titanlite.runtime.agreement import require_equal
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import (
     CommConfig,
@@ -206,6 +209,8 @@ def evaluate(
 ) -> Found:
     """Build the model without optimizer, load it, evaluate the data. On all ranks. Raises UserError."""
     apply_determinism(config.debug)
+    facts = program_facts(config, world, os.environ)
+    require_equal("program", facts, world, store, config.comm.init_timeout_s)
     config = pin_revisions(config, world, store)
     # As in training, data comes before the process group: building an index may exceed its timeout.
     mesh = Mesh(config.parallelism, world)

@@ -175,3 +175,24 @@ def test_the_beginning_of_the_files_is_checked_before_the_run(tmp_path: Path) ->
     (tmp_path / "broken.bin").write_bytes(b"123")
     (problem,) = check_content(source(tmp_path, "uint16"), 10**6)
     assert "broken.bin is not an array of tokens" in problem.remedy
+
+
+def test_a_source_may_be_added_on_resume(tmp_path: Path) -> None:
+    first, second = np.arange(SEQ_LEN * 40 + 1), np.arange(2000, 2000 + SEQ_LEN * 40 + 1)
+    np.save(tmp_path / "first.npy", first)
+    np.save(tmp_path / "second.npy", second)
+    loader = build(source(tmp_path / "first.npy"))
+    assert rows(loader, 3) == [window(first, n) for n in range(6)]
+    state = loader.state()
+    both = build(source(tmp_path / "first.npy"), source(tmp_path / "second.npy"))
+    both.load_state(state)
+    found = rows(both, 10)
+    for stream in range(2):
+        of_stream = found[stream::2]
+        old, new = ([row for row in of_stream if (row[0][0] >= 2000) == added] for added in (False, True))
+        assert old == [window(first, 6 + stream + 2 * n) for n in range(len(old))]
+        assert new == [window(second, stream + 2 * n) for n in range(len(new))]
+        assert old
+        assert new
+    with pytest.raises(UserError, match="the saved state of the data"):
+        build(source(tmp_path / "first.npy")).load_state(both.state())

@@ -1,5 +1,6 @@
 """Skipped steps on one process: limits across log lines, bounded memory, and which samples are named."""
 
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -12,23 +13,27 @@ from titanlite.batch import StepStats
 from titanlite.faults import skipped
 from titanlite.faults.config import FaultsConfig
 from titanlite.faults.skipped import MAX_SAMPLES, SkippedSteps
+from titanlite.faults.spikes import MIN_NORMS, WINDOW, SpikeGate
 from titanlite.runtime.errors import UserError
 
 ROWS = 8
 
 
-def steps_of(group: dist.ProcessGroup, **section: int) -> SkippedSteps:
+def steps_of(group: dist.ProcessGroup, **section: Any) -> SkippedSteps:
     loader = Mock(sequences=range(100, 100 + ROWS), origin_values=np.arange(4 * ROWS).reshape(ROWS, 4))
     loader.locate = lambda origin: f"piece {origin.piece}"
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    return SkippedSteps(FaultsConfig(**section), [model], [0], loader, group, counts_loss=True)  # type: ignore[arg-type]
+    return SkippedSteps(FaultsConfig(**section), [model], [0], loader, group, counts_loss=True)
 
 
-def stats_of(skipped: bool = False, bad_rows: tuple[int, ...] = (), bad_parameters: tuple[int, ...] = ()) -> StepStats:
+def stats_of(
+    skipped: bool = False, bad_rows: tuple[int, ...] = (), bad_parameters: tuple[int, ...] = (), ratio: float = 0.0
+) -> StepStats:
     norms, rows = torch.ones(4, dtype=torch.float64), torch.ones(ROWS)
     norms[list(bad_parameters)], rows[list(bad_rows)] = torch.inf, torch.nan
     one = torch.ones(())
-    return StepStats(one, one, torch.tensor(5), torch.tensor(skipped), torch.zeros(3, 1), rows, norms)
+    spike = torch.tensor(ratio, dtype=torch.float64)
+    return StepStats(one, one, torch.tensor(5), torch.tensor(skipped), torch.zeros(3, 1), rows, norms, spike)
 
 
 def test_a_row_of_skipped_steps_is_counted_across_log_lines(
@@ -75,3 +80,38 @@ def test_steps_are_checked_before_they_take_much_memory(
         steps.note(step, stats_of(step == 2))
     assert caplog.text.count("step 2 was skipped") == 1
     assert len(steps._steps) == 1
+
+
+def test_spikes_are_explained_and_count_as_skipped(group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture) -> None:
+    steps = steps_of(group, spike_factor=4.0, on_spike="skip", max_skipped_steps=1)
+    steps.note(1, stats_of(ratio=4.0))
+    spike = stats_of(skipped=True, ratio=4.25)
+    spike.row_losses[3] = 2.5
+    steps.note(2, spike)
+    steps.check()
+    lines = caplog.messages[0].splitlines()
+    assert lines[0] == (
+        "step 2 is a spike and was skipped: gradient norm 1, 4.25 times the median of the last 128 steps "
+        "(faults.spike_factor = 4)"
+    )
+    assert lines[1] == "  2.5 of the mean loss: rank 0, sequence 103, piece 14"
+    assert len(lines) == 1 + MAX_SAMPLES + 1
+    steps.note(3, spike)
+    with pytest.raises(UserError, match="max_skipped_steps = 1: 2 steps in a row were skipped"):
+        steps.check()
+
+
+def test_the_median_of_recent_norms_decides() -> None:
+    gate = SpikeGate(3.0, torch.device("cpu"), skips=True)
+    norms = torch.linspace(1, 2, 200, dtype=torch.float64)
+    for step in range(MIN_NORMS):
+        assert gate.ratio(step, norms[step]) == 0.0
+    assert gate.ratio(MIN_NORMS, torch.tensor(torch.inf)) == 0.0
+    assert gate.ratio(MIN_NORMS, torch.tensor(5.0)) == torch.tensor(5.0) / norms[:MIN_NORMS].nanmedian()
+    for step in range(MIN_NORMS + 1, 200):
+        gate.ratio(step, norms[step])
+    recent = norms[200 - WINDOW :]
+    assert gate.ratio(200, torch.tensor(9.0)) == torch.tensor(9.0) / recent.nanmedian()
+    kept = gate.norms.clone()
+    gate.ratio(201, torch.tensor(torch.nan))
+    assert ((gate.norms < 0) != (kept < 0)).sum() == 1

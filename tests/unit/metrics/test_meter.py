@@ -81,6 +81,7 @@ def stats_of(
         torch.tensor(by_source, dtype=torch.float64),
         torch.zeros(2),
         torch.zeros(3, dtype=torch.float64),
+        torch.zeros(()),
     )
 
 

@@ -1,0 +1,56 @@
+"""Which rank a message names: one without signs of life, else the one with the oldest position."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from titanlite.runtime import positions
+from titanlite.runtime.positions import Positions, Seen, describe
+
+
+def seen(count: int, phase: str = "saving", alive_s_ago: float = 0.2) -> Seen:
+    return Seen(count, 7, phase, f"node{count}", changed_at=900.0, beats=3, alive_at=1000 - alive_s_ago)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([seen(5), seen(5, alive_s_ago=2.2), seen(5)], "rank 1 on node5 ended without a message, in step 7 (saving)"),
+        ([seen(9, alive_s_ago=9), seen(4)], "rank 1 on node4 hangs or lags: in step 7 (saving) for 100 s; the other"),
+        ([seen(9), seen(4), seen(4)], "ranks 1, 2 on node4 hangs or lags"),
+        ([seen(5), seen(5)], "all ranks are in step 7 (saving) for 100 s: one of them hangs, or the network is lost"),
+    ],
+)
+def test_the_rank_that_others_wait_for_is_named(ranks: list[Seen], text: str) -> None:
+    """Rank 0 writes the message: its own signs of life do not count."""
+    assert describe(dict(enumerate(ranks)), 0, 1000.0, store_is_lost=False).startswith(text)
+
+
+def test_the_store_may_be_lost() -> None:
+    text = describe({0: seen(5), 1: seen(5)}, 1, 1000.0, store_is_lost=True)
+    assert "launcher or rank 0 has ended" in text
+    assert "in step 7 (saving) on node5" in text
+
+
+def test_ranks_see_each_other_and_write_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks in one process, of which only rank 1 enters the second phase."""
+    monkeypatch.setattr(positions, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(positions, "SETTLE_S", 0.5)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [Positions(dist.PrefixStore("p", store), rank, 2, rank, str(tmp_path)) for rank in range(2)]
+    for rank in ranks:
+        rank.enter(3, "waiting for data")
+    ranks[1].enter(3, "saving")
+    time.sleep(0.3)
+    text = ranks[1].explain()
+    assert "rank 0 on " in text
+    assert "hangs or lags: in step 3 (waiting for data)" in text
+    (folder,) = (tmp_path / "faults").iterdir()
+    assert text.endswith(f"Python stacks of the other ranks: {folder}")
+    assert "test_ranks_see_each_other" in (folder / "rank-0.txt").read_text()
+
+
+def test_one_process_needs_no_store(tmp_path: Path) -> None:
+    Positions(dist.HashStore(), 0, 1, 0, str(tmp_path)).enter(1, "saving")
