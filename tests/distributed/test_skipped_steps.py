@@ -122,18 +122,17 @@ def test_a_skipped_step_is_explained(tmp_path: Path) -> None:
         ("nan", 3, 3, (STAGES,)),
         ("overflow", 2, 3, (SHARDED,)),
         ("masked", 6, 6, (SHARDED,)),
-        ("none", 1, 8, (SHARDED,)),
     ]
     on_rank_0, on_rank_1 = run_ranks(trained_in_turn, 2, str(tmp_path), cases)
     for (fault, *_), (warnings, error, changes, step), (silent, *others) in zip(
         cases, on_rank_0, on_rank_1, strict=True
     ):
         assert (error, step) == ("", 8), fault
-        assert others == [error, changes, step] if changes == 0 else True
+        assert others == [error, changes, step]
         assert silent == []
-        assert (changes == 0) == (fault != "none"), fault
-        assert len(warnings) == (fault != "none"), fault
-    shown = [warnings[0] for warnings, *_ in on_rank_0[:4]]
+        assert changes == 0, fault
+        assert len(warnings) == 1, fault
+    shown = [warnings[0] for warnings, *_ in on_rank_0]
     not_finite = "step 3 was skipped: its loss or its gradient norm is not finite\n"
     for text, sequence in ((shown[0], 43), (shown[1], 37)):
         expected = re.escape(not_finite) + FIRST_GRADIENT + re.escape(f"  loss that is not finite: {sample(sequence)}")
@@ -144,7 +143,7 @@ def test_a_skipped_step_is_explained(tmp_path: Path) -> None:
     assert shown[3] == ("step 6 was skipped: no token of its global batch counts in the loss\n  training continues")
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # tests/unit/faults has the limits on one process
 def test_a_run_stops_at_its_limits(tmp_path: Path) -> None:
     cases: list[Case] = [
         ("nan", 3, 8, (SHARDED, "faults.max_skipped_steps=2")),
