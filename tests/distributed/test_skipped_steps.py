@@ -16,6 +16,7 @@ from tests.distributed.reference import GLOBAL_BATCH, SEQ_LEN, TOKENS, small_con
 from tests.distributed.test_build import build
 from tests.pool import run_ranks
 from titanlite.batch import IGNORE_INDEX, Batch
+from titanlite.checkpoint.folder import published_steps
 from titanlite.checkpoint.state import local_part
 from titanlite.runtime.errors import UserError
 from titanlite.train import train
@@ -141,6 +142,20 @@ def test_a_skipped_step_is_explained(tmp_path: Path) -> None:
     assert "the loss of every sequence is finite: the backward pass overflowed\n" in shown[2]
     assert "  2 steps were skipped since the last log line\n" in shown[2]
     assert shown[3] == ("step 6 was skipped: no token of its global batch counts in the loss\n  training continues")
+
+
+def saved_before_the_stop(folder: str) -> tuple[str, list[int]]:
+    settings = (SHARDED, "faults.on_nonfinite=stop", "checkpoint.enable=true", "checkpoint.interval=3")
+    _, error, _, _ = trained(folder, "nan", 2, 2, *settings)
+    return error, published_steps(Path(folder, "run", "checkpoint"))
+
+
+@pytest.mark.slow
+def test_no_checkpoint_is_saved_after_a_step_that_stops_the_run(tmp_path: Path) -> None:
+    """The save of step 3 comes before the log line of step 4."""
+    for error, steps in run_ranks(saved_before_the_stop, 2, str(tmp_path)):
+        assert 'faults.on_nonfinite = "stop"; skipped steps did not change the weights' in error
+        assert steps == []
 
 
 @pytest.mark.soak  # tests/unit/faults has the limits on one process

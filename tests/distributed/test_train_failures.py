@@ -191,7 +191,7 @@ def test_ranks_without_a_launcher_also_end(tmp_path: Path, start: Starter) -> No
 
 
 QUIET = {
-    "kill": r"rank 1 on \S+ ended without a message, in step 3 \(forward, backward and update\): killed, out of memory",
+    "kill": r"rank 1 on \S+: no sign of life, in step 3 \(forward, backward and update\): killed, out of memory",
     "hang-data": r"rank 1 on \S+ hangs or lags: in step 3 \(waiting for data\) for \d+ s; the other ranks wait for it",
     "hang": r"all ranks are in step 3 \(forward, backward and update\) for \d+ s: one of them hangs, or the network",
 }

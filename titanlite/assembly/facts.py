@@ -21,6 +21,7 @@ from titanlite.data.sources.base import sampled_digest
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.hf.folder import ModelFolder
+from titanlite.runtime.agreement import MODULE
 from titanlite.runtime.distributed import World
 
 MAY_DIFFER = (
@@ -115,7 +116,7 @@ def _user_modules(package: Path) -> dict[str, Path]:
     excluded = tuple(f"{folder}{os.sep}" for folder in (*installed, str(package)))
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
     return {
-        f"module {name}": Path(file)
+        f"{MODULE}{name}": Path(file)
         for name, file in files.items()
         # torch has modules with file names that do not exist
         if file and not file.startswith(excluded) and os.path.isfile(file)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -113,11 +113,25 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
         log.info("Environment: %s", line)
     meter = build_meter(config, world, group)
     replicas = Replicas(model_parts, trainer.optimizer, mesh, config.faults.check_replicas_every)
+    skipped = SkippedSteps(
+        config.faults,
+        model_parts,
+        local_stages(config.parallelism, mesh.coordinate["pp"]),
+        loader,
+        group,
+        counts_loss=trainer.counts_loss,
+    )
+
+    def check_state(step: int) -> None:
+        """Before each save: raises if the state must not be saved."""
+        replicas.compare(step)
+        skipped.check()
+
     stop, start, checkpoints = StopRequest(), Start(0, (), {}), None
     if config.checkpoint.enable or config.checkpoint.initial_load_path:
         norms = trainer.spikes.norms if trainer.spikes else None
         state = RunState(model_parts, trainer.optimizer, loader, mesh, norms)
-        checkpoints = build_checkpoints(config, mesh, state, meter, tokenizer, stop, imported, replicas)
+        checkpoints = build_checkpoints(config, mesh, state, meter, tokenizer, stop, imported, check_state)
         start = checkpoints.resume()
         trainer.step = start.step
         describe_schedule_change(config, start)
@@ -132,14 +146,6 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     data_end = DataEnd(None, None)
     if any(source.epochs != -1 for source in config.data.sources):
         data_end = DataEnd(loader, mesh.new_group(config.comm.init_timeout_s))
-    skipped = SkippedSteps(
-        config.faults,
-        model_parts,
-        local_stages(config.parallelism, mesh.coordinate["pp"]),
-        loader,
-        group,
-        counts_loss=trainer.counts_loss,
-    )
     ledger = None
     if config.data.ledger and trainer.counts_rows:
         ledger = Ledger(config.job.dump_folder, data_rank=mesh.data_rank, data_degree=mesh.data_degree)
@@ -160,7 +166,7 @@ def build_checkpoints(
     tokenizer: Tokenizer | None,
     stop: StopRequest,
     imported: ModelFolder | None,
-    replicas: Replicas,
+    check_state: Callable[[int], None],
 ) -> Checkpoints:
     """Build the checkpoint manager. A collective: creates process groups."""
     control_group = mesh.new_group(config.comm.init_timeout_s)
@@ -175,7 +181,7 @@ def build_checkpoints(
         saving_group,
         imported,
     )
-    return Checkpoints(finder, control_group, stop, replicas.compare)
+    return Checkpoints(finder, control_group, stop, check_state)
 
 
 def build_meter(config: JobConfig, world: World, group: dist.ProcessGroup) -> Meter:

@@ -99,35 +99,35 @@ class SkippedSteps:
         broken = [step for step, (skipped, ratio) in zip(steps, values, strict=True) if skipped and ratio <= factor]
         lines = []
         if broken:
-            num_valid = int(broken[0].stats.num_valid)
-            causes = run_on_all_ranks(lambda: self._cause(broken[0]), self._group)
-            lines.append(_explain(broken[0].number, num_valid, causes, len(broken)))
+            step = next((step for step in broken if step.stats.num_valid), broken[0])
+            causes = run_on_all_ranks(lambda: self._cause(step), self._group)
+            lines.append(_explain(step.number, int(step.stats.num_valid), causes, len(broken)))
         if spikes:
-            (step, ratio) = spikes[0]
-            largest = run_on_all_ranks(lambda: self._largest_losses(step), self._group)
-            samples = [(loss, f"rank {rank}, {text}") for rank, found in enumerate(largest) for loss, text in found]
-            norm = float(step.stats.grad_norm)
-            lines.append(_explain_spike(step.number, norm, ratio, self._section, sorted(samples)[::-1], len(spikes)))
-        if not lines:
-            return
-        text = "\n".join(lines)
+            spike, ratio = spikes[0]
+            found = run_on_all_ranks(lambda: self._largest_losses(spike), self._group)
+            total = sum(losses for losses, _ in found)
+            samples = [
+                (loss / total, f"rank {rank}, {text}") for rank, (_, rows) in enumerate(found) for loss, text in rows
+            ]
+            norm = float(spike.stats.grad_norm)
+            lines.append(_explain_spike(spike.number, norm, ratio, self._section, sorted(samples)[::-1], len(spikes)))
+        unchanged = "skipped steps did not change the weights"
         if longest > self._section.max_skipped_steps:
-            raise UserError(
-                f"{text}\nfaults.max_skipped_steps = {self._section.max_skipped_steps}: {longest} steps in a row were "
-                "skipped; the weights are those before them"
-            )
+            limit = f"faults.max_skipped_steps = {self._section.max_skipped_steps}"
+            raise UserError("\n".join([*lines, f"{limit}: {longest} steps in a row were skipped; {unchanged}"]))
         if self._section.on_nonfinite == "stop" and any(step.stats.num_valid for step in broken):
-            raise UserError(f'{text}\nfaults.on_nonfinite = "stop"; the weights are those before this step')
-        warn_on_rank_0(f"{text}\n  training continues", self._group)
+            raise UserError("\n".join([*lines, f'faults.on_nonfinite = "stop"; {unchanged}']))
+        if lines:
+            warn_on_rank_0("\n".join([*lines, "  training continues"]), self._group)
 
     def _place(self, step: _Step, row: int) -> str:
         return f"sequence {step.sequences[row]}, {self._loader.locate(Origin(*step.origins[row].tolist()))}"
 
-    def _largest_losses(self, step: _Step) -> list[tuple[float, str]]:
-        """The rows of this rank with the largest losses: their shares of the mean loss, and where they are."""
+    def _largest_losses(self, step: _Step) -> tuple[float, list[tuple[float, str]]]:
+        """The sum of this rank's row losses, and its rows with the largest ones: loss, and where it is."""
         losses = step.stats.row_losses.tolist() if self._counts_loss else []
         rows = sorted(range(len(losses)), key=lambda row: -losses[row])[:MAX_SAMPLES]
-        return [(losses[row], self._place(step, row)) for row in rows]
+        return sum(losses), [(losses[row], self._place(step, row)) for row in rows]
 
     def _cause(self, step: _Step) -> Cause:
         norms = step.stats.shard_norms.isfinite().tolist()
@@ -144,7 +144,7 @@ def _explain_spike(
         f"step {step} is a spike{' and was skipped' if section.on_spike == 'skip' else ''}: gradient norm {norm:.4g}, "
         f"{ratio:.6g} times the median of the last {WINDOW} steps (faults.spike_factor = {section.spike_factor:g})"
     ]
-    lines += [f"  {loss:.4g} of the mean loss: {text}" for loss, text in samples[:MAX_SAMPLES]]
+    lines += [f"  {share:.1%} of the loss: {text}" for share, text in samples[:MAX_SAMPLES]]
     lines += [f"  {count} steps were spikes since the last log line"] if count > 1 else []
     return "\n".join(lines)
 

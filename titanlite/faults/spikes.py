@@ -23,10 +23,10 @@ class SpikeGate:
     def ratio(self, step: int, norm: Tensor) -> Tensor:
         """`norm` of this step relative to the median of earlier ones, 0 without a verdict; then keeps `norm`.
 
-        float64 scalar. A norm that is not finite is not kept.
+        float64 scalar. A norm that is 0 or not finite is not kept.
         """
         known = self.norms >= 0
         median = self.norms.where(known, torch.nan).nanmedian()
-        ratio = torch.where((known.sum() >= MIN_NORMS) & norm.isfinite(), norm / median, 0.0)
-        self.norms[step % WINDOW] = torch.where(norm.isfinite(), norm.to(torch.float64), -1.0)
+        ratio = torch.where((known.sum() >= MIN_NORMS) & (median > 0) & norm.isfinite(), norm / median, 0.0)
+        self.norms[step % WINDOW] = torch.where(norm.isfinite() & (norm > 0), norm.to(torch.float64), -1.0)
         return ratio

@@ -17,6 +17,8 @@ from titanlite.runtime.logging import log
 
 T = TypeVar("T")
 
+MODULE = "module "
+"""Begins the names of facts that a rank may lack."""
 MAX_DIFFERENCES = 5
 """Differences between ranks that a message lists; it counts the others."""
 
@@ -52,23 +54,30 @@ def require_equal(name: str, facts: Mapping[str, str] | None, world: World, stor
         store.set(f"facts/{world.rank}", json.dumps({"host": socket.gethostname(), "facts": facts}))
     keys = [f"facts/{rank}" for rank in examples]
     store.wait(keys, limit)
-    raise UsageError(_describe_groups(groups, [json.loads(text) for text in store.multi_get(keys)]))
+    lines = _describe_groups(groups, [json.loads(text) for text in store.multi_get(keys)])
+    if lines:
+        head = "the ranks differ, so nothing was trained; make them equal on all nodes, and start again:"
+        raise UsageError("\n".join([head, *lines]))
 
 
-def _describe_groups(groups: Sequence[Sequence[int]], sent: Sequence[Mapping[str, Any]]) -> str:
+def _describe_groups(groups: Sequence[Sequence[int]], sent: Sequence[Mapping[str, Any]]) -> list[str]:
     """Describe how each later group differs from rank 0. sent: host and facts of the first rank of each group."""
-    lines = ["the ranks differ, so nothing was trained; make them equal on all nodes, and start again:"]
+    lines: list[str] = []
     first = sent[0]["facts"]
     for (rank, *others), each in zip(groups[1:], sent[1:], strict=True):
         facts = each["facts"]
         keys = [key for key in sorted({*first, *facts}) if first.get(key) != facts.get(key)]
+        # A module that only one rank has imported, such as a profiler, is no difference.
+        keys = [key for key in keys if not key.startswith(MODULE) or {key} <= first.keys() & facts.keys()]
+        if not keys:
+            continue
         lines += ["", f"  rank {rank} on {each['host']}" + (f" and {len(others)} more ranks" if others else "")]
         lines += [
             f"    {key}: {facts.get(key, 'absent')}; on rank 0 on {sent[0]['host']}: {first.get(key, 'absent')}"
             for key in keys[:MAX_DIFFERENCES]
         ]
         lines += [f"    and {len(keys) - MAX_DIFFERENCES} more"] if len(keys) > MAX_DIFFERENCES else []
-    return "\n".join(lines)
+    return lines
 
 
 def run_on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup) -> list[T]:

@@ -41,7 +41,8 @@ INTERRUPTED_WAIT_S = 0.3
 # Kills the process if printing the error blocks (unreachable host, full pipe).
 LAST_RESORT_S = 60
 
-_CONNECTION = re.compile("connection|timed? ?out|socket|broken pipe|nccl", re.IGNORECASE)
+_CONNECTION = re.compile("gloo/transport|Connection (closed|reset) by peer|Timed out waiting|Broken pipe")
+_CONNECTION_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 """Errors of torch that another rank may have caused, by ending or by not coming."""
 
 LOWEST_SEQUENCE = "titanlite/lowest_sequence"
@@ -94,7 +95,8 @@ class FailureReport:
         if isinstance(error, UserError):
             return str(error)
         first_line = f"{error}".partition("\n")[0]
-        if isinstance(error, RuntimeError) and self.positions is not None and _CONNECTION.search(first_line):
+        is_lost = type(error).__name__ in _CONNECTION_TYPES or _CONNECTION.search(first_line)
+        if isinstance(error, RuntimeError) and self.positions is not None and self.positions.size > 1 and is_lost:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher terminates all ranks once one has ended
             return f"{self.positions.explain()}\n(rank {self._rank} lost the connection: {first_line})"
         if isinstance(error, RuntimeError) and detail == "brief":  # torch's error for a lost connection

@@ -48,7 +48,7 @@ class Positions:
     def __init__(self, store: dist.Store, rank: int, size: int, local_rank: int, dump_folder: str) -> None:
         self._store = store
         self._rank = rank
-        self._size = size
+        self.size = size
         self._folder = Path(dump_folder, FAULTS_FOLDER)
         self._host = socket.gethostname()
         self._count = 0
@@ -62,7 +62,7 @@ class Positions:
 
     def enter(self, step: int, phase: str) -> None:
         """Note that the main thread enters a phase; takes microseconds."""
-        if self._size == 1 or self._lost:
+        if self.size == 1 or self._lost:
             return
         self._count += 1
         try:
@@ -102,12 +102,12 @@ class Positions:
     def _read(self, store: dist.Store) -> None:
         """Update the view by two requests; does nothing until all ranks have written."""
         now = time.monotonic()
-        keys = [f"{kind}/{other}" for kind in ("position", "alive") for other in range(self._size)]
+        keys = [f"{kind}/{other}" for kind in ("position", "alive") for other in range(self.size)]
         if not store.check(keys):
             return
         values = store.multi_get(keys)
         with self._guard:
-            for other, (position, beats) in enumerate(zip(values[: self._size], values[self._size :], strict=True)):
+            for other, (position, beats) in enumerate(zip(values[: self.size], values[self.size :], strict=True)):
                 seen = self._seen[other]
                 count, *where = json.loads(position)
                 if count != seen.count:
@@ -137,8 +137,8 @@ def describe(seen: Mapping[int, Seen], own_rank: int, now: float, *, store_is_lo
     if ended:
         one = seen[ended[0]]
         return (
-            f"{_names(ended)} on {one.host} ended without a message, in step {one.step} ({one.phase}): killed, out of "
-            "memory, or its node is lost"
+            f"{_names(ended)} on {one.host}: no sign of life, in step {one.step} ({one.phase}): killed, out of memory, "
+            "stopped, or its node is lost"
         )
     oldest = min(each.count for each in seen.values())
     last = [rank for rank, each in seen.items() if each.count == oldest]

@@ -94,7 +94,7 @@ def test_spikes_are_explained_and_count_as_skipped(group: dist.ProcessGroup, cap
         "step 2 is a spike and was skipped: gradient norm 1, 4.25 times the median of the last 128 steps "
         "(faults.spike_factor = 4)"
     )
-    assert lines[1] == "  2.5 of the mean loss: rank 0, sequence 103, piece 14"
+    assert lines[1] == f"  {2.5 / 9.5:.1%} of the loss: rank 0, sequence 103, piece 14"
     assert len(lines) == 1 + MAX_SAMPLES + 1
     steps.note(3, spike)
     with pytest.raises(UserError, match="max_skipped_steps = 1: 2 steps in a row were skipped"):
@@ -115,3 +115,7 @@ def test_the_median_of_recent_norms_decides() -> None:
     kept = gate.norms.clone()
     gate.ratio(201, torch.tensor(torch.nan))
     assert ((gate.norms < 0) != (kept < 0)).sum() == 1
+    gate = SpikeGate(3.0, torch.device("cpu"), skips=True)
+    ratios = [gate.ratio(step, torch.tensor(0.0)).item() for step in range(200)]
+    assert ratios == [0.0] * 200
+    assert gate.ratio(200, torch.tensor(1.0)) == 0.0

@@ -81,6 +81,11 @@ def test_equal_facts_are_accepted() -> None:
     assert compare([{"a": "1", "b": "2"}, {"b": "2", "a": "1"}, None, {"a": "1", "b": "2"}]) == [None] * 4
 
 
+def test_a_module_of_one_rank_is_no_difference_but_another_version_is() -> None:
+    assert compare([{"a": "1", "module x": "1"}, {"a": "1"}, {"a": "1", "module y": "2"}]) == [None] * 3
+    assert all(isinstance(error, UsageError) for error in compare([{"module x": "1"}, {"module x": "2"}]))
+
+
 def test_all_ranks_report_each_group_of_different_ranks() -> None:
     common = {f"key{n}": "1" for n in range(8)}
     errors = compare([common, common | {"key3": "2"}, common, common | {"key3": "2"}, {"new": "x"}])

@@ -11,6 +11,7 @@ from datetime import timedelta
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -309,3 +310,18 @@ def test_an_interrupted_rank_reports_no_lost_connection(start: Start) -> None:
     os.kill(program.process.pid or 0, signal.SIGINT)
     assert program.exit_code == 130
     assert program.text == "running\nwaiting\n"
+
+
+def test_an_error_that_mentions_a_connection_keeps_its_traceback() -> None:
+    """Only errors of torch's collectives are explained by the positions of other ranks, if there are others."""
+    report = FailureReport()
+    for size, text, own in ((2, "shape mismatch in skip_connection", True), (1, "Connection closed by peer", True)):
+        report.positions = Mock(size=size)
+        report.positions.explain.return_value = "rank 1 hangs"
+        assert report._describe(RuntimeError(text), "full").startswith("rank 0 failed: RuntimeError") == own
+    report.positions = Mock(size=2)
+    report.positions.explain.return_value = "rank 1 hangs"
+    lost = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:57997"
+    previous = signal.getsignal(signal.SIGTERM)
+    assert report._describe(RuntimeError(lost), "full") == f"rank 1 hangs\n(rank 0 lost the connection: {lost})"
+    signal.signal(signal.SIGTERM, previous)

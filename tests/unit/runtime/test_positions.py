@@ -17,7 +17,7 @@ def seen(count: int, phase: str = "saving", alive_s_ago: float = 0.2) -> Seen:
 @pytest.mark.parametrize(
     ("ranks", "text"),
     [
-        ([seen(5), seen(5, alive_s_ago=2.2), seen(5)], "rank 1 on node5 ended without a message, in step 7 (saving)"),
+        ([seen(5), seen(5, alive_s_ago=2.2), seen(5)], "rank 1 on node5: no sign of life, in step 7 (saving)"),
         ([seen(9, alive_s_ago=9), seen(4)], "rank 1 on node4 hangs or lags: in step 7 (saving) for 100 s; the other"),
         ([seen(9), seen(4), seen(4)], "ranks 1, 2 on node4 hangs or lags"),
         ([seen(5), seen(5)], "all ranks are in step 7 (saving) for 100 s: one of them hangs, or the network is lost"),

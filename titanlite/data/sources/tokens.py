@@ -157,7 +157,11 @@ class WindowCorpus:
     def _window(self, piece: int) -> TokenPiece | Exception:
         number, begin = self._place(piece)
         for file, digest in self._unverified.pop(number, ()):
-            if not has_hash(file, digest):
+            try:
+                is_same = has_hash(file, digest)
+            except OSError as error:
+                return UserError(f"{file} can no longer be read: {error.strerror}")
+            if not is_same:
                 return UserError(f"{file} has changed since it was written, by {MANIFEST}: copy or write it again")
         window = self._tokens[number][begin : begin + self._seq_len + 1]
         if window.max() >= self._vocab_size or (window.dtype.kind == "i" and window.min() < 0):
