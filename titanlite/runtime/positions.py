@@ -83,7 +83,7 @@ class Positions:
             self._lost = True
         with self._guard:
             text = describe(self._seen, self._rank, time.monotonic(), store_is_lost=self._lost)
-        return text + (f"; Python stacks of the other ranks: {folder}" if folder.is_dir() else "")
+        return text + (f"; Python stacks of all running ranks: {folder}" if folder.is_dir() else "")
 
     def _beat(self, store: dist.Store, reads: bool) -> None:
         """Run the thread, until the store is lost."""

@@ -48,7 +48,7 @@ def test_ranks_see_each_other_and_write_stacks(tmp_path: Path, monkeypatch: pyte
     assert "rank 0 on " in text
     assert "hangs or lags: in step 3 (waiting for data)" in text
     (folder,) = (tmp_path / "faults").iterdir()
-    assert text.endswith(f"Python stacks of the other ranks: {folder}")
+    assert text.endswith(f"Python stacks of all running ranks: {folder}")
     assert "test_ranks_see_each_other" in (folder / "rank-0.txt").read_text()
 
 
