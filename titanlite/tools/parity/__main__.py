@@ -55,7 +55,7 @@ class Options:
     from the reference's weights, so that differences do not grow. The updates of CONFIG's own optimizer and schedule,
     with clipping, are compared in float64 given equal gradients: AdamW would turn rounding errors of gradients near
     zero into full-size updates. CONFIG's own layout is ignored; its other keys apply. A global_batch_size of -1 means
-    local_batch_size times the largest number of ranks.
+    local_batch_size times the number of ranks (with --layouts, the least common multiple of their numbers of ranks).
 
     --section.key VALUE overrides a key of CONFIG, as for training. Exit code: 0 if all agree, 1 if a layout differs or
     a rank failed, 2 if the configuration has a problem.
