@@ -25,8 +25,8 @@ class DataConfig:
     """Maximum size of a piece. Longer documents are cut into several pieces, at line ends if possible.
     -1: 64 x training.seq_len."""
     packing: Literal["concatenate", "none"] = "concatenate"
-    """concatenate: fill each sequence with consecutive documents. none: start a sequence with each document, pad and
-    mask the rest of its last sequence."""
+    """concatenate: fill each sequence with consecutive documents. none: start a sequence with each piece (a document or
+    a part of a long one), pad and mask the rest of the piece's last sequence."""
     document_mask: bool = False
     """Whether attention stays inside a document and positions restart at each document."""
     add_bos: bool = False
