@@ -1,7 +1,7 @@
 """Draw README's picture: loss and gradient norm of the quick start on four layouts.
 
 `python -m scripts.layout_picture [FOLDER]`, in the repository's root, with matplotlib installed. Trains the four runs
-below FOLDER (default: outputs/picture; about 5 minutes each on 2 cores) unless they are finished there, and writes
+below FOLDER (default: outputs/picture; 4 to 5 minutes each on 2 idle cores) unless they are finished there, and writes
 docs/layouts.svg. Prints the relative differences from one process.
 """
 
