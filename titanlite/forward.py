@@ -62,7 +62,8 @@ class ModelOnMesh:
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy the batch to the device, except for its sequences."""
+    """Copy the batch to the device. `sequences`, the numbers of its rows in the run, stay on the host, which uses them
+    to seed random numbers."""
     return batch._replace(
         tokens=to_device(batch.tokens, device),
         labels=to_device(batch.labels, device),

@@ -123,7 +123,7 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     )
 
     def check_state(step: int) -> None:
-        """Before each save: raises if the state must not be saved."""
+        """Raise UserError if the state must not be saved: replicas differ, or too many steps were skipped."""
         replicas.compare(step)
         skipped.check()
 

@@ -104,7 +104,7 @@ class _FileContent(TypedDict):
 
 
 class _Content(TypedDict):
-    """The schema of the file; see Manifest."""
+    """The schema of MANIFEST.json. The fields are those of Manifest; `format` and `hash` describe the file itself."""
 
     step: int
     content: Literal["full", "model"]

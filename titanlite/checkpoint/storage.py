@@ -45,7 +45,8 @@ class FileRecord:
 class _HashingFile(io.RawIOBase):
     """Hashes a file while it is written sequentially.
 
-    The caller opens `file`: if opening failed in the constructor, the finalizer would call close() on a partial object.
+    The constructor takes an open file instead of a path: if it opened the file and that failed, Python's finalizer
+    would call close() on an object without `_file`.
     """
 
     def __init__(self, file: io.FileIO) -> None:

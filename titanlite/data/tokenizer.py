@@ -109,7 +109,8 @@ class Tokenizer:
         return {part["type"] for part in (decoder, *decoder.get("decoders", ()))}
 
     def has(self, token_id: int) -> bool:
-        """Whether the tokenizer has a token with this id. A model's vocabulary may be larger."""
+        """Whether `token_id` is in the vocabulary. A model may have more ids than its tokenizer, so it may generate ids
+        that have no text."""
         return self._tokenizer.id_to_token(token_id) is not None
 
     def is_token(self, text: str) -> bool:

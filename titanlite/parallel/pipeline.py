@@ -417,7 +417,8 @@ class Pipeline:
             work.wait()
 
     def _microbatch_share(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Loss function of the schedule, which calls it for one microbatch after the other, in order."""
+        """Return the microbatch's share of the loss, a scalar, and keep the shares of its rows. The schedule calls this
+        for one microbatch after the other, in order."""
         shares = self._loss(logits, labels, self._num_valid)
         self._row_shares.append(shares.detach())
         return shares.sum()

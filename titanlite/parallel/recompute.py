@@ -83,8 +83,8 @@ def inside_compilation(section: ActivationCheckpointConfig) -> bool:
 def apply_recompute(model: nn.Module, plan: Plan, section: ActivationCheckpointConfig) -> list[str]:
     """Apply activation checkpointing to the blocks, in place; return descriptions for the start log.
 
-    Replaces a block's forward, so that parameter names do not change. For the order with compilation see
-    `inside_compilation`.
+    Replaces a block's forward, so that parameter names do not change. To be called before the blocks are compiled if
+    `inside_compilation(section)`, else after.
     """
     if section.mode == "none":
         return []

@@ -8,10 +8,10 @@ _UNDECODED = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream:
-    """Emits text in pieces and never retracts one: an incomplete character is held back until its last byte arrives.
+    """Turns tokens into text that is printed at once and never changed: `add` returns "" while a character lacks bytes.
 
-    The concatenated pieces equal `tokenizer.decode` of the prompt and all tokens, minus the decoded prompt. Each step
-    decodes only the tokens since the piece before the last one, so its cost does not grow.
+    The returned texts, joined, equal `tokenizer.decode` of the prompt and all tokens, minus the decoded prompt. Each
+    call decodes only the tokens of the last two texts, so its cost does not grow.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:

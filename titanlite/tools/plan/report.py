@@ -12,7 +12,7 @@ USABLE = 0.9
 
 
 def report(config: JobConfig, plan: Estimate, device_memory_gib: float) -> str:
-    """The full report, with the verdict last."""
+    """The report that `titanlite plan` prints: model, mesh, memory and work per rank; last, whether it fits."""
     training, section = config.training, config.parallelism
     axes = " x ".join(f"{axis} {size}" for axis, size in plan.axes.items())
     parameters = sum(stage.num_parameters for rank in plan.ranks for stage in rank.stages)
