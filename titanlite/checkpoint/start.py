@@ -269,9 +269,9 @@ class StartFinder:
             position = self.state.load_streams(tensors[STREAMS])
         except UserError as error:
             raise UserError(
-                f"{found.path}: the data do not have the checkpoint's position: {error}; resume with its "
-                "data, or start a new run from its weights: --job.dump_folder ANOTHER "
-                f"--checkpoint.initial_load_path {found.path}"
+                f"cannot resume from {found.path}: the position in the data that it saved does not fit the data of "
+                f"this run: {error}\n  remedy: resume with the data of the checkpoint, or start a new run from its "
+                f"weights: --job.dump_folder ANOTHER --checkpoint.initial_load_path {found.path}"
             ) from None
         self.meter.load_state(MeterState(**manifest.counts))
         log.info(

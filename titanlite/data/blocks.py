@@ -39,8 +39,9 @@ class Position(NamedTuple):
         """Pack into one integer below 2^63. Raises UserError if there are too many files or rows."""
         if self.unit >= 2**_UNIT_BITS or self.row >= 2**_ROW_BITS:
             raise UserError(
-                f"streaming supports up to {2**_UNIT_BITS:,} files or row groups, and {2**_ROW_BITS:,} rows per file; "
-                "for more, set streaming = false in the source"
+                f"row {self.row:,} of file or row group {self.unit + 1:,}: streaming supports up to "
+                f"{2**_UNIT_BITS:,} files or row groups, and {2**_ROW_BITS:,} rows per file; for more, set streaming = "
+                "false in the source"
             )
         return (self.unit << _ROW_BITS | self.row) << _PIECE_BITS | self.piece
 
@@ -117,7 +118,11 @@ class Division:
         if len(self.units) < num_streams:
             row_groups = source.row_groups()
             self.units = row_groups if len(row_groups) >= num_streams else self.units
-        Position(len(self.units) - 1, 1, 0).packed()  # raises now if there are too many
+        if len(self.units) > 2**_UNIT_BITS:
+            raise UserError(
+                f"{source.name} has {len(self.units):,} files or row groups, and streaming supports up to "
+                f"{2**_UNIT_BITS:,}; set streaming = false in this source"
+            )
         enough = len(self.units) >= num_streams
         self.groups = num_streams if enough else math.gcd(len(self.units), num_streams)
         self.sharers = num_streams // self.groups

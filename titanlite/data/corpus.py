@@ -165,7 +165,7 @@ class Texts:
         except UserError as error:
             return error
         except OSError as error:
-            return UserError(f"{what} can no longer be read: {error}")
+            return UserError(f"{what} can no longer be read: {error.strerror or error}; restore it, then start again")
 
     def locate(self, piece: int) -> str:
         """File and row of a piece, for messages."""

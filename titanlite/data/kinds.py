@@ -65,6 +65,7 @@ def source_from_path(path: str, key: str) -> SourceConfig | Problem:
     if len(kinds) == 1:
         return SourceConfig(kinds[0].kind, path)
     rule = f"files of one kind: {', '.join(suffix for kind in known for suffix in kind.suffixes)}"
-    remedy = "select files of one kind with a glob" if kinds else "write a source with the keys kind and path"
+    other = "--validation.sources.0.kind KIND --validation.sources.0.path PATH"
+    remedy = "select files of one kind with a glob" if kinds else f"write {other} instead of {key}"
     found = " and ".join(kind.kind for kind in kinds) or "of no known kind"
     return Problem(key, path, f"{rule}; these are {found}", remedy)

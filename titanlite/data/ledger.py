@@ -60,13 +60,13 @@ def read_ledger(dump_folder: str | Path) -> Iterator[tuple[int, list[list[int]]]
 
 def _steps(path: Path) -> Iterator[tuple[int, list[list[int]]]]:
     with path.open(encoding="utf-8") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             if not line.endswith("\n"):  # being written, or truncated by a crash: a resumed run writes it again
                 return
             try:
                 values = parse_json(line.encode(), _Line)
             except JsonError as error:
-                raise UserError(f"{path}: a line {error}") from None
+                raise UserError(f"{path}: line {number} {error}; restore the file, or remove this line") from None
             yield values["step"], values["sequences"]
 
 

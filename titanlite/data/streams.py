@@ -205,8 +205,9 @@ class SourceStream:
         self._pieces_without_target += 1  # _part() resets it
         if self._pieces_without_target > self._pieces.patience:
             raise UserError(
-                f"{self._pieces.name}: the last {self._pieces.patience:,} pieces of a stream have no token to train on "
-                f"({self._bad_rows} bad rows were skipped); fix the data"
+                f"{self._pieces.name}: {self._pieces.patience:,} consecutive documents (or parts of long ones) have no "
+                f"token to train on ({self._bad_rows} bad rows were skipped); look at the source with titanlite "
+                "inspect CONFIG --all, and fix or remove it"
             )
         self._current, self._offset = None, 0
         self._place = self._pieces.after(self._place)

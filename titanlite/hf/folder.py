@@ -191,8 +191,8 @@ def _model_of(name: str, fields: Mapping[str, Any], num_tensors: int) -> tuple[F
     known = {family.hugging_face.model_type: family for family in FAMILIES.values()}
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in known:
-        supported = ", ".join(map(repr, known))
-        raise UserError(f"{name}: {CONFIG_FILE}: model_type is {kind!r}; supported are {supported}")
+        supported = " or ".join(map(repr, known))
+        raise UserError(f"{name}: {CONFIG_FILE}: model_type is {kind!r}; choose a model of type {supported}")
     if fields.get("quantization_config"):
         raise UserError(f"{name}: {CONFIG_FILE}: quantization_config: quantized models are not supported")
     for key in _COUNTS:  # before anything is computed from them

@@ -30,6 +30,7 @@ MAX_DIMS = 8
 MAX_HEADER_BYTES = 25_000_000
 """250 bytes for each of MAX_TENSORS. Most entries take less than 150."""
 
+_WRITE_AGAIN = "download the file again, or write it with the safetensors library"
 _BLOCK_BYTES = 2**23
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -58,22 +59,34 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         size = os.fstat(opened.fileno()).st_size
         length = int.from_bytes(opened.read(8), "little")
         if size < 8 or length > size - 8:
-            raise UserError(f"its header of {length:,} bytes exceeds the file of {size:,} bytes: the file is truncated")
+            raise UserError(
+                f"its header of {length:,} bytes exceeds the file of {size:,} bytes: the file is truncated; "
+                f"{_WRITE_AGAIN}"
+            )
         if length > MAX_HEADER_BYTES:
-            raise UserError(f"its header has {length:,} bytes, more than {MAX_HEADER_BYTES:,}")
+            raise UserError(
+                f"its header has {length:,} bytes, more than {MAX_HEADER_BYTES:,}: the file is damaged, or not in the "
+                f"safetensors format; {_WRITE_AGAIN}"
+            )
         raw = opened.read(length)
     header = read_object(raw, "its header")
     header.pop("__metadata__", None)
     if len(header) > MAX_TENSORS:
-        raise UserError(f"it has {len(header):,} tensors, more than {MAX_TENSORS:,}")
+        raise UserError(f"it has {len(header):,} tensors, more than {MAX_TENSORS:,}; write them into several files")
     found = {name: _stored(file, name, entry, 8 + length) for name, entry in header.items()}
     end = 8 + length
     for name, tensor in sorted(found.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
         if tensor.start != end:
-            raise UserError(f"{name} begins at byte {tensor.start:,}, but the tensor before it ends at {end:,}")
+            raise UserError(
+                f"tensor {name} begins at byte {tensor.start:,}, but the tensor before it ends at {end:,}; "
+                f"{_WRITE_AGAIN}"
+            )
         end += tensor.num_bytes
     if end != size:
-        raise UserError(f"its tensors end at byte {end:,}, not at {size:,}: truncated file or wrong header")
+        raise UserError(
+            f"its tensors end at byte {end:,}, not at {size:,}: the file is truncated, or its header is wrong; "
+            f"{_WRITE_AGAIN}"
+        )
     return found
 
 
@@ -89,21 +102,30 @@ def read_object(raw: bytes, what: str) -> dict[str, Any]:
 def _stored(file: Path, name: str, entry: Any, data: int) -> StoredTensor:
     """Check a header's entry for one tensor. data: the byte where the file's tensors begin."""
     if len(name) > MAX_NAME_LENGTH:
-        raise UserError(f"{name[:40]!r}… is a name of {len(name):,} characters, more than {MAX_NAME_LENGTH:,}")
+        raise UserError(
+            f"the tensor name {name[:40]!r}… has {len(name):,} characters, more than {MAX_NAME_LENGTH:,}; "
+            f"{_WRITE_AGAIN}"
+        )
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise UserError(f"{name} must have exactly dtype, shape and data_offsets")
+        raise UserError(f"the entry of {name} must have exactly dtype, shape and data_offsets; {_WRITE_AGAIN}")
     kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(kind, str) or kind not in _DTYPES:
-        raise UserError(f"{name} has dtype {kind!r}; supported are {', '.join(_DTYPES)}, not quantized models")
+        raise UserError(
+            f"tensor {name} has dtype {kind!r}; convert the model to one of {', '.join(_DTYPES)} (quantized models are "
+            "not supported)"
+        )
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise UserError(f"{name} has shape {shape!r} and data_offsets {offsets!r}, which must be lists of integers")
+        raise UserError(
+            f"tensor {name} has shape {shape!r} and data_offsets {offsets!r}, but these must be lists of integers from "
+            f"0, and data_offsets two of them; {_WRITE_AGAIN}"
+        )
     if len(shape) > MAX_DIMS:
-        raise UserError(f"{name} has {len(shape):,} dimensions, more than {MAX_DIMS}")
+        raise UserError(f"tensor {name} has {len(shape):,} dimensions, more than {MAX_DIMS}; {_WRITE_AGAIN}")
     tensor = StoredTensor(file, _DTYPES[kind], tuple(shape), data + offsets[0])
     if offsets[1] - offsets[0] != tensor.num_bytes:
         raise UserError(
-            f"{name}, {kind} of shape {tensor.shape}, has {offsets[1] - offsets[0]:,} bytes instead of "
-            f"{tensor.num_bytes:,}"
+            f"tensor {name}, {kind} of shape {tensor.shape}, has {offsets[1] - offsets[0]:,} bytes instead of "
+            f"{tensor.num_bytes:,}; {_WRITE_AGAIN}"
         )
     return tensor
 

@@ -47,7 +47,7 @@ def check_source(text: str, family: Family, hyper_parameters: Any) -> list[Probl
     try:
         folder = open_folder(text, path)
     except UserError as error:
-        return [Problem(KEY, text, RULE, str(error))]
+        return [Problem(KEY, text, RULE, f"fix this folder, or choose another one: {error}")]
     return check_model(folder, family, hyper_parameters)
 
 

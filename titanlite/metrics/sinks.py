@@ -131,13 +131,16 @@ class JsonlSink:
         line = (json_line(record) + "\n").encode()
         try:
             if not os.path.samestat(os.stat(self._path), self._identity):
-                raise UserError(f"{self._path} was replaced during the run; start again: the run resumes")
+                raise UserError(
+                    f"{self._path} was replaced during the run; start again: with checkpoints, the run resumes from "
+                    "the latest one"
+                )
             while line:
                 line = line[self._file.write(line) :]  # a write may be partial if the disk is nearly full
         except FileNotFoundError:
             raise UserError(
                 f"{self._path} was deleted or its folder renamed during the run; restore job.dump_folder and start "
-                "again: the run resumes from its latest checkpoint there"
+                "again: with checkpoints, the run resumes from the latest one there"
             ) from None
         except OSError as error:
             raise UserError(
@@ -159,9 +162,9 @@ class TensorBoardSink:
     """Writes scalars under the keys of metrics.jsonl, at their step.
 
     resume_step: 0, or the step from which the run resumes. Each start writes a new file with a purge step: the points
-    of later steps in earlier files stay on disk, but TensorBoard hides them. With the fast loader, TensorBoard hides
-    points from the first new step on. TensorBoard orders the files by their creation time in seconds, by the clocks of
-    their hosts.
+    of later steps in earlier files stay on disk, but TensorBoard hides them. With `tensorboard --load_fast=true`, it
+    hides only those from the first step of the new file on. TensorBoard orders the files by their creation time in
+    seconds, by the clocks of their hosts.
     """
 
     def __init__(self, folder: Path, resume_step: int) -> None:

@@ -60,12 +60,12 @@ def read_field(fields: Mapping[str, Any], name: str, kind: type, default: Any = 
     value = fields.get(name)
     value = default if value is None else value
     if type(value) is int and abs(value) >= _TOO_LARGE:
-        raise UserError(f"config.json: {name} is too large a number")
+        raise UserError(f"config.json: {name} is a number of 2^40 or more: write the model's value")
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind:
         what = "is missing" if value is None else f"is {value!r}, not of type {kind.__name__}"
-        raise UserError(f"config.json: {name} {what}")
+        raise UserError(f"config.json: {name} {what}: write the model's value, or download the file again")
     return value
 
 

@@ -45,7 +45,8 @@ class ConfigError(UsageError):
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
         count = len(self.problems)
-        checked = "configuration" if any("." in problem.key for problem in self.problems) else "command line"
+        of_command = all(problem.key.startswith(("--", "argument ")) for problem in self.problems)
+        checked = "command line" if of_command else "configuration"
         head = f"the {checked} has {count} problem{'s' if count > 1 else ''}"
         super().__init__("\n\n".join([head + ":", *(f"  {problem}" for problem in self.problems)]))
 

@@ -47,7 +47,8 @@ def config_of_data(
 
 def _check_text(section: DataConfig) -> list[Problem]:
     """Problems of sources that a command cannot read document by document."""
-    rule, remedy = "a source of text: this command does not read tokens", "give it the configuration of the text"
+    rule = "a source of text: this command does not read token files"
+    remedy = "pass a CONFIG with the text from which the token files were written"
     opened = [open_source(source) for source in section.sources]
     keys = [f"data.sources.{n}.kind" for n, source in enumerate(opened) if source.holds == "tokens"]
     return [Problem(key, "tokens", rule, remedy) for key in keys]

@@ -27,6 +27,8 @@ from titanlite.precision import DTYPES
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.logging import log
 
+_ANOTHER = "pass another folder step-N, or the dump folder, whose latest valid checkpoint is used"
+
 
 @dataclass(frozen=True)
 class SavedRun:
@@ -50,8 +52,8 @@ class SavedRun:
         except ConfigError as error:
             version = self.manifest.versions["titanlite"]
             raise UserError(
-                f"{self.path}: this version of titanlite cannot read the configuration that titanlite {version} saved: "
-                f"{error}"
+                f"{self.path}: this version of titanlite cannot read the configuration that titanlite {version} saved; "
+                f"use that version, or a later one: {error}"
             ) from None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -59,7 +61,7 @@ class SavedRun:
         try:
             found = read_shapes(self.path)
         except InvalidCheckpointError as error:
-            raise UserError(f"{self.path} is damaged: {error}") from None
+            raise UserError(f"{self.path} is damaged: {error}; {_ANOTHER}") from None
         return {name.removeprefix(MODEL): shape for name, (shape, _) in found.items() if name.startswith(MODEL)}
 
     def load(self, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
@@ -152,7 +154,7 @@ def open_run(path: Path, *, verifies: bool = True) -> SavedRun:
         try:
             return _opened(path, verifies=verifies)
         except InvalidCheckpointError as error:
-            raise UserError(f"{path} is damaged: {error}") from None
+            raise UserError(f"{path} is damaged: {error}; {_ANOTHER}") from None
     folder, steps = path, published_steps(path)
     if not steps:
         folder = path / _checkpoint_folder(path)

@@ -181,7 +181,7 @@ def divided(source: SourceConfig, num_streams: int, seed: int | None = None) -> 
 
 def test_too_many_files_are_refused_at_the_start(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "_UNIT_BITS", 0)
-    with pytest.raises(UserError, match="streaming supports up to 1 files or row groups"):
+    with pytest.raises(UserError, match=r"^hf .* has \d files or row groups, and streaming supports up to 1; set"):
         divided(source_of(dataset), 1)
 
 

@@ -141,6 +141,17 @@ def test_a_truncated_last_line_is_skipped(tmp_path: Path) -> None:
     assert list(read_ledger(tmp_path)) == [(1, [[0, 0, 0, 5, 0]])]
 
 
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    one = Ledger(tmp_path, data_rank=0, data_degree=1)
+    for step in (1, 2):
+        one.write(step, [step - 1], [Origin(0, 0, 5, 0)])
+    one.close()
+    (file,) = ledger_files(tmp_path)
+    file.write_text(file.read_text().replace('{"step":2', '{"step":'))
+    with pytest.raises(UserError, match=r"0-of-1\S*: line 2 is not JSON: .*; restore the file, or remove this line$"):
+        list(read_ledger(tmp_path))
+
+
 def test_a_closed_pipe_causes_no_traceback(tmp_path: Path) -> None:
     one = Ledger(tmp_path, data_rank=0, data_degree=1)
     for step in range(1, 3000):

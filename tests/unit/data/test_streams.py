@@ -160,7 +160,7 @@ def test_more_bad_rows_than_the_limit_raise() -> None:
 @pytest.mark.parametrize("length", [0, None])
 def test_a_stream_without_any_token_is_an_error_not_an_endless_loop(length: int | None) -> None:
     stream = make_stream(FakeCorpus([length] * 6), stream=1, num_streams=2, seq_len=4, epochs=-1)
-    with pytest.raises(UserError, match=r"the last 1,000 pieces .* have no token"):
+    with pytest.raises(UserError, match=r"1,000 consecutive documents .* have no token"):
         take(stream, 1)
 
 

@@ -118,7 +118,7 @@ def changed(name: str, **entry: Any) -> Callable[[Header], None]:
         (changed("b", dtype=["F32"]), "b has dtype ['F32']"),
         (changed("b", shape=[1] * 9), "b has 9 dimensions, more than 8"),
         (changed("b", more=1), "b must have exactly dtype"),
-        (lambda header: header.update({"b" * 1025: header.pop("b")}), "is a name of 1,025 characters, more than 1,024"),
+        (lambda header: header.update({"b" * 1025: header.pop("b")}), "has 1,025 characters, more than 1,024"),
         (lambda header: header.pop("b"), "tensors end at byte"),
         (lambda header: header.update(b=7), "b must have exactly dtype"),
     ],

@@ -125,7 +125,8 @@ def _problem_of(error: Exception, source: SourceConfig, key: str, where: str) ->
     if known and source.subset not in known:
         remedy = f"write subset = {' or '.join(map(repr, known[:20]))}"
         return Problem(f"{key}.subset", source.subset, "one of the dataset's subsets", remedy)
-    return Problem(f"{key}.path", source.path, "a dataset that `datasets` can read", reason(error))
+    remedy = f"fix the dataset, or use its files with kind = jsonl, parquet or text: {reason(error)}"
+    return Problem(f"{key}.path", source.path, "a dataset that `datasets` can read", remedy)
 
 
 def _datasets() -> Any:

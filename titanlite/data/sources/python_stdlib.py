@@ -65,5 +65,6 @@ def _is_usable(file: Path) -> bool:
     except BadRowError:
         return False
     except OSError as error:
-        raise UserError(f"{file} cannot be read: {error}") from error
+        remedy = "make it readable, or use a text, jsonl or parquet source"
+        raise UserError(f"{file} cannot be read: {error.strerror}; {remedy}") from error
     return True

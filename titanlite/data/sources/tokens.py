@@ -272,8 +272,11 @@ def read_manifest(file: Path) -> dict[str, Any] | None:
     except JsonError as error:
         raise UserError(f"{file} {error}: write the files again") from None
     except OSError as error:
-        raise UserError(f"{file} cannot be read: {error}") from None
-    raise UserError(f"{file} is not of format {FORMAT_VERSION}, the only one that this version of titanlite reads")
+        raise UserError(f"{file} cannot be read: {error.strerror}: fix this, or write the files again") from None
+    raise UserError(
+        f"{file} is not of format {FORMAT_VERSION}, the only one that this version of titanlite reads: write the files "
+        "again with titanlite tokenize"
+    )
 
 
 def manifests_of(files: Sequence[Path]) -> dict[Path, dict[str, Any]]:

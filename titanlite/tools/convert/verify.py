@@ -58,7 +58,10 @@ def verify(run: SavedRun, folder: Path, dtype: torch.dtype) -> str:
         f"largest logit (bound {bound:.0e}), on {ROWS} x {length} tokens in {str(compute).removeprefix('torch.')}"
     )
     if not relative <= bound:
-        raise UserError(f"{summary}; the exported folder was deleted")
+        raise UserError(
+            f"the export failed: {summary}; the exported folder was deleted. Try another version of transformers, or "
+            "--dtype float64; --no-verify exports without this comparison"
+        )
     return summary
 
 
@@ -90,7 +93,10 @@ def _require_same_bits(own: LanguageModel, folder: Path) -> None:
         written = torch.empty_like(parameter)
         found.fill_({name: written})
         if not torch.equal(written, parameter):
-            raise UserError(f"values of {name} in the folder differ from the run's; the exported folder was deleted")
+            raise UserError(
+                f"the export failed: values of {name} in the folder differ from the run's; the exported folder was "
+                "deleted. Check the disk, and export again"
+            )
 
 
 def _logits_of_folder(folder: Path, compute: torch.dtype, tokens: Tensor) -> tuple[str, Tensor]:

@@ -38,7 +38,10 @@ def run_reference(config: JobConfig, steps: int, folder: str) -> list[Measuremen
     answers = _launch("the reference", measure_reference, 1, (config, steps, folder), folder, TIME_LIMIT_S * steps)
     references = [Measurement.of_json(value) for value in answers[0]["measurements"]]
     if answers[0]["imprecise"]:
-        raise UserError(f"the model computes below float64 although all inputs are float64: {answers[0]['imprecise']}")
+        raise UserError(
+            f"the model computes below float64 although all inputs are float64: {answers[0]['imprecise']}; compute in "
+            "the dtype of the inputs there, without a cast to a fixed dtype such as .float()"
+        )
     reason = vacuous(references[0])
     if reason is not None:
         raise UserError(f"the comparison would prove nothing: {reason}. Other data, another seed or --steps may help")
