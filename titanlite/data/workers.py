@@ -213,7 +213,8 @@ class _Worker:
             self._process.stdin.flush()
 
     def step(self) -> PreparedStep:
-        """Wait for this worker's part of the next step. Raises the worker's error, and UserError if it exited."""
+        """Wait for this worker's part of the next step, and return it. Raises the worker's error, and UserError if the
+        worker exited."""
         head = json.loads(self._read_line())
         for level, message in head["log"]:
             logger.log(level, "%s", message)

@@ -1,4 +1,4 @@
-"""The process in its world: rank, device, backend, rendezvous, process group and timeouts."""
+"""Rank, device and backend of this process; rendezvous, process group and timeouts."""
 
 import os
 import time

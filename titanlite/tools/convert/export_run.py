@@ -93,7 +93,7 @@ def _shards(sizes: Mapping[str, int], limit: int) -> Iterator[Sequence[str]]:
 
 
 def _require_finite(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Raises UserError if a value is not finite. Checkpoints hold finite values only, so the cast to `dtype` failed."""
+    """Raise UserError if a value is not finite. Checkpoints hold finite values only, so the cast to `dtype` failed."""
     name = first_not_finite(tensors)
     if name is not None:
         raise UserError(

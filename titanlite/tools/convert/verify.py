@@ -84,7 +84,7 @@ def check_tokenizer(run: SavedRun, folder: Path) -> str | None:
 
 
 def _require_same_bits(own: LanguageModel, folder: Path) -> None:
-    """Raises UserError if a parameter is not bitwise equal. The logits of a few tokens do not cover all embeddings.
+    """Raise UserError if a parameter is not bitwise equal. The logits of a few tokens do not cover all embeddings.
 
     Reads one tensor at a time.
     """

@@ -1,8 +1,9 @@
 """Decide whether a layout agrees with the reference. Pure functions of the measurements.
 
 Errors are relative: |value - reference| / |reference| for loss and grad norm, ||value - reference|| / ||reference|| for
-the gradient of a parameter. If the norm of a parameter's gradient is below SMALL_SHARE of the global gradient norm, the
-error is relative to that share, since a value that is nearly zero by cancellation has no relative precision.
+the gradient of a parameter. If the norm of a parameter's gradient is below SMALL_SHARE x the global gradient norm, the
+error is relative to SMALL_SHARE x the global norm, since a value that is nearly zero by cancellation has no relative
+precision.
 """
 
 import math
