@@ -64,7 +64,7 @@ def has_validation(path: Path, step: int) -> bool:
 
 
 def last_row(path: Path) -> dict[str, Any]:
-    """The last row of a step in the file at `path`; {} if there is none."""
+    """The last row of a step in the file at `path`; {} without one."""
     lines = path.read_bytes().splitlines() if path.exists() else []
     rows = (_row_of(line) for line in reversed(lines))
     return next((row for row in rows if row is not None and not is_validation(row)), {})
