@@ -19,7 +19,8 @@ MESHES = (
     Mesh(2, ("--parallelism.dp_replicate", "2")),
     Mesh(2, ("--parallelism.pp", "2")),
 )
-SHORT = ["a killed rank", "SIGUSR1 to a rank", "a full disk", "a flipped bit"]
+SHORT = ["a flipped bit", "a loss that is not finite"]
+LONGER = ["a killed rank", "SIGUSR1 to a rank", "a full disk", "a flipped bit"]
 EACH_TWICE = [*FAULTS, *FAULTS]
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -28,7 +29,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("steps", "names"),
     [
-        pytest.param(30, SHORT, id="short", marks=pytest.mark.soak),
+        pytest.param(20, SHORT, id="short", marks=pytest.mark.slow),
+        pytest.param(30, LONGER, id="longer", marks=pytest.mark.soak),
         pytest.param(300, EACH_TWICE, id="long", marks=[pytest.mark.soak, pytest.mark.timeout(7200)]),
     ],
 )
