@@ -16,6 +16,7 @@ COMMANDS = {
     "evaluate": ("titanlite.tools.evaluate", "compute the loss of a run's model on any data"),
     "inspect": ("titanlite.tools.inspect", "show a configuration's data, and the first sequences as text"),
     "tokenize": ("titanlite.tools.tokenize", "tokenize a configuration's data into token files"),
+    "replay": ("titanlite.tools.replay", "compute a step of a run again, and compare it with the run's record"),
     "ledger": ("titanlite.tools.ledger", "print what each step of a run was trained on"),
     "train-tokenizer": ("titanlite.tools.train_tokenizer", "train a tokenizer on a configuration's data"),
 }

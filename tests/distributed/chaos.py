@@ -1,5 +1,6 @@
 """Faults of all kinds, injected one after another at random times into one unattended run."""
 
+import json
 import os
 import re
 import resource
@@ -11,10 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+from tests.distributed.chaos_train import ORDER_FILE
 from tests.distributed.program import PATIENCE_S, TORCHRUN, Program, Starter
 from tests.distributed.recovered import saved_steps, start_saving, starts, stopped, trained_steps
 from titanlite.checkpoint.folder import published_steps, step_folder
 from titanlite.checkpoint.manifest import MANIFEST_FILE
+from titanlite.metrics.config import METRICS_FILE
 
 START = "Job: "
 INTERVAL = 3
@@ -24,7 +27,12 @@ SETTINGS = (
     *("--checkpoint.interval", str(INTERVAL)),
     *("--checkpoint.keep_latest_k", "3"),
     *("--checkpoint.on_save_error", "continue"),
+    *("--faults.on_nonfinite", "stop"),
+    *("--faults.check_replicas_every", "1"),
+    *("--comm.train_timeout_s", "20"),
+    *("--comm.save_timeout_s", "20"),
 )
+PROGRAM = (str(Path(__file__).with_name("chaos_train.py")),)
 LAUNCHER = (*TORCHRUN, "--max-restarts", str(RESTARTS), "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
 ASYNC_MODES = ("async", "disabled")
 LESS_THAN_A_SHARD = 200_000
@@ -72,6 +80,7 @@ class Chaos:
                 *("--training.steps", str(self.steps)),
                 *mesh.arguments,
                 ranks=mesh.ranks,
+                program=PROGRAM,
                 launcher=LAUNCHER,
                 name=f"output{number}",
             )
@@ -189,6 +198,49 @@ def delete_manifest(path: Path, random: Random) -> None:  # noqa: ARG001
     (path / MANIFEST_FILE).unlink()
 
 
+def bad_manifest(path: Path, random: Random) -> None:  # noqa: ARG001
+    manifest = json.loads((path / MANIFEST_FILE).read_text())
+    manifest["files"]["../../../../etc/hostname"] = manifest["files"].popitem()[1]
+    (path / MANIFEST_FILE).write_text(json.dumps(manifest))
+
+
+def planted(order: str, message: str) -> Fault:
+    """Give an order to the program's last rank, see chaos_train.py. All ranks stop with `message`; torchrun restarts
+    them."""
+
+    def fault(chaos: Chaos) -> None:
+        before = chaos.ensure_running().output
+        (chaos.workplace / ORDER_FILE).write_text(order)
+        chaos.wait_until(lambda: chaos.ensure_running().output.count(START) > before.count(START))
+        assert message in chaos.ensure_running().output[len(before) :]
+
+    return fault
+
+
+def stop_a_rank(chaos: Chaos) -> None:
+    """Stop a rank, which then hangs: another one names it, and torchrun restarts all ranks."""
+    before, ranks = chaos.ensure_running().output, chaos.ensure_running().ranks()
+    rank, pid = chaos.random.choice(sorted(ranks.items()))
+    os.kill(pid, signal.SIGSTOP if len(ranks) > 1 else signal.SIGKILL)  # nobody notices a single rank that hangs
+    chaos.wait_until(lambda: chaos.ensure_running().output.count(START) > before.count(START))
+    if len(ranks) > 1:
+        assert re.search(rf"titanlite: rank {rank} ", chaos.ensure_running().output[len(before) :])
+
+
+def start_a_second_job(chaos: Chaos) -> None:
+    """Start another job in the same dump folder: it is refused, and the run continues."""
+    chaos.ensure_running()
+    second = start_saving(chaos.start, chaos.workplace, *SETTINGS, ranks=1, name="second")
+    assert second.wait() == 1, second.output
+    assert "another job" in second.output
+
+
+def write_garbage_into_metrics(chaos: Chaos) -> None:
+    kill_torchrun(chaos)
+    with (chaos.workplace / "out" / METRICS_FILE).open("ab") as file:
+        file.write(b'{"step": 1, "loss": \0\xff\n[1]\n{"step": "x"}\n')
+
+
 def leave_half_a_save(chaos: Chaos) -> None:
     """Leave an incomplete folder of the next save, as after a power failure."""
     kill_torchrun(chaos)
@@ -224,12 +276,19 @@ DAMAGED = {
     "a truncated file": damaged(truncate),
     "a deleted file": damaged(delete_file),
     "a deleted manifest": damaged(delete_manifest),
+    "a manifest that names other files": damaged(bad_manifest),
 }
+REPLICA = "a drifted replica"
 FAULTS: dict[str, Fault] = {
     "a killed rank": kill_a_rank,
     "a killed torchrun": kill_torchrun,
     "a full disk": fill_disk,
     "half a save": leave_half_a_save,
+    "a stopped rank": stop_a_rank,
+    "a second job": start_a_second_job,
+    "garbage in the metrics": write_garbage_into_metrics,
+    "a loss that is not finite": planted("nan", "loss that is not finite: rank "),
+    REPLICA: planted("flip", "ranks that must hold the same values hold different ones"),
     **STOPPED,
     **DAMAGED,
 }

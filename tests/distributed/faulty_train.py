@@ -6,6 +6,7 @@ data: data preparation never ends (as in a long index build), while the other ra
 late: a data error is raised 2 s after those of other ranks.
 kill: the rank is killed in the third step.
 hang, hang-data: the rank hangs in the third step, or while it waits for that step's data.
+gradient: in the fourth step, a gradient of the rank is too large by 0.1 %, as after a fault of the hardware.
 arguments: the rank is started with further arguments, those in ARGUMENTS, as on a node with another configuration.
 """
 
@@ -16,13 +17,20 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
 from tests.distributed.reference import GLOBAL_BATCH
 from titanlite import train
+from titanlite import trainer as trainer_module
 from titanlite.assembly import run as build_module
 from titanlite.batch import Batch, StepStats
+from titanlite.checkpoint.state import local_part
 from titanlite.data.loader import Loader
+from titanlite.parallel.clip import GradNorm, clip_grad_norm_
 from titanlite.runtime.errors import UserError
 from titanlite.trainer import Trainer
+
+WRONG_GRADIENT = "layers.1.attention.wo.weight"
 
 train_step = Trainer.train_step
 next_step = Loader.next_step
@@ -44,6 +52,17 @@ def killed_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
 def hanging_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
     if self.step == 2:
         time.sleep(1000)
+    return train_step(self, batches)
+
+
+def step_with_wrong_gradient(self: Trainer, batches: Sequence[Batch]) -> StepStats:
+    def clip(parts: Sequence[nn.Module], *arguments: Any) -> GradNorm:
+        gradient = parts[0].get_parameter(WRONG_GRADIENT).grad
+        assert gradient is not None
+        local_part(gradient).mul_(1.001)
+        return clip_grad_norm_(parts, *arguments)
+
+    trainer_module.clip_grad_norm_ = clip if self.step == 3 else clip_grad_norm_
     return train_step(self, batches)
 
 
@@ -93,6 +112,8 @@ if __name__ == "__main__":
             Trainer.train_step = hanging_train_step  # type: ignore[method-assign]
         elif os.environ["FAULT"] == "hang-data":
             Loader.next_step = hanging_next_step  # type: ignore[method-assign]
+        elif os.environ["FAULT"] == "gradient":
+            Trainer.train_step = step_with_wrong_gradient  # type: ignore[method-assign]
         elif os.environ["FAULT"] == "arguments":
             sys.argv += os.environ["ARGUMENTS"].split()
             os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # a node of its own

@@ -143,9 +143,11 @@ SLOW = (
     # these two, sharded and replicated, have the same loss curve
     Layout((1, 1, 2, 4), FOUR_KV_HEADS),
     Layout((1, 2, 1, 4), FOUR_KV_HEADS),
-    Layout((2, 1, 2, 2), (*schedule("1F1B"), *depth(5), *BY_LAYER, *PAIRS)),
 )
 """One to eight ranks."""
+
+THREE_AXES = (Layout((2, 1, 2, 2), (*schedule("1F1B"), *depth(5), *BY_LAYER, *PAIRS)),)
+"""Eight ranks: three axes at once, in the default suite."""
 
 
 SOAK = (

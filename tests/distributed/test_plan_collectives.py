@@ -25,6 +25,8 @@ TP = ["parallelism.tp=2", "training.local_batch_size=8", "model.vocab_size=132"]
 PP = ["parallelism.pp=2", *DEEP, "model.n_layers=9"]
 
 SOAK = [
+    ["parallelism.gradient_sync=last", *DEEP],
+    ["activation_checkpoint.mode=selective", *TP],
     ["parallelism.fsdp_reshard_after_forward=never", *DEEP],
     ["model.family=qwen3", "model.head_dim=16", *TP],
     ["activation_checkpoint.mode=selective", "activation_checkpoint.selective_policy=layer", *TP],
@@ -33,11 +35,9 @@ SOAK = [
 LAYOUTS: dict[int, list[list[str]]] = {
     2: [
         DEEP,
-        ["parallelism.gradient_sync=last", *DEEP],
         ["parallelism.fsdp_reshard_after_forward=always", *DEEP],
         TP,
         ["parallelism.loss_parallel=false", "activation_checkpoint.mode=full", *TP],
-        ["activation_checkpoint.mode=selective", *TP],
     ],
     4: [
         ["parallelism.tp=2", "training.dtype=float32", "training.mixed_precision_param=bfloat16", *DEEP],

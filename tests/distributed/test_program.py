@@ -64,7 +64,7 @@ def files(program: Program) -> list[str]:
 @pytest.mark.parametrize(
     ("ranks", "arguments"),
     [
-        (2, ["--training.steps", "2"]),
+        pytest.param(2, ["--training.steps", "2"], marks=pytest.mark.soak),
         (0, ["--training.steps", "0", "--model.dim", "7"]),
         pytest.param(0, ["--training.steps", "2"], marks=pytest.mark.soak),
         pytest.param(2, ["--training.steps", "0", "--model.dim", "7"], marks=pytest.mark.soak),

@@ -137,7 +137,8 @@ def test_a_skipped_step_is_explained(tmp_path: Path) -> None:
     not_finite = "step 3 was skipped: its loss or its gradient norm is not finite\n"
     for text, sequence in ((shown[0], 43), (shown[1], 37)):
         expected = re.escape(not_finite) + FIRST_GRADIENT + re.escape(f"  loss that is not finite: {sample(sequence)}")
-        assert re.fullmatch(expected + "  training continues", text), text
+        hint = r"  to compute it again: titanlite replay \S+/run --step 3\n"
+        assert re.fullmatch(expected + hint + "  training continues", text), text
     assert "step 2 was skipped" in shown[2]
     assert "the loss of every sequence is finite: the backward pass overflowed\n" in shown[2]
     assert "  2 steps were skipped since the last log line\n" in shown[2]

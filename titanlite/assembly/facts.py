@@ -61,17 +61,21 @@ VARIABLES = (
 
 
 def program_facts(config: JobConfig, world: World, environment: Mapping[str, str]) -> dict[str, str]:
-    """The configuration, the code and the environment of this rank.
-
-    config: resolved. environment: at program start. The code: all files of titanlite, and all imported modules that
-    belong to neither Python nor an installed package.
-    """
+    """The configuration, the code and the environment of this rank. config: resolved. environment: at program start."""
     facts = {
         key: literal(value)
         for key, value in _config_values(config)
         if not any(fnmatch(key, pattern) for pattern in MAY_DIFFER)
     }
-    facts |= {"device": world.device_type, "torch": torch.__version__, "Python": "{}.{}".format(*sys.version_info)}
+    return facts | {"device": world.device_type} | code_facts(environment)
+
+
+def code_facts(environment: Mapping[str, str]) -> dict[str, str]:
+    """The versions, the environment variables and the code that decide numbers.
+
+    The code: all files of titanlite, and all imported modules that belong to neither Python nor an installed package.
+    """
+    facts = {"torch": torch.__version__, "Python": "{}.{}".format(*sys.version_info)}
     facts |= {package: version(package) for package in PACKAGES}
     facts |= {name: environment[name] for name in VARIABLES if name in environment}
     root = Path(titanlite.__file__).parent

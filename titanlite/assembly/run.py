@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import titanlite
 from titanlite.assembly.data import build_data, build_tokenizer, build_validation_data, pin_revisions
-from titanlite.assembly.facts import content_facts
+from titanlite.assembly.facts import code_facts, content_facts
 from titanlite.assembly.model import batch_rows, build_model, build_trainer
 from titanlite.checkpoint.folder import published_steps
 from titanlite.checkpoint.manager import Checkpoints
@@ -26,6 +26,7 @@ from titanlite.data.ledger import LEDGER_FOLDER, Ledger, ledger_files
 from titanlite.data.loader import Loader
 from titanlite.data.order import STREAM_VERSION
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
+from titanlite.faults.record import RECORD_FOLDER, StepRecorder
 from titanlite.faults.replicas import Replicas
 from titanlite.faults.skipped import SkippedSteps
 from titanlite.hf.folder import PREFIX, ModelFolder
@@ -87,10 +88,7 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     apply_determinism(config.debug)
     require_no_checkpoints(config)
     config = pin_revisions(config, world, store)
-    imported = None
-    if config.checkpoint.initial_load_path.startswith(PREFIX):
-        source = imported_from(config.checkpoint, config.job.dump_folder)
-        imported = fetch_source(source, *resolve_model(config.model), world, store)
+    imported = fetch_imported(config, world, store)
     log.info("Job: %s, outputs in %s", config.job.description or "no description", config.job.dump_folder)
     log.info("Device: %s, %.1f GiB", device_name(world.device), device_memory_bytes(world.device) / 2**30)
     # Build the data before the process group, so that a long index build on one rank does not cause a timeout.
@@ -113,14 +111,9 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
         log.info("Environment: %s", line)
     meter = build_meter(config, world, group)
     replicas = Replicas(model_parts, trainer.optimizer, mesh, config.faults.check_replicas_every)
-    skipped = SkippedSteps(
-        config.faults,
-        model_parts,
-        local_stages(config.parallelism, mesh.coordinate["pp"]),
-        loader,
-        group,
-        counts_loss=trainer.counts_loss,
-    )
+    stages = local_stages(config.parallelism, mesh.coordinate["pp"])
+    recorder = build_recorder(config, mesh, trainer, stages, group, environment) if config.faults.record_steps else None
+    skipped = SkippedSteps(config.faults, model_parts, stages, loader, group, recorder, counts_loss=trainer.counts_loss)
 
     def check_state(step: int) -> None:
         """Raise UserError if the state must not be saved: replicas differ, or too many steps were skipped."""
@@ -182,6 +175,42 @@ def build_checkpoints(
         imported,
     )
     return Checkpoints(finder, control_group, stop, check_state)
+
+
+def fetch_imported(config: JobConfig, world: World, store: dist.Store) -> ModelFolder | None:
+    """The model folder that a new run starts from; None if it starts otherwise."""
+    if not config.checkpoint.initial_load_path.startswith(PREFIX):
+        return None
+    source = imported_from(config.checkpoint, config.job.dump_folder)
+    return fetch_source(source, *resolve_model(config.model), world, store)
+
+
+def build_recorder(
+    config: JobConfig,
+    mesh: Mesh,
+    trainer: Trainer,
+    stages: Sequence[int],
+    group: dist.ProcessGroup,
+    environment: Mapping[str, str],
+) -> StepRecorder:
+    """Build the record of the last steps. A collective."""
+    return StepRecorder(
+        config.faults.record_steps,
+        config.job.dump_folder,
+        trainer.model_parts,
+        stages,
+        mesh,
+        group,
+        sequences=config.training.global_batch_size,
+        norm_type=config.training.norm_type,
+        counts_loss=trainer.counts_loss,
+        about={
+            "config": asdict(config),
+            "code": code_facts(environment),
+            "world_size": mesh.world.size,
+            "device": mesh.world.device_type,
+        },
+    )
 
 
 def build_meter(config: JobConfig, world: World, group: dist.ProcessGroup) -> Meter:
@@ -279,7 +308,7 @@ def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: To
     A new run renames the files of an earlier run there. A resumed run removes ledger rows of later steps.
     """
     if not start.resumes:
-        outputs = [CONFIG_COPY, TOKENIZER_FOLDER, METRICS_FILE, LEDGER_FOLDER, config.metrics.folder]
+        outputs = [CONFIG_COPY, TOKENIZER_FOLDER, METRICS_FILE, LEDGER_FOLDER, RECORD_FOLDER, config.metrics.folder]
         prepare_dump_folder(config.job.dump_folder, outputs, world.rank)
     else:
         for file in ledger_files(config.job.dump_folder)[world.rank :: world.size]:

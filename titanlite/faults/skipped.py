@@ -1,7 +1,6 @@
 """Skipped steps and spikes: their numbers stay on the device, and are explained on the host at log lines."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -10,9 +9,9 @@ from torch import nn
 
 from titanlite.batch import StepStats
 from titanlite.data.loader import Loader
-from titanlite.data.preparation import Int64s
 from titanlite.data.streams import Origin
 from titanlite.faults.config import FaultsConfig
+from titanlite.faults.record import NotedStep, StepRecorder
 from titanlite.faults.spikes import WINDOW
 from titanlite.runtime.agreement import run_on_all_ranks, warn_on_rank_0
 from titanlite.runtime.errors import UserError
@@ -35,19 +34,11 @@ class Cause(NamedTuple):
     samples: list[str]
 
 
-@dataclass(frozen=True)
-class _Step:
-    number: int
-    stats: StepStats
-    sequences: Sequence[int]
-    origins: Int64s
-
-
 class SkippedSteps:
     """Explains skipped steps at log lines, and stops a run that skips too many.
 
     stages: pipeline stage of each of this rank's model_parts. group: all ranks, with gloo. counts_loss: whether this
-    rank counts the loss of its rows.
+    rank counts the loss of its rows. recorder: records every step; None: no record.
     """
 
     def __init__(
@@ -57,10 +48,12 @@ class SkippedSteps:
         stages: Sequence[int],
         loader: Loader,
         group: dist.ProcessGroup,
+        recorder: StepRecorder | None,
         *,
         counts_loss: bool,
     ) -> None:
         self._section = section
+        self._recorder = recorder
         self._parameters = [
             (stage, position, name)
             for stage, part in zip(stages, model_parts, strict=True)
@@ -69,24 +62,26 @@ class SkippedSteps:
         self._loader = loader
         self._group = group
         self._counts_loss = counts_loss
-        self._steps: list[_Step] = []
+        self._steps: list[NotedStep] = []
         self._in_a_row = 0
 
     def note(self, step: int, stats: StepStats) -> None:
         """Keep a step, whose sequences are those that the loader has returned last. Waits for the device only in
         `check`, which every MAX_STEPS-th call calls. Raises as `check`."""
-        self._steps.append(_Step(step, stats, self._loader.sequences, self._loader.origin_values))
+        self._steps.append(NotedStep(step, stats, self._loader.sequences, self._loader.origin_values))
         if len(self._steps) == MAX_STEPS:
             self.check()
 
     def check(self) -> None:
-        """Log or raise if steps were skipped or spikes since the last call; then a collective. Waits for the device.
+        """Record the steps since the last call; log or raise if some were skipped or spikes. A collective.
 
-        Raises UserError on all ranks.
+        Waits for the device. Raises UserError on all ranks.
         """
         if not self._steps:
             return
         steps, self._steps = self._steps, []
+        if self._recorder is not None:
+            self._recorder.write(steps)  # first: the record of a step that stops the run is needed most
         ratios = torch.stack([step.stats.spike_ratio for step in steps])
         flags = torch.stack([step.stats.skipped for step in steps]).to(ratios.dtype)
         values = torch.stack([flags, ratios]).T.tolist()  # the same on all ranks
@@ -102,6 +97,8 @@ class SkippedSteps:
             step = next((step for step in broken if step.stats.num_valid), broken[0])
             causes = run_on_all_ranks(lambda: self._cause(step), self._group)
             lines.append(_explain(step.number, int(step.stats.num_valid), causes, len(broken)))
+            if step.stats.num_valid:
+                lines += self._hint(step)
         if spikes:
             spike, ratio = spikes[0]
             found = run_on_all_ranks(lambda: self._largest_losses(spike), self._group)
@@ -111,6 +108,7 @@ class SkippedSteps:
             ]
             norm = float(spike.stats.grad_norm)
             lines.append(_explain_spike(spike.number, norm, ratio, self._section, sorted(samples)[::-1], len(spikes)))
+            lines += self._hint(spike)
         unchanged = "skipped steps did not change the weights"
         if longest > self._section.max_skipped_steps:
             limit = f"faults.max_skipped_steps = {self._section.max_skipped_steps}"
@@ -120,16 +118,20 @@ class SkippedSteps:
         if lines:
             warn_on_rank_0("\n".join([*lines, "  training continues"]), self._group)
 
-    def _place(self, step: _Step, row: int) -> str:
+    def _hint(self, step: NotedStep) -> list[str]:
+        """The command that computes the step again, if it is recorded."""
+        return [f"  to compute it again: {self._recorder.replay_command} {step.number}"] if self._recorder else []
+
+    def _place(self, step: NotedStep, row: int) -> str:
         return f"sequence {step.sequences[row]}, {self._loader.locate(Origin(*step.origins[row].tolist()))}"
 
-    def _largest_losses(self, step: _Step) -> tuple[float, list[tuple[float, str]]]:
+    def _largest_losses(self, step: NotedStep) -> tuple[float, list[tuple[float, str]]]:
         """The sum of this rank's row losses, and its rows with the largest ones: loss, and where it is."""
         losses = step.stats.row_losses.tolist() if self._counts_loss else []
         rows = sorted(range(len(losses)), key=lambda row: -losses[row])[:MAX_SAMPLES]
         return sum(losses), [(losses[row], self._place(step, row)) for row in rows]
 
-    def _cause(self, step: _Step) -> Cause:
+    def _cause(self, step: NotedStep) -> Cause:
         norms = step.stats.shard_norms.isfinite().tolist()
         rows = step.stats.row_losses.isfinite().tolist() if self._counts_loss else []
         samples = [self._place(step, row) for row, is_finite in enumerate(rows) if not is_finite]

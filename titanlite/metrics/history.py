@@ -63,6 +63,13 @@ def has_validation(path: Path, step: int) -> bool:
     return any(row["step"] == step and is_validation(row) for row in map(_row_of, lines) if row is not None)
 
 
+def last_row(path: Path) -> dict[str, Any]:
+    """The last row of a step in the file at `path`; {} without one."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    rows = (_row_of(line) for line in reversed(lines))
+    return next((row for row in rows if row is not None and not is_validation(row)), {})
+
+
 def _row_of(line: bytes) -> dict[str, Any] | None:
     """The row in a line; None if it is not a valid row. A truncated row is invalid JSON: it lacks its last brace."""
     try:

@@ -1,7 +1,7 @@
 """Open a saved run, for the commands that use its model."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -159,16 +159,33 @@ def open_run(path: Path, *, verifies: bool = True) -> SavedRun:
     if not steps:
         folder = path / _checkpoint_folder(path)
         steps = published_steps(folder)
-    for step in reversed(steps):
-        try:
-            return _opened(step_folder(folder, step))
-        except InvalidCheckpointError as error:
-            log.warning("%s is damaged: %s; trying the previous checkpoint", step_folder(folder, step), error)
+    found = next(_valid(folder, steps), None)
+    if found is not None:
+        return found
     what = "no valid checkpoint" if steps else "no checkpoint"
     raise UserError(
         f"{path} contains {what}; pass the dump folder of a run with checkpoint.enable = true, or one of its folders "
         "step-N"
     )
+
+
+def latest_before(dump_folder: Path, step: int) -> SavedRun | None:
+    """The latest valid checkpoint of a step before `step` with the state of the optimizer; None if there is none.
+
+    Raises UserError.
+    """
+    folder = dump_folder / _checkpoint_folder(dump_folder)
+    earlier = [saved for saved in published_steps(folder) if saved < step]
+    return next((found for found in _valid(folder, earlier) if found.manifest.content == "full"), None)
+
+
+def _valid(folder: Path, steps: Sequence[int]) -> Iterator[SavedRun]:
+    """The valid checkpoints of `steps`, the latest first; damaged ones are skipped with a warning."""
+    for step in reversed(steps):
+        try:
+            yield _opened(step_folder(folder, step))
+        except InvalidCheckpointError as error:
+            log.warning("%s is damaged: %s; trying the previous checkpoint", step_folder(folder, step), error)
 
 
 def _checkpoint_folder(dump_folder: Path) -> str:

@@ -23,7 +23,7 @@ def steps_of(group: dist.ProcessGroup, **section: Any) -> SkippedSteps:
     loader = Mock(sequences=range(100, 100 + ROWS), origin_values=np.arange(4 * ROWS).reshape(ROWS, 4))
     loader.locate = lambda origin: f"piece {origin.piece}"
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    return SkippedSteps(FaultsConfig(**section), [model], [0], loader, group, counts_loss=True)
+    return SkippedSteps(FaultsConfig(**section), [model], [0], loader, group, None, counts_loss=True)
 
 
 def stats_of(

@@ -1,0 +1,44 @@
+"""Training program whose last rank obeys an order in the file ORDER_FILE of its working folder, once:
+
+nan: the loss of the next step is not finite.
+flip: after the next step, a bit of the optimizer's state, which all data ranks hold, has flipped.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from titanlite import train
+from titanlite.batch import Batch, StepStats
+from titanlite.checkpoint.state import local_part
+from titanlite.runtime.failure import end_process
+from titanlite.trainer import Trainer
+
+ORDER_FILE = "order"
+
+train_step = Trainer.train_step
+
+
+def obedient_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
+    order = ""
+    owner, name = (self, "loss") if self.pipeline is None else (self.pipeline, "_loss")
+    loss = getattr(owner, name)
+    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1 and Path(ORDER_FILE).exists():
+        order = Path(ORDER_FILE).read_text()
+        Path(ORDER_FILE).unlink()
+    if order == "nan":
+        setattr(owner, name, lambda *arguments: loss(*arguments) * float("nan"))
+    stats = train_step(self, batches)
+    setattr(owner, name, loss)
+    if order == "flip":
+        count = next(local_part(tensor) for name, tensor in self.optimizer.named_state() if name.endswith("/step"))
+        count.view(torch.int32).bitwise_xor_(1)
+    return stats
+
+
+if __name__ == "__main__":
+    Trainer.train_step = obedient_train_step  # type: ignore[method-assign]
+    train.main()
+    end_process(0)

@@ -1,0 +1,66 @@
+"""Replay of a step: what a run records on several ranks, and what `titanlite replay` finds out about it."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.distributed.faulty_train import WRONG_GRADIENT
+from tests.distributed.program import FAULTY, start_command, start_program
+from tests.distributed.reference import GLOBAL_BATCH
+
+REPLAY = ("-m", "titanlite.tools.replay")
+
+
+def replayed(workplace: Path, *arguments: str) -> tuple[int, str]:
+    program = start_command(workplace, str(workplace / "out"), *arguments, program=REPLAY)
+    return program.wait(), program.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [("--parallelism.tp=2",), ("--parallelism.pp=2", "--training.norm_type=inf")])
+def test_a_wrong_gradient_of_one_rank_is_found_in_its_step(tmp_path: Path, layout: tuple[str, ...]) -> None:
+    settings = ("--training.dtype", "float32", "--checkpoint.enable", "true", "--checkpoint.interval", "2", *layout)
+    environment = {"FAULT": "gradient", "FAULTY_RANK": "1"}
+    run = start_program(tmp_path, *settings, ranks=2, program=FAULTY, environment=environment)
+    assert run.wait() == 0, run.output
+
+    code, output = replayed(tmp_path, "--step", "3")
+    assert code == 0, output
+    assert f"Replay of step 3 from {tmp_path}/out/checkpoint/step-2: 0 steps are computed again first" in output
+    assert re.search(r"\nreproduced \(.* differs most, by \d\.\de-0[789]; allowed: \d\.\de-0[67]\)", output), output
+
+    code, output = replayed(tmp_path, "--step", "4")
+    assert code == 1, output
+    assert "step-2: 1 steps are computed again first, about" in output
+    assert re.search(rf"NOT reproduced: step 4 \({WRONG_GRADIENT} differs most, by (1.0e-03|[45]\.\de-04);", output)
+    assert "code, versions and environment are those of the run" in output
+
+    code, output = replayed(tmp_path, "--step", "5", "--sequences", "1")  # from weights with the wrong update
+    assert code == 0, output
+    assert output.count("  sequence ") == 1
+
+    code, output = replayed(tmp_path, "--step", "6", "--from-checkpoint-only")
+    assert code == 1
+    assert "has no valid checkpoint of step 5" in output
+    assert "1 steps would have to be computed" in output
+
+
+@pytest.mark.slow
+def test_without_checkpoints_the_replay_starts_from_the_initial_weights(tmp_path: Path) -> None:
+    layout = ("--parallelism.dp_replicate=2", "--parallelism.dp_shard=2")
+    run = start_program(tmp_path, "--faults.record_steps", "2", *layout, ranks=4)
+    assert run.wait() == 0, run.output
+    code, output = replayed(tmp_path, "--step", "6")
+    assert code == 0, output
+    assert "from the initial weights: 5 steps are computed again first" in output
+    code, output = replayed(tmp_path, "--step", "3")
+    assert code == 1
+    assert "no record of step 3: each launch records its last faults.record_steps = 2 steps" in output
+    file = next((tmp_path / "out" / "records").iterdir())
+    with np.load(file) as record:
+        assert record["step"].tolist() == [5, 6]
+        assert record["row_losses"].shape == (2, GLOBAL_BATCH)
+        assert len(json.loads(record["about"].tobytes())["parameters"]) == record["gradient_norms"].shape[1]

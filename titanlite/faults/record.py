@@ -1,0 +1,206 @@
+"""Record of a run's last steps, in its dump folder: gradient norms by parameter, losses by sequence.
+
+`titanlite replay` compares a step that it computes again with this record.
+"""
+
+import io
+import json
+import os
+import shlex
+import zipfile
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titanlite.batch import StepStats
+from titanlite.data.preparation import Int64s
+from titanlite.faults.replicas import is_replicated
+from titanlite.parallel.clip import NormType
+from titanlite.parallel.mesh import AXES, Mesh
+from titanlite.runtime.agreement import run_on_all_ranks
+from titanlite.runtime.json_files import parse_json, read_regular
+from titanlite.runtime.logging import log
+
+RECORD_FOLDER = "records"
+"""In the dump folder: a file per launch of the run."""
+
+MAX_RECORDS = 8
+"""Launches whose records are kept."""
+
+MAX_BYTES = 2**30
+"""Size above which a file is no record: 1,000 steps with 131,072 parameters and sequences."""
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """The numbers of one step.
+
+    num_valid: valid tokens of the global batch. grad_norm: global norm before clipping. gradient_norms: norm of each
+    parameter's gradient, over all shards. row_losses: the share of each sequence in the mean loss. first_sequence: the
+    number in the run of the first of them.
+    """
+
+    step: int
+    num_valid: int
+    skipped: bool
+    grad_norm: float
+    gradient_norms: dict[str, float]
+    row_losses: list[float]
+    first_sequence: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """The record of one launch. about: what the launch was, see StepRecorder. steps: by number."""
+
+    file: Path
+    about: Mapping[str, Any]
+    steps: Mapping[int, RecordedStep]
+
+
+@dataclass(frozen=True)
+class NotedStep:
+    """A step whose numbers are still on the device. sequences, origins: of this rank's rows, see Loader."""
+
+    number: int
+    stats: StepStats
+    sequences: Sequence[int]
+    origins: Int64s
+
+
+class StepRecorder:
+    """Records the last `capacity` steps of this launch in a file, which rank 0 writes at log points.
+
+    The file is in numpy's npz format. Arrays with a row per step: the fields of RecordedStep. `about`: UTF-8 of a JSON
+    object with the names of the parameters and what describes the launch.
+
+    model_parts, stages: this rank's parts, and the pipeline stage of each. sequences: per step. group: all ranks.
+    counts_loss: whether this rank counts the loss of its rows. about: describes the launch, as JSON values.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        dump_folder: str,
+        model_parts: Sequence[nn.Module],
+        stages: Sequence[int],
+        mesh: Mesh,
+        group: dist.ProcessGroup,
+        *,
+        sequences: int,
+        norm_type: NormType,
+        counts_loss: bool,
+        about: Mapping[str, Any],
+    ) -> None:
+        parts = dict(zip(stages, model_parts, strict=True))
+        own = {stage: [name for name, _ in part.named_parameters()] for stage, part in parts.items()}
+        names = {stage: found for each in run_on_all_ranks(lambda: own, group) for stage, found in each.items()}
+        begins, count = {}, 0
+        for stage in sorted(names):
+            begins[stage], count = count, count + len(names[stage])
+        columns = [begins[stage] + index for stage in own for index in range(len(own[stage]))]
+        # Ranks that hold the same shard have the same norm of it: the first of them counts.
+        counts = [
+            mesh.is_first(axis for axis in AXES if axis != "pp" and is_replicated(parameter, axis))
+            for part in parts.values()
+            for parameter in part.parameters()
+        ]
+        self._own = torch.tensor([index for index, is_counted in enumerate(counts) if is_counted], dtype=torch.int64)
+        self._columns = torch.tensor(columns)[self._own]
+        self._shape = (count, sequences)
+        self._data_rank, self._data_degree = mesh.data_rank, mesh.data_degree
+        self._reduction = dist.ReduceOp.MAX if norm_type == "inf" else dist.ReduceOp.SUM
+        self._power = 1 if norm_type == "inf" else 2
+        self._counts_loss = counts_loss
+        self._group = group
+        self._rows: deque[dict[str, Tensor]] = deque(maxlen=capacity)
+        self.replay_command = f"titanlite replay {shlex.quote(dump_folder)} --step"
+        """Without the number of the step."""
+        self._file: Path | None = None
+        if group.rank() == 0:
+            self._file = Path(dump_folder, RECORD_FOLDER, f"{datetime.now():%Y%m%d-%H%M%S-%f}.npz")
+        everything = [name for stage in sorted(names) for name in names[stage]]
+        self._about = json.dumps({"parameters": everything, **about}).encode()
+
+    def write(self, steps: Sequence[NotedStep]) -> None:
+        """Add steps to the record. A collective over all ranks: two all-reduces, however many steps. Waits for the
+        device. A file that cannot be written is reported once; training continues without a record."""
+        assert self._rows.maxlen is not None
+        steps = steps[-self._rows.maxlen :]
+        if not steps:
+            return
+        stats = [step.stats for step in steps]
+        num_parameters, num_sequences = self._shape
+        device = stats[0].shard_norms.device
+        norms = torch.zeros(len(steps), num_parameters, dtype=torch.float64, device=device)
+        own = torch.stack([each.shard_norms for each in stats])
+        norms[:, self._columns.to(device)] = own[:, self._own.to(device)] ** self._power
+        losses = torch.zeros(len(steps), num_sequences, dtype=torch.float64, device=device)
+        if self._counts_loss:
+            losses[:, self._data_rank :: self._data_degree] = torch.stack([each.row_losses for each in stats]).double()
+        dist.all_reduce(norms, self._reduction, group=self._group)
+        dist.all_reduce(losses, group=self._group)
+        if self._file is None:
+            return
+        columns = {
+            "step": torch.tensor([step.number for step in steps]),
+            "first_sequence": torch.tensor([step.sequences[0] - self._data_rank for step in steps]),
+            "num_valid": torch.stack([each.num_valid for each in stats]).cpu(),
+            "skipped": torch.stack([each.skipped for each in stats]).bool().cpu(),
+            "grad_norm": torch.stack([each.grad_norm for each in stats]).double().cpu(),
+            "gradient_norms": (norms ** (1.0 / self._power)).cpu(),
+            "row_losses": losses.cpu(),
+        }
+        self._rows += [{name: column[index] for name, column in columns.items()} for index in range(len(steps))]
+        try:
+            self._write_file()
+        except OSError as error:
+            log.warning("The record of steps is not written any more: %s: %s", self._file, error.strerror)
+            self._file = None
+
+    def _write_file(self) -> None:
+        """Replace the file. Not synced: its loss in a power failure does no harm."""
+        assert self._file is not None
+        if not self._file.parent.is_dir():
+            self._file.parent.mkdir()
+        for old in sorted(self._file.parent.glob("*.npz"))[:-MAX_RECORDS]:
+            old.unlink()
+        temporary = self._file.with_suffix(".new")
+        arrays: dict[str, Any] = {"about": np.frombuffer(self._about, np.uint8)}
+        arrays |= {name: torch.stack([row[name] for row in self._rows]).numpy() for name in self._rows[0]}
+        content = io.BytesIO()
+        np.savez(content, **arrays)
+        temporary.write_bytes(content.getbuffer())
+        os.replace(temporary, self._file)
+
+
+def read_records(dump_folder: Path) -> list[Record]:
+    """The records of a run's launches, the latest first. A file that cannot be read is reported, and left out."""
+    records = []
+    for file in sorted((dump_folder / RECORD_FOLDER).glob("*.npz"), reverse=True):
+        try:
+            records.append(_read_record(file))
+        except (OSError, ValueError, TypeError, LookupError, EOFError, zipfile.BadZipFile) as error:
+            log.warning("%s is not a record of steps: %s", file, error)
+    return records
+
+
+def _read_record(file: Path) -> Record:
+    with np.load(io.BytesIO(read_regular(file, MAX_BYTES)), allow_pickle=False) as archive:
+        arrays = {name: archive[name] for name in archive.files}
+    about = parse_json(arrays.pop("about").tobytes())
+    names = about.pop("parameters")
+    steps = {}
+    for row in range(len(arrays["step"])):
+        values = {name: column[row].tolist() for name, column in arrays.items()}
+        values["gradient_norms"] = dict(zip(names, values["gradient_norms"], strict=True))
+        steps[values["step"]] = RecordedStep(**values)
+    return Record(file, about, steps)

@@ -1,0 +1,73 @@
+"""Command: compute one step of a run again, on one process, and compare it with what the run recorded."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from titanlite.assembly.facts import code_facts
+from titanlite.config.load import CONFIG_COPY
+from titanlite.faults.record import read_records
+from titanlite.runtime.distributed import world_from_environment
+from titanlite.runtime.errors import ConfigError, UsageError, UserError, ranged
+from titanlite.runtime.logging import setup_logging
+from titanlite.tools.command import Count, check_options, read_options, run_command
+from titanlite.tools.parity.measure import own_dtypes
+from titanlite.tools.replay.compare import judge
+from titanlite.tools.replay.compute import replay, replayed_config, require_start
+from titanlite.tools.replay.report import report_lines
+from titanlite.tools.saved_run import latest_before
+
+
+@dataclass(frozen=True)
+class Options:
+    """Compute step K of a run again on one process, and compare it with what the run recorded.
+
+    Starts from the run's latest checkpoint before step K, or from its initial weights; steps between are computed
+    again in the run's dtypes. Step K is computed in float64 and in the run's dtypes. Both are compared with the record
+    of the run's last faults.record_steps steps: the gradient norm of each parameter, the loss of each sequence. Nothing
+    is written into the run's folder. Exit code: 0 if the record is reproduced; 1 if it differs, or if there is none; 2
+    for invalid arguments.
+    """
+
+    dump_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DUMP_FOLDER")]
+    """job.dump_folder of the run"""
+    step: Annotated[int, tyro.conf.arg(metavar="K")] = ranged(tyro.MISSING, "a step of the run", least=1)
+    """the step to compute again"""
+    from_checkpoint_only: bool = False
+    """do not compute earlier steps again: needs a checkpoint of step K - 1"""
+    sequences: Count = ranged(5, least=0)
+    """number of sequences to show: those with the largest losses"""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print the comparison; exit with 1 if the record is not reproduced. Raises UserError."""
+    options = read_options(Options, argv, "replay")
+    if problems := check_options(options):
+        raise ConfigError(problems)
+    world = world_from_environment()
+    if world.size > 1:
+        raise UsageError("replay runs on one process: start it without torchrun")
+    setup_logging(0)
+    folder, step = options.dump_folder, options.step
+    if not (folder / CONFIG_COPY).is_file():
+        raise UserError(f"{folder} has no {CONFIG_COPY}: pass the dump folder of a run")
+    records = [record for record in read_records(folder) if step in record.steps]
+    saved = latest_before(folder, step)
+    config = replayed_config(folder, records, saved, world)
+    require_start(folder, records, saved, step, from_checkpoint_only=options.from_checkpoint_only)
+    replayed = replay(config, saved, step, world)
+    dtypes = own_dtypes(config)
+    verdict = judge(replayed, records, dtypes, code_facts(os.environ), kept=config.faults.record_steps)
+    for line in report_lines(records, replayed, verdict, "/".join(dict.fromkeys(dtypes)), options.sequences):
+        print(line)
+    if not verdict.reproduced:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,142 @@
+"""Compare a step with its record, and say what that means. Pure functions of the numbers."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from titanlite.faults.record import MAX_RECORDS, Record, RecordedStep
+from titanlite.precision import DTYPES
+from titanlite.runtime.agreement import MODULE
+from titanlite.tools.parity.verdict import FLOOR_EPS, MULTIPLE, SMALL_SHARE
+from titanlite.tools.replay.compute import Replayed
+
+GROWTH = 10.0
+"""Rounding errors in the weights grow by less than this from step to step; a fault is a larger jump."""
+
+MAX_CHANGED = 5
+"""Changed files and settings that the report lists."""
+
+LOSS = "loss"
+GRAD_NORM = "grad norm"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """reproduced: whether the record agrees with the step computed here in the run's dtypes. differences: of the latest
+    record by name, relative, LOSS and GRAD_NORM included; {} without a record. lines: what follows from them."""
+
+    reproduced: bool
+    differences: dict[str, float]
+    lines: list[str]
+
+
+def judge(
+    replayed: Replayed, records: Sequence[Record], dtypes: Sequence[str], code: Mapping[str, str], kept: int
+) -> Verdict:
+    """Compare the step with its latest record. dtypes: the run's. code: of this process, see code_facts. kept: steps
+    that a record keeps.
+
+    Given equal weights, differences are bounded by a multiple of those between the run's dtypes and float64 on one
+    process. Steps that were computed again leave weights that differ by rounding; the differences then grow slowly.
+    """
+    own = replayed.own
+    lines = list(_not_finite(replayed, dtypes))
+    if not records:
+        lines.append(
+            f"no record of step {own.step}: each launch records its last faults.record_steps = {kept} steps, and the "
+            f"last {MAX_RECORDS} launches are kept"
+        )
+        return Verdict(False, {}, lines)
+    record = records[0]
+    eps = max(torch.finfo(DTYPES[name]).eps for name in dtypes)
+    rounding = [error for error in differences(own, replayed.exact).values() if math.isfinite(error)]
+    bound = limit = FLOOR_EPS * eps + MULTIPLE * max(rounding, default=0.0)
+    for step in (*replayed.earlier, own):
+        if step.step not in record.steps:
+            limit = math.inf  # how far rounding has grown is not known
+            continue
+        recorded = record.steps[step.step]
+        found = differences(recorded, step)
+        worst = max(found, key=lambda name: found[name])
+        numbers = f"{worst} differs most, by {found[worst]:.1e}; allowed: {limit:.1e}"
+        if recorded.num_valid != step.num_valid or found[worst] > limit:
+            lines += _not_reproduced(record, step, own.step, numbers, code)
+            return Verdict(False, differences(record.steps[own.step], own), lines)
+        allowed, limit = limit, max(bound, GROWTH * found[worst])
+    is_known = math.isfinite(allowed) or found[worst] <= bound
+    if is_known:
+        lines.append(f"reproduced ({numbers}): the run's hardware and layout are not the cause")
+    else:
+        lines.append(
+            f"undecided ({numbers}): earlier steps were computed again without a record of them, in which rounding may "
+            "have grown this far; a larger faults.record_steps or a smaller checkpoint.interval would decide"
+        )
+    return Verdict(is_known, found, lines)
+
+
+def _not_finite(replayed: Replayed, dtypes: Sequence[str]) -> Iterator[str]:
+    """What the two computations say without the record, if something is not finite."""
+    own, exact = replayed.own, replayed.exact
+    if not _is_finite(exact):
+        rows = [index for index, loss in enumerate(exact.row_losses) if not math.isfinite(loss)]
+        what = f"the loss of sequence {exact.first_sequence + rows[0]}" if rows else "a gradient"
+        yield f"{what} is not finite in float64 either: the cause is in the data, the weights or the model's code"
+    elif not _is_finite(own):
+        names = [name for name, norm in own.gradient_norms.items() if not math.isfinite(norm)]
+        what = f"the gradient of {names[0]}" if names else "the loss"
+        yield f"{what} is not finite in {'/'.join(dict.fromkeys(dtypes))}, but it is in float64: overflow or rounding"
+
+
+def _not_reproduced(
+    record: Record, step: RecordedStep, last: int, numbers: str, code: Mapping[str, str]
+) -> Iterator[str]:
+    """What to make of a step that differs. last: the step that was asked for."""
+    yield f"NOT reproduced: step {step.step} ({numbers})"
+    recorded = record.steps[step.step]
+    if recorded.num_valid != step.num_valid:
+        yield f"  the run counted {recorded.num_valid} valid tokens, this computation {step.num_valid}: other data"
+    if step.step != last:
+        yield f"  it is the first step that differs: replay it instead of step {last}"
+    then = record.about["code"]
+    changed = [name for name in sorted({*then, *code}) if then.get(name) != code.get(name)]
+    # The commands import different modules: only those of both are compared.
+    changed = [name for name in changed if not name.startswith(MODULE) or {name} <= then.keys() & code.keys()]
+    if changed:
+        more = f" and {len(changed) - MAX_CHANGED} more" if len(changed) > MAX_CHANGED else ""
+        yield f"  changed since the run: {', '.join(changed[:MAX_CHANGED])}{more}"
+    else:
+        yield "  code, versions and environment are those of the run"
+    yield (
+        "  possible causes: hardware (memory, device or network of a rank); this layout, which titanlite parity "
+        "checks; other kernels here than on the run's devices"
+    )
+
+
+def differences(found: RecordedStep, expected: RecordedStep) -> dict[str, float]:
+    """Relative difference of the mean loss, of the gradient norm, and of each parameter's gradient norm.
+
+    A norm below SMALL_SHARE of the global norm is compared relative to that share. Infinite if only one of two values
+    is finite; 0 if neither is.
+    """
+    least = SMALL_SHARE * expected.grad_norm if math.isfinite(expected.grad_norm) else 0.0
+    return {
+        LOSS: _difference(sum(found.row_losses), sum(expected.row_losses), 0.0),
+        GRAD_NORM: _difference(found.grad_norm, expected.grad_norm, 0.0),
+    } | {
+        name: _difference(found.gradient_norms.get(name, math.nan), norm, least)
+        for name, norm in expected.gradient_norms.items()
+    }
+
+
+def _difference(found: float, expected: float, least: float) -> float:
+    finite = math.isfinite(found) + math.isfinite(expected)
+    if finite < 2:
+        return math.inf if finite else 0.0
+    scale = max(abs(expected), least)
+    return abs(found - expected) / scale if scale else math.inf if found else 0.0
+
+
+def _is_finite(step: RecordedStep) -> bool:
+    return all(map(math.isfinite, (step.grad_norm, *step.gradient_norms.values(), *step.row_losses)))

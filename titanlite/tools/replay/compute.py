@@ -1,0 +1,197 @@
+"""Compute a step again: the configuration, the start, and the step in the run's dtypes and in float64."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from titanlite.assembly.data import build_data, build_tokenizer
+from titanlite.assembly.model import build_model, build_trainer
+from titanlite.assembly.run import about_run, build_meter, fetch_imported
+from titanlite.batch import IGNORE_INDEX, Batch
+from titanlite.checkpoint.start import StartFinder
+from titanlite.checkpoint.state import RunState, local_part
+from titanlite.config.check import check_config, resolve_config
+from titanlite.config.load import CONFIG_COPY, config_from_values, parse_config
+from titanlite.config.schema import JobConfig
+from titanlite.data.loader import Loader
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.faults.record import Record, RecordedStep
+from titanlite.forward import on_device
+from titanlite.metrics.config import METRICS_FILE
+from titanlite.metrics.history import last_row
+from titanlite.parallel.mesh import Mesh
+from titanlite.runtime.determinism import apply_determinism
+from titanlite.runtime.distributed import World, connect, init_process_group
+from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.logging import log
+from titanlite.tools.parity.layouts import ONE_PROCESS, config_of
+from titanlite.tools.parity.measure import passes
+from titanlite.tools.saved_run import SavedRun
+from titanlite.trainer import Trainer
+
+PROGRESS_S = 30.0
+"""Seconds between two lines of progress."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A sequence of the step. place: source, file and row. text: of its tokens, or their ids. num_valid: tokens that
+    count in the loss."""
+
+    place: str
+    text: str
+    num_valid: int
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The step as computed here. own, exact: in the run's dtypes and in float64. earlier: the steps before it that were
+    computed again, in the run's dtypes. rows: its sequences, in order."""
+
+    own: RecordedStep
+    exact: RecordedStep
+    earlier: list[RecordedStep]
+    rows: list[Row]
+
+
+def replayed_config(folder: Path, records: Sequence[Record], saved: SavedRun | None, world: World) -> JobConfig:
+    """The configuration of the launch that took the step, for one process. Raises ConfigError.
+
+    It is in the record; without one, the checkpoint's or the latest start's is taken.
+    """
+    if records:
+        config = config_from_values(records[0].about["config"])
+    elif saved is not None:
+        config = saved.config
+    else:
+        config, problems = parse_config(["--job.config_file", str(folder / CONFIG_COPY)])
+        if problems:
+            raise ConfigError(problems)
+    checkpoint = replace(config.checkpoint, enable=False, load_step=-1)
+    if saved is not None:
+        checkpoint = replace(checkpoint, initial_load_path=str(saved.path), initial_load_model_only=False)
+    config = replace(
+        config_of(config, ONE_PROCESS),
+        job=replace(config.job, dump_folder=str(folder)),
+        checkpoint=checkpoint,
+        data=replace(config.data, num_workers=0),
+        validation=replace(config.validation, enable=False),
+    )
+    problems = check_config(config, world_size=world.size, device_type=world.device_type)
+    if problems:
+        raise ConfigError(problems)
+    return resolve_config(config, world_size=world.size, device_type=world.device_type)
+
+
+def require_start(
+    folder: Path, records: Sequence[Record], saved: SavedRun | None, step: int, *, from_checkpoint_only: bool
+) -> None:
+    """Log how many steps are computed again first, and for how long. Raises UserError if that is not allowed."""
+    start = saved.manifest.step if saved is not None else 0
+    where = saved.path if saved is not None else "the initial weights"
+    before = step - 1 - start
+    if before and from_checkpoint_only:
+        raise UserError(
+            f"{folder} has no valid checkpoint of step {step - 1}; from {where}, {before} steps would have to be "
+            "computed again first: leave out --from-checkpoint-only to do so"
+        )
+    row = last_row(folder / METRICS_FILE)
+    expected = ""
+    if before and records and "step_time_s" in row:
+        expected = f", about {duration(row['step_time_s'] * records[0].about['world_size'] * before)} on one device"
+    log.info("Replay of step %d from %s: %d steps are computed again first%s", step, where, before, expected)
+
+
+def duration(seconds: float) -> str:
+    """Seconds, minutes or hours, with two digits."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.2g} {unit}"
+    return f"{seconds:.2g} s"
+
+
+def replay(config: JobConfig, saved: SavedRun | None, step: int, world: World) -> Replayed:
+    """Compute the step on this process. config: see replayed_config. Raises UserError."""
+    apply_determinism(config.debug)
+    store = connect(world, config.comm)
+    imported = fetch_imported(config, world, store) if saved is None else None
+    mesh = Mesh(config.parallelism, world)
+    tokenizer = build_tokenizer(config)
+    loader = build_data(config, mesh, tokenizer)
+    group = init_process_group(world, store, config.comm)
+    mesh.connect(config.comm.init_timeout_s)
+    try:
+        trainer = build_trainer(config, build_model(config, mesh, world.device), mesh, world.device)
+        norms = trainer.spikes.norms if trainer.spikes else None
+        state = RunState(trainer.model_parts, trainer.optimizer, loader, mesh, norms)
+        about = about_run(config, tokenizer)
+        meter = build_meter(config, world, group)
+        folder = Path(config.job.dump_folder, config.checkpoint.folder)
+        finder = StartFinder(config.checkpoint, folder, state, meter, about, config.training.steps, group, imported)
+        trainer.step = finder.find().step
+        earlier = recompute(trainer, loader, step)
+        batches = [on_device(batch, world.device) for batch in loader.next_step()]
+        exact = copy_in_float64(config, trainer, mesh, world.device)
+        return Replayed(
+            exact=take_step(exact, batches, loader),
+            own=take_step(trainer, batches, loader),
+            earlier=earlier,
+            rows=describe_rows(batches, loader, tokenizer),
+        )
+    finally:
+        loader.close()
+        dist.destroy_process_group()
+
+
+def recompute(trainer: Trainer, loader: Loader, step: int) -> list[RecordedStep]:
+    """Take the steps before `step`; returns their numbers."""
+    steps: list[RecordedStep] = []
+    logged = perf_counter()
+    while trainer.step < step - 1:
+        batches = [on_device(batch, trainer.device) for batch in loader.next_step()]
+        steps.append(take_step(trainer, batches, loader))
+        if perf_counter() - logged > PROGRESS_S:
+            log.info("Computed step %d again, %d to go", trainer.step, step - 1 - trainer.step)
+            logged = perf_counter()
+    return steps
+
+
+def copy_in_float64(config: JobConfig, trainer: Trainer, mesh: Mesh, device: torch.device) -> Trainer:
+    """A trainer with the same weights at the same step, in float64, without clipping."""
+    config = passes(config)[0]
+    exact = build_trainer(config, build_model(config, mesh, device, draws_weights=False), mesh, device)
+    exact.step = trainer.step
+    weights = {name: p for part in trainer.model_parts for name, p in part.named_parameters()}
+    for part in exact.model_parts:
+        for name, parameter in part.named_parameters():
+            local_part(parameter).copy_(local_part(weights[name]))
+    return exact
+
+
+def take_step(trainer: Trainer, batches: Sequence[Batch], loader: Loader) -> RecordedStep:
+    """Take a step; returns its numbers. On one process, each shard is the full gradient."""
+    stats = trainer.train_step(batches)
+    names = [name for part in trainer.model_parts for name, _ in part.named_parameters()]
+    return RecordedStep(
+        trainer.step,
+        int(stats.num_valid),
+        bool(stats.skipped),
+        stats.grad_norm.item(),
+        dict(zip(names, stats.shard_norms.tolist(), strict=True)),
+        stats.row_losses.tolist(),
+        loader.sequences[0],
+    )
+
+
+def describe_rows(batches: Sequence[Batch], loader: Loader, tokenizer: Tokenizer | None) -> list[Row]:
+    """The sequences of the last step that the loader returned."""
+    tokens = torch.cat([batch.tokens for batch in batches]).tolist()
+    valid = (torch.cat([batch.labels for batch in batches]) != IGNORE_INDEX).sum(1).tolist()
+    return [
+        Row(loader.locate(origin), tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids)), num_valid)
+        for origin, ids, num_valid in zip(loader.origins, tokens, valid, strict=True)
+    ]
