@@ -221,7 +221,7 @@ def stop_a_rank(chaos: Chaos) -> None:
     """Stop a rank, which then hangs: another one names it, and torchrun restarts all ranks."""
     before, ranks = chaos.ensure_running().output, chaos.ensure_running().ranks()
     rank, pid = chaos.random.choice(sorted(ranks.items()))
-    os.kill(pid, signal.SIGSTOP if len(ranks) > 1 else signal.SIGKILL)  # nobody notices a single rank that hangs
+    os.kill(pid, signal.SIGSTOP if len(ranks) > 1 else signal.SIGKILL)  # no other rank notices a single one that hangs
     chaos.wait_until(lambda: chaos.ensure_running().output.count(START) > before.count(START))
     if len(ranks) > 1:
         assert re.search(rf"titanlite: rank {rank} ", chaos.ensure_running().output[len(before) :])

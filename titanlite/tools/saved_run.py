@@ -170,7 +170,7 @@ def open_run(path: Path, *, verifies: bool = True) -> SavedRun:
 
 
 def latest_before(dump_folder: Path, step: int) -> SavedRun | None:
-    """The latest valid checkpoint of a step before `step` with the state of the optimizer; None if there is none.
+    """The latest valid checkpoint of a step before `step` with the state of the optimizer; None if absent.
 
     Raises UserError.
     """
