@@ -198,7 +198,8 @@ def _read_file(path: str, problems: list[Problem]) -> dict[str, Any] | None:
         )
         return None
     except JsonError as error:
-        problems.append(Problem(CONFIG_FILE, path, f"a TOML file; it {error}", "give the path of a TOML file"))
+        remedy = "every rank reads it: write the output of a command to a file first, and give the file's path"
+        problems.append(Problem(CONFIG_FILE, path, f"a TOML file; it {error}", remedy))
         return None
     except UnicodeDecodeError as error:
         problems.append(Problem(CONFIG_FILE, path, "a file in UTF-8", f"save it as UTF-8: byte {error.start} is not"))

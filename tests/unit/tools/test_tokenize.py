@@ -299,7 +299,7 @@ def test_overwritten_tokens_are_found_before_their_first_use(config: Path, tmp_p
         (np.array([-1, 4]), "in ascending order"),
         (np.array([0, 10**9]), "in ascending order"),
         (np.array([0, 4], np.int32), "1-D array of int64, but is 1-D int32"),
-        (np.array([[0, 4]]), "1-D array of int64, but is 2-D int64"),
+        (np.array([[0, 4]]), "1-D array of integers: it is 2-D int64"),
     ],
 )
 def test_starts_of_documents_are_checked(starts: Any, message: str, tmp_path: Path) -> None:

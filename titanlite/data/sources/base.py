@@ -19,6 +19,7 @@ from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import BadRowError, Piece
 from titanlite.runtime.cache import built_once, cache_folder, content_key, file_facts
 from titanlite.runtime.errors import Problem, UserError
+from titanlite.runtime.files import open_regular
 
 DIGEST_VERSION = 1
 """Version of the digest of a source's content. Increase it if the digest of any corpus changes."""
@@ -99,8 +100,7 @@ class Source(ABC):
             return []
         rule = f"a file, a folder with {' or '.join(f'*{suffix}' for suffix in self.suffixes)} files, or a glob that "
         rule += "matches files"
-        full = os.path.join(os.getcwd(), os.path.expanduser(path))
-        remedy = f"nothing matches {full}: fix the path (relative to the current folder)"
+        remedy = f"{nothing_found(path)}: fix the path (relative to the current folder)"
         if not path:
             rule, remedy = f"{rule}; required for kind = {self.kind!r}", "write the path of your files"
         return [Problem(f"{key}.path", path, rule, remedy)]
@@ -149,6 +149,13 @@ class Source(ABC):
         return str(cached_json(folder / "digest.json", f"the fingerprint of {self.name}", digest))
 
 
+def nothing_found(path: str) -> str:
+    """Why a path or glob has no files: it matches nothing, or is a pipe or device."""
+    full = os.path.join(os.getcwd(), os.path.expanduser(path))
+    is_special = os.path.exists(full) and not os.path.isfile(full) and not os.path.isdir(full)
+    return f"{full} is not a regular file" if is_special else f"nothing matches {full}"
+
+
 def cached_json(file: Path, what: str, make: Callable[[], Any]) -> Any:
     """The JSON value of `file`, in a folder of its own in the cache; written with make() if absent. See built_once."""
 
@@ -162,7 +169,7 @@ def cached_json(file: Path, what: str, make: Callable[[], Any]) -> Any:
 def sampled_digest(file: Path) -> bytes:
     """Digest (16 bytes) of a file's size and of its sampled blocks; see SAMPLED_BLOCKS. Raises UserError."""
     try:
-        with open(file, "rb") as opened:
+        with open_regular(file) as opened:
             size = opened.seek(0, 2)
             digest = xxhash.xxh3_128(size.to_bytes(8, "little"))
             if size <= SAMPLED_BLOCKS * BLOCK_BYTES:
