@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 
-from titanlite.data.sources.base import Source, TextSource, nothing_found
+from titanlite.data.sources.base import Source, TextSource
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.hf import HuggingFace
 from titanlite.data.sources.jsonl import Jsonl
@@ -59,7 +59,7 @@ def source_from_path(path: str, key: str) -> SourceConfig | Problem:
     else:
         files = [str(file).lower() for file in Text(SourceConfig(Text.kind, path)).files()]
         if not files:
-            remedy = f"{nothing_found(path)}: fix the path"
+            remedy = f"no regular file matches {os.path.join(os.getcwd(), expanded)}: fix the path"
             return Problem(key, path, "a file, a folder or a glob that matches files", remedy)
         kinds = [kind for kind in known if any(file.endswith(kind.suffixes) for file in files)]
     if len(kinds) == 1:

@@ -132,7 +132,7 @@ class Tokenizer:
 def _config_beside(file: Path) -> dict[str, Any]:
     """The tokenizer_config.json beside `file`; {} if absent. Raises UserError if it cannot be read or is not JSON."""
     config_file = file.with_name("tokenizer_config.json")
-    if not config_file.is_file():
+    if not os.path.lexists(config_file):
         return {}
     try:
         config: dict[str, Any] = read_json(config_file)
@@ -147,7 +147,7 @@ def _chat_template_beside(file: Path) -> bytes | None:
     """The chat template beside `file`; None if absent. Raises UserError if it cannot be read."""
     template = file.with_name(CHAT_TEMPLATE)
     try:
-        return read_regular(template) if template.is_file() else None
+        return read_regular(template) if os.path.lexists(template) else None
     except JsonError as error:
         raise UserError(f"{template} {error}: fix or remove it") from None
     except OSError as error:

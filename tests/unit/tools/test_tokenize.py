@@ -227,6 +227,12 @@ def spoil(folder: Path) -> None:
     (folder / "tokens.json").write_text("{")
 
 
+def unlink_the_manifest(folder: Path) -> None:
+    """A link whose target is lost is not the same as no manifest: the files would not be verified."""
+    (folder / "tokens.json").unlink()
+    (folder / "tokens.json").symlink_to("nowhere")
+
+
 def forget_the_shards(folder: Path) -> None:
     manifest = json.loads((folder / "tokens.json").read_text())
     del manifest["shards"]
@@ -241,6 +247,7 @@ def forget_the_shards(folder: Path) -> None:
         (shorten_documents, "tokens-00001.documents has 128 bytes instead of"),
         (add, "tokens-99999.npy is not listed"),
         (spoil, "tokens.json is not JSON"),
+        (unlink_the_manifest, "tokens.json is a link to a file that does not exist"),
         (forget_the_shards, 'tokens.json is invalid: dict is missing required key(s): "shards"'),
     ],
 )

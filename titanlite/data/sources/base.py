@@ -78,16 +78,18 @@ class Source(ABC):
 
     def files(self) -> list[Path]:
         """Files of the source, sorted by path; may be empty. Skips hidden files in folders and globs."""
+        found = {Path(entry).absolute() for entry in self._entries() if os.path.isfile(entry)}
+        return sorted(found, key=lambda file: file.as_posix())
+
+    def _entries(self) -> list[str]:
+        """Entries that the path selects: files, and folders, links, pipes or devices whose names match."""
         path = os.path.expanduser(self.config.path)
         if os.path.isfile(path):
-            return [Path(path).absolute()]
+            return [path]
         if os.path.isdir(path):
             below = glob.iglob(os.path.join(glob.escape(path), "**", "*"), recursive=True)
-            found = [file for file in below if file.lower().endswith(self.suffixes)]
-        else:
-            found = glob.glob(path, recursive=True)
-        found = [file for file in found if os.path.isfile(file)]
-        return sorted({Path(file).absolute() for file in found}, key=lambda file: file.as_posix())
+            return [entry for entry in below if entry.lower().endswith(self.suffixes)]
+        return glob.glob(path, recursive=True)
 
     def check_keys(self, key: str) -> list[Problem]:  # noqa: ARG002
         """Problems of the table at `key` ("data.sources.0") that are specific to this kind. Does not access files."""
@@ -96,11 +98,18 @@ class Source(ABC):
     def check_files(self, key: str) -> list[Problem]:
         """Problems of the list of files. Called if the keys have no problem; does not read the files."""
         path = self.config.path
-        if path and self.files():
+        entries = self._entries() if path else []
+        other = [entry for entry in entries if not os.path.isfile(entry) and not os.path.isdir(entry)]
+        if other:
+            fault = "is a pipe or device" if os.path.exists(other[0]) else "is a link to a file that does not exist"
+            rule, remedy = "regular files", f"{os.path.abspath(other[0])} {fault}: replace or remove it"
+            return [Problem(f"{key}.path", path, rule, remedy)]
+        if any(map(os.path.isfile, entries)):
             return []
         rule = f"a file, a folder with {' or '.join(f'*{suffix}' for suffix in self.suffixes)} files, or a glob that "
         rule += "matches files"
-        remedy = f"{nothing_found(path)}: fix the path (relative to the current folder)"
+        full = os.path.join(os.getcwd(), os.path.expanduser(path))
+        remedy = f"nothing matches {full}: fix the path (relative to the current folder)"
         if not path:
             rule, remedy = f"{rule}; required for kind = {self.kind!r}", "write the path of your files"
         return [Problem(f"{key}.path", path, rule, remedy)]
@@ -147,13 +156,6 @@ class Source(ABC):
                 return f"xxh3-128:{xxhash.xxh3_128(b''.join(pool.map(sampled_digest, files))).hexdigest()}"
 
         return str(cached_json(folder / "digest.json", f"the fingerprint of {self.name}", digest))
-
-
-def nothing_found(path: str) -> str:
-    """Why a path or glob has no files: it matches nothing, or is a pipe or device."""
-    full = os.path.join(os.getcwd(), os.path.expanduser(path))
-    is_special = os.path.exists(full) and not os.path.isfile(full) and not os.path.isdir(full)
-    return f"{full} is not a regular file" if is_special else f"nothing matches {full}"
 
 
 def cached_json(file: Path, what: str, make: Callable[[], Any]) -> Any:

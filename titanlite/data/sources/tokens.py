@@ -48,7 +48,9 @@ class Tokens(Source):
         return {"dtype": self.config.dtype}
 
     def check_files(self, key: str) -> list[Problem]:
-        files = self.files() if self.config.path else []
+        if problems := super().check_files(key):
+            return problems
+        files = self.files()
         raw = [file for file in files if file.suffix.lower() == ".bin"]
         other = [file for file in files if file.suffix.lower() not in self.suffixes]
         if other:
@@ -60,7 +62,7 @@ class Tokens(Source):
         if self.config.dtype and not raw:
             remedy = f"leave it out: {files[0].name} contains its dtype"
             return [Problem(f"{key}.dtype", self.config.dtype, "only for .bin files", remedy)]
-        return super().check_files(key)
+        return []
 
     def check_content(self, key: str, *, vocab_size: int, needs_documents: bool) -> list[Problem]:
         """Problems of the files' content, from the start of each file and the tokens.json beside it."""
@@ -275,6 +277,8 @@ def read_manifest(file: Path) -> dict[str, Any] | None:
             parse_json(raw, Manifest)
             return found
     except FileNotFoundError:
+        if file.is_symlink():
+            raise UserError(f"{file} is a link to a file that does not exist: copy the file there") from None
         return None
     except JsonError as error:
         raise UserError(f"{file} {error}: write the files again") from None
