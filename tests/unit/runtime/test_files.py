@@ -33,7 +33,7 @@ def test_a_file_replaced_by_a_pipe_between_check_and_open_is_refused(
     (tmp_path / "file").touch()
     facts = os.stat(tmp_path / "file")
     os.mkfifo(tmp_path / "pipe")
-    monkeypatch.setattr(os, "stat", lambda _: facts)
+    monkeypatch.setattr(os, "stat", lambda *_, **__: facts)
     with pytest.raises(NotRegularError):
         open_regular(tmp_path / "pipe")
 
