@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.distributed.program import (
@@ -112,6 +113,23 @@ def test_user_error_on_one_rank_is_reported_once_at_the_same_step(
     assert [row["step"] for row in found] == [row["step"] for row in expected]
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in found] == pytest.approx([row[key] for row in expected], rel=1e-10, abs=0)
+
+
+@pytest.mark.slow
+def test_a_token_file_that_shrinks_during_training_is_named_once(tmp_path: Path, start: Starter) -> None:
+    """A mapped file would end both ranks by SIGBUS, without a message."""
+    file = tmp_path / "tokens.npy"
+    np.save(file, np.zeros(2**18, np.uint16))
+    data = ["--data.sources.0.path", str(file), "--training.steps", "100000", "--metrics.log_freq", "1"]
+    program = start(tmp_path, *data, ranks=2)
+    program.wait_for("step +3/")
+    os.truncate(file, 1000)
+    program.wait_for("^titanlite: ")
+    assert seconds_to_end(program) < SOON_S
+    assert program.wait() == 1
+    (message,) = re.findall(r"^titanlite: (.*)$", program.output, re.MULTILINE)
+    assert re.match(rf"{file} became shorter .* it has 1,000 bytes instead of 524,416, and bytes [\d,]+ to", message)
+    assert "Traceback" not in program.output
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from titanlite.checkpoint.config import Verify
 from titanlite.runtime.agreement import RanksError, describe_failure
 from titanlite.runtime.cache import hash_of
+from titanlite.runtime.files import open_regular
 
 HASH = "xxh3-128"
 METADATA_FILE = ".metadata"
@@ -218,7 +219,7 @@ class _Reader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
         path = Path(self.path) / METADATA_FILE
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 metadata = _MetadataUnpickler(file).load()
         except InvalidCheckpointError:
             raise

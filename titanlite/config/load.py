@@ -188,7 +188,7 @@ def _read_file(path: str, problems: list[Problem]) -> dict[str, Any] | None:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         folder = Path(path).parent
-        known = [str(file) for file in folder.glob("*.toml")] if folder.is_dir() else []
+        known = [str(file) for file in folder.glob("*.toml") if file.is_file()] if folder.is_dir() else []
         close = get_close_matches(path, [*known, *shipped_names()], 1)
         remedy = f"did you mean {close[0]}?" if close else "give the path of a TOML file"
         problems.append(
@@ -198,7 +198,8 @@ def _read_file(path: str, problems: list[Problem]) -> dict[str, Any] | None:
         )
         return None
     except JsonError as error:
-        problems.append(Problem(CONFIG_FILE, path, f"a TOML file; it {error}", "give the path of a TOML file"))
+        remedy = "save it as a file, and give the file's path: every rank reads the file"
+        problems.append(Problem(CONFIG_FILE, path, f"a TOML file; it {error}", remedy))
         return None
     except UnicodeDecodeError as error:
         problems.append(Problem(CONFIG_FILE, path, "a file in UTF-8", f"save it as UTF-8: byte {error.start} is not"))

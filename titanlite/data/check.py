@@ -111,7 +111,8 @@ def check_tokenizer(
     file = tokenizer_file(section.path)
     if not file.is_file():
         rule = "a tokenizer.json, or a folder that holds one"
-        remedy = f"{file.absolute()} does not exist; train a tokenizer on your data: {TRAIN_TOKENIZER}"
+        fault = "is not a regular file" if file.exists() else "does not exist"
+        remedy = f"{file.absolute()} {fault}; train a tokenizer on your data: {TRAIN_TOKENIZER}"
         return [Problem("tokenizer.path", section.path, rule, remedy)]
     try:
         tokenizer = Tokenizer(file)

@@ -59,7 +59,7 @@ def source_from_path(path: str, key: str) -> SourceConfig | Problem:
     else:
         files = [str(file).lower() for file in Text(SourceConfig(Text.kind, path)).files()]
         if not files:
-            remedy = f"nothing matches {os.path.join(os.getcwd(), expanded)}: fix the path"
+            remedy = f"no regular file matches {os.path.join(os.getcwd(), expanded)}: fix the path"
             return Problem(key, path, "a file, a folder or a glob that matches files", remedy)
         kinds = [kind for kind in known if any(file.endswith(kind.suffixes) for file in files)]
     if len(kinds) == 1:

@@ -19,6 +19,7 @@ from typing import TypedDict
 
 from titanlite.data.streams import Origin
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import open_regular
 from titanlite.runtime.json_files import JsonError, parse_json
 
 LEDGER_FOLDER = "ledger"
@@ -52,22 +53,30 @@ def ledger_files(dump_folder: str | Path) -> list[Path]:
 
 
 def read_ledger(dump_folder: str | Path) -> Iterator[tuple[int, list[list[int]]]]:
-    """Yield each step and the [sequence, source, epoch, piece, offset] of its sequences, in the order of the run."""
+    """Yield each step and the [sequence, source, epoch, piece, offset] of its sequences, in the order of the run.
+
+    Raises UserError.
+    """
     lines = merge(*(_steps(path) for path in ledger_files(dump_folder)), key=lambda line: line[0])
     for step, parts in groupby(lines, key=lambda line: line[0]):
         yield step, sorted(row for _, rows in parts for row in rows)
 
 
 def _steps(path: Path) -> Iterator[tuple[int, list[list[int]]]]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith("\n"):  # being written, or truncated by a crash: a resumed run writes it again
-                return
-            try:
-                values = parse_json(line.encode(), _Line)
-            except JsonError as error:
-                raise UserError(f"{path}: line {number} {error}; restore the file, or remove this line") from None
-            yield values["step"], values["sequences"]
+    try:
+        with open_regular(path) as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):  # being written, or truncated by a crash: a resumed run writes it again
+                    return
+                try:
+                    values = parse_json(line, _Line)
+                except JsonError as error:
+                    raise UserError(f"{path}: line {number} {error}; restore the file, or remove this line") from None
+                yield values["step"], values["sequences"]
+    except JsonError as error:
+        raise UserError(f"{path} {error}") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 class _Line(TypedDict):

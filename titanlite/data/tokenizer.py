@@ -40,8 +40,7 @@ class Tokenizer:
         self._tokenizer.encode_special_tokens = True
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self._config_beside = _config_beside(file)
-        template = file.with_name(CHAT_TEMPLATE)
-        self._chat_template = template.read_bytes() if template.is_file() else None
+        self._chat_template = _chat_template_beside(file)
         beside = _special_tokens(self._config_beside)
         self.bos_id, bos_text = self._separator("bos", bos, beside)
         self.eos_id, eos_text = self._separator("eos", eos, beside)
@@ -132,15 +131,28 @@ class Tokenizer:
 
 
 def _config_beside(file: Path) -> dict[str, Any]:
-    """The tokenizer_config.json beside `file`; {} if absent. Raises UserError if it is not JSON."""
+    """The tokenizer_config.json beside `file`; {} if absent. Raises UserError if it cannot be read or is not JSON."""
     config_file = file.with_name("tokenizer_config.json")
-    if not config_file.is_file():
+    if not os.path.lexists(config_file):
         return {}
     try:
         config: dict[str, Any] = read_json(config_file)
     except JsonError as error:
         raise UserError(f"{config_file} {error}: fix or remove it") from None
+    except OSError as error:
+        raise UserError(f"{config_file} cannot be read: {error.strerror or error}") from None
     return config
+
+
+def _chat_template_beside(file: Path) -> bytes | None:
+    """The chat template beside `file`; None if absent. Raises UserError if it cannot be read."""
+    template = file.with_name(CHAT_TEMPLATE)
+    try:
+        return read_regular(template) if os.path.lexists(template) else None
+    except JsonError as error:
+        raise UserError(f"{template} {error}: fix or remove it") from None
+    except OSError as error:
+        raise UserError(f"{template} cannot be read: {error.strerror or error}") from None
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

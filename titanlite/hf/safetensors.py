@@ -6,6 +6,7 @@ the file is truncated.
 """
 
 import os
+import reprlib
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from titanlite.runtime.durability import sync_file
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import open_regular, read_at
 from titanlite.runtime.json_files import JsonError, parse_json
 
 SUFFIX = ".safetensors"
@@ -29,6 +31,8 @@ MAX_NAME_LENGTH = 1_024
 MAX_DIMS = 8
 MAX_HEADER_BYTES = 25_000_000
 """250 bytes for each of MAX_TENSORS. Most entries take less than 150."""
+MAX_COMMAS = 12 * MAX_TENSORS
+"""An entry has at most 11: between entries, fields, sizes of MAX_DIMS dimensions, and offsets."""
 
 _WRITE_AGAIN = "download the file again, or write it with the safetensors library"
 _BLOCK_BYTES = 2**23
@@ -55,7 +59,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     Stricter than the library: names are unique, dtypes are floating-point, and the tensors fill the file without gap or
     overlap. Raises UserError, which names the entry and the rule; OSError.
     """
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         size = os.fstat(opened.fileno()).st_size
         length = int.from_bytes(opened.read(8), "little")
         if size < 8 or length > size - 8:
@@ -69,6 +73,10 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                 f"safetensors format; {_WRITE_AGAIN}"
             )
         raw = opened.read(length)
+    # Before parsing, which takes seconds for millions of values. Braces are those of the header, of __metadata__, and
+    # of each tensor; names could have more.
+    if raw.count(b"{") - 2 > MAX_TENSORS or raw.count(b",") > MAX_COMMAS:
+        raise UserError(f"its header has more entries than {MAX_TENSORS:,} tensors need")
     header = read_object(raw, "its header")
     header.pop("__metadata__", None)
     if len(header) > MAX_TENSORS:
@@ -111,13 +119,14 @@ def _stored(file: Path, name: str, entry: Any, data: int) -> StoredTensor:
     kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(kind, str) or kind not in _DTYPES:
         raise UserError(
-            f"tensor {name} has dtype {kind!r}; convert the model to one of {', '.join(_DTYPES)} (quantized models are "
-            "not supported)"
+            f"tensor {name} has dtype {reprlib.repr(kind)}; convert the model to one of {', '.join(_DTYPES)} "
+            "(quantized models are not supported)"
         )
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        shown = f"shape {reprlib.repr(shape)} and data_offsets {reprlib.repr(offsets)}"
         raise UserError(
-            f"tensor {name} has shape {shape!r} and data_offsets {offsets!r}, but these must be lists of integers from "
-            f"0, and data_offsets two of them; {_WRITE_AGAIN}"
+            f"tensor {name} has {shown}, but these must be lists of integers from 0, and data_offsets two of them; "
+            f"{_WRITE_AGAIN}"
         )
     if len(shape) > MAX_DIMS:
         raise UserError(f"tensor {name} has {len(shape):,} dimensions, more than {MAX_DIMS}; {_WRITE_AGAIN}")
@@ -146,11 +155,13 @@ def read_box_(out: Tensor, stored: StoredTensor, offset: Sequence[int]) -> None:
     raw = memoryview(buffer.view(torch.uint8).numpy().data)
     flat = out.view(-1) if out.is_contiguous() else torch.empty(out.numel(), dtype=out.dtype, device=out.device)
     filled = done = 0
-    with stored.file.open("rb", buffering=0) as file:
+    with open_regular(stored.file) as file:
         for first, count in _runs(stored.shape, out.shape, offset):
             while count:
                 taken = min(count, buffer.numel() - filled)
-                _read_into(file.fileno(), raw[filled * width : (filled + taken) * width], stored, first * width)
+                part = raw[filled * width : (filled + taken) * width]
+                if read_at(file.fileno(), part, stored.start + first * width) < len(part):
+                    raise UserError(f"{stored.file} was truncated while it was read")
                 filled, first, count = filled + taken, first + taken, count - taken
                 if filled == min(buffer.numel(), out.numel() - done):
                     flat[done : done + filled].copy_(buffer[:filled])
@@ -172,15 +183,6 @@ def _runs(shape: Sequence[int], box: Sequence[int], offset: Sequence[int]) -> It
     for index in product(*rows):
         before = sum(i * stride for i, stride in zip(index, strides, strict=False))
         yield before + offset[cut - 1] * strides[-1], box[cut - 1] * strides[-1]
-
-
-def _read_into(descriptor: int, part: memoryview, stored: StoredTensor, position: int) -> None:
-    position += stored.start
-    while part:
-        count = os.preadv(descriptor, [part], position)
-        if count == 0:
-            raise UserError(f"{stored.file} was truncated while it was read")
-        part, position = part[count:], position + count
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:

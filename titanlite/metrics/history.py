@@ -6,6 +6,7 @@ from typing import Any
 from titanlite.metrics.validation import is_validation
 from titanlite.runtime.durability import replace_file
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import open_regular
 from titanlite.runtime.json_files import JsonError, parse_json
 from titanlite.runtime.logging import log
 
@@ -22,13 +23,13 @@ def keep_rows(path: Path, last_step: int) -> None:
     on disk before this returns. A file that needs no change, or does not exist, is not touched. Not safe for several
     processes at once. Raises UserError if the file cannot be read or replaced.
     """
+    before = _content(path)
+    after, removed = _in_order(before, last_step)
     try:
-        before = path.read_bytes() if path.exists() else b""
-        after, removed = _in_order(before, last_step)
         if after != before:
             replace_file(path, after)
     except OSError as error:
-        raise UserError(f"cannot read and rewrite {path}: {error.strerror}") from None
+        raise UserError(f"cannot rewrite {path}: {error.strerror}") from None
     if sum(removed.values()):
         reasons = ", ".join(f"{count} {why}" for why, count in removed.items() if count)
         log.info("%s: %d rows removed: %s", path, sum(removed.values()), reasons)
@@ -58,9 +59,20 @@ def _in_order(content: bytes, last_step: int) -> tuple[bytes, dict[str, int]]:
 
 
 def has_validation(path: Path, step: int) -> bool:
-    """Whether the file at `path` has a row of the validation after `step`."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    return any(row["step"] == step and is_validation(row) for row in map(_row_of, lines) if row is not None)
+    """Whether the file at `path` has a row of the validation after `step`. Raises UserError if it cannot be read."""
+    rows = map(_row_of, _content(path).splitlines())
+    return any(row["step"] == step and is_validation(row) for row in rows if row is not None)
+
+
+def _content(path: Path) -> bytes:
+    """The content of the file; b"" if it does not exist."""
+    try:
+        with open_regular(path) as file:
+            return file.read()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
 
 
 def last_row(path: Path) -> dict[str, Any]:

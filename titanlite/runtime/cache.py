@@ -7,7 +7,7 @@ import os
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -15,6 +15,7 @@ import xxhash
 
 from titanlite.runtime.durability import sync_file
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import open_regular
 from titanlite.runtime.logging import log
 
 K = TypeVar("K", bound=Hashable)
@@ -46,24 +47,40 @@ def file_facts(files: list[Path]) -> list[tuple[str, int, int]]:
 
 
 def hash_of(path: Path) -> str:
-    """The xxh3-128 hash of a file, in hex."""
-    with path.open("rb", buffering=0) as file:
+    """The xxh3-128 hash of a file, in hex. Raises OSError."""
+    with open_regular(path) as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def has_hash(path: Path, expected: str) -> bool:
-    """Whether a file has this hash. The cache folder remembers files that have it, by path, size, time and inode."""
+    """Whether a file has this hash. Raises OSError.
+
+    The cache folder remembers files that have it, by path, size, time and inode, in a marker that is not empty. One
+    process at a time hashes a file, and the others wait for its marker.
+    """
     facts = os.stat(path)
     key = ["hash", str(path.absolute()), facts.st_size, facts.st_mtime_ns, facts.st_ino, expected]
     marker = cache_folder() / "verified" / content_key(key)
-    if marker.exists():
-        return True
-    if hash_of(path) != expected:
-        return False
-    with suppress(OSError):  # a cache that cannot be written costs time only
-        marker.parent.mkdir(parents=True, exist_ok=True)
-        marker.touch()
+    with ExitStack() as stack:
+        if _has_content(marker):
+            return True
+        with suppress(OSError):  # a cache that cannot be written or locked costs time only
+            marker.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(_locked(marker, f"verify {path}"))
+            if _has_content(marker):
+                return True
+        if hash_of(path) != expected:
+            return False
+        with suppress(OSError):
+            marker.write_text("verified\n")
     return True
+
+
+def _has_content(marker: Path) -> bool:
+    try:
+        return marker.stat().st_size > 0
+    except OSError:
+        return False
 
 
 def built_once(
@@ -80,7 +97,7 @@ def built_once(
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_name(folder.name + ".lock"), what):
+        with _locked(folder.with_name(folder.name + ".lock"), f"build {what}"):
             if folder.is_dir() and not is_valid(folder):
                 log.warning("%s in %s is damaged and is built again", what, folder)
                 shutil.rmtree(folder)
@@ -102,12 +119,12 @@ def built_once(
 
 @contextmanager
 def _locked(path: Path, what: str) -> Iterator[None]:
-    """Hold an exclusive lock on the file `path`; the system releases it if the process dies."""
+    """Hold an exclusive lock on the file `path`; the system releases it if the process dies. what: the locked work."""
     with open(path, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log.info("waiting for another process to build %s", what)
+            log.info("waiting for another process to %s", what)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -1,14 +1,14 @@
-"""A strict reader of files and JSON that others may have written or damaged: regular files, limits, a schema."""
+"""A strict reader of files and JSON that others may have written or damaged: limits, a schema."""
 
 import json
 import math
-import os
-import stat
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
+
+from titanlite.runtime.files import NotRegularError, open_regular
 
 MAX_BYTES = 100_000_000
 MAX_DEPTH = 64
@@ -19,15 +19,12 @@ class JsonError(ValueError):
 
 
 def read_regular(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """The content of a regular file. Raises OSError, and JsonError for a device, pipe or folder, or a longer file.
-
-    Never waits: opening a pipe would block until another process writes into it.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise JsonError("is not a regular file")
-        content = file.read(max_bytes + 1)
+    """The content of a regular file. Raises OSError, and JsonError for a device, a pipe or a longer file."""
+    try:
+        with open_regular(path) as file:
+            content = file.read(max_bytes + 1)
+    except NotRegularError as error:
+        raise JsonError(f"is {error}") from None
     if len(content) > max_bytes:
         raise JsonError(f"has more than {max_bytes:,} bytes")
     return content
@@ -64,7 +61,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         name, count = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise JsonError(f"has {name!r} {'twice' if count == 2 else f'{count:,} times'}")
+        raise JsonError(f"has {name[:200]!r} {'twice' if count == 2 else f'{count:,} times'}")
     return found
 
 

@@ -122,11 +122,11 @@ def check_output_file(option: str, path: Path | None) -> list[Problem]:
     """Problems of a file that the command will write at its end."""
     if path is None:
         return []
-    folder = path.absolute().parent
-    writable = not path.is_dir() and os.access(folder, os.W_OK | os.X_OK)
-    return require(
-        writable, option, str(path), "a file in a writable folder", f"create {folder}, or choose another path"
-    )
+    target = Path(os.path.realpath(path))
+    is_file = target.is_file() or not target.exists()  # opening a pipe would wait for a reader
+    remedy = f"create {target.parent}, or choose another path" if is_file else "choose another path"
+    writable = is_file and os.access(target.parent, os.W_OK | os.X_OK)
+    return require(writable, option, str(path), "a regular file in a writable folder", remedy)
 
 
 def write_json(file: Path, content: Any) -> None:

@@ -20,6 +20,7 @@ from titanlite.data.kinds import open_source
 from titanlite.data.loader import Loader, build_loader
 from titanlite.data.order import Mixture, shuffled
 from titanlite.data.preparation import Assignment, Sources
+from titanlite.data.sources.arrays import ArrayFile
 from titanlite.data.sources.base import TextSource
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import BAD_FILE, STARTS_DOCUMENT, BadRowError, Piece
@@ -134,7 +135,8 @@ def describe_token_files(source: Tokens, seq_len: int) -> float:
     lengths: list[int] = []
     for file, size in zip(files, sizes, strict=True):
         if documents_file(file).is_file():
-            lengths += np.diff(np.load(documents_file(file)), append=size).tolist()
+            starts = ArrayFile(documents_file(file))
+            lengths += np.diff(starts.read(0, len(starts)), append=size).tolist()
     print(f"  size          {len(files):,} files, {sum(file.stat().st_size for file in files):,} bytes")
     print(f"  tokens        {sum(sizes):,}")
     for folder, manifest in manifests_of(files).items():

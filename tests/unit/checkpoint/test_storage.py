@@ -134,7 +134,7 @@ def test_only_an_io_error_counts_as_corruption(
         raise OSError(number, os.strerror(number))
 
     record = record_of(tmp_path / "a")
-    monkeypatch.setattr(Path, "open", fail)
+    monkeypatch.setattr(os, "open", fail)
     with pytest.raises(InvalidCheckpointError if corrupted else OSError, match=os.strerror(number)):
         check_file(tmp_path, "a", record, "full")
 

@@ -426,3 +426,19 @@ def test_keys_with_a_problem_have_their_default() -> None:
     assert [problem.key for problem in problems] == ["model.dim", "training.steps"]
     assert config.training.steps == 1000
     assert config.model.overrides == {"n_layers": 2}
+
+
+@pytest.mark.timeout(30)
+def test_a_configuration_from_a_pipe_is_refused(tmp_path: Path) -> None:
+    """As in `titanlite train <(command)`; and named pipes without a writer, which would block, and devices."""
+    reader, writer = os.pipe()
+    os.mkfifo(tmp_path / "pipe.toml")
+    for path, kind in ((f"/dev/fd/{reader}", "pipe"), (str(tmp_path / "pipe.toml"), "pipe"), ("/dev/zero", "device")):
+        (problem,) = problems_of([path])
+        assert (problem.key, problem.rule) == ("job.config_file", f"a TOML file; it is not a regular file but a {kind}")
+        assert problem.remedy.startswith("save it as a file, and give the file's path")
+    os.close(reader)
+    os.close(writer)
+    (tmp_path / "link.toml").symlink_to("nowhere")
+    (problem,) = problems_of([str(tmp_path / "link.toml")])
+    assert "did you mean" not in problem.remedy

@@ -1,6 +1,7 @@
 """A run that is killed repeatedly, over mixtures, epochs and meshes, has the ledger of an uninterrupted run."""
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -165,3 +166,11 @@ def test_a_closed_pipe_causes_no_traceback(tmp_path: Path) -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(60) == 1
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_in_place_of_a_ledger_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "ledger").mkdir()
+    os.mkfifo(tmp_path / "ledger" / "0-of-1.jsonl")
+    with pytest.raises(UserError, match=r"0-of-1.jsonl cannot be read: not a regular file but a pipe"):
+        list(read_ledger(tmp_path))

@@ -1,3 +1,4 @@
+import os
 import sysconfig
 from collections.abc import Callable
 from dataclasses import replace
@@ -127,3 +128,28 @@ def test_source_names_are_unique() -> None:
     sources = [SourceConfig(name=name) for name in ("a", "b", "a", "a 2", "a")]
     assert source_names(sources) == ("a", "b", "a 2", "a 2 2", "a 3")
     assert source_names([SourceConfig("jsonl", "x", field=field) for field in "ab"]) == ("jsonl x", "jsonl x 2")
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("kind", "suffix"),
+    [("text", ".txt"), ("jsonl", ".jsonl"), ("jsonl", ".jsonl.gz"), ("parquet", ".parquet"), ("tokens", ".bin")],
+)
+def test_pipes_devices_and_dangling_links_are_named(kind: str, suffix: str, tmp_path: Path) -> None:
+    """Alone, and among other files, where they would be left out without a word."""
+    (tmp_path / f"a{suffix}").write_bytes(b"ab")
+    path = tmp_path / f"b{suffix}"
+    dtype = {"dtype": "uint16"} if kind == "tokens" else {}
+    for target in ("pipe", "/dev/zero", "nowhere"):
+        if target == "pipe":
+            os.mkfifo(path)
+        else:
+            path.symlink_to(target)
+        for given in (str(path), str(tmp_path), f"{tmp_path}/*{suffix}"):
+            (problem,) = problems(SourceConfig(kind=kind, path=given, **dtype))  # type: ignore[arg-type]
+            assert problem.key == "data.sources.0.path"
+            assert problem.remedy.startswith(f"{path} is a ")
+        path.unlink()
+    path.mkdir()  # a folder whose name has the suffix is not read
+    found = problems(SourceConfig(kind=kind, path=str(tmp_path), **dtype))  # type: ignore[arg-type]
+    assert found == []

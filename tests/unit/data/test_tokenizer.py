@@ -1,4 +1,5 @@
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from titanlite.data.bpe import EOS, prepare_tokenizer, train_bpe
 from titanlite.data.check import check_tokenizer
 from titanlite.data.config import TokenizerConfig
 from titanlite.data.sources.config import SourceConfig
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer import CHAT_TEMPLATE, Tokenizer
 from titanlite.runtime.errors import UserError
 
 STDLIB = (SourceConfig(),)
@@ -164,6 +165,24 @@ def test_check_tokenizer_without_a_path() -> None:
 def test_a_broken_tokenizer_config_is_a_problem(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text("{")
     assert keys(TokenizerConfig(str(folder)), STDLIB) == ["tokenizer.path"]
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", ["tokenizer_config.json", CHAT_TEMPLATE])
+def test_files_beside_a_tokenizer_are_read_or_refused(name: str, folder: Path) -> None:
+    """A pipe or a dangling link is not the same as no file: BOS and EOS would be lost without a word."""
+    file = folder / name
+    file.unlink(missing_ok=True)
+    for reason in ("not a regular file but a pipe", "not a regular file but a device", "No such file", "directory"):
+        if "pipe" in reason:
+            os.mkfifo(file)
+        elif "directory" in reason:
+            file.mkdir()
+        else:
+            file.symlink_to("/dev/zero" if "device" in reason else "nowhere")
+        with pytest.raises(UserError, match=f"{name} .*{reason}"):
+            Tokenizer(folder / "tokenizer.json")
+        file.rmdir() if file.is_dir() else file.unlink()
 
 
 def test_prepare_loads_the_tokenizer_of_the_path(folder: Path) -> None:

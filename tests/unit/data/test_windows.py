@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from titanlite.data.config import DataConfig
 from titanlite.data.loader import Loader
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.tokens import Tokens, find_invalid, open_tokens
-from titanlite.runtime.errors import Problem, UserError
+from titanlite.runtime.errors import DataError, Problem, UserError
 
 SEQ_LEN = 10
 
@@ -135,7 +136,11 @@ def test_too_few_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("array", "text"),
-    [(np.zeros((2, 3), int), "2-D"), (np.zeros(5), "float64"), (np.array([{}], object), "not an array of tokens")],
+    [
+        (np.zeros((2, 3), int), "2-D"),
+        (np.zeros(5), "float64"),
+        (np.array([{}], object), "not a 1-D array of integers: it is 1-D object"),
+    ],
 )
 def test_other_arrays_are_refused(array: np.ndarray, text: str, tmp_path: Path) -> None:
     np.save(tmp_path / "tokens.npy", array, allow_pickle=True)
@@ -147,7 +152,7 @@ def test_other_arrays_are_refused(array: np.ndarray, text: str, tmp_path: Path) 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 an archive", b"\x80\x04]\x94."])
 def test_an_invalid_npy_file_is_refused_with_the_format_error_of_numpy(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "tokens.npy").write_bytes(content)
-    with pytest.raises(UserError, match=r"tokens.npy is not an array of tokens: .*magic string"):
+    with pytest.raises(UserError, match=r"tokens.npy is not a 1-D array of integers: .*magic string"):
         open_tokens(tmp_path / "tokens.npy", "")
     (problem,) = check_content(source(tmp_path), 10)
     assert "with titanlite tokenize" in problem.remedy
@@ -174,7 +179,19 @@ def test_the_beginning_of_the_files_is_checked_before_the_run(tmp_path: Path) ->
     (tmp_path / "tokens.npy").unlink()
     (tmp_path / "broken.bin").write_bytes(b"123")
     (problem,) = check_content(source(tmp_path, "uint16"), 10**6)
-    assert "broken.bin is not an array of tokens" in problem.remedy
+    assert "broken.bin is not a 1-D array of integers" in problem.remedy
+
+
+def test_a_file_that_becomes_shorter_is_an_error_with_its_offset(tmp_path: Path) -> None:
+    """Also if the file loses pages: not SIGBUS."""
+    np.save(tmp_path / "tokens.npy", np.zeros(SEQ_LEN * 10_000 + 1, np.uint16))
+    loader = build(source(tmp_path / "tokens.npy"))
+    os.truncate(tmp_path / "tokens.npy", 150)
+    message = "tokens.npy became shorter .* it has 150 bytes instead of 200,130, and bytes 148 to 169 are needed"
+    with pytest.raises(DataError, match=message) as caught:
+        loader.next_step()
+    assert caught.value.sequence == 1
+    loader.close()
 
 
 def test_a_source_may_be_added_on_resume(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import stat
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import pytest
@@ -119,6 +120,10 @@ def changed(name: str, **entry: Any) -> Callable[[Header], None]:
         (changed("b", shape=[1] * 9), "b has 9 dimensions, more than 8"),
         (changed("b", more=1), "b must have exactly dtype"),
         (lambda header: header.update({"b" * 1025: header.pop("b")}), "has 1,025 characters, more than 1,024"),
+        (changed("b", shape=[2**62] * 400), "b has 400 dimensions, more than 8"),
+        (changed("b", shape=[1] * 60_000), "b has 60,000 dimensions, more than 8"),
+        (changed("b", shape=[1] * 60_000 + [True]), "b has shape [1, 1, 1, 1, 1, 1, ...] and data_offsets"),
+        (changed("b", dtype="x" * 10**6), "b has dtype 'xxxxxxxxxxxx...xxxxxxxxxxxxx'"),
         (lambda header: header.pop("b"), "tensors end at byte"),
         (lambda header: header.update(b=7), "b must have exactly dtype"),
     ],
@@ -166,11 +171,35 @@ def test_a_header_over_a_limit_is_refused(
     refuses(tmp_path, raw, said)
 
 
+ENTRY = '"t%d":{"dtype":"F32","shape":[],"data_offsets":[%d,%d]},'
+FLOODS = {
+    "names": lambda: (
+        "{" + "".join(ENTRY % (n, 4 * n, 4 * n + 4) for n in range(300_000)) + ENTRY[:-1] % (7, 0, 4) + "}"
+    ),
+    "lists": lambda: '{"a":[' + "[]," * 8_000_000 + "0]}",
+    "braces": lambda: '{"a":' + "{" * 20_000_000,
+}
+"""Headers of up to 24 MB, which take seconds to parse; the first has a name twice."""
+
+
+@pytest.mark.parametrize("kind", FLOODS)
+def test_a_flood_of_entries_is_refused_before_it_is_parsed(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safetensors, "parse_json", lambda _: pytest.fail("was parsed"))
+    raw = FLOODS[kind]().encode()
+    assert 20_000_000 < len(raw) < safetensors.MAX_HEADER_BYTES
+    refuses(tmp_path, raw, "its header has more entries than 100,000 tensors need")
+
+
 def refuses(folder: Path, raw: bytes, said: str) -> None:
     (folder / "file").write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(16))
+    start = process_time()
     with pytest.raises(UserError) as error:
         read_header(folder / "file")
+    assert process_time() - start < 1
     assert said in str(error.value)
+    assert len(str(error.value)) < 1000
 
 
 @pytest.mark.parametrize(

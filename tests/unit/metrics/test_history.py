@@ -126,7 +126,7 @@ def test_an_interrupted_rewrite_leaves_the_old_file(
 
     with monkeypatch.context() as broken:
         broken.setattr(owner, name, fail)
-        with pytest.raises(UserError, match=r"cannot read and rewrite .*metrics\.jsonl: No space left on device"):
+        with pytest.raises(UserError, match=r"cannot rewrite .*metrics\.jsonl: No space left on device"):
             keep_rows(path, 20)
     assert path.read_bytes() == content
     keep_rows(path, 20)
@@ -156,5 +156,13 @@ def test_the_new_file_is_synced_before_it_replaces_the_old_one(tmp_path: Path, m
 
 def test_a_folder_in_the_way_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(UserError, match=r"cannot read and rewrite .*metrics\.jsonl: Is a directory"):
+    with pytest.raises(UserError, match=r"cannot read .*metrics\.jsonl: Is a directory"):
         keep_rows(tmp_path / "metrics.jsonl", 20)
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_in_place_of_the_file_is_an_error(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    for read in (keep_rows, has_validation):
+        with pytest.raises(UserError, match=r"cannot read .*metrics.jsonl: not a regular file but a pipe"):
+            read(tmp_path / "metrics.jsonl", 1)

@@ -184,6 +184,14 @@ def test_token_files(decodes: bool, config: Path, tmp_path: Path, capsys: pytest
     assert [len(parts) for parts in blocks(text)] == [1, 1, 1]
 
 
+def test_a_damaged_documents_file_without_a_manifest_is_named(config: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "tokens.npy", np.arange(100))
+    (tmp_path / "tokens.documents").write_bytes(b"damaged")
+    own = ["--data.sources.0.kind", "tokens", "--data.sources.0.path", str(tmp_path / "tokens.npy")]
+    with pytest.raises(UserError, match=r"tokens.documents is not a 1-D array of integers: .*magic string"):
+        inspect.main([str(config), *own, "--tokenizer.path", ""])
+
+
 @pytest.mark.parametrize(
     ("text", "shown"), [("a\tb\n", "a\tb\n"), ("\x1b[31m", "\\x1b[31m"), ("é ©\u202e", "é ©\\u202e")]
 )

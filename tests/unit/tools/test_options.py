@@ -121,7 +121,9 @@ def test_subcommands() -> None:
 def test_output_files(tmp_path: Path) -> None:
     assert check_output_file("--json", None) == []
     assert check_output_file("--json", tmp_path / "a.json") == []
-    for path in (tmp_path, tmp_path / "missing" / "a.json"):
+    (tmp_path / "link").symlink_to(tmp_path / "missing" / "a.json")
+    os.mkfifo(tmp_path / "pipe")  # opening it would wait for a reader
+    for path in (tmp_path, tmp_path / "missing" / "a.json", tmp_path / "link", tmp_path / "pipe", Path("/dev/zero")):
         (problem,) = check_output_file("--json", path)
         assert (problem.key, problem.value) == ("--json", str(path))
 

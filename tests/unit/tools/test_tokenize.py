@@ -227,6 +227,12 @@ def spoil(folder: Path) -> None:
     (folder / "tokens.json").write_text("{")
 
 
+def unlink_the_manifest(folder: Path) -> None:
+    """A link whose target is lost is not the same as no manifest: the files would not be verified."""
+    (folder / "tokens.json").unlink()
+    (folder / "tokens.json").symlink_to("nowhere")
+
+
 def forget_the_shards(folder: Path) -> None:
     manifest = json.loads((folder / "tokens.json").read_text())
     del manifest["shards"]
@@ -241,6 +247,7 @@ def forget_the_shards(folder: Path) -> None:
         (shorten_documents, "tokens-00001.documents has 128 bytes instead of"),
         (add, "tokens-99999.npy is not listed"),
         (spoil, "tokens.json is not JSON"),
+        (unlink_the_manifest, "tokens.json is a link to a file that does not exist"),
         (forget_the_shards, 'tokens.json is invalid: dict is missing required key(s): "shards"'),
     ],
 )
@@ -299,7 +306,7 @@ def test_overwritten_tokens_are_found_before_their_first_use(config: Path, tmp_p
         (np.array([-1, 4]), "in ascending order"),
         (np.array([0, 10**9]), "in ascending order"),
         (np.array([0, 4], np.int32), "1-D array of int64, but is 1-D int32"),
-        (np.array([[0, 4]]), "1-D array of int64, but is 2-D int64"),
+        (np.array([[0, 4]]), "1-D array of integers: it is 2-D int64"),
     ],
 )
 def test_starts_of_documents_are_checked(starts: Any, message: str, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import BadRowError, Piece
 from titanlite.runtime.cache import built_once, cache_folder, content_key, file_facts
 from titanlite.runtime.errors import Problem, UserError
+from titanlite.runtime.files import open_regular
 
 DIGEST_VERSION = 1
 """Version of the digest of a source's content. Increase it if the digest of any corpus changes."""
@@ -77,16 +78,18 @@ class Source(ABC):
 
     def files(self) -> list[Path]:
         """Files of the source, sorted by path; may be empty. Skips hidden files in folders and globs."""
+        found = {Path(entry).absolute() for entry in self._entries() if os.path.isfile(entry)}
+        return sorted(found, key=lambda file: file.as_posix())
+
+    def _entries(self) -> list[str]:
+        """Entries that the path selects: files, and folders, links, pipes or devices whose names match."""
         path = os.path.expanduser(self.config.path)
         if os.path.isfile(path):
-            return [Path(path).absolute()]
+            return [path]
         if os.path.isdir(path):
             below = glob.iglob(os.path.join(glob.escape(path), "**", "*"), recursive=True)
-            found = [file for file in below if file.lower().endswith(self.suffixes)]
-        else:
-            found = glob.glob(path, recursive=True)
-        found = [file for file in found if os.path.isfile(file)]
-        return sorted({Path(file).absolute() for file in found}, key=lambda file: file.as_posix())
+            return [entry for entry in below if entry.lower().endswith(self.suffixes)]
+        return glob.glob(path, recursive=True)
 
     def check_keys(self, key: str) -> list[Problem]:  # noqa: ARG002
         """Problems of the table at `key` ("data.sources.0") that are specific to this kind. Does not access files."""
@@ -95,7 +98,13 @@ class Source(ABC):
     def check_files(self, key: str) -> list[Problem]:
         """Problems of the list of files. Called if the keys have no problem; does not read the files."""
         path = self.config.path
-        if path and self.files():
+        entries = self._entries() if path else []
+        other = [entry for entry in entries if not os.path.isfile(entry) and not os.path.isdir(entry)]
+        if other:
+            fault = "is a pipe or device" if os.path.exists(other[0]) else "is a link to a file that does not exist"
+            rule, remedy = "regular files", f"{os.path.abspath(other[0])} {fault}: replace or remove it"
+            return [Problem(f"{key}.path", path, rule, remedy)]
+        if any(map(os.path.isfile, entries)):
             return []
         rule = f"a file, a folder with {' or '.join(f'*{suffix}' for suffix in self.suffixes)} files, or a glob that "
         rule += "matches files"
@@ -162,7 +171,7 @@ def cached_json(file: Path, what: str, make: Callable[[], Any]) -> Any:
 def sampled_digest(file: Path) -> bytes:
     """Digest (16 bytes) of a file's size and of its sampled blocks; see SAMPLED_BLOCKS. Raises UserError."""
     try:
-        with open(file, "rb") as opened:
+        with open_regular(file) as opened:
             size = opened.seek(0, 2)
             digest = xxhash.xxh3_128(size.to_bytes(8, "little"))
             if size <= SAMPLED_BLOCKS * BLOCK_BYTES:

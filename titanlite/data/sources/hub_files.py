@@ -13,6 +13,7 @@ from titanlite.data.sources.parquet import open_parquet, text_type
 from titanlite.data.sources.pieces import BadRowError
 from titanlite.runtime.cache import cache_folder, content_key
 from titanlite.runtime.errors import ConfigError, Problem, require
+from titanlite.runtime.files import open_regular
 from titanlite.runtime.retry import http_status, is_transient, reason
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def source_split(source: SourceConfig) -> str:
 def open_file(url: str) -> IO[bytes]:
     """Open a path or an hf:// URL for reading. Raises OSError and the errors of the hub's client."""
     if "://" not in url:
-        return open(url, "rb")
+        return open_regular(url)
     import fsspec
 
     opened: IO[bytes] = fsspec.open(url, "rb").open()

@@ -16,6 +16,7 @@ from titanlite.data.sources.base import TextSource
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import BAD_FILE, BadRowError, Piece, lines, mapped, no_lines, read_range, utf8_text
 from titanlite.runtime.cache import Recent, built_once, cache_folder, content_key, file_facts
+from titanlite.runtime.files import open_regular
 
 CACHE_BYTES = 64 * 2**20
 """Memory for the texts of cut rows, so that a long row is not parsed again for each piece."""
@@ -173,7 +174,7 @@ def _unpack(path: Path, into: Path, folder: Path) -> None:
 def _copy_lines(path: Path, out: IO[bytes]) -> tuple[int, str]:
     """Unpack `path` into `out`, up to the last complete line before any damage. Returns number of lines and damage."""
     lines, complete_bytes = 0, 0
-    with gzip.open(path, "rb") as packed:
+    with open_regular(path) as opened, gzip.open(opened, "rb") as packed:
         try:
             while chunk := packed.read1(CHUNK_BYTES):
                 lines += chunk.count(b"\n")

@@ -8,6 +8,7 @@ from titanlite.data.sources.base import TextSource
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import BAD_FILE, BadRowError, Piece, utf8_text
 from titanlite.runtime.cache import Recent
+from titanlite.runtime.files import open_regular
 from titanlite.runtime.retry import is_transient
 
 CACHE_BYTES = 512 * 2**20
@@ -38,7 +39,7 @@ class Parquet(TextSource):
 
     def scan(self, path: Path, file: int, max_piece_bytes: int) -> Iterator[Piece]:
         try:
-            with open(path, "rb") as opened:
+            with open_regular(path) as opened:
                 counts = row_counts(open_parquet(opened))
         except BadRowError:
             counts = []
@@ -61,7 +62,7 @@ class Parquet(TextSource):
 
     def read(self, path: Path, piece: Piece) -> str:
         if piece.flags & BAD_FILE:
-            with open(path, "rb") as opened:
+            with open_regular(path) as opened:
                 open_parquet(opened)  # raises the reason, if it is not an empty table
             raise BadRowError("the file has no rows")
         group = piece.offset
@@ -97,7 +98,7 @@ def _load(path: Path, group: int, field: str) -> Any:
     """A row group's text column as an array of bytes. Raises BadRowError if it is missing, unreadable or not text."""
     import pyarrow
 
-    with open(path, "rb") as opened:
+    with open_regular(path) as opened:
         file = open_parquet(opened)
         kind = text_type(file.schema_arrow, field)
         try:

@@ -10,6 +10,8 @@ from typing import NamedTuple, Protocol, overload
 import numpy as np
 import numpy.typing as npt
 
+from titanlite.runtime.files import open_regular
+
 STARTS_DOCUMENT = 1
 ENDS_DOCUMENT = 2
 BAD_FILE = 4
@@ -171,7 +173,7 @@ def lines(data: Bytes) -> Iterator[tuple[int, int, int]]:
 @contextmanager
 def mapped(path: Path) -> Iterator[Bytes]:
     """Memory-map a file; an empty file, which cannot be mapped, gives empty bytes."""
-    with open(path, "rb") as opened:
+    with open_regular(path) as opened:
         if not opened.seek(0, 2):
             yield b""
             return
@@ -197,7 +199,7 @@ def utf8_text(data: bytes) -> str:
 
 def read_range(path: Path, offset: int, size: int) -> bytes:
     """Read `size` bytes of a file at `offset`. Raises OSError if the file is shorter."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         file.seek(offset)
         data = file.read(size)
     if len(data) != size:

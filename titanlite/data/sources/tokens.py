@@ -15,6 +15,7 @@ from typing import Any, NotRequired, TypedDict
 import numpy as np
 import numpy.typing as npt
 
+from titanlite.data.sources.arrays import ArrayFile
 from titanlite.data.sources.base import Source
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import EMPTY, TokenPiece
@@ -30,6 +31,10 @@ HEADER_BYTES = 128
 CHECKED_TOKENS = 2**16
 """Tokens at the start of each file that are checked before a run starts."""
 
+STARTS_PER_PAGE = 2**9
+"""Starts of documents in 4 KiB of a .documents file. The first of each page is kept in memory."""
+PAGES_PER_READ = 2**7
+
 
 class Tokens(Source):
     """1-D arrays of integers: .npy files, or raw little-endian .bin files."""
@@ -43,7 +48,9 @@ class Tokens(Source):
         return {"dtype": self.config.dtype}
 
     def check_files(self, key: str) -> list[Problem]:
-        files = self.files() if self.config.path else []
+        if problems := super().check_files(key):
+            return problems
+        files = self.files()
         raw = [file for file in files if file.suffix.lower() == ".bin"]
         other = [file for file in files if file.suffix.lower() not in self.suffixes]
         if other:
@@ -55,7 +62,7 @@ class Tokens(Source):
         if self.config.dtype and not raw:
             remedy = f"leave it out: {files[0].name} contains its dtype"
             return [Problem(f"{key}.dtype", self.config.dtype, "only for .bin files", remedy)]
-        return super().check_files(key)
+        return []
 
     def check_content(self, key: str, *, vocab_size: int, needs_documents: bool) -> list[Problem]:
         """Problems of the files' content, from the start of each file and the tokens.json beside it."""
@@ -67,11 +74,12 @@ class Tokens(Source):
             return problems
         for file in files:
             try:
-                tokens = open_tokens(file, self.config.dtype)
+                opened = open_tokens(file, self.config.dtype)
+                tokens = opened.read(0, min(CHECKED_TOKENS, len(opened)))
             except UserError as error:
                 remedy = f"{error}; write token files with titanlite tokenize"
                 return [Problem(f"{key}.path", self.config.path, "1-D arrays of integers", remedy)]
-            position = find_invalid(tokens[:CHECKED_TOKENS], vocab_size)
+            position = find_invalid(tokens, vocab_size)
             if position is not None:
                 found = f"{file} has {tokens[position]} at position {position}"
                 remedy = f"{found}: use the tokenizer and vocab_size of the model, and the dtype of the file"
@@ -106,10 +114,9 @@ class WindowCorpus:
         self._seq_len = seq_len
         self._vocab_size = vocab_size
         self._files = source.files()
-        # asarray: slicing a memmap is slow
-        self._tokens = [np.asarray(open_tokens(file, source.config.dtype)) for file in self._files]
+        self._tokens = [open_tokens(file, source.config.dtype) for file in self._files]
         sizes = dict(zip(self._files, map(len, self._tokens), strict=True)) if documents else {}
-        self._starts = [open_documents(documents_file(file), size) for file, size in sizes.items()]
+        self._starts = [DocumentStarts(documents_file(file), size) for file, size in sizes.items()]
         self._unverified = self._recorded_hashes()
         targets = [max(0, len(tokens) - 1) for tokens in self._tokens]
         windows = [-(-count // seq_len) if keep_tail else count // seq_len for count in targets]
@@ -163,7 +170,13 @@ class WindowCorpus:
                 return UserError(f"{file} can no longer be read: {error.strerror}")
             if not is_same:
                 return UserError(f"{file} has changed since it was written, by {MANIFEST}: copy or write it again")
-        window = self._tokens[number][begin : begin + self._seq_len + 1]
+        tokens = self._tokens[number]
+        end = min(begin + self._seq_len + 1, len(tokens))
+        try:
+            window = tokens.read(begin, end)
+            starts = self._starts[number].between(begin, end) - begin if self._starts else EMPTY
+        except UserError as error:
+            return error
         if window.max() >= self._vocab_size or (window.dtype.kind == "i" and window.min() < 0):
             wrong = find_invalid(window, self._vocab_size)
             assert wrong is not None
@@ -171,28 +184,12 @@ class WindowCorpus:
                 f"{self._files[number]}: token {window[wrong]} at position {begin + wrong} is not in the model's "
                 f"vocabulary of {self._vocab_size}; use the tokenizer and model.vocab_size of this file"
             )
-        if not self._starts:
-            return TokenPiece(window, EMPTY)
-        starts = self._starts[number]
-        inside = np.searchsorted(starts, (begin, begin + len(window)))
-        return TokenPiece(window, starts[inside[0] : inside[1]] - begin)
+        return TokenPiece(window, starts)
 
 
-def open_tokens(path: Path, dtype: str) -> npt.NDArray[np.integer]:
-    """Open the tokens of a .npy file, or of a raw little-endian .bin file of `dtype`: 1-D, memory-mapped.
-
-    Raises UserError if the file is not a 1-D array of integers.
-    """
-    try:
-        if path.suffix.lower() == ".npy":
-            array: npt.NDArray[np.integer] = np.lib.format.open_memmap(path, mode="r")
-        else:
-            array = np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r")
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path} is not an array of tokens: {error}") from None
-    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise UserError(f"{path} must be a 1-D array of integers, but is {array.ndim}-D {array.dtype}")
-    return array
+def open_tokens(path: Path, dtype: str) -> ArrayFile:
+    """Open the tokens of a .npy file, or of a raw little-endian .bin file of `dtype`. Raises UserError."""
+    return ArrayFile(path, "" if path.suffix.lower() == ".npy" else dtype)
 
 
 def find_invalid(tokens: npt.NDArray[np.integer], vocab_size: int) -> int | None:
@@ -202,20 +199,32 @@ def find_invalid(tokens: npt.NDArray[np.integer], vocab_size: int) -> int | None
     return int(wrong[0]) if len(wrong) else None
 
 
-def open_documents(path: Path, num_tokens: int) -> npt.NDArray[np.int64]:
-    """Open the starts of documents, memory-mapped. Raises UserError if they are not positions in ascending order."""
-    try:
-        starts: npt.NDArray[np.int64] = np.lib.format.open_memmap(path, mode="r")
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    if starts.ndim != 1 or starts.dtype != np.dtype("<i8"):
-        raise UserError(f"{path} must be a 1-D array of int64, but is {starts.ndim}-D {starts.dtype}")
-    blocks = (starts[begin : begin + CHECKED_TOKENS + 1] for begin in range(0, len(starts), CHECKED_TOKENS))
-    if len(starts) and (
-        starts[0] < 0 or starts[-1] > num_tokens or any((np.diff(block) < 0).any() for block in blocks)
-    ):
-        raise UserError(f"{path} must have positions from 0 to {num_tokens:,} in ascending order: write it again")
-    return starts
+class DocumentStarts:
+    """The positions at which documents start in a token file, in ascending order. They are read from their file."""
+
+    def __init__(self, path: Path, num_tokens: int) -> None:
+        """Read the file once. Raises UserError if it does not have positions from 0 to num_tokens in order."""
+        self._starts = ArrayFile(path)
+        if self._starts.dtype != np.dtype("<i8"):
+            raise UserError(f"{path} must be a 1-D array of int64, but is 1-D {self._starts.dtype}")
+        firsts, last = [np.empty(0, np.int64)], 0
+        for begin in range(0, len(self._starts), PAGES_PER_READ * STARTS_PER_PAGE):
+            block = self._starts.read(begin, min(begin + PAGES_PER_READ * STARTS_PER_PAGE, len(self._starts)))
+            if block[0] < last or (np.diff(block) < 0).any() or block[-1] > num_tokens:
+                raise UserError(
+                    f"{path} must have positions from 0 to {num_tokens:,} in ascending order: write it again"
+                )
+            firsts.append(block[::STARTS_PER_PAGE].copy())
+            last = block[-1]
+        self._first_of_pages = np.concatenate(firsts)
+
+    def between(self, begin: int, end: int) -> npt.NDArray[np.int64]:
+        """The starts from `begin` to `end` - 1. Raises UserError if the file has become shorter."""
+        pages = np.searchsorted(self._first_of_pages, (begin, end))
+        first = max(0, int(pages[0]) - 1) * STARTS_PER_PAGE  # the page before may end with starts inside
+        found = self._starts.read(first, max(first, min(int(pages[1]) * STARTS_PER_PAGE, len(self._starts))))
+        inside = np.searchsorted(found, (begin, end))
+        return found[inside[0] : inside[1]]
 
 
 def documents_file(file: Path) -> Path:
@@ -268,6 +277,8 @@ def read_manifest(file: Path) -> dict[str, Any] | None:
             parse_json(raw, Manifest)
             return found
     except FileNotFoundError:
+        if file.is_symlink():
+            raise UserError(f"{file} is a link to a file that does not exist: copy the file there") from None
         return None
     except JsonError as error:
         raise UserError(f"{file} {error}: write the files again") from None

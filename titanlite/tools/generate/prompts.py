@@ -7,6 +7,7 @@ from pathlib import Path
 
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import ConfigError, Problem
+from titanlite.runtime.json_files import JsonError, read_regular
 
 _SHOWN_CHARACTERS = 60
 STDIN = "-"
@@ -34,8 +35,11 @@ def read_prompts(texts: Sequence[str], files: Sequence[str]) -> tuple[list[Promp
     problems = [prompt.problem("text in UTF-8", "check the terminal's encoding") for prompt in broken]
     for file in files:
         try:
-            data = sys.stdin.buffer.read() if file == STDIN else Path(file).read_bytes()
+            data = sys.stdin.buffer.read() if file == STDIN else read_regular(Path(file))
             prompts.append(Prompt(f"--prompt-file {file}", data.decode("utf-8")))
+        except JsonError as error:
+            remedy = "for the output of a command, write: COMMAND | titanlite generate RUN --prompt-file -"
+            problems.append(Problem("--prompt-file", file, f"a text file; it {error}", remedy))
         except (OSError, UnicodeDecodeError) as error:
             problems.append(Problem("--prompt-file", file, "a readable text file in UTF-8", str(error)))
     if not texts and not files:

@@ -1,5 +1,6 @@
 """The command's arguments, without a run; its output, without a model."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,6 +68,16 @@ def test_all_bad_values_are_named_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     broken = ["--device=cuda", f"--prompt-file={tmp_path / 'latin.txt'}", "--prompt=\udce9"]
     found = problems_of(*bad, *broken)
     assert sorted(problem.key for problem in found) == sorted([*BAD, "--device", "--prompt", "--prompt-file"])
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.usefixtures("never_opened")
+def test_a_prompt_from_a_pipe_or_device_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (str(tmp_path / "pipe"), "/dev/zero"):
+        (problem,) = problems_of("--prompt-file", path)
+        assert "not a regular file" in problem.rule
+        assert "--prompt-file -" in problem.remedy
 
 
 @pytest.mark.usefixtures("never_opened")

@@ -1,0 +1,128 @@
+"""Arrays in files: equal to numpy's, and what is refused."""
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from titanlite.data.sources.arrays import ArrayFile
+from titanlite.data.sources.tokens import PAGES_PER_READ, STARTS_PER_PAGE, DocumentStarts
+from titanlite.runtime import retry
+from titanlite.runtime.errors import UserError
+
+
+@pytest.mark.parametrize("dtype", ["i1", "u1", "<u2", ">u2", "<i4", ">u4", "<i8", "u8"])
+@pytest.mark.parametrize("version", [(1, 0), (2, 0)])
+def test_reads_what_numpy_reads(dtype: str, version: tuple[int, int], tmp_path: Path) -> None:
+    values = np.arange(100).astype(dtype)
+    with (tmp_path / "file.npy").open("wb") as out:
+        np.lib.format.write_array(out, values, version)
+    values.tofile(tmp_path / "file.bin")
+    found = [ArrayFile(tmp_path / "file.npy")]
+    if not dtype.startswith(">"):
+        found.append(ArrayFile(tmp_path / "file.bin", dtype))
+    for file in found:
+        assert (len(file), file.dtype) == (100, values.dtype)
+        for begin, end in ((0, 100), (3, 4), (50, 50), (99, 100)):
+            np.testing.assert_array_equal(file.read(begin, end), values[begin:end])
+
+
+def test_a_descriptor_is_closed_with_its_array(tmp_path: Path) -> None:
+    np.save(tmp_path / "file.npy", np.arange(10))
+    before = len(os.listdir("/proc/self/fd"))
+    files = [ArrayFile(tmp_path / "file.npy") for _ in range(20)]
+    assert len(os.listdir("/proc/self/fd")) == before + 20
+    files.clear()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "dtype", "reason"),
+    [
+        (b"", "", "magic string"),
+        (b"\x93NUMPY\x01", "", "expected"),
+        (b"\x93NUMPY\x09\x00", "", "version"),
+        (b"", "uint16", "0 bytes are not a multiple of 2"),
+        (b"123", "uint16", "3 bytes are not a multiple of 2, the size of uint16"),
+    ],
+)
+def test_other_files_are_refused(content: bytes, dtype: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(UserError, match=f"file is not a 1-D array of integers: .*{reason}"):
+        ArrayFile(tmp_path / "file", dtype)
+
+
+def test_a_file_shorter_than_its_header_says_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "file.npy", np.arange(1000))
+    os.truncate(tmp_path / "file.npy", 8127)
+    with pytest.raises(UserError, match="its 1,000 elements would end at byte 8,128, but it has 8,127 bytes"):
+        ArrayFile(tmp_path / "file.npy")
+
+
+def test_a_damaged_header_is_always_a_user_error(tmp_path: Path) -> None:
+    np.save(tmp_path / "file.npy", np.arange(1000, dtype=np.uint16))
+    good = (tmp_path / "file.npy").read_bytes()
+    rng = random.Random(0)
+    for _ in range(300):
+        bad = bytearray(good)
+        for _ in range(rng.choice([1, 2, 10])):
+            bad[rng.randrange(80)] = rng.choice(b"\x00\xff'\"()[]{},:0123456789-\n\\ \t")
+        (tmp_path / "file.npy").write_bytes(bad)
+        try:
+            file = ArrayFile(tmp_path / "file.npy")
+            file.read(0, len(file))
+        except UserError:
+            pass
+
+
+def test_transient_errors_are_retried_and_others_name_the_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.save(tmp_path / "file.npy", np.arange(1000))
+    file = ArrayFile(tmp_path / "file.npy")
+    errors = [OSError(5, "Input/output error"), OSError(116, "Stale file handle")]
+    preadv = os.preadv
+
+    def read(*arguments: Any) -> int:
+        if errors:
+            raise errors.pop()
+        return preadv(*arguments)
+
+    monkeypatch.setattr(os, "preadv", read)
+    monkeypatch.setattr(retry.retrying, "__defaults__", ((0.0,) * 6, lambda _: None))
+    np.testing.assert_array_equal(file.read(5, 10), np.arange(5, 10))
+    errors[:] = [OSError(9, "Bad file descriptor")]
+    with pytest.raises(UserError, match=r"file.npy can no longer be read at byte 168: Bad file descriptor"):
+        file.read(5, 10)
+
+
+@pytest.mark.parametrize(
+    "count", [0, 1, STARTS_PER_PAGE, 3 * STARTS_PER_PAGE + 7, PAGES_PER_READ * STARTS_PER_PAGE + 1]
+)
+def test_starts_of_documents_are_those_of_the_array(count: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(count)
+    size = 2 * count + 1
+    starts = np.sort(rng.integers(0, size + 1, count))  # with repeats: empty documents
+    np.save(tmp_path / "file.npy", starts)
+    found = DocumentStarts(tmp_path / "file.npy", size)
+    edges = [(0, size), (0, 0), (size, size), *np.sort(rng.integers(0, size + 1, (200, 2))).tolist()]
+    for begin, end in edges:
+        inside = starts[(starts >= begin) & (starts < end)]
+        np.testing.assert_array_equal(found.between(begin, end), inside)
+
+
+def test_starts_of_documents_out_of_order_between_two_reads_are_refused(tmp_path: Path) -> None:
+    starts = np.arange(PAGES_PER_READ * STARTS_PER_PAGE + 10)
+    starts[PAGES_PER_READ * STARTS_PER_PAGE :] -= 2
+    np.save(tmp_path / "file.npy", starts)
+    with pytest.raises(UserError, match="in ascending order"):
+        DocumentStarts(tmp_path / "file.npy", 10**6)
+
+
+def test_a_documents_file_that_becomes_shorter_is_an_error(tmp_path: Path) -> None:
+    np.save(tmp_path / "file.npy", np.arange(100_000))
+    found = DocumentStarts(tmp_path / "file.npy", 100_000)
+    os.truncate(tmp_path / "file.npy", 5000)
+    with pytest.raises(UserError, match=r"file.npy became shorter .* 5,000 bytes instead of 800,128"):
+        found.between(50_000, 50_100)

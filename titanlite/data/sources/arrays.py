@@ -1,0 +1,83 @@
+"""Arrays of integers in files, read by position.
+
+Files are not memory-mapped: if a mapped file becomes shorter, SIGBUS ends the process without a message.
+"""
+
+import os
+import weakref
+from functools import partial
+from pathlib import Path
+from tokenize import TokenError
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import open_regular, read_at
+from titanlite.runtime.retry import retrying
+
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+"""Versions of the .npy format. Version 3.0 is only for names of fields, which arrays of integers do not have."""
+
+
+class ArrayFile:
+    """A 1-D array of integers in a file, which stays open. len(): the number of elements."""
+
+    def __init__(self, path: Path, raw_dtype: str = "") -> None:
+        """raw_dtype: the type of the elements of a raw little-endian file; "": a .npy file. Raises UserError."""
+        self.path = path
+        try:
+            with open_regular(path) as file:
+                self._num_bytes = os.fstat(file.fileno()).st_size
+                self.dtype, self._count, self._begin = _raw(file, raw_dtype) if raw_dtype else _npy(file)
+                self._descriptor = os.dup(file.fileno())
+        except (ValueError, SyntaxError, TokenError) as error:  # numpy parses the header as a Python literal
+            raise UserError(f"{path} is not a 1-D array of integers: {error}") from None
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, begin: int, end: int) -> npt.NDArray[Any]:
+        """Elements `begin` to `end` - 1, in the file's dtype. Raises UserError if the file has become shorter."""
+        out: npt.NDArray[Any] = np.empty(end - begin, self.dtype)
+        first = self._begin + begin * self.dtype.itemsize
+        raw = out.view(np.uint8).data
+        try:
+            count = retrying(str(self.path), partial(read_at, self._descriptor, raw, first))
+        except OSError as error:
+            raise UserError(f"{self.path} can no longer be read at byte {first:,}: {error.strerror}") from None
+        if count < len(raw):
+            size = os.fstat(self._descriptor).st_size
+            raise UserError(
+                f"{self.path} became shorter while it was in use: it has {size:,} bytes instead of "
+                f"{self._num_bytes:,}, and bytes {first:,} to {first + len(raw) - 1:,} are needed; copy or write it "
+                "again, and start again: the run resumes from its latest checkpoint"
+            )
+        return out
+
+
+def _raw(file: BinaryIO, dtype: str) -> tuple[np.dtype[Any], int, int]:
+    """(dtype, number of elements, first byte) of a raw file. Raises ValueError."""
+    size, kind = os.fstat(file.fileno()).st_size, np.dtype(dtype).newbyteorder("<")
+    if size == 0 or size % kind.itemsize:
+        raise ValueError(f"{size:,} bytes are not a multiple of {kind.itemsize}, the size of {dtype}")
+    return kind, size // kind.itemsize, 0
+
+
+def _npy(file: BinaryIO) -> tuple[np.dtype[Any], int, int]:
+    """(dtype, number of elements, first byte) of a .npy file. Raises ValueError, and other errors for a bad header."""
+    version = np.lib.format.read_magic(file)
+    if version not in _HEADERS:
+        raise ValueError(f"version {version} of the .npy format is not supported")
+    shape, _, dtype = _HEADERS[version](file)
+    if len(shape) != 1 or dtype.kind not in "iu":
+        raise ValueError(f"it is {len(shape)}-D {dtype}")
+    begin, size = file.tell(), os.fstat(file.fileno()).st_size
+    end = begin + shape[0] * dtype.itemsize
+    if not begin <= end <= size:
+        raise ValueError(f"its {shape[0]:,} elements would end at byte {end:,}, but it has {size:,} bytes")
+    return dtype, shape[0], begin

@@ -1,0 +1,48 @@
+"""Open and read regular files that others may have replaced or shortened, without waiting."""
+
+import errno
+import io
+import os
+import stat
+
+_KINDS = {stat.S_IFIFO: "pipe", stat.S_IFCHR: "device", stat.S_IFBLK: "device", stat.S_IFSOCK: "socket"}
+
+
+class NotRegularError(OSError):
+    """A pipe, device or socket in place of a file."""
+
+
+def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
+    """Open a regular file for reading. Raises OSError; NotRegularError for a pipe or device.
+
+    Never waits: opening a pipe would block until another process writes into it.
+    """
+    _require_regular(path, os.stat(path).st_mode)  # opening a device can have effects
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _require_regular(path, os.fstat(descriptor).st_mode)  # it may have been replaced meanwhile
+    except OSError:
+        os.close(descriptor)
+        raise
+    return open(descriptor, "rb")
+
+
+def _require_regular(path: str | os.PathLike[str], mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not stat.S_ISREG(mode):
+        raise NotRegularError(f"not a regular file but a {_KINDS.get(stat.S_IFMT(mode), 'special file')}")
+
+
+def read_at(descriptor: int, out: memoryview, position: int) -> int:
+    """Fill `out`, which consists of bytes, from byte `position` of a file; return the number of bytes read.
+
+    The number is smaller only if the file ends before. Raises OSError.
+    """
+    filled = 0
+    while filled < len(out):
+        count = os.preadv(descriptor, [out[filled:]], position + filled)
+        if count == 0:
+            break
+        filled += count
+    return filled
