@@ -13,7 +13,7 @@ from tests.distributed.gradients import build_on_mesh
 from tests.distributed.reference import global_batch, rank_batches, small_config
 from tests.pool import run_ranks
 from titanlite.parallel.pipeline import local_stages
-from titanlite.tools.plan.stages import build_stage, simulated_mesh
+from titanlite.planning.stages import build_stage, simulated_mesh
 
 Bytes = tuple[int, int, int, int]
 ADAMW = ["optimizer.name=AdamW"]

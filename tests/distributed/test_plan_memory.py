@@ -23,10 +23,10 @@ from titanlite.models.registry import resolve_model
 from titanlite.parallel.data import wrapped_modules
 from titanlite.parallel.mesh import shard_logits
 from titanlite.parallel.tensor import parallel_loss
+from titanlite.planning.activations import MicrobatchShape, activation_bytes
+from titanlite.planning.estimate import estimate
+from titanlite.planning.memory import kept_bytes
 from titanlite.precision import DTYPES
-from titanlite.tools.plan.activations import MicrobatchShape, activation_bytes
-from titanlite.tools.plan.estimate import estimate
-from titanlite.tools.plan.memory import kept_bytes
 from titanlite.trainer import Trainer
 
 ROWS, SEQ_LEN, VOCAB_SIZE = 2, 256, 512

@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 import tyro
 
 from titanlite.config.load import load_config
+from titanlite.planning.estimate import estimate
 from titanlite.runtime.errors import ConfigError, ranged
 from titanlite.tools.command import ConfigFile, Count, check_options, read_options_and_overrides, run_command
-from titanlite.tools.plan.estimate import estimate
 from titanlite.tools.plan.report import report
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from titanlite.config.schema import JobConfig
-from titanlite.tools.plan.estimate import Estimate, RankPlan
+from titanlite.planning.estimate import Estimate, RankPlan
 
 GIB = 2**30
 USABLE = 0.9

@@ -7,10 +7,10 @@ from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.registry import update_bytes
 from titanlite.parallel.mesh import ParallelismConfig
 from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputes
-from titanlite.tools.plan.activations import ActivationBytes
-from titanlite.tools.plan.communication import StepShape, frees_after_forward, remote_neighbors
-from titanlite.tools.plan.schedule import peak_in_flight
-from titanlite.tools.plan.stages import Stage
+from titanlite.planning.activations import ActivationBytes
+from titanlite.planning.communication import StepShape, frees_after_forward, remote_neighbors
+from titanlite.planning.schedule import peak_in_flight
+from titanlite.planning.stages import Stage
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from titanlite.parallel.data import resolve_gradient_sync
 from titanlite.parallel.mesh import data_degree, shard_logits
 from titanlite.parallel.pipeline import local_stages, num_stages, rows_per_batch
 from titanlite.parallel.recompute import recomputes
+from titanlite.planning.activations import MicrobatchShape, activation_bytes
+from titanlite.planning.communication import StepShape, Traffic, stage_traffic
+from titanlite.planning.memory import Memory, rank_memory
+from titanlite.planning.schedule import bubble_share, schedule_order
+from titanlite.planning.stages import Stage, build_stage, simulated_mesh
 from titanlite.precision import DTYPES
-from titanlite.tools.plan.activations import MicrobatchShape, activation_bytes
-from titanlite.tools.plan.communication import StepShape, Traffic, stage_traffic
-from titanlite.tools.plan.memory import Memory, rank_memory
-from titanlite.tools.plan.schedule import bubble_share, schedule_order
-from titanlite.tools.plan.stages import Stage, build_stage, simulated_mesh
 
 
 @dataclass(frozen=True)
