@@ -8,14 +8,16 @@ import torch.distributed as dist
 
 from tests.distributed.reference import small_config
 from titanlite.config.schema import JobConfig
+from titanlite.parallel.mesh import Mesh
 from titanlite.planning import batch as batch_module
+from titanlite.planning import estimate as estimate_module
 from titanlite.planning.batch import agree_on_local_batch_size, fit_local_batch_size
-from titanlite.planning.check import Need, verdict
+from titanlite.planning.check import Need, plan_memory, verdict
 from titanlite.planning.estimate import estimate
 from titanlite.planning.memory import Memory
 from titanlite.planning.out_of_memory import explained_out_of_memory
 from titanlite.runtime.distributed import World
-from titanlite.runtime.errors import UserError
+from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.memory import GIB, USABLE
 
 ITEMS = {"parameters": 4 * GIB, "optimizer": 8 * GIB, "activations": 6 * GIB}
@@ -57,6 +59,7 @@ def test_the_ranks_of_a_node_share_its_memory() -> None:
 
 def test_a_peak_above_the_usable_share_is_a_warning() -> None:
     assert verdict(config_with("refuse"), [need(0, 12, 20)]) == (False, "")  # 18 GiB, exactly 90 %
+    assert not verdict(config_with("refuse"), [need(0, 12, 12)])[0]  # it certainly needs no more than it has
     refused, text = verdict(config_with("refuse"), [need(0, 12, 19)])
     assert not refused
     assert text.startswith("the run may be out of memory: rank 0 on node1 needs about 18.0 GiB and has 19.0 GiB (90%")
@@ -116,3 +119,14 @@ def test_a_failed_allocation_shows_the_plan_beside_the_peak() -> None:
         raise RuntimeError("stage 0 failed") from MemoryError()  # as torch's pipelines do
     with pytest.raises(RuntimeError, match="shapes"), explained_out_of_memory(config, memory, world, str):
         raise RuntimeError("shapes")
+
+
+def test_a_family_without_an_estimate_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(estimate_module, "DecoderConfig", str)
+    config = small_config(2, "training.global_batch_size=24", "training.local_batch_size=-1")
+    assert plan_memory(config, Mesh(config.parallelism, World(0, 0, 2, "cpu")), []) is None
+    assert "the family llama3 cannot be planned, so it is not checked" in caplog.text
+    with pytest.raises(ConfigError, match="whose memory titanlite cannot plan"):
+        fit_local_batch_size(config, 2, device_type="cpu", memory_bytes=2**40)
