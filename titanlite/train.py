@@ -24,8 +24,11 @@ from titanlite.config.load import load_config, shipped_names
 from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device
 from titanlite.metrics.meter import Record, is_log_step
+from titanlite.planning.batch import agree_on_local_batch_size
+from titanlite.planning.out_of_memory import explained_out_of_memory
 from titanlite.runtime.agreement import require_equal
 from titanlite.runtime.distributed import World, connect, world_from_environment
+from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import DataError, UsageError, UserError
 from titanlite.runtime.garbage import PacedGarbageCollection
 from titanlite.runtime.job_lock import job_lock
@@ -48,6 +51,7 @@ def main() -> None:
     """Read the configuration, build the run, train; the same program on every rank."""
     end_with_launcher()
     with FailureReport() as failure:
+        raise_open_file_limit()
         environment = dict(os.environ)
         world = world_from_environment()
         setup_logging(world.rank)
@@ -67,6 +71,7 @@ def run_job(config: JobConfig, world: World, failure: FailureReport, environment
     assert failure.store is not None
     positions = dist.PrefixStore("positions", failure.store)
     failure.positions = Positions(positions, world.rank, world.size, world.local_rank, config.job.dump_folder)
+    config = agree_on_local_batch_size(config, world, failure.store)
     run = build_run(config, world, failure.store, environment)
     first_step = run.trainer.step + 1
     ended = run.data_end.before_training()
@@ -89,7 +94,8 @@ def run_job(config: JobConfig, world: World, failure: FailureReport, environment
         )
     else:
         start = perf_counter()
-        record = train(config, run, failure)
+        with explained_out_of_memory(config, run.memory, world, lambda: f"in step {run.trainer.step + 1}"):
+            record = train(config, run, failure)
         if record is None:
             assert run.checkpoints is not None
             log.info(

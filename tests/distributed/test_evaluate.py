@@ -149,6 +149,7 @@ def test_invalid_arguments_raise_config_errors(trained: Path, tmp_path: Path) ->
     assert "validation.sources.0.path = ''" in config_error(run, "--validation.sources.0.kind", "jsonl")
     assert "model.max_seq_len" in config_error(run, "--training.seq_len", "1000000")
     assert "parallelism.tp = 2" in config_error(run, "--parallelism.tp", "2")
+    assert "at least 1 for an evaluation" in config_error(run, "--training.local_batch_size", "-1")
     assert configured(run, "--validation.enable", "false").validation.enable
 
 

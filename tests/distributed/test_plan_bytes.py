@@ -12,8 +12,10 @@ from torch.distributed.tensor import DTensor
 from tests.distributed.gradients import build_on_mesh
 from tests.distributed.reference import global_batch, rank_batches, small_config
 from tests.pool import run_ranks
+from titanlite.assembly.model import build_parts
 from titanlite.parallel.pipeline import local_stages
-from titanlite.tools.plan.stages import build_stage, simulated_mesh
+from titanlite.planning.check import plan_memory
+from titanlite.planning.stages import build_stage, simulated_mesh
 
 Bytes = tuple[int, int, int, int]
 ADAMW = ["optimizer.name=AdamW"]
@@ -58,7 +60,8 @@ def size(tensors: Sequence[Tensor]) -> int:
 def bytes_of_a_running_rank(layouts: list[tuple[str, ...]]) -> list[Bytes]:
     found = []
     for settings in layouts:
-        trainer, mesh = build_on_mesh(small_config(dist.get_world_size(), *settings))
+        config = small_config(dist.get_world_size(), *settings)
+        trainer, mesh = build_on_mesh(config)
         trainer.train_step(rank_batches(global_batch("uneven"), mesh.data_rank, mesh.data_degree, 1))
         parameters = [p for part in trainer.model_parts for p in part.parameters()]
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -67,6 +70,9 @@ def bytes_of_a_running_rank(layouts: list[tuple[str, ...]]) -> list[Bytes]:
         buffers = [buffer for part in trainer.model_parts for buffer in part.buffers()]
         tensors = [value for value in state if isinstance(value, Tensor)]
         found.append((size(parameters), size(gradients), size(tensors), size(buffers)))
+        memory = plan_memory(config, mesh, build_parts(config, mesh))
+        assert memory is not None
+        assert found[-1] == (memory.parameters, memory.gradients, memory.optimizer, memory.buffers)
     return found
 
 

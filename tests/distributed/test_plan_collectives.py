@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from tests.distributed.gradients import build_on_mesh
 from tests.distributed.reference import global_batch, rank_batches, small_config
 from tests.pool import run_ranks
-from titanlite.tools.plan.estimate import estimate
+from titanlite.planning.estimate import estimate
 
 # Data and tensor parallelism call different torch operations, which identifies their axes.
 OPERATIONS = {

@@ -23,10 +23,10 @@ from titanlite.models.registry import resolve_model
 from titanlite.parallel.data import wrapped_modules
 from titanlite.parallel.mesh import shard_logits
 from titanlite.parallel.tensor import parallel_loss
+from titanlite.planning.activations import MicrobatchShape, activation_bytes
+from titanlite.planning.estimate import estimate
+from titanlite.planning.memory import kept_bytes
 from titanlite.precision import DTYPES
-from titanlite.tools.plan.activations import MicrobatchShape, activation_bytes
-from titanlite.tools.plan.estimate import estimate
-from titanlite.tools.plan.memory import kept_bytes
 from titanlite.trainer import Trainer
 
 ROWS, SEQ_LEN, VOCAB_SIZE = 2, 256, 512
@@ -178,6 +178,13 @@ def planned_peaks(world_size: int, settings: list[str]) -> list[int]:
     return [memory.total - memory.parameters - memory.optimizer - memory.buffers for memory in memories]
 
 
+def least_peaks(world_size: int, settings: list[str]) -> list[int]:
+    """Lower bound for each pipeline rank, without parameters, optimizer state and buffers."""
+    config, _ = configuration(world_size, settings, MICROBATCHES)
+    memories = [rank.memory for rank in estimate(config, world_size, device_type="cpu").ranks]
+    return [memory.least - memory.parameters - memory.optimizer - memory.buffers for memory in memories]
+
+
 def kept_errors(layout: str, dtype: str) -> dict[str, float]:
     """By recompute mode: planned / measured - 1 of the bytes that a microbatch keeps."""
     world_size, settings = KEPT_LAYOUTS[layout]
@@ -197,6 +204,8 @@ def peak_errors(layout: str, dtype: str) -> dict[str, list[float]]:
     for number, (mode, case) in enumerate(zip(modes, cases, strict=True)):
         planned = planned_peaks(world_size, case)
         measured = [ranks[pp_rank * world_size // len(planned)][number] for pp_rank in range(len(planned))]
+        # else a run that fits could be refused
+        assert all(least < found for least, found in zip(least_peaks(world_size, case), measured, strict=True))
         errors[mode] = [plan / found - 1 for plan, found in zip(planned, measured, strict=True)]
     return errors
 

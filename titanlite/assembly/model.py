@@ -1,6 +1,6 @@
 """Construction of the parallelized model, the optimizer and the trainer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from titanlite.parallel.pipeline import (
     rows_per_batch,
     split_stages,
 )
+from titanlite.planning.stages import ModelPart
 from titanlite.precision import DTYPES
 from titanlite.runtime.logging import log
 from titanlite.trainer import Trainer
@@ -38,12 +39,16 @@ def build_model(
 ) -> list[LanguageModel]:
     """Build this rank's parts of the model with initial weights: the full model, or its pipeline stages.
 
-    Built on the meta device, split into stages and parallelized; memory is allocated last, and each rank draws its own
-    shard of the weights. draws_weights: False leaves the weights undefined, for a caller that loads them next.
+    draws_weights: as for allocate_parts.
     """
+    return allocate_parts(config, build_parts(config, mesh), device, draws_weights=draws_weights)
+
+
+def build_parts(config: JobConfig, mesh: Mesh) -> list[ModelPart]:
+    """Build this rank's parts of the model on the meta device, split into stages and parallelized."""
     training = config.training
     family, hyper_parameters = resolve_model(config.model)
-    parts: list[LanguageModel] = []
+    parts: list[ModelPart] = []
     for stage in local_stages(config.parallelism, mesh.coordinate["pp"]):
         with torch.device("meta"):
             part = family.build(hyper_parameters).to(DTYPES[training.dtype])
@@ -70,15 +75,29 @@ def build_model(
         )
         for description in applied if not parts else ():
             log.info("Applied %s to the model", description)
-        part.to_empty(device=device)
         part.tie_weights()
-        part.init_buffers(device)
-        if draws_weights:
-            init_parameters_(part, config.debug.seed, lambda name: family.init(hyper_parameters, name))
-        parts.append(part)
-    parameters, compute, reduce = running_dtypes(parts[0])
-    log.info("Dtypes: parameters %s, compute %s, gradient reduction %s", parameters, compute, reduce)
+        parts.append(ModelPart(part, plan, stage))
     return parts
+
+
+def allocate_parts(
+    config: JobConfig, parts: Sequence[ModelPart], device: torch.device, *, draws_weights: bool = True
+) -> list[LanguageModel]:
+    """Allocate the memory of all parts; each rank draws its own shard of the initial weights.
+
+    draws_weights: False leaves the weights undefined, for a caller that loads them next.
+    """
+    family, hyper_parameters = resolve_model(config.model)
+    models = [part.model for part in parts]
+    for model in models:
+        model.to_empty(device=device)
+        model.tie_weights()
+        model.init_buffers(device)
+        if draws_weights:
+            init_parameters_(model, config.debug.seed, lambda name: family.init(hyper_parameters, name))
+    parameters, compute, reduce = running_dtypes(models[0])
+    log.info("Dtypes: parameters %s, compute %s, gradient reduction %s", parameters, compute, reduce)
+    return models
 
 
 def build_forward(config: JobConfig, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device) -> ModelOnMesh:

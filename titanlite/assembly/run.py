@@ -12,7 +12,7 @@ import torch.distributed as dist
 import titanlite
 from titanlite.assembly.data import build_data, build_tokenizer, build_validation_data, pin_revisions
 from titanlite.assembly.facts import code_facts, content_facts
-from titanlite.assembly.model import batch_rows, build_model, build_trainer
+from titanlite.assembly.model import allocate_parts, batch_rows, build_parts, build_trainer
 from titanlite.checkpoint.folder import published_steps
 from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.preflight import imported_from
@@ -41,6 +41,9 @@ from titanlite.models.registry import resolve_model
 from titanlite.optim.schedule import depends_on_steps
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.pipeline import local_stages
+from titanlite.planning.check import check_memory, plan_memory
+from titanlite.planning.memory import Memory
+from titanlite.planning.out_of_memory import explained_out_of_memory
 from titanlite.precision import DTYPES
 from titanlite.runtime.agreement import DataEnd, require_equal, run_on_rank_0
 from titanlite.runtime.determinism import apply_determinism
@@ -62,7 +65,8 @@ class Run:
     """All parts of a run.
 
     checkpoints: None if checkpoint.enable is false. stop: the stop request by signals, not yet active. start: the step
-    and state from which the run starts. validation: None if validation.enable is false.
+    and state from which the run starts. validation: None if validation.enable is false. memory: planned for this rank;
+    None if the family cannot be planned.
     """
 
     trainer: Trainer
@@ -78,6 +82,7 @@ class Run:
     stop: StopRequest
     start: Start
     validation: Validation | None
+    memory: Memory | None
 
 
 def build_run(config: JobConfig, world: World, store: dist.Store, environment: Mapping[str, str]) -> Run:
@@ -104,8 +109,13 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     log.info(
         "Building %d-D device mesh with %s, %s", len(mesh.degrees), list(mesh.degrees), list(mesh.degrees.values())
     )
-    model_parts = build_model(config, mesh, world.device)
-    trainer = build_trainer(config, model_parts, mesh, world.device)
+    parts = build_parts(config, mesh)
+    memory = plan_memory(config, mesh, parts)
+    if memory is not None:
+        check_memory(config, memory, world, store)
+    with explained_out_of_memory(config, memory, world, lambda: "before the first step"):
+        model_parts = allocate_parts(config, parts, world.device)
+        trainer = build_trainer(config, model_parts, mesh, world.device)
     describe_batch(config, mesh)
     for line in environment_lines(environment, os.environ):
         log.info("Environment: %s", line)
@@ -147,7 +157,20 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     if config.validation.enable:
         validation = build_validation(config, mesh, trainer, validation_data, tokenizer, meter, sinks, stop, start)
     return Run(
-        trainer, loader, meter, sinks, data_end, skipped, replicas, ledger, mesh, checkpoints, stop, start, validation
+        trainer,
+        loader,
+        meter,
+        sinks,
+        data_end,
+        skipped,
+        replicas,
+        ledger,
+        mesh,
+        checkpoints,
+        stop,
+        start,
+        validation,
+        memory,
     )
 
 

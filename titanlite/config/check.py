@@ -11,17 +11,22 @@ from titanlite.config.schema import JobConfig, JobSection, TrainingConfig
 from titanlite.data.check import check_data, check_tokenizer, check_validation
 from titanlite.data.config import PIECE_BYTES_PER_POSITION
 from titanlite.data.kinds import open_source
+from titanlite.hf.folder import PREFIX
 from titanlite.hf.source import check_source
 from titanlite.metrics.config import OWN_FILES, check_metrics
 from titanlite.models.registry import check_model, resolve_model
 from titanlite.optim.registry import check_optimizer
 from titanlite.optim.schedule import check_schedule
 from titanlite.parallel.compile import check_compile, compiles_blocks
-from titanlite.parallel.mesh import check_parallelism, data_degree, resolve_degrees
+from titanlite.parallel.mesh import ParallelismConfig, check_parallelism, data_degree, resolve_degrees
 from titanlite.parallel.pipeline import check_pipeline, rows_per_batch, splits_backward
 from titanlite.parallel.recompute import check_activation_checkpoint
 from titanlite.precision import check_precision
 from titanlite.runtime.errors import Problem, check_ranges, require
+
+MAX_NAME_BYTES = 255
+MAX_PATH_BYTES = 3800
+"""Linux allows 4,095; the rest is for names inside a folder."""
 
 
 def check_config(config: JobConfig, *, world_size: int, device_type: str, checks_files: bool = True) -> list[Problem]:
@@ -108,7 +113,7 @@ def _check_layout(config: JobConfig, facts: JobConfig, world_size: int, degree: 
     family, model = resolve_model(config.model)
     problems = check_model(config.model, seq_len=training.seq_len, tp=section.tp, pp=section.pp)
     model_is_valid = not problems
-    batch_problems = check_training(training, degree, section.tp)
+    batch_problems = check_training(training, degree, section)
     problems += [*batch_problems, *check_parallelism(section, world_size)]
     if model_is_valid:
         rows = 0  # unknown
@@ -131,7 +136,7 @@ def _check_layout(config: JobConfig, facts: JobConfig, world_size: int, degree: 
 
 
 def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> JobConfig:
-    """Replace every -1 and "auto" that affects numbers by its value.
+    """Replace every -1 and "auto" that affects numbers by its value. training.local_batch_size does not; -1 stays.
 
     The layout must fit `world_size`. Layout keys are not replaced: they may differ between starts.
     """
@@ -139,8 +144,8 @@ def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> J
     degree = data_degree(config.parallelism, world_size)
     # Never choose less than the parameters' precision: a float64 run computes in float64 on every device.
     mixed = device_type == "cuda" and training.dtype != "float64"
-    if training.global_batch_size == -1:
-        training = replace(training, global_batch_size=training.local_batch_size * degree)
+    if training.global_batch_size == -1:  # local_batch_size = -1 needs a global batch size; `inspect` does not check it
+        training = replace(training, global_batch_size=max(training.local_batch_size, 1) * degree)
     if training.mixed_precision_param == "auto":
         training = replace(training, mixed_precision_param="bfloat16" if mixed else training.dtype)
     if training.mixed_precision_reduce == "auto":
@@ -150,6 +155,30 @@ def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> J
     if data.max_piece_bytes == -1:
         data = replace(data, max_piece_bytes=PIECE_BYTES_PER_POSITION * training.seq_len)
     return replace(config, training=training, data=data)
+
+
+def check_path_lengths(config: JobConfig) -> list[Problem]:
+    """Problems of paths that no file system can have. Before any check that reads a path, which would raise OSError."""
+    paths = {
+        "job.dump_folder": config.job.dump_folder,
+        "checkpoint.folder": config.checkpoint.folder,
+        "checkpoint.initial_load_path": config.checkpoint.initial_load_path.removeprefix(PREFIX),
+        "metrics.folder": config.metrics.folder,
+        "tokenizer.path": config.tokenizer.path,
+    }
+    for section, sources in (("data", config.data.sources), ("validation", config.validation.sources)):
+        paths |= {f"{section}.sources.{n}.path": source.path for n, source in enumerate(sources)}
+    problems: list[Problem] = []
+    for key, path in paths.items():
+        longest = max(len(os.fsencode(part)) for part in path.split("/"))
+        problems += require(
+            longest <= MAX_NAME_BYTES and len(os.fsencode(os.path.abspath(path))) <= MAX_PATH_BYTES,
+            key,
+            path,
+            f"names of at most {MAX_NAME_BYTES} bytes, and an absolute path of at most {MAX_PATH_BYTES:,}",
+            "choose a shorter path",
+        )
+    return problems
 
 
 def check_job(section: JobSection) -> list[Problem]:
@@ -175,10 +204,25 @@ def check_job(section: JobSection) -> list[Problem]:
     ]
 
 
-def check_training(section: TrainingConfig, data_degree: int, tp: int) -> list[Problem]:
-    """Problems of [training]. data_degree: number of data-parallel ranks, 0 if unknown. tp: tensor-parallel degree."""
-    key = "training"
+def check_training(section: TrainingConfig, data_degree: int, layout: ParallelismConfig) -> list[Problem]:
+    """Problems of [training]. data_degree: number of data-parallel ranks, 0 if unknown."""
+    key, tp = "training", layout.tp
     problems = check_ranges(section, key)
+    if section.local_batch_size == -1:
+        problems += require(
+            section.global_batch_size != -1,
+            f"{key}.global_batch_size",
+            -1,
+            "given if local_batch_size is -1: the sequences of a step must not depend on the memory of a device",
+            f"set {key}.global_batch_size, or {key}.local_batch_size",
+        )
+        problems += require(
+            layout.pp == 1,
+            f"{key}.local_batch_size",
+            -1,
+            "at least 1 with a pipeline, whose microbatches have parallelism.pp_microbatch_size sequences",
+            f"set {key}.local_batch_size",
+        )
     if tp > 1:
         problems += require(
             section.seq_len % tp == 0,
@@ -187,7 +231,7 @@ def check_training(section: TrainingConfig, data_degree: int, tp: int) -> list[P
             f"divisible by parallelism.tp = {tp}: each tensor-parallel rank holds an equal part of the sequence",
             f"set {key}.seq_len = {max(section.seq_len // tp, 1) * tp}",
         )
-    batch, micro = section.global_batch_size, section.local_batch_size
+    batch, micro = section.global_batch_size, max(section.local_batch_size, 1)
     if not problems and batch != -1 and data_degree > 0 and batch % (micro * data_degree):
         unit = micro * data_degree
         fitting = math.gcd(batch // data_degree, micro)

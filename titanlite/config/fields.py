@@ -16,6 +16,7 @@ from titanlite.models.registry import FAMILIES
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.registry import OPTIMIZERS
 from titanlite.runtime.errors import Problem
+from titanlite.runtime.json_files import check_depth
 
 INT64 = range(-(2**63), 2**63)
 
@@ -80,12 +81,13 @@ def is_text(value_type: Any) -> bool:
 def value_from_text(text: str, value_type: Any) -> Any:
     """A value from the command line: a string unchanged, any other type parsed as TOML.
 
-    Text that is not valid TOML is returned as a string, which `read_value` then refuses.
+    Text that is not valid TOML, or nested too deeply, is returned as a string, which `read_value` then refuses.
     """
     if is_text(value_type):
         return text
     try:
         table = tomllib.loads(f"table = {{value = {text}}}")  # inline, so that a comment or a second line is an error
+        check_depth(table)
     except (ValueError, RecursionError):
         return text
     return table["table"]["value"] if list(table) == ["table"] and list(table["table"]) == ["value"] else text

@@ -1,5 +1,6 @@
 """Read a TOML file and a command line into one checked, frozen JobConfig; write it back as TOML."""
 
+import os
 import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.preflight import earlier_config
-from titanlite.config.check import check_config, resolve_config
+from titanlite.config.check import check_config, check_path_lengths, resolve_config
 from titanlite.config.fields import (
     SECTIONS,
     fields_of,
@@ -24,7 +25,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import ConfigError, Problem
-from titanlite.runtime.json_files import JsonError, read_regular
+from titanlite.runtime.json_files import JsonError, check_depth, read_regular
 
 CONFIG_FILE = "job.config_file"
 CONFIG_COPY = "config.toml"
@@ -69,10 +70,12 @@ def load_config(argv: Sequence[str], *, world_size: int, device_type: str, check
     checks_files: as for check_config. Raises ConfigError with all problems.
     """
     parsed = _parse(argv)
-    problems = list(parsed.problems)
-    config = keep_earlier(parsed.config) if checks_files else parsed.config
+    too_long = check_path_lengths(parsed.config) if checks_files else []
+    problems = [*parsed.problems, *too_long]
+    config = keep_earlier(parsed.config) if checks_files and not too_long else parsed.config
     if parsed.file_is_read:
-        found = check_config(config, world_size=world_size, device_type=device_type, checks_files=checks_files)
+        readable = checks_files and not too_long
+        found = check_config(config, world_size=world_size, device_type=device_type, checks_files=readable)
         found = [_with_origin(problem, parsed.config, config) for problem in found]
         problems += [problem for problem in found if not _follows_from(problem, parsed.problems)]
     if problems:
@@ -185,10 +188,12 @@ def _read_file(path: str, problems: list[Problem]) -> dict[str, Any] | None:
     """The file's content; None if it cannot be read (adds the reason to `problems`)."""
     try:
         content = tomllib.loads(read_regular(config_path(path)).decode("utf-8-sig"))
+        check_depth(content)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         folder = Path(path).parent
-        known = [str(file) for file in folder.glob("*.toml") if file.is_file()] if folder.is_dir() else []
+        # os.path: no error for long names
+        known = [str(file) for file in folder.glob("*.toml") if file.is_file()] if os.path.isdir(folder) else []
         close = get_close_matches(path, [*known, *shipped_names()], 1)
         remedy = f"did you mean {close[0]}?" if close else "give the path of a TOML file"
         problems.append(
@@ -204,7 +209,10 @@ def _read_file(path: str, problems: list[Problem]) -> dict[str, Any] | None:
     except UnicodeDecodeError as error:
         problems.append(Problem(CONFIG_FILE, path, "a file in UTF-8", f"save it as UTF-8: byte {error.start} is not"))
         return None
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        problems.append(Problem(CONFIG_FILE, path, "valid TOML", "fix the file: its arrays or tables are too deep"))
+        return None
+    except ValueError as error:
         problems.append(Problem(CONFIG_FILE, path, "valid TOML", f"fix the file: {error}"))
         return None
     if isinstance(content.get("job"), dict) and "config_file" in content["job"]:

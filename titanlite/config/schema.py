@@ -18,6 +18,7 @@ from titanlite.precision import DtypeName
 from titanlite.runtime.determinism import DebugConfig
 from titanlite.runtime.distributed import CommConfig
 from titanlite.runtime.errors import ranged
+from titanlite.runtime.memory import MemoryConfig
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,9 @@ class TrainingConfig:
     """Total optimizer steps of the run."""
     seq_len: int = ranged(2048, "set a positive number", least=1)
     """Tokens per sequence."""
-    local_batch_size: int = ranged(8, "set a positive number", least=1)
-    """Sequences per microbatch and data-parallel rank."""
+    local_batch_size: int = ranged(8, "set a positive number; -1: as many as fit", least=1, unset=-1)
+    """Sequences per microbatch and data-parallel rank. -1: as many as fit into 90 % of rank 0's device, by the
+    estimate of `titanlite plan`; needs a global_batch_size, and no pipeline."""
     global_batch_size: int = ranged(
         -1,
         "it counts sequences: divide a number of tokens by seq_len; -1: local_batch_size x data-parallel ranks",
@@ -84,6 +86,7 @@ class JobConfig:
     lr_schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     comm: CommConfig = field(default_factory=CommConfig)

@@ -15,6 +15,8 @@ from titanlite.runtime.json_files import JsonError, read_json, read_regular
 TOKENIZER_FOLDER = "tokenizer"
 """Folder of the copy of a run's tokenizer, inside job.dump_folder."""
 CHAT_TEMPLATE = "chat_template.jinja"
+MAX_GROWTH = 10_000
+"""Limit of how many times longer normalization may make a text."""
 
 
 class Tokenizer:
@@ -32,6 +34,7 @@ class Tokenizer:
         self.arguments = {"file": str(file), "bos": bos, "eos": eos}
         try:
             self._data = read_regular(file)  # kept for save(): a new run may rename the folder
+            _require_bounded_normalizer(json.loads(self._data))
             self._tokenizer = tokenizers.Tokenizer.from_buffer(self._data)
         except Exception as error:  # the library raises bare Exceptions
             raise UserError(f"{file} is not a readable tokenizer.json: {error}") from None
@@ -128,6 +131,27 @@ class Tokenizer:
         if token_id is None:
             return None, f"none ({origin} names {text!r}, which is not in the vocabulary)"
         return token_id, f"{text!r} = {token_id} ({origin})"
+
+
+def _require_bounded_normalizer(tokenizer: dict[str, Any]) -> None:
+    """Raise ValueError if normalization may make a text more than MAX_GROWTH times longer.
+
+    Chained replacements multiply: a small file could request any amount of memory. Unicode normal forms, which grow
+    a text at most 18 times, and the tables of SentencePiece ("Precompiled") are not counted.
+    """
+    growth = 1
+    waiting = [tokenizer.get("normalizer")]
+    while waiting:
+        step = waiting.pop() or {}
+        waiting += step.get("normalizers", ())
+        if step.get("type") == "Replace":
+            literal = step["pattern"].get("String")
+            # A regular expression may match the empty string between all characters.
+            growth *= max(1, -(-len(step["content"]) // len(literal))) if literal else len(step["content"]) + 1
+        elif step.get("type") == "Prepend":
+            growth *= max(1, len(step["prepend"]))
+        if growth > MAX_GROWTH:
+            raise ValueError(f"its normalizer may make a text more than {MAX_GROWTH:,} times longer: remove steps")
 
 
 def _config_beside(file: Path) -> dict[str, Any]:

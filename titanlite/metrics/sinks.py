@@ -3,7 +3,9 @@
 import json
 import math
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from titanlite.metrics.config import METRICS_FILE, MetricsConfig
@@ -12,6 +14,8 @@ from titanlite.metrics.meter import Record
 from titanlite.metrics.validation import ValidationRecord, sum_of
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
+
+WRITER_MODULE = "tensorboard.summary.writer.event_file_writer"
 
 
 class Sinks:
@@ -165,21 +169,52 @@ class TensorBoardSink:
     of later steps in earlier files stay on disk, but TensorBoard hides them. With `tensorboard --load_fast=true`, it
     hides only those from the first step of the new file on. TensorBoard orders the files by their creation time in
     seconds, by the clocks of their hosts.
+
+    If the file system fails, one warning is logged, and nothing more is written: metrics.jsonl has the same numbers.
     """
 
     def __init__(self, folder: Path, resume_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-        # A new run needs it, too: TensorBoard takes the first purge step it reads for the beginning of the run.
-        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
+        self._folder = folder
+        self._excepthook = threading.excepthook
+        threading.excepthook = self._ignore_writer_thread
+        self._writer: SummaryWriter | None = None
+        with self._warns_once():
+            # A new run needs a purge step, too: TensorBoard takes the first one for the beginning of the run.
+            self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
 
     def write(self, record: Record | ValidationRecord) -> None:
         """Write and flush the scalars of one step."""
-        for key, value in record.row().items():
-            if key != "step":
-                self._writer.add_scalar(key, value, record.step)
-        self._writer.flush()
+        if self._writer is None:
+            return
+        with self._warns_once():
+            for key, value in record.row().items():
+                if key != "step":
+                    self._writer.add_scalar(key, value, record.step)
+            self._writer.flush()
 
     def close(self) -> None:
         """Close TensorBoard's writer and its thread."""
-        self._writer.close()
+        if self._writer is not None:
+            with self._warns_once():
+                self._writer.close()
+        threading.excepthook = self._excepthook
+
+    def _ignore_writer_thread(self, args: threading.ExceptHookArgs) -> None:
+        """Do not print the traceback of the writer's thread: the next write raises its error here."""
+        if type(args.thread).__module__ != WRITER_MODULE:
+            self._excepthook(args)
+
+    @contextmanager
+    def _warns_once(self) -> Iterator[None]:
+        """Inside, an error of the file system ends the writing."""
+        try:
+            yield
+        except OSError as error:
+            self._writer = None
+            log.warning(
+                "cannot write TensorBoard's files in %s: %s; the run continues without them, metrics.jsonl has the "
+                "same numbers",
+                *(self._folder, error.strerror or error),
+            )

@@ -1,5 +1,6 @@
 """Table of the optimizers, their construction, and their memory."""
 
+from collections import Counter
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
@@ -51,16 +52,19 @@ def build_optimizer(section: OptimizerConfig, model_parts: Iterable[nn.Module], 
 
 
 def state_bytes(section: OptimizerConfig, parameters: Iterable[Tensor]) -> int:
-    """Bytes of optimizer state after a step, for this rank's shards of the parameters, on the meta device.
+    """Bytes of optimizer state after a step, for this rank's shards of the parameters. Allocates nothing.
 
     The step count of each tensor is on the device (fused, or any implementation on an accelerator) or on the host.
     """
-    parameters = [parameter.detach() for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = torch.empty_like(parameter)
-    optimizer = OPTIMIZERS[section.name].build([{"params": parameters}], section, "foreach", torch.device("cpu"))
+    counts = Counter((parameter.shape, parameter.dtype) for parameter in parameters)
+    samples = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape, dtype in counts]
+    for sample in samples:
+        sample.grad = torch.empty_like(sample)
+    optimizer = OPTIMIZERS[section.name].build([{"params": samples}], section, "for-loop", torch.device("cpu"))
     optimizer.step()
-    return sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+    states = (optimizer.state.get(sample, {}) for sample in samples)
+    sizes = (sum(value.nbytes for value in state.values() if isinstance(value, Tensor)) for state in states)
+    return sum(count * size for count, size in zip(counts.values(), sizes, strict=True))
 
 
 def update_bytes(section: OptimizerConfig, parameter_bytes: int, optimizer_bytes: int) -> int:

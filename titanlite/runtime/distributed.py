@@ -31,12 +31,14 @@ class CommConfig:
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that the launcher assigned. rank and local_rank start at 0; device_type: "cpu" or "cuda"."""
+    """The ranks that the launcher assigned. rank and local_rank start at 0; device_type: "cpu" or "cuda".
+    local_size: number of ranks that this node's launcher has started."""
 
     rank: int
     local_rank: int
     size: int
     device_type: str
+    local_size: int = 1
 
     @property
     def device(self) -> torch.device:
@@ -75,7 +77,7 @@ def world_from_environment() -> World:
             f"{processes} processes were started on a node with {torch.cuda.device_count()} GPUs: start one process "
             'per GPU, or set CUDA_VISIBLE_DEVICES="" to train on the CPU'
         )
-    return World(rank, local_rank, size, device_type)
+    return World(rank, local_rank, size, device_type, processes)
 
 
 def connect(world: World, section: CommConfig) -> dist.Store:

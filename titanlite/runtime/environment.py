@@ -1,7 +1,11 @@
-"""Log lines about environment variables that affect a run, without secrets."""
+"""Log lines about environment variables that affect a run, without secrets; the limit of open files."""
 
 import re
+import resource
 from collections.abc import Mapping
+from contextlib import suppress
+
+OPEN_FILES = 65_536
 
 _NAMES = {
     "CUBLAS_WORKSPACE_CONFIG",
@@ -17,6 +21,18 @@ _SECRET_NAME = re.compile(r"TOKEN(?!IZER)|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.
 _SECRET_VALUE = re.compile(  # a URL with user and password, or a parameter named like a secret
     r"://[^/]*@|\w*(token|key|secret|passw|credential|auth|sig)\w*=", re.IGNORECASE
 )
+
+
+def raise_open_file_limit() -> None:
+    """Raise the soft limit of open files of this process and its children to OPEN_FILES, or the hard limit if lower.
+
+    The usual soft limit of 1,024 is too low for the store of rank 0, with a connection to each rank.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        with suppress(ValueError, OSError):  # macOS has another limit below the hard one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def environment_lines(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -5,9 +5,11 @@ Does not import torch, which takes seconds, so that Ctrl-C is handled before tha
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import resource
 import signal
 import sys
 import threading
@@ -94,6 +96,8 @@ class FailureReport:
         """The message of a rank that prints. A lost or slow connection is explained by the positions of the ranks."""
         if isinstance(error, UserError):
             return str(error)
+        if limit := _describe_limit(error):
+            return f"rank {self._rank}: {limit}"
         first_line = f"{error}".partition("\n")[0]
         is_lost = type(error).__name__ in _CONNECTION_TYPES or _CONNECTION.search(first_line)
         if isinstance(error, RuntimeError) and self.positions is not None and self.positions.size > 1 and is_lost:
@@ -125,6 +129,17 @@ class FailureReport:
         except RuntimeError:  # the process of the store has ended, most likely the cause of this error
             return "brief"
         return "full" if first.decode() == self._rank else "silent"
+
+
+def _describe_limit(error: BaseException) -> str:
+    """The limit of the system that an error has met, and what to change; "" for another error."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EMFILE or (isinstance(error, RuntimeError) and os.strerror(errno.EMFILE) in str(error)):
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return f"too many open files, the limit is {limit}: raise it before the start, for example by ulimit -n 65536"
+    if isinstance(error, OSError) and number == errno.ENAMETOOLONG:
+        return f"the path {error.filename} is too long for the file system: choose a shorter one"
+    return ""
 
 
 def _write_error_file(message: str) -> None:

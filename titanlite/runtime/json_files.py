@@ -47,7 +47,7 @@ def parse_json(text: bytes, schema: Any = dict[str, Any]) -> Any:
         raise
     except (ValueError, RecursionError) as error:
         raise JsonError(f"is not JSON: {error}") from None
-    _check_depth(value)
+    check_depth(value)
     if not isinstance(value, dict):
         raise JsonError("is not a JSON object")
     try:
@@ -72,7 +72,8 @@ def _finite(text: str) -> float:
     return value
 
 
-def _check_depth(value: Any) -> None:
+def check_depth(value: Any) -> None:
+    """Raise JsonError if dicts and lists are nested more than MAX_DEPTH deep. Does not recurse."""
     level = [value]
     for _ in range(MAX_DEPTH):
         inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))

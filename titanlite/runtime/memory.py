@@ -1,12 +1,30 @@
-"""Memory use of this process and memory of its device."""
+"""The [memory] section; memory use of this process and memory of its device."""
 
 import os
 import re
 import resource
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
+
+GIB = 2**30
+USABLE = 0.9
+"""Share of device memory available to tensors. The rest is for the CUDA context, NCCL's buffers and fragmentation."""
+OWN_CGROUPS = Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """The check of the planned memory, before any is allocated."""
+
+    check: Literal["refuse", "warn", "off"] = "refuse"
+    """A run that certainly needs more than its device has (parameters, gradients, optimizer state, half of a
+    microbatch's activations): refuse; or warn, and start. off: no check. A run whose estimated peak is above 90 % of
+    the device is warned about, unless off."""
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -23,10 +41,24 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def device_memory_bytes(device: torch.device) -> int:
-    """Return the total memory of the device (CUDA) or of the machine (CPU)."""
+    """Return the total memory of the device (CUDA), or of the machine and at most the control group's limit (CPU)."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([total, *control_group_limits()])
+
+
+def control_group_limits() -> list[int]:
+    """Return the memory limits of this process's control groups and those above them, versions 1 and 2 (Linux)."""
+    limits = []
+    for line in _text_of(OWN_CGROUPS).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):  # "": version 2
+            group = Path(path.lstrip("/"))
+            name = "memory.limit_in_bytes" if controllers else "memory.max"
+            texts = [_text_of(CGROUPS / controllers / folder / name).strip() for folder in (group, *group.parents)]
+            limits += [int(text) for text in texts if text.isdecimal()]
+    return limits
 
 
 def available_memory_bytes() -> int:
@@ -43,6 +75,15 @@ def _bytes_in(path: str, key: str) -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
-def _text_of(path: str) -> str:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocation has failed. On the CPU, torch raises a plain RuntimeError; pipelines wrap errors."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
+        return True
+    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
+
+
+def _text_of(path: str | Path) -> str:
     """Return the file's text, "" if it does not exist."""
     return Path(path).read_text() if Path(path).exists() else ""

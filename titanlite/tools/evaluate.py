@@ -44,7 +44,7 @@ from titanlite.runtime.distributed import (
     set_timeout,
     world_from_environment,
 )
-from titanlite.runtime.errors import ConfigError, Problem, ranged
+from titanlite.runtime.errors import ConfigError, Problem, ranged, require
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.runtime.signals import StopRequest
 from titanlite.tools.command import (
@@ -182,6 +182,14 @@ def evaluated_config(
         raise ConfigError(problems)
     config = replace(config, job=JobSection(), checkpoint=CheckpointConfig())
     problems = check_config(config, world_size=world.size, device_type=world.device_type, checks_files=False)
+    batch = config.training.local_batch_size
+    problems += require(
+        batch != -1,
+        "training.local_batch_size",
+        batch,
+        "at least 1 for an evaluation: -1 fits the memory of training",
+        "give the number of sequences per batch",
+    )
     problems = problems or check_validation(
         config.validation, config.data, vocab_size=saved.hyper_parameters.vocab_size, has_tokenizer=True
     )

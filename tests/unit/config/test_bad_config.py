@@ -47,6 +47,8 @@ TP = "--parallelism.tp"
 MICRO = "--parallelism.pp 2 --parallelism.pp_microbatch_size"
 SPLIT = "--parallelism.pp 2 --parallelism.pp_split="
 TOKENS = Path(__file__).parents[2] / "golden" / "tokens.npy"
+LEVELS = 5000
+LONG = 300 * "d"
 VALID = "--validation.enable true --validation.sources.0."
 
 
@@ -110,6 +112,31 @@ BAD = [
     Bad("training.steps", "an integer", "for example 1000", argv="--training.steps many"),
     Bad("training.steps", "an integer", "for example 1000", argv="--training.steps="),
     Bad("training.steps", "an integer", "for example 1000", toml="training.steps = [5]"),
+    # Nested deeply, which must not end in a RecursionError.
+    Bad("job.config_file", "valid TOML", "too deep", toml=f"training.steps = {'[' * LEVELS}{']' * LEVELS}"),
+    Bad("job.config_file", "valid TOML", "too deep", toml=f"training.steps = {'{a = ' * LEVELS}1{'}' * LEVELS}"),
+    Bad("job.config_file", "more than 64 levels", "a TOML file", toml=f"[training{'.a' * LEVELS}]\nb = 1"),
+    Bad("job.config_file", "more than 64 levels", "a TOML file", toml=f"[[data.sources]]\nkind{'.a' * LEVELS} = 1"),
+    Bad("training.steps", "an integer", "for example 1000", argv=f"--training.steps {{x{'.a' * LEVELS}=1}}"),
+    # Names and paths that no file system can have.
+    Bad("job.config_file", "file name too long", "the path of a TOML file", argv=f"{LONG}/x.toml"),
+    Bad("job.dump_folder", "at most 255 bytes", "a shorter path", argv=f"--job.dump_folder {LONG}"),
+    Bad("job.dump_folder", "at most 3,800", "a shorter path", argv=f"--job.dump_folder {'/folder' * 600}"),
+    Bad("checkpoint.folder", "at most 255 bytes", "a shorter path", argv=f"--checkpoint.folder {LONG}"),
+    Bad("checkpoint.initial_load_path", "255 bytes", "a shorter", argv=f"--checkpoint.initial_load_path hf:a/{LONG}"),
+    Bad("metrics.folder", "at most 255 bytes", "a shorter path", argv=f"--metrics.folder a/{LONG}"),
+    Bad("tokenizer.path", "at most 255 bytes", "a shorter path", argv=f"--tokenizer.path {LONG}/tokenizer.json"),
+    Bad("data.sources.0.path", "255 bytes", "a shorter path",
+        argv=f"--data.sources.0.kind text --data.sources.0.path {LONG}/a.txt --tokenizer.path /"),
+    # training.local_batch_size = -1
+    Bad("training.local_batch_size", "-1 or at least 1", "-1: as many as fit", argv="--training.local_batch_size -2"),
+    Bad("training.global_batch_size", "must not depend on the memory", "set training.global_batch_size",
+        argv="--training.local_batch_size -1"),
+    Bad("training.local_batch_size", "parallelism.pp_microbatch_size", "set training.local_batch_size",
+        argv="--training.local_batch_size -1 --training.global_batch_size 8 --parallelism.pp 2", world_size=2),
+    Bad("training.global_batch_size", "data-parallel ranks (2) = 2", "global_batch_size = 8",
+        argv="--training.local_batch_size -1 --training.global_batch_size 7", world_size=2),
+    Bad("memory.check", 'one of "refuse", "warn", "off"', "did you mean", argv="--memory.check refused"),
     Bad("training.steps", "an integer", "for example 1000", toml="training.steps = {value = 5}"),
     Bad("training.steps", "an integer", "for example 1000", toml="training.steps = 2026-01-01"),
     Bad("training.steps", "to 2^63 - 1", "in this range", toml="training.steps = 9223372036854775808"),

@@ -246,3 +246,45 @@ def test_a_saved_tokenizer_loads_unchanged(folder: Path, tmp_path: Path) -> None
         "model_max_length": 77,
     }
     assert (tmp_path / "saved" / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+def replacement(pattern: str | tokenizers.Regex, content: str) -> tokenizers.normalizers.Normalizer:
+    return tokenizers.normalizers.Replace(pattern, content)
+
+
+def with_normalizer(folder: Path, steps: list[tokenizers.normalizers.Normalizer]) -> Path:
+    loaded = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    loaded.normalizer = tokenizers.normalizers.Sequence(steps)
+    loaded.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [replacement("a", "aa")] * 30,  # a gigabyte for each "a"
+        [replacement("a", "b" * 100_000)],
+        [replacement(tokenizers.Regex(""), "b")] * 30,
+        [tokenizers.normalizers.Sequence([replacement("a", "a" * 200)]), replacement("aa", "a" * 200)],
+        [tokenizers.normalizers.Prepend("b" * 100_000)],
+    ],
+)
+def test_a_normalizer_that_may_need_gigabytes_is_refused(
+    folder: Path, steps: list[tokenizers.normalizers.Normalizer]
+) -> None:
+    file = with_normalizer(folder, steps)
+    with pytest.raises(UserError, match=r"tokenizer.json is not .* text more than 10,000 times longer: remove steps"):
+        Tokenizer(file)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [],
+        [tokenizers.normalizers.Prepend("▁"), replacement(" ", "▁")],  # Llama 2
+        [tokenizers.normalizers.NFC(), replacement(tokenizers.Regex(r"\s+"), " "), tokenizers.normalizers.Lowercase()],
+        [replacement("aa", "a")] * 30,
+    ],
+)
+def test_usual_normalizers_are_accepted(folder: Path, steps: list[tokenizers.normalizers.Normalizer]) -> None:
+    assert Tokenizer(with_normalizer(folder, steps)).encode("a b")

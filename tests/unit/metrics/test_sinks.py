@@ -4,6 +4,8 @@ import json
 import logging
 import math
 import os
+import resource
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -266,6 +268,38 @@ def test_tensorboard_is_flushed_with_each_record(tmp_path: Path) -> None:
             sink.write(RECORD)
             assert flush.call_count == count
     sink.close()
+
+
+def test_a_full_disk_ends_only_tensorboard_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tensorboard")
+    sinks = build_sinks(MetricsConfig(enable_tensorboard=True), tmp_path, rank=0, total_steps=10, resume_step=0)
+    hook = threading.excepthook
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:  # as on a full disk, a write fails in the middle; TensorBoard's records are longer than those of the JSON file
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+        for _ in range(4):
+            sinks.write(RECORD)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    sinks.write(RECORD)
+    sinks.close()
+    assert len((tmp_path / METRICS_FILE).read_text().splitlines()) == 5
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"cannot write TensorBoard's files in {tmp_path}")
+    assert "Traceback" not in capfd.readouterr().err
+    assert threading.excepthook != hook
+
+
+def test_tensorboard_that_cannot_start_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("tensorboard")
+    (tmp_path / "tb").write_text("a file")
+    sink = TensorBoardSink(tmp_path / "tb", 0)
+    sink.write(RECORD)
+    sink.close()
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
 
 
 def test_the_defaults_have_no_problem() -> None:

@@ -32,7 +32,7 @@ def test_without_a_launcher_the_world_has_one_process(monkeypatch: pytest.Monkey
 
 
 def test_with_a_launcher_the_world_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert world(monkeypatch, COMPLETE) == World(1, 1, 2, "cpu")
+    assert world(monkeypatch, COMPLETE | {"LOCAL_WORLD_SIZE": "2"}) == World(1, 1, 2, "cpu", 2)
 
 
 @pytest.mark.parametrize(

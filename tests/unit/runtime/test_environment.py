@@ -1,8 +1,20 @@
-"""The report of environment variables: relevant ones, changes by titanlite, and no secrets."""
+"""The report of environment variables: relevant ones, changes by titanlite, no secrets; the limit of open files."""
+
+import resource
 
 import pytest
 
-from titanlite.runtime.environment import environment_lines
+from titanlite.runtime.environment import OPEN_FILES, environment_lines, raise_open_file_limit
+
+
+def test_the_soft_limit_of_open_files_is_raised_to_the_hard_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 500), hard))
+        raise_open_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(OPEN_FILES, hard), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_set_overridden_and_removed_variables_are_marked() -> None:

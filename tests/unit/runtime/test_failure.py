@@ -1,5 +1,6 @@
 """Failure reports: which rank prints an error, the message and the exit code. Each case runs in its own process."""
 
+import errno
 import os
 import re
 import signal
@@ -310,6 +311,19 @@ def test_an_interrupted_rank_reports_no_lost_connection(start: Start) -> None:
     os.kill(program.process.pid or 0, signal.SIGINT)
     assert program.exit_code == 130
     assert program.text == "running\nwaiting\n"
+
+
+def test_limits_of_the_system_are_explained() -> None:
+    report = FailureReport()
+    too_many = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    for error in (too_many, RuntimeError(f"[enforce fail at device.cc:186] rv != -1. {too_many.strerror}")):
+        text = report._describe(error, "full")
+        assert text.startswith("rank 0: too many open files, the limit is ")
+        assert "ulimit -n 65536" in text
+    with pytest.raises(OSError, match="too long") as raised:
+        os.stat("d" * 300)
+    assert report._describe(raised.value, "full").endswith("d is too long for the file system: choose a shorter one")
+    assert report._describe(OSError(errno.EIO, "broken"), "full") == "rank 0 failed: OSError: [Errno 5] broken"
 
 
 def test_an_error_that_mentions_a_connection_keeps_its_traceback() -> None:

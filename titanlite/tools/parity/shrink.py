@@ -25,10 +25,13 @@ TINY_HEAD_DIM = 8
 def comparable_config(config: JobConfig, ranks: int) -> JobConfig:
     """The configuration without the parts that the comparison does not use: dump folder, checkpoints and metrics.
 
-    A global_batch_size of -1 becomes local_batch_size x `ranks`, so that all layouts train on the same batch. ranks: a
-    multiple of the number of ranks of each layout.
+    A local_batch_size of -1 becomes 1, since layouts are compared, not devices. A global_batch_size of -1 becomes
+    local_batch_size x `ranks`, so that all layouts train on the same batch. ranks: a multiple of the number of ranks of
+    each layout.
     """
     training = config.training
+    if training.local_batch_size == -1:
+        training = replace(training, local_batch_size=1)
     if training.global_batch_size == -1:
         training = replace(training, global_batch_size=training.local_batch_size * ranks)
     return replace(

@@ -3,15 +3,17 @@
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import tyro
 
 from titanlite.config.load import load_config
+from titanlite.planning.batch import fit_local_batch_size
+from titanlite.planning.estimate import estimate
 from titanlite.runtime.errors import ConfigError, ranged
+from titanlite.runtime.memory import GIB
 from titanlite.tools.command import ConfigFile, Count, check_options, read_options_and_overrides, run_command
-from titanlite.tools.plan.estimate import estimate
 from titanlite.tools.plan.report import report
 
 
@@ -43,6 +45,10 @@ def main(argv: Sequence[str]) -> None:
     arguments = ["--job.config_file", options.config, *overrides]
     world_size, device = options.world_size, options.device
     config = load_config(arguments, world_size=world_size, device_type=device, checks_files=False)
+    if config.training.local_batch_size == -1:
+        memory = round(options.device_memory_gib * GIB)
+        rows = fit_local_batch_size(config, world_size, device_type=device, memory_bytes=memory)
+        config = replace(config, training=replace(config.training, local_batch_size=rows))
     plan = estimate(config, world_size, device_type=device)
     sys.stdout.write(report(config, plan, options.device_memory_gib))
 

@@ -4,11 +4,9 @@ import math
 from collections.abc import Iterable, Sequence
 
 from titanlite.config.schema import JobConfig
-from titanlite.tools.plan.estimate import Estimate, RankPlan
-
-GIB = 2**30
-USABLE = 0.9
-"""Share of device memory available to tensors. The rest is for the CUDA context, NCCL's buffers and fragmentation."""
+from titanlite.planning.estimate import Estimate, RankPlan
+from titanlite.planning.remedies import remedies
+from titanlite.runtime.memory import GIB, USABLE
 
 
 def report(config: JobConfig, plan: Estimate, device_memory_gib: float) -> str:
@@ -45,31 +43,7 @@ def verdict(config: JobConfig, plan: Estimate, device_memory_gib: float) -> list
         "is for the CUDA context, NCCL and fragmentation)",
         f"Largest item: {largest}, {items[largest] / GIB:.1f} GiB",
     ]
-    return lines if total <= usable else [*lines, f"Try: {_advice(config, largest)}"]
-
-
-def _advice(config: JobConfig, item: str) -> str:
-    section, training = config.parallelism, config.training
-    ranks = "a larger parallelism.dp_shard, tp or pp (more ranks share the model)"
-    if item == "activations":
-        options = {
-            'activation_checkpoint.mode = "full"': config.activation_checkpoint.mode != "full",
-            "training.local_batch_size = 1": section.pp == 1 and training.local_batch_size > 1,
-            "parallelism.pp_microbatch_size = 1": section.pp > 1 and section.pp_microbatch_size > 1,
-            "parallelism.loss_parallel = true": section.tp > 1 and not section.loss_parallel,
-            'parallelism.pp_schedule = "1F1B" (fewer microbatches in flight)': section.pp > 1
-            and section.pp_schedule != "1F1B",
-            "a larger parallelism.tp": True,
-        }
-        return ", or ".join(option for option, helps in options.items() if helps)
-    if item == "data parallel":
-        policy = 'parallelism.gradient_sync = "hybrid" or "every", or '
-        return (policy if section.pp == 1 and section.gradient_sync == "last" else "") + "a larger parallelism.tp or pp"
-    if item == "update":
-        return 'optimizer.implementation = "fused", which needs no copies, or ' + ranks
-    if item == "pipeline":
-        return 'parallelism.gradient_sync = "every" (fewer microbatches at once), or a larger parallelism.tp'
-    return ranks
+    return lines if total <= usable else [*lines, f"Try: {', or '.join(remedies(config, largest))}"]
 
 
 def _memory_table(ranks: Sequence[RankPlan]) -> list[str]:

@@ -12,6 +12,7 @@ import pytest
 from tests.distributed.program import REPOSITORY, Program, start_command
 from titanlite.config.load import load_config
 from titanlite.runtime.errors import ConfigError
+from titanlite.tools.plan.__main__ import main
 
 CPU_SECONDS = 30.0
 RESIDENT_KIB = 1_000_000_000 // 1024
@@ -92,6 +93,14 @@ def test_a_plan_that_does_not_fit_names_the_largest_item_and_a_remedy(tmp_path: 
     assert "\nDoes not fit: " in program.output
     assert "Largest item: activations" in program.output
     assert 'Try: activation_checkpoint.mode = "full"' in program.output
+
+
+def test_the_batch_that_fits_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    fits = ["--training.local_batch_size", "-1", "--training.global_batch_size", "12"]
+    main(["quickstart", "--world-size", "2", "--device", "cpu", "--device-memory-gib", "100", *fits])
+    assert "each data rank has 1 microbatches of 6" in capsys.readouterr().out
+    main(["quickstart", "--world-size", "2", "--device", "cpu", "--device-memory-gib", "0.1", *fits])
+    assert "each data rank has 6 microbatches of 1" in capsys.readouterr().out
 
 
 def test_refuses_the_same_configurations_as_training_without_reading_files(tmp_path: Path) -> None:

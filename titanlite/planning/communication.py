@@ -11,8 +11,8 @@ from typing import Literal
 from titanlite.parallel.mesh import GradientSync, ParallelismConfig
 from titanlite.parallel.pipeline import resolve_reshard_after_forward
 from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputes
-from titanlite.tools.plan.schedule import Action, count_gathers
-from titanlite.tools.plan.stages import Stage
+from titanlite.planning.schedule import Action, count_gathers
+from titanlite.planning.stages import Stage
 
 Operation = Literal["all-gather", "reduce-scatter", "all-reduce", "send"]
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.distributed.reference import small_config
 from titanlite.models.registry import resolve_model
-from titanlite.tools.plan.estimate import estimate
+from titanlite.planning.estimate import estimate
 
 
 @pytest.mark.parametrize("settings", [["model.tie_embeddings=true"], ["parallelism.pp=2", "parallelism.tp=2"]])

@@ -6,17 +6,18 @@ from dataclasses import dataclass, replace
 from titanlite.config.schema import JobConfig
 from titanlite.models.attention import mask_form
 from titanlite.models.decoder import flops_per_token
+from titanlite.models.family import DecoderConfig
 from titanlite.models.registry import resolve_model
 from titanlite.parallel.data import resolve_gradient_sync
-from titanlite.parallel.mesh import data_degree, shard_logits
+from titanlite.parallel.mesh import Mesh, data_degree, shard_logits
 from titanlite.parallel.pipeline import local_stages, num_stages, rows_per_batch
 from titanlite.parallel.recompute import recomputes
+from titanlite.planning.activations import MicrobatchShape, activation_bytes
+from titanlite.planning.communication import StepShape, Traffic, stage_traffic
+from titanlite.planning.memory import Memory, rank_memory
+from titanlite.planning.schedule import Action, bubble_share, schedule_order
+from titanlite.planning.stages import Stage, build_stage, simulated_mesh
 from titanlite.precision import DTYPES
-from titanlite.tools.plan.activations import MicrobatchShape, activation_bytes
-from titanlite.tools.plan.communication import StepShape, Traffic, stage_traffic
-from titanlite.tools.plan.memory import Memory, rank_memory
-from titanlite.tools.plan.schedule import bubble_share, schedule_order
-from titanlite.tools.plan.stages import Stage, build_stage, simulated_mesh
 
 
 @dataclass(frozen=True)
@@ -51,18 +52,70 @@ class Estimate:
         return max(self.ranks, key=lambda rank: rank.memory.total)
 
 
+def has_estimate(config: JobConfig) -> bool:
+    """Whether the memory of the model's family can be planned: the formulas are those of decoders."""
+    return isinstance(resolve_model(config.model)[1], DecoderConfig)
+
+
 def estimate(config: JobConfig, world_size: int, *, device_type: str) -> Estimate:
     """Estimate a run. config: checked and resolved for this world. device_type: "cuda" or "cpu"."""
+    section = config.parallelism
+    rows, microbatches, schedule_steps = _microbatches(config, data_degree(section, world_size))
+    order = schedule_order(section, microbatches // schedule_steps)
+    with simulated_mesh(config, world_size) as mesh:
+        axes = mesh.degrees
+        ranks = []
+        for pp_rank, actions in enumerate(order):
+            stages = tuple(build_stage(config, mesh, index) for index in local_stages(section, pp_rank))
+            shape = _step_shape(config, mesh, actions)
+            memory = _memory(config, stages, shape, device_type)
+            ranks.append(
+                RankPlan(pp_rank, stages, memory, _traffic(config, stages, shape), *_flops(config, stages, shape))
+            )
+    return Estimate(axes, microbatches, rows, schedule_steps, bubble_share(order, num_stages(section)), tuple(ranks))
+
+
+def estimate_memory(config: JobConfig, mesh: Mesh, stages: Sequence[Stage], *, device_type: str) -> Memory:
+    """Estimate the memory of one rank of `mesh` that owns `stages`. config: as for estimate."""
+    _, microbatches, schedule_steps = _microbatches(config, mesh.data_degree)
+    order = schedule_order(config.parallelism, microbatches // schedule_steps)
+    return _memory(config, stages, _step_shape(config, mesh, order[mesh.coordinate["pp"]]), device_type)
+
+
+def _microbatches(config: JobConfig, degree: int) -> tuple[int, int, int]:
+    """(sequences of a microbatch, microbatches per optimizer step, runs of the schedule per optimizer step)"""
+    section, training = config.parallelism, config.training
+    rows_per_step = training.global_batch_size // degree
+    batch = rows_per_batch(section, training.local_batch_size, rows_per_step)
+    rows = section.pp_microbatch_size if section.pp > 1 else batch
+    return rows, rows_per_step // rows, rows_per_step // batch if section.pp > 1 else 1
+
+
+def _step_shape(config: JobConfig, mesh: Mesh, actions: Sequence[Action]) -> StepShape:
+    """actions: of this rank, in one run of the schedule."""
+    training = config.training
+    rows, microbatches, schedule_steps = _microbatches(config, mesh.data_degree)
+    _, model = resolve_model(config.model)
+    return StepShape(
+        sizes=mesh.degrees,
+        sync=resolve_gradient_sync(config.parallelism.gradient_sync, mesh.device_mesh),
+        actions=actions,
+        schedule_steps=schedule_steps,
+        microbatches=microbatches,
+        positions=rows * training.seq_len,
+        dim=model.dim,
+        vocab_size=model.vocab_size,
+        param_bytes=DTYPES[training.mixed_precision_param].itemsize,
+        reduce_bytes=DTYPES[training.mixed_precision_reduce].itemsize,
+    )
+
+
+def _memory(config: JobConfig, stages: Sequence[Stage], shape: StepShape, device_type: str) -> Memory:
     section, training = config.parallelism, config.training
     family, model = resolve_model(config.model)
     compute_dtype = DTYPES[training.mixed_precision_param]
-    rows_per_step = training.global_batch_size // data_degree(section, world_size)
-    batch = rows_per_batch(section, training.local_batch_size, rows_per_step)
-    rows = section.pp_microbatch_size if section.pp > 1 else batch
-    schedule_steps = rows_per_step // batch if section.pp > 1 else 1
-    microbatches = rows_per_step // rows
     microbatch = MicrobatchShape(
-        rows=rows,
+        rows=shape.positions // training.seq_len,
         seq_len=training.seq_len,
         tp=section.tp,
         element_bytes=compute_dtype.itemsize,
@@ -71,29 +124,7 @@ def estimate(config: JobConfig, world_size: int, *, device_type: str) -> Estimat
         mask=mask_form(device_type, compute_dtype, model.head_dim) if config.data.document_mask else None,
     )
     activations = activation_bytes(model, family.plan(model), microbatch)
-    order = schedule_order(section, microbatches // schedule_steps)
-    with simulated_mesh(config, world_size) as mesh:
-        axes = mesh.degrees
-        ranks = []
-        for pp_rank, actions in enumerate(order):
-            stages = tuple(build_stage(config, mesh, index) for index in local_stages(section, pp_rank))
-            shape = StepShape(
-                sizes=axes,
-                sync=resolve_gradient_sync(section.gradient_sync, mesh.device_mesh),
-                actions=actions,
-                schedule_steps=schedule_steps,
-                microbatches=microbatches,
-                positions=rows * training.seq_len,
-                dim=model.dim,
-                vocab_size=model.vocab_size,
-                param_bytes=compute_dtype.itemsize,
-                reduce_bytes=DTYPES[training.mixed_precision_reduce].itemsize,
-            )
-            memory = rank_memory(stages, section, config.activation_checkpoint, config.optimizer, shape, activations)
-            ranks.append(
-                RankPlan(pp_rank, stages, memory, _traffic(config, stages, shape), *_flops(config, stages, shape))
-            )
-    return Estimate(axes, microbatches, rows, schedule_steps, bubble_share(order, num_stages(section)), tuple(ranks))
+    return rank_memory(stages, section, config.activation_checkpoint, config.optimizer, shape, activations)
 
 
 def _traffic(config: JobConfig, stages: Sequence[Stage], shape: StepShape) -> tuple[Traffic, ...]:

@@ -54,6 +54,15 @@ class Stage:
     wrapped: bool
 
 
+@dataclass(frozen=True)
+class ModelPart:
+    """This rank's part of a pipeline stage, or of the full model. plan: the stage's part of the family's plan."""
+
+    model: LanguageModel
+    plan: Plan
+    stage: int
+
+
 @contextmanager
 def simulated_mesh(config: JobConfig, world_size: int, rank: int = 0) -> Iterator[Mesh]:
     """The mesh of a simulated world with only this process, as `rank`. Collectives return at once and move no data."""
@@ -73,14 +82,12 @@ def build_stage(config: JobConfig, mesh: Mesh, index: int) -> Stage:
     shards.
     """
     family, hyper_parameters = resolve_model(config.model)
-    dtype = DTYPES[config.training.dtype]
     with torch.device("meta"):
-        model = family.build(hyper_parameters).to(dtype)
+        model = family.build(hyper_parameters).to(DTYPES[config.training.dtype])
     model.tie_weights()
     plan = family.plan(hyper_parameters)
     if config.parallelism.pp > 1:
         plan = keep_units_(model, plan, split_stages(model, plan, config.parallelism)[index])
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     parallelize(
         model,
         plan,
@@ -93,18 +100,24 @@ def build_stage(config: JobConfig, mesh: Mesh, index: int) -> Stage:
         reshard_after_forward=resolve_reshard_after_forward(config.parallelism),
     )
     model.tie_weights()
+    return measure_stage(config, mesh, ModelPart(model, plan, index))
+
+
+def measure_stage(config: JobConfig, mesh: Mesh, part: ModelPart) -> Stage:
+    """Measure a part that is parallelized and on the meta device."""
+    model = part.model
     shards = [_local(parameter) for parameter in model.parameters()]
-    parameter_bytes = sum(shard.numel() * shard.element_size() for shard in shards)
-    wide = torch.promote_types(dtype, torch.float32).itemsize  # the dtype that init_buffers uses
+    # the dtype that init_buffers uses
+    wide = torch.promote_types(DTYPES[config.training.dtype], torch.float32).itemsize
     return Stage(
-        index,
-        index == num_stages(config.parallelism) - 1,
-        num_parameters,
-        parameter_bytes,
+        part.stage,
+        part.stage == num_stages(config.parallelism) - 1,
+        sum(parameter.numel() for parameter in model.parameters()),  # of a DTensor: over all ranks
+        sum(shard.numel() * shard.element_size() for shard in shards),
         state_bytes(config.optimizer, shards),
         sum(buffer.numel() * wide for buffer in model.buffers()),
-        tuple(_units(model, plan, mesh.degrees["dp_shard"])),
-        tuple(plan.blocks.values()),
+        tuple(_units(model, part.plan, mesh.degrees["dp_shard"])),
+        tuple(part.plan.blocks.values()),
         next(wrapped_modules(model), None) is not None,
     )
 

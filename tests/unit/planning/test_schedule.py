@@ -4,7 +4,7 @@ import pytest
 
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
 from titanlite.parallel.pipeline import SCHEDULES, num_stages
-from titanlite.tools.plan.schedule import (
+from titanlite.planning.schedule import (
     Action,
     bubble_share,
     count_gathers,

@@ -7,10 +7,10 @@ from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.registry import update_bytes
 from titanlite.parallel.mesh import ParallelismConfig
 from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputes
-from titanlite.tools.plan.activations import ActivationBytes
-from titanlite.tools.plan.communication import StepShape, frees_after_forward, remote_neighbors
-from titanlite.tools.plan.schedule import peak_in_flight
-from titanlite.tools.plan.stages import Stage
+from titanlite.planning.activations import ActivationBytes
+from titanlite.planning.communication import StepShape, frees_after_forward, remote_neighbors
+from titanlite.planning.schedule import peak_in_flight
+from titanlite.planning.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Memory:
     activations: saved between forward and backward for all microbatches in flight, plus the working memory of the
     largest part of a backward pass. data_parallel: gathered parameters, and gradients before their reduction.
     pipeline: buffers for received and sent tensors. update: temporary memory of the optimizer update, after the
-    activations are freed. in_flight: microbatches per stage at the peak of activations.
+    activations are freed. microbatch: the part of `activations` that one microbatch keeps on one stage. in_flight:
+    microbatches per stage at the peak of activations.
     """
 
     parameters: int
@@ -31,7 +32,14 @@ class Memory:
     data_parallel: int
     pipeline: int
     update: int
+    microbatch: int
     in_flight: Mapping[int, int]
+
+    @property
+    def least(self) -> int:
+        """A lower bound of the peak: parameters, optimizer state and buffers, with the gradients or with half of what
+        one microbatch keeps. Half, since compiled blocks keep less than the formulas say."""
+        return self.parameters + self.optimizer + self.buffers + max(self.gradients, self.microbatch // 2)
 
     @property
     def items(self) -> dict[str, int]:
@@ -77,6 +85,7 @@ def rank_memory(
         # torch's stages allocate an input and a gradient buffer per microbatch of a schedule step
         pipeline=received * per_step * activations.block_input,
         update=update_bytes(optimizer, parameters, optimizer_state),
+        microbatch=max(kept.values()),
         in_flight=in_flight,
     )
 

@@ -1,0 +1,132 @@
+"""The verdict on the planned memory, the choice of local_batch_size = -1, the message of a run out of memory."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.reference import small_config
+from titanlite.config.schema import JobConfig
+from titanlite.parallel.mesh import Mesh
+from titanlite.planning import batch as batch_module
+from titanlite.planning import estimate as estimate_module
+from titanlite.planning.batch import agree_on_local_batch_size, fit_local_batch_size
+from titanlite.planning.check import Need, plan_memory, verdict
+from titanlite.planning.estimate import estimate
+from titanlite.planning.memory import Memory
+from titanlite.planning.out_of_memory import explained_out_of_memory
+from titanlite.runtime.distributed import World
+from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.memory import GIB, USABLE
+
+ITEMS = {"parameters": 4 * GIB, "optimizer": 8 * GIB, "activations": 6 * GIB}
+
+
+def need(rank: int, least: int, available: int, device: int | None = None) -> Need:
+    return Need(rank, "node1", rank if device is None else device, least * GIB, ITEMS, available * GIB)
+
+
+def config_with(check: str) -> JobConfig:
+    config = small_config(1)
+    return replace(config, memory=replace(config.memory, check=check))
+
+
+def test_a_run_that_is_certainly_too_large_is_refused_with_items_and_remedies() -> None:
+    refused, text = verdict(config_with("refuse"), [need(0, 12, 40), need(1, 12, 11), need(2, 12, 40)])
+    assert refused
+    assert text == "\n".join(
+        [
+            "the model does not fit: rank 1 on node1 needs at least 12.0 GiB and has 11.0 GiB; nothing was allocated",
+            "  largest items of the plan, per rank: optimizer 8.0 GiB, activations 6.0 GiB, parameters 4.0 GiB",
+            "  remedy: a larger parallelism.dp_shard, tp or pp (more ranks share the model)",
+            '  remedy: training.dtype = "bfloat16" (less precise updates)',
+            "  remedy: a smaller model (model.flavor)",
+            '  or start anyway, with memory.check = "warn"',
+        ]
+    )
+    refused, text = verdict(config_with("warn"), [need(0, 12, 11)])
+    assert not refused
+    assert 'the run starts anyway (memory.check = "warn")' in text
+
+
+def test_the_ranks_of_a_node_share_its_memory() -> None:
+    assert verdict(config_with("refuse"), [need(0, 6, 100, device=0), need(1, 6, 100, device=0)]) == (False, "")
+    refused, text = verdict(config_with("refuse"), [need(0, 6, 11, device=0), need(1, 6, 11, device=0)])
+    assert refused
+    assert "ranks 0 to 1 on node1 need at least 12.0 GiB and have 11.0 GiB" in text
+
+
+def test_a_peak_above_the_usable_share_is_a_warning() -> None:
+    assert verdict(config_with("refuse"), [need(0, 12, 20)]) == (False, "")  # 18 GiB, exactly 90 %
+    assert not verdict(config_with("refuse"), [need(0, 12, 12)])[0]  # it certainly needs no more than it has
+    refused, text = verdict(config_with("refuse"), [need(0, 12, 19)])
+    assert not refused
+    assert text.startswith("the run may be out of memory: rank 0 on node1 needs about 18.0 GiB and has 19.0 GiB (90%")
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("layout", [[], ["parallelism.pp=2"], ["parallelism.dp_replicate=2", "optimizer.name=AdamW"]])
+def test_the_lower_bound_is_below_the_planned_peak(layout: list[str], recompute: str) -> None:
+    config = small_config(2, "training.seq_len=64", f"activation_checkpoint.mode={recompute}", *layout)
+    for rank in estimate(config, 2, device_type="cpu").ranks:
+        memory = rank.memory
+        assert memory.parameters + memory.optimizer + memory.gradients <= memory.least <= memory.total
+
+
+def planned(config: JobConfig, rows: int) -> Memory:
+    fixed = replace(config, training=replace(config.training, local_batch_size=rows))
+    return estimate(fixed, 2, device_type="cpu").largest.memory
+
+
+def test_the_local_batch_is_the_largest_divisor_that_fits() -> None:
+    config = small_config(2, "training.global_batch_size=24", "training.local_batch_size=-1")
+    enough = round(planned(config, 4).total / USABLE) + 1
+    fitted = [fit_local_batch_size(config, 2, device_type="cpu", memory_bytes=size) for size in (enough, enough - 2, 1)]
+    assert fitted == [4, 3, 1]  # divisors of 24 / 2
+    assert fit_local_batch_size(config, 2, device_type="cpu", memory_bytes=2**50) == 12
+
+
+def test_all_ranks_take_the_local_batch_of_rank_0(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = small_config(2, "training.global_batch_size=24", "training.local_batch_size=-1")
+    shared = 2 * (round(planned(config, 6).total / USABLE) + 1)
+    store = dist.HashStore()
+    monkeypatch.setattr(batch_module, "device_memory_bytes", lambda _: shared)
+    with caplog.at_level("INFO"):
+        first = agree_on_local_batch_size(config, World(0, 0, 2, "cpu", 2), store)
+    assert "local_batch_size = -1: 6 sequences per microbatch, accumulation 2; planned peak" in caplog.text
+    monkeypatch.setattr(batch_module, "device_memory_bytes", lambda _: 1)
+    assert agree_on_local_batch_size(config, World(1, 1, 2, "cpu", 2), store) == first
+    assert first.training.local_batch_size == 6
+    assert agree_on_local_batch_size(first, World(0, 0, 2, "cpu", 2), store) is first
+
+
+def test_a_failed_allocation_shows_the_plan_beside_the_peak() -> None:
+    config, memory = small_config(1), planned(small_config(2), 1)
+    world = World(3, 0, 4, "cpu")
+    with pytest.raises(UserError) as raised, explained_out_of_memory(config, memory, world, lambda: "in step 7"):
+        torch.empty(2**60, dtype=torch.uint8)
+    head, items, *rest = str(raised.value).splitlines()
+    assert head.startswith("rank 3 is out of memory in step 7: planned 0.0 GiB, peak ")
+    assert items.startswith("  largest items of the plan: ")
+    assert [line[:9] for line in rest[:-1]] == ["  remedy:"] * 3
+    assert "can't allocate memory" in rest[-1]
+    with pytest.raises(UserError, match="out of memory"), explained_out_of_memory(config, None, world, str):
+        raise MemoryError
+    with pytest.raises(UserError, match="out of memory"), explained_out_of_memory(config, None, world, str):
+        raise RuntimeError("stage 0 failed") from MemoryError()  # as torch's pipelines do
+    with pytest.raises(RuntimeError, match="shapes"), explained_out_of_memory(config, memory, world, str):
+        raise RuntimeError("shapes")
+
+
+def test_a_family_without_an_estimate_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(estimate_module, "DecoderConfig", str)
+    config = small_config(2, "training.global_batch_size=24", "training.local_batch_size=-1")
+    assert plan_memory(config, Mesh(config.parallelism, World(0, 0, 2, "cpu")), []) is None
+    assert "the family llama3 cannot be planned, so it is not checked" in caplog.text
+    with pytest.raises(ConfigError, match="whose memory titanlite cannot plan"):
+        fit_local_batch_size(config, 2, device_type="cpu", memory_bytes=2**40)

@@ -1,0 +1,61 @@
+"""The choice of training.local_batch_size = -1: as many sequences per microbatch as fit, by the plan."""
+
+import json
+from dataclasses import replace
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from titanlite.config.schema import JobConfig
+from titanlite.parallel.mesh import data_degree
+from titanlite.planning.estimate import estimate_memory, has_estimate
+from titanlite.planning.stages import build_stage, simulated_mesh
+from titanlite.runtime.distributed import World
+from titanlite.runtime.errors import ConfigError, Problem
+from titanlite.runtime.logging import log
+from titanlite.runtime.memory import GIB, USABLE, device_memory_bytes
+
+KEY = "training.local_batch_size"
+
+
+def agree_on_local_batch_size(config: JobConfig, world: World, store: dist.Store) -> JobConfig:
+    """Replace training.local_batch_size = -1 by what fits into the device of rank 0, the same on all ranks.
+
+    On the CPU, the ranks of a node share its memory. Raises ConfigError.
+    """
+    if config.training.local_batch_size != -1:
+        return config
+    store = dist.PrefixStore("local_batch_size", store)
+    if world.rank == 0:
+        sharing = world.local_size if world.device_type == "cpu" else 1
+        memory = device_memory_bytes(world.device) // sharing
+        chosen = fit_local_batch_size(config, world.size, device_type=world.device_type, memory_bytes=memory)
+        store.set("rows", json.dumps(chosen))
+    store.wait(["rows"], timedelta(seconds=config.comm.init_timeout_s))
+    rows = json.loads(store.get("rows"))
+    return replace(config, training=replace(config.training, local_batch_size=rows))
+
+
+def fit_local_batch_size(config: JobConfig, world_size: int, *, device_type: str, memory_bytes: int) -> int:
+    """The largest divisor of a data rank's sequences per step whose planned peak fits the usable share of
+    `memory_bytes`; 1 if none fits. Raises ConfigError if the family has no estimate.
+
+    config: checked, with a global batch size and without a pipeline.
+    """
+    if not has_estimate(config):
+        rule = f"at least 1 for the family {config.model.family!r}, whose memory titanlite cannot plan"
+        raise ConfigError([Problem(KEY, -1, rule, f"set {KEY}")])
+    rows_per_step = config.training.global_batch_size // data_degree(config.parallelism, world_size)
+    chosen, planned = 1, 0
+    with simulated_mesh(config, world_size) as mesh:
+        stage = build_stage(config, mesh, 0)
+        for rows in (rows for rows in range(1, rows_per_step + 1) if rows_per_step % rows == 0):
+            tried = replace(config, training=replace(config.training, local_batch_size=rows))
+            total = estimate_memory(tried, mesh, [stage], device_type=device_type).total
+            if rows == 1 or total <= USABLE * memory_bytes:
+                chosen, planned = rows, total
+    log.info(
+        "Batch: %s = -1: %d sequences per microbatch, accumulation %d; planned peak %.1f GiB of %.1f GiB",
+        *(KEY, chosen, rows_per_step // chosen, planned / GIB, memory_bytes / GIB),
+    )
+    return chosen
