@@ -6,6 +6,8 @@ data: data preparation never ends (as in a long index build), while the other ra
 late: a data error is raised 2 s after those of other ranks.
 kill: the rank is killed in the third step.
 hang, hang-data: the rank hangs in the third step, or while it waits for that step's data.
+stop-save: the rank is stopped (SIGSTOP) while it saves the third step.
+slow: the rank sleeps for a while in each step.
 arguments: the rank is started with further arguments, those in ARGUMENTS, as on a node with another configuration.
 """
 
@@ -20,12 +22,15 @@ from tests.distributed.reference import GLOBAL_BATCH
 from titanlite import train
 from titanlite.assembly import run as build_module
 from titanlite.batch import Batch, StepStats
+from titanlite.checkpoint.manifest import Manifest
+from titanlite.checkpoint.saver import Saver
 from titanlite.data.loader import Loader
 from titanlite.runtime.errors import UserError
 from titanlite.trainer import Trainer
 
 train_step = Trainer.train_step
 next_step = Loader.next_step
+write = Saver._write
 
 
 def faulty_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
@@ -51,6 +56,17 @@ def hanging_next_step(self: Loader) -> list[Batch]:
     if getattr(self, "sequences", range(0)).stop == 2 * GLOBAL_BATCH:
         time.sleep(1000)
     return next_step(self)
+
+
+def stopped_write(self: Saver, draft: Manifest, *args: Any) -> None:
+    if draft.step == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    write(self, draft, *args)
+
+
+def slow_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
+    time.sleep(0.15)
+    return train_step(self, batches)
 
 
 def fail(*args: Any) -> None:
@@ -93,6 +109,10 @@ if __name__ == "__main__":
             Trainer.train_step = hanging_train_step  # type: ignore[method-assign]
         elif os.environ["FAULT"] == "hang-data":
             Loader.next_step = hanging_next_step  # type: ignore[method-assign]
+        elif os.environ["FAULT"] == "stop-save":
+            Saver._write = stopped_write  # type: ignore[method-assign]
+        elif os.environ["FAULT"] == "slow":
+            Trainer.train_step = slow_train_step  # type: ignore[method-assign]
         elif os.environ["FAULT"] == "arguments":
             sys.argv += os.environ["ARGUMENTS"].split()
             os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # a node of its own

@@ -151,7 +151,10 @@ class JsonlSink:
 def json_line(record: Record | ValidationRecord) -> str:
     """The record as strict JSON on one line."""
     # A non-finite float becomes the string that json would write without quotes.
-    row = {key: value if math.isfinite(value) else json.dumps(value) for key, value in record.row().items()}
+    row = {
+        key: value if isinstance(value, str) or math.isfinite(value) else json.dumps(value)
+        for key, value in record.row().items()
+    }
     return json.dumps(row, allow_nan=False)
 
 
@@ -173,7 +176,7 @@ class TensorBoardSink:
     def write(self, record: Record | ValidationRecord) -> None:
         """Write and flush the scalars of one step."""
         for key, value in record.row().items():
-            if key != "step":
+            if key != "step" and not isinstance(value, str):
                 self._writer.add_scalar(key, value, record.step)
         self._writer.flush()
 
