@@ -11,7 +11,7 @@ from titanlite.batch import IGNORE_INDEX, Batch, StepStats
 from titanlite.faults.spikes import SpikeGate
 from titanlite.forward import ModelOnMesh
 from titanlite.metrics.by_source import NUM_TOTALS, totals_by_source
-from titanlite.metrics.slow_ranks import ComputeTime
+from titanlite.metrics.compute_time import ComputeTime
 from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.parallel.clip import NormType, clip_grad_norm_
 from titanlite.parallel.data import set_gradient_sync

@@ -328,7 +328,7 @@ def _flush_on_a_rank() -> dict[str, Any]:
                     lr=0.01,
                     data_wait_s=0.9 * step * rank,
                     bad_rows=step * (rank + 1),
-                    compute_s=compute_s + 0.1 * rank,
+                    compute_s=compute_s + 0.1 * rank * step,
                 )
             records.append(meter.flush())
     return {"rows": [record.row() for record in records], "collectives": operations.collectives()}
@@ -346,7 +346,7 @@ def test_two_ranks_report_the_values_of_the_mesh() -> None:
     assert row["data_time_s"] == pytest.approx(0.3)
     assert row["memory_gib"] == 1.0
     assert row["bad_rows"] == 2 + 4
-    assert (row["slowest_rank"], row["slowest_host"], row["slowest_ratio"]) == (1, "node1", pytest.approx(2.5))
+    assert (row["slowest_rank"], row["slowest_host"], row["slowest_ratio"]) == (1, "node1", pytest.approx(3.5))
     assert row["mfu"] == pytest.approx(512 / 0.5 * 1e6 / (2 * 1e9))
 
 

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from tests.pool import run_ranks
 from titanlite.metrics import slow_ranks
-from titanlite.metrics.slow_ranks import ComputeTime, Place, Slowest, SlowRanks
+from titanlite.metrics.compute_time import ComputeTime
+from titanlite.metrics.slow_ranks import Place, Slowest, SlowRanks
 
 FOUR = [Place("a", 0), Place("a", 0), Place("b", 0), Place("b", 0)]
 
