@@ -69,8 +69,11 @@ def main() -> None:
 def run_job(config: JobConfig, world: World, failure: FailureReport, environment: Mapping[str, str]) -> None:
     """Build the run, train, log how it ended. The dump folder is locked for this job."""
     assert failure.store is not None
-    positions = dist.PrefixStore("positions", failure.store)
-    failure.positions = Positions(positions, world.rank, world.size, world.local_rank, config.job.dump_folder)
+    failure.positions = Positions(
+        dist.PrefixStore("positions", failure.store),
+        *(world.rank, world.size, world.local_rank, config.job.dump_folder, config.comm.train_timeout_s),
+        on_silence=failure.end_from_thread,
+    )
     config = agree_on_local_batch_size(config, world, failure.store)
     run = build_run(config, world, failure.store, environment)
     first_step = run.trainer.step + 1
@@ -141,13 +144,22 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
         run.meter.start()
         while True:
             failure.enter(trainer.step + 1, "waiting for data")
+            trainer.compute_time.start()
             batches = next_batches(run, failure)
             failure.enter(trainer.step + 1, "forward, backward and update")
             stats = trainer.train_step(batches)
+            compute_s = trainer.compute_time.stop()
             step = trainer.step
             bad_rows = loader.bad_rows if trainer.counts_rows else 0
             run.skipped.note(step, stats)
-            run.meter.update(step, stats, lr=trainer.schedule(step), data_wait_s=loader.wait_s, bad_rows=bad_rows)
+            run.meter.update(
+                step,
+                stats,
+                lr=trainer.schedule(step),
+                data_wait_s=loader.wait_s,
+                bad_rows=bad_rows,
+                compute_s=compute_s,
+            )
             last = any(run.data_end.after_step()) or step == config.training.steps
             if last or is_log_step(step, log_freq=config.metrics.log_freq, total_steps=config.training.steps):
                 failure.enter(step, "logging")

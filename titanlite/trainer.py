@@ -1,7 +1,7 @@
 """The training step."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from titanlite.batch import IGNORE_INDEX, Batch, StepStats
 from titanlite.faults.spikes import SpikeGate
 from titanlite.forward import ModelOnMesh
 from titanlite.metrics.by_source import NUM_TOTALS, totals_by_source
+from titanlite.metrics.compute_time import ComputeTime
 from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.parallel.clip import NormType, clip_grad_norm_
 from titanlite.parallel.data import set_gradient_sync
@@ -23,7 +24,8 @@ class Trainer(ModelOnMesh):
     """Trains a parallelized model.
 
     schedule: the learning rate by step, from 1. sync: see set_gradient_sync. num_sources: number of data sources; if
-    there are several, steps also compute the totals by source. spikes: None: no step is a spike.
+    there are several, steps also compute the totals by source. spikes: None: no step is a spike. compute_time: of this
+    rank, started by the caller.
     """
 
     optimizer: GatedOptimizer
@@ -33,6 +35,7 @@ class Trainer(ModelOnMesh):
     norm_type: NormType
     num_sources: int
     spikes: SpikeGate | None = None
+    compute_time: ComputeTime = field(default_factory=ComputeTime)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,6 +50,7 @@ class Trainer(ModelOnMesh):
         """
         self.step += 1
         self.optimizer.zero_grad()
+        self.compute_time.before_collectives()
         num_valid = self.count_valid_tokens(batches)
         mean_loss = torch.zeros((), dtype=self.accum_dtype, device=self.device)
         row_losses = []

@@ -7,6 +7,8 @@ late: a data error is raised 2 s after those of other ranks.
 kill: the rank is killed in the third step.
 hang, hang-data: the rank hangs in the third step, or while it waits for that step's data.
 gradient: in the fourth step, a gradient of the rank is too large by 0.1 %, as after a fault of the hardware.
+stop-save: the rank is stopped (SIGSTOP) while it saves the third step.
+slow: the rank sleeps for a while in each step.
 arguments: the rank is started with further arguments, those in ARGUMENTS, as on a node with another configuration.
 """
 
@@ -24,6 +26,8 @@ from titanlite import train
 from titanlite import trainer as trainer_module
 from titanlite.assembly import run as build_module
 from titanlite.batch import Batch, StepStats
+from titanlite.checkpoint.manifest import Manifest
+from titanlite.checkpoint.saver import Saver
 from titanlite.checkpoint.state import local_part
 from titanlite.data.loader import Loader
 from titanlite.parallel.clip import GradNorm, clip_grad_norm_
@@ -34,6 +38,7 @@ WRONG_GRADIENT = "layers.1.attention.wo.weight"
 
 train_step = Trainer.train_step
 next_step = Loader.next_step
+write = Saver._write
 
 
 def faulty_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
@@ -70,6 +75,17 @@ def hanging_next_step(self: Loader) -> list[Batch]:
     if getattr(self, "sequences", range(0)).stop == 2 * GLOBAL_BATCH:
         time.sleep(1000)
     return next_step(self)
+
+
+def stopped_write(self: Saver, draft: Manifest, *args: Any) -> None:
+    if draft.step == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    write(self, draft, *args)
+
+
+def slow_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
+    time.sleep(0.15)
+    return train_step(self, batches)
 
 
 def fail(*args: Any) -> None:
@@ -114,6 +130,10 @@ if __name__ == "__main__":
             Loader.next_step = hanging_next_step  # type: ignore[method-assign]
         elif os.environ["FAULT"] == "gradient":
             Trainer.train_step = step_with_wrong_gradient  # type: ignore[method-assign]
+        elif os.environ["FAULT"] == "stop-save":
+            Saver._write = stopped_write  # type: ignore[method-assign]
+        elif os.environ["FAULT"] == "slow":
+            Trainer.train_step = slow_train_step  # type: ignore[method-assign]
         elif os.environ["FAULT"] == "arguments":
             sys.argv += os.environ["ARGUMENTS"].split()
             os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # a node of its own

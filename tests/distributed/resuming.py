@@ -32,7 +32,10 @@ from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.job_lock import JOB_LOCK_FILE, job_lock
 from titanlite.runtime.logging import log, setup_logging
 
-MACHINE_DEPENDENT = {"tokens_per_second", "step_time_s", "data_time_s", "memory_gib"}
+MACHINE_DEPENDENT = {
+    *("tokens_per_second", "step_time_s", "data_time_s", "memory_gib"),
+    *("slowest_rank", "slowest_host", "slowest_ratio"),
+}
 CORPUS = "corpus.npy"
 
 Numbers = dict[str, str]

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -209,3 +210,27 @@ def test_checkpoint_deleted_while_reading_is_reported(trained: Path, tmp_path: P
     shutil.rmtree(saved.path)
     with pytest.raises(UserError, match=r"step-4 was deleted while it was being read"), reading(saved.path):
         saved.model(torch.device("cpu"), torch.float64)
+
+
+KILLED = """
+import os
+import signal
+import sys
+from titanlite.tools import evaluate
+from titanlite.validation import Evaluator
+
+if os.environ["RANK"] == "1":
+    Evaluator._totals_of = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+evaluate.main(sys.argv[1:])
+"""
+
+
+def test_a_rank_that_is_killed_is_named(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "killed.py").write_text(KILLED)
+    program = start_command(tmp_path, str(trained / "out"), ranks=2, program=(str(tmp_path / "killed.py"),))
+    assert program.wait() == 1
+    messages = [line for line in program.output.splitlines() if line.startswith("titanlite: ")]
+    assert len(messages) == 1, program.output
+    assert re.match(r"titanlite: rank 1 on \S+: no sign of life, in step 4 \(evaluating\): killed", messages[0])
+    assert own_tracebacks(program.output) == 0
+    assert not (trained / "out" / "faults").exists()

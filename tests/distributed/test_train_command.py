@@ -1,5 +1,6 @@
 """The training command as a user starts it: equal numbers on every mesh, and errors of invalid starts."""
 
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ KEYS = [
     *["step", "loss", "grad_norm", "lr", "num_valid", "tokens_seen", "tokens_per_second", "step_time_s", "data_time_s"],
     *["memory_gib", "skipped_steps", "bad_rows"],
 ]
-MACHINE_DEPENDENT = {"tokens_per_second", "step_time_s", "data_time_s", "memory_gib"}
+SLOWEST = ["slowest_rank", "slowest_host", "slowest_ratio"]
+"""Keys of runs on several ranks."""
+MACHINE_DEPENDENT = {"tokens_per_second", "step_time_s", "data_time_s", "memory_gib", *SLOWEST}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +60,8 @@ def test_two_ranks_match_one_process(layout: dict[str, int], single: Program, tm
     program = start(tmp_path, *arguments, "--training.local_batch_size", "4", ranks=2)
     assert program.wait() == 0, program.output
     found, expected = rows(tmp_path / "out"), rows(single.workplace / "out")
-    assert [list(row) for row in found] == [KEYS] * STEPS
+    assert [list(row) for row in found] == [KEYS + SLOWEST] * STEPS
+    assert all(row["slowest_ratio"] >= 1 and row["slowest_host"] == socket.gethostname() for row in found)
     assert found[0]["loss"] == pytest.approx(expected[0]["loss"], rel=1e-14, abs=0)
     for row, expected_row in zip(found, expected, strict=True):
         assert numbers(row) == pytest.approx(numbers(expected_row), rel=1e-10, abs=0)

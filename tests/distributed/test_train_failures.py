@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -211,31 +212,69 @@ def test_ranks_without_a_launcher_also_end(tmp_path: Path, start: Starter) -> No
 QUIET = {
     "kill": r"rank 1 on \S+: no sign of life, in step 3 \(forward, backward and update\): killed, out of memory",
     "hang-data": r"rank 1 on \S+ hangs or lags: in step 3 \(waiting for data\) for \d+ s; the other ranks wait for it",
-    "hang": r"all ranks are in step 3 \(forward, backward and update\) for \d+ s: one of them hangs, or the network",
+    "hang": r"rank 1 on \S+ hangs or lags: in step 3 \(forward, backward and update\) for \d+ s; .* in a collective",
+    "stop-save": r"rank 1 on \S+: no sign of life, in step 3 \(saving\): killed, out of memory, stopped",
 }
+CHECKPOINTS = ["--checkpoint.enable", "true", "--checkpoint.interval", "1"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["kill", "hang-data", pytest.param("hang", marks=pytest.mark.soak)])
-def test_a_rank_that_is_killed_or_hangs_is_named(fault: str, tmp_path: Path, start: Starter) -> None:
-    """One message, by a rank that waits for it, within 5 s after the timeout; the stacks show where the others are."""
+@pytest.mark.parametrize(
+    ("fault", "resumes"),
+    [("kill", False), ("hang-data", True), ("stop-save", False), pytest.param("hang", False, marks=pytest.mark.soak)],
+)
+def test_a_rank_that_is_killed_or_hangs_is_named(fault: str, resumes: bool, tmp_path: Path, start: Starter) -> None:
+    """One message, by a rank that waits for it, and an exit within 5 s after the timeout; files show where ranks are.
+
+    A save may take comm.save_timeout_s, half an hour; a rank that is stopped gives no signs of life.
+    """
     faults = {"FAULT": fault, "FAULTY_RANK": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
-    settings = ["--comm.train_timeout_s", "3"]
+    settings = ["--comm.train_timeout_s", "3", *(CHECKPOINTS if resumes or fault == "stop-save" else [])]
+    if resumes:
+        assert start(tmp_path, *settings, "--training.steps", "1", name="first").wait() == 0
     program = start(tmp_path, *settings, ranks=2, program=FAULTY, environment=faults)
-    program.wait_for("step 2/")
-    assert seconds_to_end(program) < 3 + 5 + (30 if fault != "kill" else 0)  # the kill of the rank that hangs
+    program.wait_for("step 2/" if fault != "stop-save" else "step 3/")
+    begin = time.monotonic()
+    while 0 in program.ranks():
+        program.process.poll()
+        assert time.monotonic() - begin < 3 + 5
+        time.sleep(0.05)
+    program.close()
     messages = re.findall("^titanlite: .*$", program.output, re.MULTILINE)
     assert len(messages) == 1, program.output
     assert re.match(f"titanlite: {QUIET[fault]}", messages[0]), messages
-    assert re.search(r"\(rank 0 lost the connection: ", program.output)
+    assert bool(re.search(r"\(rank 0 lost the connection: ", program.output)) == (fault != "stop-save")
     assert own_tracebacks(program.output) == 0
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"].startswith(messages[0])
-    if fault != "kill":
-        (folder,) = (tmp_path / "out" / "faults").iterdir()
-        assert str(folder) in messages[0]
-        stacks = {file.name: file.read_text() for file in folder.iterdir()}
-        assert sorted(stacks) == ["rank-0.txt", "rank-1.txt"]
-        assert ("hanging_next_step" if fault == "hang-data" else "hanging_train_step") in stacks["rank-1.txt"]
+    (folder,) = (tmp_path / "out" / "faults").iterdir()
+    assert str(folder) in messages[0]
+    files = {file.name: file.read_text() for file in folder.iterdir()}
+    living = [0, 1] if fault.startswith("hang") else [0]
+    assert sorted(files) == [f"rank-{rank}.{suffix}" for rank in living for suffix in ("gloo.json", "txt")]
+    assert json.loads(files["rank-0.gloo.json"])["entries"]
+    if fault.startswith("hang"):
+        assert ("hanging_next_step" if fault == "hang-data" else "hanging_train_step") in files["rank-1.txt"]
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_named_once_and_equal_ranks_are_not(tmp_path: Path, start: Starter) -> None:
+    """Two runs at the same time, on a machine that has too few cores for both."""
+    arguments = ["--training.steps", "30", "--metrics.log_freq", "5", "--training.local_batch_size", "8"]
+    folders = {name: tmp_path / name for name in ("slow", "equal")}
+    for folder in folders.values():
+        folder.mkdir()
+    slow = start(
+        folders["slow"], *arguments, ranks=2, program=FAULTY, environment={"FAULT": "slow", "FAULTY_RANK": "1"}
+    )
+    equal = start(folders["equal"], *arguments, ranks=2)
+    assert [program.wait() for program in (slow, equal)] == [0, 0], slow.output + equal.output
+    warnings = re.findall(r"warning: (rank \d+ on \S+ has been slow for 2\d steps)", slow.output)
+    assert len(warnings) == slow.output.count("has been slow") == 1, slow.output
+    assert warnings[0].startswith(f"rank 1 on {socket.gethostname()} ")
+    assert "has been slow" not in equal.output
+    last = rows(folders["slow"] / "out")[-1]
+    assert (last["slowest_rank"], last["slowest_host"]) == (1, socket.gethostname())
+    assert last["slowest_ratio"] > 2
 
 
 LONG = ["--training.steps", "1000000"]

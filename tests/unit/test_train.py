@@ -13,7 +13,15 @@ from titanlite.runtime.distributed import CommConfig
 from titanlite.runtime.errors import DataError, UserError
 from titanlite.train import train
 
-STEP = ["loader.next_step", "trainer.train_step", "skipped.note", "meter.update", "data_end.after_step"]
+STEP = [
+    "trainer.compute_time.start",
+    "loader.next_step",
+    "trainer.train_step",
+    "trainer.compute_time.stop",
+    "skipped.note",
+    "meter.update",
+    "data_end.after_step",
+]
 LOG = ["meter.flush", "sinks.write", "skipped.check"]
 AFTER = ["ledger.write", "replicas.after_step", "checkpoints.after_step", "validation.after_step"]
 
@@ -71,7 +79,8 @@ def test_calls_of_each_step_are_in_order(run: MagicMock) -> None:
     paced = run.garbage.return_value.__enter__.return_value
     assert [call.args for call in paced.after_step.call_args_list] == [(1,), (2,)]
     assert [call.args for call in run.checkpoints.after_step.call_args_list] == [(1, False), (2, False), (3, True)]
-    numbers = {"data_wait_s": run.loader.wait_s, "bad_rows": run.loader.bad_rows}
+    compute_s = run.trainer.compute_time.stop.return_value
+    numbers = {"data_wait_s": run.loader.wait_s, "bad_rows": run.loader.bad_rows, "compute_s": compute_s}
     updates = [(call.args[0], call.kwargs) for call in run.meter.update.call_args_list]
     assert updates == [(step, {"lr": float(step), **numbers}) for step in (1, 2, 3)]
     expected = [(1, False, failure), (2, False, failure), (3, True, failure)]
@@ -145,6 +154,6 @@ def test_a_data_error_is_noted_before_waiting_for_the_ranks(run: MagicMock, monk
     with pytest.raises(DataError):
         train(config(), run, run.failure)
     found = [name for name in events(run) if name != "failure.enter"]
-    assert found[2:] == ["loader.next_step", "failure.note_data_error", "wait_for_ranks", "checkpoints.close"]
+    assert found[3:] == ["loader.next_step", "failure.note_data_error", "wait_for_ranks", "checkpoints.close"]
     run.failure.note_data_error.assert_called_once_with(error)
     run.wait_for_ranks.assert_called_once_with(run.trainer)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -35,6 +36,7 @@ from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.history import has_validation, keep_rows
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.sinks import Sinks, build_sinks
+from titanlite.metrics.slow_ranks import Place, SlowRanks
 from titanlite.models.init import INIT_VERSION
 from titanlite.models.randomness import DRAW_VERSION
 from titanlite.models.registry import resolve_model
@@ -45,7 +47,7 @@ from titanlite.planning.check import check_memory, plan_memory
 from titanlite.planning.memory import Memory
 from titanlite.planning.out_of_memory import explained_out_of_memory
 from titanlite.precision import DTYPES
-from titanlite.runtime.agreement import DataEnd, require_equal, run_on_rank_0
+from titanlite.runtime.agreement import DataEnd, require_equal, run_on_all_ranks, run_on_rank_0
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import World, init_process_group
 from titanlite.runtime.dump_folder import prepare_dump_folder
@@ -119,7 +121,7 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     describe_batch(config, mesh)
     for line in environment_lines(environment, os.environ):
         log.info("Environment: %s", line)
-    meter = build_meter(config, world, group)
+    meter = build_meter(config, world, mesh, group)
     replicas = Replicas(model_parts, trainer.optimizer, mesh, config.faults.check_replicas_every)
     stages = local_stages(config.parallelism, mesh.coordinate["pp"])
     recorder = build_recorder(config, mesh, trainer, stages, group, environment) if config.faults.record_steps else None
@@ -236,9 +238,10 @@ def build_recorder(
     )
 
 
-def build_meter(config: JobConfig, world: World, group: dist.ProcessGroup) -> Meter:
-    """Build the meter, over all ranks, with the peak FLOP/s of the device if it is known."""
+def build_meter(config: JobConfig, world: World, mesh: Mesh, group: dist.ProcessGroup) -> Meter:
+    """Build the meter, over all ranks, with the peak FLOP/s of the device if it is known. A collective."""
     family, hyper_parameters = resolve_model(config.model)
+    places = run_on_all_ranks(lambda: Place(socket.gethostname(), mesh.coordinate["pp"]), group)
     return Meter(
         group,
         world.device,
@@ -246,6 +249,7 @@ def build_meter(config: JobConfig, world: World, group: dist.ProcessGroup) -> Me
         flops_per_token=family.flops_per_token(hyper_parameters, config.training.seq_len),
         peak_flops=device_peak_flops(world.device, DTYPES[config.training.mixed_precision_param]),
         sources=source_names(config.data.sources),
+        slow_ranks=SlowRanks(places, group),
     )
 
 

@@ -188,7 +188,6 @@ def _read_file(path: str, problems: list[Problem]) -> dict[str, Any] | None:
     """The file's content; None if it cannot be read (adds the reason to `problems`)."""
     try:
         content = tomllib.loads(read_regular(config_path(path)).decode("utf-8-sig"))
-        check_depth(content)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         folder = Path(path).parent
@@ -214,6 +213,11 @@ def _read_file(path: str, problems: list[Problem]) -> dict[str, Any] | None:
         return None
     except ValueError as error:
         problems.append(Problem(CONFIG_FILE, path, "valid TOML", f"fix the file: {error}"))
+        return None
+    try:
+        check_depth(content)
+    except JsonError as error:
+        problems.append(Problem(CONFIG_FILE, path, f"valid TOML; it {error}", "fix the file: its tables are too deep"))
         return None
     if isinstance(content.get("job"), dict) and "config_file" in content["job"]:
         value = content["job"].pop("config_file")

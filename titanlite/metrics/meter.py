@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from time import perf_counter
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from titanlite.batch import StepStats
 from titanlite.metrics.by_source import NUM_TOTALS
+from titanlite.metrics.slow_ranks import SlowRanks
 from titanlite.runtime.memory import peak_memory_bytes
 
 
@@ -43,12 +45,19 @@ class Record:
     """Rows so far that were skipped as bad, over all data ranks."""
     mfu: float | None = None
     """Model FLOP/s as a fraction of the devices' peak; None if the peak is unknown."""
+    slowest_rank: int | None = None
+    """The rank with the highest slowest_ratio; None, like the next two, if no rank has peers in its pipeline stage."""
+    slowest_host: str | None = None
+    """Host of the slowest rank."""
+    slowest_ratio: float | None = None
+    """Compute time of the slowest rank by the median of its pipeline stage, each the median over the interval. See
+    ComputeTime."""
     by_source: Mapping[str, float] = field(default_factory=dict)
     """By source, if there are several. loss/NAME: mean cross-entropy per valid token of the source since the last row,
     without skipped steps; absent if the source had no valid token. share/NAME: the source's fraction of all sequences
     so far with a valid token."""
 
-    def row(self) -> dict[str, int | float]:
+    def row(self) -> dict[str, int | float | str]:
         """Key -> value in the order of the fields, without unknown values."""
         row = {key: value for key, value in asdict(self).items() if value is not None}
         by_source = row.pop("by_source")
@@ -85,13 +94,14 @@ class Meter:
         flops_per_token: float,
         peak_flops: float | None,
         sources: Sequence[str] = (),
+        slow_ranks: SlowRanks | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         """
         group: all ranks of the mesh, one device each. device: this rank's device, which holds the StepStats.
         tokens_per_step: input positions of one optimizer step (global batch size x sequence length).
         flops_per_token: of forward and backward. peak_flops: of one device; None if unknown: no MFU.
-        sources: names of the data sources.
+        sources: names of the data sources. slow_ranks: None: ranks are not compared.
         The first interval begins now, or with `start`.
         """
         self._group = group
@@ -99,6 +109,7 @@ class Meter:
         self._tokens_per_step = tokens_per_step
         self._flops_per_token = flops_per_token
         self._mesh_peak_flops = None if peak_flops is None else peak_flops * group.size()
+        self._slow_ranks = slow_ranks
         self._clock = clock
         self._skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
         self._sources = tuple(sources) if len(sources) > 1 else ()
@@ -106,6 +117,7 @@ class Meter:
         self._tokens_seen = 0
         self._last: tuple[int, StepStats, float] | None = None
         self._num_steps = 0
+        self._compute_s: list[float] = []
         self._data_wait_s = self._data_wait_s_logged = 0.0
         self._bad_rows = 0
         self._interval_start = clock()
@@ -148,11 +160,20 @@ class Meter:
             totals = [state.by_source.get(name, zeros) for name in self._sources]
             self._by_source.copy_(torch.tensor(totals, dtype=torch.float64).T)
 
-    def update(self, step: int, stats: StepStats, *, lr: float, data_wait_s: float, bad_rows: int) -> None:
+    def update(
+        self,
+        step: int,
+        stats: StepStats,
+        *,
+        lr: float,
+        data_wait_s: float,
+        bad_rows: int,
+        compute_s: float = 0.0,
+    ) -> None:
         """Note a finished step. Launches at most a few small kernels; never waits for the device.
 
         data_wait_s: this rank's total since this start. bad_rows: this data rank's total over the entire run; it is
-        summed over ranks, so ranks other than the data leader pass 0.
+        summed over ranks, so ranks other than the data leader pass 0. compute_s: this rank's, of this step.
         """
         self._last = (step, stats, lr)
         self._num_steps += 1
@@ -164,6 +185,7 @@ class Meter:
             self._by_source[2] += stats.by_source[2]
         self._data_wait_s = data_wait_s
         self._bad_rows = bad_rows
+        self._compute_s.append(compute_s)
 
     def flush(self) -> Record:
         """End the interval; return the record of the last noted step, the same on all ranks except for times.
@@ -177,10 +199,11 @@ class Meter:
         now = self._clock()
 
         columns = list(zip(*ranks, strict=True))
-        mean_loss, grad_norm, num_valid, skipped_steps, data_time_s, memory, bad_rows = columns[:7]
+        mean_loss, grad_norm, num_valid, skipped_steps, data_time_s, memory, bad_rows, compute_s = columns[:8]
         step_time_s = (now - self._interval_start) / self._num_steps
         tokens_per_second = self._tokens_per_step / step_time_s
         flops = tokens_per_second * self._flops_per_token
+        slowest = self._slow_ranks.compare(self._num_steps, compute_s) if self._slow_ranks else None
         record = Record(
             step=step,
             loss=sum(mean_loss),
@@ -195,11 +218,15 @@ class Meter:
             skipped_steps=int(skipped_steps[0]),
             bad_rows=int(sum(bad_rows)),
             mfu=None if self._mesh_peak_flops is None else flops / self._mesh_peak_flops,
-            by_source=self._describe_sources([sum(column) for column in columns[7:]]),
+            slowest_rank=slowest.rank if slowest else None,
+            slowest_host=slowest.host if slowest else None,
+            slowest_ratio=slowest.ratio if slowest else None,
+            by_source=self._describe_sources([sum(column) for column in columns[8:]]),
         )
         self._by_source[:2] = 0
         self._interval_start = now
         self._num_steps = 0
+        self._compute_s.clear()
         self._data_wait_s_logged = self._data_wait_s
         return record
 
@@ -219,6 +246,7 @@ class Meter:
             (self._data_wait_s - self._data_wait_s_logged) / self._num_steps,
             float(peak_memory_bytes(self._device)),
             float(self._bad_rows),
+            median(self._compute_s),
         )
         local = torch.cat(
             [

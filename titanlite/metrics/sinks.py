@@ -158,7 +158,10 @@ class JsonlSink:
 def json_line(record: Record | ValidationRecord) -> str:
     """The record as strict JSON on one line."""
     # A non-finite float becomes the string that json would write without quotes.
-    row = {key: value if math.isfinite(value) else json.dumps(value) for key, value in record.row().items()}
+    row = {
+        key: value if isinstance(value, str) or math.isfinite(value) else json.dumps(value)
+        for key, value in record.row().items()
+    }
     return json.dumps(row, allow_nan=False)
 
 
@@ -190,7 +193,7 @@ class TensorBoardSink:
             return
         with self._warns_once():
             for key, value in record.row().items():
-                if key != "step":
+                if key != "step" and not isinstance(value, str):
                     self._writer.add_scalar(key, value, record.step)
             self._writer.flush()
 

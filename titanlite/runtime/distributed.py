@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.runtime.errors import UserError, ranged
+from titanlite.runtime.flight_recorder import enable_flight_recorder
 
 JOIN_POLL_S = 0.02
 MAX_TIMEOUT_S = 604_800
@@ -126,6 +127,7 @@ def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout_s: int) ->
 
 def init_process_group(world: World, store: dist.Store, section: CommConfig) -> dist.ProcessGroup:
     """Initialize torch's default group with all ranks and the start-up timeout."""
+    enable_flight_recorder()
     if world.device_type == "cuda":
         torch.cuda.set_device(world.device)
     dist.init_process_group(

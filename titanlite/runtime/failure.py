@@ -47,6 +47,8 @@ _CONNECTION = re.compile("gloo/transport|Connection (closed|reset) by peer|Timed
 _CONNECTION_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 """Errors of torch that another rank may have caused, by ending or by not coming."""
 
+FIRST_FAILURE = "titanlite/first_failure"
+"""Key in the store: the rank that prints its error."""
 LOWEST_SEQUENCE = "titanlite/lowest_sequence"
 """Key in the store: the lowest sequence with unusable data."""
 
@@ -62,6 +64,7 @@ class FailureReport:
     def __init__(self) -> None:
         self.store: dist.Store | None = None
         self.positions: Positions | None = None
+        self._ending = threading.Lock()  # held by the thread that ends the process
         self._rank = os.environ.get("RANK", "0")
         self._local_rank = os.environ.get("LOCAL_RANK", "0")
 
@@ -76,6 +79,8 @@ class FailureReport:
             return
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # lets the launcher terminate silent ranks
         signal.alarm(LAST_RESORT_S)
+        if not self._ending.acquire(blocking=False):
+            time.sleep(LAST_RESORT_S)
         detail = self._detail(error)
         if detail == "silent":
             time.sleep(SILENT_WAIT_S)
@@ -86,6 +91,24 @@ class FailureReport:
             _print_error(f"titanlite: {message}")
             _write_error_file(f"titanlite: {message}")
         end_process(2 if isinstance(error, UsageError) else 1)
+
+    def end_from_thread(self) -> None:
+        """End the process, which waits for a rank without signs of life. To be called by another than the main thread.
+
+        The main thread may be blocked in a collective with a long timeout, such as during a save.
+        """
+        if not self._ending.acquire(blocking=False):
+            return
+        assert self.store is not None
+        assert self.positions is not None
+        store: dist.Store = self.store.clone()  # type: ignore[attr-defined]
+        if store.compare_set(FIRST_FAILURE, "", self._rank).decode() == self._rank:
+            message = f"titanlite: {self.positions.explain()}"
+            _print_error(message)
+            _write_error_file(message)
+        else:
+            time.sleep(SILENT_WAIT_S)
+        end_process(1)
 
     def enter(self, step: int, phase: str) -> None:
         """Note that this rank enters a phase of a step, for messages of other ranks."""
@@ -125,7 +148,7 @@ class FailureReport:
         try:
             if isinstance(error, DataError) and int(self.store.get(LOWEST_SEQUENCE)) < error.sequence:
                 return "silent"
-            first = self.store.compare_set("titanlite/first_failure", "", self._rank)
+            first = self.store.compare_set(FIRST_FAILURE, "", self._rank)
         except RuntimeError:  # the process of the store has ended, most likely the cause of this error
             return "brief"
         return "full" if first.decode() == self._rank else "silent"

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,10 +14,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from titanlite.runtime.flight_recorder import last_numbers, ranks_behind, recorded_collectives
+
 INTERVAL_S = 0.5
 """Seconds between two signs of life of a process."""
 SETTLE_S = 2.5
-"""Wait before the verdict, in which a living process gives five signs of life and writes its stacks."""
+"""Wait before the verdict, in which a running process gives five signs of life and writes its stacks."""
 MAX_READERS = 64
 """With more ranks, only the first of each node keeps a view of the others."""
 FAULTS_FOLDER = "faults"
@@ -26,7 +28,8 @@ FAULTS_FOLDER = "faults"
 @dataclass
 class Seen:
     """What this rank has seen of another rank. count: number of phases entered. changed_at, alive_at: time of the last
-    change of the position and of the sign of life, by this rank's monotonic clock."""
+    change of the position and of the sign of life, by this rank's monotonic clock. alive_beat: this rank's own beat at
+    that time."""
 
     count: int = 0
     step: int = 0
@@ -35,6 +38,7 @@ class Seen:
     changed_at: float = 0.0
     beats: int = 0
     alive_at: float = 0.0
+    alive_beat: int = 0
 
 
 class Positions:
@@ -42,14 +46,30 @@ class Positions:
 
     The main thread writes its position when it enters a phase. A thread of each process writes signs of life: those of
     a process that is killed end, those of one whose main thread hangs do not. It also keeps a view of the other ranks,
-    which survives the loss of the store, and writes the stacks of this process on request.
+    which survives the loss of the store, and on request writes the stacks and the last collectives of this process.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, local_rank: int, dump_folder: str) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        local_rank: int,
+        dump_folder: str | None,
+        silence_s: float,
+        on_silence: Callable[[], None],
+    ) -> None:
+        """
+        dump_folder: None: no stacks are written. on_silence: called once, in a thread of its own, if another rank has
+        begun training and given no sign of life for `silence_s`: the main thread may wait for it with a longer timeout.
+        """
         self._store = store
         self._rank = rank
         self.size = size
-        self._folder = Path(dump_folder, FAULTS_FOLDER)
+        self._folder = None if dump_folder is None else Path(dump_folder, FAULTS_FOLDER)
+        self._silent_beats = silence_s / INTERVAL_S
+        self._on_silence = on_silence
+        self._beats = 0
         self._host = socket.gethostname()
         self._count = 0
         self._lost = False
@@ -71,33 +91,58 @@ class Positions:
             self._lost = True
 
     def explain(self) -> str:
-        """Describe the ranks that ended or lag, and the folder with the stacks of all others. Takes SETTLE_S."""
-        folder = self._folder / f"{datetime.now():%Y%m%d-%H%M%S}"
+        """Describe the ranks that ended or lag, and name the folder with the stacks and last collectives of all living
+        ranks. Takes SETTLE_S."""
+        folder = None if self._folder is None else self._folder / f"{datetime.now():%Y%m%d-%H%M%S}"
         begin = time.monotonic()
+        behind: list[int] = []
         try:
-            self._store.set("stacks", str(folder))
+            self._store.set("stacks", "" if folder is None else str(folder))
             while time.monotonic() < begin + SETTLE_S:
                 self._read(self._store)
                 time.sleep(INTERVAL_S / 5)
+            behind = self._ranks_behind()
         except RuntimeError:
             self._lost = True
         with self._guard:
-            text = describe(self._seen, self._rank, time.monotonic(), store_is_lost=self._lost)
-        return text + (f"; Python stacks of all running ranks: {folder}" if folder.is_dir() else "")
+            text = describe(self._seen, self._rank, time.monotonic(), behind, store_is_lost=self._lost)
+        is_written = folder is not None and folder.is_dir()
+        return text + (f"; stacks and last collectives of all running ranks: {folder}" if is_written else "")
+
+    def _ranks_behind(self) -> list[int]:
+        """The ranks that others wait for in a collective, among those that have sent their last numbers."""
+        keys = {rank: f"collectives/{rank}" for rank in range(self.size)}
+        keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
+        return ranks_behind({rank: json.loads(self._store.get(key)) for rank, key in keys.items()})
 
     def _beat(self, store: dist.Store, reads: bool) -> None:
         """Run the thread, until the store is lost."""
-        beats, dumped = 0, False
+        dumped = called = False
         with suppress(RuntimeError):
             while True:
-                beats += 1
-                store.set(f"alive/{self._rank}", str(beats))
+                self._beats += 1
+                store.set(f"alive/{self._rank}", str(self._beats))
                 if reads:
                     self._read(store)
+                if not called and self._any_is_silent():
+                    called = True
+                    threading.Thread(target=self._on_silence, name="silence", daemon=True).start()
                 if not dumped and store.check(["stacks"]):
                     dumped = True
-                    self._write_stacks(Path(store.get("stacks").decode()))
+                    recorded = recorded_collectives()
+                    store.set(f"collectives/{self._rank}", json.dumps(last_numbers(recorded)))
+                    folder = store.get("stacks").decode()
+                    if folder:
+                        self._write(Path(folder), recorded)
                 time.sleep(INTERVAL_S)
+
+    def _any_is_silent(self) -> bool:
+        """Whether a rank is silent, counted in beats of this process: a pause of all ranks does not count."""
+        return any(
+            each.step > 0 and self._beats - each.alive_beat > self._silent_beats
+            for rank, each in self._seen.items()
+            if rank != self._rank
+        )
 
     def _read(self, store: dist.Store) -> None:
         """Update the view by two requests; does nothing until all ranks have written."""
@@ -113,19 +158,27 @@ class Positions:
                 if count != seen.count:
                     seen.count, (seen.step, seen.phase, seen.host), seen.changed_at = count, where, now
                 if int(beats) != seen.beats:
-                    seen.beats, seen.alive_at = int(beats), now
+                    seen.beats, seen.alive_at, seen.alive_beat = int(beats), now, self._beats
 
-    def _write_stacks(self, folder: Path) -> None:
+    def _write(self, folder: Path, recorded: Mapping[str, str]) -> None:
+        """Write the stacks of this process and its recorded collectives, by backend, into the folder."""
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / f"rank-{self._rank}.txt").open("w") as file:
                 file.write(f"rank {self._rank} on {self._host}, process {os.getpid()}\n\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
+            for backend, text in recorded.items():
+                (folder / f"rank-{self._rank}.{backend}.json").write_text(text)
 
 
-def describe(seen: Mapping[int, Seen], own_rank: int, now: float, *, store_is_lost: bool) -> str:
-    """Describe the ranks without a sign of life, or else those with the oldest position. seen: by rank."""
+def describe(
+    seen: Mapping[int, Seen], own_rank: int, now: float, behind: Sequence[int] = (), *, store_is_lost: bool
+) -> str:
+    """Describe the ranks without a sign of life, or else those with the oldest position, or else those `behind`.
+
+    seen: by rank. behind: see ranks_behind.
+    """
     if store_is_lost:
         one = seen[0]
         return (
@@ -144,11 +197,14 @@ def describe(seen: Mapping[int, Seen], own_rank: int, now: float, *, store_is_lo
     last = [rank for rank, each in seen.items() if each.count == oldest]
     one = seen[last[0]]
     where = f"in step {one.step} ({one.phase}) for {now - one.changed_at:.0f} s"
+    if len(last) == len(seen) and behind:
+        first = seen[behind[0]]
+        return f"{_names(behind)} on {first.host} hangs or lags: {where}; the other ranks wait for it in a collective"
     if len(last) == len(seen):
         return f"all ranks are {where}: one of them hangs, or the network is lost"
     return f"{_names(last)} on {one.host} hangs or lags: {where}; the other ranks wait for it"
 
 
-def _names(ranks: list[int]) -> str:
+def _names(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

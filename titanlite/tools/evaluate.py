@@ -46,6 +46,7 @@ from titanlite.runtime.distributed import (
 )
 from titanlite.runtime.errors import ConfigError, Problem, ranged, require
 from titanlite.runtime.logging import log, setup_logging
+from titanlite.runtime.positions import Positions
 from titanlite.runtime.signals import StopRequest
 from titanlite.tools.command import (
     File,
@@ -219,6 +220,11 @@ def evaluate(
     apply_determinism(config.debug)
     facts = program_facts(config, world, os.environ)
     require_equal("program", facts, world, store, config.comm.init_timeout_s)
+    failure.positions = Positions(
+        dist.PrefixStore("positions", store),
+        *(world.rank, world.size, world.local_rank, None, config.comm.train_timeout_s),
+        on_silence=failure.end_from_thread,
+    )
     config = pin_revisions(config, world, store)
     # As in training, data comes before the process group: building an index may exceed its timeout.
     mesh = Mesh(config.parallelism, world)
@@ -228,12 +234,14 @@ def evaluate(
     control = mesh.new_group(config.comm.init_timeout_s)
     parts = build_model(config, mesh, world.device, draws_weights=False)
     set_timeout([control], config.comm.save_timeout_s)
+    failure.enter(saved.manifest.step, "loading")
     saved.load({name: p.data for part in parts for name, p in part.named_parameters()}, control)
     set_timeout([control], config.comm.init_timeout_s)
     log.info("Loaded %s", saved.path)
     model = build_forward(config, parts, mesh, world.device)
     token_bytes = build_token_bytes(tokenizer, saved.hyper_parameters.vocab_size, world.device)
     evaluator = Evaluator(model, control, token_bytes, StopRequest())
+    failure.enter(saved.manifest.step, "evaluating")
     totals, time_s, start = {}, {}, perf_counter()
     for name, found in evaluator.totals_by_name(
         loaders, steps=config.validation.steps, max_bad_rows=config.data.max_bad_rows, failure=failure

@@ -115,8 +115,8 @@ BAD = [
     # Nested deeply, which must not end in a RecursionError.
     Bad("job.config_file", "valid TOML", "too deep", toml=f"training.steps = {'[' * LEVELS}{']' * LEVELS}"),
     Bad("job.config_file", "valid TOML", "too deep", toml=f"training.steps = {'{a = ' * LEVELS}1{'}' * LEVELS}"),
-    Bad("job.config_file", "more than 64 levels", "a TOML file", toml=f"[training{'.a' * LEVELS}]\nb = 1"),
-    Bad("job.config_file", "more than 64 levels", "a TOML file", toml=f"[[data.sources]]\nkind{'.a' * LEVELS} = 1"),
+    Bad("job.config_file", "more than 64 levels", "fix the file", toml=f"[training{'.a' * LEVELS}]\nb = 1"),
+    Bad("job.config_file", "more than 64 levels", "fix the file", toml=f"[[data.sources]]\nkind{'.a' * LEVELS} = 1"),
     Bad("training.steps", "an integer", "for example 1000", argv=f"--training.steps {{x{'.a' * LEVELS}=1}}"),
     # Names and paths that no file system can have.
     Bad("job.config_file", "file name too long", "the path of a TOML file", argv=f"{LONG}/x.toml"),

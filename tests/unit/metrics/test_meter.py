@@ -18,12 +18,14 @@ from tests.pool import run_ranks
 from titanlite.batch import StepStats
 from titanlite.metrics import meter as meter_module
 from titanlite.metrics.meter import Meter, MeterState, Record, is_log_step
+from titanlite.metrics.slow_ranks import Place, SlowRanks
 
 CPU = torch.device("cpu")
 KEYS = [
     *("step", "loss", "grad_norm", "lr", "num_valid", "tokens_seen", "tokens_per_second", "step_time_s"),
     *("data_time_s", "memory_gib", "skipped_steps", "bad_rows", "mfu"),
 ]
+SLOWEST = ["slowest_rank", "slowest_host", "slowest_ratio"]  # only with several ranks
 HOST_READS = {"tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "__len__"}
 
 
@@ -86,10 +88,21 @@ def stats_of(
 
 
 def meter_of(
-    group: dist.ProcessGroup, clock: Clock, peak_flops: float | None = None, sources: Sequence[str] = ()
+    group: dist.ProcessGroup,
+    clock: Clock,
+    peak_flops: float | None = None,
+    sources: Sequence[str] = (),
+    slow_ranks: SlowRanks | None = None,
 ) -> Meter:
     return Meter(
-        group, CPU, tokens_per_step=512, flops_per_token=1e6, peak_flops=peak_flops, sources=sources, clock=clock
+        group,
+        CPU,
+        tokens_per_step=512,
+        flops_per_token=1e6,
+        peak_flops=peak_flops,
+        sources=sources,
+        slow_ranks=slow_ranks,
+        clock=clock,
     )
 
 
@@ -123,7 +136,7 @@ def test_the_keys_of_a_row(group: dist.ProcessGroup) -> None:
     clock.now += 1.0
     meter.update(1, stats_of(1.0), lr=0.1, data_wait_s=0.0, bad_rows=0)
     row = meter.flush().row()
-    assert list(row) == [field.name for field in fields(Record) if field.name != "by_source"] == KEYS
+    assert list(row) == [field.name for field in fields(Record) if field.name not in ("by_source", *SLOWEST)] == KEYS
     assert row["mfu"] == pytest.approx(512 * 1e6 / 1e12)
 
 
@@ -300,14 +313,23 @@ def _flush_on_a_rank() -> dict[str, Any]:
     clock = Clock()
     group = dist.group.WORLD
     assert group is not None
-    meter = meter_of(group, clock, peak_flops=1e9)
+    places = [Place(f"node{rank}", 0) for rank in range(2)]
+    meter = meter_of(group, clock, peak_flops=1e9, slow_ranks=SlowRanks(places, group))
     records: list[Record] = []
     memory = mock.patch.object(meter_module, "peak_memory_bytes", return_value=(1 + rank) * 2**29)
     with memory, Operations() as operations:
         for step in (1, 2):
-            clock.now += 0.5
+            clock.now += 1.5
             share = stats_of([0.1, 2.0][rank] * step, grad_norm=3.25, num_valid=1000 + step)
-            meter.update(step, share, lr=0.01, data_wait_s=0.3 * step * rank, bad_rows=step * (rank + 1))
+            for compute_s in (0.1, 9.0, 0.1 + 0.05 * rank):  # three steps, of which one has a hiccup
+                meter.update(
+                    step,
+                    share,
+                    lr=0.01,
+                    data_wait_s=0.9 * step * rank,
+                    bad_rows=step * (rank + 1),
+                    compute_s=compute_s + 0.1 * rank * step,
+                )
             records.append(meter.flush())
     return {"rows": [record.row() for record in records], "collectives": operations.collectives()}
 
@@ -324,6 +346,7 @@ def test_two_ranks_report_the_values_of_the_mesh() -> None:
     assert row["data_time_s"] == pytest.approx(0.3)
     assert row["memory_gib"] == 1.0
     assert row["bad_rows"] == 2 + 4
+    assert (row["slowest_rank"], row["slowest_host"], row["slowest_ratio"]) == (1, "node1", pytest.approx(3.5))
     assert row["mfu"] == pytest.approx(512 / 0.5 * 1e6 / (2 * 1e9))
 
 

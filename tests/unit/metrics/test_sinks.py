@@ -89,10 +89,11 @@ def test_rows_are_read_back_exactly(tmp_path: Path) -> None:
 
 
 def test_non_finite_values_round_trip_in_strict_json() -> None:
-    record = replace(RECORD, loss=math.nan, grad_norm=math.inf, lr=-math.inf)
+    record = replace(RECORD, loss=math.nan, grad_norm=math.inf, lr=-math.inf, slowest_host="node7")
     row = json.loads(json_line(record), parse_constant=refuse_constant)
     assert math.isnan(float(row["loss"]))
     assert (float(row["grad_norm"]), float(row["lr"])) == (math.inf, -math.inf)
+    assert row["slowest_host"] == "node7"
 
 
 def test_each_row_is_one_unbuffered_write(tmp_path: Path) -> None:
@@ -201,7 +202,7 @@ def test_tensorboard_has_the_same_names(tmp_path: Path) -> None:
     # before closing: written records are readable immediately
     events = EventAccumulator(str(tmp_path / "a" / "b")).Reload()
     assert [event.step for event in events.Scalars("bad_rows")] == [30]
-    sinks.write(replace(RECORD, step=40, loss=math.nan))
+    sinks.write(replace(RECORD, step=40, loss=math.nan, slowest_host="node7"))  # text is no scalar
     events.Reload()
     sinks.close()
     assert sorted(events.Tags()["scalars"]) == sorted(set(RECORD.row()) - {"step"})

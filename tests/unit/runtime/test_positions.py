@@ -1,5 +1,7 @@
 """Which rank a message names: one without signs of life, else the one with the oldest position."""
 
+import json
+import threading
 import time
 from pathlib import Path
 
@@ -8,6 +10,10 @@ import torch.distributed as dist
 
 from titanlite.runtime import positions
 from titanlite.runtime.positions import Positions, Seen, describe
+
+
+def fail() -> None:
+    raise AssertionError("no rank is silent")
 
 
 def seen(count: int, phase: str = "saving", alive_s_ago: float = 0.2) -> Seen:
@@ -39,7 +45,7 @@ def test_ranks_see_each_other_and_write_stacks(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(positions, "INTERVAL_S", 0.05)
     monkeypatch.setattr(positions, "SETTLE_S", 0.5)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [Positions(dist.PrefixStore("p", store), rank, 2, rank, str(tmp_path)) for rank in range(2)]
+    ranks = [Positions(dist.PrefixStore("p", store), rank, 2, rank, str(tmp_path), 60.0, fail) for rank in range(2)]
     for rank in ranks:
         rank.enter(3, "waiting for data")
     ranks[1].enter(3, "saving")
@@ -48,9 +54,48 @@ def test_ranks_see_each_other_and_write_stacks(tmp_path: Path, monkeypatch: pyte
     assert "rank 0 on " in text
     assert "hangs or lags: in step 3 (waiting for data)" in text
     (folder,) = (tmp_path / "faults").iterdir()
-    assert text.endswith(f"Python stacks of all running ranks: {folder}")
+    assert text.endswith(f"stacks and last collectives of all running ranks: {folder}")
     assert "test_ranks_see_each_other" in (folder / "rank-0.txt").read_text()
 
 
 def test_one_process_needs_no_store(tmp_path: Path) -> None:
-    Positions(dist.HashStore(), 0, 1, 0, str(tmp_path)).enter(1, "saving")
+    Positions(dist.HashStore(), 0, 1, 0, str(tmp_path), 60.0, fail).enter(1, "saving")
+
+
+def test_a_silent_rank_is_noticed_once_in_any_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 has no thread of its own: the test gives its signs of life, and then stops."""
+    monkeypatch.setattr(positions, "INTERVAL_S", 0.02)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    calls = []
+    called = threading.Event()
+
+    def on_silence() -> None:
+        calls.append(threading.current_thread().name)
+        called.set()
+
+    Positions(store, 0, 2, 0, None, 0.5, on_silence)
+    for beat in range(50):  # twice as long as the limit
+        store.set("position/1", json.dumps([beat, beat // 10, "saving", "node1"]))
+        store.set("alive/1", str(beat))
+        time.sleep(0.02)
+    assert not calls
+    assert called.wait(60)
+    time.sleep(0.2)
+    assert calls == ["silence"]
+
+
+def test_silence_does_not_count_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index may be built for hours, by code that holds the interpreter's lock."""
+    monkeypatch.setattr(positions, "INTERVAL_S", 0.02)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("position/1", json.dumps([1, 0, "start-up", "node1"]))
+    store.set("alive/1", "1")
+    Positions(store, 0, 2, 0, None, 0.1, fail)
+    time.sleep(0.5)
+
+
+def test_ranks_in_the_same_phase_are_told_apart_by_their_collectives() -> None:
+    text = describe({0: seen(5), 1: seen(5)}, 0, 1000.0, [1], store_is_lost=False)
+    assert text.startswith(
+        "rank 1 on node5 hangs or lags: in step 7 (saving) for 100 s; the other ranks wait for it in a"
+    )

@@ -129,7 +129,7 @@ def replay(config: JobConfig, saved: SavedRun | None, step: int, world: World) -
         norms = trainer.spikes.norms if trainer.spikes else None
         state = RunState(trainer.model_parts, trainer.optimizer, loader, mesh, norms)
         about = about_run(config, tokenizer)
-        meter = build_meter(config, world, group)
+        meter = build_meter(config, world, mesh, group)
         folder = Path(config.job.dump_folder, config.checkpoint.folder)
         finder = StartFinder(config.checkpoint, folder, state, meter, about, config.training.steps, group, imported)
         trainer.step = finder.find().step
