@@ -29,12 +29,12 @@ def test_a_wrong_gradient_of_one_rank_is_found_in_its_step(tmp_path: Path, layou
 
     code, output = replayed(tmp_path, "--step", "3")
     assert code == 0, output
-    assert f"Replay of step 3 from {tmp_path}/out/checkpoint/step-2: 0 steps are computed again first" in output
+    assert f"Replay of step 3 from {tmp_path}/out/checkpoint/step-2: the next one\n" in output
     assert re.search(r"\nreproduced \(.* differs most, by \d\.\de-0[789]; allowed: \d\.\de-0[67]\)", output), output
 
     code, output = replayed(tmp_path, "--step", "4")
     assert code == 1, output
-    assert "step-2: 1 steps are computed again first, about" in output
+    assert "step-2: after 1 step from there, about" in output
     assert re.search(rf"NOT reproduced: step 4 \({WRONG_GRADIENT} differs most, by (1.0e-03|[45]\.\de-04);", output)
     assert "code, versions and environment are those of the run" in output
 
@@ -45,7 +45,11 @@ def test_a_wrong_gradient_of_one_rank_is_found_in_its_step(tmp_path: Path, layou
     code, output = replayed(tmp_path, "--step", "6", "--from-checkpoint-only")
     assert code == 1
     assert "has no valid checkpoint of step 5" in output
-    assert "1 steps would have to be computed" in output
+    assert "1 step from " in output
+
+    code, output = replayed(tmp_path, "--step", "7")
+    assert code == 2
+    assert "was trained to step 6: give a --step from 1 to 6" in output
 
 
 @pytest.mark.slow
@@ -55,7 +59,7 @@ def test_without_checkpoints_the_replay_starts_from_the_initial_weights(tmp_path
     assert run.wait() == 0, run.output
     code, output = replayed(tmp_path, "--step", "6")
     assert code == 0, output
-    assert "from the initial weights: 5 steps are computed again first" in output
+    assert "from the initial weights: after 5 steps from there" in output
     code, output = replayed(tmp_path, "--step", "3")
     assert code == 1
     assert "no record of step 3: each launch records its last faults.record_steps = 2 steps" in output

@@ -18,7 +18,7 @@ from titanlite.runtime.logging import setup_logging
 from titanlite.tools.command import Count, check_options, read_options, run_command
 from titanlite.tools.parity.measure import own_dtypes
 from titanlite.tools.replay.compare import judge
-from titanlite.tools.replay.compute import replay, replayed_config, require_start
+from titanlite.tools.replay.compute import replay, replayed_config, require_start, require_trained
 from titanlite.tools.replay.report import report_lines
 from titanlite.tools.saved_run import latest_before
 
@@ -27,11 +27,11 @@ from titanlite.tools.saved_run import latest_before
 class Options:
     """Compute step K of a run again on one process, and compare it with what the run recorded.
 
-    Starts from the run's latest checkpoint before step K, or from its initial weights; steps between are computed
-    again in the run's dtypes. Step K is computed in float64 and in the run's dtypes. Both are compared with the record
-    of the run's last faults.record_steps steps: the gradient norm of each parameter, the loss of each sequence. Nothing
-    is written into the run's folder. Exit code: 0 if the record is reproduced; 1 if it differs or is missing; 2
-    for invalid arguments.
+    Starts from the run's latest checkpoint before step K, or from its initial weights; the steps from there to K - 1
+    are computed again in the run's dtypes. Step K is computed in float64 and in the run's dtypes. Both are compared
+    with the record of the run's last faults.record_steps steps: the gradient norm of each parameter, the loss of each
+    sequence. Nothing is written into the run's folder. Exit code: 0 if the record is reproduced; 1 if it differs, or if
+    there is none; 2 for invalid arguments.
     """
 
     dump_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DUMP_FOLDER")]
@@ -56,10 +56,11 @@ def main(argv: Sequence[str]) -> None:
     folder, step = options.dump_folder, options.step
     if not (folder / CONFIG_COPY).is_file():
         raise UserError(f"{folder} has no {CONFIG_COPY}: pass the dump folder of a run")
+    require_trained(folder, step)
     records = [record for record in read_records(folder) if step in record.steps]
     saved = latest_before(folder, step)
     config = replayed_config(folder, records, saved, world)
-    require_start(folder, records, saved, step, from_checkpoint_only=options.from_checkpoint_only)
+    require_start(folder, config, records, saved, step, from_checkpoint_only=options.from_checkpoint_only)
     replayed = replay(config, saved, step, world)
     dtypes = own_dtypes(config)
     verdict = judge(replayed, records, dtypes, code_facts(os.environ), kept=config.faults.record_steps)

@@ -19,14 +19,14 @@ from titanlite.config.load import CONFIG_COPY, config_from_values, parse_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.faults.record import Record, RecordedStep
+from titanlite.faults.record import Record, RecordedStep, read_records
 from titanlite.forward import on_device
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.history import last_row
 from titanlite.parallel.mesh import Mesh
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import World, connect, init_process_group
-from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.errors import ConfigError, UsageError, UserError
 from titanlite.runtime.logging import log
 from titanlite.tools.parity.layouts import ONE_PROCESS, config_of
 from titanlite.tools.parity.measure import passes
@@ -87,23 +87,41 @@ def replayed_config(folder: Path, records: Sequence[Record], saved: SavedRun | N
     return resolve_config(config, world_size=world.size, device_type=world.device_type)
 
 
+def require_trained(folder: Path, step: int) -> None:
+    """Raise UsageError if the run has not taken the step, so far as its metrics and records show."""
+    recorded = (taken for record in read_records(folder) for taken in record.steps)
+    last = max(last_row(folder / METRICS_FILE).get("step", 0), *recorded, 0)
+    if step > last:
+        remedy = f"give a --step from 1 to {last}" if last else "it has no step to compute again"
+        raise UsageError(f"{folder} is the folder of a run that was trained to step {last}: {remedy}")
+
+
 def require_start(
-    folder: Path, records: Sequence[Record], saved: SavedRun | None, step: int, *, from_checkpoint_only: bool
+    folder: Path,
+    config: JobConfig,
+    records: Sequence[Record],
+    saved: SavedRun | None,
+    step: int,
+    *,
+    from_checkpoint_only: bool,
 ) -> None:
     """Log how many steps are computed again first, and for how long. Raises UserError if that is not allowed."""
     start = saved.manifest.step if saved is not None else 0
-    where = saved.path if saved is not None else "the initial weights"
+    where = str(saved.path) if saved is not None else config.checkpoint.initial_load_path or "the initial weights"
     before = step - 1 - start
+    steps = "1 step" if before == 1 else f"{before} steps"
     if before and from_checkpoint_only:
         raise UserError(
-            f"{folder} has no valid checkpoint of step {step - 1}; from {where}, {before} steps would have to be "
-            "computed again first: leave out --from-checkpoint-only to do so"
+            f"{folder} has no valid checkpoint of step {step - 1}; {steps} from {where} would have to be computed "
+            "first: leave out --from-checkpoint-only to do so"
         )
+    first = f"after {steps} from there" if before else "the next one"
     row = last_row(folder / METRICS_FILE)
-    expected = ""
     if before and records and "step_time_s" in row:
-        expected = f", about {duration(row['step_time_s'] * records[0].about['world_size'] * before)} on one device"
-    log.info("Replay of step %d from %s: %d steps are computed again first%s", step, where, before, expected)
+        first += f", about {duration(row['step_time_s'] * records[0].about['world_size'] * before)} on one device"
+    log.info("Replay of step %d from %s: %s", step, where, first)
+    if not records:
+        log.info("The run has no record of step %d: it is computed, but there is nothing to compare it with", step)
 
 
 def duration(seconds: float) -> str:
