@@ -105,7 +105,7 @@ class Chaos:
         while not condition():
             assert program.process.poll() is None, program.output
             assert time.monotonic() < end, program.output
-            time.sleep(0.005)
+            time.sleep(0.02)
 
     def wait_for_step(self, step: int) -> None:
         """Wait until this start has trained `step`, in half of the cases until a save runs, and up to 0.2 s more."""

@@ -19,7 +19,7 @@ MESHES = (
     Mesh(2, ("--parallelism.dp_replicate", "2")),
     Mesh(2, ("--parallelism.pp", "2")),
 )
-SHORT = ["a flipped bit", "a loss that is not finite"]
+SHORT = ["a loss that is not finite"]
 LONGER = ["a killed rank", "SIGUSR1 to a rank", "a full disk", "a flipped bit"]
 EACH_TWICE = [*FAULTS, *FAULTS]
 

@@ -140,7 +140,7 @@ def config_error(folder: Path, *arguments: str) -> str:
 
 def test_invalid_arguments_raise_config_errors(trained: Path, tmp_path: Path) -> None:
     run = trained / "out"
-    assert "nothing matches" in config_error(run, "--data", str(tmp_path / "nowhere.txt"))
+    assert "no regular file matches" in config_error(run, "--data", str(tmp_path / "nowhere.txt"))
     assert "these are of no known kind" in config_error(run, "--data", str(trained / "config.toml"))
     assert "text and jsonl" in config_error(run, "--data", str(trained))
     assert "--steps = 0" in config_error(run, "--steps", "0")

@@ -26,6 +26,7 @@ def write_dataset(folder: Path) -> None:
         (folder / f"train-0000{file}-of-00002.jsonl").write_text("".join(lines))
 
 
+@pytest.mark.soak  # default suite: the parts in tests/unit/data/test_hub.py
 def test_run_keeps_the_commit_of_its_start(tmp_path: Path, start: Starter) -> None:
     """On all ranks, also if it is resumed after the dataset has changed. No file contains the access token."""
     write_dataset(tmp_path / "hub" / "user" / "dataset")
