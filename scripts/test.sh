@@ -5,8 +5,7 @@
 #     ./scripts/test.sh                   12 minutes: the default suite, which CI runs
 #     ./scripts/test.sh -m soak           sweeps without a time limit
 #
-# One worker more than cores, since tests also wait, but at most 4 share the files; -n 0 runs all tests in one process,
-# for -s, --pdb and benchmarks.
+# Up to 4 workers share the files; -n 0 runs all tests in one process, for -s, --pdb and benchmarks.
 set -euo pipefail
 
 # shellcheck source=scripts/environment.sh
@@ -17,5 +16,4 @@ cd "$repo"
 export OMP_NUM_THREADS=1 # tests start several ranks
 unset PYTHONDONTWRITEBYTECODE # otherwise each worker and program compiles all files
 # Keep the order of the files: the slow ones, with several ranks, come first
-exec "$python" -m pytest -n "$(($(getconf _NPROCESSORS_ONLN) + 1))" --maxprocesses 4 --dist loadfile \
-    --no-loadscope-reorder "$@"
+exec "$python" -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"
