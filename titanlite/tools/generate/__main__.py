@@ -1,10 +1,5 @@
 """Command: generate text from a saved run. The text goes to stdout, everything else to stderr."""
 
-from titanlite.runtime.failure import end_on_interrupt
-
-if __name__ == "__main__":  # before the imports that take seconds
-    end_on_interrupt()
-
 import io
 import math
 import sys
