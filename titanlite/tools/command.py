@@ -88,9 +88,9 @@ def read_options(kind: Any, argv: Sequence[str], command: str) -> Any:
         raise UsageError(f"{_message(printed.getvalue(), given)}\nsee titanlite {command} --help") from None
     if rest:
         raise UsageError(f"unexpected argument {rest[0]!r}: see titanlite {command} --help")
-    for name, text in given.items():  # tyro reads these as no values, and as the current folder
+    for name, after in given.items():  # tyro reads these as no values, and as the current folder
         value = getattr(options, name.removeprefix("--").replace("-", "_"))
-        if value == () or (text == "" and isinstance(value, Path)):
+        if value == () or (after == "" and isinstance(value, Path)):
             raise UsageError(f"{name} needs a value\nsee titanlite {command} --help")
     return options
 
@@ -182,6 +182,13 @@ def require_new(out: Path) -> None:
         raise UserError(f"{out} already exists and is not overwritten: remove it, or choose another --out")
 
 
+def cannot_write(out: Path, error: OSError) -> UserError:
+    """The error of an output folder that could not be created or written."""
+    if file := next((path for path in (out, *out.parents) if path.is_file()), None):
+        return UserError(f"{file} is a file: choose a new folder for --out")
+    return UserError(f"cannot write {out}: {error}")
+
+
 @contextlib.contextmanager
 def appears_complete(out: Path) -> Iterator[Path]:
     """Yield a temporary path for a file or folder written atomically: renamed to `out` at the end, removed on error."""
@@ -192,7 +199,7 @@ def appears_complete(out: Path) -> Iterator[Path]:
         require_new(out)
         os.rename(temporary, out)
     except OSError as error:
-        raise UserError(f"cannot write {out}: {error}") from error
+        raise cannot_write(out, error) from error
     finally:
         if temporary.is_dir():
             shutil.rmtree(temporary)

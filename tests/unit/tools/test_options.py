@@ -27,7 +27,6 @@ from titanlite.tools.command import (
 from titanlite.tools.convert.__main__ import ExportOptions
 from titanlite.tools.convert.__main__ import Options as ConvertOptions
 
-
 EITHER = tyro.conf.create_mutex_group(required=False)
 
 
