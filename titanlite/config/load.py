@@ -85,7 +85,8 @@ def load_config(argv: Sequence[str], *, world_size: int, device_type: str, check
 
 
 def keep_earlier(config: JobConfig) -> JobConfig:
-    """Replace -1 by the values of the run's first start, if it has a checkpoint to resume from."""
+    """If the run has a checkpoint to resume from, replace a batch size or number of streams of -1 by the value of the
+    run's first start."""
     earlier = earlier_config(config.checkpoint, config.job.dump_folder)
     if not earlier:
         return config
@@ -461,7 +462,7 @@ def _unknown_column(key: str, value: Any, row: type) -> Problem:
 
 
 def _default(section: str, name: str, family: str | None) -> Any:
-    """The default of a key; of a hyper-parameter, the first flavor's value."""
+    """The default of a key. For a hyper-parameter: its value in the family's first flavor."""
     if section == "model" and name not in types_of(ModelConfig) and family is not None:
         return getattr(next(iter(FAMILIES[family].flavors.values())), name)
     return getattr(SECTIONS[section](), name)

@@ -68,7 +68,7 @@ def bound_lines(own_dtypes: Sequence[str]) -> Iterator[str]:
     if set(own_dtypes) != {"float64"}:
         yield (
             f"    {short_dtypes(own_dtypes)}, against float64: {MULTIPLE:g} x the one-process run's own error + "
-            f"{FLOOR_EPS:g} eps; the one-process run itself {ONE_PROCESS_EPS:g} eps"
+            f"{FLOOR_EPS:g} eps; for the one-process run: {ONE_PROCESS_EPS:g} eps"
         )
 
 
