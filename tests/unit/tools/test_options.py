@@ -12,7 +12,7 @@ import pytest
 import tyro
 
 from titanlite.runtime.errors import ConfigError, Problem, UsageError, UserError, ranged
-from titanlite.runtime.failure import end_on_interrupt, raise_on_interrupt
+from titanlite.runtime.failure import end_on_interrupt
 from titanlite.tools.command import (
     ConfigFile,
     Count,
@@ -154,17 +154,29 @@ def test_output_files(tmp_path: Path) -> None:
         assert (problem.key, problem.value) == ("--json", str(path))
 
 
-def test_ctrl_c_raises_once_a_command_has_started() -> None:
+def test_ctrl_c_raises_once_a_command_has_started(capsys: pytest.CaptureFixture[str]) -> None:
     """It ends the process at once only while modules are imported: later, temporary files are removed."""
-    before = signal.getsignal(signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    removed: list[str] = []
+
+    def main(_: object) -> None:
+        assert signal.set_wakeup_fd(-1) == -1, "the thread still receives signals"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            removed.append("a temporary file")
+
     try:
         end_on_interrupt()
-        raise_on_interrupt()
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        assert signal.set_wakeup_fd(-1) == -1
+        with pytest.raises(SystemExit) as caught:
+            run_command(main)
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.set_wakeup_fd(-1)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert (caught.value.code, capsys.readouterr().err) == (130, "titanlite: interrupted\n")
+    assert removed == ["a temporary file"]
 
 
 @pytest.mark.parametrize(

@@ -294,7 +294,7 @@ def test_a_model_that_does_not_fit_twice_is_verified_only_on_request(
     export(run, tmp_path / "not", "--no-verify")
     printed = capsys.readouterr().out
     assert "Not verified (--no-verify)" in printed
-    assert "WARNING" not in printed
+    assert "warning: Not verified" not in printed
     assert contents(tmp_path / "out") == contents(tmp_path / "asked") == contents(tmp_path / "not")
 
 
