@@ -15,10 +15,16 @@ set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/scripts/environment.sh"
 
+# As every command: exit with 2 for invalid arguments
+refuse() {
+    printf 'titanlite: %s\n' "$*" >&2
+    exit 2
+}
+
 # require_integer NAME MINIMUM MEANING: exits unless the variable's value is an integer of at least MINIMUM
 require_integer() {
     if ! [[ ${!1} =~ ^(0|[1-9][0-9]{0,8})$ ]] || ((${!1} < $2)); then
-        die "$1=${!1}: $3 must be an integer, at least $2"
+        refuse "$1=${!1}: $3 must be an integer, at least $2"
     fi
 }
 
@@ -26,18 +32,18 @@ device=${DEVICE:-}
 case $device in
 "" | cuda) ;;
 cpu) export CUDA_VISIBLE_DEVICES="" ;;
-*) die "DEVICE=$device: must be cpu, cuda, or not set" ;;
+*) refuse "DEVICE=$device: must be cpu, cuda, or not set" ;;
 esac
 [[ -z ${NGPU:-} ]] || require_integer NGPU 1 "the number of processes on this node"
 NNODES=${NNODES:-1}
 require_integer NNODES 1 "the number of nodes"
 if ((NNODES > 1)); then
     [[ -n ${NODE_RANK:-} && -n ${RDZV_ENDPOINT:-} ]] ||
-        die "NNODES=$NNODES needs NODE_RANK (the rank of this node, 0 to $((NNODES - 1))) and RDZV_ENDPOINT (host:port of node 0)"
+        refuse "NNODES=$NNODES needs NODE_RANK (the rank of this node, 0 to $((NNODES - 1))) and RDZV_ENDPOINT (host:port of node 0)"
     require_integer NODE_RANK 0 "the rank of this node"
-    ((NODE_RANK < NNODES)) || die "NODE_RANK=$NODE_RANK: must be below NNODES=$NNODES"
+    ((NODE_RANK < NNODES)) || refuse "NODE_RANK=$NODE_RANK: must be below NNODES=$NNODES"
     [[ $RDZV_ENDPOINT =~ ^.+:[0-9]+$ ]] ||
-        die "RDZV_ENDPOINT=$RDZV_ENDPOINT: must be host:port of node 0, such as 10.0.0.1:29500"
+        refuse "RDZV_ENDPOINT=$RDZV_ENDPOINT: must be host:port of node 0, such as 10.0.0.1:29500"
     nodes=(--nnodes="$NNODES" --node-rank="$NODE_RANK" --rdzv-backend=static --rdzv-endpoint="$RDZV_ENDPOINT")
 else
     nodes=(--standalone)

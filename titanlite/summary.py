@@ -46,7 +46,8 @@ def summarize(config: JobConfig, record: Record, steps: int, train_s: float) -> 
             next_steps.append(("generate text", f'titanlite generate {shlex.quote(str(folder))} --prompt "{prompt}"'))
     if not data_exhausted and not config.checkpoint.last_save_model_only:
         next_steps.append(("train longer", f"{train} {same_config} --training.steps {4 * record.step}"))
-    next_steps.append(("on two processes", f"{torchrun} 2 -m titanlite.train {same_config}{new_folder}"))
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        next_steps.append(("on two processes", f"{torchrun} 2 -m titanlite.train {same_config}{new_folder}"))
     next_steps.append(("on your own text", "set data.sources in a TOML file; all keys: titanlite train --help"))
     for number, (title, command) in enumerate(next_steps):
         log.info("%-5s %-16s  %s", "" if number else "Next:", title, command)

@@ -20,7 +20,7 @@ from titanlite.assembly.facts import program_facts
 from titanlite.assembly.run import Run, build_run
 from titanlite.batch import Batch
 from titanlite.config.describe import show_help
-from titanlite.config.load import load_config, shipped_names
+from titanlite.config.load import load_config, shipped_names, split_arguments
 from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device
 from titanlite.metrics.meter import Record, is_log_step
@@ -55,9 +55,9 @@ def main() -> None:
         environment = dict(os.environ)
         world = world_from_environment()
         setup_logging(world.rank)
-        if not sys.argv[1:]:
-            raise UsageError(GETTING_STARTED + ", ".join(shipped_names()))
         show_help(sys.argv[1:])
+        if not split_arguments(sys.argv[1:]).has_config:
+            raise UsageError(GETTING_STARTED + ", ".join(shipped_names()))
         config = load_config(sys.argv[1:], world_size=world.size, device_type=world.device_type)
         failure.store = connect(world, config.comm)
         facts = program_facts(config, world, environment)

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 import titanlite
-from titanlite import completion
+from titanlite import __main__, completion
 from titanlite.__main__ import COMMANDS
-from titanlite.runtime.errors import UsageError
 
 OLD_NAMES = [
     *("titanlite.parity", "titanlite.plan", "titanlite.convert", "titanlite.generate", "titanlite.evaluate"),
@@ -73,22 +72,68 @@ def test_completion_has_all_commands_options_and_keys(shell: str, capsys: pytest
     script = capsys.readouterr().out
     expected = [*COMMANDS, "max-new-tokens", "world-size", "training.seq_len", "export"]
     assert [word for word in expected if word not in script] == []
+    assert "no-no-" not in script
 
 
-@pytest.mark.parametrize("argv", [[], ["tcsh"], ["bash", "zsh"]])
-def test_completion_needs_one_shell(argv: list[str]) -> None:
-    with pytest.raises(UsageError, match="bash, zsh, fish"):
-        completion.main(argv)
+def test_completion_knows_every_command() -> None:
+    assert set(completion.OPTIONS) == set(COMMANDS)
+
+
+@pytest.mark.parametrize("words", [[], ["tcsh"], ["bash", "zsh"]])
+def test_completion_needs_one_shell(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused("--tyro-print-completion", *words, monkeypatch=monkeypatch, capsys=capsys) == (
+        "titanlite: --tyro-print-completion needs the name of a shell: bash, zsh, fish\n"
+    )
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "text"), [("KeyboardInterrupt", 130, "titanlite: interrupted\n"), ("BrokenPipeError", 1, "")]
+    "words",
+    [["--tyro-print-completion", "zsh"], ["--tyro-print-completion=zsh"], ["--tyro_print_completion", "zsh"]],
 )
-def test_an_interrupt_while_a_command_is_imported(error: str, code: int, text: str) -> None:
+def test_spellings_of_completion(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(__main__, "run_module", lambda *call: started.append(call))
+    monkeypatch.setattr(sys, "argv", ["titanlite", *words])
+    __main__.run()
+    assert started == [("titanlite.completion", ["zsh"])]
+
+
+def test_an_unknown_option_is_not_a_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = "titanlite: unknown option '--foo': see titanlite --help\n"
+    assert refused("--foo", monkeypatch=monkeypatch, capsys=capsys) == message
+
+
+def refused(*words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """stderr of a usage error, before a command is imported."""
+    monkeypatch.setattr(sys, "argv", ["titanlite", *words])
+    with pytest.raises(SystemExit) as caught:
+        __main__.run()
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+SWALLOWED_INTERRUPT = """
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(30)
+    except BaseException:  # as the import of torch, now and then
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("event", "code", "text"),
+    [(SWALLOWED_INTERRUPT, 130, "\ntitanlite: interrupted\n"), ("\n    raise BrokenPipeError\n", 1, "")],
+)
+def test_an_interrupt_while_a_command_is_imported(event: str, code: int, text: str) -> None:
     program = f"""
-import runpy, sys
+import os, runpy, signal, sys, time
 from titanlite import __main__
-def run_module(*_, **__): raise {error}
+def run_module(*_, **__):{event}
 runpy.run_module = run_module
 sys.argv[1:] = ["plan"]
 __main__.main()

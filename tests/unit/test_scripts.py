@@ -186,7 +186,10 @@ def test_nodes(checkout: Checkout) -> None:
     ],
 )
 def test_bad_variables_are_refused_before_any_set_up(checkout: Checkout, variables: dict[str, str], words: str) -> None:
-    assert words in checkout.refused(**variables)
+    done = checkout.run(**variables)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in done.stderr
+    assert done.stderr.startswith("titanlite: ")
     assert checkout.calls() == ""
 
 

@@ -1,5 +1,6 @@
 """The training loop: the order of calls in a step, and the conditions that end the loop."""
 
+import sys
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
@@ -10,8 +11,17 @@ from titanlite.config.schema import JobConfig, TrainingConfig
 from titanlite.data.config import DataConfig
 from titanlite.metrics.config import MetricsConfig
 from titanlite.runtime.distributed import CommConfig
-from titanlite.runtime.errors import DataError, UserError
+from titanlite.runtime.errors import DataError, UsageError, UserError
 from titanlite.train import train
+
+
+@pytest.mark.parametrize("argv", [[], ["--training.steps", "3"]])
+def test_a_configuration_is_required(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train", *argv])
+    monkeypatch.setattr(train_module, "FailureReport", MagicMock)  # ends the process
+    with pytest.raises(UsageError, match=r"a configuration is missing\. To start:"):
+        train_module.main()
+
 
 STEP = [
     "trainer.compute_time.start",

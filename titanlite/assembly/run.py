@@ -58,6 +58,7 @@ from titanlite.runtime.logging import log
 from titanlite.runtime.memory import device_memory_bytes
 from titanlite.runtime.peak_flops import device_peak_flops
 from titanlite.runtime.signals import StopRequest
+from titanlite.runtime.text import counted
 from titanlite.trainer import Trainer
 from titanlite.validation import Evaluator, Validation, build_token_bytes
 
@@ -355,7 +356,7 @@ def describe_batch(config: JobConfig, mesh: Mesh) -> None:
     training, rows = config.training, batch_rows(config, mesh)
     if config.parallelism.pp > 1:
         size = config.parallelism.pp_microbatch_size
-        log.info("Pipeline: %d microbatches of %d sequences per pass", rows // size, size)
+        log.info("Pipeline: %s of %s per pass", counted(rows // size, "microbatch"), counted(size, "sequence"))
     log.info(
         "Batch: local %d, global %d, accumulation %d, sequence length %d, steps %d, warm-up %d",
         training.local_batch_size,

@@ -22,6 +22,7 @@ from titanlite.runtime.agreement import RanksError, run_on_all_ranks, run_on_ran
 from titanlite.runtime.durability import replace_file, sync_folder
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
+from titanlite.runtime.text import counted
 
 _PROBE = ".probe"
 _VISIBILITY_TIMEOUT_S = 10.0
@@ -133,7 +134,7 @@ class Saver:
 
 def size_of(records: Mapping[str, FileRecord]) -> str:
     """Format number and total size of files, for a log line."""
-    return f"{len(records)} files, {sum(record.bytes for record in records.values()) / 2**20:,.1f} MiB"
+    return f"{counted(len(records), 'file')}, {sum(record.bytes for record in records.values()) / 2**20:,.1f} MiB"
 
 
 def _make_empty(folder: Path) -> None:

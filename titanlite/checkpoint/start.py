@@ -80,7 +80,7 @@ class Found:
 
 @dataclass(frozen=True)
 class StartFinder:
-    """Finds, verifies and loads what a run starts from.
+    """Finds, verifies and loads the start of a run: a checkpoint, a Hugging Face model, or initial weights.
 
     folder: of the run's checkpoints. steps: number of optimizer steps of the run. group: a gloo group of all ranks for
     loading and saving, also in a thread. imported: Hugging Face model that a new run starts from; None for initial

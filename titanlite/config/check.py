@@ -68,7 +68,7 @@ def _check_places(config: JobConfig) -> list[Problem]:
 
 
 def _check_sources(config: JobConfig, global_batch_size: int, degree: int, *, checks_files: bool) -> list[Problem]:
-    """Problems of [data] and [validation]."""
+    """Problems of the keys of [data] and [validation]. degree: number of data-parallel ranks."""
     _, model = resolve_model(config.model)
     has_text = any(open_source(source).holds == "text" for source in config.data.sources)
     return [

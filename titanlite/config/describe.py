@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import inspect
 import os
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import tyro
 
 from titanlite.config.fields import SECTIONS, fields_of, literal, row_type, section_types, types_of
-from titanlite.config.load import parse_config, split_arguments
+from titanlite.config.load import CONFIG_FILE, parse_config, split_arguments
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import resolve_model
@@ -90,9 +91,15 @@ def type_label(value_type: Any) -> str:
 
 def show_help(argv: Sequence[str]) -> None:
     """If argv asks for help, print all keys with their values, on rank 0, and exit with 0."""
-    if split_arguments(argv).wants_help:
+    arguments = split_arguments(argv)
+    if arguments.wants_help:
         if os.environ.get("RANK", "0") == "0":
-            options = options_type(parse_config(argv)[0])
+            config, problems = parse_config(argv)
+            path = arguments.texts.get(CONFIG_FILE)
+            if any(problem.key == CONFIG_FILE and problem.value == path for problem in problems):
+                message = f"titanlite: {path} cannot be read: the defaults below are the built-in ones\n"
+                print(message, file=sys.stderr, flush=True)
+            options = options_type(config)
             try:
                 tyro.cli(options, prog="titanlite train", description=HELP, args=["--help"], use_underscores=True)
             except BrokenPipeError:  # the reader has closed the pipe, as in `| head`

@@ -26,6 +26,7 @@ from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.runtime.json_files import JsonError, check_depth, read_regular
+from titanlite.runtime.text import counted
 
 CONFIG_FILE = "job.config_file"
 CONFIG_COPY = "config.toml"
@@ -84,7 +85,8 @@ def load_config(argv: Sequence[str], *, world_size: int, device_type: str, check
 
 
 def keep_earlier(config: JobConfig) -> JobConfig:
-    """Replace -1 by the values of the run's first start, if it has a checkpoint to resume from."""
+    """If the run has a checkpoint to resume from, replace a batch size or number of streams of -1 by the value of the
+    run's first start."""
     earlier = earlier_config(config.checkpoint, config.job.dump_folder)
     if not earlier:
         return config
@@ -186,15 +188,20 @@ def _parse(argv: Sequence[str]) -> Parsed:
 
 def _read_file(path: str, problems: list[Problem]) -> dict[str, Any] | None:
     """The file's content; None if it cannot be read (adds the reason to `problems`)."""
+    if not path:
+        remedy = f"give the path of a TOML file, or one of {', '.join(shipped_names())}"
+        problems.append(Problem(CONFIG_FILE, path, "the path of a TOML file", remedy))
+        return None
     try:
         content = tomllib.loads(read_regular(config_path(path)).decode("utf-8-sig"))
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         folder = Path(path).parent
         # os.path: no error for long names
-        known = [str(file) for file in folder.glob("*.toml") if file.is_file()] if os.path.isdir(folder) else []
-        close = get_close_matches(path, [*known, *shipped_names()], 1)
-        remedy = f"did you mean {close[0]}?" if close else "give the path of a TOML file"
+        files = [file for file in folder.glob("*.toml") if file.is_file()] if os.path.isdir(folder) else []
+        known = {name: name for name in shipped_names()} | {file.stem: str(file) for file in files}
+        close = get_close_matches(Path(path).stem, known, 1)
+        remedy = f"did you mean {known[close[0]]}?" if close else "give the path of a TOML file"
         problems.append(
             Problem(
                 CONFIG_FILE, path, f"a readable TOML file ({reason}), or one of {', '.join(shipped_names())}", remedy
@@ -241,12 +248,13 @@ class Arguments:
     """The parsed command line.
 
     texts: key -> text, in the given order; None if a key has no value. Repeated keys are left out.
-    problems: unexpected arguments and repeated keys.
+    problems: unexpected arguments and repeated keys. has_config: whether a configuration is given, maybe twice.
     """
 
     texts: dict[str, str | None]
     wants_help: bool
     problems: tuple[Problem, ...]
+    has_config: bool
 
 
 def split_arguments(argv: Sequence[str]) -> Arguments:
@@ -280,13 +288,16 @@ def split_arguments(argv: Sequence[str]) -> Arguments:
                 position += 1
             texts.setdefault(key, []).append(value)
     problems += [_repeated(key, given) for key, given in texts.items() if len(given) > 1]
-    return Arguments({key: given[0] for key, given in texts.items() if len(given) == 1}, wants_help, tuple(problems))
+    once = {key: given[0] for key, given in texts.items() if len(given) == 1}
+    return Arguments(once, wants_help, tuple(problems), CONFIG_FILE in texts)
 
 
 def missing_value(key: str, default: Any) -> Problem:
-    """The Problem of a known key without a value; the remedy uses its default as an example."""
-    example = (default or "TEXT") if isinstance(default, str) else literal(default)
-    remedy = f"write --{key} {example}; for a value that starts with --, write --{key}=--VALUE"
+    """The Problem of a known key without a value; the remedy has an example: true, or the default."""
+    if isinstance(default, str):
+        remedy = f"write --{key} {default or 'TEXT'}; for a value that starts with --, write --{key}=--VALUE"
+    else:
+        remedy = f"write --{key} {literal(True if isinstance(default, bool) else default)}"
     return Problem(key, None, "needs a value", remedy)
 
 
@@ -338,6 +349,12 @@ def put_argument(tables: Tables, key: str, text: str | None, family: str | None)
     text: None if the key has no value. family: of the model; None if unknown, then keys of [model] are not checked.
     """
     section, _, name = key.partition(".")
+    if section in SECTIONS and not name:
+        example = next(key for key, kind in section_types(section, family).items() if not row_type(kind))
+        remedy = missing_value(f"{section}.{example}", _default(section, example, family)).remedy
+        remedy = remedy.removeprefix("write ").partition(";")[0]
+        rule = "a section: give one of its keys at a time"
+        return Problem(key, text, rule, f"write --{section}.KEY VALUE, for example {remedy}")
     name, *row_path = name.split(".")
     value_type = section_types(section, family).get(name) if section in SECTIONS else None
     row = row_type(value_type)
@@ -405,7 +422,10 @@ def _put_in_row(tables: Tables, key: str, text: str | None, row: type) -> Proble
     if not (index.isdecimal() and index.isascii() and str(int(index)) == index and int(index) <= len(rows)):
         last = f"{section}.{name}.{len(rows)}.{columns[0]}"
         return Problem(
-            key, text, f"an index from 0 to {len(rows)} ({len(rows)} tables exist)", f"write --{last} to add a table"
+            key,
+            text,
+            f"an index from 0 to {len(rows)} ({counted(len(rows), 'table')} so far)",
+            f"write --{last} to add a table",
         )
     if int(index) == len(rows):
         rows.append({})
@@ -442,7 +462,7 @@ def _unknown_column(key: str, value: Any, row: type) -> Problem:
 
 
 def _default(section: str, name: str, family: str | None) -> Any:
-    """The default of a key; of a hyper-parameter, the first flavor's value."""
+    """The default of a key. For a hyper-parameter: its value in the family's first flavor."""
     if section == "model" and name not in types_of(ModelConfig) and family is not None:
         return getattr(next(iter(FAMILIES[family].flavors.values())), name)
     return getattr(SECTIONS[section](), name)

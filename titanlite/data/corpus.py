@@ -30,6 +30,7 @@ from titanlite.runtime.cache import built_once, cache_folder, content_key, has_h
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.json_files import JsonError, read_json
 from titanlite.runtime.retry import retrying
+from titanlite.runtime.text import counted
 
 FORMAT_VERSION = 2
 FLUSH_PIECES = 2**16
@@ -108,7 +109,7 @@ def _build(source: TextSource, max_piece_bytes: int, what: str, into: Path) -> N
     meta = _Meta(pieces=pieces, text_bytes=text_bytes, files=names, hash=hash_of(into / "pieces.bin"))
     (into / "meta.json").write_text(json.dumps(meta))
     seconds = time.monotonic() - start
-    logger.info("built %s in %.1f s: %s files, %s pieces", what, seconds, f"{len(files):,}", f"{pieces:,}")
+    logger.info("built %s in %.1f s: %s, %s", what, seconds, counted(len(files), "file"), counted(pieces, "piece"))
 
 
 _SIZE, _LENGTH = Piece._fields.index("size"), Piece._fields.index("length")
@@ -137,7 +138,8 @@ class Texts:
         self.size = sum(index.text_bytes for _, index in self._sources)
         self._ends = list(accumulate(self.counts))
         self.description = "; ".join(
-            f"{source.name}: {len(index.files):,} files, {len(index):,} pieces, {index.text_bytes / 2**20:,.1f} MiB"
+            f"{source.name}: {counted(len(index.files), 'file')}, {counted(len(index), 'piece')}, "
+            f"{index.text_bytes / 2**20:,.1f} MiB"
             for source, index in self._sources
         )
 

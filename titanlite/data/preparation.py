@@ -61,10 +61,10 @@ class SourceOrder(NamedTuple):
 
 
 class Sources:
-    """All sources of a run. Builds the indexes of sources that have none.
+    """All sources of a run. Builds missing indexes.
 
-    sources: those of the section. tokenizer: None if no source is text. mixture: the shares of the sources.
-    description: one line for all sources. Raises UserError if a source is empty.
+    sources: the tables of [data] or [validation]. tokenizer: None if no source is text. mixture: the shares of the
+    sources. description: one line for all sources. Raises UserError if a source is empty.
     """
 
     def __init__(self, assignment: Assignment, sources: Sequence[Source], tokenizer: Tokenizer | None) -> None:

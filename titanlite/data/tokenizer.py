@@ -120,7 +120,11 @@ class Tokenizer:
         return self._tokenizer.token_to_id(text) is not None
 
     def _separator(self, name: str, chosen: str, beside: dict[str, str]) -> tuple[int | None, str]:
-        """Id of BOS or EOS, and its description."""
+        """Id and description of BOS or EOS; the id is None if there is no such token.
+
+        name: "bos" or "eos". chosen: the token in the configuration, "" if none is given. beside: the tokens of the
+        tokenizer_config.json. Raises UserError if the chosen token is not in the vocabulary.
+        """
         text = chosen or beside.get(name, "")
         if not text:
             return None, "none"

@@ -168,7 +168,8 @@ def check_parallelism(section: ParallelismConfig, world_size: int) -> list[Probl
             f"{key}.{at_fault}",
             getattr(section, at_fault),
             f"world size {world_size} must be {relation} {product}",
-            "start a matching number of processes (NGPU=..., torchrun --nproc-per-node ...), "
+            f"use {math.prod(degrees)} processes{' or a multiple of it' if section.dp_shard == -1 else ''} "
+            "(NGPU=..., torchrun --nproc-per-node ...; in titanlite plan: --world-size ...), "
             + (f"or change {key}.{at_fault}" if section.dp_shard == -1 else f"or set {key}.dp_shard = -1 (automatic)"),
         )
     return problems

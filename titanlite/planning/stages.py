@@ -38,9 +38,9 @@ class Unit:
 class Stage:
     """A pipeline stage on one rank.
 
-    num_parameters: of the stage over all ranks, with tied ones counted once. The ..._bytes are those of this rank.
-    parameter_bytes: also those of the reduced gradients, which have the parameters' dtype and sharding. blocks: the
-    indexes of its transformer blocks in the full model. wrapped: whether FSDP or replicate wraps it.
+    num_parameters: of the full stage, tied parameters counted once. The fields ..._bytes count this rank's share.
+    parameter_bytes: of the parameters; the reduced gradients take as many, since they have the same dtype and sharding.
+    blocks: indexes of the stage's transformer blocks in the full model. wrapped: whether FSDP or replicate wraps it.
     """
 
     index: int

@@ -1,5 +1,6 @@
 """Errors for the user: what is wrong, and how to fix it."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -76,7 +77,12 @@ class Range:
         )
 
     def __str__(self) -> str:
-        if self.least is not None and self.most is not None:
+        finite = "a finite number" if self.below == math.inf else ""
+        if finite and self.least is not None:
+            text = f"{finite}, {_number(self.least)} or more"
+        elif finite:
+            text = f"{finite} above {_number(self.above)}" if self.above is not None else finite
+        elif self.least is not None and self.most is not None:
             text = f"from {_number(self.least)} to {_number(self.most)}"
         elif self.least == 0 and self.below is None:
             text = "0 or more"

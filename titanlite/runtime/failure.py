@@ -182,6 +182,14 @@ def end_on_interrupt() -> None:
     signal.signal(signal.SIGINT, _block_main_thread)
 
 
+def raise_on_interrupt() -> None:
+    """Undo end_on_interrupt: Ctrl-C raises KeyboardInterrupt, so that temporary files are removed."""
+    if signal.getsignal(signal.SIGINT) is _block_main_thread:
+        # This order loses no signal: until the descriptor is removed, the thread ends the process.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.set_wakeup_fd(-1)
+
+
 def receive_in_thread(receive: Callable[[int], None], name: str) -> int:
     """Start a thread that calls `receive` with each signal; returns the descriptor for signal.set_wakeup_fd.
 

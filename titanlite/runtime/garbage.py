@@ -29,6 +29,6 @@ class PacedGarbageCollection:
             gc.enable()
 
     def after_step(self, step: int) -> None:
-        """Collect if `step` (from 1) is a multiple of `freq`, the same on all ranks."""
+        """Run the garbage collector if `step` (from 1) is a multiple of `freq`, the same on all ranks."""
         if step % self._freq == 0:
             gc.collect()

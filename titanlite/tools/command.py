@@ -8,15 +8,16 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, get_args
 
 import tyro
 
 from titanlite.runtime.errors import Problem, UsageError, UserError, check_ranges, require
+from titanlite.runtime.failure import raise_on_interrupt
 
 ConfigFile = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG")]
 RunFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
@@ -32,6 +33,7 @@ def run_command(main: Callable[[Sequence[str]], None]) -> None:
     code = 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that temporary files are removed
     try:
+        raise_on_interrupt()
         main(sys.argv[1:])
     except UserError as error:
         print(f"titanlite: {error}", file=sys.stderr)
@@ -50,19 +52,26 @@ def read_options(kind: Any, argv: Sequence[str], command: str) -> Any:
 
     Prints the help and exits if argv has --help. Raises UsageError.
     """
-    kinds = [get_args(each)[0] if get_origin(each) is Annotated else each for each in get_args(kind) or (kind,)]
-    flags = {_flag(field.name) for each in kinds for field in fields(each)} | {"--help"}
-    repeatable = {_flag(field.name) for each in kinds for field in fields(each) if isinstance(field.default, tuple)}
-    given: set[str] = set()
-    for word in (word for word in argv if word.startswith("--")):
-        name = _flag(word.partition("=")[0].removeprefix("--"))
+    subcommands = {get_args(each)[1].name: get_args(each)[0] for each in get_args(kind)}
+    if subcommands and argv[:1] not in (["--help"], ["-h"]):
+        name = _subcommand(argv, list(subcommands))
+        return read_options(subcommands[name], argv[1:], f"{command} {name}")
+    options_of_kind = [] if subcommands else fields(kind)
+    flags = {_flag(field.name) for field in options_of_kind} | {"--help"}
+    repeatable = {_flag(field.name) for field in options_of_kind if isinstance(field.default, tuple)}
+    given: dict[str, str | None] = {}  # option -> the text after it: its value, another option, or None at the end
+    for word, following in zip(argv, [*argv, None][1:], strict=True):
+        if not word.startswith("--"):
+            continue
+        name, equals, text = word.partition("=")
+        name = _flag(name.removeprefix("--"))
         if name not in flags:  # tyro would first report a missing positional argument
-            close = get_close_matches(name, flags, 1)
-            remedy = f"did you mean {close[0]}?" if close else f"see titanlite {command} --help"
+            close = get_close_matches(name.strip("-"), [flag.strip("-") for flag in flags], 1)
+            remedy = f"did you mean --{close[0]}?" if close else f"see titanlite {command} --help"
             raise UsageError(f"unexpected argument {word!r}: {remedy} (a value that starts with -: --OPTION=VALUE)")
-        if name in given - repeatable:
+        if name in given.keys() - repeatable:
             raise UsageError(f"{name} is given twice: keep one")
-        given.add(name)
+        given[name] = text if equals else following
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
@@ -76,9 +85,13 @@ def read_options(kind: Any, argv: Sequence[str], command: str) -> Any:
     except SystemExit as end:
         if not end.code:
             raise
-        raise UsageError(f"{_message(printed.getvalue())}\nsee titanlite {command} --help") from None
+        raise UsageError(f"{_message(printed.getvalue(), given)}\nsee titanlite {command} --help") from None
     if rest:
         raise UsageError(f"unexpected argument {rest[0]!r}: see titanlite {command} --help")
+    for name, after in given.items():  # tyro reads these as no values, and as the current folder
+        value = getattr(options, name.removeprefix("--").replace("-", "_"))
+        if value == () or (after == "" and isinstance(value, Path)):
+            raise UsageError(f"{name} needs a value\nsee titanlite {command} --help")
     return options
 
 
@@ -108,12 +121,38 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _message(box: str) -> str:
-    """The error that tyro prints in a box, without the box and the help text."""
-    lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()]
-    blocks = "\n".join("" if set(line) == {"─"} else line for line in lines[1:-1]).split("\n\n")
+def _subcommand(argv: Sequence[str], names: Sequence[str]) -> str:
+    """The subcommand that the first word names. Raises UsageError."""
+    if not argv or argv[0].startswith("-"):
+        raise UsageError(f"a subcommand is missing: {' or '.join(names)}")
+    if argv[0] not in names:
+        close = get_close_matches(argv[0], names, 1)
+        remedy = f"did you mean {close[0]}?" if close else f"write {' or '.join(names)}"
+        raise UsageError(f"unknown subcommand {argv[0]!r}: {remedy}")
+    return argv[0]
+
+
+def _message(box: str, given: Mapping[str, str | None]) -> str:
+    """The error that tyro prints in a box, without the box and the help text.
+
+    given: option -> the text after it on the command line.
+    """
+    lines = [line.strip("│╭╮╰╯").rstrip() for line in box.splitlines()][1:-1]
+    # Of each missing argument: its name, then its help, which is indented more.
+    missing = re.findall(r"^ {5}(\S.*)\n((?: {9}.*\n?)+)", "\n".join(lines), re.MULTILINE)
+    if lines and lines[0].startswith(" Missing from ") and missing:
+        texts = [(name, " ".join(text.replace("(required)", "").split())) for name, text in missing]
+        return "; ".join(f"{name} is missing ({text})" for name, text in texts)
+    lines = [line.strip() for line in lines]
+    blocks = "\n".join("" if set(line) == {"─"} else line for line in lines).split("\n\n")
     kept = [block for block in blocks if not block.startswith(("For full helptext", "Argument helptext"))]
-    text = "; ".join(" ".join(block.replace(" (required)", ",").split()).rstrip(",") for block in kept)
+    text = "; ".join(" ".join(block.split()) for block in kept)
+    if found := re.match(r"Missing value for argument '([^']+)'", text):
+        name = found[1]
+        following = given.get(_flag(name.removeprefix("--"))) or ""
+        is_value = following.startswith("-") and not following.startswith("--")
+        return f"{name} needs a value" + (f"; for a value that starts with -: {name}={following}" if is_value else "")
+    text = re.sub(r"Arguments (\S+) and (\S+) are not allowed together!", r"give \1 or \2, not both", text)
     text = re.sub(r"Error parsing (\S+): .*?(?:int\(\)|\bINT\b).*?('[^']*').*", r"\1 needs an integer, not \2", text)
     return re.sub(r"Error parsing (\S+): .*?float: ('[^']*').*", r"\1 needs a number, not \2", text)
 
@@ -143,6 +182,13 @@ def require_new(out: Path) -> None:
         raise UserError(f"{out} already exists and is not overwritten: remove it, or choose another --out")
 
 
+def cannot_write(out: Path, error: OSError) -> UserError:
+    """The error of an output folder that could not be created or written."""
+    if file := next((path for path in (out, *out.parents) if path.is_file()), None):
+        return UserError(f"{file} is a file: choose a new folder for --out")
+    return UserError(f"cannot write {out}: {error}")
+
+
 @contextlib.contextmanager
 def appears_complete(out: Path) -> Iterator[Path]:
     """Yield a temporary path for a file or folder written atomically: renamed to `out` at the end, removed on error."""
@@ -153,7 +199,7 @@ def appears_complete(out: Path) -> Iterator[Path]:
         require_new(out)
         os.rename(temporary, out)
     except OSError as error:
-        raise UserError(f"cannot write {out}: {error}") from error
+        raise cannot_write(out, error) from error
     finally:
         if temporary.is_dir():
             shutil.rmtree(temporary)

@@ -30,6 +30,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.registry import resolve_model
 from titanlite.parallel.mesh import AXES
 from titanlite.runtime.errors import ranged
+from titanlite.runtime.text import counted
 from titanlite.tools.command import ConfigFile, Count, read_options_and_overrides, run_command
 from titanlite.tools.documents import config_of_data
 from titanlite.tools.encoding import Job, JobEncoder
@@ -49,12 +50,12 @@ PERCENTILES = (5, 25, 50, 75, 95)
 class Options:
     """Show the data that a configuration trains on: sizes, shares, bad rows, and the first sequences as text.
 
-    --section.key VALUE overrides a key of CONFIG, as for training.
+    Override a key of CONFIG by --section.key VALUE, as for training.
     """
 
     config: ConfigFile
     """TOML file, or the name of a shipped configuration"""
-    sequences: Count = ranged(3, "0 to show none", least=0)
+    sequences: Count = ranged(3, "write a number in this range, 0 to show none", least=0, most=2**63 - 1)
     """number of the run's first sequences to show"""
     all: bool = False
     """read all documents for the statistics, not a sample of each source"""
@@ -137,7 +138,8 @@ def describe_token_files(source: Tokens, seq_len: int) -> float:
         if documents_file(file).is_file():
             starts = ArrayFile(documents_file(file))
             lengths += np.diff(starts.read(0, len(starts)), append=size).tolist()
-    print(f"  size          {len(files):,} files, {sum(file.stat().st_size for file in files):,} bytes")
+    size = sum(file.stat().st_size for file in files)
+    print(f"  size          {counted(len(files), 'file')}, {counted(size, 'byte')}")
     print(f"  tokens        {sum(sizes):,}")
     for folder, manifest in manifests_of(files).items():
         print(f"  made by       {manifest['tokenizer']['description']} (in {folder})")
@@ -157,7 +159,8 @@ def describe_text(
     flags = index.records[:, Piece._fields.index("flags")]
     begins = np.flatnonzero(flags & (STARTS_DOCUMENT | BAD_FILE))
     documents = int(np.count_nonzero(flags & STARTS_DOCUMENT))
-    print(f"  size          {len(index.files):,} files, {index.text_bytes:,} bytes, {len(index):,} pieces")
+    size = [counted(len(index.files), "file"), counted(index.text_bytes, "byte"), counted(len(index), "piece")]
+    print(f"  size          {', '.join(size)}")
     chosen = np.arange(len(begins))
     if not reads_all and len(begins) > SAMPLED_DOCUMENTS:
         chosen = np.sort(shuffled(len(begins), data.seed)[:SAMPLED_DOCUMENTS])
@@ -173,7 +176,7 @@ def describe_text(
         tokens = sum(found.lengths)
         print(f"  tokens        {about}{tokens * scale:,.0f}, {tokens / found.size:.3f} per byte")
         print(f"  tokens each   {describe_lengths(found.lengths)}")
-    print(f"  bad rows      {found.bad_rows:,} of {found.pieces:,} pieces read")
+    print(f"  bad rows      {found.bad_rows:,} of {counted(found.pieces, 'piece')} read")
     for fault in found.faults:
         print(f"                {fault}")
     return scale * (found.sequences if data.packing == "none" else sum(found.lengths) / seq_len)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from titanlite.data.ledger import LEDGER_FOLDER, ledger_files, ledger_line, read_ledger
+from titanlite.data.ledger import ledger_files, ledger_line, read_ledger
 from titanlite.runtime.errors import UserError
 from titanlite.tools.command import read_options, run_command
 
@@ -23,8 +23,10 @@ class Options:
 def main(argv: Sequence[str]) -> None:
     """Print the ledger of a run. Raises UserError."""
     folder = read_options(Options, argv, "ledger").dump_folder
+    if not folder.is_dir():
+        raise UserError(f"{folder} does not exist: pass the dump folder of a run")
     if not ledger_files(folder):
-        raise UserError(f"{folder / LEDGER_FOLDER} has no ledger: train with --data.ledger true")
+        raise UserError(f"{folder} has no ledger: train with --data.ledger true")
     for step, rows in read_ledger(folder):
         print(ledger_line(step, rows), end="")
 

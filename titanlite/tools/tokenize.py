@@ -20,7 +20,8 @@ from titanlite.data.sources.pieces import ENDS_DOCUMENT
 from titanlite.data.sources.tokens import FORMAT_VERSION, MANIFEST, UNFINISHED, read_manifest
 from titanlite.models.registry import resolve_model
 from titanlite.runtime.errors import UserError, ranged
-from titanlite.tools.command import ConfigFile, Count, Folder, read_options_and_overrides, run_command
+from titanlite.runtime.text import counted
+from titanlite.tools.command import ConfigFile, Count, Folder, cannot_write, read_options_and_overrides, run_command
 from titanlite.tools.documents import UsableRows, config_of_data, piece_bytes, pieces_with_progress
 from titanlite.tools.encoding import CHUNK_BYTES, Chunk, Job, JobEncoder, encoded
 from titanlite.tools.token_files import PARTIAL, ShardWriter, write_manifest, write_unfinished
@@ -40,7 +41,7 @@ class Options:
     """TOML file, or the name of a shipped configuration"""
     out: Folder
     """new folder, or that of an interrupted command"""
-    workers: Count = ranged(len(os.sched_getaffinity(0)), "0 to tokenize in this process", least=0)
+    workers: Count = ranged(len(os.sched_getaffinity(0)), "write 0 to tokenize in this process", least=0)
     """worker processes; 0: none, tokenize in this process"""
     shard_tokens: Annotated[int, tyro.conf.arg(metavar="M")] = ranged(SHARD_TOKENS, least=1)
     """minimum tokens of a shard, which ends with the document that reaches it"""
@@ -57,8 +58,9 @@ def main(argv: Sequence[str]) -> None:
     with _own_folder(options.out):
         manifest, description = tokenize(config, options.out, options.workers, options.shard_tokens)
     print(
-        f"{options.out}: {manifest['tokens']:,} tokens of {manifest['documents']:,} documents, {manifest['dtype']}, "
-        f"{len(manifest['shards']):,} shards, from {description}; {manifest['bad_rows']:,} bad rows\nto use it:\n"
+        f"{options.out}: {counted(manifest['tokens'], 'token')} of {counted(manifest['documents'], 'document')}, "
+        f"{manifest['dtype']}, {counted(len(manifest['shards']), 'shard')}, from {description}; "
+        f"{counted(manifest['bad_rows'], 'bad row')}\nto use it:\n"
     )
     vocab_size = manifest["tokenizer"]["vocab_size"]
     path = literal(str(options.out))
@@ -124,7 +126,7 @@ def _own_folder(out: Path) -> Iterator[None]:
                 if not any(out.iterdir()):
                     out.rmdir()
     except OSError as error:
-        raise UserError(f"cannot write {out}: {error}") from error
+        raise cannot_write(out, error) from error
 
 
 @contextmanager

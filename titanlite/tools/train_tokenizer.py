@@ -10,6 +10,7 @@ from titanlite.data.kinds import text_sources
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.registry import resolve_model
 from titanlite.runtime.errors import ranged
+from titanlite.runtime.text import counted
 from titanlite.tools.command import (
     ConfigFile,
     Folder,
@@ -26,14 +27,16 @@ from titanlite.tools.documents import UsableRows, config_of_data, piece_bytes, p
 class Options:
     """Train a byte-level BPE tokenizer on a configuration's data.
 
-    --section.key VALUE overrides a key of CONFIG, as for training.
+    Override a key of CONFIG by --section.key VALUE, as for training.
     """
 
     config: ConfigFile
     """TOML file, or the name of a shipped configuration"""
     out: Folder
     """new folder for tokenizer.json"""
-    vocab_size: OptionalCount = ranged(None, "one token for each byte, EOS, and the merges", least=MIN_VOCAB_SIZE)
+    vocab_size: OptionalCount = ranged(
+        None, "leave room for a token for each byte, EOS, and the merges", least=MIN_VOCAB_SIZE
+    )
     """number of tokens; None: model.vocab_size"""
 
 
@@ -48,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
         read = (texts.read(piece) for piece in pieces_with_progress(texts, "reading"))
         train_bpe(rows.of(read), options.vocab_size or resolve_model(config.model)[1].vocab_size, folder)
     tokenizer = Tokenizer(options.out / "tokenizer.json")
-    print(f"{tokenizer.description}\ntrained on {texts.description}; {rows.bad_rows:,} bad rows\nto use it:\n")
+    print(f"{tokenizer.description}\ntrained on {texts.description}; {counted(rows.bad_rows, 'bad row')}\nto use it:\n")
     print(f"[model]\nvocab_size = {tokenizer.vocab_size}\n\n[tokenizer]\npath = {literal(str(options.out))}")
 
 

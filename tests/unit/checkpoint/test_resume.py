@@ -115,7 +115,7 @@ def test_a_corrupted_checkpoint_is_quarantined_and_the_previous_one_used(
 def test_found_states_how_it_was_verified(tmp_path: Path, group: dist.ProcessGroup, verify: Verify, text: str) -> None:
     found = verify_checkpoint(make(tmp_path, 5), verify, group, any_one)
     assert isinstance(found, Found)
-    assert found.verified.startswith(f"{text} (1 files, 0.0 MiB, 0.")
+    assert found.verified.startswith(f"{text} (1 file, 0.0 MiB, 0.")
 
 
 def test_unusable_checkpoints_are_skipped_and_not_renamed(tmp_path: Path, group: dist.ProcessGroup) -> None:

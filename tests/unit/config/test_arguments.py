@@ -31,6 +31,7 @@ def test_keys_and_texts(argv: list[str], texts: dict[str, str | None]) -> None:
     assert arguments.texts == texts
     assert arguments.problems == ()
     assert not arguments.wants_help
+    assert not arguments.has_config
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["-h"], ["--a.b", "1", "-h"], ["--a.b", "--help"], ["--a.b", "-h"]])
@@ -59,6 +60,7 @@ def test_every_unexpected_word_is_a_problem() -> None:
 def test_the_configuration_is_positional(argv: list[str]) -> None:
     arguments = split_arguments(argv)
     assert arguments.problems == ()
+    assert arguments.has_config
     assert arguments.texts == {"a.b": "1", "job.config_file": next(word for word in argv if word[0] in "mrq")}
 
 

@@ -61,6 +61,10 @@ BAD = [
     Bad("argument 'training.steps=5'", "every argument", "write --training.steps=5", argv="training.steps=5"),
     Bad("argument 'y'", "every argument", '["a", "b"]', argv='--optimizer.weight_decay_skip ["x"] y'),
     Bad("training.steps", "a value", "--training.steps 1000", argv="--training.steps"),
+    Bad("checkpoint.enable", "a value", "--checkpoint.enable true", argv="--checkpoint.enable"),
+    Bad("training", "one of its keys", "write --training.KEY VALUE, for example --training.steps 1000",
+        argv="--training"),
+    Bad("training", "one of its keys", "for example --training.steps 1000", argv="--training 3"),
     Bad("data.shuffle", "a value", "--data.shuffle true", argv="--data.shuffle --training.steps 5"),
     Bad("data.sources.0.path", "a value", "--data.sources.0.path TEXT", argv="--data.sources.0.path"),
     Bad("training.steps", "given once", "--training.steps=5 or --training.steps=6",
@@ -94,7 +98,7 @@ BAD = [
     Bad("model.overrides", "a key of [model]", "one of its keys: family", toml="model.overrides = {dim = 64}"),
     Bad("data.sources.0.pth", "[[data.sources]] table", "data.sources.0.path?", argv="--data.sources.0.pth x"),
     Bad("data.sources.0.pth", "[[data.sources]] table", "data.sources.0.path?", toml='[[data.sources]]\npth = "x"'),
-    Bad("data.sources.2.path", "1 tables exist", "--data.sources.1.path", argv="--data.sources.2.path x"),
+    Bad("data.sources.2.path", "(1 table so far)", "--data.sources.1.path", argv="--data.sources.2.path x"),
     Bad("data.sources.x.path", "an index from 0", "--data.sources.1.path", argv="--data.sources.x.path x"),
     Bad("data.sources.-1.path", "an index from 0", "--data.sources.1.path", argv="--data.sources.-1.path x"),
     Bad("data.sources.00.path", "an index from 0", "--data.sources.1.path", argv="--data.sources.00.path x"),
@@ -283,7 +287,7 @@ BAD = [
     Bad("job.config_file", "valid TOML", "fix the file", toml="training.steps = " + "9" * 5000),
     Bad("job.config_file", "valid TOML", "fix the file", toml="training.steps = " + "[" * 100_000),
     Bad("job.config_file", "a readable TOML file", "path of a TOML file", argv="--job.config_file /none/x.toml"),
-    Bad("job.config_file", "a readable TOML file", "path of a TOML file", argv="--job.config_file="),
+    Bad("job.config_file", "the path of a TOML file", "path of a TOML file", argv="--job.config_file="),
     Bad("job.config_file", "(is a directory)", "path of a TOML file", argv="--job.config_file /"),
 ]  # fmt: skip
 
@@ -322,6 +326,9 @@ def test_misspelled_file_name_suggests_a_file_in_the_same_folder(tmp_path: Path)
     (tmp_path / "quickstart.toml").write_text("")
     (problem,) = problems_of(["--job.config_file", str(tmp_path / "quikstart.toml")])
     assert str(tmp_path / "quickstart.toml") in problem.remedy
+    (tmp_path / "bin.toml").write_text("")
+    (problem,) = problems_of(["--job.config_file", str(tmp_path / "missing.toml")])
+    assert problem.remedy == "give the path of a TOML file"
 
 
 def test_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:

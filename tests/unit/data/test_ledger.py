@@ -127,7 +127,10 @@ def test_the_ledger_is_printed(tmp_path: Path, capsys: Any) -> None:
         {"step": 1, "sequences": [[0, 0, 0, 5, 0], [1, 0, 0, 5, 1]]},
         {"step": 2, "sequences": [[2, 0, 0, 5, 0], [3, 0, 0, 5, 1]]},
     ]
-    with pytest.raises(UserError, match=r"--data\.ledger true"):
+    with pytest.raises(UserError, match=r"/none does not exist: pass the dump folder of a run"):
+        ledger.main([str(tmp_path / "none")])
+    (tmp_path / "none").mkdir()
+    with pytest.raises(UserError, match=r"/none has no ledger: train with --data\.ledger true"):
         ledger.main([str(tmp_path / "none")])
 
 

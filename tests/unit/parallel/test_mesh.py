@@ -57,8 +57,11 @@ def test_an_invalid_degree_is_named(section: ParallelismConfig, world_size: int,
 def test_the_rule_names_the_product_and_the_world() -> None:
     (problem,) = check_parallelism(ParallelismConfig(dp_replicate=2, dp_shard=2), 2)
     assert problem.rule == "world size 2 must be equal to pp x dp_replicate x dp_shard x tp = 1 x 2 x 2 x 1 = 4"
+    assert problem.remedy.startswith("use 4 processes (NGPU=")
     (problem,) = check_parallelism(ParallelismConfig(tp=3), 2)
     assert problem.rule == "world size 2 must be divisible by pp x dp_replicate x tp = 1 x 1 x 3 = 3"
+    assert problem.remedy.startswith("use 3 processes or a multiple of it (NGPU=")
+    assert problem.remedy.endswith("in titanlite plan: --world-size ...), or change parallelism.tp")
 
 
 def meshes(section: ParallelismConfig, world_size: int) -> list[Mesh]:

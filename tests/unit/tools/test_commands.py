@@ -54,7 +54,7 @@ def test_tokenize_writes_the_tokens_of_one_unshuffled_stream(
     loader.close()
     assert tokens.tolist() == packed
     printed = capsys.readouterr().out
-    assert f"{len(tokens):,} tokens of 40 documents, uint16, 1 shards" in printed
+    assert f"{len(tokens):,} tokens of 40 documents, uint16, 1 shard," in printed
     assert toml_of(printed) == {
         "model": {"vocab_size": 300},
         "data": {"sources": [{"kind": "tokens", "path": str(out)}]},
@@ -78,8 +78,15 @@ def test_an_output_folder_that_cannot_be_written(
     command: Callable[[list[str]], None], config: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("precious")
-    with pytest.raises(UserError, match=r"cannot write .*out"):
+    with pytest.raises(UserError, match=r"/file is a file: choose a new folder for --out"):
         command([str(config), "--out", str(tmp_path / "file" / "out")])
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_an_output_folder_that_is_a_file(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(UserError, match=r"/file is a file: choose a new folder for --out"):
+        tokenize_here([str(config), "--out", str(tmp_path / "file")])
 
 
 @pytest.mark.parametrize(("arguments", "size"), [([], 290), (["--vocab-size", "280"], 280)])

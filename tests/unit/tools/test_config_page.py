@@ -52,6 +52,21 @@ def test_help_comes_from_the_first_rank_only(
     assert capsys.readouterr().out == ""
 
 
+def test_help_names_a_configuration_that_cannot_be_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        show_help(["missing.toml", "--help"])
+    assert capsys.readouterr().err == (
+        "titanlite: missing.toml cannot be read: the defaults below are the built-in ones\n\n"
+    )
+    (tmp_path / "bad.toml").write_text("training.steps = ")
+    with pytest.raises(SystemExit):
+        show_help([str(tmp_path / "bad.toml"), "--help"])
+    assert "bad.toml cannot be read" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        show_help(["quickstart", "--help"])
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_help_shows_every_key_with_underscores(family: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = set(shown_help(capsys, "--model.family", family))

@@ -200,8 +200,9 @@ def test_control_characters_are_escaped(text: str, shown: str) -> None:
 
 
 def test_an_invalid_number(config: Path) -> None:
-    with pytest.raises(UserError, match=r"--sequences = -1\n +rule: +0 or more"):
-        inspect.main([str(config), "--sequences", "-1"])
+    for number in ("-1", "99999999999999999999"):
+        with pytest.raises(UserError, match=rf"--sequences = {number}\n +rule: +from 0 to 2\^63 - 1"):
+            inspect.main([str(config), "--sequences", number])
 
 
 def test_it_is_a_command(config: Path, tmp_path: Path) -> None:

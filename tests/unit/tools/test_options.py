@@ -6,15 +6,17 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 import tyro
 
 from titanlite.runtime.errors import ConfigError, Problem, UsageError, UserError, ranged
+from titanlite.runtime.failure import end_on_interrupt
 from titanlite.tools.command import (
     ConfigFile,
     Count,
+    File,
     OptionalCount,
     check_options,
     check_output_file,
@@ -24,6 +26,8 @@ from titanlite.tools.command import (
 )
 from titanlite.tools.convert.__main__ import ExportOptions
 from titanlite.tools.convert.__main__ import Options as ConvertOptions
+
+EITHER = tyro.conf.create_mutex_group(required=False)
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,10 @@ class Options:
     """a limit"""
     word: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """words"""
+    words_of: Annotated[tuple[str, ...], EITHER] = ()
+    """more words"""
+    folder: Annotated[File, EITHER] = None
+    """a folder"""
 
 
 @pytest.mark.parametrize(
@@ -72,7 +80,16 @@ def test_overrides_of_the_configuration_are_passed_on() -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ([], ["CONFIG"]),
+        ([], ["CONFIG is missing (a file)"]),
+        (["a.toml", "--num-steps"], ["--num-steps needs a value"]),
+        (["a.toml", "--word"], ["--word needs a value"]),
+        (["a.toml", "--word", "-x"], ["--word needs a value; for a value that starts with -: --word=-x"]),
+        (["a.toml", "--words-of"], ["--words-of needs a value"]),
+        (["a.toml", "--folder", ""], ["--folder needs a value"]),
+        (["a.toml", "--folder="], ["--folder needs a value"]),
+        (["a.toml", "--folder", "b", "--words-of", "c"], ["give --folder or --words-of, not both"]),
+        (["a.toml", "--wrd", "x"], ["did you mean --word?"]),
+        (["a.toml", "--foo", "x"], ["unexpected argument '--foo': see titanlite test --help"]),
         (["a.toml", "--num-steps", "x"], ["--num-steps needs an integer, not 'x'"]),
         (["a.toml", "--num-steps", "1.5"], ["--num-steps needs an integer, not '1.5'"]),
         (["a.toml", "--limit", "x"], ["--limit needs an integer, not 'x'"]),
@@ -114,8 +131,17 @@ def test_a_number_out_of_range_is_a_problem_of_its_option(key: str, value: float
 def test_subcommands() -> None:
     options = read_options(ConvertOptions, ["export", "run", "--out", "folder", "--dtype", "float16"], "convert")
     assert options == ExportOptions(Path("run"), Path("folder"), "float16")
-    with pytest.raises(UsageError, match="export"):
-        read_options(ConvertOptions, ["exprt", "run"], "convert")
+    for argv, message in (
+        ([], "a subcommand is missing: export or import"),
+        (["foo"], "unknown subcommand 'foo': write export or import"),
+        (["exprt", "run"], "unknown subcommand 'exprt': did you mean export?"),
+        (["export"], "RUN is missing (dump folder of a run, or one of its folders step-N); --out DIR is missing"),
+        (["export"], "see titanlite convert export --help"),
+        (["import", "a", "--ou", "b"], "did you mean --out?"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            read_options(ConvertOptions, argv, "convert")
+        assert message in str(caught.value)
 
 
 def test_output_files(tmp_path: Path) -> None:
@@ -126,6 +152,31 @@ def test_output_files(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing" / "a.json", tmp_path / "link", tmp_path / "pipe", Path("/dev/zero")):
         (problem,) = check_output_file("--json", path)
         assert (problem.key, problem.value) == ("--json", str(path))
+
+
+def test_ctrl_c_raises_once_a_command_has_started(capsys: pytest.CaptureFixture[str]) -> None:
+    """It ends the process at once only while modules are imported: later, temporary files are removed."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    removed: list[str] = []
+
+    def main(_: object) -> None:
+        assert signal.set_wakeup_fd(-1) == -1, "the thread still receives signals"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            removed.append("a temporary file")
+
+    try:
+        end_on_interrupt()
+        with pytest.raises(SystemExit) as caught:
+            run_command(main)
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert (caught.value.code, capsys.readouterr().err) == (130, "titanlite: interrupted\n")
+    assert removed == ["a temporary file"]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from titanlite.precision import DTYPES
 from titanlite.runtime.durability import sync_folder
 from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.runtime.logging import log, setup_logging
+from titanlite.runtime.text import counted
 from titanlite.tools.command import (
     Folder,
     RunFolder,
@@ -85,20 +86,20 @@ def export_run(options: ExportOptions) -> None:
     shard_bytes = size_in_bytes(options.shard_size)
     run = open_run(options.run)
     dtype = EXPORT_DTYPES.get(options.dtype, run.dtype)
-    why_not = "--no-verify" if options.no_verify else None
-    if not options.verify and why_not is None and (reason := too_large(run, dtype)):
-        why_not = f"{reason}; use --verify to compare anyway"
+    too_long = None if options.verify or options.no_verify else too_large(run, dtype)
     log.info("Exporting %s: %s", run.path, conversion(run.dtype, dtype))
     if run.tokenizer() is None and run.manifest.facts["tokenizer"] is not None:
         log.warning("The run's tokenizer is missing: the folder will have no tokenizer")
     with new_folder(options.out) as folder:
         files = write_folder(run, folder, dtype, shard_bytes)
         size = sum((folder / file).stat().st_size for file in files)
-        log.info("Wrote %d file(s) of weights, %.1f MiB", len(files), size / 2**20)
-        if why_not is None:
-            log.info("Verified: %s", verify(run, folder, dtype))
+        log.info("Wrote %s of weights, %.1f MiB", counted(len(files), "file"), size / 2**20)
+        if options.no_verify:
+            log.info("Not verified (--no-verify)")
+        elif too_long:
+            log.warning("Not verified: %s; use --verify to compare anyway", too_long)
         else:
-            log.warning("Not verified: %s", why_not)
+            log.info("Verified: %s", verify(run, folder, dtype))
         warning = check_tokenizer(run, folder)
         if warning:
             log.warning("%s", warning)
@@ -136,7 +137,7 @@ def size_in_bytes(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", text.strip().upper())
     number = float(found[1]) * UNITS[found[2] or ""] if found else 0.0
     if not 1 <= number < float("inf"):
-        raise ConfigError([Problem("--shard-size", text, "a size in bytes", "for example 5GB, 500MB or 2GiB")])
+        raise ConfigError([Problem("--shard-size", text, "a size in bytes", "write for example 5GB, 500MB or 2GiB")])
     return int(number)
 
 

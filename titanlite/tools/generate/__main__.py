@@ -1,10 +1,5 @@
 """Command: generate text from a saved run. The text goes to stdout, everything else to stderr."""
 
-from titanlite.runtime.failure import end_on_interrupt
-
-if __name__ == "__main__":  # before the imports that take seconds
-    end_on_interrupt()
-
 import io
 import math
 import sys
@@ -50,14 +45,14 @@ class Options:
     max_new_tokens: OptionalCount = ranged(None, f"leave it out for {DEFAULT_NEW_TOKENS}", least=1)
     """maximum tokens to generate per prompt; None: 200, or fewer if the model has fewer positions left"""
     temperature: Annotated[float, tyro.conf.arg(metavar="T")] = ranged(
-        0.8, "0 for the most likely token, about 0.8 for varied text", least=0, below=math.inf
+        0.8, "write 0 for the most likely token, or about 0.8 for varied text", least=0, below=math.inf
     )
     """divides the logits; 0: always the most likely token"""
     top_k: Annotated[int | None, tyro.conf.arg(metavar="K")] = ranged(None, "leave it out to sample from all", least=1)
     """sample from the K most likely tokens; None: all"""
-    top_p: Annotated[float, tyro.conf.arg(metavar="P")] = ranged(1.0, "1 to sample from all", above=0, most=1)
+    top_p: Annotated[float, tyro.conf.arg(metavar="P")] = ranged(1.0, "write 1 to sample from all", above=0, most=1)
     """sample from the fewest most likely tokens with total probability P"""
-    seed: Count = ranged(0, "any number in this range", least=0, most=2**63 - 1)
+    seed: Count = ranged(0, "write a number in this range", least=0, most=2**63 - 1)
     """seed of the sampling"""
     ignore_eos: bool = False
     """continue after the end of a document, and print the token that ends it"""

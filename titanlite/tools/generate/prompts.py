@@ -28,7 +28,7 @@ class Prompt:
 
 
 def read_prompts(texts: Sequence[str], files: Sequence[str]) -> tuple[list[Prompt], list[Problem]]:
-    """The texts, then the unchanged contents of the files; the file name STDIN means standard input."""
+    """The texts, then the unchanged contents of the files; the file name - means standard input."""
     prompts = [Prompt("--prompt", text) for text in texts]
     # Python decodes command-line bytes that are not UTF-8 to surrogates.
     broken = [prompt for prompt in prompts if any("\ud800" <= character <= "\udfff" for character in prompt.text)]
@@ -40,10 +40,16 @@ def read_prompts(texts: Sequence[str], files: Sequence[str]) -> tuple[list[Promp
         except JsonError as error:
             remedy = "for the output of a command, write: COMMAND | titanlite generate RUN --prompt-file -"
             problems.append(Problem("--prompt-file", file, f"a text file; it {error}", remedy))
-        except (OSError, UnicodeDecodeError) as error:
-            problems.append(Problem("--prompt-file", file, "a readable text file in UTF-8", str(error)))
+        except OSError as error:
+            reason = "the file does not exist" if isinstance(error, FileNotFoundError) else error.strerror
+            problems.append(Problem("--prompt-file", file, f"a readable text file in UTF-8 ({reason})", "fix the path"))
+        except UnicodeDecodeError as error:
+            remedy = f"save it as UTF-8: byte {error.start} is not"
+            problems.append(Problem("--prompt-file", file, "a readable text file in UTF-8", remedy))
     if not texts and not files:
-        problems.append(Problem("--prompt", None, "required, unless --prompt-file is given", '--prompt "def main("'))
+        problems.append(
+            Problem("--prompt", None, "required, unless --prompt-file is given", 'write --prompt "def main("')
+        )
     return prompts, problems
 
 

@@ -26,6 +26,7 @@ from titanlite.tools.parity.compare import compare_layouts, run_reference
 from titanlite.tools.parity.layouts import (
     EXAMPLE,
     FORM,
+    MAX_RANKS,
     ONE_PROCESS,
     Layout,
     Refusal,
@@ -63,7 +64,7 @@ class Options:
 
     config: ConfigFile
     """TOML file, or the name of a shipped configuration"""
-    ranks: Annotated[Count, EITHER] = ranged(4, least=1)
+    ranks: Annotated[Count, EITHER] = ranged(4, "give a number in this range", least=1, most=MAX_RANKS)
     """compare all layouts of N ranks"""
     layouts: Annotated[tuple[str, ...], tyro.conf.arg(metavar="LAYOUT ...", help=LAYOUTS_HELP), EITHER] = ()
     steps: Annotated[int, tyro.conf.arg(metavar="K")] = ranged(2, least=1)

@@ -14,6 +14,8 @@ from titanlite.runtime.errors import Problem
 
 SCHEDULE_NAMES: tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)
 SCHEDULES_PER_PIPELINE = 3
+MAX_RANKS = 64
+"""Each rank is a process on this machine."""
 EXAMPLE = "x".join("2" if axis in ("pp", "dp_shard") else "1" for axis in AXES)
 FORM = f"{'x'.join(axis.upper() for axis in AXES)}[:SCHEDULE]"
 
@@ -49,8 +51,10 @@ def layout_from_text(text: str, own_schedule: PipelineSchedule) -> Layout | Prob
     """Parse a layout. If a pipeline has no schedule, it uses the configuration's schedule."""
     found = re.fullmatch(rf"([1-9]\d*(?:x[1-9]\d*){{{len(AXES) - 1}}})(?::(\w+))?", text)
     if not found:
-        return Problem("--layouts", text, f"{FORM}; degrees are 1 or more", f"for example {EXAMPLE}")
+        return Problem("--layouts", text, f"{FORM}; degrees are 1 or more", f"write for example {EXAMPLE}")
     degrees = tuple(map(int, found[1].split("x")))
+    if math.prod(degrees) > MAX_RANKS:
+        return Problem("--layouts", text, f"at most {MAX_RANKS} ranks, processes on this machine", "use fewer ranks")
     schedule, has_pipeline = found[2], degrees[AXES.index("pp")] > 1
     if schedule and not has_pipeline:
         return Problem("--layouts", text, "a schedule needs pp above 1", f"write {text.partition(':')[0]}")

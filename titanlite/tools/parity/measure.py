@@ -197,7 +197,11 @@ def local_box(full: Tensor, parameter: Tensor) -> Tensor:
 
 
 def differences_from(tensors: Mapping[str, Tensor | None], reference_file: Path) -> dict[str, float | None]:
-    """Step.gradients for any tensors by parameter name, gathered one at a time. None counts as zero."""
+    """L2 norm of each tensor's difference from the reference file, by parameter name.
+
+    None if the shapes differ or the reference has no such tensor. A missing tensor (None) counts as zero. Gathers
+    one tensor at a time.
+    """
     reference = read_tensors(reference_file)
     differences: dict[str, float | None] = {}
     for name, tensor in tensors.items():

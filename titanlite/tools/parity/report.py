@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from titanlite.config.schema import JobConfig
+from titanlite.runtime.text import counted
 from titanlite.tools.parity.compare import Result, combined_hash
 from titanlite.tools.parity.layouts import Layout, Refusal
 from titanlite.tools.parity.measure import Measurement
@@ -47,8 +48,8 @@ def head_lines(config: JobConfig, steps: int, references: Sequence[Measurement])
     labels = training.global_batch_size * training.seq_len
     valid = ", ".join(str(step.num_valid) for step in reference.steps)
     yield (
-        f"reference: one process, plain torch, float64; {steps} step{'s' if steps > 1 else ''} of "
-        f"{training.global_batch_size} sequences x {training.seq_len} tokens"
+        f"reference: one process, plain torch, float64; {counted(steps, 'step')} of "
+        f"{counted(training.global_batch_size, 'sequence')} x {training.seq_len} tokens"
     )
     yield f"           valid labels per step, the others masked on purpose: {valid} of {labels}"
     losses = ", ".join(f"{step.loss:.6f}" for step in reference.steps)
@@ -67,7 +68,7 @@ def bound_lines(own_dtypes: Sequence[str]) -> Iterator[str]:
     if set(own_dtypes) != {"float64"}:
         yield (
             f"    {short_dtypes(own_dtypes)}, against float64: {MULTIPLE:g} x the one-process run's own error + "
-            f"{FLOOR_EPS:g} eps; the one-process run itself {ONE_PROCESS_EPS:g} eps"
+            f"{FLOOR_EPS:g} eps; for the one-process run: {ONE_PROCESS_EPS:g} eps"
         )
 
 

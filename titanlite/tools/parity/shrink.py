@@ -66,8 +66,8 @@ def shrink_config(config: JobConfig, ranks: int) -> JobConfig:
     """A small configuration whose sizes are divisible by the same mesh degrees, up to `ranks`, as those of `config`.
 
     The vocabulary shrinks to the tokenizer's if that is smaller; token files may contain any id, so their vocabulary
-    stays. It grows until the embedding has more elements than one block of initial weights. The text is cut into the
-    same pieces, so an existing index is reused.
+    stays. The vocabulary is enlarged if necessary, until the embedding has more elements than one block of initial
+    weights. The text is cut into the same pieces, so an existing index is reused.
     """
     _, model = resolve_model(config.model)
     tokenizer = prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=model.vocab_size)

@@ -19,20 +19,20 @@ from titanlite.tools.plan.report import report
 
 @dataclass(frozen=True)
 class Options:
-    """Memory, communication and idle time of a configuration on a number of ranks, before it is run.
+    """Memory, communication and idle time of a configuration on a number of ranks, before you run it.
 
-    --section.key VALUE overrides a key of CONFIG, as for training. Exit code 2 if training would refuse the
+    Override a key of CONFIG by --section.key VALUE, as for training. Exit code 2 if training would refuse the
     configuration.
     """
 
     config: ConfigFile
     """TOML file, or the name of a shipped configuration"""
-    world_size: Count = ranged(tyro.MISSING, "the number of processes of the run", least=1)
+    world_size: Count = ranged(tyro.MISSING, "give the number of processes of the run", least=1)
     """number of processes"""
     device: Literal["cuda", "cpu"] = "cuda"
     """device that "auto" dtypes are resolved for"""
     device_memory_gib: Annotated[float, tyro.conf.arg(metavar="GIB")] = ranged(
-        80.0, "80 for an H100", above=0, below=math.inf
+        80.0, "set the memory of one device in GiB, for example 80 for an H100", above=0, below=math.inf
     )
     """memory of one device"""
 

@@ -7,6 +7,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.planning.estimate import Estimate, RankPlan
 from titanlite.planning.remedies import remedies
 from titanlite.runtime.memory import GIB, USABLE
+from titanlite.runtime.text import counted
 
 
 def report(config: JobConfig, plan: Estimate, device_memory_gib: float) -> str:
@@ -21,7 +22,7 @@ def report(config: JobConfig, plan: Estimate, device_memory_gib: float) -> str:
         f"gradient reduction {training.mixed_precision_reduce}",
         f"Batch: {training.global_batch_size:,} sequences of {training.seq_len:,} tokens = "
         f"{training.global_batch_size * training.seq_len:,} tokens per step; "
-        f"each data rank has {plan.microbatches} microbatches of {plan.rows}",
+        f"each data rank has {counted(plan.microbatches, 'microbatch')} of {counted(plan.rows, 'sequence')}",
     ]
     if section.pp > 1:
         steps = "" if plan.schedule_steps == 1 else f" in {plan.schedule_steps} runs of the schedule"

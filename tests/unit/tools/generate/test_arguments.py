@@ -81,6 +81,13 @@ def test_a_prompt_from_a_pipe_or_device_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("never_opened")
+def test_a_missing_prompt_file() -> None:
+    (problem,) = problems_of("--prompt-file", "nowhere")
+    assert problem.rule == "a readable text file in UTF-8 (the file does not exist)"
+    assert problem.remedy == "fix the path"
+
+
+@pytest.mark.usefixtures("never_opened")
 def test_a_prompt_is_required() -> None:
     assert [problem.key for problem in problems_of()] == ["--prompt"]
 

@@ -41,6 +41,7 @@ def test_a_named_layout(text: str, layout: Layout) -> None:
         ("2x1x1x1:", "PPxDP_REPLICATE"),
         ("2x1x1x1:1f1b", "the schedules: GPipe"),
         ("1x1x2x1:GPipe", "pp above 1"),
+        ("1000000x1x1x1", "at most 64 ranks"),
     ],
 )
 def test_an_invalid_layout(text: str, rule: str) -> None:

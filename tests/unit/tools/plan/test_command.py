@@ -98,7 +98,7 @@ def test_a_plan_that_does_not_fit_names_the_largest_item_and_a_remedy(tmp_path: 
 def test_the_batch_that_fits_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     fits = ["--training.local_batch_size", "-1", "--training.global_batch_size", "12"]
     main(["quickstart", "--world-size", "2", "--device", "cpu", "--device-memory-gib", "100", *fits])
-    assert "each data rank has 1 microbatches of 6" in capsys.readouterr().out
+    assert "each data rank has 1 microbatch of 6 sequences" in capsys.readouterr().out
     main(["quickstart", "--world-size", "2", "--device", "cpu", "--device-memory-gib", "0.1", *fits])
     assert "each data rank has 6 microbatches of 1" in capsys.readouterr().out
 

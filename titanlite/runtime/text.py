@@ -1,0 +1,7 @@
+"""Text of messages."""
+
+
+def counted(count: int, noun: str) -> str:
+    """A number and its noun: 1 file, 2,000 files."""
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural}"
