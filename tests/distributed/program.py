@@ -41,7 +41,7 @@ CONFIG = "\n".join(
         "[training]",
         "steps = 6",
         f"seq_len = {SEQ_LEN}",
-        "local_batch_size = 2",
+        "local_batch_size = 8",  # each microbatch costs collectives
         f"global_batch_size = {GLOBAL_BATCH}",
         'dtype = "float64"',
         "[optimizer]",

@@ -24,7 +24,7 @@ KILLS = (
     (5, 0),  # step 4 is saved: ten of 16 streams are at the start of their second epoch
     (5, 0),  # right after the resume
 )
-SETTINGS = (f"training.steps={STEPS}", "training.local_batch_size=2")
+SETTINGS = (f"training.steps={STEPS}", "training.local_batch_size=4")
 SINGLE = (1, ())
 SHARDED = (2, ())
 TENSOR = (2, ("parallelism.tp=2",))

@@ -30,8 +30,8 @@ class Options:
     Starts from the run's latest checkpoint before step K, or from its initial weights; the steps from there to K - 1
     are computed again in the run's dtypes. Step K is computed in float64 and in the run's dtypes. Both are compared
     with the record of the run's last faults.record_steps steps: the gradient norm of each parameter, the loss of each
-    sequence. Nothing is written into the run's folder. Exit code: 0 if the record is reproduced; 1 if it differs or does
-    not exist; 2 for invalid arguments.
+    sequence. Nothing is written into the run's folder. Exit code: 0 if the record is reproduced; 1 if it differs or
+    does not exist; 2 for invalid arguments.
     """
 
     dump_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DUMP_FOLDER")]
