@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -188,15 +188,30 @@ def read_records(dump_folder: Path) -> list[Record]:
     for file in sorted((dump_folder / RECORD_FOLDER).glob("*.npz"), reverse=True):
         try:
             records.append(_read_record(file))
-        except (OSError, ValueError, TypeError, LookupError, EOFError, zipfile.BadZipFile) as error:
+        except Exception as error:  # numpy and zipfile raise errors of many kinds
             log.warning("%s is not a record of steps: %s", file, error)
     return records
 
 
+class _About(TypedDict):
+    """Schema of `about` in a record."""
+
+    parameters: list[str]
+    config: dict[str, Any]
+    code: dict[str, str]
+    world_size: int
+    device: str
+
+
 def _read_record(file: Path) -> Record:
-    with np.load(io.BytesIO(read_regular(file, MAX_BYTES)), allow_pickle=False) as archive:
+    content = io.BytesIO(read_regular(file, MAX_BYTES))
+    with zipfile.ZipFile(content) as checked:
+        if checked.testzip() is not None:
+            raise ValueError("its checksums do not match")
+    content.seek(0)
+    with np.load(content, allow_pickle=False) as archive:
         arrays = {name: archive[name] for name in archive.files}
-    about = parse_json(arrays.pop("about").tobytes())
+    about = parse_json(arrays.pop("about").tobytes(), _About)
     names = about.pop("parameters")
     steps = {}
     for row in range(len(arrays["step"])):

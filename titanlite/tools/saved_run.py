@@ -175,8 +175,13 @@ def latest_before(dump_folder: Path, step: int) -> SavedRun | None:
     Raises UserError.
     """
     folder = dump_folder / _checkpoint_folder(dump_folder)
-    earlier = [saved for saved in published_steps(folder) if saved < step]
+    earlier = [saved for saved in checkpoint_steps(dump_folder) if saved < step]
     return next((found for found in _valid(folder, earlier) if found.manifest.content == "full"), None)
+
+
+def checkpoint_steps(dump_folder: Path) -> list[int]:
+    """Steps of a run's checkpoints, damaged ones included, in ascending order."""
+    return published_steps(dump_folder / _checkpoint_folder(dump_folder))
 
 
 def _valid(folder: Path, steps: Sequence[int]) -> Iterator[SavedRun]:

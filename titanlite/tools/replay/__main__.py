@@ -18,7 +18,13 @@ from titanlite.runtime.logging import setup_logging
 from titanlite.tools.command import Count, check_options, read_options, run_command
 from titanlite.tools.parity.measure import own_dtypes
 from titanlite.tools.replay.compare import judge
-from titanlite.tools.replay.compute import replay, replayed_config, require_start, require_trained
+from titanlite.tools.replay.compute import (
+    replay,
+    replayed_config,
+    require_same_settings,
+    require_start,
+    require_trained,
+)
 from titanlite.tools.replay.report import report_lines
 from titanlite.tools.saved_run import latest_before
 
@@ -56,14 +62,17 @@ def main(argv: Sequence[str]) -> None:
     folder, step = options.dump_folder, options.step
     if not (folder / CONFIG_COPY).is_file():
         raise UserError(f"{folder} has no {CONFIG_COPY}: pass the dump folder of a run")
-    require_trained(folder, step)
-    records = [record for record in read_records(folder) if step in record.steps]
+    all_records = read_records(folder)
+    require_trained(folder, all_records, step)
+    records = [record for record in all_records if step in record.steps]
     saved = latest_before(folder, step)
     config = replayed_config(folder, records, saved, world)
     require_start(folder, config, records, saved, step, from_checkpoint_only=options.from_checkpoint_only)
+    if records:
+        require_same_settings(records[0], all_records, saved, step)
     replayed = replay(config, saved, step, world)
     dtypes = own_dtypes(config)
-    verdict = judge(replayed, records, dtypes, code_facts(os.environ), kept=config.faults.record_steps)
+    verdict = judge(replayed, all_records, dtypes, code_facts(os.environ), kept=config.faults.record_steps)
     for line in report_lines(records, replayed, verdict, "/".join(dict.fromkeys(dtypes)), options.sequences):
         print(line)
     if not verdict.reproduced:

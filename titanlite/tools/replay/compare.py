@@ -18,6 +18,9 @@ GROWTH = 10.0
 MAX_CHANGED = 5
 """Changed files and settings that the report lists."""
 
+MAX_ALLOWED = 0.5
+"""A larger relative difference is never rounding."""
+
 LOSS = "loss"
 GRAD_NORM = "grad norm"
 
@@ -38,41 +41,47 @@ def judge(
     """Compare the step with its latest record. dtypes: the run's. code: of this process, see code_facts. kept: steps
     that a record keeps.
 
-    Given equal weights, differences are bounded by a multiple of those between the run's dtypes and float64 on one
-    process. Steps that were computed again leave weights that differ by rounding; the differences then grow slowly.
+    records: of all launches, the latest first. Given equal weights, differences are bounded by a multiple of those
+    between the run's dtypes and float64 on one process. Steps that were computed again leave weights that differ by
+    rounding; the differences then grow slowly. After a step without a record, weights are known to be equal only once
+    the numbers agree within the first bound.
     """
     own = replayed.own
     lines = list(_not_finite(replayed, dtypes))
-    if not records:
+    by_step = {step: record for record in reversed(records) for step in record.steps}
+    if own.step not in by_step:
         lines.append(
             f"no record of step {own.step}: each launch records its last faults.record_steps = {kept} steps, and the "
             f"last {MAX_RECORDS} launches are kept"
         )
         return Verdict(False, {}, lines)
-    record = records[0]
     eps = max(torch.finfo(DTYPES[name]).eps for name in dtypes)
     rounding = [error for error in differences(own, replayed.exact).values() if math.isfinite(error)]
-    bound = limit = FLOOR_EPS * eps + MULTIPLE * max(rounding, default=0.0)
+    bound = limit = min(FLOOR_EPS * eps + MULTIPLE * max(rounding, default=0.0), MAX_ALLOWED)
+    is_known = True  # whether the weights are those of the run, up to rounding
     for step in (*replayed.earlier, own):
-        if step.step not in record.steps:
-            limit = math.inf  # how far rounding has grown is not known
+        record = by_step.get(step.step)
+        if record is None:
+            is_known, limit = False, bound
             continue
-        recorded = record.steps[step.step]
-        found = differences(recorded, step)
+        found = differences(record.steps[step.step], step)
         worst = max(found, key=lambda name: found[name])
         numbers = f"{worst} differs most, by {found[worst]:.1e}; allowed: {limit:.1e}"
-        if recorded.num_valid != step.num_valid or found[worst] > limit:
+        agrees = found[worst] <= limit and record.steps[step.step].num_valid == step.num_valid
+        if is_known and not agrees:
             lines += _not_reproduced(record, step, own.step, numbers, code)
-            return Verdict(False, differences(record.steps[own.step], own), lines)
-        allowed, limit = limit, max(bound, GROWTH * found[worst])
-    is_known = math.isfinite(allowed) or found[worst] <= bound
-    if is_known:
-        lines.append(f"reproduced ({numbers}): the run's hardware and layout are not the cause")
-    else:
+            return Verdict(False, differences(by_step[own.step].steps[own.step], own), lines)
+        if agrees:
+            is_known, limit = True, min(max(bound, GROWTH * found[worst]), MAX_ALLOWED)
+    if not is_known:
         lines.append(
             f"undecided ({numbers}): earlier steps were computed again without a record of them, in which rounding may "
             "have grown this far; a larger faults.record_steps or a smaller checkpoint.interval would decide"
         )
+    elif _is_finite(own):
+        lines.append(f"reproduced ({numbers}): the run's hardware and layout are not the cause")
+    else:
+        lines.append(f"reproduced: the same numbers are not finite; of the others, {numbers}")
     return Verdict(is_known, found, lines)
 
 

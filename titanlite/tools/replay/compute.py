@@ -12,6 +12,7 @@ from titanlite.assembly.data import build_data, build_tokenizer
 from titanlite.assembly.model import build_model, build_trainer
 from titanlite.assembly.run import about_run, build_meter, fetch_imported
 from titanlite.batch import IGNORE_INDEX, Batch
+from titanlite.checkpoint.compatibility import changed_settings
 from titanlite.checkpoint.start import StartFinder
 from titanlite.checkpoint.state import RunState, local_part
 from titanlite.config.check import check_config, resolve_config
@@ -19,7 +20,7 @@ from titanlite.config.load import CONFIG_COPY, config_from_values, parse_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.faults.record import Record, RecordedStep, read_records
+from titanlite.faults.record import Record, RecordedStep
 from titanlite.forward import on_device
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.history import last_row
@@ -30,7 +31,7 @@ from titanlite.runtime.errors import ConfigError, UsageError, UserError
 from titanlite.runtime.logging import log
 from titanlite.tools.parity.layouts import ONE_PROCESS, config_of
 from titanlite.tools.parity.measure import passes
-from titanlite.tools.saved_run import SavedRun
+from titanlite.tools.saved_run import SavedRun, checkpoint_steps
 from titanlite.trainer import Trainer
 
 PROGRESS_S = 30.0
@@ -87,10 +88,10 @@ def replayed_config(folder: Path, records: Sequence[Record], saved: SavedRun | N
     return resolve_config(config, world_size=world.size, device_type=world.device_type)
 
 
-def require_trained(folder: Path, step: int) -> None:
-    """Raise UsageError if the run has not taken the step, so far as its metrics and records show."""
-    recorded = (taken for record in read_records(folder) for taken in record.steps)
-    last = max(last_row(folder / METRICS_FILE).get("step", 0), *recorded, 0)
+def require_trained(folder: Path, records: Sequence[Record], step: int) -> None:
+    """Raise UsageError if the run has not taken the step, so far as its metrics, records and checkpoints show."""
+    recorded = [taken for record in records for taken in record.steps]
+    last = max([0, last_row(folder / METRICS_FILE).get("step", 0), *recorded, *checkpoint_steps(folder)])
     if step > last:
         remedy = f"give a --step from 1 to {last}" if last else "it has no step to compute again"
         raise UsageError(f"{folder} is the folder of a run that was trained to step {last}: {remedy}")
@@ -122,6 +123,25 @@ def require_start(
     log.info("Replay of step %d from %s: %s", step, where, first)
     if not records:
         log.info("The run has no record of step %d: it is computed, but there is nothing to compare it with", step)
+
+
+def require_same_settings(record: Record, records: Sequence[Record], saved: SavedRun | None, step: int) -> None:
+    """Raise UserError if steps that are computed again were trained with other settings than step `step`.
+
+    record: of the step. records: of all launches. Known are the settings of the checkpoint and of recorded steps.
+    """
+    start = saved.manifest.step if saved is not None else 0
+    if start == step - 1:
+        return
+    others = [other.about["config"] for other in records if any(start < taken < step for taken in other.steps)]
+    others += [saved.manifest.config] if saved is not None else []
+    for other in others:
+        changed = changed_settings(other, record.about["config"])
+        if changed:
+            raise UserError(
+                f"the steps before step {step} were trained with other settings, so they cannot be computed again with "
+                f"those of step {step}: {'; '.join(changed)}. Replay a step whose checkpoint is nearer"
+            )
 
 
 def duration(seconds: float) -> str:

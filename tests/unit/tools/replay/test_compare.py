@@ -54,7 +54,7 @@ def test_a_larger_difference_is_named_with_what_has_changed() -> None:
 
 
 def test_the_first_step_that_differs_is_named_and_slow_growth_is_no_difference() -> None:
-    grown = [scaled(OWN, error, number) for number, error in ((6, 0.002), (7, 0.015), (8, 0.12), (9, 0.9))]
+    grown = [scaled(OWN, error, number) for number, error in ((6, 0.002), (7, 0.015), (8, 0.12), (9, 0.4))]
     assert verdict(grown, earlier=(6, 7, 8)).reproduced
     jumped = [scaled(OWN, error, number) for number, error in ((6, 0.0), (7, 0.0), (8, 0.1), (9, 0.1))]
     found = verdict(jumped, earlier=(6, 7, 8))
@@ -70,6 +70,15 @@ def test_growth_in_steps_without_a_record_decides_nothing() -> None:
     assert verdict([scaled(OWN, 0.001)], earlier=(7, 8)).reproduced
 
 
+def test_a_step_with_large_differences_after_unknown_steps_is_never_reproduced() -> None:
+    wrong = [scaled(OWN, 0.5, number) for number in (8, 9)]
+    found = verdict(wrong, earlier=(7, 8))
+    assert not found.reproduced
+    assert found.lines[0].startswith("undecided (")
+    right = [scaled(OWN, 0.001, 8), scaled(OWN, 0.02, 9)]
+    assert verdict(right, earlier=(7, 8)).reproduced
+
+
 def test_numbers_that_are_not_finite() -> None:
     found = verdict([BROKEN], own=BROKEN)
     assert found.reproduced
@@ -82,6 +91,7 @@ def test_numbers_that_are_not_finite() -> None:
     nan = replace(BROKEN, row_losses=[0.5, math.nan])
     found = verdict([nan], own=nan, exact=nan)
     assert found.reproduced
+    assert found.lines[1].startswith("reproduced: the same numbers are not finite; of the others, ")
     assert found.lines[0].startswith("the loss of sequence 73 is not finite in float64 either: the cause is in the")
 
 
