@@ -114,29 +114,26 @@ def late_next_step(self: Loader) -> list[Batch]:
         raise
 
 
+PLANTED: dict[str, tuple[Any, str, Any]] = {
+    "step": (Trainer, "train_step", faulty_train_step),
+    "stage": (Trainer, "train_step", step_with_faulty_forward),
+    "data": (build_module, "build_data", endless_build),
+    "late": (Loader, "next_step", late_next_step),
+    "kill": (Trainer, "train_step", killed_train_step),
+    "hang": (Trainer, "train_step", hanging_train_step),
+    "hang-data": (Loader, "next_step", hanging_next_step),
+    "gradient": (Trainer, "train_step", step_with_wrong_gradient),
+    "stop-save": (Saver, "_write", stopped_write),
+    "slow": (Trainer, "train_step", slow_train_step),
+}
+"""FAULT -> the object, its attribute, and what replaces it."""
+
+
 if __name__ == "__main__":
     if os.environ["RANK"] == os.environ["FAULTY_RANK"]:
-        if os.environ["FAULT"] == "step":
-            Trainer.train_step = faulty_train_step  # type: ignore[method-assign]
-        elif os.environ["FAULT"] == "late":
-            Loader.next_step = late_next_step  # type: ignore[method-assign]
-        elif os.environ["FAULT"] == "stage":
-            Trainer.train_step = step_with_faulty_forward  # type: ignore[method-assign]
-        elif os.environ["FAULT"] == "kill":
-            Trainer.train_step = killed_train_step  # type: ignore[method-assign]
-        elif os.environ["FAULT"] == "hang":
-            Trainer.train_step = hanging_train_step  # type: ignore[method-assign]
-        elif os.environ["FAULT"] == "hang-data":
-            Loader.next_step = hanging_next_step  # type: ignore[method-assign]
-        elif os.environ["FAULT"] == "gradient":
-            Trainer.train_step = step_with_wrong_gradient  # type: ignore[method-assign]
-        elif os.environ["FAULT"] == "stop-save":
-            Saver._write = stopped_write  # type: ignore[method-assign]
-        elif os.environ["FAULT"] == "slow":
-            Trainer.train_step = slow_train_step  # type: ignore[method-assign]
-        elif os.environ["FAULT"] == "arguments":
+        if os.environ["FAULT"] == "arguments":
             sys.argv += os.environ["ARGUMENTS"].split()
             os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # a node of its own
         else:
-            build_module.build_data = endless_build
+            setattr(*PLANTED[os.environ["FAULT"]])
     train.main()

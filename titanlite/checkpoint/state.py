@@ -34,8 +34,8 @@ class RunState:
 
     Named tensors, DTensors or plain: model/<parameter>; optimizer/<parameter>/<state>; data/streams, int64
     (num_streams, fields of SourceState of each source), replicated; faults/grad_norms, replicated, if spikes are
-    detected, see SpikeGate. A tied parameter is saved once, under its first
-    name. Learning rate and random numbers follow from step and seed, so they have no state.
+    detected, see SpikeGate. A tied parameter is saved once, under its first name. Learning rate and random numbers
+    follow from step and seed, so they have no state.
     """
 
     def __init__(

@@ -150,14 +150,20 @@ class StepRecorder:
         dist.all_reduce(losses, group=self._group)
         if self._file is None:
             return
+        scalars = [
+            torch.stack([number.double() for number in (each.num_valid, each.skipped, each.grad_norm)])
+            for each in stats
+        ]
+        norms = norms ** (1.0 / self._power)
+        values = torch.cat([torch.stack(scalars), norms, losses], dim=1).cpu()  # one transfer
         columns = {
             "step": torch.tensor([step.number for step in steps]),
             "first_sequence": torch.tensor([step.sequences[0] - self._data_rank for step in steps]),
-            "num_valid": torch.stack([each.num_valid for each in stats]).cpu(),
-            "skipped": torch.stack([each.skipped for each in stats]).bool().cpu(),
-            "grad_norm": torch.stack([each.grad_norm for each in stats]).double().cpu(),
-            "gradient_norms": (norms ** (1.0 / self._power)).cpu(),
-            "row_losses": losses.cpu(),
+            "num_valid": values[:, 0].long(),
+            "skipped": values[:, 1].bool(),
+            "grad_norm": values[:, 2],
+            "gradient_norms": values[:, 3 : 3 + num_parameters],
+            "row_losses": values[:, 3 + num_parameters :],
         }
         self._rows += [{name: column[index] for name, column in columns.items()} for index in range(len(steps))]
         try:
