@@ -22,7 +22,8 @@ FORMAT_VERSION = 1
 class Branch:
     """One branch of a run's history. id: a random name. step: the last step of the previous branch; 0: the start.
 
-    launch: torchrun's run id of the launch that began it, which all its restarts share; "" if it has no unique one.
+    launch: torchrun's run id of the launch that created the branch; restarts of a launch have the same id. "" if the
+    launch has no unique id.
     """
 
     id: str

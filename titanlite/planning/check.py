@@ -24,13 +24,13 @@ from titanlite.runtime.memory import GIB, USABLE, device_memory_bytes
 class Need:
     """What one rank needs, and what its device has, in bytes.
 
-    device: equal on ranks that share a device. least: what it certainly needs. items: the planned peak, by item.
+    device: equal on ranks that share a device. lower_bound: what it certainly needs. items: the planned peak, by item.
     """
 
     rank: int
     host: str
     device: int
-    least: int
+    lower_bound: int
     items: dict[str, int]
     available: int
 
@@ -61,7 +61,7 @@ def check_memory(config: JobConfig, memory: Memory, world: World, store: dist.St
     # The ranks of a node share its memory; each has a GPU of its own.
     device = world.rank - world.local_rank if world.device_type == "cpu" else world.rank
     available = device_memory_bytes(world.device)
-    need = Need(world.rank, socket.gethostname(), device, memory.least, memory.items, available)
+    need = Need(world.rank, socket.gethostname(), device, memory.lower_bound, memory.items, available)
     store.set(f"need/{world.rank}", json.dumps(asdict(need)))
     if world.rank == 0:
         keys = [f"need/{rank}" for rank in range(world.size)]
@@ -84,13 +84,14 @@ def verdict(config: JobConfig, needs: Sequence[Need]) -> tuple[bool, str]:
     devices: dict[int, list[Need]] = {}
     for need in needs:
         devices.setdefault(need.device, []).append(need)
-    sharing = max(devices.values(), key=lambda ranks: sum(need.least for need in ranks) / ranks[0].available)
-    if sum(need.least for need in sharing) > sharing[0].available:
+    sharing = max(devices.values(), key=lambda ranks: sum(need.lower_bound for need in ranks) / ranks[0].available)
+    needed = sum(need.lower_bound for need in sharing)
+    if needed > sharing[0].available:
         refuses = config.memory.check == "refuse"
         then = "nothing was allocated" if refuses else 'the run starts anyway (memory.check = "warn")'
         return refuses, "\n".join(
             [
-                f"the model does not fit: {_needs('at least', sharing, sum(need.least for need in sharing))}; {then}",
+                f"the model does not fit: {_needs('at least', sharing, needed)}; {then}",
                 *_details(config, sharing),
                 *(['  or start anyway, with memory.check = "warn"'] if refuses else ()),
             ]

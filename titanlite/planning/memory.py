@@ -36,9 +36,10 @@ class Memory:
     in_flight: Mapping[int, int]
 
     @property
-    def least(self) -> int:
-        """A lower bound of the peak: parameters, optimizer state and buffers, with the gradients or with half of what
-        one microbatch keeps. Half, since compiled blocks keep less than the formulas say."""
+    def lower_bound(self) -> int:
+        """Lower bound of the peak: parameters, optimizer state and buffers, plus the larger of the gradients and half
+        of the activations that one microbatch saves. Only half, because compiled blocks save less than the formulas
+        say."""
         return self.parameters + self.optimizer + self.buffers + max(self.gradients, self.microbatch // 2)
 
     @property

@@ -57,7 +57,7 @@ def schedule_order(section: ParallelismConfig, num_microbatches: int) -> list[li
         for index in local_stages(section, 0)
     ]
     schedule: Any = get_schedule_class(section.pp_schedule)(stages, num_microbatches, scale_grads=False)
-    return [list(_flat(schedule.pipeline_order_with_comms[rank])) for rank in range(section.pp)]
+    return [list(_flatten(schedule.pipeline_order_with_comms[rank])) for rank in range(section.pp)]
 
 
 def one_stage_order(stage: int, ahead: int, num_microbatches: int) -> list[Action]:
@@ -69,11 +69,12 @@ def one_stage_order(stage: int, ahead: int, num_microbatches: int) -> list[Actio
     return actions + [Action("backward", stage, index) for index in range(num_microbatches - ahead, num_microbatches)]
 
 
-def _flat(actions: Iterable[Any]) -> Iterable[Action]:
-    """Flatten overlapping pairs of actions, which torch's runtime runs one after the other."""
+def _flatten(actions: Iterable[Any]) -> Iterable[Action]:
+    """Split torch's OVERLAP_F_B actions (a forward and a backward pass) into their two parts, which torch's runtime
+    executes one after the other."""
     for action in actions:
         if action.sub_actions is not None:
-            yield from _flat(action.sub_actions)
+            yield from _flatten(action.sub_actions)
         elif action.computation_type.name in _KINDS:
             index = -1 if action.microbatch_index is None else action.microbatch_index
             yield Action(_KINDS[action.computation_type.name], action.stage_index, index)

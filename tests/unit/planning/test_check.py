@@ -23,8 +23,8 @@ from titanlite.runtime.memory import GIB, USABLE
 ITEMS = {"parameters": 4 * GIB, "optimizer": 8 * GIB, "activations": 6 * GIB}
 
 
-def need(rank: int, least: int, available: int, device: int | None = None) -> Need:
-    return Need(rank, "node1", rank if device is None else device, least * GIB, ITEMS, available * GIB)
+def need(rank: int, lower_bound: int, available: int, device: int | None = None) -> Need:
+    return Need(rank, "node1", rank if device is None else device, lower_bound * GIB, ITEMS, available * GIB)
 
 
 def config_with(check: str) -> JobConfig:
@@ -71,7 +71,7 @@ def test_the_lower_bound_is_below_the_planned_peak(layout: list[str], recompute:
     config = small_config(2, "training.seq_len=64", f"activation_checkpoint.mode={recompute}", *layout)
     for rank in estimate(config, 2, device_type="cpu").ranks:
         memory = rank.memory
-        assert memory.parameters + memory.optimizer + memory.gradients <= memory.least <= memory.total
+        assert memory.parameters + memory.optimizer + memory.gradients <= memory.lower_bound <= memory.total
 
 
 def planned(config: JobConfig, rows: int) -> Memory:
