@@ -53,7 +53,7 @@ class Estimate:
 
 
 def has_estimate(config: JobConfig) -> bool:
-    """Whether the memory of the model's family can be planned: the formulas are those of decoders."""
+    """Whether memory can be estimated for the model's family: only for decoders (DecoderConfig)."""
     return isinstance(resolve_model(config.model)[1], DecoderConfig)
 
 
