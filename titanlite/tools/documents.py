@@ -55,7 +55,7 @@ def _check_text(section: DataConfig) -> list[Problem]:
 
 
 def piece_bytes(config: JobConfig) -> int:
-    """Maximum bytes of a piece: data.max_piece_bytes, with -1 replaced by its default. The config is not resolved yet."""
+    """Maximum bytes of a piece: data.max_piece_bytes, with -1 replaced by its default."""
     size = config.data.max_piece_bytes
     return PIECE_BYTES_PER_POSITION * config.training.seq_len if size == -1 else size
 
