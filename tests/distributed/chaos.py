@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from tests.distributed.chaos_train import ORDER_FILE
+from tests.distributed.chaos_train import ORDER_FILE, PACE_FILE
 from tests.distributed.program import PATIENCE_S, TORCHRUN, Program, Starter
 from tests.distributed.recovered import saved_steps, start_saving, starts, stopped, trained_steps
 from titanlite.checkpoint.folder import published_steps, step_folder
@@ -22,6 +22,8 @@ from titanlite.metrics.config import METRICS_FILE
 START = "Job: "
 INTERVAL = 3
 GONE_S = 5.0
+PACE_S = 0.3
+"""A second job is refused after 10 s, in which the run must not end."""
 RESTARTS = 1000
 SETTINGS = (
     *("--checkpoint.interval", str(INTERVAL)),
@@ -295,8 +297,9 @@ FAULTS: dict[str, Fault] = {
 
 
 def survive(chaos: Chaos, names: Sequence[str]) -> None:
-    """Inject the faults in this order, spread over the run, and wait for the end of the run."""
-    slot = chaos.steps / (len(names) + 1)
+    """Inject the faults in this order, spread over the first 0.8 of the run, and wait for the end of the run."""
+    (chaos.workplace / PACE_FILE).write_text(str(PACE_S))
+    slot = 0.8 * chaos.steps / (len(names) + 1)
     for number, name in enumerate(names):
         chaos.wait_for_step(round(slot * (number + chaos.random.uniform(0.3, 1.0))))
         FAULTS[name](chaos)
