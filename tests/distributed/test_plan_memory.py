@@ -182,7 +182,7 @@ def least_peaks(world_size: int, settings: list[str]) -> list[int]:
     """Lower bound for each pipeline rank, without parameters, optimizer state and buffers."""
     config, _ = configuration(world_size, settings, MICROBATCHES)
     memories = [rank.memory for rank in estimate(config, world_size, device_type="cpu").ranks]
-    return [memory.least - memory.parameters - memory.optimizer - memory.buffers for memory in memories]
+    return [memory.lower_bound - memory.parameters - memory.optimizer - memory.buffers for memory in memories]
 
 
 def kept_errors(layout: str, dtype: str) -> dict[str, float]:
