@@ -203,6 +203,7 @@ def test_a_source_may_be_added_on_resume(tmp_path: Path) -> None:
     state = loader.state()
     both = build(source(tmp_path / "first.npy"), source(tmp_path / "second.npy"))
     both.load_state(state)
+    assert both.describe(state) == f"sequence 6 (tokens {tmp_path / 'first.npy'}: epoch 0)"
     found = rows(both, 10)
     for stream in range(2):
         of_stream = found[stream::2]
