@@ -28,5 +28,5 @@ def test_a_run_beside_the_checkpoints_of_another_is_refused(tmp_path: Path, earl
     message = f"but {tmp_path / earlier} holds .* resume it with --checkpoint.folder {earlier},"
     with pytest.raises(UserError, match=message):
         start(tmp_path, now)
-    with pytest.raises(UserError, match="checkpoint.enable = false, but"):
+    with pytest.raises(UserError, match=r"checkpoint\.enable = false, but"):
         start(tmp_path, earlier, enable=False)

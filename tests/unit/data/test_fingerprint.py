@@ -20,6 +20,7 @@ from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.hub_files import HubFiles
 from titanlite.data.sources.text import Text
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.runtime.cache import cache_folder
 from titanlite.runtime.errors import UserError
 
 LARGE = 3 * SAMPLED_BLOCKS * BLOCK_BYTES
@@ -133,6 +134,34 @@ def test_an_edit_between_sampled_blocks_is_not_detected(corpus: Path) -> None:
         file.write(b"y")
     (found,) = describe_difference(before, fingerprint_of(text_data(corpus)))
     assert f"bytes {29 + LARGE:,} -> {30 + LARGE:,}; content differs" in found
+
+
+def edit_digit(file: Path) -> None:
+    text = file.read_text()
+    place = text.index("xxh3-128:") + len("xxh3-128:")
+    file.write_text(f"{text[:place]}{'1' if text[place] == '0' else '0'}{text[place + 1 :]}")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        edit_digit,
+        lambda file: file.write_text(file.read_text()[:20]),
+        lambda file: file.unlink(),
+        lambda file: (file.unlink(), os.mkfifo(file)),
+    ],
+)
+def test_a_damaged_cached_fingerprint_is_built_again(
+    damage: Callable[[Path], None], corpus: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = fingerprint_of(text_data(corpus))
+    (file,) = (cache_folder() / "fingerprint").glob("*/*.json")
+    damage(file)
+    assert fingerprint_of(text_data(corpus)) == before
+    assert f"the fingerprint of text {corpus} in {file.parent} is damaged and is built again" in caplog.text
+    caplog.clear()
+    assert fingerprint_of(text_data(corpus)) == before
+    assert not caplog.text
 
 
 def test_bytes_moved_to_the_next_file_are_detected(corpus: Path) -> None:
