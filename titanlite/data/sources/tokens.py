@@ -118,6 +118,7 @@ class WindowCorpus:
         sizes = dict(zip(self._files, map(len, self._tokens), strict=True)) if documents else {}
         self._starts = [DocumentStarts(documents_file(file), size) for file, size in sizes.items()]
         self._unverified = self._recorded_hashes()
+        self._read: set[int] = set()
         targets = [max(0, len(tokens) - 1) for tokens in self._tokens]
         windows = [-(-count // seq_len) if keep_tail else count // seq_len for count in targets]
         self._ends = list(accumulate(windows))
@@ -135,6 +136,14 @@ class WindowCorpus:
 
     def fetch(self, pieces: Sequence[int]) -> list[TokenPiece | Exception]:
         return [self._window(piece) for piece in pieces]
+
+    def check_unchanged(self) -> None:
+        """Raise UserError if a file that was read since the last call has changed since it was opened."""
+        for number in self._read:
+            self._tokens[number].check_unchanged()
+            if self._starts:
+                self._starts[number].check_unchanged()
+        self._read.clear()
 
     def _recorded_hashes(self) -> dict[int, list[tuple[Path, str]]]:
         """The files and hashes to verify before the first window of each file, by its number."""
@@ -170,6 +179,7 @@ class WindowCorpus:
                 return UserError(f"{file} can no longer be read: {error.strerror}")
             if not is_same:
                 return UserError(f"{file} has changed since it was written, by {MANIFEST}: copy or write it again")
+        self._read.add(number)
         tokens = self._tokens[number]
         end = min(begin + self._seq_len + 1, len(tokens))
         try:
@@ -205,6 +215,7 @@ class DocumentStarts:
     def __init__(self, path: Path, num_tokens: int) -> None:
         """Read the file once. Raises UserError if it does not have positions from 0 to num_tokens in order."""
         self._starts = ArrayFile(path)
+        self.check_unchanged = self._starts.check_unchanged
         if self._starts.dtype != np.dtype("<i8"):
             raise UserError(f"{path} must be a 1-D array of int64, but is 1-D {self._starts.dtype}")
         firsts, last = [np.empty(0, np.int64)], 0
