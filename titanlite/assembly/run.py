@@ -347,9 +347,15 @@ def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: To
         # without options that apply to this start only
         checkpoint = replace(config.checkpoint, load_step=-1, accept_changes=())
         later = replace(config, job=replace(config.job, take_over=False), checkpoint=checkpoint)
-        replace_file(Path(config.job.dump_folder, CONFIG_COPY), dump_config(later).encode())  # follows no link
-        if tokenizer is not None:
-            tokenizer.save(Path(config.job.dump_folder, TOKENIZER_FOLDER))
+        try:
+            replace_file(Path(config.job.dump_folder, CONFIG_COPY), dump_config(later).encode())  # follows no link
+            if tokenizer is not None:
+                tokenizer.save(Path(config.job.dump_folder, TOKENIZER_FOLDER))
+        except OSError as error:
+            raise UserError(
+                f"job.dump_folder: cannot write {error.filename2 or error.filename}: {error.strerror}; fix this, or "
+                "give another folder with --job.dump_folder"
+            ) from None
     dist.barrier()
 
 

@@ -339,20 +339,32 @@ def _mismatches(folder: Path, files: Sequence[Path], *, complete: bool, vocab_si
         return
     rule = f"the files listed in {folder / MANIFEST}"
     shards = {shard["file"]: shard for shard in manifest["shards"]}
+    tokens = sum(shard["tokens"] for shard in manifest["shards"])
+    if len(shards) < len(manifest["shards"]) or manifest.get("tokens", tokens) != tokens:
+        yield f"a consistent {MANIFEST}", f"{folder / MANIFEST} lists a file twice or a wrong sum: write it again"
+    needed = manifest["tokenizer"]["vocab_size"]
     for file in files:
         if file.name not in shards:
             yield rule, f"{file} is not listed: move it to another folder"
             continue
         listed = {file: shards[file.name]["bytes"]}
-        if (starts := documents_file(file)).exists():  # only data.document_mask needs it
+        starts = documents_file(file)
+        if starts.is_symlink() and not starts.exists():
+            yield rule, f"{starts} is a link to a file that does not exist: copy the file there"
+        if starts.exists():  # only data.document_mask needs it
             listed[starts] = HEADER_BYTES + np.dtype(np.int64).itemsize * shards[file.name]["documents"]
         for path, num_bytes in listed.items():
             if (size := path.stat().st_size) != num_bytes:
                 yield rule, f"{path} has {size:,} bytes instead of {num_bytes:,}: copy or write it again"
+        opened = open_tokens(file, "")
+        listed_as = f"{shards[file.name]['tokens']:,} tokens of {manifest['dtype']}"
+        if (found := f"{len(opened):,} tokens of {opened.dtype.name}") != listed_as:
+            yield rule, f"{file} has {found} instead of {listed_as}: copy or write it again"
+        if find_invalid(opened.read(0, min(CHECKED_TOKENS, len(opened))), needed) is not None:
+            yield rule, f"{file} has tokens above vocab_size = {needed} of {MANIFEST}: copy or write it again"
     missing = sorted(shards.keys() - {file.name for file in files})
     if complete and missing:
         yield rule, f"{folder / missing[0]} is missing: copy it there, or write the files again"
-    needed = manifest["tokenizer"]["vocab_size"]
     if needed > vocab_size:
         rule = f"token files of a tokenizer with at most model.vocab_size = {vocab_size} tokens"
         yield rule, f"{folder / MANIFEST} names {needed}: write vocab_size = {needed} in [model]"
