@@ -6,7 +6,7 @@
     .step-N.writing               being written, or left by an interrupted save
     .step-N.deleting              being deleted
 
-Folders and files with other names are never touched.
+Folders and files with other names are never touched. A link, file or pipe named step-N is quarantined at a start.
 """
 
 import os
