@@ -73,7 +73,7 @@ def _content(path: Path) -> bytes:
         return b""
     except OSError as error:
         raise UserError(
-            f"cannot read {path}: {error.strerror or error}: rename or remove it; the run goes on without earlier rows"
+            f"cannot read {path}: {error.strerror or error}: rename or remove it; the run resumes without earlier rows"
         ) from None
 
 
