@@ -45,7 +45,7 @@ def measure(folder: str, port: int, rounds: int, steps: int, threads: int) -> di
     keys += [f"--parallelism.dp_replicate={size}", "--parallelism.dp_shard=1", f"--job.dump_folder={folder}"]
     config = load_config([*keys, f"--training.local_batch_size={8 // size}"], world_size=size, device_type="cpu")
     mesh = Mesh(config.parallelism, World(rank, rank, size, "cpu"))
-    mesh.connect(config.comm.init_timeout_s)
+    mesh.connect(config.comm)
     trainer = build_trainer(config, build_model(config, mesh, CPU), mesh, CPU)
     group = dist.group.WORLD
     assert group is not None

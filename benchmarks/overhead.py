@@ -99,7 +99,7 @@ def bare_loop(model: nn.Module, next_step: NextStep) -> Callable[[int], None]:
 def trainer_loop(config: JobConfig, next_step: NextStep) -> Callable[[int], None]:
     """Steps of titanlite's Trainer, including the work of the surrounding loop."""
     mesh = Mesh(config.parallelism, World(dist.get_rank(), dist.get_rank(), dist.get_world_size(), "cpu"))
-    mesh.connect(config.comm.init_timeout_s)
+    mesh.connect(config.comm)
     trainer = build_trainer(config, build_model(config, mesh, CPU), mesh, CPU)
     assert dist.group.WORLD is not None
     meter = Meter(dist.group.WORLD, CPU, tokens_per_step=2048, flops_per_token=0.0, peak_flops=None)

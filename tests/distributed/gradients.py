@@ -15,7 +15,7 @@ from titanlite.assembly.model import batch_rows, build_model, build_trainer
 from titanlite.batch import Batch
 from titanlite.config.schema import JobConfig
 from titanlite.parallel.mesh import AXES, Mesh, ParallelismConfig
-from titanlite.runtime.distributed import World
+from titanlite.runtime.distributed import CommConfig, World
 from titanlite.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ def mesh_of(config: JobConfig) -> Mesh:
 def connected_mesh(section: ParallelismConfig, device_type: str = "cpu") -> Mesh:
     """Mesh over all ranks of torch's default group."""
     mesh = Mesh(section, World(dist.get_rank(), dist.get_rank(), dist.get_world_size(), device_type))
-    mesh.connect(timeout_s=300)
+    mesh.connect(CommConfig())
     return mesh
 
 

@@ -22,13 +22,33 @@ from tests.distributed.test_step import OperationCount
 from tests.pool import run_ranks
 from titanlite.metrics.meter import Meter
 from titanlite.models.family import Plan
-from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
+from titanlite.parallel.mesh import Mesh, ParallelismConfig, PipelineSchedule
 from titanlite.parallel.pipeline import check_pipeline, local_stages, num_stages
+from titanlite.runtime.distributed import CommConfig, World
 from titanlite.runtime.launch import RankError
 from titanlite.trainer import Trainer
 
 SOON_S = 15.0
 NAMES = [name for name in PipelineSchedule.__args__ if is_supported(Layout((2, 1, 1, 1), schedule(name)))]
+
+
+def seconds_for_a_lost_receive() -> float:
+    """Seconds until a receive from another stage fails, after a limit of one second for training."""
+    mesh = Mesh(ParallelismConfig(pp=2), World(dist.get_rank(), dist.get_rank(), 4, "cpu"))
+    mesh.connect(CommConfig(train_timeout_s=1))
+    begin = time.monotonic()
+    if mesh.coordinate["pp"] == 0:
+        group = mesh.group("pp")
+        receive = dist.P2POp(dist.irecv, torch.zeros(1), group=group, group_peer=1)
+        with pytest.raises(RuntimeError, match="Timed out waiting 1000ms"):
+            dist.batch_isend_irecv([receive])[0].wait()
+    else:
+        time.sleep(2)
+    return time.monotonic() - begin
+
+
+def test_a_receive_between_stages_has_the_time_limit_of_training() -> None:
+    assert max(run_ranks(seconds_for_a_lost_receive, 4, timeout_s=30)) < 10
 
 
 def built(layout: Layout) -> tuple[Trainer, list[Any], Any]:

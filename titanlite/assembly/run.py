@@ -108,7 +108,7 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     content = content_facts(config, tokenizer, imported) if world.local_rank == 0 else None
     require_equal("content", content, world, store, config.comm.init_timeout_s)
     group = init_process_group(world, store, config.comm)
-    mesh.connect(config.comm.init_timeout_s)
+    mesh.connect(config.comm)
     log.info(
         "Building %d-D device mesh with %s, %s", len(mesh.degrees), list(mesh.degrees), list(mesh.degrees.values())
     )

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from datetime import timedelta
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titanlite.runtime.distributed import World, set_timeout
+from titanlite.runtime.distributed import CommConfig, World, set_timeout
 from titanlite.runtime.errors import Problem, check_ranges, ranged, require
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
@@ -109,19 +110,27 @@ class Mesh:
         """Whether this is the first of the ranks of its stage that read the same rows and compute the same loss."""
         return self.is_first(axis for axis in AXES if axis not in (*DATA_AXES, "pp"))
 
-    def connect(self, timeout_s: int | None) -> None:
+    def connect(self, section: CommConfig | None) -> None:
         """Create the process groups of all axes. A collective; needs torch's default group.
 
-        timeout_s: of these groups and the default group, until set_timeout. None: for simulated groups, which have no
-        timeout.
+        section: its init_timeout_s is the timeout of these groups and the default group, until set_timeout. None: for
+        simulated groups, which have no timeout.
         """
-        mesh = init_device_mesh(self.world.device_type, tuple(self.degrees.values()), mesh_dim_names=AXES)
+        override: dict[int | str, Any] = {}
+        if section is not None and self.degrees["pp"] > 1 and self.world.backend == "gloo":
+            # On gloo, sends and receives keep the timeout that their group was created with.
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._timeout = timedelta(seconds=section.train_timeout_s)
+            override["pp"] = "gloo", options
+        mesh = init_device_mesh(
+            self.world.device_type, tuple(self.degrees.values()), mesh_dim_names=AXES, backend_override=override
+        )
         assert dist.group.WORLD is not None
         self.device_mesh = mesh
         self.data_group = mesh[DATA_AXES]._flatten("dp").get_group()
         self.groups += [dist.group.WORLD, *(mesh.get_group(axis) for axis in AXES), self.data_group]
-        if timeout_s is not None:
-            self.set_timeout(timeout_s)  # the default of a mesh's groups is 30 minutes
+        if section is not None:
+            self.set_timeout(section.init_timeout_s)  # the default of a mesh's groups is 30 minutes
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The ranks that differ from this rank on `axis` only."""

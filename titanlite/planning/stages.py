@@ -69,7 +69,7 @@ def simulated_mesh(config: JobConfig, world_size: int, rank: int = 0) -> Iterato
     dist.init_process_group("fake", rank=rank, world_size=world_size)
     try:
         mesh = Mesh(config.parallelism, World(rank, rank, world_size, "cpu"))
-        mesh.connect(timeout_s=None)
+        mesh.connect(None)
         yield mesh
     finally:
         dist.destroy_process_group()

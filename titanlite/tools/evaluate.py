@@ -230,7 +230,7 @@ def evaluate(
     mesh = Mesh(config.parallelism, world)
     loaders = build_validation_data(config, mesh, tokenizer)
     init_process_group(world, store, config.comm)
-    mesh.connect(config.comm.init_timeout_s)
+    mesh.connect(config.comm)
     control = mesh.new_group(config.comm.init_timeout_s)
     parts = build_model(config, mesh, world.device, draws_weights=False)
     set_timeout([control], config.comm.save_timeout_s)

@@ -98,7 +98,7 @@ def measure_layouts(config: JobConfig, layouts: Sequence[Layout], steps: int, fo
                 if layout.degrees not in meshes:
                     rank = dist.get_rank()
                     meshes[layout.degrees] = Mesh(settings.parallelism, World(rank, rank, layout.world_size, "cpu"))
-                    meshes[layout.degrees].connect(config.comm.init_timeout_s)
+                    meshes[layout.degrees].connect(config.comm)
                 own = config if number == 0 else None
                 results[-1].append(asdict(measure_layout(settings, meshes[layout.degrees], steps, Path(folder), own)))
     return results

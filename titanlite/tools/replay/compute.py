@@ -161,7 +161,7 @@ def replay(config: JobConfig, saved: SavedRun | None, step: int, world: World) -
     tokenizer = build_tokenizer(config)
     loader = build_data(config, mesh, tokenizer)
     group = init_process_group(world, store, config.comm)
-    mesh.connect(config.comm.init_timeout_s)
+    mesh.connect(config.comm)
     try:
         trainer = build_trainer(config, build_model(config, mesh, world.device), mesh, world.device)
         norms = trainer.spikes.norms if trainer.spikes else None
