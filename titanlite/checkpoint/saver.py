@@ -18,7 +18,7 @@ from titanlite.checkpoint.folder import publish, step_folder, writing_folder
 from titanlite.checkpoint.manifest import Manifest, write_manifest
 from titanlite.checkpoint.state import HostCopy, first_not_finite, local_part
 from titanlite.checkpoint.storage import FileRecord, first_failure, save_tensors
-from titanlite.runtime.agreement import RanksError, run_on_all_ranks, run_on_rank_0
+from titanlite.runtime.agreement import RanksError, describe_failure, run_on_all_ranks, run_on_rank_0
 from titanlite.runtime.durability import replace_file, sync_folder
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
@@ -45,7 +45,7 @@ class Saver:
         self._retain = delete_older
         self._copy = None if mode == "disabled" else HostCopy(pinned=mode == "async_with_pinned_mem")
         self._thread: threading.Thread | None = None
-        self._failure: str | None = None
+        self._failure: RanksError | RuntimeError | None = None
 
     @property
     def has_failed(self) -> bool:
@@ -76,16 +76,24 @@ class Saver:
             self._thread = None
 
     def take_failure(self) -> str | None:
-        """Wait for a save in progress, then return and clear the error of a failed thread; None if no save failed."""
+        """Wait for a save in progress, then return and clear the error of a failed thread; None if no save failed.
+
+        Raises RuntimeError if the save failed without agreement of all ranks: no other save can follow.
+        """
         self.drain()
         failure, self._failure = self._failure, None
-        return failure
+        if isinstance(failure, RuntimeError):
+            raise failure
+        return None if failure is None else str(failure)
 
     def _write_in_thread(self, draft: Manifest, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> None:
         try:
             self._write(draft, tensors, copies)
-        except Exception as error:
-            self._failure = str(error)
+        except RanksError as error:
+            self._failure = error
+        except Exception as error:  # a lost connection, or an error outside of run_on_all_ranks
+            self._failure = RuntimeError(f"cannot save step {draft.step}: {describe_failure(error)}")
+            self._failure.__cause__ = error
 
     def _write(self, draft: Manifest, tensors: Mapping[str, Tensor], local: Mapping[str, Tensor]) -> None:
         start = time.perf_counter()
