@@ -60,6 +60,11 @@ def main() -> None:
             raise UsageError(GETTING_STARTED + ", ".join(shipped_names()))
         config = load_config(sys.argv[1:], world_size=world.size, device_type=world.device_type)
         failure.store = connect(world, config.comm)
+        failure.positions = Positions(
+            dist.PrefixStore("positions", failure.store),
+            *(world.rank, world.size, world.local_rank, config.job.dump_folder, config.comm.train_timeout_s),
+            on_silence=failure.end_from_thread,
+        )
         facts = program_facts(config, world, environment)
         require_equal("program", facts, world, failure.store, config.comm.init_timeout_s)
         with job_lock(config.job.dump_folder, world.rank, take_over=config.job.take_over, environment=environment):
@@ -69,11 +74,6 @@ def main() -> None:
 def run_job(config: JobConfig, world: World, failure: FailureReport, environment: Mapping[str, str]) -> None:
     """Build the run, train, log how it ended. The dump folder is locked for this job."""
     assert failure.store is not None
-    failure.positions = Positions(
-        dist.PrefixStore("positions", failure.store),
-        *(world.rank, world.size, world.local_rank, config.job.dump_folder, config.comm.train_timeout_s),
-        on_silence=failure.end_from_thread,
-    )
     config = agree_on_local_batch_size(config, world, failure.store)
     run = build_run(config, world, failure.store, environment)
     first_step = run.trainer.step + 1
@@ -111,6 +111,7 @@ def run_job(config: JobConfig, world: World, failure: FailureReport, environment
                 ended = run.loader.ended
                 log.info("The data is exhausted after step %d (%s)", record.step, describe_end(config, run, ended))
             summarize(config, record, record.step - first_step + 1, perf_counter() - start)
+    failure.enter(run.trainer.step, "ending")
     run.loader.close()
     if run.validation is not None:
         run.validation.close()
@@ -118,6 +119,7 @@ def run_job(config: JobConfig, world: World, failure: FailureReport, environment
     if run.ledger is not None:
         run.ledger.close()
     dist.destroy_process_group()
+    failure.finish(run.trainer.step)
 
 
 def describe_end(config: JobConfig, run: Run, ended: Sequence[bool]) -> str:

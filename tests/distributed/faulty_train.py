@@ -8,6 +8,10 @@ kill: the rank is killed in the third step.
 hang, hang-data: the rank hangs in the third step, or while it waits for that step's data.
 gradient: in the fourth step, a gradient of the rank is too large by 0.1 %, as after a fault of the hardware.
 stop-save: the rank is stopped (SIGSTOP) while it saves the third step.
+stop: the rank is stopped in the third step.
+hang-start: the rank hangs before the model is built, while the others wait for its need of memory.
+hang-save: the rank hangs while it saves the third step.
+hang-end: the rank hangs after all work is done.
 slow: the rank sleeps for a while in each step.
 arguments: the rank is started with further arguments, those in ARGUMENTS, as on a node with another configuration.
 """
@@ -54,6 +58,13 @@ def killed_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
     return train_step(self, batches)
 
 
+def stopped_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
+    if self.step == 2:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return train_step(self, batches)
+
+
 def hanging_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
     if self.step == 2:
         time.sleep(1000)
@@ -81,6 +92,17 @@ def stopped_write(self: Saver, draft: Manifest, *args: Any) -> None:
     if draft.step == 3:
         os.kill(os.getpid(), signal.SIGSTOP)
     write(self, draft, *args)
+
+
+def hanging_write(self: Saver, draft: Manifest, *args: Any) -> None:
+    if draft.step == 3:
+        time.sleep(1000)
+    write(self, draft, *args)
+
+
+def hang(*args: Any) -> Any:
+    del args
+    time.sleep(1000)
 
 
 def slow_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
@@ -124,6 +146,10 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "hang-data": (Loader, "next_step", hanging_next_step),
     "gradient": (Trainer, "train_step", step_with_wrong_gradient),
     "stop-save": (Saver, "_write", stopped_write),
+    "stop": (Trainer, "train_step", stopped_train_step),
+    "hang-start": (build_module, "build_parts", hang),
+    "hang-save": (Saver, "_write", hanging_write),
+    "hang-end": (train.dist, "destroy_process_group", hang),
     "slow": (Trainer, "train_step", slow_train_step),
 }
 """FAULT -> the object, its attribute, and what replaces it."""

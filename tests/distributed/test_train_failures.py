@@ -256,6 +256,65 @@ def test_a_rank_that_is_killed_or_hangs_is_named(fault: str, resumes: bool, tmp_
         assert ("hanging_next_step" if fault == "hang-data" else "hanging_train_step") in files["rank-1.txt"]
 
 
+ELSEWHERE = {
+    "hang-start": r"rank 1 on \S+ hangs or lags: in step 0 \(start-up\) for \d+ s; the other ranks wait for it",
+    "hang-save": r"rank 1 on \S+ hangs or lags: in step \d+ \(saving\) for \d+ s; .*\n.*: cannot save step 3: ",
+    "hang-end": r"rank 1 on \S+ hangs or lags: in step 6 \(ending\) for \d+ s; the other ranks wait for it",
+}
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_outside_of_a_step_is_named(tmp_path: Path, start: Starter) -> None:
+    """In start-up, in the thread of a save, and after the last step, in three programs at the same time."""
+    timeouts = [f"--comm.{name}_timeout_s={seconds}" for name, seconds in (("init", 8), ("train", 6), ("save", 4))]
+    programs = {
+        fault: start(
+            tmp_path,
+            *(*timeouts, "--job.dump_folder", str(tmp_path / "out" / fault)),
+            *([*CHECKPOINTS, "--checkpoint.async_mode", "async"] if fault == "hang-save" else []),
+            ranks=2,
+            program=FAULTY,
+            name=fault,
+            environment={"FAULT": fault, "FAULTY_RANK": "1"},
+        )
+        for fault in ELSEWHERE
+    }
+    for fault, program in programs.items():
+        program.wait_for("^titanlite: ")
+        begin = time.monotonic()
+        while 0 in program.ranks():
+            program.process.poll()
+            assert time.monotonic() - begin < SOON_S
+            time.sleep(0.05)
+        program.close()
+        assert re.search(f"^titanlite: {ELSEWHERE[fault]}", program.output, re.MULTILINE), program.output
+        assert len(re.findall("^titanlite: ", program.output, re.MULTILINE)) == 1, program.output
+        assert own_tracebacks(program.output) == 0
+    assert len(rows(tmp_path / "out" / "hang-end")) == 6
+
+
+@pytest.mark.slow
+def test_a_rank_0_that_is_stopped_with_the_store_is_named(tmp_path: Path, start: Starter) -> None:
+    """Its connections stay open, as after the loss of a node, so that calls to the store block without limit."""
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "FAULT": "stop"}
+    programs = [
+        start(
+            tmp_path,
+            *("--comm.train_timeout_s", "3"),
+            program=FAULTY,
+            name=f"output{rank}",
+            environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "FAULTY_RANK": "0"},
+        )
+        for rank in range(2)
+    ]
+    programs[0].wait_for("step 2/")
+    assert seconds_to_end(programs[1]) < 1 + 3 + 5
+    assert programs[1].wait() == 1
+    stopped = r"^titanlite: the launcher or rank 0 has ended, is stopped, .* in step 3 \(forward, backward and update\)"
+    assert len(re.findall(stopped, programs[1].output, re.MULTILINE)) == 1, programs[1].output
+    programs[0].process.kill()
+
+
 @pytest.mark.slow
 def test_a_slow_rank_is_named_once_and_equal_ranks_are_not(tmp_path: Path, start: Starter) -> None:
     """Two runs at the same time, on a machine that has too few cores for both."""

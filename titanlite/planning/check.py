@@ -4,7 +4,6 @@ import json
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -14,6 +13,7 @@ from titanlite.planning.estimate import estimate_memory, has_estimate
 from titanlite.planning.memory import Memory
 from titanlite.planning.remedies import describe_items, first_remedies
 from titanlite.planning.stages import ModelPart, measure_stage
+from titanlite.runtime.agreement import decide_on_rank_0
 from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import UsageError
 from titanlite.runtime.logging import log
@@ -56,19 +56,15 @@ def check_memory(config: JobConfig, memory: Memory, world: World, store: dist.St
     """
     if config.memory.check == "off":
         return
-    store = dist.PrefixStore("memory", store)
-    limit = timedelta(seconds=config.comm.init_timeout_s)
     # The ranks of a node share its memory; each has a GPU of its own.
     device = world.rank - world.local_rank if world.device_type == "cpu" else world.rank
     available = device_memory_bytes(world.device)
     need = Need(world.rank, socket.gethostname(), device, memory.lower_bound, memory.items, available)
-    store.set(f"need/{world.rank}", json.dumps(asdict(need)))
-    if world.rank == 0:
-        keys = [f"need/{rank}" for rank in range(world.size)]
-        store.wait(keys, limit)
-        store.set("verdict", json.dumps(verdict(config, [Need(**json.loads(text)) for text in store.multi_get(keys)])))
-    store.wait(["verdict"], limit)
-    refused, text = json.loads(store.get("verdict"))
+    refused, text = decide_on_rank_0(
+        json.dumps(asdict(need)),
+        lambda needs: verdict(config, [Need(**json.loads(each)) for each in needs]),
+        *(world, dist.PrefixStore("memory", store), config.comm.init_timeout_s),
+    )
     if refused:
         raise UsageError(text)
     if text:

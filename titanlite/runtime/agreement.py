@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.runtime.distributed import World
-from titanlite.runtime.errors import UsageError, UserError
+from titanlite.runtime.errors import LateRanksError, UsageError, UserError
 from titanlite.runtime.logging import log
 
 T = TypeVar("T")
@@ -34,30 +34,49 @@ def require_equal(name: str, facts: Mapping[str, str] | None, world: World, stor
     not compared, which rank 0 always is. Each rank sends a hash; ranks send their facts only if the hashes differ.
     """
     store = dist.PrefixStore(f"equal/{name}", store)
-    limit = timedelta(seconds=timeout_s)
-    text = json.dumps(facts, sort_keys=True)
-    store.set(f"digest/{world.rank}", "" if facts is None else hashlib.sha256(text.encode()).hexdigest())
-    if world.rank == 0:
-        keys = [f"digest/{rank}" for rank in range(world.size)]
-        store.wait(keys, limit)
-        ranks: dict[bytes, list[int]] = {}
-        for rank, digest in enumerate(store.multi_get(keys)):
-            if digest:
-                ranks.setdefault(bytes(digest), []).append(rank)
-        store.set("groups", json.dumps(list(ranks.values())))
-    store.wait(["groups"], limit)
-    groups: list[list[int]] = json.loads(store.get("groups"))
+    digest = "" if facts is None else hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+    def group(digests: Sequence[str]) -> list[list[int]]:
+        ranks: dict[str, list[int]] = {}
+        for rank, each in enumerate(digests):
+            if each:
+                ranks.setdefault(each, []).append(rank)
+        return list(ranks.values())
+
+    groups = decide_on_rank_0(digest, group, world, store, timeout_s)
     if len(groups) <= 1:
         return
     examples = [group[0] for group in groups]
     if world.rank in examples:
         store.set(f"facts/{world.rank}", json.dumps({"host": socket.gethostname(), "facts": facts}))
     keys = [f"facts/{rank}" for rank in examples]
-    store.wait(keys, limit)
+    store.wait(keys, timedelta(seconds=timeout_s))
     lines = _describe_groups(groups, [json.loads(text) for text in store.multi_get(keys)])
     if lines:
         head = "the ranks differ, so nothing was trained; make them equal on all nodes, and start again:"
         raise UsageError("\n".join([head, *lines]))
+
+
+def decide_on_rank_0(
+    text: str, decide: Callable[[Sequence[str]], T], world: World, store: dist.Store, timeout_s: int
+) -> T:
+    """Return `decide(texts by rank)`, computed on rank 0, on all ranks. Waits for all ranks; needs no process group.
+
+    text: of this rank. store: for this decision only. The result is sent as JSON. Raises LateRanksError on all ranks.
+    """
+    keys = [f"text/{rank}" for rank in range(world.size)]
+    limit = timedelta(seconds=timeout_s)
+    store.set(keys[world.rank], text)
+    try:
+        if world.rank == 0:
+            store.wait(keys, limit)
+            store.set("decision", json.dumps(decide([each.decode() for each in store.multi_get(keys)])))
+        store.wait(["decision"], limit)
+    except dist.DistStoreError:
+        late = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise LateRanksError(late or [0], timeout_s) from None
+    decision: T = json.loads(store.get("decision"))
+    return decision
 
 
 def _describe_groups(groups: Sequence[Sequence[int]], sent: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -1,7 +1,7 @@
 """Errors for the user: what is wrong, and how to fix it."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -20,6 +20,15 @@ class DataError(UserError):
     def __init__(self, message: str, sequence: int) -> None:
         self.sequence = sequence
         super().__init__(message)
+
+
+class LateRanksError(RuntimeError):
+    """Ranks did not take part in an exchange in time. ranks: which ones."""
+
+    def __init__(self, ranks: Sequence[int], timeout_s: int) -> None:
+        self.ranks = tuple(ranks)
+        others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+        super().__init__(f"no message within {timeout_s} s from rank {ranks[0]}{others}")
 
 
 @dataclass(frozen=True)

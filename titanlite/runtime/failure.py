@@ -21,7 +21,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Literal, NoReturn, Self
 
-from titanlite.runtime.errors import DataError, UsageError, UserError
+from titanlite.runtime.deadline import ANSWER_S, call_within
+from titanlite.runtime.errors import DataError, LateRanksError, UsageError, UserError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -93,16 +94,15 @@ class FailureReport:
         end_process(2 if isinstance(error, UsageError) else 1)
 
     def end_from_thread(self) -> None:
-        """End the process, which waits for a rank without signs of life. To be called by another than the main thread.
+        """End the process, which waits for a rank without signs of life, or for the store. To be called by another than
+        the main thread.
 
         The main thread may be blocked in a collective with a long timeout, such as during a save.
         """
         if not self._ending.acquire(blocking=False):
             return
-        assert self.store is not None
         assert self.positions is not None
-        store: dist.Store = self.store.clone()  # type: ignore[attr-defined]
-        if store.compare_set(FIRST_FAILURE, "", self._rank).decode() == self._rank:
+        if self._register() != "silent":
             message = f"titanlite: {self.positions.explain()}"
             _print_error(message)
             _write_error_file(message)
@@ -122,10 +122,11 @@ class FailureReport:
         if limit := _describe_limit(error):
             return f"rank {self._rank}: {limit}"
         first_line = f"{error}".partition("\n")[0]
-        is_lost = type(error).__name__ in _CONNECTION_TYPES or _CONNECTION.search(first_line)
+        late = error.ranks if isinstance(error, LateRanksError) else ()
+        is_lost = late or type(error).__name__ in _CONNECTION_TYPES or _CONNECTION.search(first_line)
         if isinstance(error, RuntimeError) and self.positions is not None and self.positions.size > 1 and is_lost:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher terminates all ranks once one has ended
-            return f"{self.positions.explain()}\n(rank {self._rank} lost the connection: {first_line})"
+            return f"{self.positions.explain(late)}\n(rank {self._rank} lost the connection: {first_line})"
         if isinstance(error, RuntimeError) and detail == "brief":  # torch's error for a lost connection
             return f"rank {self._rank} lost the connection to the other ranks: {error}"
         return f"rank {self._rank} failed: {type(error).__name__}: {error}"
@@ -145,13 +146,28 @@ class FailureReport:
             if self._rank != "0":
                 time.sleep(UNCONNECTED_WAIT_S + (NODE_ORDER_WAIT_S if self._local_rank != "0" else 0.0))
             return "full"
-        try:
-            if isinstance(error, DataError) and int(self.store.get(LOWEST_SEQUENCE)) < error.sequence:
+        return self._register(error.sequence if isinstance(error, DataError) else None)
+
+    def _register(self, sequence: int | None = None) -> Detail:
+        """Register this rank as the one that prints, unless another one is. sequence: of a data error."""
+        assert self.store is not None
+        store = self.store
+
+        def register() -> Detail:
+            if sequence is not None and int(store.get(LOWEST_SEQUENCE)) < sequence:
                 return "silent"
-            first = self.store.compare_set(FIRST_FAILURE, "", self._rank)
-        except RuntimeError:  # the process of the store has ended, most likely the cause of this error
+            first = store.compare_set(FIRST_FAILURE, "", self._rank)
+            return "full" if first.decode() == self._rank else "silent"
+
+        try:
+            return call_within(ANSWER_S, register)
+        except RuntimeError:  # the process of the store has ended or is stopped, most likely the cause of this error
             return "brief"
-        return "full" if first.decode() == self._rank else "silent"
+
+    def finish(self, step: int) -> None:
+        """Wait until all ranks have finished their work, after `step`. Raises RuntimeError."""
+        if self.positions is not None:
+            self.positions.finish(step)
 
 
 def _describe_limit(error: BaseException) -> str:

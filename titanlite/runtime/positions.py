@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 
+from titanlite.runtime.deadline import ANSWER_S, call_within
 from titanlite.runtime.flight_recorder import last_numbers, ranks_behind, recorded_collectives
 
 INTERVAL_S = 0.5
@@ -28,7 +29,7 @@ FAULTS_FOLDER = "faults"
 @dataclass
 class Seen:
     """What this rank has seen of another rank. count: number of phases entered. changed_at, alive_at: time of the last
-    change of the position and of the sign of life, by this rank's monotonic clock. alive_beat: this rank's own beat at
+    change of the position and of the sign of life, by this rank's monotonic clock. alive_tick: this rank's own tick at
     that time."""
 
     count: int = 0
@@ -38,7 +39,7 @@ class Seen:
     changed_at: float = 0.0
     beats: int = 0
     alive_at: float = 0.0
-    alive_beat: int = 0
+    alive_tick: int = 0
 
 
 class Positions:
@@ -47,6 +48,7 @@ class Positions:
     The main thread writes its position when it enters a phase. A thread of each process writes signs of life: those of
     a process that is killed end, those of one whose main thread hangs do not. It also keeps a view of the other ranks,
     which survives the loss of the store, and on request writes the stacks and the last collectives of this process.
+    Another thread watches the view: a call to a store whose process is stopped blocks without limit.
     """
 
     def __init__(
@@ -60,16 +62,18 @@ class Positions:
         on_silence: Callable[[], None],
     ) -> None:
         """
-        dump_folder: None: no stacks are written. on_silence: called once, in a thread of its own, if another rank has
-        begun training and given no sign of life for `silence_s`: the main thread may wait for it with a longer timeout.
+        dump_folder: None: no stacks are written. on_silence: called once, in a thread of its own, if for `silence_s`
+        the store has not answered, or another rank that has begun training has given no sign of life: the main thread
+        may wait for it with a longer timeout.
         """
         self._store = store
         self._rank = rank
         self.size = size
         self._folder = None if dump_folder is None else Path(dump_folder, FAULTS_FOLDER)
-        self._silent_beats = silence_s / INTERVAL_S
+        self._silence_s = silence_s
         self._on_silence = on_silence
-        self._beats = 0
+        self._ticks = 0
+        self._answered_tick = 0
         self._host = socket.gethostname()
         self._count = 0
         self._lost = False
@@ -77,8 +81,10 @@ class Positions:
         self._guard = threading.Lock()
         self.enter(0, "start-up")
         if size > 1:
+            store.set(f"alive/{rank}", "0")  # the others read nothing before all ranks have written
             reads = size <= MAX_READERS or local_rank == 0
             threading.Thread(target=self._beat, args=(store.clone(), reads), name="positions", daemon=True).start()  # type: ignore[attr-defined]
+            threading.Thread(target=self._watch, name="silence", daemon=True).start()
 
     def enter(self, step: int, phase: str) -> None:
         """Note that the main thread enters a phase; takes microseconds."""
@@ -90,43 +96,57 @@ class Positions:
         except RuntimeError:  # the next collective fails, too
             self._lost = True
 
-    def explain(self) -> str:
+    def finish(self, step: int) -> None:
+        """Wait until all ranks have finished: one that hangs is named by the others. Raises RuntimeError after
+        `silence_s`."""
+        if self.size == 1:
+            return
+        # A connection of its own: a wait would block other threads that use the same one.
+        store: dist.Store = self._store.clone()  # type: ignore[attr-defined]
+        self.enter(step, "finished")
+        store.set(f"finished/{self._rank}", "")
+        with suppress(dist.DistNetworkError):  # rank 0, which may host the store, has finished, and seen that all have
+            store.wait([f"finished/{rank}" for rank in range(self.size)], timedelta(seconds=self._silence_s))
+
+    def explain(self, behind: Sequence[int] = ()) -> str:
         """Describe the ranks that ended or lag, and name the folder with the stacks and last collectives of all living
-        ranks. Takes SETTLE_S."""
+        ranks. Takes SETTLE_S, or ANSWER_S if the store does not answer.
+
+        behind: ranks that others wait for, if known; else the last collectives tell.
+        """
         folder = None if self._folder is None else self._folder / f"{datetime.now():%Y%m%d-%H%M%S}"
-        begin = time.monotonic()
-        behind: list[int] = []
         try:
-            self._store.set("stacks", "" if folder is None else str(folder))
-            while time.monotonic() < begin + SETTLE_S:
-                self._read(self._store)
-                time.sleep(INTERVAL_S / 5)
-            behind = self._ranks_behind()
+            call_within(ANSWER_S, lambda: self._store.check(["stacks"]))
+            last = call_within(SETTLE_S + ANSWER_S, lambda: self._settle(folder))
+            behind = behind or ranks_behind(last)
         except RuntimeError:
             self._lost = True
+            if folder is not None:
+                self._write(folder, recorded_collectives())
         with self._guard:
             text = describe(self._seen, self._rank, time.monotonic(), behind, store_is_lost=self._lost)
         is_written = folder is not None and folder.is_dir()
         return text + (f"; stacks and last collectives of all running ranks: {folder}" if is_written else "")
 
-    def _ranks_behind(self) -> list[int]:
-        """The ranks that others wait for in a collective, among those that have sent their last numbers."""
+    def _settle(self, folder: Path | None) -> dict[int, dict[str, int]]:
+        """Have all ranks write their stacks and update the view for SETTLE_S; returns the last collectives by rank."""
+        begin = time.monotonic()
+        self._store.set("stacks", "" if folder is None else str(folder))
+        while time.monotonic() < begin + SETTLE_S:
+            self._read(self._store)
+            time.sleep(INTERVAL_S / 5)
         keys = {rank: f"collectives/{rank}" for rank in range(self.size)}
-        keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
-        return ranks_behind({rank: json.loads(self._store.get(key)) for rank, key in keys.items()})
+        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
 
     def _beat(self, store: dist.Store, reads: bool) -> None:
-        """Run the thread, until the store is lost."""
-        dumped = called = False
+        """Run the thread that uses the store, until the store is lost."""
+        beats, dumped = 0, False
         with suppress(RuntimeError):
             while True:
-                self._beats += 1
-                store.set(f"alive/{self._rank}", str(self._beats))
+                beats += 1
+                store.set(f"alive/{self._rank}", str(beats))
                 if reads:
                     self._read(store)
-                if not called and self._any_is_silent():
-                    called = True
-                    threading.Thread(target=self._on_silence, name="silence", daemon=True).start()
                 if not dumped and store.check(["stacks"]):
                     dumped = True
                     recorded = recorded_collectives()
@@ -134,15 +154,19 @@ class Positions:
                     folder = store.get("stacks").decode()
                     if folder:
                         self._write(Path(folder), recorded)
+                self._answered_tick = self._ticks
                 time.sleep(INTERVAL_S)
 
-    def _any_is_silent(self) -> bool:
-        """Whether a rank is silent, counted in beats of this process: a pause of all ranks does not count."""
-        return any(
-            each.step > 0 and self._beats - each.alive_beat > self._silent_beats
-            for rank, each in self._seen.items()
-            if rank != self._rank
-        )
+    def _watch(self) -> None:
+        """Run the thread that notices silence, counted in ticks of this thread: a pause of all ranks does not count."""
+        limit = self._silence_s / INTERVAL_S
+        others = [each for rank, each in self._seen.items() if rank != self._rank]
+        while True:
+            time.sleep(INTERVAL_S)
+            self._ticks += 1
+            begun = [each.alive_tick for each in others if each.step > 0]
+            if self._ticks - min([self._answered_tick, *begun]) > limit:
+                return self._on_silence()
 
     def _read(self, store: dist.Store) -> None:
         """Update the view by two requests; does nothing until all ranks have written."""
@@ -158,7 +182,7 @@ class Positions:
                 if count != seen.count:
                     seen.count, (seen.step, seen.phase, seen.host), seen.changed_at = count, where, now
                 if int(beats) != seen.beats:
-                    seen.beats, seen.alive_at, seen.alive_beat = int(beats), now, self._beats
+                    seen.beats, seen.alive_at, seen.alive_tick = int(beats), now, self._ticks
 
     def _write(self, folder: Path, recorded: Mapping[str, str]) -> None:
         """Write the stacks of this process and its recorded collectives, by backend, into the folder."""
@@ -182,8 +206,8 @@ def describe(
     if store_is_lost:
         one = seen[0]
         return (
-            "the launcher or rank 0 has ended, and the store of the ranks with it; rank 0 was last seen in step "
-            f"{one.step} ({one.phase}) on {one.host}"
+            "the launcher or rank 0 has ended, is stopped, or its node is lost, and the store of the ranks with it; "
+            f"rank 0 was last seen in step {one.step} ({one.phase}) on {one.host}"
         )
     others = {rank: each for rank, each in seen.items() if rank != own_rank}
     ended = [rank for rank, each in others.items() if now - each.alive_at > 4 * INTERVAL_S]

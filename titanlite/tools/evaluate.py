@@ -117,6 +117,7 @@ def main(argv: Sequence[str]) -> None:
             if options.json is not None:
                 write_json(options.json, json_results(config, saved, found))
         dist.destroy_process_group()
+        failure.finish(saved.manifest.step)
 
 
 def read_arguments(argv: Sequence[str]) -> tuple[Options, list[str]]:
@@ -218,13 +219,13 @@ def evaluate(
 ) -> Found:
     """Build the model without optimizer, load it, evaluate the data. On all ranks. Raises UserError."""
     apply_determinism(config.debug)
-    facts = program_facts(config, world, os.environ)
-    require_equal("program", facts, world, store, config.comm.init_timeout_s)
     failure.positions = Positions(
         dist.PrefixStore("positions", store),
         *(world.rank, world.size, world.local_rank, None, config.comm.train_timeout_s),
         on_silence=failure.end_from_thread,
     )
+    facts = program_facts(config, world, os.environ)
+    require_equal("program", facts, world, store, config.comm.init_timeout_s)
     config = pin_revisions(config, world, store)
     # As in training, data comes before the process group: building an index may exceed its timeout.
     mesh = Mesh(config.parallelism, world)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from titanlite.checkpoint.storage import InvalidCheckpointError, first_failure
-from titanlite.runtime.agreement import RanksError, require_equal, run_on_all_ranks, run_on_rank_0
+from titanlite.runtime.agreement import RanksError, decide_on_rank_0, require_equal, run_on_all_ranks, run_on_rank_0
 from titanlite.runtime.distributed import World
-from titanlite.runtime.errors import UsageError, UserError
+from titanlite.runtime.errors import LateRanksError, UsageError, UserError
 
 
 def raising(error: BaseException) -> Callable[[], Any]:
@@ -79,6 +79,18 @@ def compare(facts: Sequence[dict[str, str] | None]) -> list[BaseException | None
 
 def test_equal_facts_are_accepted() -> None:
     assert compare([{"a": "1", "b": "2"}, {"b": "2", "a": "1"}, None, {"a": "1", "b": "2"}]) == [None] * 4
+
+
+def test_a_rank_that_does_not_come_is_named_on_all_others() -> None:
+    store = dist.HashStore()
+
+    def decide(rank: int) -> int:
+        return decide_on_rank_0("text", len, World(rank, rank, 4, "cpu"), store, 1)
+
+    with ThreadPoolExecutor(3) as pool:
+        errors = [future.exception() for future in [pool.submit(decide, rank) for rank in (0, 1, 3)]]
+    assert [error.ranks for error in errors if isinstance(error, LateRanksError)] == [(2,)] * 3
+    assert str(errors[0]) == "no message within 1 s from rank 2"
 
 
 def test_a_module_of_one_rank_is_no_difference_but_another_version_is() -> None:

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.context import ForkServerProcess
@@ -18,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from titanlite.runtime import failure
-from titanlite.runtime.errors import ConfigError, Problem, UserError
+from titanlite.runtime.errors import ConfigError, LateRanksError, Problem, UserError
 from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.launch import fork_context
 
@@ -231,7 +232,7 @@ def test_a_rank_terminated_while_it_waits_prints_nothing(start: Start) -> None:
 
 
 class BlockedStore:
-    """Simulates the store of an unreachable host."""
+    """Simulates the store of a stopped process or an unreachable host."""
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         del key, expected, desired
@@ -245,8 +246,26 @@ def fails_with_a_blocked_store() -> None:
         raise ERRORS["bug"]
 
 
-def test_a_failed_process_exits_even_if_reporting_blocks(start: Start) -> None:
-    program = start(fails_with_a_blocked_store, LAST_RESORT_S=1)
+def test_an_error_is_printed_even_if_the_store_does_not_answer(start: Start) -> None:
+    program = start(fails_with_a_blocked_store, ANSWER_S=0.2)
+    assert printed(program).endswith("titanlite: rank 0 failed: ValueError: planted\n")
+    assert program.exit_code == 1
+
+
+def fails_with_a_full_pipe() -> None:
+    _, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(4096))
+    os.set_blocking(writer, True)
+    sys.stderr = os.fdopen(writer, "w")
+    with FailureReport():
+        raise ERRORS["bug"]
+
+
+def test_a_failed_process_exits_even_if_printing_blocks(start: Start) -> None:
+    program = start(fails_with_a_full_pipe, LAST_RESORT_S=1)
     begin = time.monotonic()
     assert program.exit_code == -signal.SIGALRM
     assert time.monotonic() - begin < 30
@@ -338,4 +357,7 @@ def test_an_error_that_mentions_a_connection_keeps_its_traceback() -> None:
     lost = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:57997"
     previous = signal.getsignal(signal.SIGTERM)
     assert report._describe(RuntimeError(lost), "full") == f"rank 1 hangs\n(rank 0 lost the connection: {lost})"
+    late = "rank 1 hangs\n(rank 0 lost the connection: no message within 9 s from rank 2 and 1 more)"
+    assert report._describe(LateRanksError([2, 3], 9), "full") == late
+    report.positions.explain.assert_called_with((2, 3))
     signal.signal(signal.SIGTERM, previous)

@@ -90,8 +90,57 @@ def test_silence_does_not_count_before_the_first_step(monkeypatch: pytest.Monkey
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store.set("position/1", json.dumps([1, 0, "start-up", "node1"]))
     store.set("alive/1", "1")
-    Positions(store, 0, 2, 0, None, 0.1, fail)
-    time.sleep(0.5)
+    silent = threading.Event()
+    Positions(store, 0, 2, 0, None, 0.1, silent.set)
+    assert not silent.wait(0.5)
+
+
+class StoppedStore:
+    """Simulates a store whose process is stopped: what needs no answer returns, all else blocks."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def clone(self) -> "StoppedStore":
+        return self
+
+    def check(self, keys: list[str]) -> bool:
+        del keys
+        self.ended.wait(60)
+        raise RuntimeError("ended")
+
+
+def test_a_store_that_does_not_answer_is_noticed_and_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Even before the first step."""
+    monkeypatch.setattr(positions, "INTERVAL_S", 0.02)
+    monkeypatch.setattr(positions, "ANSWER_S", 0.1)
+    store, called = StoppedStore(), threading.Event()
+    rank = Positions(store, 1, 2, 1, str(tmp_path), 0.2, called.set)  # type: ignore[arg-type]
+    assert called.wait(30)
+    begin = time.monotonic()
+    text = rank.explain()
+    assert time.monotonic() - begin < positions.SETTLE_S
+    store.ended.set()
+    assert text.startswith("the launcher or rank 0 has ended, is stopped, or its node is lost")
+    assert "test_a_store_that_does_not_answer" in next((tmp_path / "faults").glob("*/rank-1.txt")).read_text()
+
+
+def test_ranks_finish_together_or_name_the_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(positions, "SETTLE_S", 0.2)
+    monkeypatch.setattr(positions, "INTERVAL_S", 0.05)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [Positions(store, rank, 2, rank, None, 1.0, lambda: None) for rank in range(2)]
+    for rank in ranks:
+        rank.enter(6, "ending")
+    with pytest.raises(dist.DistStoreError):
+        ranks[0].finish(6)
+    assert ranks[0].explain().startswith("rank 1 on ")
+    assert "hangs or lags: in step 6 (ending)" in ranks[0].explain()
+    ranks[1].finish(6)
+    ranks[0].finish(6)
 
 
 def test_ranks_in_the_same_phase_are_told_apart_by_their_collectives() -> None:
