@@ -266,7 +266,7 @@ ELSEWHERE = {
 @pytest.mark.slow
 def test_a_rank_that_hangs_outside_of_a_step_is_named(tmp_path: Path, start: Starter) -> None:
     """In start-up, in the thread of a save, and after the last step, in three programs at the same time."""
-    timeouts = [f"--comm.{name}_timeout_s={seconds}" for name, seconds in (("init", 8), ("train", 6), ("save", 4))]
+    timeouts = [f"--comm.{name}_timeout_s={seconds}" for name, seconds in (("init", 6), ("train", 4), ("save", 3))]
     programs = {
         fault: start(
             tmp_path,
