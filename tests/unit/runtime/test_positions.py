@@ -16,6 +16,11 @@ def fail() -> None:
     raise AssertionError("no rank is silent")
 
 
+def connected(server: dist.TCPStore) -> dist.Store:
+    """A connection that does not keep the server alive: the threads of a test end with it."""
+    return dist.TCPStore("127.0.0.1", server.port, is_master=False)
+
+
 def seen(count: int, phase: str = "saving", alive_s_ago: float = 0.2) -> Seen:
     return Seen(count, 7, phase, f"node{count}", changed_at=900.0, beats=3, alive_at=1000 - alive_s_ago)
 
@@ -45,7 +50,10 @@ def test_ranks_see_each_other_and_write_stacks(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(positions, "INTERVAL_S", 0.05)
     monkeypatch.setattr(positions, "SETTLE_S", 0.5)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [Positions(dist.PrefixStore("p", store), rank, 2, rank, str(tmp_path), 60.0, fail) for rank in range(2)]
+    ranks = [
+        Positions(dist.PrefixStore("p", connected(store)), rank, 2, rank, str(tmp_path), 60.0, fail)
+        for rank in range(2)
+    ]
     for rank in ranks:
         rank.enter(3, "waiting for data")
     ranks[1].enter(3, "saving")
@@ -73,7 +81,7 @@ def test_a_silent_rank_is_noticed_once_in_any_phase(monkeypatch: pytest.MonkeyPa
         calls.append(threading.current_thread().name)
         called.set()
 
-    Positions(store, 0, 2, 0, None, 0.5, on_silence)
+    Positions(connected(store), 0, 2, 0, None, 0.5, on_silence)
     for beat in range(50):  # twice as long as the limit
         store.set("position/1", json.dumps([beat, beat // 10, "saving", "node1"]))
         store.set("alive/1", str(beat))
@@ -91,7 +99,7 @@ def test_silence_does_not_count_before_the_first_step(monkeypatch: pytest.Monkey
     store.set("position/1", json.dumps([1, 0, "start-up", "node1"]))
     store.set("alive/1", "1")
     silent = threading.Event()
-    Positions(store, 0, 2, 0, None, 0.1, silent.set)
+    Positions(connected(store), 0, 2, 0, None, 0.1, silent.set)
     assert not silent.wait(0.5)
 
 
@@ -132,7 +140,7 @@ def test_ranks_finish_together_or_name_the_one_that_hangs(monkeypatch: pytest.Mo
     monkeypatch.setattr(positions, "SETTLE_S", 0.2)
     monkeypatch.setattr(positions, "INTERVAL_S", 0.05)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [Positions(store, rank, 2, rank, None, 1.0, lambda: None) for rank in range(2)]
+    ranks = [Positions(connected(store), rank, 2, rank, None, 1.0, lambda: None) for rank in range(2)]
     for rank in ranks:
         rank.enter(6, "ending")
     with pytest.raises(dist.DistStoreError):
