@@ -121,8 +121,9 @@ class _AtOnce(torch.autograd.Function):
     ) -> Tensor:
         losses = torch.empty_like(weights)
         gradients = Gradients(x, weight, vocabulary)
-        for tokens in _chunks(len(labels), chunk):
-            scores = _scores(x[tokens], weight, vocabulary)
+        buffer = x.new_empty(min(chunk, len(x)), len(weight))
+        for tokens in _chunks(len(x), chunk):
+            scores = _scores(x[tokens], weight, vocabulary, buffer)
             losses[tokens], _, total = _statistics_(scores, labels[tokens], vocabulary, exponentials)
             gradients.add(tokens, scores, labels[tokens], total, weights[tokens])
         ctx.gradients = gradients.result()
@@ -152,8 +153,9 @@ class _Recomputed(torch.autograd.Function):
         exponentials: Exponentials,
     ) -> Tensor:
         losses, logsumexp = torch.empty_like(weights), torch.empty_like(weights)
-        for tokens in _chunks(len(labels), chunk):
-            scores = _scores(x[tokens], weight, vocabulary)
+        buffer = x.new_empty(min(chunk, len(x)), len(weight))
+        for tokens in _chunks(len(x), chunk):
+            scores = _scores(x[tokens], weight, vocabulary, buffer)
             losses[tokens], top, total = _statistics_(scores, labels[tokens], vocabulary, exponentials)
             logsumexp[tokens] = top + total.log()
         ctx.save_for_backward(x, weight, labels, weights, logsumexp)
@@ -166,8 +168,9 @@ class _Recomputed(torch.autograd.Function):
         # A split backward pass calls this twice, once for each of the two gradients.
         needs = [torch._C._will_engine_execute_node(node) for node, _ in ctx.next_functions[:2]]
         gradients = Gradients(x, weight, ctx.vocabulary, *needs)
-        for tokens in _chunks(len(labels), ctx.chunk):
-            scores = _scores(x[tokens], weight, ctx.vocabulary).sub_(logsumexp[tokens].unsqueeze(1)).exp_()
+        buffer = x.new_empty(min(ctx.chunk, len(x)), len(weight))
+        for tokens in _chunks(len(x), ctx.chunk):
+            scores = _scores(x[tokens], weight, ctx.vocabulary, buffer).sub_(logsumexp[tokens].unsqueeze(1)).exp_()
             one = torch.ones_like(logsumexp[tokens])
             gradients.add(tokens, scores, labels[tokens], one, weights[tokens] * gradient[tokens])
         return *gradients.result(), None, None, None, None, None
@@ -215,9 +218,12 @@ def _chunks(tokens: int, chunk: int) -> list[slice]:
     return [slice(begin, begin + chunk) for begin in range(0, tokens, chunk)]
 
 
-def _scores(x: Tensor, weight: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """Logits of a chunk, (tokens, ids), in at least float32: of this rank's ids, or of all if it gathers them."""
-    scores = (x @ weight.T).to(torch.promote_types(x.dtype, torch.float32))
+def _scores(x: Tensor, weight: Tensor, vocabulary: Vocabulary, buffer: Tensor) -> Tensor:
+    """Logits of a chunk, (tokens, ids), in at least float32: of this rank's ids, or of all if it gathers them.
+
+    buffer: (tokens or more, this rank's ids), for all chunks: large new tensors cost page faults.
+    """
+    scores = torch.mm(x, weight.T, out=buffer[: len(x)]).to(torch.promote_types(x.dtype, torch.float32))
     if not vocabulary.gathers:
         return scores
     full = scores.new_zeros(len(scores), vocabulary.size)

@@ -89,5 +89,8 @@ class _Head(ParallelStyle):
 
     @staticmethod
     def _gather_input(module: nn.Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh) -> tuple[Any, ...]:  # noqa: ARG004
-        gathered = inputs[0].redistribute(device_mesh, [Replicate()])  # from the norm, sharded along the sequence
+        x = inputs[0]
+        if not isinstance(x, DTensor):  # torch's norm style returns a DTensor
+            x = DTensor.from_local(x, device_mesh, [_SEQUENCE], run_check=False)
+        gathered = x.redistribute(device_mesh, [Replicate()])
         return gathered.to_local(grad_placements=[Partial()]), *inputs[1:]
