@@ -1,5 +1,6 @@
 """Resuming with other settings: rejected if the state would have another meaning, otherwise logged or ignored."""
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.distributed.gradients import replaced
+from tests.distributed.reference import TOKENS
 from tests.distributed.resuming import CORPUS, Outcome, Start, checkpoints_of, hashes, numbers, start_runs
 from tests.distributed.test_resume import write_text
 from titanlite.assembly import run as build_module
@@ -33,6 +35,9 @@ def edited_corpus(folder: Path) -> str:
     tokens[500] += 1
     np.save(folder / "edited.npy", tokens)
     return f"data.sources.0.path={folder / 'edited.npy'}"
+
+
+ADDED_SOURCE = ("data.sources.1.kind=tokens", f"data.sources.1.path={TOKENS}", "data.sources.1.name=added")
 
 
 def edited_text(folder: Path) -> str:
@@ -89,7 +94,7 @@ def test_changes_to_the_meaning_of_the_state_are_rejected_with_a_remedy(tmp_path
 def test_other_changes_are_logged_accepted_or_ignored(tmp_path: Path) -> None:
     text = write_text(tmp_path / "text")
     other_tokens = write_text(tmp_path / "other", "bacdefghijklmnopqrstuvwxyz ")[2]
-    start_runs(tmp_path, [Start(FOUR, run="base"), Start((*text, *FOUR), run="text")])
+    base_run, _ = start_runs(tmp_path, [Start(FOUR, run="base"), Start((*text, *FOUR), run="text")])
     shutil.copy(tmp_path / CORPUS, tmp_path / "moved.npy")
     cases: list[tuple[str, tuple[str, ...], int, tuple[str, ...]]] = [
         ("base", (), 1, ()),
@@ -120,6 +125,12 @@ def test_other_changes_are_logged_accepted_or_ignored(tmp_path: Path) -> None:
         ),
         (
             "base",
+            (*ADDED_SOURCE, 'checkpoint.accept_changes=["data"]'),
+            2,
+            ("accepted change since the checkpoint: data: source 1 (added) is new: it begins at its start",),
+        ),
+        (
+            "base",
             ("data.seed=3", 'checkpoint.accept_changes=["data"]'),
             1,
             ("accepted change since the checkpoint: data: ",),
@@ -140,6 +151,11 @@ def test_other_changes_are_logged_accepted_or_ignored(tmp_path: Path) -> None:
         changes = [line for line in outcome.lines if "since the checkpoint" in line]
         assert len(changes) == len(lines), changes
         assert all(any(line.startswith(start) for line in changes) for start in lines), changes
+        if set(ADDED_SOURCE) <= set(settings):
+            for stream in range(16):
+                before = json.loads(base_run.end[f"stream {stream}"])
+                assert json.loads(outcome.begin[f"stream {stream}"]) == [*before, 0, stream, 0, 0, 0]
+            assert outcome.logged("data at sequence 64 (tokens ")
 
 
 def ledger(outcome: Outcome) -> dict[int, str]:

@@ -19,7 +19,7 @@ from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.preflight import imported_from
 from titanlite.checkpoint.start import RunFacts, Start, StartFinder
 from titanlite.checkpoint.state import RunState
-from titanlite.config.load import CONFIG_COPY, dump_config
+from titanlite.config.load import CONFIG_COPY, dump_config, parse_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.fingerprint import data_fingerprint
 from titanlite.data.kinds import open_source, source_names
@@ -305,12 +305,14 @@ def require_no_checkpoints(config: JobConfig) -> None:
     """Raise UserError if the dump folder has checkpoints of a run that this one would not resume."""
     dump_folder = Path(config.job.dump_folder)
     folder = dump_folder / config.checkpoint.folder
-    others = (path for path in dump_folder.iterdir() if path.is_dir()) if dump_folder.is_dir() else ()
-    for other in others:
-        if not folder.is_relative_to(other) and published_steps(other):
+    earlier, _ = parse_config(["--job.config_file", str(dump_folder / CONFIG_COPY)])  # the defaults if absent
+    inside = os.listdir(dump_folder) if dump_folder.is_dir() else ()
+    for name in (*inside, earlier.checkpoint.folder):
+        other = dump_folder / name
+        if other != folder and published_steps(other):
             raise UserError(
                 f"checkpoint.folder = {config.checkpoint.folder!r}, but {other} holds checkpoints of an earlier run: "
-                f"resume it with --checkpoint.folder {other.name}, or start a new run in another --job.dump_folder"
+                f"resume it with --checkpoint.folder {name}, or start a new run in another --job.dump_folder"
             )
     if not config.checkpoint.enable and published_steps(folder):
         raise UserError(
@@ -345,9 +347,15 @@ def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: To
         # without options that apply to this start only
         checkpoint = replace(config.checkpoint, load_step=-1, accept_changes=())
         later = replace(config, job=replace(config.job, take_over=False), checkpoint=checkpoint)
-        replace_file(Path(config.job.dump_folder, CONFIG_COPY), dump_config(later).encode())  # follows no link
-        if tokenizer is not None:
-            tokenizer.save(Path(config.job.dump_folder, TOKENIZER_FOLDER))
+        try:
+            replace_file(Path(config.job.dump_folder, CONFIG_COPY), dump_config(later).encode())  # follows no link
+            if tokenizer is not None:
+                tokenizer.save(Path(config.job.dump_folder, TOKENIZER_FOLDER))
+        except OSError as error:
+            raise UserError(
+                f"job.dump_folder: cannot write {error.filename2 or error.filename}: {error.strerror}; fix this, or "
+                "give another folder with --job.dump_folder"
+            ) from None
     dist.barrier()
 
 

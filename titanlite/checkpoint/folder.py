@@ -6,7 +6,7 @@
     .step-N.writing               being written, or left by an interrupted save
     .step-N.deleting              being deleted
 
-Folders and files with other names are never touched.
+Folders and files with other names are never touched. A link, file or pipe named step-N is quarantined at a start.
 """
 
 import os
@@ -46,9 +46,15 @@ def published_steps(folder: Path) -> list[int]:
     return sorted(step for step in steps if step is not None)
 
 
+def misplaced_steps(folder: Path) -> list[int]:
+    """Steps with a link, a file, a pipe or a device in the place of the folder step-N, in ascending order."""
+    names = os.listdir(folder) if folder.is_dir() else ()
+    return sorted({int(name[1]) for name in map(_STEP.fullmatch, names) if name} - {*published_steps(folder)})
+
+
 def ever_published(folder: Path) -> bool:
     """Whether `folder` has any checkpoint: published, quarantined or superseded."""
-    return any(_CHECKPOINT.fullmatch(path.name) for path in _folders_in(folder))
+    return folder.is_dir() and any(map(_CHECKPOINT.fullmatch, os.listdir(folder)))
 
 
 def complete_manifest(folder: Path, step: int) -> Manifest:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 import xxhash
 from typeguard import TypeCheckError, check_type
@@ -75,6 +75,9 @@ def read_manifest(folder: Path) -> Manifest:
         if check_type(content["format"], int) > FORMAT_VERSION:
             raise UnknownFormatError(content["format"])
         content = parse_json(raw, _Content)
+        data = check_type(content["facts"].get("data", {}), dict[str, Any])
+        check_type(data.get("sources", []), list[dict[str, Any]])
+        check_type(content["facts"].get("model", {}), dict[str, Any])
         for name in content["files"]:
             if PurePosixPath(name).name != name or name in ("", ".", "..") or "\0" in name:
                 raise JsonError(f"lists {name!r}, which is not the plain name of a file")
@@ -104,13 +107,21 @@ class _FileContent(TypedDict):
     hash: str
 
 
+class _Counts(TypedDict):
+    """The fields of MeterState."""
+
+    tokens_seen: int
+    skipped_steps: int
+    by_source: NotRequired[dict[str, list[float]]]
+
+
 class _Content(TypedDict):
     """The schema of MANIFEST.json. The fields are those of Manifest; `format` and `hash` describe the file itself."""
 
     step: int
     content: Literal["full", "model"]
     lineage: list[_BranchContent]
-    counts: dict[str, Any]
+    counts: _Counts
     facts: dict[str, Any]
     config: dict[str, dict[str, Any]]
     versions: dict[str, Any]

@@ -24,6 +24,7 @@ from titanlite.checkpoint.folder import (
     ever_published,
     invalid_kind,
     latest_manifest,
+    misplaced_steps,
     published_steps,
     quarantine,
     step_folder,
@@ -299,6 +300,8 @@ def prepare_folder(folder: Path, group: dist.ProcessGroup) -> tuple[list[int], b
         cleared = clear_leftovers(folder)
         if cleared:
             log.info("Removed leftovers of an interrupted save or deletion: %s", ", ".join(cleared))
+        for step in misplaced_steps(folder):
+            _quarantine(folder, step, "it is not a folder but a link or another kind of file")
         return published_steps(folder), ever_published(folder)
 
     return run_on_rank_0(look, group)

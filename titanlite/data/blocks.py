@@ -73,13 +73,17 @@ class Block(NamedTuple):
     def read(self, piece: int) -> str | BadRowError:
         """The text of a piece, or the BadRowError for its consumer to raise."""
         part = self.parts[piece]
-        row, text = self.rows[part.row]
+        _, text = self.rows[part.row]
         try:
             if isinstance(text, BadRowError):
                 raise text
             return utf8_text(text[part.begin : part.end])
         except BadRowError as bad:
-            return BadRowError(f"{self.unit.file}, {self.unit.row_name} {row}: {bad}")
+            return BadRowError(f"{self.locate(piece)}: {bad}")
+
+    def locate(self, piece: int) -> str:
+        """File and row of a piece, for messages."""
+        return f"{self.unit.file}, {self.unit.row_name} {self.rows[self.parts[piece].row].number}"
 
 
 def take_block(unit: Unit, rows: Iterator[Row], max_piece_bytes: int) -> Block:
@@ -327,7 +331,8 @@ class BlockPieces:
             end += 1
         ahead = range(first, end)
         places = [Place(place.epoch, place.position + piece - first) for piece in ahead]
-        tokens = self._encoder.encode([(block.parts[piece].flags, block.read(piece)) for piece in ahead])
+        read = [(block.parts[piece].flags, block.read(piece)) for piece in ahead]
+        tokens = self._encoder.encode(read, lambda n: block.locate(ahead[n]))
         self._numbers = dict(zip(places, (self._blocks.number(block, piece) for piece in ahead), strict=True))
         if not ahead:  # the first unit of the stream has no row for it
             return {place: EMPTY_PIECE}

@@ -5,7 +5,7 @@ import logging
 import sys
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
@@ -190,9 +190,23 @@ class Encoder:
         self._bos = [tokenizer.bos_id] if add_bos and tokenizer.bos_id is not None else []
         self._eos = [tokenizer.eos_id] if add_eos and tokenizer.eos_id is not None else []
 
-    def encode(self, pieces: Sequence[tuple[int, str | Exception]]) -> list[TokenPiece | Exception]:
-        """Tokenize pieces, (flags, text) each, in one batch. An exception in place of a text is returned unchanged."""
-        encoded = iter(self._tokenizer.encode_batch([text for _, text in pieces if isinstance(text, str)]))
+    def encode(
+        self, pieces: Sequence[tuple[int, str | Exception]], locate: Callable[[int], str]
+    ) -> list[TokenPiece | Exception]:
+        """Tokenize pieces, (flags, text) each, in one batch. An exception in place of a text is returned unchanged.
+
+        A text that the tokenizer cannot encode is a bad row. locate: file and row of the n-th of the pieces.
+        """
+        try:
+            encoded = iter(self._tokenizer.encode_batch([text for _, text in pieces if isinstance(text, str)]))
+        except UserError as error:
+            if len(pieces) == 1:
+                return [BadRowError(f"{locate(0)}: {error}")]
+
+            def encode_one(n: int) -> TokenPiece | Exception:
+                return self.encode(pieces[n : n + 1], lambda _: locate(n))[0]
+
+            return [encode_one(n) for n in range(len(pieces))]
         return [self._piece(flags, next(encoded)) if isinstance(text, str) else text for flags, text in pieces]
 
     def _piece(self, flags: int, ids: list[int]) -> TokenPiece:
@@ -225,7 +239,8 @@ class TextCorpus:
         return taken
 
     def fetch(self, pieces: Sequence[int]) -> list[TokenPiece | Exception]:
-        return self._encoder.encode([(self._texts.row(piece).flags, self._texts.read(piece)) for piece in pieces])
+        read = [(self._texts.row(piece).flags, self._texts.read(piece)) for piece in pieces]
+        return self._encoder.encode(read, lambda n: self.locate(pieces[n]))
 
     def locate(self, piece: int) -> str:
         return self._texts.locate(piece)

@@ -41,18 +41,20 @@ def describe_difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> lis
     """One line per difference between two results of `data_fingerprint`; [] if the data is the same.
 
     saved: may come from a file of another version, with keys missing or added. Different names of sources are not a
-    difference.
+    difference. Sources are compared by place, since the place decides position and order on resume.
     """
     lines = _changes({**saved, "sources": None}, {**now, "sources": None})
     before, after = saved.get("sources", []), now.get("sources", [])
     for n in range(max(len(before), len(after))):
         label = f"source {n} ({(after if n < len(after) else before)[n].get('name')})"
         if n >= len(before):
-            lines.append(f"{label} is new")
+            lines.append(f"{label} is new: it begins at its start")
         elif n >= len(after):
             lines.append(f"{label} is missing")
         elif changes := _changes({**before[n], "name": None}, {**after[n], "name": None}):
-            lines.append(f"{label}: {'; '.join(changes)}")
+            earlier, name = before[n].get("name"), after[n].get("name")
+            place = [f"it takes the place and position of {earlier}"] if earlier != name else []
+            lines.append(f"{label}: {'; '.join([*place, *changes])}")
     return lines
 
 

@@ -173,10 +173,13 @@ class Loader:
         self._set_progress(num_returned, own, self._preparation.ended())
 
     def describe(self, state: Tensor) -> str:
-        """Format the sequence number and the epochs of a state of all streams, in one line."""
-        fields = state.unflatten(1, (len(self.source_names), -1))
+        """Format the sequence number and the epochs of a state of all streams, in one line.
+
+        The state may lack the last sources, which have been added since: they are left out.
+        """
+        fields = state.unflatten(1, (-1, len(SourceState._fields)))
         epochs = []
-        for name, source in zip(self.source_names, fields.unbind(1), strict=True):
+        for name, source in zip(self.source_names, fields.unbind(1), strict=False):
             first, last = int(source[:, _EPOCH].min()), int(source[:, _EPOCH].max())
             span = f"epoch {first}" if first == last else f"epochs {first} to {last}"
             epochs.append(span if len(self.source_names) == 1 else f"{name}: {span}")

@@ -51,13 +51,14 @@ class SourceOrder(NamedTuple):
     """A source in the order in which streams read it.
 
     size: in Source.size_unit. description: one line for the log. pieces: of a stream, by its number. locate: file and
-    row of a piece, by its ledger number.
+    row of a piece, by its ledger number. check_unchanged: raises UserError if a file that was read has changed.
     """
 
     size: int
     description: str
     pieces: Callable[[int], StreamPieces]
     locate: Callable[[int], str]
+    check_unchanged: Callable[[], None] = lambda: None
 
 
 class Sources:
@@ -84,6 +85,11 @@ class Sources:
         """File and row of a sequence's first token, for messages."""
         return "no data left" if origin.piece < 0 else self._open[origin.source].locate(origin.piece)
 
+    def check_unchanged(self) -> None:
+        """Raise UserError if a token file that was read since the last call has changed since it was opened."""
+        for source in self._open:
+            source.check_unchanged()
+
     def stream(self, number: int) -> Stream:
         """Stream `number` of the section's num_streams streams."""
         seq_len, packing = self._assignment.seq_len, self._assignment.section.packing
@@ -102,8 +108,10 @@ def open_order(source: Source, number: int, assignment: Assignment, tokenizer: T
     section = assignment.section
     seeds = (section.seed, number) if section.shuffle else ()
     corpus: Corpus
+    checks = []
     if isinstance(source, Tokens):
         corpus = WindowCorpus(source, assignment.seq_len, assignment.vocab_size, documents=section.document_mask)
+        checks = [corpus.check_unchanged]
     else:
         assert tokenizer is not None, "sources of text need a tokenizer"
         encoder = Encoder(tokenizer, add_bos=section.add_bos, add_eos=section.add_eos)
@@ -128,7 +136,7 @@ def open_order(source: Source, number: int, assignment: Assignment, tokenizer: T
         epochs=source.config.epochs,
     )
     note = f", {source.shuffling_note}" if section.shuffle and source.shuffling_note else ""
-    return SourceOrder(corpus.size, corpus.description + note, pieces, corpus.locate)
+    return SourceOrder(corpus.size, corpus.description + note, pieces, corpus.locate, *checks)
 
 
 class PreparedStep(NamedTuple):
@@ -152,6 +160,7 @@ class Preparation:
 
     def __init__(self, assignment: Assignment, sources: Sources, streams: Sequence[int]) -> None:
         self._assignment = assignment
+        self._sources = sources
         self._streams = {number: sources.stream(number) for number in streams}
         self.next_sequence = 0
 
@@ -186,6 +195,10 @@ class Preparation:
                 origins[place] = self._streams[sequence % num_streams].next_sequence(row)
             except UserError as error:
                 raise DataError(str(error), sequence) from error
+        try:
+            self._sources.check_unchanged()  # after reading: no step has tokens of a file that had changed
+        except UserError as error:
+            raise DataError(str(error), first) from error
         return PreparedStep(tokens, labels, origins, self.states(), self.ended(), positions)
 
     def close(self) -> None:

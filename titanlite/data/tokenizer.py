@@ -11,9 +11,11 @@ import tokenizers
 
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.json_files import JsonError, read_json, read_regular
+from titanlite.runtime.text import counted
 
 TOKENIZER_FOLDER = "tokenizer"
 """Folder of the copy of a run's tokenizer, inside job.dump_folder."""
+TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 MAX_GROWTH = 10_000
 """Limit of how many times longer normalization may make a text."""
@@ -36,6 +38,9 @@ class Tokenizer:
             self._data = read_regular(file)  # kept for save(): a new run may rename the folder
             _require_bounded_normalizer(json.loads(self._data))
             self._tokenizer = tokenizers.Tokenizer.from_buffer(self._data)
+        except (AttributeError, KeyError, TypeError):
+            reason = "it is not a JSON object with a valid normalizer"
+            raise UserError(f"{file} is not a readable tokenizer.json: {reason}") from None
         except Exception as error:  # the library raises bare Exceptions
             raise UserError(f"{file} is not a readable tokenizer.json: {error}") from None
         self._tokenizer.no_truncation()
@@ -44,9 +49,15 @@ class Tokenizer:
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self._config_beside = _config_beside(file)
         self._chat_template = _chat_template_beside(file)
-        beside = _special_tokens(self._config_beside)
+        beside = _special_tokens(self._config_beside, file.with_name(TOKENIZER_CONFIG))
         self.bos_id, bos_text = self._separator("bos", bos, beside)
         self.eos_id, eos_text = self._separator("eos", eos, beside)
+        usable = self._tokenizer.get_vocab_size(with_added_tokens=True) - len({self.bos_id, self.eos_id} - {None})
+        if usable < 2:
+            raise UserError(
+                f"{file} has {counted(usable, 'token')} besides BOS and EOS, so there is nothing to predict: give "
+                "another tokenizer"
+            )
         separators = json.dumps([self.bos_id, self.eos_id]).encode()
         self.fingerprint = hashlib.sha256(hashlib.sha256(self._data).digest() + separators).hexdigest()
         self.description = f"{file}: {self.vocab_size:,} tokens, BOS {bos_text}, EOS {eos_text}"
@@ -63,7 +74,7 @@ class Tokenizer:
             config[name] = None if token_id is None else self._tokenizer.id_to_token(token_id)
         config.pop("auto_map", None)  # it names code, which is not copied
         (folder / "tokenizer.json").write_bytes(self._data)
-        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (folder / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if self._chat_template is not None:
             (folder / CHAT_TEMPLATE).write_bytes(self._chat_template)
 
@@ -72,8 +83,14 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, computed outside the GIL on several cores."""
-        return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        """Token ids of each text, computed outside the GIL on several cores.
+
+        Raises UserError if a text cannot be encoded: if the vocabulary lacks a part of it and has no unknown token.
+        """
+        try:
+            return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        except Exception as error:  # the library raises bare Exceptions
+            raise UserError(f"the tokenizer {self.arguments['file']} cannot encode it: {error}") from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, special tokens included."""
@@ -160,7 +177,7 @@ def _require_bounded_normalizer(tokenizer: dict[str, Any]) -> None:
 
 def _config_beside(file: Path) -> dict[str, Any]:
     """The tokenizer_config.json beside `file`; {} if absent. Raises UserError if it cannot be read or is not JSON."""
-    config_file = file.with_name("tokenizer_config.json")
+    config_file = file.with_name(TOKENIZER_CONFIG)
     if not os.path.lexists(config_file):
         return {}
     try:
@@ -183,13 +200,15 @@ def _chat_template_beside(file: Path) -> bytes | None:
         raise UserError(f"{template} cannot be read: {error.strerror or error}") from None
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """{"bos": text, "eos": text} of a tokenizer_config.json; keys it does not set are absent."""
+def _special_tokens(config: Mapping[str, Any], file: Path) -> dict[str, str]:
+    """{"bos": text, "eos": text} of a tokenizer_config.json; keys it does not set are absent. Raises UserError."""
     found = {}
     for name in ("bos", "eos"):
         token = config.get(f"{name}_token")
         text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str) and text:
+        if not isinstance(text, str | None):
+            raise UserError(f"{file} has {name}_token = {json.dumps(token)}, which is not a text: fix or remove it")
+        if text:
             found[name] = text
     return found
 

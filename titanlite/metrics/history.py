@@ -72,7 +72,9 @@ def _content(path: Path) -> bytes:
     except FileNotFoundError:
         return b""
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+        raise UserError(
+            f"cannot read {path}: {error.strerror or error}: rename or remove it; the run resumes without earlier rows"
+        ) from None
 
 
 def last_row(path: Path) -> dict[str, Any]:

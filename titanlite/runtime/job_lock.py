@@ -14,7 +14,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from functools import cache
@@ -24,6 +24,7 @@ from typing import BinaryIO, Literal
 from titanlite.runtime.dump_folder import make_dump_folder
 from titanlite.runtime.durability import write_file
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import open_regular
 from titanlite.runtime.json_files import JsonError, parse_json
 from titanlite.runtime.logging import log
 
@@ -35,6 +36,7 @@ POLL_S = 0.1
 # A starting job holds the system lock for milliseconds. After this timeout its process must be stopped (SIGSTOP).
 GUARD_S = 30.0
 GUARD_POLL_S = 0.01
+MAX_BYTES = 2**16
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 State = Literal["running", "ended", "unknown"]
@@ -92,8 +94,8 @@ def job_lock(
         _acquire(path, mine, take_over, wait_s)
     except OSError as error:
         raise UserError(
-            f"job.dump_folder: cannot read or write {path}: {error.strerror}; give another folder with "
-            "--job.dump_folder"
+            f"job.dump_folder: cannot read or write {path}: {error.strerror or error}; fix this, or give another "
+            "folder with --job.dump_folder"
         ) from None
     try:
         yield
@@ -105,8 +107,7 @@ def _acquire(path: Path, mine: Owner, take_over: bool, wait_s: float) -> None:
     deadline = time.monotonic() + wait_s
     logged = False
     while True:
-        with _locked(path) as file:
-            content = file.read()
+        with _locked(path) as content:
             owner = _parse(content)
             state = _state_of(owner, mine) if owner else "unknown"
             if not content:  # created just now, or by a job that was killed before it wrote its owner
@@ -132,8 +133,7 @@ def _release(path: Path, mine: Owner) -> None:
     if mine.pid != os.getpid():
         return
     try:
-        with _locked(path) as file:
-            content = file.read()
+        with _locked(path) as content:
             owner = _parse(content)
             if not content or (owner and owner.token == mine.token):
                 path.unlink()
@@ -231,14 +231,19 @@ def _status_by_ps(pid: int) -> tuple[str, str]:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[BinaryIO]:
-    """Context with the file at `path`, created if missing, under an exclusive system lock."""
+def _locked(path: Path) -> Iterator[bytes]:
+    """Context with the content of the file at `path`, created if missing, under an exclusive system lock.
+
+    Only the first MAX_BYTES are read. Raises OSError, also for a pipe or device.
+    """
     deadline = time.monotonic() + GUARD_S
     while True:
+        with suppress(FileNotFoundError):
+            open_regular(path).close()
         with path.open("a+b") as file:
             if _try_lock(file, path):
                 file.seek(0)
-                yield file
+                yield file.read(MAX_BYTES)
                 return
         if time.monotonic() >= deadline:
             raise UserError(

@@ -1,6 +1,7 @@
 """Parts that the commands share: options read by tyro, exit codes, and outputs that are written atomically."""
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -43,6 +44,11 @@ def run_command(main: Callable[[Sequence[str]], None]) -> None:
         code = 130
     except BrokenPipeError:  # the reader has closed the pipe, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = 1
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"titanlite: the path {error.filename} is too long: choose a shorter one", file=sys.stderr)
         code = 1
     sys.exit(code)
 

@@ -128,7 +128,7 @@ def test_data_may_be_moved_and_renamed() -> None:
     moved = DATA | {"sources": [{"name": "text /b", "kind": "text", "content": "1"}]}
     assert check_facts(FACTS, FACTS | {"data": moved}, (), "here") == []
     edited = DATA | {"sources": [{"name": "text /b", "kind": "text", "content": "2"}]}
-    with pytest.raises(UserError, match=r"data: source 0 \(text /b\): content differs"):
+    with pytest.raises(UserError, match=r"source 0 \(text /b\): it takes the place .* of text /a; content differs"):
         check_facts(FACTS, FACTS | {"data": edited}, (), "here")
 
 

@@ -186,7 +186,18 @@ def test_only_plain_names_are_files_of_a_checkpoint(tmp_path: Path, name: str) -
 
 @pytest.mark.parametrize(
     "change",
-    [{"step": "3"}, {"lineage": [{"id": "a"}]}, {"files": {METADATA_FILE: {"rank": 0}}}, {"config": []}, {"more": 1}],
+    [
+        *(
+            {"step": "3"},
+            {"lineage": [{"id": "a"}]},
+            {"files": {METADATA_FILE: {"rank": 0}}},
+            {"config": []},
+            {"more": 1},
+        ),
+        *({"counts": {"tokens_seen": "xxx", "skipped_steps": 0}}, {"counts": {"tokens_seen": 1}}),
+        *({"facts": {"data": "x"}}, {"facts": {"data": {"sources": 1.5}}}, {"facts": {"data": {"sources": ["x"]}}}),
+        {"facts": {"model": 1}},
+    ],
 )
 def test_content_with_other_types_is_corrupted(tmp_path: Path, change: dict[str, object]) -> None:
     """The hash is right: a program with a mistake wrote it."""

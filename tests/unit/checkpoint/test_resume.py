@@ -32,6 +32,26 @@ def _log_reaches_caplog(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
     caplog.set_level(logging.INFO, logger="titanlite")
 
 
+@pytest.mark.parametrize("kind", ["link", "pipe", "file"])
+def test_what_is_not_a_folder_is_quarantined(
+    tmp_path: Path, group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    make(tmp_path, 10)
+    path = step_folder(tmp_path, 12)
+    {"link": lambda: path.symlink_to("nowhere"), "pipe": lambda: os.mkfifo(path), "file": path.touch}[kind]()
+    assert prepare_folder(tmp_path, group) == ([10], True)
+    assert "Checkpoint step-12 is corrupted: it is not a folder but a link or another kind of file" in caplog.text
+    assert sorted(name.partition("-2")[0] for name in os.listdir(tmp_path)) == ["step-10", "step-12.invalid"]
+    make(tmp_path, 12)
+
+
+def test_a_run_with_only_a_lost_link_does_not_begin_at_step_0(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    step_folder(tmp_path, 12).symlink_to("nowhere")
+    assert prepare_folder(tmp_path, group) == ([], True)
+    with pytest.raises(UserError, match=r"cannot resume from any checkpoint in .*: step-12\.invalid-"):
+        latest_valid(tmp_path, [], "full", group, any_one)
+
+
 def any_one(_: Manifest) -> bool:
     return True
 

@@ -20,6 +20,7 @@ from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.hub_files import HubFiles
 from titanlite.data.sources.text import Text
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.runtime.cache import cache_folder
 from titanlite.runtime.errors import UserError
 
 LARGE = 3 * SAMPLED_BLOCKS * BLOCK_BYTES
@@ -135,6 +136,34 @@ def test_an_edit_between_sampled_blocks_is_not_detected(corpus: Path) -> None:
     assert f"bytes {29 + LARGE:,} -> {30 + LARGE:,}; content differs" in found
 
 
+def edit_digit(file: Path) -> None:
+    text = file.read_text()
+    place = text.index("xxh3-128:") + len("xxh3-128:")
+    file.write_text(f"{text[:place]}{'1' if text[place] == '0' else '0'}{text[place + 1 :]}")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        edit_digit,
+        lambda file: file.write_text(file.read_text()[:20]),
+        lambda file: file.unlink(),
+        lambda file: (file.unlink(), os.mkfifo(file)),
+    ],
+)
+def test_a_damaged_cached_fingerprint_is_built_again(
+    damage: Callable[[Path], None], corpus: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = fingerprint_of(text_data(corpus))
+    (file,) = (cache_folder() / "fingerprint").glob("*/*.json")
+    damage(file)
+    assert fingerprint_of(text_data(corpus)) == before
+    assert f"the fingerprint of text {corpus} in {file.parent} is damaged and is built again" in caplog.text
+    caplog.clear()
+    assert fingerprint_of(text_data(corpus)) == before
+    assert not caplog.text
+
+
 def test_bytes_moved_to_the_next_file_are_detected(corpus: Path) -> None:
     before = fingerprint_of(text_data(corpus))
     (corpus / "a.txt").write_text("the first")
@@ -217,17 +246,20 @@ def test_a_hub_dataset_is_identified_by_its_commit(tmp_path: Path, monkeypatch: 
 def test_new_missing_and_swapped_sources(corpus: Path) -> None:
     one, two = (SourceConfig(kind="text", path=str(corpus / name), name=name) for name in ("a.txt", "deep/b.txt"))
     single, both, swapped = (text_data(corpus, sources=sources) for sources in ((one,), (one, two), (two, one)))
-    assert lines(single, both) == ["source 1 (deep/b.txt) is new"]
+    assert lines(single, both) == ["source 1 (deep/b.txt) is new: it begins at its start"]
     assert lines(both, single) == ["source 1 (deep/b.txt) is missing"]
     assert lines(both, swapped) == [
-        "source 0 (deep/b.txt): bytes 14 -> 15; content differs",
-        "source 1 (a.txt): bytes 15 -> 14; content differs",
+        "source 0 (deep/b.txt): it takes the place and position of a.txt; bytes 14 -> 15; content differs",
+        "source 1 (a.txt): it takes the place and position of deep/b.txt; bytes 15 -> 14; content differs",
     ]
 
 
 def test_the_standard_library_and_its_split(stdlib: Path, tmp_path: Path) -> None:
     train, validation = (text_data(tmp_path, sources=(SourceConfig(split=split),)) for split in ("", "validation"))
-    assert lines(train, validation) == ['source 0 (python-stdlib (validation)): split "train" -> "validation"']
+    assert lines(train, validation) == [
+        "source 0 (python-stdlib (validation)): it takes the place and position of python-stdlib (train); "
+        'split "train" -> "validation"'
+    ]
     before = fingerprint_of(train)
     (stdlib / "test" / "left_out.py").write_text("changed = True\n")
     assert describe_difference(before, fingerprint_of(train)) == []
@@ -240,7 +272,7 @@ def test_a_fingerprint_of_another_version_is_a_difference_not_an_error(corpus: P
     now = fingerprint_of(text_data(corpus))
     found = describe_difference({"stream_version": 0, "extra": 1}, now)
     assert found[:3] == ["stream_version 0 -> 2", "extra 1 -> null", "shuffle null -> true"]
-    assert found[-1] == f"source 0 (text {corpus}) is new"
+    assert found[-1] == f"source 0 (text {corpus}) is new: it begins at its start"
 
 
 def test_digests_are_computed_once(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,18 +3,20 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tokenizers
 
+from tests.unit.data.ranks import build
 from titanlite.data import bpe
 from titanlite.data.bpe import EOS, prepare_tokenizer, train_bpe
 from titanlite.data.check import check_tokenizer
-from titanlite.data.config import TokenizerConfig
+from titanlite.data.config import DataConfig, TokenizerConfig
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import CHAT_TEMPLATE, Tokenizer
-from titanlite.runtime.errors import UserError
+from titanlite.runtime.errors import DataError, UserError
 
 STDLIB = (SourceConfig(),)
 
@@ -288,3 +290,50 @@ def test_a_normalizer_that_may_need_gigabytes_is_refused(
 )
 def test_usual_normalizers_are_accepted(folder: Path, steps: list[tokenizers.normalizers.Normalizer]) -> None:
     assert Tokenizer(with_normalizer(folder, steps)).encode("a b")
+
+
+@pytest.mark.parametrize("model", ["WordLevel", "Unigram"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_text_that_cannot_be_encoded_is_a_bad_row(model: str, streaming: bool, tmp_path: Path) -> None:
+    raw = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="[UNK]")
+        if model == "WordLevel"
+        else tokenizers.models.Unigram([("a", -1.0), ("b", -2.0)])
+    )
+    raw.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rows.jsonl").write_text('{"text": "a"}\n{"text": "é"}\n{"text": "b"}\n')
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json")
+    kind = "hf" if streaming else "jsonl"
+    config = SourceConfig(kind=kind, path=str(tmp_path / "data"), streaming=streaming)  # type: ignore[arg-type]
+    section = DataConfig(num_streams=1, max_piece_bytes=100, shuffle=False, sources=(config,))
+    message = rf"bad row: .*rows\.jsonl, line 2: the tokenizer {tmp_path}/tokenizer\.json cannot encode it: "
+    with pytest.raises(DataError, match=message):
+        build(section, tokenizer).next_step()
+    skipping = build(replace(section, on_bad_row="skip"), tokenizer, seq_len=2, global_batch_size=1)
+    (batch,) = skipping.next_step()
+    assert (batch.tokens.tolist(), skipping.bad_rows) == ([[0, 1]], 1)
+    skipping.close()
+
+
+@pytest.mark.parametrize("vocabulary", [{}, {EOS: 0}, {"a": 0}, {"a": 0, EOS: 1}])
+def test_a_vocabulary_without_two_tokens_of_text_is_refused(vocabulary: dict[str, int], folder: Path) -> None:
+    raw = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+    raw.save(str(folder / "tokenizer.json"))
+    message = f"tokenizer.json has {len(vocabulary.keys() - {EOS})} tokens? besides BOS and EOS, so"
+    with pytest.raises(UserError, match=message):
+        Tokenizer(folder / "tokenizer.json")
+
+
+@pytest.mark.parametrize("token", [5, {"content": 5}, ["a"], False])
+def test_a_separator_that_is_not_a_text_is_refused(token: object, folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": None, "eos_token": token}))
+    with pytest.raises(UserError, match=r"tokenizer_config\.json has eos_token = .*, which is not a text: fix or"):
+        Tokenizer(folder / "tokenizer.json")
+
+
+@pytest.mark.parametrize("content", [None, [], "text", {"normalizer": {"type": "Replace"}}, {"normalizer": 5}])
+def test_a_tokenizer_that_is_not_one_has_a_reason(content: object, folder: Path) -> None:
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"is not a readable tokenizer\.json: it is not a JSON object with"):
+        Tokenizer(folder / "tokenizer.json")

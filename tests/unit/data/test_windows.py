@@ -25,8 +25,12 @@ def check_content(source: SourceConfig, vocab_size: int) -> list[Problem]:
     return Tokens(source).check_content("data.sources.0", vocab_size=vocab_size, needs_documents=False)
 
 
-def build(*sources: SourceConfig, num_streams: int = 2, shuffle: bool = False, **changes: Any) -> Loader:
-    section = DataConfig(num_streams=num_streams, max_piece_bytes=100, shuffle=shuffle, sources=sources)
+def build(
+    *sources: SourceConfig, num_streams: int = 2, shuffle: bool = False, document_mask: bool = False, **changes: Any
+) -> Loader:
+    section = DataConfig(
+        num_streams=num_streams, max_piece_bytes=100, shuffle=shuffle, document_mask=document_mask, sources=sources
+    )
     return ranks.build(section, None, **{"seq_len": SEQ_LEN, "vocab_size": 5000, "global_batch_size": 2, **changes})
 
 
@@ -194,6 +198,23 @@ def test_a_file_that_becomes_shorter_is_an_error_with_its_offset(tmp_path: Path)
     loader.close()
 
 
+@pytest.mark.parametrize("suffix", ["npy", "documents"])
+def test_the_first_step_that_reads_an_overwritten_file_fails(tmp_path: Path, suffix: str) -> None:
+    for name in ("first", "second"):
+        np.save(tmp_path / f"{name}.npy", np.zeros(SEQ_LEN * 20 + 1, np.uint16))
+        with open(tmp_path / f"{name}.documents", "wb") as file:
+            np.save(file, np.arange(0, SEQ_LEN * 20, 40))
+    loader = build(source(tmp_path), document_mask=True)
+    os.utime(tmp_path / f"second.{suffix}", (0, 0))
+    for _ in range(10):
+        loader.next_step()
+    message = rf"second.{suffix} was written while it was in use: it has [\d,]+ bytes, last modified at 1970-01-01"
+    with pytest.raises(DataError, match=message) as caught:
+        loader.next_step()
+    assert caught.value.sequence == 20
+    loader.close()
+
+
 def test_a_source_may_be_added_on_resume(tmp_path: Path) -> None:
     first, second = np.arange(SEQ_LEN * 40 + 1), np.arange(2000, 2000 + SEQ_LEN * 40 + 1)
     np.save(tmp_path / "first.npy", first)
@@ -203,6 +224,7 @@ def test_a_source_may_be_added_on_resume(tmp_path: Path) -> None:
     state = loader.state()
     both = build(source(tmp_path / "first.npy"), source(tmp_path / "second.npy"))
     both.load_state(state)
+    assert both.describe(state) == f"sequence 6 (tokens {tmp_path / 'first.npy'}: epoch 0)"
     found = rows(both, 10)
     for stream in range(2):
         of_stream = found[stream::2]

@@ -164,5 +164,5 @@ def test_a_folder_in_the_way_is_a_clear_error(tmp_path: Path) -> None:
 def test_a_pipe_in_place_of_the_file_is_an_error(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
     for read in (keep_rows, has_validation):
-        with pytest.raises(UserError, match=r"cannot read .*metrics.jsonl: not a regular file but a pipe"):
+        with pytest.raises(UserError, match=r"cannot read .*metrics.jsonl: not a regular file but a pipe: rename or"):
             read(tmp_path / "metrics.jsonl", 1)

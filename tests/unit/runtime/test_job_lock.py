@@ -497,6 +497,18 @@ def test_a_file_that_stays_locked_raises(tmp_path: Path, monkeypatch: pytest.Mon
             pass
 
 
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_pipe_or_device_is_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / JOB_LOCK_FILE
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    message = rf"cannot read or write .*job\.lock: not a regular file but a {kind}; fix this, or give another folder"
+    with pytest.raises(UserError, match=message), enter(tmp_path):
+        pass
+
+
 def test_write_errors_are_user_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"job\.dump_folder: .*file is a file, not a folder"), enter(tmp_path / "file"):
@@ -507,7 +519,7 @@ def test_write_errors_are_user_errors(tmp_path: Path, monkeypatch: pytest.Monkey
 
     with monkeypatch.context() as full:
         full.setattr(os, "fsync", fsync)
-        with pytest.raises(UserError, match=r"cannot read or write .*job\.lock: No space left on device; give another"):
+        with pytest.raises(UserError, match=r"cannot read or write .*job\.lock: No space left on device; fix this, or"):
             enter(tmp_path).__enter__()
     with enter(tmp_path):  # the failed write left no owner
         pass

@@ -179,6 +179,16 @@ def test_exit_codes(
     assert (tmp_path / "out").exists() == (code == 0)
 
 
+def test_a_name_that_is_too_long_is_one_line(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_tokenizer", str(config), "--out", str(tmp_path / ("q" * 300))])
+    with pytest.raises(SystemExit) as caught:
+        run_command(train_tokenizer.main)
+    assert caught.value.code == 1
+    assert capsys.readouterr().err.startswith(f"titanlite: the path {tmp_path}/qqq")
+
+
 @pytest.mark.parametrize("name", ["tokenize", "train_tokenizer"])
 def test_they_are_commands(name: str, tmp_path: Path) -> None:
     program = start_command(tmp_path, "--help", program=("-m", f"titanlite.data.{name}"))

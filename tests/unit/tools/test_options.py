@@ -1,5 +1,6 @@
 """Test how commands read their options, and how their processes end."""
 
+import errno
 import math
 import os
 import signal
@@ -191,6 +192,7 @@ def test_ctrl_c_raises_once_a_command_has_started(capsys: pytest.CaptureFixture[
         (ConfigError([Problem("argument 'a.b'", None, "rule", "remedy")]), 2, "titanlite: the command line has 1"),
         (KeyboardInterrupt(), 130, "titanlite: interrupted\n"),
         (BrokenPipeError(), 1, ""),
+        (OSError(errno.ENAMETOOLONG, "", "qq"), 1, "titanlite: the path qq is too long: choose a shorter one\n"),
         (signal.SIGTERM, 143, ""),
     ],
 )

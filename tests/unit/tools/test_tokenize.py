@@ -239,9 +239,33 @@ def forget_the_shards(folder: Path) -> None:
     (folder / "tokens.json").write_text(json.dumps(manifest))
 
 
+def unlink_the_documents(folder: Path) -> None:
+    (folder / "tokens-00001.documents").unlink()
+    (folder / "tokens-00001.documents").symlink_to("nowhere")
+
+
+def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Change the manifest of a folder."""
+
+    def edit(folder: Path) -> None:
+        manifest = json.loads((folder / "tokens.json").read_text())
+        change(manifest)
+        (folder / "tokens.json").write_text(json.dumps(manifest))
+
+    return edit
+
+
 @pytest.mark.parametrize(
     ("change", "remedy"),
     [
+        (unlink_the_documents, "tokens-00001.documents is a link to a file that does not exist"),
+        (edited(lambda manifest: manifest["tokenizer"].update(vocab_size=10)), "has tokens above vocab_size = 10 of"),
+        (edited(lambda manifest: manifest.update(tokens=7)), "tokens.json lists a file twice or a wrong sum"),
+        (
+            edited(lambda manifest: manifest["shards"].append(manifest["shards"][0])),
+            "tokens.json lists a file twice or",
+        ),
+        (edited(lambda manifest: manifest.update(dtype="uint32")), "tokens of uint16 instead of "),
         (remove, "tokens-00001.npy is missing"),
         (shorten, "tokens-00001.npy has 300 bytes instead of"),
         (shorten_documents, "tokens-00001.documents has 128 bytes instead of"),

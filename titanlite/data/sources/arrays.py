@@ -5,6 +5,7 @@ Files are not memory-mapped: if a mapped file becomes shorter, SIGBUS ends the p
 
 import os
 import weakref
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from tokenize import TokenError
@@ -29,7 +30,7 @@ class ArrayFile:
         self.path = path
         try:
             with open_regular(path) as file:
-                self._num_bytes = os.fstat(file.fileno()).st_size
+                self._opened = os.fstat(file.fileno())
                 self.dtype, self._count, self._begin = _raw(file, raw_dtype) if raw_dtype else _npy(file)
                 self._descriptor = os.dup(file.fileno())
         except (ValueError, SyntaxError, TokenError) as error:  # numpy parses the header as a Python literal
@@ -54,10 +55,20 @@ class ArrayFile:
             size = os.fstat(self._descriptor).st_size
             raise UserError(
                 f"{self.path} became shorter while it was in use: it has {size:,} bytes instead of "
-                f"{self._num_bytes:,}, and bytes {first:,} to {first + len(raw) - 1:,} are needed; copy or write it "
-                "again, and start again: the run resumes from its latest checkpoint"
+                f"{self._opened.st_size:,}, and bytes {first:,} to {first + len(raw) - 1:,} are needed; copy or write "
+                "it again, and start again: the run resumes from its latest checkpoint"
             )
         return out
+
+    def check_unchanged(self) -> None:
+        """Raise UserError if the file's size or time has changed since it was opened."""
+        found = os.fstat(self._descriptor)
+        if (found.st_size, found.st_mtime_ns) != (self._opened.st_size, self._opened.st_mtime_ns):
+            raise UserError(
+                f"{self.path} was written while it was in use: it has {found.st_size:,} bytes, last modified at "
+                f"{datetime.fromtimestamp(found.st_mtime):%Y-%m-%d %H:%M:%S}; copy or write it again if its tokens "
+                "have changed, and start again: the run resumes from its latest checkpoint"
+            )
 
 
 def _raw(file: BinaryIO, dtype: str) -> tuple[np.dtype[Any], int, int]:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypedDict
 
 import xxhash
 
@@ -20,9 +20,13 @@ from titanlite.data.sources.pieces import BadRowError, Piece
 from titanlite.runtime.cache import built_once, cache_folder, content_key, file_facts
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.files import open_regular
+from titanlite.runtime.json_files import JsonError, read_json
 
 DIGEST_VERSION = 1
 """Version of the digest of a source's content. Increase it if the digest of any corpus changes."""
+
+CACHED_VERSION = 2
+"""Version of the files that cached_json writes."""
 
 BLOCK_BYTES = 8 * 2**10
 SAMPLED_BLOCKS = 8
@@ -149,23 +153,50 @@ class Source(ABC):
 
     def _content_digest(self, files: list[Path]) -> str:
         """Digest of the files in their order; from the cache if no file has changed."""
-        folder = cache_folder() / "fingerprint" / content_key(["fingerprint", DIGEST_VERSION, file_facts(files)])
 
         def digest() -> str:
             with ThreadPoolExecutor(READERS) as pool:
                 return f"xxh3-128:{xxhash.xxh3_128(b''.join(pool.map(sampled_digest, files))).hexdigest()}"
 
-        return str(cached_json(folder / "digest.json", f"the fingerprint of {self.name}", digest))
+        facts = [DIGEST_VERSION, file_facts(files)]
+        return str(cached_json("fingerprint", facts, f"the fingerprint of {self.name}", digest))
 
 
-def cached_json(file: Path, what: str, make: Callable[[], Any]) -> Any:
-    """The JSON value of `file`, in a folder of its own in the cache; written with make() if absent. See built_once."""
+class _Cached(TypedDict):
+    """The schema of value.json. hash: the content_key of the value."""
+
+    value: Any
+    hash: str
+
+
+def cached_json(kind: str, facts: list[Any], what: str, make: Callable[[], Any]) -> Any:
+    """The JSON value made by make(), from the cache if it has one of the same facts. kind: folder in the cache.
+
+    See built_once.
+    """
 
     def build(into: Path) -> None:
-        (into / file.name).write_text(json.dumps(make()))
+        value = make()
+        (into / "value.json").write_text(json.dumps(_Cached(value=value, hash=content_key(value))))
 
-    built_once(file.parent, what, build)
-    return json.loads(file.read_text())
+    folder = cache_folder() / kind / content_key([kind, CACHED_VERSION, *facts])
+    return _cached_value(built_once(folder, what, build, _is_valid))
+
+
+def _cached_value(folder: Path) -> Any:
+    """Raises OSError and JsonError."""
+    found = read_json(folder / "value.json", _Cached)
+    if found["hash"] != content_key(found["value"]):
+        raise JsonError("has changed since it was written")
+    return found["value"]
+
+
+def _is_valid(folder: Path) -> bool:
+    try:
+        _cached_value(folder)
+    except (OSError, JsonError):
+        return False
+    return True
 
 
 def sampled_digest(file: Path) -> bytes:

@@ -33,7 +33,7 @@ from titanlite.data.sources.hub_files import (
 from titanlite.data.sources.jsonl import GZIP_DAMAGE, damage_after, json_row, open_lines
 from titanlite.data.sources.parquet import as_bytes, damage, open_parquet, row_counts, text_of, text_type
 from titanlite.data.sources.pieces import BAD_FILE, BadRowError, Piece, no_lines
-from titanlite.runtime.cache import cache_folder, content_key, file_facts
+from titanlite.runtime.cache import file_facts
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.retry import reason, retrying
 
@@ -167,9 +167,8 @@ class HuggingFace(TextSource, StreamedSource):
             with ThreadPoolExecutor(READERS) as pool:
                 return list(pool.map(_row_group_sizes, files))
 
-        key = content_key(["row groups", ROW_GROUPS_VERSION, self.content_facts()])
-        file = cache_folder() / "row_groups" / key / "sizes.json"
-        sizes = cached_json(file, f"the row groups of {self.name}", read_sizes)
+        facts = [ROW_GROUPS_VERSION, self.content_facts()]
+        sizes = cached_json("row_groups", facts, f"the row groups of {self.name}", read_sizes)
         return [unit for file, of_file in zip(files, sizes, strict=True) for unit in _units_of(file, of_file)]
 
     def rows(self, unit: Unit, first: int, share: Share) -> Iterator[Row]:

@@ -11,7 +11,6 @@ from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.jsonl import GZIP_DAMAGE, json_row, open_lines
 from titanlite.data.sources.parquet import open_parquet, text_type
 from titanlite.data.sources.pieces import BadRowError
-from titanlite.runtime.cache import cache_folder, content_key
 from titanlite.runtime.errors import ConfigError, Problem, require
 from titanlite.runtime.files import open_regular
 from titanlite.runtime.retry import http_status, is_transient, reason
@@ -81,8 +80,8 @@ def hub_files(source: SourceConfig) -> HubFiles:
         _check_fields(source, "data.sources", found)
         return found
 
-    folder = cache_folder() / "hub" / content_key(["hub", FORMAT_VERSION, data, checked])
-    files, commit = cached_json(folder / "files.json", f"the list of files of hf {source.path}", resolve)
+    facts = [FORMAT_VERSION, data, checked]
+    files, commit = cached_json("hub", facts, f"the list of files of hf {source.path}", resolve)
     return HubFiles(tuple(files), commit)
 
 

@@ -118,6 +118,7 @@ class WindowCorpus:
         sizes = dict(zip(self._files, map(len, self._tokens), strict=True)) if documents else {}
         self._starts = [DocumentStarts(documents_file(file), size) for file, size in sizes.items()]
         self._unverified = self._recorded_hashes()
+        self._read: set[int] = set()
         targets = [max(0, len(tokens) - 1) for tokens in self._tokens]
         windows = [-(-count // seq_len) if keep_tail else count // seq_len for count in targets]
         self._ends = list(accumulate(windows))
@@ -135,6 +136,14 @@ class WindowCorpus:
 
     def fetch(self, pieces: Sequence[int]) -> list[TokenPiece | Exception]:
         return [self._window(piece) for piece in pieces]
+
+    def check_unchanged(self) -> None:
+        """Raise UserError if a file that was read since the last call has changed since it was opened."""
+        for number in self._read:
+            self._tokens[number].check_unchanged()
+            if self._starts:
+                self._starts[number].check_unchanged()
+        self._read.clear()
 
     def _recorded_hashes(self) -> dict[int, list[tuple[Path, str]]]:
         """The files and hashes to verify before the first window of each file, by its number."""
@@ -170,6 +179,7 @@ class WindowCorpus:
                 return UserError(f"{file} can no longer be read: {error.strerror}")
             if not is_same:
                 return UserError(f"{file} has changed since it was written, by {MANIFEST}: copy or write it again")
+        self._read.add(number)
         tokens = self._tokens[number]
         end = min(begin + self._seq_len + 1, len(tokens))
         try:
@@ -205,6 +215,7 @@ class DocumentStarts:
     def __init__(self, path: Path, num_tokens: int) -> None:
         """Read the file once. Raises UserError if it does not have positions from 0 to num_tokens in order."""
         self._starts = ArrayFile(path)
+        self.check_unchanged = self._starts.check_unchanged
         if self._starts.dtype != np.dtype("<i8"):
             raise UserError(f"{path} must be a 1-D array of int64, but is 1-D {self._starts.dtype}")
         firsts, last = [np.empty(0, np.int64)], 0
@@ -328,20 +339,32 @@ def _mismatches(folder: Path, files: Sequence[Path], *, complete: bool, vocab_si
         return
     rule = f"the files listed in {folder / MANIFEST}"
     shards = {shard["file"]: shard for shard in manifest["shards"]}
+    tokens = sum(shard["tokens"] for shard in manifest["shards"])
+    if len(shards) < len(manifest["shards"]) or manifest.get("tokens", tokens) != tokens:
+        yield f"a consistent {MANIFEST}", f"{folder / MANIFEST} lists a file twice or a wrong sum: write it again"
+    needed = manifest["tokenizer"]["vocab_size"]
     for file in files:
         if file.name not in shards:
             yield rule, f"{file} is not listed: move it to another folder"
             continue
         listed = {file: shards[file.name]["bytes"]}
-        if (starts := documents_file(file)).exists():  # only data.document_mask needs it
+        starts = documents_file(file)
+        if starts.is_symlink() and not starts.exists():
+            yield rule, f"{starts} is a link to a file that does not exist: copy the file there"
+        if starts.exists():  # only data.document_mask needs it
             listed[starts] = HEADER_BYTES + np.dtype(np.int64).itemsize * shards[file.name]["documents"]
         for path, num_bytes in listed.items():
             if (size := path.stat().st_size) != num_bytes:
                 yield rule, f"{path} has {size:,} bytes instead of {num_bytes:,}: copy or write it again"
+        opened = open_tokens(file, "")
+        listed_as = f"{shards[file.name]['tokens']:,} tokens of {manifest['dtype']}"
+        if (found := f"{len(opened):,} tokens of {opened.dtype.name}") != listed_as:
+            yield rule, f"{file} has {found} instead of {listed_as}: copy or write it again"
+        if find_invalid(opened.read(0, min(CHECKED_TOKENS, len(opened))), needed) is not None:
+            yield rule, f"{file} has tokens above vocab_size = {needed} of {MANIFEST}: copy or write it again"
     missing = sorted(shards.keys() - {file.name for file in files})
     if complete and missing:
         yield rule, f"{folder / missing[0]} is missing: copy it there, or write the files again"
-    needed = manifest["tokenizer"]["vocab_size"]
     if needed > vocab_size:
         rule = f"token files of a tokenizer with at most model.vocab_size = {vocab_size} tokens"
         yield rule, f"{folder / MANIFEST} names {needed}: write vocab_size = {needed} in [model]"
