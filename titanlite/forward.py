@@ -1,6 +1,6 @@
 """Forward pass of a model on its mesh, with the loss, for training and evaluation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,22 +12,19 @@ from titanlite.models.family import LanguageModel
 from titanlite.models.randomness import row_keys
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.pipeline import Pipeline
-from titanlite.parallel.tensor import parallel_loss
 from titanlite.runtime.determinism import seed_microbatch
 
 
 @dataclass(kw_only=True, eq=False)
 class ModelOnMesh:
-    """A parallelized model with its loss, without gradients and optimizer.
+    """A parallelized model, without gradients and optimizer.
 
-    model_parts: this rank's parts of the model: the full model, or its pipeline stages. loss: see mean_loss_shares.
-    shard_logits: whether logits are sharded over tp. seed: of all random numbers of the model.
+    model_parts: this rank's parts of the model: the full model, or its pipeline stages. seed: of all random numbers of
+    the model.
     """
 
     model_parts: Sequence[LanguageModel]
     pipeline: Pipeline | None
-    loss: Callable[[Tensor, Tensor, Tensor], Tensor]
-    shard_logits: bool
     mesh: Mesh
     device: torch.device
     seed: int
@@ -40,22 +37,23 @@ class ModelOnMesh:
 
     def row_losses(self, batch: Batch) -> Tensor:
         """Summed cross-entropy of each row, (rows,), without backward; 0 except on the last stage of a pipeline."""
-        arguments = self.forward_arguments(batch)
+        arguments = self.forward_arguments(batch, torch.ones((), dtype=torch.int64, device=self.device))
         arguments.pop("row_keys", None)  # no random numbers without keys
-        with parallel_loss(shard_logits=self.shard_logits):
-            if self.pipeline is not None:
-                return self.pipeline.row_losses(batch, **arguments)
-            one = torch.ones((), dtype=torch.int64, device=self.device)
-            return self.loss(self.model_parts[0](batch.tokens, **arguments), batch.labels, one)
+        forward = self.model_parts[0] if self.pipeline is None else self.pipeline.row_losses
+        losses: Tensor = forward(batch.tokens, **arguments)
+        return losses
 
-    def forward_arguments(self, batch: Batch) -> dict[str, Tensor]:
+    def forward_arguments(self, batch: Batch, num_valid: Tensor) -> dict[str, Tensor]:
         """Keyword arguments of the model's forward, each with one row per row of the batch; seeds torch's generators.
 
+        num_valid: int64 scalar. It stays an integer until the loss, since FSDP casts floating-point arguments.
+        labels and num_valid;
         positions and document_ids if the batch has positions; row_keys if the model draws from them. Models without
         row_keys draw from torch's generators.
         """
         seed_microbatch(self.seed, self.step, batch.sequences.tolist()[0], self.mesh.coordinate["pp"], self.device)
         arguments = document_arguments(batch.positions)
+        arguments |= {"labels": batch.labels, "num_valid": num_valid.expand(len(batch.labels))}
         if self.model_parts[0].draws:
             arguments["row_keys"] = to_device(row_keys(self.seed, self.step, batch.sequences), self.device)
         return arguments

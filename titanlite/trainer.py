@@ -16,7 +16,6 @@ from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.parallel.clip import NormType, clip_grad_norm_
 from titanlite.parallel.data import set_gradient_sync
 from titanlite.parallel.mesh import GradientSync
-from titanlite.parallel.tensor import parallel_loss
 
 
 @dataclass(kw_only=True, eq=False)
@@ -94,10 +93,9 @@ class Trainer(ModelOnMesh):
         The shares of all microbatches and data ranks add up to the mean loss. In a pipeline they are 0 except on the
         last stage.
         """
-        arguments = self.forward_arguments(batch)
-        with parallel_loss(shard_logits=self.shard_logits):
-            if self.pipeline is not None:
-                return self.pipeline.forward_backward(batch, num_valid, **arguments)
-            shares = self.loss(self.model_parts[0](batch.tokens, **arguments), batch.labels, num_valid)
-            shares.sum().backward()
-            return shares.detach()
+        arguments = self.forward_arguments(batch, num_valid)
+        if self.pipeline is not None:
+            return self.pipeline.forward_backward(batch.tokens, **arguments)
+        shares: Tensor = self.model_parts[0](batch.tokens, **arguments)
+        shares.sum().backward()
+        return shares.detach()

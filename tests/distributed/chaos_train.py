@@ -17,6 +17,7 @@ import torch
 from titanlite import train
 from titanlite.batch import Batch, StepStats
 from titanlite.checkpoint.state import local_part
+from titanlite.models.head import OutputLayer
 from titanlite.runtime.failure import end_process
 from titanlite.trainer import Trainer
 
@@ -30,15 +31,16 @@ def obedient_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
     if Path(PACE_FILE).exists():
         time.sleep(float(Path(PACE_FILE).read_text()))
     order = ""
-    owner, name = (self, "loss") if self.pipeline is None else (self.pipeline, "_loss")
-    loss = getattr(owner, name)
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1 and Path(ORDER_FILE).exists():
         order = Path(ORDER_FILE).read_text()
         Path(ORDER_FILE).unlink()
-    if order == "nan":
-        setattr(owner, name, lambda *arguments: loss(*arguments) * float("nan"))
+    heads = [module for part in self.model_parts for module in part.modules() if isinstance(module, OutputLayer)]
+    hooks = [head.register_forward_hook(lambda *arguments: arguments[-1] * float("nan")) for head in heads]
+    for hook in hooks if order != "nan" else ():
+        hook.remove()
     stats = train_step(self, batches)
-    setattr(owner, name, loss)
+    for hook in hooks:
+        hook.remove()
     if order == "flip":
         count = next(local_part(tensor) for name, tensor in self.optimizer.named_state() if name.endswith("/step"))
         count.view(torch.int32).bitwise_xor_(1)

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from tests.distributed.gradients import build_on_mesh, compare, has_weights, local_batches
 from tests.distributed.layouts import Layout
 from tests.distributed.reference import SEQ_LEN, VOCAB_SIZE, Reference, plain_model
-from titanlite.batch import Batch
+from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.config.schema import JobConfig
-from titanlite.loss import IGNORE_INDEX
 from titanlite.models.layers import RotaryEmbedding
 
 LENGTHS = ([SEQ_LEN], [1, SEQ_LEN - 1], [5, 1, 7, 3], [8, 8], [1] * SEQ_LEN, [13, 2, 1], [2, 3, 4, 7], [SEQ_LEN - 1, 1])

@@ -51,6 +51,8 @@ class TorchDrawing(Llama3):
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
         row_keys: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_valid: Tensor | None = None,
     ) -> Tensor:
         rope = self.rope(positions)
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
@@ -58,7 +60,7 @@ class TorchDrawing(Llama3):
         for layer in self.layers.values():
             x = layer(x, rope, mask, row_keys)
         x = x if self.norm is None else self.norm(x)
-        return x if self.output is None else self.output(x)
+        return x if self.output is None else self.output(x, labels, num_valid)
 
 
 class Drawing(TorchDrawing):

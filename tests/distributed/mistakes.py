@@ -20,7 +20,6 @@ from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.loss import cross_entropy_by_row
 from titanlite.models import decoder
 from titanlite.models.attention import AttentionMask
 from titanlite.models.family import TensorStyle
@@ -237,8 +236,8 @@ def head_norms_not_summed_over_tp() -> Iterator[None]:
     """The gradient of the norm of queries and keys covers only the rank's heads. The loss of the step is correct."""
     torch_style = tensor_module._torch_style
 
-    def style_of(style: TensorStyle, module: nn.Module, shard_logits: bool) -> ParallelStyle:
-        found = torch_style(style, module, shard_logits)
+    def style_of(style: TensorStyle, module: nn.Module) -> ParallelStyle:
+        found = torch_style(style, module)
         if style == "head_norm":
             found.sequence_sharding = (Replicate(),)
         return found
@@ -291,8 +290,11 @@ def divided_after_backward(trainer: Trainer) -> None:
     """The pipeline's backward pass uses the sum of losses; only the logged loss is divided."""
     assert trainer.pipeline is not None
     forward_backward = trainer.pipeline.forward_backward
-    trainer.pipeline._loss = lambda logits, labels, num_valid: cross_entropy_by_row(logits, labels)  # noqa: ARG005
-    trainer.pipeline.forward_backward = lambda batch, num_valid: forward_backward(batch, num_valid) / num_valid
+
+    def divided(tokens: Tensor, num_valid: Tensor, **keys: Tensor) -> Tensor:
+        return forward_backward(tokens, num_valid=torch.ones_like(num_valid), **keys) / num_valid
+
+    trainer.pipeline.forward_backward = divided  # type: ignore[method-assign]
 
 
 def scaled_gradients(trainer: Trainer) -> None:
@@ -306,8 +308,8 @@ def labels_of_another_row(trainer: Trainer) -> None:
     assert trainer.pipeline is not None
     forward_backward = trainer.pipeline.forward_backward
 
-    def shifted(batch: Batch, num_valid: Tensor) -> Tensor:
-        return forward_backward(batch._replace(labels=batch.labels.roll(1, 0)), num_valid)
+    def shifted(tokens: Tensor, labels: Tensor, **keys: Tensor) -> Tensor:
+        return forward_backward(tokens, labels=labels.roll(1, 0), **keys)
 
     trainer.pipeline.forward_backward = shifted  # type: ignore[method-assign]
 
@@ -353,8 +355,8 @@ def positions_do_not_restart(trainer: Trainer) -> None:
     """Positions count along the row instead of the document; attention is still limited to documents."""
     forward_arguments = trainer.forward_arguments
 
-    def along_the_row(batch: Batch) -> dict[str, Tensor]:
-        arguments = forward_arguments(batch)
+    def along_the_row(batch: Batch, num_valid: Tensor) -> dict[str, Tensor]:
+        arguments = forward_arguments(batch, num_valid)
         arguments["positions"] = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
         return arguments
 

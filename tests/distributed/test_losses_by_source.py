@@ -12,8 +12,7 @@ from tests.distributed.gradients import build_on_mesh, local_batches, replaced
 from tests.distributed.layouts import COMPILE, FULL_LOGITS, LAST, PAIRS, Layout, schedule
 from tests.distributed.reference import global_batch, plain_model, reference_step
 from tests.pool import run_ranks
-from titanlite.batch import Batch
-from titanlite.loss import IGNORE_INDEX
+from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.metrics.by_source import totals_by_source
 from titanlite.parallel.pipeline import Pipeline
 
@@ -56,12 +55,11 @@ def all_totals(layouts: list[Layout]) -> list[Any]:
 def planted_totals(layouts: list[Layout]) -> list[Any]:
     """Totals if the microbatches of a pipeline are recorded in reverse order."""
 
-    def newest_first(pipeline: Pipeline, logits: Tensor, labels: Tensor) -> Tensor:
-        shares = pipeline._loss(logits, labels, pipeline._num_valid)
+    def newest_first(pipeline: Pipeline, shares: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG001
         pipeline._row_shares.insert(0, shares.detach())
         return shares.sum()
 
-    with replaced(Pipeline, "_microbatch_share", newest_first):
+    with replaced(Pipeline, "_keep_shares", newest_first):
         return all_totals(layouts)
 
 

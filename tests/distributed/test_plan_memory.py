@@ -18,11 +18,10 @@ from tests.distributed.reference import small_config
 from tests.pool import run_ranks
 from titanlite.batch import Batch
 from titanlite.config.schema import JobConfig
-from titanlite.models.attention import document_arguments
+from titanlite.models.head import CPU_CHUNK_TOKENS
 from titanlite.models.registry import resolve_model
 from titanlite.parallel.data import wrapped_modules
 from titanlite.parallel.mesh import shard_logits
-from titanlite.parallel.tensor import parallel_loss
 from titanlite.planning.activations import MicrobatchShape, activation_bytes
 from titanlite.planning.estimate import estimate
 from titanlite.planning.memory import kept_bytes
@@ -107,9 +106,9 @@ def warm_trainer(config: JobConfig, batches: list[Batch]) -> Trainer:
 
 
 def forward_loss(trainer: Trainer, batch: Batch) -> Tensor:
-    with parallel_loss(shard_logits=trainer.shard_logits):
-        logits = trainer.model_parts[0](batch.tokens, **document_arguments(batch.positions))
-        return trainer.loss(logits, batch.labels, torch.tensor(batch.labels.numel())).sum()
+    arguments = trainer.forward_arguments(batch, torch.tensor(batch.labels.numel()))
+    loss: Tensor = trainer.model_parts[0](batch.tokens, **arguments).sum()
+    return loss
 
 
 def kept_by_forward(trainer: Trainer, batch: Batch) -> int:
@@ -155,7 +154,8 @@ def planned_kept(world_size: int, settings: list[str]) -> int:
     (rank,) = estimate(config, world_size, device_type="cpu").ranks
     (stage,) = rank.stages
     size = DTYPES[config.training.mixed_precision_param].itemsize
-    shape = MicrobatchShape(ROWS, SEQ_LEN, config.parallelism.tp, size, shard_logits(config.parallelism), False)
+    sharded = shard_logits(config.parallelism)
+    shape = MicrobatchShape(ROWS, SEQ_LEN, config.parallelism.tp, size, CPU_CHUNK_TOKENS, sharded, False, False)
     activations = activation_bytes(hyper_parameters, family.plan(hyper_parameters), shape)
     copies = sum(unit.elements for unit in stage.units) * size if stage.wrapped else 0
     return copies + kept_bytes(stage, config.activation_checkpoint, activations, pipelined=False)
@@ -232,7 +232,9 @@ def test_additional_bytes_of_documents_in_a_row() -> None:
     family, hyper_parameters = resolve_model(config.model)
     size = DTYPES[config.training.mixed_precision_param].itemsize
     planned = activation_bytes(
-        hyper_parameters, family.plan(hyper_parameters), MicrobatchShape(ROWS, SEQ_LEN, 1, size, False, False, "scores")
+        hyper_parameters,
+        family.plan(hyper_parameters),
+        MicrobatchShape(ROWS, SEQ_LEN, 1, size, CPU_CHUNK_TOKENS, False, False, False, "scores"),
     )
     (measured,) = run_ranks(measured_for_documents, 1, cases)
     assert measured == pytest.approx([planned.documents] * len(measured), rel=0.02)

@@ -2,7 +2,6 @@
 
 import logging
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -18,6 +17,7 @@ from tests.pool import run_ranks
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.checkpoint.folder import published_steps
 from titanlite.checkpoint.state import local_part
+from titanlite.models.head import OutputLayer
 from titanlite.runtime.errors import UserError
 from titanlite.train import train
 
@@ -51,22 +51,19 @@ def trained(folder: str, fault: str, first: int, last: int, *settings: str) -> t
     handler.setLevel(logging.WARNING)
     logging.getLogger("titanlite").addHandler(handler)
 
-    def fault_in(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def with_fault(*args: Tensor) -> Tensor:
-            nonlocal calls
-            shares, row = loss(*args), calls % rows
-            calls += 1
-            if not (is_faulty and first <= trainer.step <= last):
-                return shares
-            if fault == "nan" and row == BAD_ROW:
-                return shares * float("nan")
-            return Overflow.apply(shares) if fault == "overflow" else shares  # type: ignore[no-any-return,no-untyped-call]
+    def with_fault(_head: OutputLayer, _inputs: Any, shares: Tensor) -> Tensor:
+        nonlocal calls
+        row = calls % rows
+        calls += 1
+        if not (is_faulty and first <= trainer.step <= last):
+            return shares
+        if fault == "nan" and row == BAD_ROW:
+            return shares * float("nan")
+        return Overflow.apply(shares) if fault == "overflow" else shares  # type: ignore[no-any-return,no-untyped-call]
 
-        return with_fault
-
-    trainer.loss = fault_in(trainer.loss)
-    if trainer.pipeline is not None:
-        trainer.pipeline._loss = fault_in(trainer.pipeline._loss)
+    for module in (module for part in trainer.model_parts for module in part.modules()):
+        if isinstance(module, OutputLayer):
+            module.register_forward_hook(with_fault)
     weights, changes, train_step = _weights(run), 0.0, trainer.train_step
 
     def step(batches: list[Batch]) -> Any:

@@ -32,9 +32,8 @@ from tests.distributed.layouts import (
 from tests.distributed.reference import SEQ_LEN, TOKENS, VOCAB_SIZE, global_batch, plain_model
 from tests.pool import run_ranks
 from titanlite.assembly.data import build_validation_data
-from titanlite.batch import Batch
+from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.data.loader import Loader
-from titanlite.loss import IGNORE_INDEX
 from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.signals import StopRequest
 from titanlite.trainer import Trainer

@@ -198,7 +198,7 @@ def test_ignore_index_is_defined_in_batch() -> None:
         ("titanlite.optim.optimizer", "from titanlite.data.loader import X", "which does not lie below it"),
         ("titanlite.optim.optimizer", "if TYPE_CHECKING:\n    from titanlite.trainer import X", "which does not lie"),
         ("titanlite.models.layers", "from titanlite.batch import X", "models/ imports only models/ and runtime/"),
-        ("titanlite.train", "def f():\n    from titanlite.loss import X", "imports titanlite.loss inside f"),
+        ("titanlite.train", "def f():\n    from titanlite.trainer import X", "imports titanlite.trainer inside f"),
         ("titanlite.trainer", "from . import loss", "relative"),
         ("titanlite.novelty", "", "has no layer"),
         ("titanlite.optim.optimizer", "def f(config: JobConfig): ...", "names JobConfig"),

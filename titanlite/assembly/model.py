@@ -1,21 +1,18 @@
 """Construction of the parallelized model, the optimizer and the trainer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from titanlite.config.schema import JobConfig
 from titanlite.faults.spikes import SpikeGate
 from titanlite.forward import ModelOnMesh
-from titanlite.loss import mean_loss_shares
 from titanlite.models.family import LanguageModel
 from titanlite.models.init import init_parameters_
 from titanlite.models.registry import resolve_model
 from titanlite.optim.registry import build_optimizer
 from titanlite.optim.schedule import build_schedule
-from titanlite.parallel.compile import compiled_loss
 from titanlite.parallel.data import resolve_gradient_sync, running_dtypes
 from titanlite.parallel.mesh import Mesh, shard_logits
 from titanlite.parallel.parallelize import parallelize
@@ -67,6 +64,7 @@ def build_parts(config: JobConfig, mesh: Mesh) -> list[ModelPart]:
             plan,
             mesh.device_mesh,
             shard_logits=shard_logits(config.parallelism),
+            loss=config.loss,
             recompute=config.activation_checkpoint,
             compilation=config.compile,
             param_dtype=DTYPES[training.mixed_precision_param],
@@ -124,12 +122,9 @@ def forward_parts(
     config: JobConfig, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device
 ) -> dict[str, Any]:
     """Arguments of ModelOnMesh."""
-    loss = compiled_loss(mean_loss_shares, config.compile)
     return {
         "model_parts": model_parts,
-        "pipeline": build_pipeline(config, model_parts, mesh, device, loss) if config.parallelism.pp > 1 else None,
-        "loss": loss,
-        "shard_logits": shard_logits(config.parallelism),
+        "pipeline": build_pipeline(config, model_parts, mesh, device) if config.parallelism.pp > 1 else None,
         "mesh": mesh,
         "device": device,
         "seed": config.debug.seed,
@@ -141,7 +136,6 @@ def build_pipeline(
     model_parts: list[LanguageModel],
     mesh: Mesh,
     device: torch.device,
-    loss: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Pipeline:
     """Build the pipeline of this rank's stages."""
     _, hyper_parameters = resolve_model(config.model)
@@ -153,9 +147,7 @@ def build_pipeline(
         rows=batch_rows(config, mesh),
         seq_len=config.training.seq_len,
         dim=hyper_parameters.dim,
-        vocab_size=hyper_parameters.vocab_size,
         dtype=DTYPES[config.training.mixed_precision_param],
-        loss=loss,
     )
 
 

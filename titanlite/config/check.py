@@ -47,6 +47,7 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, checks
             config.checkpoint, device_type, taken=(*OWN_FILES, *PurePath(config.metrics.folder).parts[:1])
         ),
         *check_metrics(config.metrics),
+        *check_ranges(config.loss, "loss"),
         *check_ranges(config.faults, "faults"),
         *check_ranges(config.debug, "debug"),
         *check_ranges(config.comm, "comm"),

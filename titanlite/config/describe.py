@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tyro
 
-from titanlite.config.fields import SECTIONS, fields_of, literal, row_type, section_types, types_of
+from titanlite.config.fields import SECTIONS, alternatives, fields_of, literal, row_type, section_types, types_of
 from titanlite.config.load import CONFIG_FILE, parse_config, split_arguments
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import ModelConfig
@@ -81,7 +81,10 @@ def field_texts(section_type: type) -> dict[str, str]:
 
 
 def type_label(value_type: Any) -> str:
-    """The values of a type: "INT", "{true,false}", "{AdamW,SGD}", "[STR, ...]"."""
+    """The values of a type: "INT", "{true,false}", "{AdamW,SGD}", "[STR, ...]", "{INT,auto}"."""
+    other_type, words = alternatives(value_type)
+    if words:
+        return "{" + ",".join([type_label(other_type), *words]) + "}"
     if get_origin(value_type) is Literal:
         return "{" + ",".join(choice or '""' for choice in get_args(value_type)) + "}"
     if get_origin(value_type) is tuple:

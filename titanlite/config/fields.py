@@ -6,7 +6,8 @@ import math
 import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from titanlite.config.schema import JobConfig
 from titanlite.data.kinds import KINDS
@@ -78,12 +79,21 @@ def is_text(value_type: Any) -> bool:
     return value_type is str or get_origin(value_type) is Literal
 
 
+def alternatives(value_type: Any) -> tuple[Any, tuple[str, ...]]:
+    """(type, words) of values that are of a type or one of some words, as `int | Literal["auto"]`; else (type, ())."""
+    if get_origin(value_type) not in (Union, UnionType):
+        return value_type, ()
+    other_type, words = get_args(value_type)
+    return other_type, get_args(words)
+
+
 def value_from_text(text: str, value_type: Any) -> Any:
     """A value from the command line: a string unchanged, any other type parsed as TOML.
 
     Text that is not valid TOML, or nested too deeply, is returned as a string, which `read_value` then refuses.
     """
-    if is_text(value_type):
+    number_type, words = alternatives(value_type)
+    if is_text(number_type) or text in words:
         return text
     try:
         table = tomllib.loads(f"table = {{value = {text}}}")  # inline, so that a comment or a second line is an error
@@ -95,6 +105,14 @@ def value_from_text(text: str, value_type: Any) -> Any:
 
 def read_value(key: str, value: Any, value_type: Any, default: Any) -> Any | Problem:
     """Convert `value` to a field of type `value_type`, or return its Problem, with `default` as an example."""
+    other_type, words = alternatives(value_type)
+    if words:
+        if value in words:
+            return value
+        found = read_value(key, value, other_type, default)
+        if isinstance(found, Problem):
+            return Problem(key, value, describe_type(value_type), f"write {literal(default)}, or {found.rule}")
+        return found
     if get_origin(value_type) is Literal:
         return _read_choice(key, value, get_args(value_type))
     if get_origin(value_type) is tuple:
@@ -125,6 +143,9 @@ def read_value(key: str, value: Any, value_type: Any, default: Any) -> Any | Pro
 
 def describe_type(value_type: Any) -> str:
     """The values of a type, in words."""
+    other_type, words = alternatives(value_type)
+    if words:
+        return f"{describe_type(other_type)} or {' or '.join(map(literal, words))}"
     if get_origin(value_type) is Literal:
         return "one of " + ", ".join(literal(choice) for choice in get_args(value_type))
     if get_origin(value_type) is tuple:

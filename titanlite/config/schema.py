@@ -8,6 +8,7 @@ from titanlite.data.config import DataConfig, TokenizerConfig, ValidationConfig
 from titanlite.faults.config import FaultsConfig
 from titanlite.metrics.config import MetricsConfig
 from titanlite.models.family import ModelConfig
+from titanlite.models.head import LossConfig
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.schedule import ScheduleConfig
 from titanlite.parallel.clip import NormType
@@ -82,6 +83,7 @@ class JobConfig:
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

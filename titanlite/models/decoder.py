@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from titanlite.models.attention import AttentionMask, attention_mask
 from titanlite.models.family import DecoderConfig, LanguageModel, Plan, TensorStyle
+from titanlite.models.head import OutputLayer
 from titanlite.models.init import Init
 from titanlite.models.layers import Attention, FeedForward, RopeScaling, RotaryEmbedding, RotaryTables
 from titanlite.runtime.errors import Problem, require
@@ -46,7 +47,7 @@ class Decoder(LanguageModel):
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(index): Block(config, attention()) for index in range(config.n_layers)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(config.dim, config.norm_eps)
-        self.output: nn.Linear | None = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.output: OutputLayer | None = OutputLayer(config.dim, config.vocab_size)
         self.rope = RotaryEmbedding(config.head_dim, config.max_seq_len, config.rope_theta, scaling)
         self.tie_weights()
 
@@ -65,7 +66,14 @@ class Decoder(LanguageModel):
         dtype = next(self.parameters()).dtype
         self.rope.init_buffers(device, torch.promote_types(dtype, torch.float32))
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_valid: Tensor | None = None,
+    ) -> Tensor:
         """See LanguageModel. positions: below max_seq_len, for the rotary embeddings."""
         rope = self.rope(positions)
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
@@ -73,7 +81,7 @@ class Decoder(LanguageModel):
         for layer in self.layers.values():
             x = layer(x, rope, mask)
         x = x if self.norm is None else self.norm(x)
-        return x if self.output is None else self.output(x)
+        return x if self.output is None else self.output(x, labels, num_valid)
 
 
 def init(config: DecoderConfig, name: str) -> Init:

@@ -82,8 +82,21 @@ class LanguageModel(nn.Module, ABC):
     draws: ClassVar[bool] = False
 
     @abstractmethod
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_valid: Tensor | None = None,
+    ) -> Tensor:
         """Logits (batch, seq_len, vocab_size) of the token that follows each of `tokens`, int64 (batch, seq_len).
+
+        With labels, int64 (batch, seq_len), the share of each row in the mean loss instead: (batch,), in
+        promote_types(dtype, float32). This is the sum of the cross-entropy, in nats, over the positions whose label is
+        not negative, divided by num_valid, int64 (batch,): in training, the valid labels of the global batch, the same
+        number for each row. A row without a valid label has a share of 0 with a graph, so that backward runs. All
+        shares must get the same gradient, since the division is the only weight of a row.
 
         Without the first unit, `tokens` is the previous stage's output, (batch, seq_len / tp, dim). Without the last
         unit, the result has this shape, too.

@@ -1,13 +1,13 @@
 """torch.compile for each block, and for the loss."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from titanlite.models.family import Plan
+from titanlite.models.head import OutputLayer, exponentials_
 from titanlite.runtime.errors import Problem, require
 
 
@@ -61,18 +61,14 @@ def compiles_blocks(section: CompileConfig) -> bool:
 
 
 def apply_compile(model: nn.Module, plan: Plan, section: CompileConfig) -> list[str]:
-    """Compile each block's forward in place, without renaming parameters; return descriptions for the start log."""
+    """Compile each block's forward and the loss in place, without renaming parameters; return descriptions for the
+    start log."""
+    if section.enable and "loss" in section.components:
+        for head in (module for module in model.modules() if isinstance(module, OutputLayer)):
+            head.exponentials = torch.compile(exponentials_, backend=section.backend)
     if not compiles_blocks(section):
         return []
     for name in plan.blocks:
         block = model.get_submodule(name)
         block.forward = torch.compile(block.forward, backend=section.backend, fullgraph=True)
     return [f"compile ({section.backend}) to each block"]
-
-
-def compiled_loss(loss: Callable[..., Tensor], section: CompileConfig) -> Callable[..., Tensor]:
-    """The loss function, compiled if the section enables it."""
-    if not section.enable or "loss" not in section.components:
-        return loss
-    compiled: Callable[..., Tensor] = torch.compile(loss, backend=section.backend)
-    return compiled

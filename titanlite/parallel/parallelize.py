@@ -4,6 +4,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.models.family import LanguageModel, Plan
+from titanlite.models.head import LossConfig, OutputLayer
 from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.data import apply_data_parallel
 from titanlite.parallel.mesh import ReshardAfterForward
@@ -17,6 +18,7 @@ def parallelize(
     mesh: DeviceMesh,
     *,
     shard_logits: bool,
+    loss: LossConfig,
     recompute: ActivationCheckpointConfig,
     compilation: CompileConfig,
     param_dtype: torch.dtype,
@@ -28,9 +30,14 @@ def parallelize(
     model: the full model, or a pipeline stage with the plan of its units. Computes in `param_dtype`, reduces
     gradients in `reduce_dtype`. Returns descriptions of what was applied, in order, for the start log.
     """
+    for head in (module for module in model.modules() if isinstance(module, OutputLayer)):
+        head.chunk_tokens = loss.chunk_tokens
+        # A pipeline has several microbatches in flight: the gradients of each would take too much memory.
+        head.recomputes = mesh["pp"].size() > 1
+        head.gathers_logits = not shard_logits
     recompute_first = inside_compilation(recompute)
     return [
-        *apply_tensor_parallel(model, plan, mesh, shard_logits=shard_logits),
+        *apply_tensor_parallel(model, plan, mesh),
         *(apply_recompute(model, plan, recompute) if recompute_first else []),
         *apply_compile(model, plan, compilation),
         *(apply_recompute(model, plan, recompute) if not recompute_first else []),

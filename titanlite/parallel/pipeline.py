@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from titanlite.batch import Batch
 from titanlite.models.family import Plan
 from titanlite.parallel.compile import can_split_compiled_backward
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule, ReshardAfterForward
@@ -297,13 +296,10 @@ class Pipeline:
         rows: int,
         seq_len: int,
         dim: int,
-        vocab_size: int,
         dtype: torch.dtype,
-        loss: Callable[[Tensor, Tensor, Tensor], Tensor],
     ) -> None:
         """
         rows: sequences of a batch. dim, dtype: width of the residual stream, and the dtype of its computation.
-        loss(logits, labels, num_valid): share of the mean loss of each row of a microbatch.
         """
         indexes = local_stages(section, mesh["pp"].get_local_rank())
         last = num_stages(section) - 1
@@ -313,7 +309,7 @@ class Pipeline:
             self._microbatch_size, seq_len // section.tp, dim, dtype=dtype, requires_grad=True
         )
         """Output of a stage for the next stage, on the meta device."""
-        logits = tokens.new_empty(*tokens.shape, vocab_size, dtype=dtype, requires_grad=True)
+        shares = tokens.new_empty(len(tokens), dtype=torch.promote_types(dtype, torch.float32), requires_grad=True)
         stages = [
             PipelineStage(
                 part,
@@ -322,7 +318,7 @@ class Pipeline:
                 device,
                 # Without these, torch infers shapes by an additional run of the model, which clears gradients.
                 input_args=tokens if index == 0 else self._boundary,
-                output_args=logits if index == last else self._boundary,
+                output_args=shares if index == last else self._boundary,
                 group=mesh.get_group("pp"),
             )
             for part, index in zip(model_parts, indexes, strict=True)
@@ -335,8 +331,6 @@ class Pipeline:
         self.owns_last = last in indexes
         """Whether this rank has the last stage, which computes the losses."""
         self._row_shares: list[Tensor] = []
-        self._loss = loss
-        self._num_valid = torch.ones((), dtype=torch.int64, device=device)
         if splits_backward(section):
             # Compiled backward passes would free buffers that the second half of a split backward still needs.
             torch._functorch.config.donated_buffer = False
@@ -344,24 +338,23 @@ class Pipeline:
         self._schedule = schedule(
             stages if len(stages) > 1 else stages[0],
             n_microbatches=rows // self._microbatch_size,
-            loss_fn=self._microbatch_share,
+            loss_fn=self._keep_shares,
             scale_grads=False,  # the loss is already divided by the valid tokens of the global batch
         )
 
-    def forward_backward(self, batch: Batch, num_valid: Tensor, **keys: Tensor) -> Tensor:
+    def forward_backward(self, tokens: Tensor, **keys: Tensor) -> Tensor:
         """Accumulate the gradients of the batch's share of the mean loss; return the share of each row, (rows,).
 
-        keys: further arguments of every stage's forward, with one row per row of the batch. The shares are 0 except on
-        the ranks of the last stage. Raises the original exception of a stage.
+        keys: further arguments of every stage's forward, with one row per row of the batch; labels among them. The
+        shares are 0 except on the ranks of the last stage. Raises the original exception of a stage.
         """
-        self._num_valid = num_valid
         self._row_shares = []
         try:
             self._schedule.step(
                 # torch 2.11 compares strides with those of the given shapes. No copy if they already match.
-                *((batch.tokens.contiguous(),) if self._owns_first else ()),
+                *((tokens.contiguous(),) if self._owns_first else ()),
                 **keys,
-                target=batch.labels if self.owns_last else None,
+                target=keys["labels"] if self.owns_last else None,
                 return_outputs=False,
             )
         except RuntimeError as error:
@@ -369,20 +362,18 @@ class Pipeline:
                 raise
             # torch wraps a stage's exception in a RuntimeError whose text does not name the cause.
             raise error.__cause__ from None
-        return torch.cat(self._row_shares) if self.owns_last else torch.zeros(len(batch.labels), device=self._device)
+        return torch.cat(self._row_shares) if self.owns_last else torch.zeros(len(tokens), device=self._device)
 
-    def row_losses(self, batch: Batch, **keys: Tensor) -> Tensor:
+    def row_losses(self, tokens: Tensor, **keys: Tensor) -> Tensor:
         """Summed cross-entropy of each row, (rows,), without backward; 0 except on the ranks of the last stage.
 
-        keys: see forward_backward. Does not use the schedule, which would keep the logits of all microbatches: stages
+        keys: see forward_backward. Does not use the schedule, which would keep what backward needs: stages
         compute and send one microbatch after the other.
         """
-        parts = [value.split(self._microbatch_size) for value in (batch.tokens, batch.labels, *keys.values())]
-        tokens, labels, *values = parts
-        one = torch.ones((), dtype=torch.int64, device=self._device)
-        inputs = {(0, index): microbatch for index, microbatch in enumerate(tokens)}
+        microbatches, *values = (value.split(self._microbatch_size) for value in (tokens, *keys.values()))
+        inputs = {(0, index): microbatch for index, microbatch in enumerate(microbatches)}
         losses = []
-        for computed in forward_timetable(self._owners, len(tokens)):
+        for computed in forward_timetable(self._owners, len(microbatches)):
             for stage, index in computed:
                 if stage not in self._parts:
                     continue
@@ -391,9 +382,9 @@ class Pipeline:
                 if stage + 1 < len(self._owners):
                     inputs[stage + 1, index] = out
                 else:
-                    losses.append(self._loss(out, labels[index], one))
+                    losses.append(out)
             self._send_outputs(inputs, computed)
-        return torch.cat(losses) if losses else torch.zeros(len(batch.labels), device=self._device)
+        return torch.cat(losses) if losses else torch.zeros(len(tokens), device=self._device)
 
     def _send_outputs(self, inputs: dict[tuple[int, int], Tensor], computed: Sequence[tuple[int, int]]) -> None:
         """Send the outputs of stages to the ranks of the next stages, and receive those for this rank's stages.
@@ -416,9 +407,8 @@ class Pipeline:
         for work in dist.batch_isend_irecv(messages) if messages else ():
             work.wait()
 
-    def _microbatch_share(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def _keep_shares(self, shares: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG002
         """Return the microbatch's share of the loss, a scalar, and keep the shares of its rows. The schedule calls this
         for one microbatch after the other, in order."""
-        shares = self._loss(logits, labels, self._num_valid)
         self._row_shares.append(shares.detach())
         return shares.sum()

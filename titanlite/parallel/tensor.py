@@ -1,20 +1,18 @@
 """Tensor parallelism with sequence parallelism, by the tensor styles of a family's plan."""
 
 import inspect
-import warnings
-from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
-    loss_parallel,
     parallelize_module,
 )
 
@@ -24,11 +22,10 @@ _SEQUENCE = Shard(1)
 _HEADS_DIM = 2
 
 
-def apply_tensor_parallel(model: LanguageModel, plan: Plan, mesh: DeviceMesh, *, shard_logits: bool) -> list[str]:
+def apply_tensor_parallel(model: LanguageModel, plan: Plan, mesh: DeviceMesh) -> list[str]:
     """Shard the model's parameters over the tp axis, in place; return descriptions for the start log.
 
-    Between blocks, activations are (batch, seq_len / tp, dim) on each rank. With `shard_logits`, the logits are a
-    DTensor sharded along the vocabulary, for use in `parallel_loss`; otherwise every rank has all of them. Backward
+    Between blocks, activations are (batch, seq_len / tp, dim) on each rank. Backward
     sums the gradients of replicated parameters (norms) over tp, since each rank computes a part of the positions or of
     the heads.
     """
@@ -38,17 +35,14 @@ def apply_tensor_parallel(model: LanguageModel, plan: Plan, mesh: DeviceMesh, *,
     for name, module in list(model.named_modules()):
         style = tensor_style(plan, name)
         if style is not None:
-            parallelize_module(module, axis, _torch_style(style, module, shard_logits))
+            parallelize_module(module, axis, _torch_style(style, module))
         if style == "vocabulary":
             # Its output is a pending collective, which a compiled block's backward cannot take; clone waits for it.
             module.register_forward_hook(lambda _module, _args, output: output.clone())
-    if not shard_logits:
-        # The gathered logits are a view of a DTensor's local tensor, and no code changes them in place.
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     model.tie_weights()
     left_out = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     assert not left_out, f"the plan has no tensor style for {left_out}"
-    return ["tensor parallel with loss parallel" if shard_logits else "tensor parallel"]
+    return ["tensor parallel"]
 
 
 def tensor_style(plan: Plan, name: str) -> TensorStyle | None:
@@ -59,13 +53,7 @@ def tensor_style(plan: Plan, name: str) -> TensorStyle | None:
     return None
 
 
-def parallel_loss(*, shard_logits: bool) -> AbstractContextManager[None]:
-    """Context in which cross-entropy and its backward accept logits sharded along the vocabulary."""
-    context: AbstractContextManager[None] = loss_parallel() if shard_logits else nullcontext()
-    return context
-
-
-def _torch_style(style: TensorStyle, module: nn.Module, shard_logits: bool) -> ParallelStyle:
+def _torch_style(style: TensorStyle, module: nn.Module) -> ParallelStyle:
     match style:
         case "vocabulary":
             return RowwiseParallel(input_layouts=Replicate(), output_layouts=_SEQUENCE)
@@ -82,8 +70,27 @@ def _torch_style(style: TensorStyle, module: nn.Module, shard_logits: bool) -> P
         case "row":
             return RowwiseParallel(output_layouts=_SEQUENCE)
         case "logits":
-            return ColwiseParallel(
-                input_layouts=_SEQUENCE,
-                output_layouts=Shard(-1) if shard_logits else Replicate(),
-                use_local_output=not shard_logits,
-            )
+            return _Head()
+
+
+class _Head(ParallelStyle):
+    """The output layer: its weight is sharded by rows, its input gathered along the sequence.
+
+    The layer computes with plain tensors. Each rank's gradient of the input is a part of a sum, from its ids.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, self._shard_weight, self._gather_input)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _shard_weight(name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:  # noqa: ARG004
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(key, nn.Parameter(distribute_tensor(parameter, device_mesh, [Shard(0)])))
+
+    @staticmethod
+    def _gather_input(module: nn.Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh) -> tuple[Any, ...]:  # noqa: ARG004
+        x = inputs[0]
+        if not isinstance(x, DTensor):  # torch's norm style returns a DTensor
+            x = DTensor.from_local(x, device_mesh, [_SEQUENCE], run_check=False)
+        gathered = x.redistribute(device_mesh, [Replicate()])
+        return gathered.to_local(grad_placements=[Partial()]), *inputs[1:]

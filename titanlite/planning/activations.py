@@ -10,7 +10,9 @@ from titanlite.models.family import DecoderConfig, Plan
 class MicrobatchShape:
     """One microbatch on one of `tp` ranks: rows x seq_len positions, in a compute dtype of `element_bytes`.
 
-    shard_logits: whether logits are sharded along the vocabulary. fused_norm: whether RMSNorm is one kernel, as on
+    loss_chunk: positions whose logits exist at the same time. shard_logits: whether each rank has the logits of its
+    part of the vocabulary only. recomputes_logits: whether the head's backward pass computes them again, as with a
+    pipeline. fused_norm: whether RMSNorm is one kernel, as on
     CUDA; elsewhere torch composes it of several operations, whose saved tensors take more memory. mask: the form of the
     document mask; None: each row is one document.
     """
@@ -19,7 +21,9 @@ class MicrobatchShape:
     seq_len: int
     tp: int
     element_bytes: int
+    loss_chunk: int
     shard_logits: bool
+    recomputes_logits: bool
     fused_norm: bool
     mask: MaskForm | None = None
 
@@ -30,7 +34,7 @@ class ActivationBytes:
 
     block: one transformer block; block_by_op: with the recompute policy "op"; block_input: with full recomputation.
     block_backward: additional memory of the backward pass of one block. embedding, head: first and last FSDP unit.
-    loss: saved by the cross-entropy; loss_backward: additional memory of its backward pass. logits: the logits.
+    loss: additional memory while the head computes the loss, or its gradients.
     documents: document mask and positions, shared by all blocks of a stage.
     """
 
@@ -41,8 +45,6 @@ class ActivationBytes:
     embedding: int
     head: int
     loss: int
-    loss_backward: int
-    logits: int
     documents: int
 
 
@@ -67,7 +69,11 @@ def activation_bytes(config: DecoderConfig, plan: Plan, shape: MicrobatchShape) 
     normed_heads = positions * (config.n_heads + config.n_kv_heads) // tp if head_norms else 0
     head_norm = _norm_bytes(config.head_dim, normed_heads, size, wide, fused=shape.fused_norm)
     row_outputs = 2 * (gathered + (residual if tp > 1 else 0))  # of wo and w2, before and after the reduction
-    scores = positions * config.vocab_size * wide // (tp if shape.shard_logits else 1)
+    own_ids = -(-config.vocab_size // tp)
+    columns = own_ids if shape.shard_logits else config.vocab_size
+    # logits in the wide dtype and, if it differs, in the compute dtype
+    chunk = min(shape.loss_chunk, positions) * columns * (wide if wide == size else wide + size)
+    head_gradients = gathered + own_ids * config.dim * size
     return ActivationBytes(
         # two norms, the inputs of wq, wk, wv and of w1, w3, attention, and of SwiGLU: both inputs, silu, the product
         block=2 * norm + head_norm + 2 * gathered + heads + attended + logsumexp + 4 * hidden,
@@ -76,11 +82,8 @@ def activation_bytes(config: DecoderConfig, plan: Plan, shape: MicrobatchShape) 
         # in the backward pass of w2: the gradients of both factors, and of the residual stream
         block_backward=2 * hidden + 2 * residual,
         embedding=positions * 8,
-        head=norm + gathered,
-        # log-probabilities; the backward pass computes two tensors of the same size
-        loss=scores,
-        loss_backward=2 * scores,
-        logits=scores * size // wide,
+        head=norm + (gathered if shape.recomputes_logits else head_gradients),
+        loss=chunk + own_ids * config.dim * (wide - size) + (head_gradients if shape.recomputes_logits else 0),
         documents=_document_bytes(config, shape, wide),
     )
 

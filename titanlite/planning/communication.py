@@ -43,7 +43,8 @@ class Traffic:
 @dataclass(frozen=True)
 class StepShape:
     """The inputs of the traffic formulas besides the stage. sync: None with a pipeline. microbatches: per optimizer
-    step, of `positions` positions each. schedule_steps: runs of the actions per optimizer step."""
+    step, of `positions` positions each, `loss_chunk` of them per chunk of the loss. schedule_steps: runs of the
+    actions per optimizer step."""
 
     sizes: Mapping[str, int]
     sync: GradientSync | None
@@ -51,6 +52,7 @@ class StepShape:
     schedule_steps: int
     microbatches: int
     positions: int
+    loss_chunk: int
     dim: int
     vocab_size: int
     param_bytes: int
@@ -127,12 +129,13 @@ def _tensor_parallel(
         Traffic("tp", "all-gather", count * gathers, count * gathers * residual, tp),
         Traffic("tp", "reduce-scatter", count * scatters, count * scatters * residual, tp),
     ]
-    if stage.is_last and section.loss_parallel:  # maximum, sum of exponentials, the label's own score, per position
-        loss_bytes = shape.positions * max(4, shape.param_bytes)
-        found.append(Traffic("tp", "all-reduce", 3 * count, 3 * count * loss_bytes, tp))
-    elif stage.is_last:
-        logits = shape.positions * shape.vocab_size * shape.param_bytes
-        found.append(Traffic("tp", "all-gather", count, count * logits, tp))
+    if stage.is_last:
+        chunks, loss_bytes = -(-shape.positions // shape.loss_chunk), shape.positions * max(4, shape.param_bytes)
+        # per position: maximum, and in one call the sum of exponentials and the label's own score; or all logits, which
+        # a pipeline's backward pass computes again
+        calls, numbers = (2 * chunks, 3) if section.loss_parallel else (chunks, shape.vocab_size)
+        passes = count * (2 if section.pp > 1 and not section.loss_parallel else 1)
+        found.append(Traffic("tp", "all-reduce", passes * calls, passes * numbers * loss_bytes, tp))
     replicated = [elements for unit in stage.units for elements in unit.replicated_over_tp]
     times = reductions(shape, "dp_shard" if shape.sizes["dp_shard"] > 1 else "dp_replicate")
     found.append(Traffic("tp", "all-reduce", len(replicated) * times, sum(replicated) * times * shape.param_bytes, tp))

@@ -3,14 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from titanlite.config.schema import JobConfig
 from titanlite.models.attention import mask_form
 from titanlite.models.decoder import flops_per_token
 from titanlite.models.family import DecoderConfig
+from titanlite.models.head import tokens_per_chunk
 from titanlite.models.registry import resolve_model
 from titanlite.parallel.data import resolve_gradient_sync
 from titanlite.parallel.mesh import Mesh, data_degree, shard_logits
-from titanlite.parallel.pipeline import local_stages, num_stages, rows_per_batch
+from titanlite.parallel.pipeline import local_stages, num_stages, rows_per_batch, splits_backward
 from titanlite.parallel.recompute import recomputes
 from titanlite.planning.activations import MicrobatchShape, activation_bytes
 from titanlite.planning.communication import StepShape, Traffic, stage_traffic
@@ -67,7 +70,7 @@ def estimate(config: JobConfig, world_size: int, *, device_type: str) -> Estimat
         ranks = []
         for pp_rank, actions in enumerate(order):
             stages = tuple(build_stage(config, mesh, index) for index in local_stages(section, pp_rank))
-            shape = _step_shape(config, mesh, actions)
+            shape = _step_shape(config, mesh, actions, device_type)
             memory = _memory(config, stages, shape, device_type)
             ranks.append(
                 RankPlan(pp_rank, stages, memory, _traffic(config, stages, shape), *_flops(config, stages, shape))
@@ -79,7 +82,7 @@ def estimate_memory(config: JobConfig, mesh: Mesh, stages: Sequence[Stage], *, d
     """Estimate the memory of one rank of `mesh` that owns `stages`. config: as for estimate."""
     _, microbatches, schedule_steps = _microbatches(config, mesh.data_degree)
     order = schedule_order(config.parallelism, microbatches // schedule_steps)
-    return _memory(config, stages, _step_shape(config, mesh, order[mesh.coordinate["pp"]]), device_type)
+    return _memory(config, stages, _step_shape(config, mesh, order[mesh.coordinate["pp"]], device_type), device_type)
 
 
 def _microbatches(config: JobConfig, degree: int) -> tuple[int, int, int]:
@@ -91,7 +94,7 @@ def _microbatches(config: JobConfig, degree: int) -> tuple[int, int, int]:
     return rows, rows_per_step // rows, rows_per_step // batch if section.pp > 1 else 1
 
 
-def _step_shape(config: JobConfig, mesh: Mesh, actions: Sequence[Action]) -> StepShape:
+def _step_shape(config: JobConfig, mesh: Mesh, actions: Sequence[Action], device_type: str) -> StepShape:
     """actions: of this rank, in one run of the schedule."""
     training = config.training
     rows, microbatches, schedule_steps = _microbatches(config, mesh.data_degree)
@@ -103,11 +106,19 @@ def _step_shape(config: JobConfig, mesh: Mesh, actions: Sequence[Action]) -> Ste
         schedule_steps=schedule_steps,
         microbatches=microbatches,
         positions=rows * training.seq_len,
+        loss_chunk=_loss_chunk(config, model.vocab_size, device_type),
         dim=model.dim,
         vocab_size=model.vocab_size,
         param_bytes=DTYPES[training.mixed_precision_param].itemsize,
         reduce_bytes=DTYPES[training.mixed_precision_reduce].itemsize,
     )
+
+
+def _loss_chunk(config: JobConfig, vocab_size: int, device_type: str) -> int:
+    """Positions whose logits exist at the same time."""
+    columns = -(-vocab_size // config.parallelism.tp) if shard_logits(config.parallelism) else vocab_size
+    wide = torch.promote_types(DTYPES[config.training.mixed_precision_param], torch.float32)
+    return tokens_per_chunk(config.loss.chunk_tokens, columns * wide.itemsize, device_type)
 
 
 def _memory(config: JobConfig, stages: Sequence[Stage], shape: StepShape, device_type: str) -> Memory:
@@ -119,7 +130,9 @@ def _memory(config: JobConfig, stages: Sequence[Stage], shape: StepShape, device
         seq_len=training.seq_len,
         tp=section.tp,
         element_bytes=compute_dtype.itemsize,
+        loss_chunk=shape.loss_chunk,
         shard_logits=shard_logits(section),
+        recomputes_logits=section.pp > 1,
         fused_norm=device_type == "cuda",
         mask=mask_form(device_type, compute_dtype, model.head_dim) if config.data.document_mask else None,
     )
@@ -147,6 +160,10 @@ def _flops(config: JobConfig, stages: Sequence[Stage], shape: StepShape) -> tupl
     by_op = recompute.mode == "selective" and recompute.selective_policy == "op"
     again = 0 if by_op else sum(recomputes(recompute, index) for index in blocks)
     tokens = shape.microbatches * shape.positions
-    flops = block * len(blocks) + (output if any(stage.is_last for stage in stages) else 0)
+    output *= any(stage.is_last for stage in stages)
+    # each half of a split backward pass computes the logits again
+    logits_again = 0 if config.parallelism.pp == 1 else 1 + splits_backward(config.parallelism)
     # a forward pass is a third of a step
-    return flops * tokens // shape.sizes["tp"], again * block // 3 * tokens // shape.sizes["tp"]
+    recomputed = (again * block + logits_again * output) // 3
+    flops = block * len(blocks) + output
+    return flops * tokens // shape.sizes["tp"], recomputed * tokens // shape.sizes["tp"]

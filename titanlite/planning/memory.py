@@ -98,9 +98,9 @@ def kept_bytes(
     kept = sum(_block_bytes(recompute, index, activations) for index in stage.blocks)
     kept += activations.documents if stage.blocks else 0
     kept += activations.embedding if stage.index == 0 else 0
-    kept += activations.head + activations.loss if stage.is_last else 0
+    kept += activations.head if stage.is_last else 0
     if pipelined:
-        kept += activations.logits if stage.is_last else activations.block_input  # the schedule holds the output
+        kept += 0 if stage.is_last else activations.block_input  # the schedule holds the output
         kept -= activations.block_input if stage.index > 0 and stage.blocks else 0  # counted as a pipeline buffer
     return kept
 
@@ -116,7 +116,7 @@ def working_bytes(stage: Stage, recompute: ActivationCheckpointConfig, activatio
         block = activations.block_backward + again
     if not stage.is_last:
         return block
-    return max(activations.loss_backward, block - activations.head - activations.loss)
+    return max(activations.loss, block - activations.head)
 
 
 def data_parallel_bytes(stage: Stage, section: ParallelismConfig, shape: StepShape) -> int:

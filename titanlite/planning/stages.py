@@ -93,6 +93,7 @@ def build_stage(config: JobConfig, mesh: Mesh, index: int) -> Stage:
         plan,
         mesh.device_mesh,
         shard_logits=shard_logits(config.parallelism),
+        loss=config.loss,
         recompute=config.activation_checkpoint,
         compilation=CompileConfig(),  # a compiled block holds the same parameters
         param_dtype=DTYPES[config.training.mixed_precision_param],

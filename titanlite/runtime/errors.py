@@ -75,7 +75,7 @@ class Range:
     above: float | None = None
     most: float | None = None
     below: float | None = None
-    unset: float | None = None
+    unset: float | str | None = None
 
     def has(self, value: float) -> bool:
         return value == self.unset or (
@@ -101,7 +101,7 @@ class Range:
         return text if self.unset is None else f"{_number(self.unset)} or {text}"
 
 
-def ranged(default: Any, remedy: str = "leave it out for the default", **bounds: float) -> Any:
+def ranged(default: Any, remedy: str = "leave it out for the default", **bounds: Any) -> Any:
     """Define a field of a section with a range. bounds: fields of Range."""
     return field(default=default, metadata={"range": Range(remedy, **bounds)})
 
@@ -116,5 +116,7 @@ def check_ranges(section: Any, name: str) -> list[Problem]:
     return problems
 
 
-def _number(value: float) -> str:
+def _number(value: float | str) -> str:
+    if isinstance(value, str):
+        return value
     return "2^63 - 1" if value == 2**63 - 1 else f"{value:,}" if isinstance(value, int) else f"{value:g}"

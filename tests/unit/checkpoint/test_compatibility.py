@@ -151,7 +151,7 @@ SILENT = {
 }
 SILENT_SECTIONS = {
     *("job", "model", "tokenizer", "parallelism", "activation_checkpoint", "compile", "checkpoint", "metrics", "comm"),
-    *("faults", "memory"),
+    *("faults", "memory", "loss"),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from tests.seeds import seeds
-from titanlite.config.fields import SECTIONS, literal, row_type, section_types, types_of
+from titanlite.config.fields import SECTIONS, alternatives, literal, row_type, section_types, types_of
 from titanlite.config.load import dump_config, load_config, parse_config
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import ModelConfig
@@ -188,6 +188,8 @@ def any_value(kind: Any, choose: random.Random) -> Any:
     """A random value of a schema type; the rows of tables are made of such values, too."""
     if row := row_type(kind):
         return tuple(row(**any_values(types_of(row), choose)) for _ in range(choose.randrange(4)))
+    if (found := alternatives(kind))[1]:
+        return choose.choice([any_value(found[0], choose), *found[1]])
     if get_origin(kind) is Literal:
         return choose.choice(get_args(kind))
     if get_origin(kind) is tuple:

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.plain_loss import cross_entropy_by_row
 from tests.unit.models.shaken import perturbed_model
 from titanlite.batch import IGNORE_INDEX
-from titanlite.loss import cross_entropy_by_row
 from titanlite.models.family import Family, LanguageModel
 from titanlite.models.llama3 import Llama3Config
 from titanlite.models.qwen3 import Qwen3Config

@@ -88,7 +88,8 @@ def test_the_plan_of_the_largest_configuration_takes_little_time_and_memory() ->
 
 
 def test_a_plan_that_does_not_fit_names_the_largest_item_and_a_remedy(tmp_path: Path) -> None:
-    program = start_plan(tmp_path, "llama3_8b", "--world-size", "8", "--activation_checkpoint.mode", "none")
+    large = ("--training.local_batch_size", "2", "--activation_checkpoint.mode", "none")
+    program = start_plan(tmp_path, "llama3_8b", "--world-size", "8", *large)
     assert program.wait() == 0
     assert "\nDoes not fit: " in program.output
     assert "Largest item: activations" in program.output

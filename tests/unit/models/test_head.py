@@ -1,0 +1,171 @@
+"""The output layer's loss in chunks equals the cross-entropy of all logits, in both forms."""
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import titanlite
+from tests.plain_loss import cross_entropy_by_row
+from titanlite.batch import IGNORE_INDEX
+from titanlite.models.head import CHUNK_BYTES, CPU_CHUNK_TOKENS, OutputLayer, tokens_per_chunk
+
+ROWS, SEQ_LEN, DIM, VOCAB_SIZE = 3, 37, 24, 101
+FORMS = pytest.mark.parametrize("recomputes", [False, True], ids=["at once", "recomputed"])
+
+
+def layer(dtype: torch.dtype = torch.float64, chunk: int = 16, *, recomputes: bool = False) -> OutputLayer:
+    head = OutputLayer(DIM, VOCAB_SIZE).to(dtype)
+    head.chunk_tokens, head.recomputes = chunk, recomputes
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(VOCAB_SIZE, DIM, generator=torch.Generator().manual_seed(0)))
+    return head
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """x, labels and num_valid. The first row has no valid label, and a chunk of the second has none."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(ROWS, SEQ_LEN, DIM, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    labels = torch.randint(VOCAB_SIZE, (ROWS, SEQ_LEN), generator=generator)
+    labels[0] = labels[1, 10:30] = labels[2, ::3] = IGNORE_INDEX
+    return x, labels, (labels >= 0).sum().expand(ROWS)
+
+
+def plain_shares(head: OutputLayer, x: Tensor, labels: Tensor, num_valid: Tensor) -> Tensor:
+    return cross_entropy_by_row(nn.functional.linear(x, head.weight), labels) / num_valid
+
+
+@FORMS
+@pytest.mark.parametrize("chunk", [1, 7, 16, 1000])
+def test_shares_and_gradients_equal_those_of_all_logits(chunk: int, recomputes: bool) -> None:
+    head, (x, labels, num_valid) = layer(chunk=chunk, recomputes=recomputes), inputs()
+    found, expected = head(x, labels, num_valid), plain_shares(head, x, labels, num_valid)
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+    assert found[0] == 0.0
+    gradients = torch.autograd.grad(found.sum(), (x, head.weight))
+    for gradient, right in zip(gradients, torch.autograd.grad(expected.sum(), (x, head.weight)), strict=True):
+        assert (gradient - right).norm() <= 1e-14 * right.norm()
+    assert not gradients[0][labels < 0].any()
+
+
+@FORMS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_low_precision_is_as_close_to_float64_as_all_logits_are(dtype: torch.dtype, recomputes: bool) -> None:
+    head, (x, labels, num_valid) = layer(dtype, recomputes=recomputes), inputs(dtype)
+    exact_head, exact_x = layer(), x.detach().double().requires_grad_()
+    exact_head.weight.data = head.weight.detach().double()
+    exact = plain_shares(exact_head, exact_x, labels, num_valid).sum()
+    right = torch.autograd.grad(exact, (exact_x, exact_head.weight))
+
+    def errors(shares: Tensor) -> list[float]:
+        gradients = torch.autograd.grad(shares.sum(), (x, head.weight))
+        pairs = zip((shares.sum(), *gradients), (exact, *right), strict=True)
+        return [((found - true).norm() / true.norm()).item() for found, true in pairs]
+
+    found, plain = errors(head(x, labels, num_valid)), errors(plain_shares(head, x, labels, num_valid))
+    assert head(x, labels, num_valid).dtype == torch.float32
+    assert all(error <= 1.5 * other + 1e-7 for error, other in zip(found, plain, strict=True)), (found, plain)
+
+
+@FORMS
+def test_no_valid_label_gives_zero_with_a_graph(recomputes: bool) -> None:
+    head, (x, labels, _) = layer(recomputes=recomputes), inputs()
+    shares = head(x, torch.full_like(labels, IGNORE_INDEX), torch.zeros(ROWS, dtype=torch.int64))
+    shares.sum().backward()
+    assert not shares.any()
+    assert x.grad is not None
+    assert head.weight.grad is not None
+    assert not x.grad.any()
+    assert not head.weight.grad.any()
+
+
+def test_shares_with_different_gradients_are_no_silent_error() -> None:
+    """The gradients computed in the forward pass are summed over the rows already."""
+    head, (x, labels, num_valid) = layer(), inputs()
+    (head(x, labels, num_valid) * torch.tensor([1.0, 1.0, 2.0], dtype=torch.float64)).sum().backward()
+    assert x.grad is not None
+    assert x.grad.isnan().all()
+
+
+class CountedProducts(TorchDispatchMode):
+    """Counts matrix products by the shape of their result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: Counter[tuple[int, ...]] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.mm.out, torch.ops.aten.addmm_.default):
+            self.shapes[tuple(found.shape)] += 1
+        return found
+
+
+@pytest.mark.parametrize(("recomputes", "forward", "backward"), [(False, 3, 0), (True, 1, 3)])
+def test_number_of_products(recomputes: bool, forward: int, backward: int) -> None:
+    head, (x, labels, num_valid) = layer(chunk=ROWS * SEQ_LEN, recomputes=recomputes), inputs()
+    with CountedProducts() as in_forward:
+        shares = head(x, labels, num_valid)
+    with CountedProducts() as in_backward:
+        shares.sum().backward()
+    assert (in_forward.shapes.total(), in_backward.shapes.total()) == (forward, backward)
+    with CountedProducts() as without_gradients, torch.no_grad():
+        head(x, labels, num_valid)
+    assert without_gradients.shapes.total() == 1
+
+
+def test_a_split_backward_pass_computes_each_gradient_once() -> None:
+    head, (x, labels, num_valid) = layer(chunk=ROWS * SEQ_LEN, recomputes=True), inputs()
+    body = nn.Linear(DIM, DIM, bias=False).double()
+    right = torch.autograd.grad(plain_shares(head, body(x), labels, num_valid).sum(), (x, body.weight, head.weight))
+    parameters = [*body.parameters(), *head.parameters()]
+    loss = head(body(x), labels, num_valid).sum()
+    logits, of_input, of_weight = (ROWS * SEQ_LEN, VOCAB_SIZE), (ROWS * SEQ_LEN, DIM), (VOCAB_SIZE, DIM)
+    with CountedProducts() as first:
+        (of_x, *_), groups = stage_backward_input([loss], None, [x], iter(parameters))
+    assert first.shapes == {logits: 1, of_input: 2}, "of head and body"
+    assert head.weight.grad is None
+    with CountedProducts() as second:
+        stage_backward_weight(iter(parameters), groups)
+    assert second.shapes == {logits: 1, of_weight: 1, (DIM, DIM): 1}
+    for found, expected in zip((of_x, body.weight.grad, head.weight.grad), right, strict=True):
+        assert found is not None
+        assert (found - expected).norm() <= 1e-14 * expected.norm()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("token_bytes", [4 * 2048, 4 * 32_000, 4 * 128_256, 2**40])
+def test_automatic_chunks_stay_below_the_limit(token_bytes: int, device: str) -> None:
+    chunk = tokens_per_chunk("auto", token_bytes, device)
+    assert chunk == 1 or chunk * token_bytes <= CHUNK_BYTES
+    assert chunk <= CPU_CHUNK_TOKENS or device != "cpu"
+    assert tokens_per_chunk(5, token_bytes, device) == 5
+
+
+@FORMS
+def test_largest_tensor_does_not_grow_with_the_tokens(recomputes: bool) -> None:
+    head, (x, labels, num_valid) = layer(recomputes=recomputes), inputs()
+    largest = 0
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            found = function(*args, **(kwargs or {}))
+            largest = max(largest, *(each.numel() for each in [found] if isinstance(each, Tensor)), 0)
+            return found
+
+    with Largest():
+        head(x, labels, num_valid).sum().backward()
+    assert largest == max(16 * VOCAB_SIZE, VOCAB_SIZE * DIM, ROWS * SEQ_LEN * DIM)
+
+
+def test_ignore_index_is_defined_once() -> None:
+    definition = re.compile(r"^\s*IGNORE_INDEX\b.*=|[^\w.]-100\b", re.MULTILINE)
+    sources = Path(titanlite.__file__).parent.rglob("*.py")
+    assert [path.name for path in sources if definition.search(path.read_text(encoding="utf-8"))] == ["batch.py"]

@@ -1,0 +1,268 @@
+"""The output layer with its cross-entropy, computed in chunks of tokens: the logits of a batch never exist at once.
+
+The products and their gradients are those of a linear layer followed by a cross-entropy. Only the number of logits that
+exist at the same time differs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titanlite.runtime.errors import ranged
+
+CHUNK_BYTES = 128 * 2**20
+"""Largest logits of an automatic chunk."""
+CPU_CHUNK_TOKENS = 256
+"""Largest automatic chunk on a CPU, whose caches are faster with smaller ones (docs/LOG.md)."""
+
+
+Exponentials = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""The function exponentials_, or its compiled form."""
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """The computation of the loss."""
+
+    chunk_tokens: int | Literal["auto"] = ranged("auto", 'set a positive number, or "auto"', least=1, unset="auto")
+    """Tokens whose logits exist at the same time. auto: as many as take 128 MiB in the dtype of the loss, at least
+    float32; on a CPU at most 256."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The part of the vocabulary whose weights this rank has: ids from `start`, of `size` ids in all.
+
+    group: the ranks that have the other parts (mesh axis tp); None: this rank has all. gathers: whether each rank
+    gathers the logits of all ids, instead of two numbers per token.
+    """
+
+    start: int
+    size: int
+    group: dist.ProcessGroup | None = None
+    gathers: bool = False
+
+
+class OutputLayer(nn.Linear):
+    """Linear layer without bias from the residual stream to logits, or with labels to the loss of each row.
+
+    chunk_tokens: see LossConfig. recomputes: whether backward computes the logits again. Otherwise forward computes the
+    gradients at once and keeps them, (vocab_size, dim) in promote_types(dtype, float32) per microbatch in flight: one
+    product less, and less memory if only one microbatch is in flight. gathers_logits: see Vocabulary. exponentials: the
+    function, or its compiled form.
+    """
+
+    def __init__(self, dim: int, vocab_size: int) -> None:
+        super().__init__(dim, vocab_size, bias=False)
+        self.chunk_tokens: int | Literal["auto"] = "auto"
+        self.recomputes = False
+        self.gathers_logits = False
+        self.exponentials: Exponentials = exponentials_
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, num_valid: Tensor | None = None) -> Tensor:
+        """Logits of x, (batch, seq_len, vocab_size), or with labels the share of each row in the mean loss, (batch,).
+
+        x: (batch, seq_len, dim), in full on each rank of the tp axis. See LanguageModel.forward.
+        """
+        if labels is None:
+            return super().forward(x)
+        assert num_valid is not None, "labels without num_valid"
+        weight, vocabulary = self.weight, Vocabulary(0, self.out_features)
+        if isinstance(weight, DTensor):
+            mesh, rows = weight.device_mesh, -(-self.out_features // weight.device_mesh.size())
+            start = min(rows * mesh.get_local_rank(), self.out_features)
+            vocabulary = Vocabulary(start, self.out_features, mesh.get_group(), self.gathers_logits)
+            weight = weight.to_local()
+        wide = torch.promote_types(x.dtype, torch.float32)
+        columns = vocabulary.size if vocabulary.gathers else len(weight)
+        chunk = tokens_per_chunk(self.chunk_tokens, columns * wide.itemsize, x.device.type)
+        # A negative label is not valid.
+        weights = (labels >= 0) / num_valid.clamp(min=1).to(wide).unsqueeze(1)
+        form = _Recomputed if self.recomputes or not torch.is_grad_enabled() else _AtOnce
+        losses: Tensor = form.apply(  # type: ignore[no-untyped-call]
+            x.flatten(0, 1),
+            # A view, because the engine cannot say whether it needs the gradient of a leaf.
+            weight.view_as(weight),
+            labels.flatten(),
+            weights.flatten(),
+            vocabulary,
+            chunk,
+            self.exponentials,
+        )
+        return losses.view(labels.shape).sum(1)
+
+
+def tokens_per_chunk(chunk_tokens: int | Literal["auto"], token_bytes: int, device_type: str) -> int:
+    """The value of LossConfig.chunk_tokens if the logits of a token take `token_bytes` on this rank."""
+    if chunk_tokens != "auto":
+        return chunk_tokens
+    fitting = max(1, CHUNK_BYTES // token_bytes)
+    return min(fitting, CPU_CHUNK_TOKENS) if device_type == "cpu" else fitting
+
+
+class _AtOnce(torch.autograd.Function):
+    """The weighted cross-entropy of each token. Forward computes the gradients, too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        vocabulary: Vocabulary,
+        chunk: int,
+        exponentials: Exponentials,
+    ) -> Tensor:
+        losses = torch.empty_like(weights)
+        gradients = Gradients(x, weight, vocabulary)
+        buffer = x.new_empty(min(chunk, len(x)), len(weight))
+        for tokens in _chunks(len(x), chunk):
+            scores = _scores(x[tokens], weight, vocabulary, buffer)
+            losses[tokens], _, total = _statistics_(scores, labels[tokens], vocabulary, exponentials)
+            gradients.add(tokens, scores, labels[tokens], total, weights[tokens])
+        ctx.gradients = gradients.result()
+        return losses.mul_(weights)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # The gradient of the weight is summed over all tokens already: they must have the same factor.
+        factor = torch.where((gradient == gradient[0]).all(), gradient[0], torch.nan)
+        of_x, of_weight = ctx.gradients
+        del ctx.gradients
+        return of_x.mul_(factor), of_weight.mul_(factor), None, None, None, None, None
+
+
+class _Recomputed(torch.autograd.Function):
+    """The weighted cross-entropy of each token. Backward computes the logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        vocabulary: Vocabulary,
+        chunk: int,
+        exponentials: Exponentials,
+    ) -> Tensor:
+        losses, logsumexp = torch.empty_like(weights), torch.empty_like(weights)
+        buffer = x.new_empty(min(chunk, len(x)), len(weight))
+        for tokens in _chunks(len(x), chunk):
+            scores = _scores(x[tokens], weight, vocabulary, buffer)
+            losses[tokens], top, total = _statistics_(scores, labels[tokens], vocabulary, exponentials)
+            logsumexp[tokens] = top + total.log()
+        ctx.save_for_backward(x, weight, labels, weights, logsumexp)
+        ctx.vocabulary, ctx.chunk = vocabulary, chunk
+        return losses.mul_(weights)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, labels, weights, logsumexp = ctx.saved_tensors
+        # A split backward pass calls this twice, once for each of the two gradients.
+        needs = [torch._C._will_engine_execute_node(node) for node, _ in ctx.next_functions[:2]]
+        gradients = Gradients(x, weight, ctx.vocabulary, *needs)
+        buffer = x.new_empty(min(ctx.chunk, len(x)), len(weight))
+        for tokens in _chunks(len(x), ctx.chunk):
+            scores = _scores(x[tokens], weight, ctx.vocabulary, buffer).sub_(logsumexp[tokens].unsqueeze(1)).exp_()
+            one = torch.ones_like(logsumexp[tokens])
+            gradients.add(tokens, scores, labels[tokens], one, weights[tokens] * gradient[tokens])
+        return *gradients.result(), None, None, None, None, None
+
+
+class Gradients:
+    """Gradients of the input and of the weight, added up over chunks of tokens, the weight's in at least float32."""
+
+    def __init__(
+        self, x: Tensor, weight: Tensor, vocabulary: Vocabulary, needs_x: bool = True, needs_weight: bool = True
+    ) -> None:
+        self._inputs, self._of = x, weight
+        self._vocabulary = vocabulary
+        self._x = torch.empty_like(x) if needs_x else None
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        self._weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+
+    def add(self, tokens: slice, exponentials: Tensor, labels: Tensor, total: Tensor, weights: Tensor) -> None:
+        """Add the gradients of a chunk. exponentials: see exponentials_; overwritten. weights: of the tokens' losses.
+
+        The gradient of the logits is weights * (exponentials / total - one-hot labels). The division and the weights
+        are applied to the smaller tensors (tokens, dim).
+        """
+        ids, is_own = _own_ids(labels, exponentials, self._vocabulary)
+        exponentials.scatter_add_(1, ids, torch.where(is_own, -total, 0).unsqueeze(1))
+        if self._vocabulary.gathers:
+            exponentials = exponentials[:, self._vocabulary.start :][:, : len(self._of)]
+        differences = exponentials.to(self._of.dtype)
+        factor = (weights / total).unsqueeze(1)
+        if self._x is not None:
+            self._x[tokens] = (differences @ self._of) * factor
+        if self._weight is not None:
+            scaled = (self._inputs[tokens] * factor).to(self._of.dtype)
+            if self._weight.dtype == scaled.dtype:
+                self._weight.addmm_(differences.T, scaled)
+            else:
+                self._weight += differences.T @ scaled
+
+    def result(self) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of x and of the weight, in their dtypes. With a cut vocabulary, x's is a part of a sum."""
+        return self._x, None if self._weight is None else self._weight.to(self._of.dtype)
+
+
+def _chunks(tokens: int, chunk: int) -> list[slice]:
+    return [slice(begin, begin + chunk) for begin in range(0, tokens, chunk)]
+
+
+def _scores(x: Tensor, weight: Tensor, vocabulary: Vocabulary, buffer: Tensor) -> Tensor:
+    """Logits of a chunk, (tokens, ids), in at least float32: of this rank's ids, or of all if it gathers them.
+
+    buffer: (tokens or more, this rank's ids), for all chunks: large new tensors cost page faults.
+    """
+    scores = torch.mm(x, weight.T, out=buffer[: len(x)]).to(torch.promote_types(x.dtype, torch.float32))
+    if not vocabulary.gathers:
+        return scores
+    full = scores.new_zeros(len(scores), vocabulary.size)
+    full[:, vocabulary.start : vocabulary.start + scores.shape[1]] = scores
+    dist.all_reduce(full, group=vocabulary.group)  # sums with zeros; parts of different sizes cannot be gathered
+    return full
+
+
+def _statistics_(
+    scores: Tensor, labels: Tensor, vocabulary: Vocabulary, exponentials: Exponentials
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Replace the scores, (tokens, ids), by exp(scores - top). Returns loss, top and total, each (tokens,).
+
+    top: the largest score over all ids. total: the sum of the exponentials over all ids. loss: 0 for tokens that are
+    not valid. Two all-reduces over the ranks that share the vocabulary.
+    """
+    group = None if vocabulary.gathers else vocabulary.group
+    top = scores.amax(1)
+    if group is not None:
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+    sums = exponentials(scores, top, *_own_ids(labels, scores, vocabulary))
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    total, own = sums.unbind()
+    return torch.where(labels >= 0, total.log() - own, 0), top, total
+
+
+def exponentials_(scores: Tensor, top: Tensor, ids: Tensor, is_own: Tensor) -> Tensor:
+    """Replace the scores, (tokens, ids), by exp(scores - top). Returns (2, tokens): their sum; the label's score - top.
+
+    ids, is_own: see _own_ids; 0 for a label that is not there.
+    """
+    own = torch.where(is_own, scores.gather(1, ids).squeeze(1) - top, 0)
+    total = scores.sub_(top.unsqueeze(1)).exp_().sum(1)
+    return torch.stack([total, own])
+
+
+def _own_ids(labels: Tensor, scores: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    """Columns of the labels in the scores, (tokens, 1), clamped into them, and whether they are there, (tokens,)."""
+    ids = labels - (0 if vocabulary.gathers else vocabulary.start)
+    last = scores.shape[1] - 1
+    return ids.clamp(0, last).unsqueeze(1), (ids >= 0) & (ids <= last)
