@@ -161,7 +161,7 @@ def probe(folder: Path, needed_bytes: int, group: dist.ProcessGroup) -> None:
     try:
         nonce = run_on_rank_0(lambda: _write_probe(folder, secrets.token_hex(16)), group)
     except RanksError as error:
-        raise UserError(f"{key} cannot be written: {error}; choose another job.dump_folder") from None
+        raise UserError(f"{key} cannot be written: {error}; fix this, or choose another job.dump_folder") from None
     try:
         run_on_all_ranks(lambda: _read_probe(folder, nonce), group)
         free = run_on_rank_0(lambda: shutil.disk_usage(folder).free, group)
