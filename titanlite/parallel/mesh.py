@@ -53,7 +53,7 @@ class ParallelismConfig:
     With pp: every sends one local batch at a time through the pipeline, last and hybrid all of the optimizer step."""
     fsdp_reshard_after_forward: ReshardAfterForward = "default"
     """Whether sharded parameters are freed between forward and backward. default: frees all FSDP units but the last;
-    frees none with a schedule that splits the backward pass (InterleavedZeroBubble, ZBVZeroBubble, DualPipeV)."""
+    with pp frees none, because every microbatch would gather them again."""
 
 
 def resolve_degrees(section: ParallelismConfig, world_size: int) -> dict[str, int]:

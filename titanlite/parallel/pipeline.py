@@ -95,12 +95,15 @@ def rows_per_batch(section: ParallelismConfig, local_batch_size: int, rows_per_s
 
 
 def resolve_reshard_after_forward(section: ParallelismConfig) -> ReshardAfterForward:
-    """The policy for sharded parameters: "never" if the schedule splits the backward pass.
+    """The policy for sharded parameters; with a pipeline, "default" is "never".
 
-    At the start of the first half (input gradients), torch records the weights for the second half. The weights of a
-    freed FSDP unit are not gathered at that point, so their gradients would silently be missing.
+    A pipeline would gather a freed unit again for each microbatch, and the peak would not fall: backward passes without
+    a reduction free nothing. A schedule that splits the backward pass needs "never": at the start of the first half
+    (input gradients), torch records the weights for the second half. The weights of a freed FSDP unit are not gathered
+    at that point, so their gradients would silently be missing.
     """
-    return "never" if splits_backward(section) else section.fsdp_reshard_after_forward
+    policy = section.fsdp_reshard_after_forward
+    return "never" if section.pp > 1 and policy == "default" else policy
 
 
 def check_pipeline(section: ParallelismConfig, plan: Plan, rows: int, *, document_mask: bool = False) -> list[Problem]:

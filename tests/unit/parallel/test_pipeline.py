@@ -17,6 +17,7 @@ from titanlite.parallel.pipeline import (
     keep_units_,
     local_stages,
     num_stages,
+    resolve_reshard_after_forward,
     split_stages,
     stage_owners,
     unit_costs,
@@ -136,3 +137,10 @@ def test_forward_timetable_is_complete_and_in_order(schedule: PipelineSchedule, 
         assert microbatch == 0 or times[stage, microbatch - 1] < time
     if len(owners) == pp:
         assert len(table) == pp + count - 1  # no rank waits longer than necessary
+
+
+@pytest.mark.parametrize(("pp", "expected"), [(1, "default"), (2, "never")])
+def test_a_pipeline_keeps_parameters_gathered_by_default(pp: int, expected: str) -> None:
+    assert resolve_reshard_after_forward(ParallelismConfig(pp=pp)) == expected
+    always = ParallelismConfig(pp=pp, fsdp_reshard_after_forward="always")
+    assert resolve_reshard_after_forward(always) == "always"
