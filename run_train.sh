@@ -60,8 +60,9 @@ if ((NGPU > 1)) && [[ -z ${OMP_NUM_THREADS:-} ]]; then # torchrun would set 1, w
     say "OMP_NUM_THREADS=$OMP_NUM_THREADS ($cores cores, $NGPU processes)"
 fi
 
-if ((gpus == 0)); then # on a busy machine, spinning threads make a step several times as long (docs/LOG.md)
-    export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
+if ((gpus == 0)) && [[ -z ${OMP_WAIT_POLICY:-} ]]; then
+    # on a busy machine, threads that spin for long make a step several times as long (docs/LOG.md)
+    export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}
 fi
 
 config=(--job.config_file "${CONFIG_FILE:-$repo/configs/quickstart.toml}")

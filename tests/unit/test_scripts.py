@@ -48,7 +48,7 @@ esac
 TORCHRUN = """#!/usr/bin/env bash
 printf '%s\\n' "$@"
 echo "in $PWD"
-for name in PYTHON_EXEC OMP_NUM_THREADS OMP_WAIT_POLICY CUDA_VISIBLE_DEVICES; do echo "$name=${!name-unset}"; done
+for name in PYTHON_EXEC OMP_NUM_THREADS GOMP_SPINCOUNT CUDA_VISIBLE_DEVICES; do echo "$name=${!name-unset}"; done
 """
 
 
@@ -128,7 +128,7 @@ def test_complete_active_python_runs_torchrun_without_set_up(checkout: Checkout)
         f"in {checkout.cwd}",
         f"PYTHON_EXEC={checkout.bin / 'python3'}",
         "OMP_NUM_THREADS=unset",
-        "OMP_WAIT_POLICY=passive",
+        "GOMP_SPINCOUNT=1000",
         "CUDA_VISIBLE_DEVICES=unset",
     ]
     assert not checkout.venv.exists()
@@ -159,10 +159,11 @@ def test_processes_and_threads(checkout: Checkout) -> None:
     assert done.stderr == "run_train.sh: OMP_NUM_THREADS=4 (16 cores, 4 processes)\n"
     assert "OMP_NUM_THREADS=1" in checkout.launched(NGPU="32")
     assert "OMP_NUM_THREADS=7" in checkout.launched(NGPU="2", OMP_NUM_THREADS="7")
-    assert "OMP_WAIT_POLICY=active" in checkout.launched(OMP_WAIT_POLICY="active")
+    assert "GOMP_SPINCOUNT=5" in checkout.launched(GOMP_SPINCOUNT="5")
+    assert "GOMP_SPINCOUNT=unset" in checkout.launched(OMP_WAIT_POLICY="active")
     checkout.python_is(gpus="3")
     assert "--nproc-per-node=3" in checkout.launched()
-    assert "OMP_WAIT_POLICY=unset" in checkout.launched()
+    assert "GOMP_SPINCOUNT=unset" in checkout.launched()
     assert "--nproc-per-node=1" in checkout.launched(NGPU="1")
 
 
