@@ -236,6 +236,14 @@ def _check_layout(config: DecoderConfig, tp: int, pp: int) -> list[Problem]:
             f"a multiple of parallelism.tp = {tp}",
             f"parallelism.tp = {math.gcd(value, tp)}, or model.{name} = {math.ceil(value / max(tp, 1)) * tp}",
         )
+    rows = math.ceil(config.vocab_size / max(tp, 1))
+    problems += require(
+        config.vocab_size < 1 or rows * (tp - 1) < config.vocab_size,
+        "model.vocab_size",
+        config.vocab_size,
+        f"each of parallelism.tp = {tp} ranks has a part of the vocabulary, in parts of {rows}",
+        "a larger vocabulary, or a smaller parallelism.tp",
+    )
     return problems + require(
         pp <= 1 or not config.tie_embeddings,
         "model.tie_embeddings",

@@ -52,8 +52,8 @@ class OutputLayer(nn.Linear):
     """Linear layer without bias from the residual stream to logits, or with labels to the loss of each row.
 
     chunk_tokens: see LossConfig. recomputes: whether backward computes the logits again. Otherwise forward computes the
-    gradients at once and keeps them, (vocab_size, dim) in promote_types(dtype, float32) per microbatch in flight: one
-    product less, and less memory if only one microbatch is in flight. gathers_logits: see Vocabulary. exponentials: the
+    gradients at once and keeps them, (vocab_size, dim) for the weight, per microbatch in flight: one product less, and
+    no more memory if only one microbatch is in flight. gathers_logits: see Vocabulary. exponentials: the
     function, or its compiled form.
     """
 

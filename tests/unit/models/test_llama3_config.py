@@ -101,3 +101,10 @@ def test_the_remedy_for_a_width_is_valid(dim: int, remedy: int) -> None:
 def test_tensor_parallelism_requires_divisible_dimensions(tp: int, overrides: dict[str, Any], keys: list[str]) -> None:
     problems = check_model(ModelConfig(overrides=overrides), seq_len=128, tp=tp, pp=1)
     assert [problem.key for problem in problems] == keys
+
+
+def test_each_tensor_parallel_rank_needs_a_part_of_the_vocabulary() -> None:
+    overrides = {"n_heads": 8, "n_kv_heads": 8, "vocab_size": 9}
+    (problem,) = check_model(ModelConfig(overrides=overrides), seq_len=128, tp=8, pp=1)
+    assert problem.key == "model.vocab_size"
+    assert check_model(ModelConfig(overrides=overrides | {"vocab_size": 15}), seq_len=128, tp=8, pp=1) == []
