@@ -153,7 +153,8 @@ def start_program(
     """
     config = workplace / "config.toml"
     if "--job.config_file" not in arguments:
-        config.write_text(CONFIG)
+        if not config.exists():  # programs started before may be reading it
+            config.write_text(CONFIG)
         arguments = ("--job.config_file", str(config), *arguments)
     if "--job.dump_folder" not in arguments:
         arguments = ("--job.dump_folder", str(workplace / "out"), *arguments)
