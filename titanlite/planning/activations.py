@@ -12,9 +12,7 @@ class MicrobatchShape:
 
     loss_chunk: positions whose logits exist at the same time. shard_logits: whether each rank has the logits of its
     part of the vocabulary only. recomputes_logits: whether the head's backward pass computes them again, as with a
-    pipeline. fused_norm: whether RMSNorm is one kernel, as on
-    CUDA; elsewhere torch composes it of several operations, whose saved tensors take more memory. mask: the form of the
-    document mask; None: each row is one document.
+    pipeline. mask: the form of the document mask; None: each row is one document.
     """
 
     rows: int
@@ -24,7 +22,6 @@ class MicrobatchShape:
     loss_chunk: int
     shard_logits: bool
     recomputes_logits: bool
-    fused_norm: bool
     mask: MaskForm | None = None
 
 
@@ -65,9 +62,9 @@ def activation_bytes(config: DecoderConfig, plan: Plan, shape: MicrobatchShape) 
     attended = positions * query_dim * size // tp
     logsumexp = positions * config.n_heads * wide // tp
     hidden = positions * config.ffn_dim * size // tp
-    norm = _norm_bytes(config.dim, positions // tp, size, wide, fused=shape.fused_norm)
+    norm = _norm_bytes(config.dim, positions // tp, size, wide)
     normed_heads = positions * (config.n_heads + config.n_kv_heads) // tp if head_norms else 0
-    head_norm = _norm_bytes(config.head_dim, normed_heads, size, wide, fused=shape.fused_norm)
+    head_norm = _norm_bytes(config.head_dim, normed_heads, size, wide)
     row_outputs = 2 * (gathered + (residual if tp > 1 else 0))  # of wo and w2, before and after the reduction
     own_ids = -(-config.vocab_size // tp)
     columns = own_ids if shape.shard_logits else config.vocab_size
@@ -93,10 +90,9 @@ def _document_bytes(config: DecoderConfig, shape: MicrobatchShape, wide: int) ->
     if shape.mask is None:
         return 0
     pairs = shape.seq_len * shape.element_bytes if shape.mask == "scores" else 0
-    return shape.rows * shape.seq_len * (config.head_dim * wide + pairs)
+    return shape.rows * shape.seq_len * (2 * config.head_dim * wide + pairs)
 
 
-def _norm_bytes(dim: int, vectors: int, size: int, wide: int, *, fused: bool) -> int:
-    """Input and reciprocal root mean square; unfused also the normalized input, with both inputs in the wider dtype."""
-    saved = dim * size if fused else 2 * dim * wide
-    return vectors * (saved + wide)
+def _norm_bytes(dim: int, vectors: int, size: int, wide: int) -> int:
+    """Input and reciprocal root mean square."""
+    return vectors * (dim * size + wide)

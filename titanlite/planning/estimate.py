@@ -133,7 +133,6 @@ def _memory(config: JobConfig, stages: Sequence[Stage], shape: StepShape, device
         loss_chunk=shape.loss_chunk,
         shard_logits=shard_logits(section),
         recomputes_logits=section.pp > 1,
-        fused_norm=device_type == "cuda",
         mask=mask_form(device_type, compute_dtype, model.head_dim) if config.data.document_mask else None,
     )
     activations = activation_bytes(model, family.plan(model), microbatch)
