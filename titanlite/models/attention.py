@@ -80,7 +80,7 @@ def block_mask(document_ids: Tensor) -> BlockMask:
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile `function`, once per input shape; inside a compiled block it becomes part of that block's graph."""
+    """Compile `function`, once per input shape. On first use, since importing torch's compiler takes seconds."""
     return torch.compile(function, dynamic=False)
 
 
@@ -92,7 +92,9 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | 
     """
     grouped = queries.shape[1] != keys.shape[1]
     if isinstance(mask, BlockMask):
-        out: Tensor = compiled(flex_attention)(queries, keys, values, block_mask=mask, enable_gqa=grouped)
+        # A compiled block traces the function itself: Dynamo warns about a cache that it meets.
+        attention = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
+        out: Tensor = attention(queries, keys, values, block_mask=mask, enable_gqa=grouped)
         return out
     return functional.scaled_dot_product_attention(
         queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped

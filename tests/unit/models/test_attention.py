@@ -172,6 +172,20 @@ def test_arguments_of_a_forward_pass() -> None:
     assert arguments["document_ids"].dtype == torch.int64
 
 
+def test_a_compiled_block_traces_flex_attention_without_warnings() -> None:
+    """As on a GPU, where each compiled block gets a BlockMask. Warnings are errors here."""
+    torch._dynamo.reset()
+    document_ids = ids_of([40], [127])
+    mask = attention.create_block_mask(
+        lambda row, _head, query, key: (query >= key) & (document_ids[row, query] == document_ids[row, key]),
+        *(2, None, SEQ_LEN, SEQ_LEN),
+        device="cpu",
+    )
+    inputs = projections(HEADS[0], 2, torch.float32)
+    found = torch.compile(attend, backend="eager", fullgraph=True)(*inputs, mask)
+    assert relative(found, attend(*inputs, additive_mask(document_ids, torch.float32))) < 1e-6
+
+
 CONFIG = Llama3Config(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=50, max_seq_len=SEQ_LEN)
 
 
