@@ -48,7 +48,9 @@ esac
 TORCHRUN = """#!/usr/bin/env bash
 printf '%s\\n' "$@"
 echo "in $PWD"
-for name in PYTHON_EXEC OMP_NUM_THREADS GOMP_SPINCOUNT CUDA_VISIBLE_DEVICES PYTORCH_ALLOC_CONF; do echo "$name=${!name-unset}"; done
+for name in PYTHON_EXEC OMP_NUM_THREADS GOMP_SPINCOUNT CUDA_VISIBLE_DEVICES PYTORCH_ALLOC_CONF; do
+    echo "$name=${!name-unset}"
+done
 """
 
 

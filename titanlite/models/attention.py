@@ -93,8 +93,8 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | 
     grouped = queries.shape[1] != keys.shape[1]
     if isinstance(mask, BlockMask):
         # A compiled block traces the function itself: Dynamo warns about a cache that it meets.
-        attention = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
-        out: Tensor = attention(queries, keys, values, block_mask=mask, enable_gqa=grouped)
+        function: Callable[..., Any] = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
+        out: Tensor = function(queries, keys, values, block_mask=mask, enable_gqa=grouped)
         return out
     return functional.scaled_dot_product_attention(
         queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
