@@ -129,6 +129,8 @@ def _check_layout(config: JobConfig, facts: JobConfig, world_size: int, degree: 
         *check_activation_checkpoint(
             config.activation_checkpoint,
             compiled=compiles_blocks(config.compile),
+            backend=config.compile.backend,
+            tp=section.tp,
             pp_schedule=section.pp_schedule,
             splits_backward=splits,
         ),

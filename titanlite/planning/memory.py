@@ -146,6 +146,8 @@ def data_parallel_bytes(stage: Stage, section: ParallelismConfig, shape: StepSha
 
 
 def _block_bytes(recompute: ActivationCheckpointConfig, index: int, activations: ActivationBytes) -> int:
+    if recompute.mode == "memory_budget":
+        return activations.block_input + int(recompute.memory_budget * (activations.block - activations.block_input))
     if not recomputes(recompute, index):
         return activations.block
     by_op = recompute.mode == "selective" and recompute.selective_policy == "op"
