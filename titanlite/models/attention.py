@@ -19,7 +19,7 @@ AttentionMask = Tensor | BlockMask
 
 
 def pin_kernels(device: torch.device) -> None:
-    """Set the order in which scaled_dot_product_attention tries its kernels on a GPU, for the whole process.
+    """Set the order in which scaled_dot_product_attention tries its kernels on a GPU, for the process.
 
     Not for a part of the program: compiled blocks choose the kernel while they are traced, and recomputed blocks in the
     backward pass, on another thread.
