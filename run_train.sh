@@ -60,6 +60,9 @@ if ((NGPU > 1)) && [[ -z ${OMP_NUM_THREADS:-} ]]; then # torchrun would set 1, w
     say "OMP_NUM_THREADS=$OMP_NUM_THREADS ($cores cores, $NGPU processes)"
 fi
 
+if ((gpus > 0)) && [[ -z ${PYTORCH_ALLOC_CONF+set}${PYTORCH_CUDA_ALLOC_CONF+set}${PYTORCH_HIP_ALLOC_CONF+set} ]]; then
+    export PYTORCH_ALLOC_CONF=expandable_segments:True # less fragmentation; torch prefers this name to the older ones
+fi
 if ((gpus == 0)) && [[ -z ${OMP_WAIT_POLICY:-} ]]; then
     # on a busy machine, threads that spin for long make a step several times as long (docs/LOG.md)
     export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}

@@ -80,7 +80,8 @@ def run_job(config: JobConfig, world: World, failure: FailureReport, environment
     ended = run.data_end.before_training()
     if run.validation is not None and run.validation.missing:  # a kill or a signal prevented it
         last = any(ended) or first_step > config.training.steps
-        run.validation.after_step(run.start.step, last, failure)
+        if run.validation.is_due(run.start.step, last):
+            run.validation.after_step(run.start.step, failure)
     if any(ended):
         log.info(
             "Nothing to do: the data is exhausted after step %d (%s)",
@@ -141,7 +142,7 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
     """
     trainer, loader, checkpoints = run.trainer, run.loader, run.checkpoints
     assert trainer.step < config.training.steps, "no step is left to train"
-    first_step = trainer.step + 1
+    first_step, has_validated = trainer.step + 1, False
     with stoppable(run), PacedGarbageCollection(config.training.gc_freq) as garbage:
         run.meter.start()
         while True:
@@ -177,9 +178,12 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
             run.replicas.after_step(step)
             failure.enter(step, "saving")
             stops = checkpoints is not None and checkpoints.after_step(step, last)
-            if run.validation is not None and (last or not stops):
+            if run.validation is not None and (last or not stops) and run.validation.is_due(step, last):
                 failure.enter(step, "validating")
-                requested = run.validation.after_step(step, last, failure)
+                # The first one compiles the forward pass without gradients.
+                run.mesh.set_timeout(config.comm.train_timeout_s if has_validated else config.comm.init_timeout_s)
+                requested, has_validated = run.validation.after_step(step, failure), True
+                run.mesh.set_timeout(config.comm.train_timeout_s)
                 if requested and not stops:
                     assert checkpoints is not None, "signals stop a run without checkpoints at once"
                     checkpoints.stop_after(step, requested)

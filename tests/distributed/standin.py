@@ -122,7 +122,7 @@ class Run:
             steps,
             saving_group,
         )
-        self.checkpoints = Checkpoints(finder, control_group, StopRequest(), lambda _: None)
+        self.checkpoints = Checkpoints(finder, control_group, torch.device("cpu"), StopRequest(), lambda _: None)
         self.step = self.checkpoints.resume().step
         self.steps = steps
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -212,7 +213,7 @@ def crowded_saves(folder: Path) -> int:
     note_saves(note)
     group = dist.group.WORLD
     assert group is not None
-    saver = Saver(folder, group, "async", delete_older=list)
+    saver = Saver(folder, group, "async", torch.device("cpu"), delete_older=list)
     state = StandIn()
     for step in range(1, 7):
         state.update_to(step, "a")

@@ -48,7 +48,9 @@ esac
 TORCHRUN = """#!/usr/bin/env bash
 printf '%s\\n' "$@"
 echo "in $PWD"
-for name in PYTHON_EXEC OMP_NUM_THREADS GOMP_SPINCOUNT CUDA_VISIBLE_DEVICES; do echo "$name=${!name-unset}"; done
+for name in PYTHON_EXEC OMP_NUM_THREADS GOMP_SPINCOUNT CUDA_VISIBLE_DEVICES PYTORCH_ALLOC_CONF; do
+    echo "$name=${!name-unset}"
+done
 """
 
 
@@ -130,6 +132,7 @@ def test_complete_active_python_runs_torchrun_without_set_up(checkout: Checkout)
         "OMP_NUM_THREADS=unset",
         "GOMP_SPINCOUNT=1000",
         "CUDA_VISIBLE_DEVICES=unset",
+        "PYTORCH_ALLOC_CONF=unset",
     ]
     assert not checkout.venv.exists()
 
@@ -165,6 +168,15 @@ def test_processes_and_threads(checkout: Checkout) -> None:
     assert "--nproc-per-node=3" in checkout.launched()
     assert "GOMP_SPINCOUNT=unset" in checkout.launched()
     assert "--nproc-per-node=1" in checkout.launched(NGPU="1")
+
+
+def test_allocator_on_gpus(checkout: Checkout) -> None:
+    """torch prefers PYTORCH_ALLOC_CONF to its older names, so a user's older one would lose."""
+    checkout.python_is(gpus="1")
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in checkout.launched()
+    assert "PYTORCH_ALLOC_CONF=max_split_size_mb:64" in checkout.launched(PYTORCH_ALLOC_CONF="max_split_size_mb:64")
+    for older in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        assert "PYTORCH_ALLOC_CONF=unset" in checkout.launched(**{older: "max_split_size_mb:64"})
 
 
 def test_nodes(checkout: Checkout) -> None:

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -24,14 +25,15 @@ class Checkpoints:
     """The checkpoints of one run; every method is a collective over all ranks.
 
     finder: finds what the run starts from; its fields are used for saving, too. control_group: a gloo group of all
-    ranks that nothing else uses. stop: the stop request of this rank. before_save: called with the step before each
-    save; a collective that raises on all ranks if the state must not be saved.
+    ranks that nothing else uses. device: of the tensors. stop: the stop request of this rank. before_save: called with
+    the step before each save; a collective that raises on all ranks if the state must not be saved.
     """
 
     def __init__(
         self,
         finder: StartFinder,
         control_group: dist.ProcessGroup,
+        device: torch.device,
         stop: StopRequest,
         before_save: Callable[[int], None],
     ) -> None:
@@ -39,6 +41,7 @@ class Checkpoints:
         self._section = finder.section
         self._state = finder.state
         self._group = finder.group
+        self._device = device
         self._control = Agreement(control_group, 2)  # number of the stop signal, whether a save has failed
         self._stop = stop
         self._before_save = before_save
@@ -54,8 +57,13 @@ class Checkpoints:
         self._start = self._finder.find()
         if section.enable:
             delete_older = partial(retain, folder, section.keep_latest_k, section.keep_every, {self._start.step})
-            self._saver = Saver(folder, self._group, section.async_mode, delete_older)
+            self._saver = Saver(folder, self._group, section.async_mode, self._device, delete_older)
         return self._start
+
+    def before_update(self) -> None:
+        """Let the device finish the copies of a save before the update changes the tensors. Not a collective."""
+        assert self._saver is not None, "checkpoints are not enabled"
+        self._saver.hold_copies()
 
     def after_step(self, step: int, last: bool) -> bool:
         """Save if due; returns whether training stops. To be called at the end of each step.

@@ -59,7 +59,7 @@ class Decoder(LanguageModel):
         if self.config.tie_embeddings:
             assert self.tok_embeddings is not None, "tied, and on different stages"
             assert self.output is not None, "tied, and on different stages"
-            self.output.weight = self.tok_embeddings.weight
+            self.output.weight = next(self.tok_embeddings.parameters())
 
     def init_buffers(self, device: torch.device) -> None:
         """Compute the rotary tables on `device`, in promote_types(the parameters' dtype, float32)."""

@@ -126,10 +126,12 @@ def data_parallel_bytes(stage: Stage, section: ParallelismConfig, shape: StepSha
     collective's buffer). Gradients: those of the stage if reduced once per step, otherwise those of one unit; plus
     those of one unit in both dtypes as input of the reduction, while the previous reduction may still run.
     """
-    if not stage.wrapped:
-        return 0
     sizes = [unit.elements for unit in stage.units]
     largest = max(sizes)
+    if not stage.wrapped:
+        cast = sum(sizes) * shape.param_bytes
+        # autograd keeps the casts for backward, and casts one gradient after the other
+        return 0 if cast == stage.parameter_bytes else cast + largest * shape.param_bytes
     unit_gradients = largest * (shape.param_bytes + shape.reduce_bytes)
     reduces_once = shape.sync in (None, "last") and shape.microbatches > 1
     # With a single reduction, the reduced gradients do not exist yet: count only the excess over them.
@@ -144,6 +146,8 @@ def data_parallel_bytes(stage: Stage, section: ParallelismConfig, shape: StepSha
 
 
 def _block_bytes(recompute: ActivationCheckpointConfig, index: int, activations: ActivationBytes) -> int:
+    if recompute.mode == "memory_budget":
+        return activations.block_input + int(recompute.memory_budget * (activations.block - activations.block_input))
     if not recomputes(recompute, index):
         return activations.block
     by_op = recompute.mode == "selective" and recompute.selective_policy == "op"

@@ -24,6 +24,7 @@ from titanlite.faults.record import Record, RecordedStep
 from titanlite.forward import on_device
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.history import last_row
+from titanlite.models.attention import pin_kernels
 from titanlite.parallel.mesh import Mesh
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import World, connect, init_process_group
@@ -155,6 +156,7 @@ def duration(seconds: float) -> str:
 def replay(config: JobConfig, saved: SavedRun | None, step: int, world: World) -> Replayed:
     """Compute the step on this process. config: see replayed_config. Raises UserError."""
     apply_determinism(config.debug)
+    pin_kernels(world.device)
     store = connect(world, config.comm)
     imported = fetch_imported(config, world, store) if saved is None else None
     mesh = Mesh(config.parallelism, world)
