@@ -73,8 +73,8 @@ class _RMSNormOnCPU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        """With n = x * inverse and g = gradient * weight: of x (g - n * mean(g * n)) * inverse, of the weight the sum of
-        gradient * n."""
+        """With n = x * inverse and g = gradient * weight, the gradient of x is inverse * (g - n * mean(g * n)), and
+        that of the weight is the sum of gradient * n."""
         x, weight, inverse = ctx.saved_tensors
         wide = inverse.dtype
         product = (gradient.to(wide) * x).mul_(inverse)
