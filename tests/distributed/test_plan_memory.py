@@ -155,9 +155,10 @@ def planned_kept(world_size: int, settings: list[str]) -> int:
     (stage,) = rank.stages
     size = DTYPES[config.training.mixed_precision_param].itemsize
     sharded = shard_logits(config.parallelism)
-    shape = MicrobatchShape(ROWS, SEQ_LEN, config.parallelism.tp, size, CPU_CHUNK_TOKENS, sharded, False)
+    shape = MicrobatchShape(ROWS, SEQ_LEN, config.parallelism.tp, size, 4, CPU_CHUNK_TOKENS, sharded, False)
     activations = activation_bytes(hyper_parameters, family.plan(hyper_parameters), shape)
-    copies = sum(unit.elements for unit in stage.units) * size if stage.wrapped else 0
+    copied = stage.wrapped or DTYPES[config.training.dtype] != DTYPES[config.training.mixed_precision_param]
+    copies = sum(unit.elements for unit in stage.units) * size if copied else 0
     return copies + kept_bytes(stage, config.activation_checkpoint, activations, pipelined=False)
 
 
@@ -234,7 +235,7 @@ def test_additional_bytes_of_documents_in_a_row() -> None:
     planned = activation_bytes(
         hyper_parameters,
         family.plan(hyper_parameters),
-        MicrobatchShape(ROWS, SEQ_LEN, 1, size, CPU_CHUNK_TOKENS, False, False, "scores"),
+        MicrobatchShape(ROWS, SEQ_LEN, 1, size, 4, CPU_CHUNK_TOKENS, False, False, "scores"),
     )
     (measured,) = run_ranks(measured_for_documents, 1, cases)
     assert measured == pytest.approx([planned.documents] * len(measured), rel=0.02)

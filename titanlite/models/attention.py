@@ -71,7 +71,13 @@ def attention_mask(document_ids: Tensor | None, dtype: torch.dtype, head_dim: in
         return None
     if mask_form(document_ids.device.type, dtype, head_dim) == "blocks":
         return block_mask(document_ids)
-    return additive_mask(document_ids, dtype)
+    return additive_mask(document_ids, attention_dtype(document_ids.device.type, dtype))
+
+
+def attention_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which `attend` computes: on CPUs at least float32, since torch's kernels in bfloat16 are slower
+    there, by an order of magnitude on some CPUs (docs/LOG.md)."""
+    return torch.promote_types(dtype, torch.float32) if device_type == "cpu" else dtype
 
 
 def mask_form(device_type: str, dtype: torch.dtype, head_dim: int) -> MaskForm:
@@ -128,6 +134,9 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | 
     All tensors are (batch, heads, seq_len, head_dim), the result as the queries. Keys and values may have fewer heads
     than the queries (grouped-query attention).
     """
+    dtype, wide = queries.dtype, attention_dtype(queries.device.type, queries.dtype)
+    if wide != dtype:
+        return attend(queries.to(wide), keys.to(wide), values.to(wide), mask).to(dtype)
     grouped = queries.shape[1] != keys.shape[1]
     if isinstance(mask, BlockMask):
         # A compiled block traces the function itself: Dynamo warns about a cache that it meets.

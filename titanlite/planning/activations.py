@@ -8,7 +8,8 @@ from titanlite.models.family import DecoderConfig, Plan
 
 @dataclass(frozen=True)
 class MicrobatchShape:
-    """One microbatch on one of `tp` ranks: rows x seq_len positions, in a compute dtype of `element_bytes`.
+    """One microbatch on one of `tp` ranks: rows x seq_len positions, in a compute dtype of `element_bytes`, attention
+    in one of `attention_bytes`.
 
     loss_chunk: positions whose logits exist at the same time. shard_logits: whether each rank has the logits of its
     part of the vocabulary only. recomputes_logits: whether the head's backward pass computes them again, as with a
@@ -19,6 +20,7 @@ class MicrobatchShape:
     seq_len: int
     tp: int
     element_bytes: int
+    attention_bytes: int
     loss_chunk: int
     shard_logits: bool
     recomputes_logits: bool
@@ -60,6 +62,9 @@ def activation_bytes(config: DecoderConfig, plan: Plan, shape: MicrobatchShape) 
     gathered = positions * config.dim * size
     heads = positions * (query_dim + 2 * kv_dim) * size // tp  # queries, keys, values
     attended = positions * query_dim * size // tp
+    # copies in a wider dtype: saved in place of queries, keys and values, and beside the result
+    wider = shape.attention_bytes / size
+    attention = int(heads * wider) + attended + (int(attended * wider) if wider > 1 else 0)
     logsumexp = positions * config.n_heads * wide // tp
     hidden = positions * config.ffn_dim * size // tp
     norm = _norm_bytes(config.dim, positions // tp, size, wide)
@@ -73,8 +78,8 @@ def activation_bytes(config: DecoderConfig, plan: Plan, shape: MicrobatchShape) 
     head_gradients = gathered + own_ids * config.dim * size
     return ActivationBytes(
         # two norms, the inputs of wq, wk, wv and of w1, w3, attention, and of SwiGLU: both inputs, silu, the product
-        block=2 * norm + head_norm + 2 * gathered + heads + attended + logsumexp + 4 * hidden,
-        block_by_op=residual + heads + attended + logsumexp + 2 * hidden + row_outputs,
+        block=2 * norm + head_norm + 2 * gathered + attention + logsumexp + 4 * hidden,
+        block_by_op=residual + heads + int(attended * wider) + logsumexp + 2 * hidden + row_outputs,
         block_input=residual,
         # in the backward pass of w2: the gradients of both factors, and of the residual stream
         block_backward=2 * hidden + 2 * residual,
@@ -89,7 +94,7 @@ def _document_bytes(config: DecoderConfig, shape: MicrobatchShape, wide: int) ->
     """Cosines and sines per position, and one element per pair of positions. Block-mask tables are neglected."""
     if shape.mask is None:
         return 0
-    pairs = shape.seq_len * shape.element_bytes if shape.mask == "scores" else 0
+    pairs = shape.seq_len * shape.attention_bytes if shape.mask == "scores" else 0
     return shape.rows * shape.seq_len * (2 * config.head_dim * wide + pairs)
 
 
