@@ -26,10 +26,12 @@ from titanlite.runtime.distributed import World
 class Unit:
     """One FSDP unit on one rank.
 
+    block: index of the transformer block in the full model; None if the unit is no block.
     elements: of its parameters when gathered over dp_shard, including padding. replicated_over_tp: elements of each
     parameter that is replicated over tp.
     """
 
+    block: int | None
     elements: int
     replicated_over_tp: tuple[int, ...]
 
@@ -133,7 +135,7 @@ def _units(model: LanguageModel, plan: Plan, dp_shard: int) -> Iterator[Unit]:
             # Coordinate 0 has a full shard; all others are padded to its size.
             elements += rows * dp_shard * torch.Size(others).numel()
         replicated = tuple(parameter.numel() for parameter in parameters if _is_replicated_over_tp(parameter))
-        yield Unit(elements, replicated)
+        yield Unit(plan.blocks.get(names[0]), elements, replicated)
 
 
 def _local(parameter: Tensor) -> Tensor:
