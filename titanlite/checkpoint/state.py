@@ -7,7 +7,6 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.parallel.mesh import AXES, Mesh
@@ -89,11 +88,6 @@ class RunState:
         total = torch.tensor(own if self._is_stage_leader else 0)
         dist.all_reduce(total, group=group)
         return int(total)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor; shares its memory."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def first_not_finite(local: Mapping[str, Tensor]) -> str | None:
