@@ -19,10 +19,11 @@ from tests.distributed.file_operations import watch
 from tests.distributed.forked import Parent
 from tests.distributed.standin import Run, StandIn, on_ranks, start_in
 from titanlite.checkpoint import saver as saver_module
+from titanlite.checkpoint.file_records import FileRecord
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch, Manifest
 from titanlite.checkpoint.saver import Saver
-from titanlite.checkpoint.state import STREAMS, local_part
-from titanlite.checkpoint.storage import FileRecord
+from titanlite.checkpoint.state import STREAMS
+from titanlite.runtime.dtensors import local_part
 from titanlite.train import stoppable
 
 # Power loss: a published checkpoint is always complete on the disk

@@ -15,11 +15,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from titanlite.checkpoint.config import AsyncMode
+from titanlite.checkpoint.file_records import FileRecord
 from titanlite.checkpoint.folder import publish, step_folder, writing_folder
 from titanlite.checkpoint.manifest import Manifest, write_manifest
-from titanlite.checkpoint.state import HostCopy, first_not_finite, local_part
-from titanlite.checkpoint.storage import FileRecord, first_failure, save_tensors
+from titanlite.checkpoint.state import HostCopy, first_not_finite
+from titanlite.checkpoint.storage import first_failure, save_tensors
 from titanlite.runtime.agreement import RanksError, describe_failure, run_on_all_ranks, run_on_rank_0
+from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.durability import replace_file, sync_folder
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.cuda._pin_memory_utils import pin_memory
-from torch.distributed.tensor import DTensor
 
 from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.parallel.mesh import AXES, Mesh
@@ -91,11 +90,6 @@ class RunState:
         total = torch.tensor(own if self._is_stage_leader else 0)
         dist.all_reduce(total, group=group)
         return int(total)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor; shares its memory."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def first_not_finite(local: Mapping[str, Tensor]) -> str | None:

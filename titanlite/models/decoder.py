@@ -44,7 +44,9 @@ class Decoder(LanguageModel):
     ) -> None:
         super().__init__()
         self.config = config
-        self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        # nn.Embedding(...) does the same, but on the meta device it imports torch._dynamo, which takes half a second
+        embeddings = torch.randn(config.vocab_size, config.dim)
+        self.tok_embeddings: nn.Embedding | None = nn.Embedding.from_pretrained(embeddings, freeze=False)
         self.layers = nn.ModuleDict({str(index): Block(config, attention()) for index in range(config.n_layers)})
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
         self.output: OutputLayer | None = OutputLayer(config.dim, config.vocab_size)

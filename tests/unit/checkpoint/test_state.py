@@ -11,12 +11,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from titanlite.checkpoint import state
-from titanlite.checkpoint.state import HostCopy, RunState, first_not_finite, local_part
+from titanlite.checkpoint.state import HostCopy, RunState, first_not_finite
 from titanlite.data.loader import Loader
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.registry import build_optimizer
 from titanlite.parallel.mesh import Mesh, ParallelismConfig
 from titanlite.runtime.distributed import World
+from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.errors import UserError
 
 INF, NAN = float("inf"), float("nan")

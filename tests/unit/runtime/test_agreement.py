@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from titanlite.checkpoint.storage import InvalidCheckpointError, first_failure
+from titanlite.checkpoint.file_records import InvalidCheckpointError
+from titanlite.checkpoint.storage import first_failure
 from titanlite.runtime.agreement import RanksError, decide_on_rank_0, require_equal, run_on_all_ranks, run_on_rank_0
 from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import LateRanksError, UsageError, UserError

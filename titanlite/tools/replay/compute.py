@@ -14,7 +14,7 @@ from titanlite.assembly.run import about_run, build_meter, fetch_imported
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.checkpoint.compatibility import changed_settings
 from titanlite.checkpoint.start import StartFinder
-from titanlite.checkpoint.state import RunState, local_part
+from titanlite.checkpoint.state import RunState
 from titanlite.config.check import check_config, resolve_config
 from titanlite.config.load import CONFIG_COPY, config_from_values, parse_config
 from titanlite.config.schema import JobConfig
@@ -28,6 +28,7 @@ from titanlite.models.attention import pin_kernels
 from titanlite.parallel.mesh import Mesh
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import World, connect, init_process_group
+from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.errors import ConfigError, UsageError, UserError
 from titanlite.runtime.logging import log
 from titanlite.tools.parity.layouts import ONE_PROCESS, config_of
