@@ -57,6 +57,11 @@ def describe_difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> lis
     return lines
 
 
+def num_sources(fingerprint: Mapping[str, Any]) -> int:
+    """The number of sources of a result of `data_fingerprint`."""
+    return len(fingerprint.get("sources", ()))
+
+
 def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     keys = [*saved, *(key for key in now if key not in saved)]
     return [_change(key, saved.get(key), now.get(key)) for key in keys if saved.get(key) != now.get(key)]

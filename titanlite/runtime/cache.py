@@ -16,14 +16,13 @@ import xxhash
 from titanlite.runtime.durability import sync_file
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import NotRegularError, open_regular, open_to_append
-from titanlite.runtime.json_files import JsonError, read_json
 from titanlite.runtime.logging import log
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
-HASHES = "hashes.json"
-"""In each folder of built_once: the hashes of the other files, by name."""
+HASHES = "hashes.txt"
+"""In each folder of built_once: hash and name of each other file, in lines as those of the program xxh128sum."""
 
 SMALL_BYTES = 2**20
 """Files up to this size are hashed at each use: that is as fast as to look up whether they were verified."""
@@ -111,8 +110,8 @@ def built_once(folder: Path, what: str, build: Callable[[Path], None]) -> Path:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir()
                 build(temporary)
-                hashes = {path.name: hash_of(path) for path in temporary.iterdir()}
-                (temporary / HASHES).write_text(json.dumps(hashes))
+                lines = [f"{hash_of(path)}  {path.name}\n" for path in temporary.iterdir()]
+                (temporary / HASHES).write_text("".join(lines))
                 for path in temporary.iterdir():
                     sync_file(path)  # else a power failure after the rename could leave incomplete files
                 os.rename(temporary, folder)
@@ -125,11 +124,13 @@ def built_once(folder: Path, what: str, build: Callable[[Path], None]) -> Path:
 
 
 def _is_intact(folder: Path) -> bool:
-    """Whether all files of a folder of built_once have their hashes; False if it does not exist."""
+    """Whether the files of a folder of built_once, and no others, have their hashes; False if it does not exist."""
     try:
-        hashes = read_json(folder / HASHES, dict[str, str])
-        return all(has_hash(folder / name, digest) for name, digest in hashes.items())
-    except (OSError, JsonError):
+        with open_regular(folder / HASHES) as file:
+            hashes = {name: digest for digest, name in (line.split("  ") for line in file.read().decode().splitlines())}
+        names = set(os.listdir(folder)) - {HASHES}
+        return hashes.keys() == names and all(has_hash(folder / name, hashes[name]) for name in names)
+    except (OSError, ValueError):
         return False
 
 

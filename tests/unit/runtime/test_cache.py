@@ -106,8 +106,10 @@ def replace_by_pipe(file: Path) -> None:
         lambda folder: (folder / "two").unlink(),
         lambda folder: replace_by_pipe(folder / "two"),
         lambda folder: replace_by_pipe(folder / HASHES),
-        lambda folder: (folder / HASHES).write_text("{"),
-        lambda folder: (folder / HASHES).write_text('{"two": 2}'),
+        lambda folder: (folder / HASHES).write_text(""),
+        lambda folder: (folder / HASHES).write_text((folder / HASHES).read_text()[:-2]),
+        lambda folder: (folder / HASHES).write_text((folder / HASHES).read_text().partition("\n")[0]),
+        lambda folder: (folder / HASHES).write_bytes(b"\xff"),
         lambda folder: (folder / HASHES).unlink(),
     ],
 )
