@@ -21,7 +21,7 @@ from titanlite.runtime.logging import log
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
-HASHES = "hashes.txt"
+HASHES = "hashes.xxh3"
 """In each folder of built_once: hash and name of each other file, in lines as those of the program xxh128sum."""
 
 SMALL_BYTES = 2**20
