@@ -20,6 +20,8 @@ from titanlite.runtime.agreement import Agreement, RanksError, warn_on_rank_0
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.signals import StopRequest
 
+_AFTER_FAILURE = "earlier checkpoints are still valid. Fix the cause and restart"
+
 
 class Checkpoints:
     """The checkpoints of one run; every method is a collective over all ranks.
@@ -102,23 +104,25 @@ class Checkpoints:
             self._save_last(step)
 
     def _save_last(self, step: int) -> None:
-        """Save the last step, or the step at which a signal stops training. Raises RanksError if the save fails."""
+        """Save the last step, or the step at which a signal stops training. Raises UserError if the save fails."""
         assert self._saver is not None
         self._control.finish()
         self.close()
         self._before_save(step)
-        if step == self._finder.steps and self._section.last_save_model_only:
-            self._saver.save(self._draft(step, "model"), self._state.model())
-        else:
-            self._saver.save(self._draft(step, "full"), self._full())
+        try:
+            if step == self._finder.steps and self._section.last_save_model_only:
+                self._saver.save(self._draft(step, "model"), self._state.model())
+            else:
+                self._saver.save(self._draft(step, "full"), self._full())
+        except RanksError as error:
+            raise UserError(f"{error}; {_AFTER_FAILURE}: the run resumes from the latest checkpoint") from None
 
     def _fail(self, failure: str) -> None:
         """Raise UserError or warn, according to on_save_error."""
         if self._section.on_save_error == "stop":
             raise UserError(
-                f"{failure}; earlier checkpoints are still valid. "
-                'Fix the cause and restart, or set checkpoint.on_save_error = "continue" to keep training after failed '
-                "saves"
+                f'{failure}; {_AFTER_FAILURE}, or set checkpoint.on_save_error = "continue" to keep training after '
+                "failed saves"
             )
         warn_on_rank_0(f"{failure}; training continues", self._group)
 
