@@ -40,6 +40,9 @@ of the files is compared instead, and checkpoints require a folder that all rank
 PACKAGES = ("numpy", "tokenizers", "datasets", "pyarrow")
 """Packages, beside torch, whose version decides tokens or weights."""
 
+CUSTOMIZATIONS = ("sitecustomize", "usercustomize")
+"""Modules that Python imports by itself, from any folder. One on a single rank is a difference, too."""
+
 VARIABLES = (
     "ATEN_CPU_CAPABILITY",
     "CUBLAS_WORKSPACE_CONFIG",
@@ -116,15 +119,16 @@ def _config_values(config: JobConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _user_modules(package: Path) -> dict[str, Path]:
-    """Name -> file of the imported modules that belong to neither Python, nor an installed package, nor `package`."""
+    """Name -> file of the imported modules that belong to neither Python, nor an installed package, nor `package`, and
+    of CUSTOMIZATIONS."""
     installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     excluded = tuple(f"{folder}{os.sep}" for folder in (*installed, str(package)))
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
     return {
-        f"{MODULE}{name}": Path(file)
+        name if name in CUSTOMIZATIONS else f"{MODULE}{name}": Path(file)
         for name, file in files.items()
         # torch has modules with file names that do not exist
-        if file and not file.startswith(excluded) and os.path.isfile(file)
+        if file and (name in CUSTOMIZATIONS or not file.startswith(excluded)) and os.path.isfile(file)
     }
 
 

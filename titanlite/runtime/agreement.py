@@ -19,7 +19,7 @@ from titanlite.runtime.memory import describe_out_of_memory, is_out_of_memory
 T = TypeVar("T")
 
 MODULE = "module "
-"""Begins the names of facts that a rank may lack."""
+"""Begins the names of facts that a rank may lack: modules."""
 MAX_DIFFERENCES = 5
 """Differences between ranks that a message lists; it counts the others."""
 
@@ -33,6 +33,7 @@ def require_equal(name: str, facts: Mapping[str, str] | None, world: World, stor
 
     name: of this comparison, unique in the run. facts: name -> value, as shown in the message; None on a rank that is
     not compared, which rank 0 always is. Each rank sends a hash; ranks send their facts only if the hashes differ.
+    Rank 0 logs a warning about modules that only some ranks have imported.
     """
     store = dist.PrefixStore(f"equal/{name}", store)
     digest = "" if facts is None else hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
@@ -52,7 +53,10 @@ def require_equal(name: str, facts: Mapping[str, str] | None, world: World, stor
         store.set(f"facts/{world.rank}", json.dumps({"host": socket.gethostname(), "facts": facts}))
     keys = [f"facts/{rank}" for rank in examples]
     store.wait(keys, timedelta(seconds=timeout_s))
-    lines = _describe_groups(groups, [json.loads(text) for text in store.multi_get(keys)])
+    sent = [json.loads(text) for text in store.multi_get(keys)]
+    lines = _describe_groups(groups, sent)
+    if world.rank == 0 and (modules := _describe_modules(groups, sent)):
+        log.warning("modules that only some ranks have imported are not compared: %s", modules)
     if lines:
         head = "the ranks differ, so nothing was trained; make them equal on all nodes, and start again:"
         raise UsageError("\n".join([head, *lines]))
@@ -87,7 +91,7 @@ def _describe_groups(groups: Sequence[Sequence[int]], sent: Sequence[Mapping[str
     for (rank, *others), each in zip(groups[1:], sent[1:], strict=True):
         facts = each["facts"]
         keys = [key for key in sorted({*first, *facts}) if first.get(key) != facts.get(key)]
-        # A module that only one rank has imported, such as a profiler, is no difference.
+        # A module that only some ranks have imported, such as a profiler, is no difference.
         keys = [key for key in keys if not key.startswith(MODULE) or {key} <= first.keys() & facts.keys()]
         if not keys:
             continue
@@ -98,6 +102,22 @@ def _describe_groups(groups: Sequence[Sequence[int]], sent: Sequence[Mapping[str
         ]
         lines += [f"    and {len(keys) - MAX_DIFFERENCES} more"] if len(keys) > MAX_DIFFERENCES else []
     return lines
+
+
+def _describe_modules(groups: Sequence[Sequence[int]], sent: Sequence[Mapping[str, Any]]) -> str:
+    """Name the modules that only some groups have imported, with the first rank that has; "" for no such module."""
+    holders: dict[str, list[int]] = {}
+    for number, each in enumerate(sent):
+        for key in each["facts"]:
+            if key.startswith(MODULE):
+                holders.setdefault(key.removeprefix(MODULE), []).append(number)
+    found = [
+        f"{module} (rank {groups[numbers[0]][0]} on {sent[numbers[0]]['host']})"
+        for module, numbers in sorted(holders.items())
+        if len(numbers) < len(groups)
+    ]
+    more = [f"and {len(found) - MAX_DIFFERENCES} more"] if len(found) > MAX_DIFFERENCES else []
+    return ", ".join([*found[:MAX_DIFFERENCES], *more])
 
 
 def run_on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup) -> list[T]:

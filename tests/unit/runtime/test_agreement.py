@@ -106,8 +106,15 @@ def test_a_rank_that_does_not_come_is_named_on_all_others() -> None:
     assert str(errors[0]) == "no message within 1 s from rank 2"
 
 
-def test_a_module_of_one_rank_is_no_difference_but_another_version_is() -> None:
-    assert compare([{"a": "1", "module x": "1"}, {"a": "1"}, {"a": "1", "module y": "2"}]) == [None] * 3
+def test_a_module_of_one_rank_is_a_warning_and_another_version_a_difference(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("titanlite.runtime.logging.log.propagate", True)
+    facts = {"a": "1", "module z": "1"}
+    assert compare([facts | {"module x": "1"}, facts, facts | {"module y": "2"}]) == [None] * 3
+    host = socket.gethostname()
+    (line,) = caplog.messages
+    assert line.endswith(f"some ranks have imported are not compared: x (rank 0 on {host}), y (rank 2 on {host})")
     assert all(isinstance(error, UsageError) for error in compare([{"module x": "1"}, {"module x": "2"}]))
 
 
