@@ -162,7 +162,7 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
             if run.ledger is not None:
                 run.ledger.write(step, loader.sequences, loader.origins)
             failure.enter(step, "comparing replicas")
-            run.replicas.after_step(step)
+            run.replicas.after_step(step, last)
             failure.enter(step, "saving")
             stops = checkpoints is not None and checkpoints.after_step(step, last)
             if run.validation is not None and (last or not stops) and run.validation.is_due(step, last):

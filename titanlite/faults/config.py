@@ -22,7 +22,7 @@ class FaultsConfig:
     """What to do about a spike: warn at the next log line; or also skip its update, counted in max_skipped_steps."""
     check_replicas_every: int = ranged(100, "0 disables the check", least=0)
     """Interval in steps of the comparison of replicated weights and optimizer state, bit for bit, between their ranks;
-    also compared before each save. 0: never."""
+    also compared before each save and after the last step. 0: never."""
     record_steps: int = ranged(100, "0 disables the record", least=0, most=1000)
     """Number of last steps whose gradient norms by parameter and losses by sequence are kept in the dump folder, for
     titanlite replay. 0: none."""

@@ -25,7 +25,8 @@ class ReplicasError(UserError):
 
 
 class Replicas:
-    """Compares replicas every `every` steps (0: never) and before each save. All methods are collectives."""
+    """Compares replicas every `every` steps (0: never), before each save, and after the last step. All methods are
+    collectives."""
 
     def __init__(self, model_parts: Sequence[nn.Module], optimizer: GatedOptimizer, mesh: Mesh, every: int) -> None:
         self._model_parts = model_parts
@@ -35,9 +36,9 @@ class Replicas:
         self._axes = [axis for axis in AXES if axis != "pp" and mesh.degrees[axis] > 1]
         self._compared = 0
 
-    def after_step(self, step: int) -> None:
-        """Compare if the step is due. Raises ReplicasError on all ranks."""
-        if self._every and step % self._every == 0:
+    def after_step(self, step: int, last: bool) -> None:
+        """Compare if the step is due or the last one. Raises ReplicasError on all ranks."""
+        if self._every and (last or step % self._every == 0):
             self.compare(step)
 
     def compare(self, step: int) -> None:
