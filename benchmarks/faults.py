@@ -53,7 +53,7 @@ def measure(folder: str, port: int, rounds: int, steps: int, threads: int) -> di
     meter = Meter(group, CPU, tokens_per_step=2048, flops_per_token=0.0, peak_flops=None, slow_ranks=slow_ranks)
     recorder = build_recorder(config, mesh, trainer, [0], group, {})
     store = dist.TCPStore("127.0.0.1", port, size, rank == 0)
-    positions = Positions(store, rank, size, rank, None, 100.0, lambda: None)
+    positions = Positions(store, rank, size, range(size), None, 100.0, lambda: None)
     rows = config.training.local_batch_size
     tokens, labels = torch.randint(4096, (2, rows, 256), generator=torch.Generator().manual_seed(rank))
     batch = Batch(tokens, labels, torch.arange(rows), torch.zeros(rows, dtype=torch.int64))

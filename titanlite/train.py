@@ -46,23 +46,25 @@ def main() -> None:
         world = world_from_environment()
         setup_logging(world.rank)
         config = read_command_line(sys.argv[1:], world_size=world.size, device_type=world.device_type)
-        failure.store = connect(world, config.comm)
-        failure.positions = Positions(
-            dist.PrefixStore("positions", failure.store),
-            *(world.rank, world.size, world.local_rank, config.job.dump_folder, config.comm.train_timeout_s),
+        store = connect(world, config.comm)
+        positions = Positions(
+            dist.PrefixStore("positions", store),
+            *(world.rank, world.size, world.local_ranks, config.job.dump_folder, config.comm.train_timeout_s),
             on_silence=failure.end_from_thread,
         )
+        failure.connected(positions)
         facts = program_facts(config, world, environment)
-        require_equal("program", facts, world, failure.store, config.comm.init_timeout_s)
+        require_equal("program", facts, world, store, config.comm.init_timeout_s)
         with job_lock(config.job.dump_folder, world.rank, take_over=config.job.take_over, environment=environment):
-            run_job(config, world, failure, environment)
+            run_job(config, world, store, failure, environment)
 
 
-def run_job(config: JobConfig, world: World, failure: FailureReport, environment: Mapping[str, str]) -> None:
+def run_job(
+    config: JobConfig, world: World, store: dist.Store, failure: FailureReport, environment: Mapping[str, str]
+) -> None:
     """Build the run, train, log how it ended. The dump folder is locked for this job."""
-    assert failure.store is not None
-    config = agree_on_local_batch_size(config, world, failure.store)
-    run = build_run(config, world, failure.store, environment)
+    config = agree_on_local_batch_size(config, world, store)
+    run = build_run(config, world, store, environment)
     first_step = run.trainer.step + 1
     ended = run.data_end.before_training()
     if run.validation is not None and run.validation.missing:  # a kill or a signal prevented it
@@ -130,7 +132,7 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
     trainer, loader, checkpoints = run.trainer, run.loader, run.checkpoints
     assert trainer.step < config.training.steps, "no step is left to train"
     first_step, has_validated = trainer.step + 1, False
-    with stoppable(run), PacedGarbageCollection(config.training.gc_freq) as garbage:
+    with stoppable(run, failure), PacedGarbageCollection(config.training.gc_freq) as garbage:
         run.meter.start()
         while True:
             failure.enter(trainer.step + 1, "waiting for data")
@@ -183,12 +185,12 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
 
 
 @contextmanager
-def stoppable(run: Run) -> Iterator[None]:
+def stoppable(run: Run, failure: FailureReport) -> Iterator[None]:
     """Inside, signals request a stop. On exit, wait for a pending save. Does nothing if checkpoints are disabled."""
     if run.checkpoints is None:
         yield
         return
-    run.stop.activate()
+    run.stop.activate(failure.explain_sigterm)
     with closing(run.checkpoints):
         yield
 

@@ -9,6 +9,7 @@ hang, hang-data: the rank hangs in the third step, or while it waits for that st
 gradient: in the fourth step, a gradient of the rank is too large by 0.1 %, as after a fault of the hardware.
 stop-save: the rank is stopped (SIGSTOP) while it saves the third step.
 stop: the rank is stopped in the third step.
+kill-start: the rank is killed before the model is built, while the others wait for its need of memory.
 hang-start: the rank hangs before the model is built, while the others wait for its need of memory.
 hang-save: the rank hangs while it saves the third step.
 hang-end: the rank hangs after all work is done.
@@ -105,6 +106,11 @@ def hang(*args: Any) -> Any:
     time.sleep(1000)
 
 
+def kill(*args: Any) -> Any:
+    del args
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def slow_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
     time.sleep(0.15)
     return train_step(self, batches)
@@ -147,6 +153,7 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "gradient": (Trainer, "train_step", step_with_wrong_gradient),
     "stop-save": (Saver, "_write", stopped_write),
     "stop": (Trainer, "train_step", stopped_train_step),
+    "kill-start": (build_module, "build_parts", kill),
     "hang-start": (build_module, "build_parts", hang),
     "hang-save": (Saver, "_write", hanging_write),
     "hang-end": (train.dist, "destroy_process_group", hang),

@@ -24,6 +24,7 @@ from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch, Manifest
 from titanlite.checkpoint.saver import Saver
 from titanlite.checkpoint.state import STREAMS
 from titanlite.runtime.dtensors import local_part
+from titanlite.runtime.failure import FailureReport
 from titanlite.train import stoppable
 
 # Power loss: a published checkpoint is always complete on the disk
@@ -239,8 +240,8 @@ def ways_out(folder: Path) -> list[list[str]]:
         gate.clear()
         own = folder / f"{number}"
         run = Run(own, async_mode="async")
-        job = SimpleNamespace(checkpoints=run.checkpoints, stop=SimpleNamespace(activate=lambda: None))
-        with suppress(KeyboardInterrupt), stoppable(job):  # type: ignore[arg-type]
+        job = SimpleNamespace(checkpoints=run.checkpoints, stop=SimpleNamespace(activate=lambda _: None))
+        with suppress(KeyboardInterrupt), stoppable(job, FailureReport()):  # type: ignore[arg-type]
             run.state.update_to(1, "a")
             run.checkpoints.after_step(1, False)
             threading.Timer(0.2, gate.set).start()

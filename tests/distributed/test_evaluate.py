@@ -216,16 +216,18 @@ KILLED = """
 import os
 import signal
 import sys
+import time
 from titanlite.tools import evaluate
 from titanlite.validation import Evaluator
 
-if os.environ["RANK"] == "1":
-    Evaluator._totals_of = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+killed = os.environ["RANK"] == "1"
+Evaluator._totals_of = lambda *_: os.kill(os.getpid(), signal.SIGKILL) if killed else time.sleep(100)
 evaluate.main(sys.argv[1:])
 """
 
 
 def test_a_rank_that_is_killed_is_named(trained: Path, tmp_path: Path) -> None:
+    """The other rank computes when the launcher ends it."""
     (tmp_path / "killed.py").write_text(KILLED)
     program = start_command(tmp_path, str(trained / "out"), ranks=2, program=(str(tmp_path / "killed.py"),))
     assert program.wait() == 1

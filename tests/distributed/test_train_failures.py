@@ -257,6 +257,7 @@ def test_a_rank_that_is_killed_or_hangs_is_named(fault: str, resumes: bool, tmp_
 
 
 ELSEWHERE = {
+    "kill-start": r"rank 1 on \S+: no sign of life, in step 0 \(start-up\): killed, out of memory",
     "hang-start": r"rank 1 on \S+ hangs or lags: in step 0 \(start-up\) for \d+ s; the other ranks wait for it",
     "hang-save": r"rank 1 on \S+ hangs or lags: in step \d+ \(saving\) for \d+ s; .*\n.*: cannot save step 3: ",
     "hang-end": r"rank 1 on \S+ hangs or lags: in step 6 \(ending\) for \d+ s; the other ranks wait for it",
@@ -264,8 +265,8 @@ ELSEWHERE = {
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_outside_of_a_step_is_named(tmp_path: Path, start: Starter) -> None:
-    """In start-up, in the thread of a save, and after the last step, in three programs at the same time."""
+def test_a_rank_that_is_killed_or_hangs_outside_of_a_step_is_named(tmp_path: Path, start: Starter) -> None:
+    """In start-up, in the thread of a save, and after the last step, in four programs at the same time."""
     timeouts = [f"--comm.{name}_timeout_s={seconds}" for name, seconds in (("init", 6), ("train", 4), ("save", 3))]
     programs = {
         fault: start(
@@ -415,3 +416,5 @@ def test_ranks_end_with_a_terminated_launcher(tmp_path: Path, start: Starter) ->
     assert seconds_to_end(program) < SOON_S
     assert_all_gone(program)
     assert own_tracebacks(program.output) == 0
+    assert len(re.findall("^titanlite: ", program.output, re.MULTILINE)) == 1
+    assert re.search(r"^titanlite: rank \d was ended by SIGTERM$", program.output, re.MULTILINE)

@@ -8,6 +8,8 @@ T = TypeVar("T")
 
 ANSWER_S = 2.0
 """Time for an answer of the store, when the process is about to end with an error."""
+SETTLE_S = 2.5
+"""Time in which a running process gives five signs of life and writes its stacks."""
 
 
 class NoAnswerError(RuntimeError):

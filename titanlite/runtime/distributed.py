@@ -42,6 +42,12 @@ class World:
     local_size: int = 1
 
     @property
+    def local_ranks(self) -> range:
+        """The ranks of this node: torchrun numbers them in one piece."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.local_size)
+
+    @property
     def device(self) -> torch.device:
         return torch.device(self.device_type, self.local_rank) if self.device_type != "cpu" else torch.device("cpu")
 

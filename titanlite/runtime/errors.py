@@ -25,10 +25,10 @@ class DataError(UserError):
 class LateRanksError(RuntimeError):
     """Ranks did not take part in an exchange in time. ranks: which ones."""
 
-    def __init__(self, ranks: Sequence[int], timeout_s: int) -> None:
+    def __init__(self, ranks: Sequence[int], timeout_s: float) -> None:
         self.ranks = tuple(ranks)
         others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
-        super().__init__(f"no message within {timeout_s} s from rank {ranks[0]}{others}")
+        super().__init__(f"no message within {timeout_s:g} s from rank {ranks[0]}{others}")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Literal, NoReturn, Self
 
-from titanlite.runtime.deadline import ANSWER_S, call_within
+from titanlite.runtime.deadline import ANSWER_S, SETTLE_S, call_within
 from titanlite.runtime.errors import DataError, LateRanksError, UsageError, UserError
 
 if TYPE_CHECKING:
@@ -36,9 +36,12 @@ Detail = Literal["full", "brief", "silent"]
 # first rank of another node, or a rank with a different error. The first rank of a node prints before the others.
 UNCONNECTED_WAIT_S = 10.0
 NODE_ORDER_WAIT_S = 2.0
-# A silent rank waits before it exits, unless the launcher terminates it: its exit would make the launcher terminate the
-# rank that is about to print, and name the silent rank as the cause.
+# A silent rank waits before it exits: its exit would make the launcher terminate the rank that is about to print, and
+# name the silent rank as the cause. It exits earlier if the error is printed and the launcher has sent SIGTERM.
 SILENT_WAIT_S = 5.0
+SILENT_POLL_S = 0.1
+# After SIGTERM, the main thread has this time to notice a lost rank. Launchers kill 30 s after SIGTERM.
+BUSY_WAIT_S = 10.0
 # An interrupted rank waits until the other ranks are interrupted too, so that they do not see a lost connection.
 INTERRUPTED_WAIT_S = 0.3
 # Kills the process if printing the error blocks (unreachable host, full pipe).
@@ -48,8 +51,12 @@ _CONNECTION = re.compile("gloo/transport|Connection (closed|reset) by peer|Timed
 _CONNECTION_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 """Errors of torch that another rank may have caused, by ending or by not coming."""
 
+MAX_CAUSE = 300
+"""Characters of the error of a lost connection that a message shows. It may list a key per rank."""
+
 FIRST_FAILURE = "titanlite/first_failure"
-"""Key in the store: the rank that prints its error."""
+"""Key in the store: the rank that prints its error, and afterwards PRINTED."""
+PRINTED = "printed"
 LOWEST_SEQUENCE = "titanlite/lowest_sequence"
 """Key in the store: the lowest sequence with unusable data."""
 
@@ -58,14 +65,16 @@ class FailureReport:
     """Context manager of a program: an exception ends the process without hanging, and only one rank prints it.
 
     Once ranks are connected, the first failed rank registers itself in `store` and prints its error; the other ranks
-    only see a consequence, such as a lost connection, and exit silently. UserError is printed without a traceback. Exit
-    codes: 2 for a configuration error, 130 for Ctrl-C, 1 for any other error.
+    only see a consequence, such as a lost connection, and exit silently. If the first one is killed before it has
+    printed, another one takes its place. UserError is printed without a traceback. Exit codes: 2 for a configuration
+    error, 130 for Ctrl-C, 143 for SIGTERM, 1 for any other error.
     """
 
     def __init__(self) -> None:
         self.store: dist.Store | None = None
         self.positions: Positions | None = None
         self._ending = threading.Lock()  # held by the thread that ends the process
+        self._terminated = threading.Event()
         self._rank = os.environ.get("RANK", "0")
         self._local_rank = os.environ.get("LOCAL_RANK", "0")
 
@@ -78,20 +87,52 @@ class FailureReport:
     ) -> None:
         if error is None or isinstance(error, SystemExit):
             return
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # lets the launcher terminate silent ranks
         signal.alarm(LAST_RESORT_S)
-        if not self._ending.acquire(blocking=False):
-            time.sleep(LAST_RESORT_S)
+        self._ending.acquire()
         detail = self._detail(error)
-        if detail == "silent":
-            time.sleep(SILENT_WAIT_S)
-        else:
+        if detail != "silent" or self._takes_over():
             message = self._describe(error, detail)
             if not isinstance(error, UserError) and message.startswith(f"rank {self._rank} failed"):
                 _print_error("".join(traceback.format_exception(kind, error, trace)))
-            _print_error(f"titanlite: {message}")
-            _write_error_file(f"titanlite: {message}")
+            self._print(message, detail)
         end_process(2 if isinstance(error, UsageError) else 1)
+
+    def connected(self, positions: Positions) -> None:
+        """Report failures together with the other ranks from now on. For the main thread only.
+
+        A launcher sends SIGTERM to the ranks of its node once one of them has ended. From now on, a SIGTERM therefore
+        ends the process within a second or, if another rank has ended, after an explanation.
+        """
+        self.positions, self.store = positions, positions.background
+        if positions.size > 1:
+            signal.set_wakeup_fd(receive_in_thread(self._receive, "titanlite-signals"))
+            leave_to_thread(signal.SIGTERM)
+
+    def _receive(self, number: int) -> None:
+        """Handle a signal, in a thread of its own. StopRequest.activate replaces this."""
+        _end_if_interrupted(number)
+        if number == signal.SIGTERM:
+            self._terminated.set()
+            # Taken before looking for lost ranks: others may end meanwhile, which the main thread must not explain.
+            if self._ending.acquire(blocking=False):
+                if self._has_lost_rank(SETTLE_S):
+                    self._explain_and_end()
+                self._leave()
+                if self._register() == "full":
+                    self._print(f"rank {self._rank} was ended by SIGTERM", "full")
+                time.sleep(INTERRUPTED_WAIT_S)
+                os._exit(128 + signal.SIGTERM)
+
+    def explain_sigterm(self) -> None:
+        """Print why the launcher has sent SIGTERM, if a rank of this node has ended without a message. For a thread.
+
+        The main thread continues, and may complete a save. If it is busy, the launcher kills it before it can explain.
+        """
+        self._terminated.set()
+        if self.positions is not None and self._has_lost_rank(BUSY_WAIT_S):
+            with self._ending:
+                if self._register() == "full":
+                    self._print(self.positions.explain(), "full")
 
     def end_from_thread(self) -> None:
         """End the process, which waits for a rank without signs of life, or for the store. To be called by another than
@@ -99,16 +140,62 @@ class FailureReport:
 
         The main thread may be blocked in a collective with a long timeout, such as during a save.
         """
-        if not self._ending.acquire(blocking=False):
-            return
+        if self._ending.acquire(blocking=False):
+            self._explain_and_end()
+
+    def _explain_and_end(self) -> NoReturn:
         assert self.positions is not None
-        if self._register() != "silent":
-            message = f"titanlite: {self.positions.explain()}"
-            _print_error(message)
-            _write_error_file(message)
-        else:
-            time.sleep(SILENT_WAIT_S)
-        end_process(1)
+        detail = self._register()
+        if detail != "silent" or self._takes_over():
+            self._print(self.positions.explain(), detail)
+            end_process(1)
+        self._leave()
+        end_process(128 + signal.SIGTERM if self._terminated.is_set() else 1)
+
+    def _has_lost_rank(self, within_s: float) -> bool:
+        """Whether a rank has failed, or one of this node gives no sign of life for so long, or the store is lost."""
+        assert self.positions is not None
+        try:
+            return self._first_failure() != "" or bool(self.positions.silent(self.positions.local_ranks, within_s))
+        except RuntimeError:
+            return True
+
+    def _takes_over(self) -> bool:
+        """Wait, as a silent rank, for the rank that prints. True: it has ended before, and this rank has to print."""
+        end = time.monotonic() + SILENT_WAIT_S
+        with suppress(RuntimeError):  # the process of the store has ended or is stopped
+            while (now := time.monotonic()) < end:
+                first = self._first_failure()
+                if first == PRINTED:
+                    self._terminated.wait(end - now)
+                    return False
+                if first and self.positions is not None and self.positions.silent([int(first)], SETTLE_S):
+                    assert self.store is not None
+                    if self.store.compare_set(FIRST_FAILURE, first, self._rank).decode() == self._rank:
+                        return True
+                time.sleep(SILENT_POLL_S)
+        return False
+
+    def _first_failure(self) -> str:
+        """The rank that prints, or PRINTED; "" if no rank has failed. Raises RuntimeError."""
+        assert self.store is not None
+        store = self.store
+        return call_within(ANSWER_S, lambda: store.get(FIRST_FAILURE).decode() if store.check([FIRST_FAILURE]) else "")
+
+    def _print(self, message: str, detail: Detail) -> None:
+        """Print the message of the job. detail: "brief" if the store is lost; else the other ranks are told."""
+        _print_error(f"titanlite: {message}")
+        _write_error_file(f"titanlite: {message}")
+        if (store := self.store) is not None and detail != "brief":
+            with suppress(RuntimeError):
+                call_within(ANSWER_S, lambda: store.set(FIRST_FAILURE, PRINTED))
+            self._leave()
+
+    def _leave(self) -> None:
+        """Tell the other ranks that this one ends: they do not wait for it."""
+        if self.positions is not None:
+            with suppress(RuntimeError):
+                call_within(ANSWER_S, self.positions.leave)
 
     def enter(self, step: int, phase: str) -> None:
         """Note that this rank enters a phase of a step, for messages of other ranks."""
@@ -122,11 +209,13 @@ class FailureReport:
         if limit := _describe_limit(error):
             return f"rank {self._rank}: {limit}"
         first_line = f"{error}".partition("\n")[0]
+        first_line = first_line if len(first_line) <= MAX_CAUSE else f"{first_line[:MAX_CAUSE]} ..."
         late = error.ranks if isinstance(error, LateRanksError) else ()
         is_lost = late or type(error).__name__ in _CONNECTION_TYPES or _CONNECTION.search(first_line)
         if isinstance(error, RuntimeError) and self.positions is not None and self.positions.size > 1 and is_lost:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher terminates all ranks once one has ended
-            return f"{self.positions.explain(late)}\n(rank {self._rank} lost the connection: {first_line})"
+            lost = "" if late else " lost the connection"
+            return f"{self.positions.explain(late)}\n(rank {self._rank}{lost}: {first_line})"
         if isinstance(error, RuntimeError) and detail == "brief":  # torch's error for a lost connection
             return f"rank {self._rank} lost the connection to the other ranks: {error}"
         return f"rank {self._rank} failed: {type(error).__name__}: {error}"
@@ -165,7 +254,7 @@ class FailureReport:
             return "brief"
 
     def finish(self, step: int) -> None:
-        """Wait until all ranks have finished their work, after `step`. Raises RuntimeError."""
+        """Wait until all ranks have finished their work, after `step`, or have failed. Raises RuntimeError."""
         if self.positions is not None:
             self.positions.finish(step)
 
@@ -232,6 +321,16 @@ def receive_in_thread(receive: Callable[[int], None], name: str) -> int:
 
     threading.Thread(target=read, name=name, daemon=True).start()
     return writer
+
+
+def leave_to_thread(signum: signal.Signals) -> None:
+    """Let the thread of receive_in_thread handle a signal. For the main thread only."""
+    signal.signal(signum, _do_nothing)
+    signal.siginterrupt(signum, False)  # restart system calls: libraries may not expect interruptions
+
+
+def _do_nothing(signum: int, frame: FrameType | None) -> None:
+    """Python's handler, without which the signal's number is not written to the thread's descriptor."""
 
 
 def end_by_signal(number: int, message: str) -> NoReturn:

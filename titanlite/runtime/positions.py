@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -14,13 +14,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from titanlite.runtime.deadline import ANSWER_S, call_within
+from titanlite.runtime.deadline import ANSWER_S, SETTLE_S, call_within
+from titanlite.runtime.errors import LateRanksError
 from titanlite.runtime.flight_recorder import last_numbers, ranks_behind, recorded_collectives
 
 INTERVAL_S = 0.5
 """Seconds between two signs of life of a process."""
-SETTLE_S = 2.5
-"""Wait before the verdict, in which a running process gives five signs of life and writes its stacks."""
 MAX_READERS = 64
 """With more ranks, only the first of each node keeps a view of the others."""
 FAULTS_FOLDER = "faults"
@@ -56,21 +55,25 @@ class Positions:
         store: dist.Store,
         rank: int,
         size: int,
-        local_rank: int,
+        local_ranks: range,
         dump_folder: str | None,
         silence_s: float,
         on_silence: Callable[[], None],
     ) -> None:
         """
-        dump_folder: None: no stacks are written. on_silence: called once, in a thread of its own, if for `silence_s`
-        the store has not answered, or another rank that has begun training has given no sign of life: the main thread
-        may wait for it with a longer timeout.
+        local_ranks: those of this node. dump_folder: None: no stacks are written. on_silence: called once, in a thread
+        of its own, if for `silence_s` the store has not answered, or another rank that has begun training has given no
+        sign of life: the main thread may wait for it with a longer timeout.
         """
         self._store = store
+        self.background: dist.Store = store.clone() if size > 1 else store  # type: ignore[attr-defined]
+        """Another connection, for requests that are answered at once: the main thread may wait in the first one, which
+        blocks other threads."""
         self._rank = rank
+        self.local_ranks = local_ranks
         self.size = size
         self._folder = None if dump_folder is None else Path(dump_folder, FAULTS_FOLDER)
-        self._silence_s = silence_s
+        self.silence_s = silence_s
         self._on_silence = on_silence
         self._ticks = 0
         self._answered_tick = 0
@@ -82,8 +85,8 @@ class Positions:
         self.enter(0, "start-up")
         if size > 1:
             store.set(f"alive/{rank}", "0")  # the others read nothing before all ranks have written
-            reads = size <= MAX_READERS or local_rank == 0
-            threading.Thread(target=self._beat, args=(store.clone(), reads), name="positions", daemon=True).start()  # type: ignore[attr-defined]
+            reads = size <= MAX_READERS or rank == local_ranks.start
+            threading.Thread(target=self._beat, args=(reads,), name="positions", daemon=True).start()
             threading.Thread(target=self._watch, name="silence", daemon=True).start()
 
     def enter(self, step: int, phase: str) -> None:
@@ -97,16 +100,48 @@ class Positions:
             self._lost = True
 
     def finish(self, step: int) -> None:
-        """Wait until all ranks have finished: one that hangs is named by the others. Raises RuntimeError after
-        `silence_s`."""
+        """Wait until all ranks have finished or failed: one that hangs is named by the others. Raises LateRanksError
+        after `silence_s`."""
         if self.size == 1:
             return
-        # A connection of its own: a wait would block other threads that use the same one.
-        store: dist.Store = self._store.clone()  # type: ignore[attr-defined]
         self.enter(step, "finished")
-        store.set(f"finished/{self._rank}", "")
+        keys = [f"finished/{rank}" for rank in range(self.size)]
         with suppress(dist.DistNetworkError):  # rank 0, which may host the store, has finished, and seen that all have
-            store.wait([f"finished/{rank}" for rank in range(self.size)], timedelta(seconds=self._silence_s))
+            self.leave()
+            try:
+                self._store.wait(keys, timedelta(seconds=self.silence_s))
+            except dist.DistStoreError:
+                late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                raise LateRanksError(late or [0], self.silence_s) from None
+
+    def leave(self) -> None:
+        """Tell the other ranks that this one ends by itself. Raises RuntimeError."""
+        self.background.set(f"finished/{self._rank}", "")
+
+    def silent(self, ranks: Iterable[int], within_s: float) -> list[int]:
+        """Return those of `ranks` that give no sign of life within `within_s`, as soon as the others have given one.
+
+        This rank, and ranks that end by themselves, are never silent. Raises RuntimeError.
+        """
+
+        def wait() -> list[int]:
+            waiting = {rank: self._beats(rank) for rank in ranks if rank != self._rank}
+            end = time.monotonic() + within_s
+            while waiting and time.monotonic() < end:
+                time.sleep(INTERVAL_S / 5)
+                waiting = {
+                    rank: beats
+                    for rank, beats in waiting.items()
+                    if self._beats(rank) == beats and not self.background.check([f"finished/{rank}"])
+                }
+            return list(waiting)
+
+        return call_within(within_s + ANSWER_S, wait)
+
+    def _beats(self, rank: int) -> bytes:
+        """The number of signs of life; b"" before the first one."""
+        key = f"alive/{rank}"
+        return self.background.get(key) if self.background.check([key]) else b""
 
     def explain(self, behind: Sequence[int] = ()) -> str:
         """Describe the ranks that ended or lag, and name the folder with the stacks and last collectives of all living
@@ -116,8 +151,11 @@ class Positions:
         """
         folder = None if self._folder is None else self._folder / f"{datetime.now():%Y%m%d-%H%M%S}"
         try:
-            call_within(ANSWER_S, lambda: self._store.check(["stacks"]))
-            last = call_within(SETTLE_S + ANSWER_S, lambda: self._settle(folder))
+            # Another rank may have asked for stacks before, and been killed.
+            own = "" if folder is None else str(folder)
+            asked = call_within(ANSWER_S, lambda: self.background.compare_set("stacks", "", own)).decode()
+            folder = Path(asked) if asked else None
+            last = call_within(SETTLE_S + ANSWER_S, self._settle)
             behind = behind or ranks_behind(last)
         except RuntimeError:
             self._lost = True
@@ -128,25 +166,24 @@ class Positions:
         is_written = folder is not None and folder.is_dir()
         return text + (f"; stacks and last collectives of all running ranks: {folder}" if is_written else "")
 
-    def _settle(self, folder: Path | None) -> dict[int, dict[str, int]]:
-        """Have all ranks write their stacks and update the view for SETTLE_S; returns the last collectives by rank."""
+    def _settle(self) -> dict[int, dict[str, int]]:
+        """Update the view for SETTLE_S, while all ranks write their stacks; returns the last collectives by rank."""
         begin = time.monotonic()
-        self._store.set("stacks", "" if folder is None else str(folder))
+        store = self.background
         while time.monotonic() < begin + SETTLE_S:
-            self._read(self._store)
+            self._read()
             time.sleep(INTERVAL_S / 5)
         keys = {rank: f"collectives/{rank}" for rank in range(self.size)}
-        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+        return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
 
-    def _beat(self, store: dist.Store, reads: bool) -> None:
+    def _beat(self, reads: bool) -> None:
         """Run the thread that uses the store, until the store is lost."""
-        beats, dumped = 0, False
+        store, beats, dumped = self.background, 0, False
         with suppress(RuntimeError):
             while True:
                 beats += 1
                 store.set(f"alive/{self._rank}", str(beats))
-                if reads:
-                    self._read(store)
+                awaits_others = reads and not self._read()
                 if not dumped and store.check(["stacks"]):
                     dumped = True
                     recorded = recorded_collectives()
@@ -155,26 +192,25 @@ class Positions:
                     if folder:
                         self._write(Path(folder), recorded)
                 self._answered_tick = self._ticks
-                time.sleep(INTERVAL_S)
+                time.sleep(INTERVAL_S / 5 if awaits_others else INTERVAL_S)
 
     def _watch(self) -> None:
         """Run the thread that notices silence, counted in ticks of this thread: a pause of all ranks does not count."""
-        limit = self._silence_s / INTERVAL_S
         others = [each for rank, each in self._seen.items() if rank != self._rank]
         while True:
             time.sleep(INTERVAL_S)
             self._ticks += 1
             begun = [each.alive_tick for each in others if each.step > 0]
-            if self._ticks - min([self._answered_tick, *begun]) > limit:
+            if self._ticks - min([self._answered_tick, *begun]) > self.silence_s / INTERVAL_S:
                 return self._on_silence()
 
-    def _read(self, store: dist.Store) -> None:
-        """Update the view by two requests; does nothing until all ranks have written."""
+    def _read(self) -> bool:
+        """Update the view by two requests; does nothing and returns False until all ranks have written."""
         now = time.monotonic()
         keys = [f"{kind}/{other}" for kind in ("position", "alive") for other in range(self.size)]
-        if not store.check(keys):
-            return
-        values = store.multi_get(keys)
+        if not self.background.check(keys):
+            return False
+        values = self.background.multi_get(keys)
         with self._guard:
             for other, (position, beats) in enumerate(zip(values[: self.size], values[self.size :], strict=True)):
                 seen = self._seen[other]
@@ -183,6 +219,7 @@ class Positions:
                     seen.count, (seen.step, seen.phase, seen.host), seen.changed_at = count, where, now
                 if int(beats) != seen.beats:
                     seen.beats, seen.alive_at, seen.alive_tick = int(beats), now, self._ticks
+        return True
 
     def _write(self, folder: Path, recorded: Mapping[str, str]) -> None:
         """Write the stacks of this process and its recorded collectives, by backend, into the folder."""
@@ -205,9 +242,12 @@ def describe(
     """
     if store_is_lost:
         one = seen[0]
+        last_seen = (
+            f"; rank 0 was last seen in step {one.step} ({one.phase}) on {one.host}, up to {INTERVAL_S:g} s before"
+        )
         return (
-            "the launcher or rank 0 has ended, is stopped, or its node is lost, and the store of the ranks with it; "
-            f"rank 0 was last seen in step {one.step} ({one.phase}) on {one.host}"
+            "the launcher or rank 0 has ended, is stopped, or its node is lost, and the store of the ranks with it"
+            + (last_seen if one.count else "")
         )
     others = {rank: each for rank, each in seen.items() if rank != own_rank}
     ended = [rank for rank, each in others.items() if now - each.alive_at > 4 * INTERVAL_S]

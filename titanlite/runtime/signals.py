@@ -6,10 +6,12 @@ Does not import torch.
 from __future__ import annotations
 
 import signal
+import threading
 import time
-from types import FrameType
+from collections.abc import Callable
+from functools import partial
 
-from titanlite.runtime.failure import end_by_signal, receive_in_thread
+from titanlite.runtime.failure import end_by_signal, leave_to_thread, receive_in_thread
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # A signal often arrives twice: from a terminal or a scheduler, and forwarded by torchrun.
@@ -22,7 +24,7 @@ class StopRequest:
     A second SIGTERM or SIGINT, more than SAME_SIGNAL_S after the first of these two, ends the process at once, with
     exit code 143 or 130 and one line from rank 0. SIGUSR1 is a scheduler's early warning: the first SIGTERM after it
     repeats the request and does not end the process. Before `activate`, signals keep their handlers: see
-    end_on_interrupt.
+    end_on_interrupt and FailureReport.connected.
     """
 
     def __init__(self) -> None:
@@ -35,17 +37,21 @@ class StopRequest:
         """The signal's name, such as "SIGTERM"; None: no request."""
         return signal.Signals(self.number).name if self.number else None
 
-    def activate(self) -> None:
-        """Start to record signals. To be called once, from the main thread."""
-        descriptor = receive_in_thread(self._receive, "titanlite-stop-request")
-        # This order loses no signal: until the new descriptor is set, the thread of end_on_interrupt ends the process
-        # on SIGINT, and SIGTERM has its default action. Afterwards, that thread receives no more signals.
-        _leave_to_thread(signal.SIGINT)
-        signal.set_wakeup_fd(descriptor)
-        _leave_to_thread(signal.SIGTERM)
-        _leave_to_thread(signal.SIGUSR1)
+    def activate(self, on_sigterm: Callable[[], None]) -> None:
+        """Start to record signals. To be called once, from the main thread.
 
-    def _receive(self, number: int) -> None:
+        on_sigterm: called at each SIGTERM, in a thread of its own, after it is recorded.
+        """
+        descriptor = receive_in_thread(partial(self._receive, on_sigterm), "titanlite-stop-request")
+        # This order loses no signal: until the new descriptor is set, the thread of end_on_interrupt ends the process
+        # on SIGINT, and SIGTERM has its default action, or that of FailureReport.connected. Afterwards, the threads of
+        # these two receive no more signals.
+        leave_to_thread(signal.SIGINT)
+        signal.set_wakeup_fd(descriptor)
+        leave_to_thread(signal.SIGTERM)
+        leave_to_thread(signal.SIGUSR1)
+
+    def _receive(self, on_sigterm: Callable[[], None], number: int) -> None:
         if number not in STOP_SIGNALS:
             return
         self.number = self.number or number
@@ -56,12 +62,5 @@ class StopRequest:
             self._requested_at = now
         elif now - self._requested_at > SAME_SIGNAL_S:
             end_by_signal(number, f"second {signal.Signals(number).name}: exiting at once")
-
-
-def _leave_to_thread(signum: signal.Signals) -> None:
-    signal.signal(signum, _do_nothing)
-    signal.siginterrupt(signum, False)  # restart system calls: libraries may not expect interruptions
-
-
-def _do_nothing(signum: int, frame: FrameType | None) -> None:
-    """Python's handler, without which the signal's number is not written to the thread's descriptor."""
+        if number == signal.SIGTERM:
+            threading.Thread(target=on_sigterm, name="titanlite-sigterm", daemon=True).start()

@@ -107,12 +107,19 @@ def main(argv: Sequence[str]) -> None:
         options, overrides = read_arguments(argv)
         world = world_from_environment()
         setup_logging(world.rank)
-        failure.store = connect(world, CommConfig())
-        saved = verified_run(options.run, world, failure.store)
+        store = connect(world, CommConfig())
+        positions = Positions(
+            dist.PrefixStore("positions", store),
+            *(world.rank, world.size, world.local_ranks, None, CommConfig.train_timeout_s),
+            on_silence=failure.end_from_thread,
+        )
+        failure.connected(positions)
+        saved = verified_run(options.run, world, store)
         with reading(saved.path):
             tokenizer = saved.tokenizer_for(options.tokenizer)
             config = evaluated_config(saved, options, overrides, world, has_tokenizer=tokenizer is not None)
-            found = evaluate(config, saved, tokenizer, world, failure.store, failure)
+            positions.silence_s = config.comm.train_timeout_s
+            found = evaluate(config, saved, tokenizer, world, store, failure)
         if world.rank == 0:
             print("\n".join(report_lines(config, saved, found)), flush=True)
             if options.json is not None:
@@ -221,11 +228,6 @@ def evaluate(
     """Build the model without optimizer, load it, evaluate the data. On all ranks. Raises UserError."""
     apply_determinism(config.debug)
     pin_kernels(world.device)
-    failure.positions = Positions(
-        dist.PrefixStore("positions", store),
-        *(world.rank, world.size, world.local_rank, None, config.comm.train_timeout_s),
-        on_silence=failure.end_from_thread,
-    )
     facts = program_facts(config, world, os.environ)
     require_equal("program", facts, world, store, config.comm.init_timeout_s)
     config = pin_revisions(config, world, store)

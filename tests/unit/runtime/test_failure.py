@@ -18,11 +18,12 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 
-from titanlite.runtime import failure
+from titanlite.runtime import failure, positions
 from titanlite.runtime.agreement import RanksError
 from titanlite.runtime.errors import ConfigError, LateRanksError, Problem, UserError
 from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.launch import fork_context
+from titanlite.runtime.positions import Positions
 
 WAITS = {"SILENT_WAIT_S": 0.5}
 TIMEOUT_S = 200.0  # generous, for a busy machine
@@ -305,6 +306,80 @@ def computes(port: int, timeout_s: float) -> None:
             sum(range(1000))
 
 
+def is_one_of_two_ranks(port: int, prefix: str, settle_s: float, work: str) -> None:
+    """Wait in the store, as in start-up; or for the other rank, after the last step; or fail."""
+    positions.INTERVAL_S, positions.SETTLE_S = 0.1, settle_s
+    rank = int(os.environ["RANK"])
+    with FailureReport() as report:
+        store = dist.PrefixStore(prefix, connect(port))
+        report.connected(Positions(store, rank, 2, range(2), None, 100.0, report.end_from_thread))
+        print("waiting", flush=True)
+        if work == "start-up":
+            store.wait(["a key that is never set"], timedelta(seconds=100))
+        elif work == "finished":
+            report.finish(6)
+        else:
+            raise ERRORS[work]
+
+
+def test_sigterm_ends_all_ranks_with_one_line(start: Start) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    programs = [
+        start(is_one_of_two_ranks, server.port, "a", 9.0, "start-up", rank=rank, SETTLE_S=9.0) for rank in range(2)
+    ]
+    for program in programs:
+        program.wait_for("waiting")
+    begin = time.monotonic()
+    for program in programs:
+        program.process.terminate()
+    assert [program.exit_code for program in programs] == [143, 143]
+    assert time.monotonic() - begin < 5
+    texts = [program.text.removeprefix("running\nwaiting\n") for program in programs]
+    assert sorted(texts, key=len) == ["", f"titanlite: rank {int(texts[1] != '')} was ended by SIGTERM\n"]
+
+
+def test_a_rank_that_has_finished_does_not_wait_for_one_that_fails(start: Start) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    programs = [
+        start(is_one_of_two_ranks, server.port, "a", 9.0, work, rank=rank)
+        for rank, work in enumerate(("finished", "bug"))
+    ]
+    begin = time.monotonic()
+    assert [program.exit_code for program in programs] == [0, 1]
+    assert time.monotonic() - begin < 60
+    assert programs[0].text == "running\nwaiting\n"
+    assert printed(programs[1]).endswith("titanlite: rank 1 failed: ValueError: planted\n")
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_explained_by_one_that_the_launcher_ends(start: Start) -> None:
+    """Rank 1 is killed, or rank 0 while it explains; the launcher then ends the other rank by SIGTERM."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
+
+    def start_rank(work: str, rank: int, settle_s: float) -> Program:
+        return start(is_one_of_two_ranks, server.port, work, settle_s, work, rank=rank, SETTLE_S=settle_s)
+
+    killed = start_rank("start-up", 1, 1.0)
+    left = start_rank("start-up", 0, 1.0)
+    explains = start_rank("lost", 0, 100.0)
+    server.wait([f"lost/{failure.FIRST_FAILURE}"])
+    silent = start_rank("lost", 1, 1.0)
+    for program in (killed, left, silent):
+        program.wait_for("waiting")
+    for program in (killed, explains):
+        program.process.kill()
+    time.sleep(0.1)
+    for program in (left, silent):
+        program.process.terminate()
+    assert [left.exit_code, silent.exit_code] == [1, 1]
+    for program, rank in ((left, 1), (silent, 0)):
+        lines = re.findall("^titanlite: .*", program.text, re.MULTILINE)
+        assert len(lines) == 1, program.text
+        assert lines[0].startswith(f"titanlite: rank {rank} on ")
+        assert "no sign of life, in step 0 (start-up): killed" in lines[0]
+        assert "Traceback" not in program.text
+
+
 def test_ctrl_c_exits_at_once_whatever_the_main_thread_does(start: Start) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
     places = [(function, rank) for function in (waits_in_a_library, computes) for rank in range(2)]
@@ -364,7 +439,9 @@ def test_an_error_that_mentions_a_connection_keeps_its_traceback() -> None:
     lost = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:57997"
     previous = signal.getsignal(signal.SIGTERM)
     assert report._describe(RuntimeError(lost), "full") == f"rank 1 hangs\n(rank 0 lost the connection: {lost})"
-    late = "rank 1 hangs\n(rank 0 lost the connection: no message within 9 s from rank 2 and 1 more)"
+    keys = report._describe(RuntimeError(f"Timed out waiting, keys: {'finished/0, ' * 1000}"), "full")
+    assert len(keys) < 400
+    late = "rank 1 hangs\n(rank 0: no message within 9 s from rank 2 and 1 more)"
     assert report._describe(LateRanksError([2, 3], 9), "full") == late
     report.positions.explain.assert_called_with((2, 3))
     signal.signal(signal.SIGTERM, previous)

@@ -1,14 +1,17 @@
 """Which rank a message names: one without signs of life, else the one with the oldest position."""
 
 import json
+import socket
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from titanlite.runtime import positions
+from titanlite.runtime.errors import LateRanksError
 from titanlite.runtime.positions import Positions, Seen, describe
 
 
@@ -42,7 +45,9 @@ def test_the_rank_that_others_wait_for_is_named(ranks: list[Seen], text: str) ->
 def test_the_store_may_be_lost() -> None:
     text = describe({0: seen(5), 1: seen(5)}, 1, 1000.0, store_is_lost=True)
     assert "launcher or rank 0 has ended" in text
-    assert "in step 7 (saving) on node5" in text
+    assert text.endswith("; rank 0 was last seen in step 7 (saving) on node5, up to 0.5 s before")
+    unseen = describe({0: Seen(), 1: seen(5)}, 1, 1000.0, store_is_lost=True)
+    assert unseen == text.partition("; rank 0 was")[0]
 
 
 def test_ranks_see_each_other_and_write_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +56,7 @@ def test_ranks_see_each_other_and_write_stacks(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(positions, "SETTLE_S", 0.5)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [
-        Positions(dist.PrefixStore("p", connected(store)), rank, 2, rank, str(tmp_path), 60.0, fail)
+        Positions(dist.PrefixStore("p", connected(store)), rank, 2, range(2), str(tmp_path), 1000.0, fail)
         for rank in range(2)
     ]
     for rank in ranks:
@@ -67,7 +72,20 @@ def test_ranks_see_each_other_and_write_stacks(tmp_path: Path, monkeypatch: pyte
 
 
 def test_one_process_needs_no_store(tmp_path: Path) -> None:
-    Positions(dist.HashStore(), 0, 1, 0, str(tmp_path), 60.0, fail).enter(1, "saving")
+    Positions(dist.HashStore(), 0, 1, range(1), str(tmp_path), 1000.0, fail).enter(1, "saving")
+
+
+def test_ranks_see_each_other_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store may be lost soon: the message then has the host of rank 0."""
+    monkeypatch.setattr(positions, "INTERVAL_S", 3.0)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first = Positions(connected(store), 1, 2, range(2), None, 1000.0, fail)
+    time.sleep(0.1)
+    begin = time.monotonic()
+    Positions(connected(store), 0, 2, range(2), None, 1000.0, fail)
+    while first._seen[0].host != socket.gethostname():
+        assert time.monotonic() - begin < 2
+        time.sleep(0.01)
 
 
 def test_a_silent_rank_is_noticed_once_in_any_phase(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +99,7 @@ def test_a_silent_rank_is_noticed_once_in_any_phase(monkeypatch: pytest.MonkeyPa
         calls.append(threading.current_thread().name)
         called.set()
 
-    Positions(connected(store), 0, 2, 0, None, 0.5, on_silence)
+    Positions(connected(store), 0, 2, range(1), None, 0.5, on_silence)
     for beat in range(50):  # twice as long as the limit
         store.set("position/1", json.dumps([beat, beat // 10, "saving", "node1"]))
         store.set("alive/1", str(beat))
@@ -99,7 +117,7 @@ def test_silence_does_not_count_before_the_first_step(monkeypatch: pytest.Monkey
     store.set("position/1", json.dumps([1, 0, "start-up", "node1"]))
     store.set("alive/1", "1")
     silent = threading.Event()
-    Positions(connected(store), 0, 2, 0, None, 0.1, silent.set)
+    Positions(connected(store), 0, 2, range(1), None, 0.1, silent.set)
     assert not silent.wait(0.5)
 
 
@@ -115,10 +133,12 @@ class StoppedStore:
     def clone(self) -> "StoppedStore":
         return self
 
-    def check(self, keys: list[str]) -> bool:
-        del keys
+    def check(self, *args: Any) -> bool:
+        del args
         self.ended.wait(60)
         raise RuntimeError("ended")
+
+    compare_set = check
 
 
 def test_a_store_that_does_not_answer_is_noticed_and_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -126,7 +146,7 @@ def test_a_store_that_does_not_answer_is_noticed_and_explained(monkeypatch: pyte
     monkeypatch.setattr(positions, "INTERVAL_S", 0.02)
     monkeypatch.setattr(positions, "ANSWER_S", 0.1)
     store, called = StoppedStore(), threading.Event()
-    rank = Positions(store, 1, 2, 1, str(tmp_path), 0.2, called.set)  # type: ignore[arg-type]
+    rank = Positions(store, 1, 2, range(2), str(tmp_path), 0.2, called.set)  # type: ignore[arg-type]
     assert called.wait(30)
     begin = time.monotonic()
     text = rank.explain()
@@ -137,16 +157,20 @@ def test_a_store_that_does_not_answer_is_noticed_and_explained(monkeypatch: pyte
 
 
 def test_ranks_finish_together_or_name_the_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 has failed, and printed its error: the others do not wait for it."""
     monkeypatch.setattr(positions, "SETTLE_S", 0.2)
     monkeypatch.setattr(positions, "INTERVAL_S", 0.05)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [Positions(connected(store), rank, 2, rank, None, 1.0, lambda: None) for rank in range(2)]
+    ranks = [Positions(connected(store), rank, 3, range(3), None, 1.0, lambda: None) for rank in range(3)]
     for rank in ranks:
         rank.enter(6, "ending")
-    with pytest.raises(dist.DistStoreError):
+    ranks[2].enter(6, "finished")
+    ranks[2].leave()
+    with pytest.raises(LateRanksError, match=r"^no message within 1 s from rank 1$"):
         ranks[0].finish(6)
     assert ranks[0].explain().startswith("rank 1 on ")
     assert "hangs or lags: in step 6 (ending)" in ranks[0].explain()
+    assert ranks[0].silent([1, 2], 10.0) == []
     ranks[1].finish(6)
     ranks[0].finish(6)
 

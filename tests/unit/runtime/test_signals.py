@@ -34,10 +34,8 @@ until = time.monotonic() + 60
 while time.monotonic() < until:
     libc.sleep(60)
 """
-ACTIVE = f"{BEGIN}request.activate(){WAIT}"
-QUICK = ACTIVE.replace("request.activate()", "signals.SAME_SIGNAL_S = LATER_S / 2; request.activate()").replace(
-    "LATER_S", str(LATER_S)
-)
+ACTIVE = f"{BEGIN}request.activate(lambda: None){WAIT}"
+QUICK = ACTIVE.replace("request.activate", f"signals.SAME_SIGNAL_S = {LATER_S / 2}; request.activate")
 """Like ACTIVE, with signals LATER_S apart counted as separate requests."""
 
 Start = Callable[..., Popen[str]]
@@ -133,13 +131,13 @@ number, line = int(os.environ["NUMBER"]), int(os.environ["LINE"])
 lines = 0
 def trace(frame, event, argument):
     global lines
-    if event == "line" and frame.f_code.co_name in ("activate", "receive_in_thread", "_leave_to_thread"):
+    if event == "line" and frame.f_code.co_name in ("activate", "receive_in_thread", "leave_to_thread"):
         lines += 1
         if lines == line:
             os.kill(os.getpid(), number)
     return trace
 sys.settrace(trace)
-request.activate()
+request.activate(lambda: None)
 sys.settrace(None)
 until = time.monotonic() + 10
 while request.signal is None and lines >= line and time.monotonic() < until:
