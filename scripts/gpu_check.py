@@ -1,0 +1,138 @@
+"""Check titanlite on a GPU and measure its speed there: one command, less than 10 minutes.
+
+    python scripts/gpu_check.py --out DIR [--tiny] [--device cpu]
+
+Prints a row per case, and writes them to DIR/gpu_check.md and DIR/gpu_check.json. docs/performance.md describes the
+checks. Each runs in processes of its own with a time limit. Exit code 0 if no case failed, else 1.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
+
+import torch
+from gpu_checks import facts, kernels, saves, steps, syncs
+from gpu_checks.processes import Call, Send, run_calls
+from gpu_checks.report import markdown
+from gpu_checks.rows import Row
+from gpu_checks.workload import Setup
+
+TIME_LIMIT_S = 570.0
+"""Of the entire program. What has not begun by then is skipped, and what still runs is stopped."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process. function(emit, setup, *args)"""
+
+    check: str
+    name: str
+    function: Callable[..., None]
+    args: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Parts that run at the same time, and their time limit. Those that measure rates run alone."""
+
+    limit_s: float
+    parts: tuple[Part, ...]
+
+
+STAGES = (
+    Stage(90.0, (Part(facts.CHECK, "facts", facts.check),)),
+    Stage(
+        240.0,
+        (
+            Part(kernels.CHECK, "kernels", kernels.check),
+            Part(steps.CHECK, "eager steps", steps.check_eager),
+            *(Part(steps.CHECK, f"compiled steps, {name}", steps.check_compiled, (name,)) for name in steps.FAMILIES),
+            Part(steps.CHECK, "repeated steps", steps.check_repeats),
+            Part(syncs.CHECK, "waits and graphs", syncs.check),
+            Part(saves.CHECK, "checkpoints", saves.check),
+        ),
+    ),
+)
+
+
+def run_part(send: Send, function: Callable[..., None], setup: Setup, args: tuple[Any, ...]) -> None:
+    """Run a part in this process."""
+    if setup.device_type == "cpu":
+        torch.set_num_threads(1)
+    function(lambda row: send(asdict(row)), setup, *args)
+
+
+def run_stage(stage: Stage, setup: Setup, deadline: float) -> list[Row]:
+    """Run the parts of a stage; returns their rows, with a failed one for a part that crashes or hangs."""
+    left_s = deadline - time.monotonic()
+    if left_s < 10.0:
+        return [show(Row(part.check, part.name, "skipped", "no time is left")) for part in stage.parts]
+    rows: list[Row] = []
+    outcomes = run_calls(
+        [Call(run_part, (part.function, setup, part.args)) for part in stage.parts],
+        setup.device_type,
+        min(stage.limit_s, left_s),
+        lambda _index, value: rows.append(show(Row(**value))),
+    )
+    for part, outcome in zip(stage.parts, outcomes, strict=True):
+        if outcome.failure is not None:
+            text = f"stopped after {len(outcome.sent)} rows: {outcome.failure.strip().splitlines()[-1]}"
+            rows.append(show(Row(part.check, part.name, "failed", text, {"traceback": outcome.failure})))
+    return rows
+
+
+def show(row: Row) -> Row:
+    print(f"{row.status:<9} {row.check}: {row.name}: {row.text}", flush=True)
+    return row
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder of the report; created if absent")
+    parser.add_argument("--tiny", action="store_true", help="small shapes: whether the checks run, not rates")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: what runs there; needs --tiny")
+    options = parser.parse_args()
+    if options.device == "cpu" and not options.tiny:
+        parser.error("--device cpu needs --tiny: the shapes of an 8B model would take hours")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch finds no CUDA device; for what runs without one: --tiny --device cpu")
+    return options
+
+
+def main() -> None:
+    options = read_arguments()
+    start = time.monotonic()
+    folder = Path(options.out).resolve()
+    work = folder / "work"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    # inherited by all processes
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(work / "inductor")  # compile times are those of a first run
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if options.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    setup = Setup(options.device, options.tiny, str(work))
+    rows = [row for stage in STAGES for row in run_stage(stage, setup, start + TIME_LIMIT_S)]
+    seconds = time.monotonic() - start
+    about = {"device": options.device, "tiny": options.tiny, "torch": torch.__version__, "host": platform.platform()}
+    rows.sort(key=lambda row: row.check)
+    text = markdown(rows, about | {"seconds": round(seconds, 1)})
+    (folder / "gpu_check.md").write_text(text)
+    (folder / "gpu_check.json").write_text(json.dumps({**about, "seconds": seconds, "rows": [*map(asdict, rows)]}, indent=1))
+    shutil.rmtree(work)
+    print(f"\n{text}")
+    sys.exit(any(row.status == "failed" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
