@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
 import torch
-from gpu_checks import facts, kernels, saves, steps, syncs
+from gpu_checks import benchmark, facts, kernels, layouts, profiling, saves, steps, syncs
 from gpu_checks.processes import Call, Send, run_calls
 from gpu_checks.report import markdown
 from gpu_checks.rows import Row
@@ -52,7 +52,7 @@ class Stage:
 STAGES = (
     Stage(90.0, (Part(facts.CHECK, "facts", facts.check),)),
     Stage(
-        240.0,
+        270.0,
         (
             Part(kernels.CHECK, "kernels", kernels.check),
             Part(steps.CHECK, "eager steps", steps.check_eager),
@@ -60,7 +60,15 @@ STAGES = (
             Part(steps.CHECK, "repeated steps", steps.check_repeats),
             Part(syncs.CHECK, "waits and graphs", syncs.check),
             Part(saves.CHECK, "checkpoints", saves.check),
+            Part(layouts.CHECK, "two ranks", layouts.check),
         ),
+    ),
+    Stage(120.0, (Part(benchmark.CHECK, "side by side", benchmark.check_side_by_side),)),
+    Stage(60.0, (Part(profiling.CHECK, "profile", profiling.check),)),
+    Stage(90.0, (Part(layouts.CHECK, "simulated ranks", layouts.check_simulated),)),
+    *(
+        Stage(75.0, (Part(benchmark.CHECK, case.name, benchmark.check_case, (index,)),))
+        for index, case in enumerate(benchmark.CASES)
     ),
 )
 
@@ -128,7 +136,9 @@ def main() -> None:
     rows.sort(key=lambda row: row.check)
     text = markdown(rows, about | {"seconds": round(seconds, 1)})
     (folder / "gpu_check.md").write_text(text)
-    (folder / "gpu_check.json").write_text(json.dumps({**about, "seconds": seconds, "rows": [*map(asdict, rows)]}, indent=1))
+    (folder / "gpu_check.json").write_text(
+        json.dumps({**about, "seconds": seconds, "rows": [*map(asdict, rows)]}, indent=1)
+    )
     shutil.rmtree(work)
     print(f"\n{text}")
     sys.exit(any(row.status == "failed" for row in rows))

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-
 from gpu_checks.rows import Emit, Found, require_errors, run_case
 from gpu_checks.workload import Setup, difference
 from titanlite.models.attention import attend, attention_mask, document_arguments
@@ -95,9 +94,7 @@ def kernels(setup: Setup) -> dict[str, Kernel]:
             heads,
             4,
         ),
-        "rotary embedding": Kernel(
-            tables.rotate, partial(_rotate, angles), ((2, seq_len, 4, head_dim),), 2
-        ),
+        "rotary embedding": Kernel(tables.rotate, partial(_rotate, angles), ((2, seq_len, 4, head_dim),), 2),
         "RMSNorm": Kernel(
             lambda x, w: functional.rms_norm(x, (dim,), w, 1e-5), partial(_rms_norm, 1e-5), ((rows, dim), (dim,)), 4
         ),
@@ -110,8 +107,12 @@ def kernels(setup: Setup) -> dict[str, Kernel]:
             ((vocab, dim),),
             16,
         ),
-        "loss, gradients in forward": Kernel(partial(_loss, output, labels, False), partial(_plain_loss, labels), head, 6),
-        "loss, logits again in backward": Kernel(partial(_loss, output, labels, True), partial(_plain_loss, labels), head, 6),
+        "loss, gradients in forward": Kernel(
+            partial(_loss, output, labels, False), partial(_plain_loss, labels), head, 6
+        ),
+        "loss, logits again in backward": Kernel(
+            partial(_loss, output, labels, True), partial(_plain_loss, labels), head, 6
+        ),
     }
 
 
@@ -170,7 +171,8 @@ def adamw(setup: Setup) -> Found:
     """Three updates of the fused optimizer, the second one skipped, against the formula."""
     section = OptimizerConfig(lr=1e-2)
     model = nn.Linear(64, 48, bias=False).to(setup.device)
-    weight, first, second, steps = model.weight.detach().cpu().double(), 0.0, 0.0, 0
+    weight, steps = model.weight.detach().cpu().double(), 0
+    first, second = torch.zeros_like(weight), torch.zeros_like(weight)
     before = weight.clone()
     optimizer = build_optimizer(section, [model], setup.device)
     generator = torch.Generator().manual_seed(0)

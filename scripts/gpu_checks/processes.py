@@ -9,8 +9,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, SpawnContext
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
 from typing import Any
 
 from titanlite.runtime.launch import end_with_parent, fork_context
@@ -37,7 +36,6 @@ class Outcome:
 
     sent: list[Any] = field(default_factory=list)
     failure: str | None = None
-    ended: bool = False
 
 
 def process_context(device_type: str) -> SpawnContext | ForkServerContext:
@@ -62,7 +60,7 @@ def run_calls(
     context = process_context(device_type)
     deadline = time.monotonic() + limit_s
     outcomes = [Outcome() for _ in calls]
-    processes: list[BaseProcess] = []
+    processes: list[SpawnProcess | ForkServerProcess] = []
     receivers: dict[Connection, int] = {}
     try:
         for index, call in enumerate(calls):
@@ -76,29 +74,26 @@ def run_calls(
             ready = wait(list(receivers), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
-            for receiver in ready:
-                assert isinstance(receiver, Connection)
-                index = receivers[receiver]
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                index = receivers[connection]
                 outcome = outcomes[index]
                 try:
-                    kind, value = json.loads(receiver.recv_bytes())
+                    kind, value = json.loads(connection.recv_bytes())
                 except EOFError:
-                    del receivers[receiver]
-                    processes[index].join()
-                    if not outcome.ended:
-                        outcome.failure = outcome.failure or f"the process ended with code {processes[index].exitcode}"
-                    if outcome.failure and depend:
-                        deadline = min(deadline, time.monotonic() + LATE_S)
-                    continue
+                    processes[index].join(LATE_S)  # sets the exit code
+                    kind, value = "error", f"the process ended with code {processes[index].exitcode}"
                 if kind == "value":
                     outcome.sent.append(value)
                     receive(index, value)
-                elif kind == "error":
+                    continue
+                del receivers[connection]  # not at the end of the process, which may hang
+                processes[index].join(LATE_S)
+                if kind == "error":
                     outcome.failure = value
-                else:
-                    outcome.ended = True
+                    deadline = min(deadline, time.monotonic() + LATE_S) if depend else deadline
         for index in receivers.values():
-            outcomes[index].failure = outcomes[index].failure or f"did not end within {limit_s:.0f} s"
+            outcomes[index].failure = f"did not end within {limit_s:.0f} s"
         return outcomes
     finally:
         for process in processes:

@@ -1,7 +1,7 @@
 """The rows of the report: what was checked, and how it ended."""
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,7 +22,7 @@ class Found:
     """The result of a case that has not failed. measured: the case has no bound, so it cannot fail."""
 
     text: str
-    values: dict[str, Value] = field(default_factory=dict)
+    values: Mapping[str, Value] = field(default_factory=dict)
     measured: bool = False
 
 
@@ -34,7 +34,7 @@ class Row:
     name: str
     status: Status
     text: str
-    values: dict[str, Value] = field(default_factory=dict)
+    values: Mapping[str, Value] = field(default_factory=dict)
 
 
 Emit = Callable[[Row], None]
@@ -65,7 +65,9 @@ def require_errors(errors: dict[str, float], bounds: dict[str, float]) -> Found:
     assert errors, "nothing was compared"
     wrong = {name: error for name, error in errors.items() if not error <= bounds[name]}
     if wrong:
-        raise WrongError(", ".join(f"{name} off by {error:.1e} (bound {bounds[name]:.0e})" for name, error in wrong.items()))
+        raise WrongError(
+            ", ".join(f"{name} off by {error:.1e} (bound {bounds[name]:.0e})" for name, error in wrong.items())
+        )
     worst = max(errors, key=lambda name: errors[name] / bounds[name])
     text = f"off by at most {errors[worst]:.1e} ({worst}; bound {bounds[worst]:.0e})"
     return Found(text, {f"error of {name}": error for name, error in errors.items()})

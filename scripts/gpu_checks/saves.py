@@ -33,7 +33,7 @@ def check(emit: Emit, setup: Setup) -> None:
 
 
 def save_and_resume(setup: Setup, mode: AsyncMode) -> Found:
-    """Train with a save after every third of the steps; resume from the second one to the same checkpoint at the end."""
+    """Train with three saves; resume from the second one, and compare the checkpoints at the end."""
     folder = Path(setup.folder, mode)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -64,8 +64,15 @@ def _save_and_resume(setup: Setup, mode: AsyncMode, folder: Path) -> Found:
     saves = [interval, 2 * interval]  # the step after a save includes the time that the save blocked
     usual = statistics.median(time for index, time in enumerate(seconds) if index not in (0, *saves))
     blocked = [max(0.0, seconds[index] - usual) for index in saves]
-    values: dict[str, Value] = {"GiB": size, "step s": usual, "first blocked s": blocked[0], "second blocked s": blocked[1]}
-    text = f"bit-identical; {size:.2f} GiB, blocked for {blocked[0]:.3f} s, then {blocked[1]:.3f} s (step {usual:.3f} s)"
+    values: dict[str, Value] = {
+        "GiB": size,
+        "step s": usual,
+        "first blocked s": blocked[0],
+        "second blocked s": blocked[1],
+    }
+    text = (
+        f"bit-identical; {size:.2f} GiB, blocked for {blocked[0]:.3f} s, then {blocked[1]:.3f} s (step {usual:.3f} s)"
+    )
     return Found(text, values)
 
 

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
@@ -14,24 +15,22 @@ class Marks:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._marks: list[torch.cuda.Event | float] = []
+        self._events: list[torch.cuda.Event] = []
+        self._times: list[float] = []
 
     def add(self) -> None:
         if self._setup.device_type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-            self._marks.append(event)
+            self._events.append(event)
         else:
-            self._marks.append(time.perf_counter())
+            self._times.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
         """Seconds between one mark and the next. Waits for the device."""
         self._setup.synchronize()
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        return [
-            before.elapsed_time(after) / 1000 if isinstance(before, torch.cuda.Event) else after - before
-            for before, after in pairs
-        ]
+        on_device = [before.elapsed_time(after) / 1000 for before, after in pairwise(self._events)]
+        return on_device or [after - before for before, after in pairwise(self._times)]
 
 
 def median_seconds(setup: Setup, work: Callable[[], object], repeats: int) -> float:

@@ -14,6 +14,7 @@ from titanlite.batch import IGNORE_INDEX, Batch, StepStats
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device
+from titanlite.models.init import local_region
 from titanlite.models.registry import resolve_model
 from titanlite.parallel.mesh import Mesh
 from titanlite.runtime.distributed import World, connect, init_process_group
@@ -57,7 +58,11 @@ def small_model(setup: Setup, family: str) -> list[str]:
         seq_len, head_dim = 32, 16
     if family == "qwen3":  # llama3's is dim / n_heads
         sizes["head_dim"] = head_dim
-    return [f"model.family={family}", *(f"model.{key}={value}" for key, value in sizes.items()), f"training.seq_len={seq_len}"]
+    return [
+        f"model.family={family}",
+        *(f"model.{key}={value}" for key, value in sizes.items()),
+        f"training.seq_len={seq_len}",
+    ]
 
 
 def configure(setup: Setup, *settings: str, world_size: int = 1) -> JobConfig:
@@ -108,8 +113,8 @@ def _positions(seq_len: int, lengths: Sequence[int], shift: int) -> Tensor:
 
 def split(batch: Batch, parts: int, rank: int = 0, degree: int = 1) -> list[Batch]:
     """The microbatches of a data rank: rows n with n mod degree == rank, in order."""
-    local = [None if tensor is None else tensor[rank::degree].chunk(parts) for tensor in batch]
-    return [Batch(*(None if each is None else each[part] for each in local)) for part in range(parts)]
+    local = [tensor[rank::degree] for tensor in batch if tensor is not None]
+    return [Batch(*tensors) for tensors in zip(*(tensor.chunk(parts) for tensor in local), strict=True)]
 
 
 @contextmanager
@@ -125,7 +130,7 @@ def one_rank(setup: Setup) -> Iterator[None]:
 
 
 def build(setup: Setup, config: JobConfig, *, draws_weights: bool = True) -> Trainer:
-    """The trainer of one rank, as in training. draws_weights: False fills the weights on the device, which is faster."""
+    """The trainer of one rank, as in training. draws_weights: False fills them on the device, which is faster."""
     mesh = Mesh(config.parallelism, World(0, 0, 1, setup.device_type))
     mesh.connect(config.comm)
     model = build_model(config, mesh, setup.device, draws_weights=draws_weights)
@@ -139,7 +144,8 @@ def build(setup: Setup, config: JobConfig, *, draws_weights: bool = True) -> Tra
 def fill_(trainer: Trainer) -> None:
     """Fill the weights with plausible values: norms 1, matrices normal."""
     for _, parameter in named_parameters(trainer):
-        torch.nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
+        local = local_region(parameter)[0]
+        local.normal_(std=0.02) if parameter.dim() > 1 else local.fill_(1.0)
 
 
 def on_this_device(trainer: Trainer, batches: Sequence[Batch]) -> list[Batch]:
