@@ -28,7 +28,9 @@ from gpu_checks.rows import Row
 from gpu_checks.workload import Setup
 
 TIME_LIMIT_S = 570.0
-"""Of the entire program. What has not begun by then is skipped, and what still runs is stopped."""
+"""Of the entire program. What still runs by then is stopped."""
+LEAST_S = 15.0
+"""A stage does not begin if less time is left."""
 
 
 @dataclass(frozen=True)
@@ -75,28 +77,27 @@ STAGES = (
 
 def run_part(send: Send, function: Callable[..., None], setup: Setup, args: tuple[Any, ...]) -> None:
     """Run a part in this process."""
-    if setup.device_type == "cpu":
-        torch.set_num_threads(1)
     function(lambda row: send(asdict(row)), setup, *args)
 
 
-def run_stage(stage: Stage, setup: Setup, deadline: float) -> list[Row]:
-    """Run the parts of a stage; returns their rows, with a failed one for a part that crashes or hangs."""
-    left_s = deadline - time.monotonic()
-    if left_s < 10.0:
-        return [show(Row(part.check, part.name, "skipped", "no time is left")) for part in stage.parts]
+def run_stage(stage: Stage, setup: Setup, deadline: float) -> tuple[list[Row], dict[str, float]]:
+    """Run the parts of a stage; returns their rows, with a failed one for a part that crashes or hangs, and seconds."""
+    if deadline - time.monotonic() < LEAST_S:
+        return [show(Row(part.check, part.name, "skipped", "no time is left")) for part in stage.parts], {}
     rows: list[Row] = []
     outcomes = run_calls(
         [Call(run_part, (part.function, setup, part.args)) for part in stage.parts],
         setup.device_type,
-        min(stage.limit_s, left_s),
+        stage.limit_s,
         lambda _index, value: rows.append(show(Row(**value))),
+        at_once=os.cpu_count() or 1,
+        deadline=deadline,
     )
     for part, outcome in zip(stage.parts, outcomes, strict=True):
         if outcome.failure is not None:
             text = f"stopped after {len(outcome.sent)} rows: {outcome.failure.strip().splitlines()[-1]}"
             rows.append(show(Row(part.check, part.name, "failed", text, {"traceback": outcome.failure})))
-    return rows
+    return rows, {part.name: outcome.seconds for part, outcome in zip(stage.parts, outcomes, strict=True)}
 
 
 def show(row: Row) -> Row:
@@ -128,16 +129,21 @@ def main() -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(work / "inductor")  # compile times are those of a first run
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if options.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     setup = Setup(options.device, options.tiny, str(work))
-    rows = [row for stage in STAGES for row in run_stage(stage, setup, start + TIME_LIMIT_S)]
+    rows: list[Row] = []
+    part_seconds: dict[str, float] = {}
+    for stage in STAGES:
+        stage_rows, seconds_of_stage = run_stage(stage, setup, start + TIME_LIMIT_S)
+        rows += stage_rows
+        part_seconds |= seconds_of_stage
     seconds = time.monotonic() - start
     about = {"device": options.device, "tiny": options.tiny, "torch": torch.__version__, "host": platform.platform()}
     rows.sort(key=lambda row: row.check)
     text = markdown(rows, about | {"seconds": round(seconds, 1)})
     (folder / "gpu_check.md").write_text(text)
     (folder / "gpu_check.json").write_text(
-        json.dumps({**about, "seconds": seconds, "rows": [*map(asdict, rows)]}, indent=1)
+        json.dumps({**about, "seconds": seconds, "parts": part_seconds, "rows": [*map(asdict, rows)]}, indent=1)
     )
     shutil.rmtree(work)
     print(f"\n{text}")

@@ -97,6 +97,8 @@ def shape(setup: Setup, case: Case, layers: int) -> JobConfig:
         model = ["model.family=llama3", "model.flavor=8B", "training.seq_len=8192"]
     batch = [f"training.{key}_batch_size={case.rows}" for key in ("local", "global")]
     extra = [*case.settings, *(compiled(setup) if case.compiles else [])]
+    if setup.tiny and case.compiles:
+        extra.append("compile.backend=eager")  # traces the model, and generates no code
     rope = "model.rope_scaling_factor=1.0"  # the hand-written loop has no scaling
     return configure(setup, *model, rope, f"model.n_layers={layers}", *batch, *dtypes("bfloat16"), *extra)
 
@@ -136,7 +138,7 @@ class PlainLoop:
         with torch.no_grad():
             for parameter in self._model.parameters():
                 parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
-        compile_plain(self._model, setup.backend)
+        compile_plain(self._model, config.compile.backend)
         self._optimizer = adamw(self._model)
         batch = all_valid(random_batch(config, case.rows))
         self._tokens, self._labels = batch.tokens.to(setup.device), batch.labels.to(setup.device)

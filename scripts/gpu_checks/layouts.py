@@ -105,7 +105,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder, "store"))
         calls = [Call(function, (setup, rank, store, *others), environment(rank)) for rank in range(2)]
-        return run_calls(calls, setup.device_type, limit_s, depend=True)
+        return run_calls(calls, setup.device_type, limit_s)
 
 
 def first_failure(outcomes: list[Outcome]) -> str | None:

@@ -1,6 +1,7 @@
 """Functions in processes of their own, with a time limit: a crash or a hang of one is a result like others."""
 
 import json
+import math
 import multiprocessing
 import os
 import threading
@@ -32,10 +33,11 @@ class Call:
 
 @dataclass
 class Outcome:
-    """What a call has sent, and why it did not end as it should; None if it did."""
+    """What a call has sent, why it did not end as it should (None if it did), and how long it took."""
 
     sent: list[Any] = field(default_factory=list)
     failure: str | None = None
+    seconds: float = 0.0
 
 
 def process_context(device_type: str) -> SpawnContext | ForkServerContext:
@@ -44,61 +46,90 @@ def process_context(device_type: str) -> SpawnContext | ForkServerContext:
     return fork_context("titanlite.train") if device_type == "cpu" else multiprocessing.get_context("spawn")
 
 
+@dataclass
+class Running:
+    """A started call. index: of the call. begin, end: start and time limit, in terms of time.monotonic()."""
+
+    index: int
+    process: SpawnProcess | ForkServerProcess
+    begin: float
+    end: float
+
+
 def run_calls(
     calls: Sequence[Call],
     device_type: str,
     limit_s: float,
     receive: Callable[[int, Any], None] = lambda _index, _value: None,
     *,
-    depend: bool = False,
+    at_once: int | None = None,
+    deadline: float = math.inf,
 ) -> list[Outcome]:
-    """Run the calls at the same time; returns what became of each.
+    """Run the calls, each for at most `limit_s` seconds; returns what became of each.
 
-    receive(index of the call, value): called for every value as soon as it is sent. depend: whether the calls wait for
-    one another, as ranks do: if one fails, the others are stopped after a few seconds.
+    receive(index of the call, value): called for every value as soon as it is sent. at_once: processes that run at the
+    same time. None: all, because they wait for one another, as ranks do: if one fails, the others are stopped after a
+    few seconds. deadline: of all calls, in terms of time.monotonic().
     """
     context = process_context(device_type)
-    deadline = time.monotonic() + limit_s
     outcomes = [Outcome() for _ in calls]
-    processes: list[SpawnProcess | ForkServerProcess] = []
-    receivers: dict[Connection, int] = {}
+    waiting = list(range(len(calls)))
+    running: dict[Connection, Running] = {}
     try:
-        for index, call in enumerate(calls):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_run, args=(call.function, call.args, dict(call.environment), sender))
-            process.start()
-            sender.close()
-            processes.append(process)
-            receivers[receiver] = index
-        while receivers:
-            ready = wait(list(receivers), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                index = receivers[connection]
-                outcome = outcomes[index]
-                try:
-                    kind, value = json.loads(connection.recv_bytes())
-                except EOFError:
-                    processes[index].join(LATE_S)  # sets the exit code
-                    kind, value = "error", f"the process ended with code {processes[index].exitcode}"
-                if kind == "value":
-                    outcome.sent.append(value)
-                    receive(index, value)
-                    continue
-                del receivers[connection]  # not at the end of the process, which may hang
-                processes[index].join(LATE_S)
-                if kind == "error":
-                    outcome.failure = value
-                    deadline = min(deadline, time.monotonic() + LATE_S) if depend else deadline
-        for index in receivers.values():
-            outcomes[index].failure = f"did not end within {limit_s:.0f} s"
+        while waiting or running:
+            while waiting and len(running) < (at_once or len(calls)):
+                index = waiting.pop(0)
+                receiver, sender = context.Pipe(duplex=False)
+                call = calls[index]
+                process = context.Process(target=_run, args=(call.function, call.args, dict(call.environment), sender))
+                process.start()
+                sender.close()
+                now = time.monotonic()
+                running[receiver] = Running(index, process, now, min(now + limit_s, deadline))
+            first_end = min(each.end for each in running.values())
+            for ready in wait(list(running), timeout=max(0.0, first_end - time.monotonic())):
+                assert isinstance(ready, Connection)
+                if not _take(ready, running[ready], outcomes, receive):
+                    ended = running.pop(ready)
+                    outcomes[ended.index].seconds = time.monotonic() - ended.begin
+                    _stop(ended.process, LATE_S)
+                    if outcomes[ended.index].failure is not None and at_once is None:
+                        for each in running.values():
+                            each.end = min(each.end, time.monotonic() + LATE_S)
+            for receiver in [each for each, call in running.items() if call.end <= time.monotonic()]:
+                late = running.pop(receiver)
+                outcomes[late.index].seconds = time.monotonic() - late.begin
+                outcomes[late.index].failure = f"did not end within {late.end - late.begin:.0f} s"
+                _stop(late.process, 0.0)
         return outcomes
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        for each in running.values():
+            _stop(each.process, 0.0)
+
+
+def _take(
+    receiver: Connection, running: Running, outcomes: Sequence[Outcome], receive: Callable[[int, Any], None]
+) -> bool:
+    """Take a message of a call; returns whether more may come. Its process may still run, and hang, after the last."""
+    outcome = outcomes[running.index]
+    try:
+        kind, value = json.loads(receiver.recv_bytes())
+    except EOFError:
+        running.process.join(LATE_S)  # sets the exit code
+        kind, value = "error", f"the process ended with code {running.process.exitcode}"
+    if kind == "value":
+        outcome.sent.append(value)
+        receive(running.index, value)
+    elif kind == "error":
+        outcome.failure = value
+    return bool(kind == "value")
+
+
+def _stop(process: SpawnProcess | ForkServerProcess, patience_s: float) -> None:
+    """Wait for the end of the process, then kill it."""
+    process.join(patience_s)
+    process.kill()
+    process.join()
 
 
 def _run(function: Callable[..., None], args: tuple[Any, ...], environment: dict[str, str], sender: Connection) -> None:
