@@ -46,25 +46,25 @@ DOCUMENTS = (1531, 212, 97, 4096, 640, 1024, 33, 2048)
 
 @dataclass(frozen=True)
 class Case:
-    """settings: beyond the shape. rows: sequences per step."""
+    """settings: beyond the shape. rows: sequences per step. tiny: whether it also runs at the small size."""
 
     name: str
     settings: Sequence[str] = field(default_factory=list)
     compiles: bool = True
     documents: bool = False
     rows: int = 1
+    tiny: bool = False
 
 
 COMPILED = Case("compiled")
 CASES = (
     Case("compiled, recompute by op", RECOMPUTE["by op"]),
-    Case("eager", compiles=False),
-    Case("compiled, documents", documents=True),
+    Case("eager", compiles=False, tiny=True),
+    Case("compiled, documents", documents=True, tiny=True),
     Case("compiled, 2 sequences", rows=2),
     Case("compiled, recompute full", RECOMPUTE["full"]),
 )
 """The most important first: the last ones are skipped if no time is left."""
-TINY_CASES = 3
 
 
 class Loop(Protocol):
@@ -186,13 +186,14 @@ def check_side_by_side(emit: Emit, setup: Setup) -> None:
         measured: dict[str, list[Measured]] = {name: [] for name in kinds}
         loops: dict[str, Loop] = {}
         for layers in layers_of(setup):
-            torch._dynamo.reset()
             for name, kind in kinds.items():
                 row, loop = measure_case(setup, name, COMPILED, layers, kind, measured[name])
                 emit(row)
                 if loop is not None and layers == layers_of(setup)[0]:
                     loops[name] = loop
                 del loop
+                if not loops:  # at the larger size, both do not fit
+                    free(setup)
             if layers == layers_of(setup)[0]:
                 emit(run_case(CHECK, "compiled against the hand-written loop", lambda: alternate(setup, loops)))
             loops.clear()
@@ -204,13 +205,12 @@ def check_side_by_side(emit: Emit, setup: Setup) -> None:
 def check_case(emit: Emit, setup: Setup, index: int) -> None:
     """One of CASES at both sizes."""
     case = CASES[index]
-    if setup.tiny and index >= TINY_CASES:
-        emit(Row(CHECK, case.name, "skipped", "at the small size it is the code of the cases above"))
+    if setup.tiny and not case.tiny:
+        emit(Row(CHECK, case.name, "skipped", "at the small size it is the code of the other cases"))
         return
     measured: list[Measured] = []
     with one_rank(setup):
         for layers in layers_of(setup):
-            torch._dynamo.reset()
             row, loop = measure_case(setup, case.name, case, layers, OwnLoop, measured)
             emit(row)
             del loop
@@ -219,6 +219,8 @@ def check_case(emit: Emit, setup: Setup, index: int) -> None:
 
 
 def free(setup: Setup) -> None:
+    """Give back the memory of loops that are no longer used. Compiled code and cycles would keep it."""
+    torch._dynamo.reset()
     gc.collect()
     if setup.device_type == "cuda":
         torch.cuda.empty_cache()

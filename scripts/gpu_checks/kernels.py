@@ -71,7 +71,7 @@ def compare(kernel: Kernel, dtype: torch.dtype, device: torch.device) -> Found:
 def kernels(setup: Setup) -> dict[str, Kernel]:
     """The operations, in shapes that their fast kernels take."""
     device = setup.device
-    rows, dim, wide, vocab = (32, 64, 96, 131) if setup.tiny else (512, 4096, 14336, 8191)
+    rows, dim, wide, vocab = (32, 64, 96, 131) if setup.tiny else (256, 4096, 14336, 8191)
     seq_len, head_dim = (300, 16) if setup.tiny else (512, 128)
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), torch.logspace(0, -4, head_dim // 2).double())
     tables = RotaryTables(angles.cos().float().to(device), angles.sin().float().to(device))

@@ -175,7 +175,6 @@ def layout_config(setup: Setup, settings: list[str]) -> JobConfig:
 
 def rank_step(send: Send, setup: Setup, rank: int, store: str, transport: str, settings: list[str]) -> None:
     """A step on this rank; sends its errors and the names of its parameters."""
-    torch.set_num_threads(1)
     config = layout_config(setup, settings)
     world = connect(setup, rank, store, transport, config)
     mesh = Mesh(config.parallelism, world)

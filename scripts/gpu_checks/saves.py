@@ -47,9 +47,8 @@ def _save_and_resume(setup: Setup, mode: AsyncMode, folder: Path) -> Found:
     settings, interval = training_settings(setup, mode, folder)
     rows, files = run_training(setup, settings, folder / "run", folder / "run.log")
     resumed = folder / "resumed"
-    shutil.copytree(folder / "run", resumed)
-    shutil.rmtree(resumed / "checkpoint" / f"step-{3 * interval}")
-    (resumed / "metrics.jsonl").unlink()
+    others = shutil.ignore_patterns(f"step-{interval}", f"step-{3 * interval}", "metrics.jsonl")
+    shutil.copytree(folder / "run", resumed, ignore=others)
     again, repeated = run_training(setup, settings, resumed, folder / "resumed.log")
     if not again or again[0]["step"] != 2 * interval + 1:
         raise WrongError(f"resumed at step {again[0]['step'] if again else '-'}, not at {2 * interval + 1}")
