@@ -80,13 +80,21 @@ def run_part(send: Send, function: Callable[..., None], setup: Setup, args: tupl
     function(lambda row: send(asdict(row)), setup, *args)
 
 
+def environment(setup: Setup) -> dict[str, str]:
+    """Environment variables of all processes: those of the launchers, and an empty cache of the compiler."""
+    found = {"TORCHINDUCTOR_CACHE_DIR": str(Path(setup.folder, "inductor"))}
+    if setup.device_type == "cpu":
+        return found | {"CUDA_VISIBLE_DEVICES": ""}
+    return found | {"PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")}
+
+
 def run_stage(stage: Stage, setup: Setup, deadline: float) -> tuple[list[Row], dict[str, float]]:
     """Run the parts of a stage; returns their rows, with a failed one for a part that crashes or hangs, and seconds."""
     if deadline - time.monotonic() < LEAST_S:
         return [show(Row(part.check, part.name, "skipped", "no time is left")) for part in stage.parts], {}
     rows: list[Row] = []
     outcomes = run_calls(
-        [Call(run_part, (part.function, setup, part.args)) for part in stage.parts],
+        [Call(run_part, (part.function, setup, part.args), environment(setup)) for part in stage.parts],
         setup.device_type,
         stage.limit_s,
         lambda _index, value: rows.append(show(Row(**value))),
@@ -125,12 +133,9 @@ def main() -> None:
     work = folder / "work"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    # inherited by all processes
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(work / "inductor")  # compile times are those of a first run
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    if options.device == "cpu":
-        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     setup = Setup(options.device, options.tiny, str(work))
+    if setup.device_type == "cuda":
+        os.environ |= environment(setup)  # new interpreters may need them before they import torch
     rows: list[Row] = []
     part_seconds: dict[str, float] = {}
     for stage in STAGES:

@@ -40,7 +40,7 @@ from titanlite.trainer import Trainer
 
 CHECK = "6 layouts"
 ROWS = 8
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 PROBE_LIMIT_S = 45.0
 Variables = Callable[[int], Mapping[str, str]]
 """Environment variables of a rank."""

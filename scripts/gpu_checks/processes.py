@@ -13,6 +13,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
 from typing import Any
 
+import torch
+
 from titanlite.runtime.launch import end_with_parent, fork_context
 
 LATE_S = 3.0
@@ -81,7 +83,7 @@ def run_calls(
                 index = waiting.pop(0)
                 receiver, sender = context.Pipe(duplex=False)
                 call = calls[index]
-                process = context.Process(target=_run, args=(call.function, call.args, dict(call.environment), sender))
+                process = context.Process(target=_run, args=(call, device_type, sender))
                 process.start()
                 sender.close()
                 now = time.monotonic()
@@ -132,15 +134,17 @@ def _stop(process: SpawnProcess | ForkServerProcess, patience_s: float) -> None:
     process.join()
 
 
-def _run(function: Callable[..., None], args: tuple[Any, ...], environment: dict[str, str], sender: Connection) -> None:
+def _run(call: Call, device_type: str, sender: Connection) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
-    os.environ.update(environment)
+    os.environ.update(call.environment)
+    if device_type == "cpu":
+        torch.set_num_threads(1)  # the processes share the cores
 
     def send(kind: str, value: Any) -> None:
         sender.send_bytes(json.dumps([kind, value]).encode())
 
     try:
-        function(lambda value: send("value", value), *args)
+        call.function(lambda value: send("value", value), *call.args)
     except BaseException:
         send("error", traceback.format_exc())
     else:
