@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train with torchrun. Creates .venv first if titanlite or a dependency cannot be imported.
+# Train, on several processes with torchrun. Creates .venv first if titanlite or a dependency cannot be imported.
 #
 #     ./run_train.sh [CONFIG] [--section.key value …]        all arguments are passed to titanlite.train
 #
@@ -28,14 +28,14 @@ require_integer() {
     fi
 }
 
-device=${DEVICE:-}
-case $device in
+case ${DEVICE:-} in
 "" | cuda) ;;
 cpu) export CUDA_VISIBLE_DEVICES="" ;;
-*) refuse "DEVICE=$device: must be cpu, cuda, or not set" ;;
+*) refuse "DEVICE=$DEVICE: must be cpu, cuda, or not set" ;;
 esac
 [[ -z ${NGPU:-} ]] || require_integer NGPU 1 "the number of processes on this node"
 NNODES=${NNODES:-1}
+nodes=()
 require_integer NNODES 1 "the number of nodes"
 if ((NNODES > 1)); then
     [[ -n ${NODE_RANK:-} && -n ${RDZV_ENDPOINT:-} ]] ||
@@ -45,25 +45,10 @@ if ((NNODES > 1)); then
     [[ $RDZV_ENDPOINT =~ ^.+:[0-9]+$ ]] ||
         refuse "RDZV_ENDPOINT=$RDZV_ENDPOINT: must be host:port of node 0, such as 10.0.0.1:29500"
     nodes=(--nnodes="$NNODES" --node-rank="$NODE_RANK" --rdzv-backend=static --rdzv-endpoint="$RDZV_ENDPOINT")
-else
-    nodes=(--standalone)
 fi
 
 # shellcheck disable=SC2119 # without extras
 use_environment
-
-gpus=$(check "$python" gpus "$device") || die "${gpus:-torch cannot be imported}"
-NGPU=${NGPU:-$((gpus > 0 ? gpus : 1))}
-if ((NGPU > 1)) && [[ -z ${OMP_NUM_THREADS:-} ]]; then # torchrun would set 1, with a warning
-    cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
-    export OMP_NUM_THREADS=$((cores > NGPU ? cores / NGPU : 1))
-    say "OMP_NUM_THREADS=$OMP_NUM_THREADS ($cores cores, $NGPU processes)"
-fi
-
-if ((gpus == 0)) && [[ -z ${OMP_WAIT_POLICY:-} ]]; then
-    # on a busy machine, threads that spin for long make a step several times as long (docs/LOG.md)
-    export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}
-fi
 
 config=(--job.config_file "${CONFIG_FILE:-$repo/configs/quickstart.toml}")
 [[ ${1:-} == "" || $1 == -* ]] || config=() # CONFIG as the first argument
@@ -73,12 +58,8 @@ for argument in "$@"; do
     esac
 done
 
-# Workers run the chosen Python, whichever torchrun is on PATH, and do not import a titanlite in the current folder
-export PYTHON_EXEC=$python PYTHONSAFEPATH=1
-launcher=(torchrun)
-command -v torchrun >/dev/null || launcher=("$python" -m torch.distributed.run)
-# Torchrun forwards these signals to its workers, which save and exit, and kills workers that still run after the
-# timeout (fixed at 30 seconds in torch 2.11). SIGHUP is not forwarded, so that nohup works.
-signals=("--signals-to-handle=SIGTERM,SIGINT,SIGUSR1")
+# Do not import a titanlite in the current folder
+export PYTHONSAFEPATH=1
+# torchrun kills ranks that still run so many seconds after a signal (fixed at 30 seconds in torch 2.11)
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
-exec "${launcher[@]}" "${nodes[@]}" --nproc-per-node="$NGPU" "${signals[@]}" -m titanlite.train ${config[@]+"${config[@]}"} "$@"
+exec "$python" -m titanlite.launcher ${nodes[@]+"${nodes[@]}"} -- ${config[@]+"${config[@]}"} "$@"

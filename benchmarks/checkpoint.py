@@ -75,9 +75,9 @@ class Ways:
         self.tensors = state()
         self.group = dist.new_group(backend="gloo")
         self.savers = {
-            "disabled": Saver(folder / "disabled", self.group, "disabled", list),
-            "not hashed": Saver(folder / "not hashed", self.group, "disabled", list),
-            "async": Saver(folder / "async", self.group, "async", list),
+            "disabled": Saver(folder / "disabled", self.group, "disabled", torch.device("cpu"), list),
+            "not hashed": Saver(folder / "not hashed", self.group, "disabled", torch.device("cpu"), list),
+            "async": Saver(folder / "async", self.group, "async", torch.device("cpu"), list),
         }
         self.step = 0
 

@@ -2,21 +2,16 @@
 
 check_environment.py missing [EXTRA …]    the missing dependencies, one per line; nothing if complete
 check_environment.py torch-folder         the folder that contains a supported torch; nothing if absent
-check_environment.py gpus [cpu|cuda]      the number of GPUs that torch can use; if it should find one but cannot:
-                                          the reason, and exit code 1
 
-Only `gpus` imports torch, and only if the system appears to have a GPU, so each call takes tenths of a second. Python
-puts the folder of this file on sys.path, not the current folder, so a checkout in the current folder does not count as
-installed.
+It does not import torch, so each call takes tenths of a second. Python puts the folder of this file on sys.path, not
+the current folder, so a checkout in the current folder does not count as installed.
 """
 
 import importlib.metadata
 import importlib.util
-import os
 import re
 import sys
 import tomllib
-import warnings
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -72,61 +67,12 @@ def torch_folder() -> str:
     return "" if spec is None or spec.origin is None or lacking(torch) else str(Path(spec.origin).parent.parent)
 
 
-def gpus(device: str = "", root: Path = Path("/")) -> int | str:
-    """The number of GPUs that torch can use; the reason if it should find one but cannot.
-
-    It should if `device` is "cuda", or if `device` is "" and an NVIDIA device exists that CUDA_VISIBLE_DEVICES does not
-    hide. root: the folder with dev/ and proc/.
-    """
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    nvidia = any(root.glob("dev/nvidia[0-9]*")) or any(root.glob("proc/driver/nvidia/gpus/*"))
-    wanted = device == "cuda" or (nvidia and not hidden)
-    if device == "cpu" or not (wanted or any(root.glob("dev/dxg"))):
-        return 0
-    import torch
-
-    warnings.simplefilter("ignore")  # the returned reason covers torch's warnings
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted and count == 0:
-        return why_no_gpu("this machine has an NVIDIA GPU" if nvidia else "DEVICE=cuda was given", hidden)
-    return count
-
-
-def why_no_gpu(reason: str, hidden: bool) -> str:
-    """The reason why torch cannot use a GPU, and the remedy, in one line."""
-    import torch
-
-    build = f"torch {torch.__version__}"
-    select = "https://pytorch.org/get-started/locally"
-    if hidden:
-        return f"{reason}, but CUDA_VISIBLE_DEVICES hides all GPUs: unset it, or set DEVICE=cpu to train on the CPU"
-    if torch.version.cuda is None:
-        return (
-            f"{reason}, but {build} is a build without CUDA: install one with CUDA ({select}) with "
-            f"'{sys.executable}' -m pip install --force-reinstall, or set DEVICE=cpu to train on the CPU"
-        )
-    try:
-        torch.cuda.init()
-        error = "it finds no device"
-    except (RuntimeError, AssertionError) as failure:
-        error = str(failure).strip().split("\n")[0]
-    return (
-        f"{reason}, but {build}, built for CUDA {torch.version.cuda}, cannot use it: {error} "
-        f"Update the driver, or install a torch built for an older CUDA ({select}), or give the container access "
-        f"to the GPU (docker run --gpus all), or set DEVICE=cpu to train on the CPU"
-    )
-
-
 def main(question: str, *arguments: str) -> None:
     match question:
         case "missing":
             print("\n".join(missing(list(arguments))))
         case "torch-folder":
             print(torch_folder())
-        case "gpus":
-            answer = gpus(arguments[0])
-            print(answer)
-            sys.exit(isinstance(answer, str))
         case _:
             raise SystemExit(f"unknown question: {question}")
 

@@ -27,6 +27,8 @@ from gpu_checks.report import markdown
 from gpu_checks.rows import Row
 from gpu_checks.workload import Setup
 
+from titanlite.runtime.gpus import set_allocator
+
 TIME_LIMIT_S = 570.0
 """Of the entire program. What still runs by then is stopped."""
 LEAST_S = 15.0
@@ -81,11 +83,9 @@ def run_part(send: Send, function: Callable[..., None], setup: Setup, args: tupl
 
 
 def environment(setup: Setup) -> dict[str, str]:
-    """Environment variables of all processes: those of the launchers, and an empty cache of the compiler."""
+    """Environment variables of all processes. The cache of the compiler is empty at first."""
     found = {"TORCHINDUCTOR_CACHE_DIR": str(Path(setup.folder, "inductor"))}
-    if setup.device_type == "cpu":
-        return found | {"CUDA_VISIBLE_DEVICES": ""}
-    return found | {"PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")}
+    return found | ({"CUDA_VISIBLE_DEVICES": ""} if setup.device_type == "cpu" else {})
 
 
 def run_stage(stage: Stage, setup: Setup, deadline: float) -> tuple[list[Row], dict[str, float]]:
@@ -135,6 +135,7 @@ def main() -> None:
     work.mkdir(parents=True)
     setup = Setup(options.device, options.tiny, str(work))
     if setup.device_type == "cuda":
+        set_allocator()  # as the launchers do; the other processes inherit it
         os.environ |= environment(setup)  # new interpreters may need them before they import torch
     rows: list[Row] = []
     part_seconds: dict[str, float] = {}

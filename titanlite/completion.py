@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from titanlite.config.describe import options_type
+from titanlite.config.help import options_type
 from titanlite.config.schema import JobConfig
 from titanlite.tools import evaluate, inspect, ledger, tokenize, train_tokenizer
 from titanlite.tools.command import run_command

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from titanlite.assembly.facts import program_facts
 from titanlite.assembly.run import Run, build_run
 from titanlite.batch import Batch
-from titanlite.config.describe import show_help
-from titanlite.config.load import load_config, shipped_names, split_arguments
+from titanlite.config.command_line import read_command_line
 from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device
 from titanlite.metrics.meter import Record, is_log_step
@@ -29,22 +28,13 @@ from titanlite.planning.out_of_memory import explained_out_of_memory
 from titanlite.runtime.agreement import require_equal
 from titanlite.runtime.distributed import World, connect, world_from_environment
 from titanlite.runtime.environment import raise_open_file_limit
-from titanlite.runtime.errors import DataError, UsageError, UserError
+from titanlite.runtime.errors import DataError, UserError
 from titanlite.runtime.garbage import PacedGarbageCollection
 from titanlite.runtime.job_lock import job_lock
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.runtime.positions import Positions
 from titanlite.summary import summarize
 from titanlite.trainer import Trainer
-
-GETTING_STARTED = """\
-a configuration is missing. To start:
-
-  titanlite train quickstart    train a small Llama on your Python's standard library: minutes on a laptop
-  titanlite train my.toml       train with your own TOML file; add --section.key VALUE to override its keys
-  titanlite train --help        list all keys
-
-Shipped configurations: """
 
 
 def main() -> None:
@@ -55,10 +45,7 @@ def main() -> None:
         environment = dict(os.environ)
         world = world_from_environment()
         setup_logging(world.rank)
-        show_help(sys.argv[1:])
-        if not split_arguments(sys.argv[1:]).has_config:
-            raise UsageError(GETTING_STARTED + ", ".join(shipped_names()))
-        config = load_config(sys.argv[1:], world_size=world.size, device_type=world.device_type)
+        config = read_command_line(sys.argv[1:], world_size=world.size, device_type=world.device_type)
         failure.store = connect(world, config.comm)
         failure.positions = Positions(
             dist.PrefixStore("positions", failure.store),
@@ -80,7 +67,8 @@ def run_job(config: JobConfig, world: World, failure: FailureReport, environment
     ended = run.data_end.before_training()
     if run.validation is not None and run.validation.missing:  # a kill or a signal prevented it
         last = any(ended) or first_step > config.training.steps
-        run.validation.after_step(run.start.step, last, failure)
+        if run.validation.is_due(run.start.step, last):
+            run.validation.after_step(run.start.step, failure)
     if any(ended):
         log.info(
             "Nothing to do: the data is exhausted after step %d (%s)",
@@ -141,7 +129,7 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
     """
     trainer, loader, checkpoints = run.trainer, run.loader, run.checkpoints
     assert trainer.step < config.training.steps, "no step is left to train"
-    first_step = trainer.step + 1
+    first_step, has_validated = trainer.step + 1, False
     with stoppable(run), PacedGarbageCollection(config.training.gc_freq) as garbage:
         run.meter.start()
         while True:
@@ -177,9 +165,12 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
             run.replicas.after_step(step)
             failure.enter(step, "saving")
             stops = checkpoints is not None and checkpoints.after_step(step, last)
-            if run.validation is not None and (last or not stops):
+            if run.validation is not None and (last or not stops) and run.validation.is_due(step, last):
                 failure.enter(step, "validating")
-                requested = run.validation.after_step(step, last, failure)
+                # The first one compiles the forward pass without gradients.
+                run.mesh.set_timeout(config.comm.train_timeout_s if has_validated else config.comm.init_timeout_s)
+                requested, has_validated = run.validation.after_step(step, failure), True
+                run.mesh.set_timeout(config.comm.train_timeout_s)
                 if requested and not stops:
                     assert checkpoints is not None, "signals stop a run without checkpoints at once"
                     checkpoints.stop_after(step, requested)

@@ -24,7 +24,7 @@ class Trainer(ModelOnMesh):
 
     schedule: the learning rate by step, from 1. sync: see set_gradient_sync. num_sources: number of data sources; if
     there are several, steps also compute the totals by source. spikes: None: no step is a spike. compute_time: of this
-    rank, started by the caller.
+    rank, started by the caller. before_update: called in each step before state that checkpoints have is changed.
     """
 
     optimizer: GatedOptimizer
@@ -35,6 +35,7 @@ class Trainer(ModelOnMesh):
     num_sources: int
     spikes: SpikeGate | None = None
     compute_time: ComputeTime = field(default_factory=ComputeTime)
+    before_update: Callable[[], None] = field(default=lambda: None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,6 +63,7 @@ class Trainer(ModelOnMesh):
             if self.num_sources > 1:
                 by_source += totals_by_source(shares * num_valid, batch.labels, batch.sources, self.num_sources)
         grad_norm, shard_norms = clip_grad_norm_(self.model_parts, self.max_norm, self.norm_type, self.pp_group)
+        self.before_update()
         self.optimizer.set_lr(self.schedule(self.step))
         ok = (num_valid > 0) & grad_norm.isfinite()
         spike_ratio = torch.zeros((), dtype=torch.float64, device=self.device)

@@ -177,14 +177,16 @@ class Validation:
     max_bad_rows: int
     missing: bool
 
-    def after_step(self, step: int, last: bool, failure: FailureReport) -> int:
-        """Validate if due, and write a row; return 0, or the number of the signal that interrupted the validation.
+    def is_due(self, step: int, last: bool) -> bool:
+        """Whether to validate after `step`. last: whether it is the last step of the run."""
+        return last or step % self.section.interval == 0
 
-        last: whether `step` is the last step of the run. A collective over all ranks. Raises UserError on all of them
-        if there is no token to predict or there are too many bad rows, DataError as Evaluator.totals does.
+    def after_step(self, step: int, failure: FailureReport) -> int:
+        """Validate and write a row; return 0, or the number of the signal that interrupted the validation.
+
+        A collective over all ranks. Raises UserError on all of them if there is no token to predict or there are too
+        many bad rows, DataError as Evaluator.totals does.
         """
-        if step % self.section.interval and not last:
-            return 0
         with self.meter.left_out() as clock:
             try:
                 totals = self.evaluator.totals_by_name(

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpu_checks.rows import Emit, Found, SkippedError, Value, WrongError, run_case
 from gpu_checks.timing import matmul_flops, median_seconds
 from gpu_checks.workload import Setup
-from titanlite.models.attention import attend, attention_mask, document_arguments
+from titanlite.models.attention import attend, attention_mask, document_arguments, pin_kernels
 from titanlite.runtime.memory import GIB, device_memory_bytes
 from titanlite.runtime.peak_flops import device_peak_flops
 
@@ -25,6 +25,7 @@ LEAST_OF_PEAK = 0.5
 
 
 def check(emit: Emit, setup: Setup) -> None:
+    pin_kernels(setup.device)
     cases: dict[str, Callable[[], Found]] = {
         "versions": lambda: versions(setup),
         "device": lambda: device(setup),

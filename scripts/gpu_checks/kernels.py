@@ -11,15 +11,16 @@ from torch.nn import functional
 
 from gpu_checks.rows import Emit, Found, require_errors, run_case
 from gpu_checks.workload import Setup, difference
-from titanlite.models.attention import attend, attention_mask, document_arguments
+from titanlite.models.attention import attend, attention_mask, document_arguments, pin_kernels
 from titanlite.models.head import OutputLayer
-from titanlite.models.layers import FeedForward, RotaryTables
+from titanlite.models.layers import FeedForward, RMSNorm, RotaryEmbedding
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.registry import build_optimizer
 
 CHECK = "2 kernels"
 SUMS = 256
 """Roundings that float32 may need in addition, for sums of up to 14,336 terms. With TF32 it would need 8,000."""
+THETA = 10_000.0
 DTYPES = (torch.float32, torch.bfloat16)
 STARTS = (0, 130, 131, 256)
 """First positions of the documents of a row, on both sides of the edge of a block of 128."""
@@ -41,6 +42,7 @@ class Kernel:
 
 
 def check(emit: Emit, setup: Setup) -> None:
+    pin_kernels(setup.device)
     for dtype in DTYPES:
         for name, kernel in kernels(setup).items():
             case = partial(compare, kernel, dtype, setup.device)
@@ -73,15 +75,17 @@ def kernels(setup: Setup) -> dict[str, Kernel]:
     device = setup.device
     rows, dim, wide, vocab = (32, 64, 96, 131) if setup.tiny else (256, 4096, 14336, 8191)
     seq_len, head_dim = (300, 16) if setup.tiny else (512, 128)
-    angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), torch.logspace(0, -4, head_dim // 2).double())
-    tables = RotaryTables(angles.cos().float().to(device), angles.sin().float().to(device))
+    rope = RotaryEmbedding(head_dim, seq_len, THETA, None)
+    rope.init_buffers(device, torch.float32)
+    frequencies = THETA ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), frequencies)
     ids = _document_ids(seq_len)
     labels = torch.randint(vocab, (2, rows), generator=torch.Generator().manual_seed(1))
     labels[:, ::7] = -1
     heads = ((2, 4, seq_len, head_dim), (2, 2, seq_len, head_dim), (2, 2, seq_len, head_dim))
     head = ((2, rows, dim), (vocab, dim))
     with torch.device("meta"):  # their weights are inputs of the kernels
-        feed_forward, output = FeedForward(dim, wide), OutputLayer(dim, vocab)
+        feed_forward, output, norm = FeedForward(dim, wide), OutputLayer(dim, vocab), RMSNorm(dim, 1e-5)
     output.chunk_tokens = 48  # does not divide the tokens
     return {
         "product": Kernel(lambda x, w: x @ w.T, lambda x, w: x @ w.T, ((rows, dim), (wide, dim)), 2),
@@ -94,10 +98,8 @@ def kernels(setup: Setup) -> dict[str, Kernel]:
             heads,
             4,
         ),
-        "rotary embedding": Kernel(tables.rotate, partial(_rotate, angles), ((2, seq_len, 4, head_dim),), 2),
-        "RMSNorm": Kernel(
-            lambda x, w: functional.rms_norm(x, (dim,), w, 1e-5), partial(_rms_norm, 1e-5), ((rows, dim), (dim,)), 4
-        ),
+        "rotary embedding": Kernel(rope(None).rotate, partial(_rotate, angles), ((2, seq_len, 4, head_dim),), 2),
+        "RMSNorm": Kernel(partial(_module, norm), partial(_rms_norm, 1e-5), ((rows, dim), (dim,)), 4),
         "SwiGLU": Kernel(
             partial(_module, feed_forward), _swiglu, ((1, rows, dim), (wide, dim), (dim, wide), (wide, dim)), 6
         ),

@@ -30,6 +30,7 @@ from gpu_checks.workload import (
 )
 from titanlite.assembly.model import batch_rows, build_model, build_trainer
 from titanlite.config.schema import JobConfig
+from titanlite.models.attention import pin_kernels
 from titanlite.models.registry import resolve_model
 from titanlite.parallel.mesh import Mesh
 from titanlite.planning.estimate import estimate
@@ -118,6 +119,7 @@ def connect(setup: Setup, rank: int, store: str, transport: str, config: JobConf
     """Join the process group of two ranks: that of training, or gloo for tensors on a GPU."""
     local_rank = rank if torch.cuda.device_count() > 1 else 0
     world = World(rank, local_rank, 2, setup.device_type)
+    pin_kernels(world.device)
     found = dist.FileStore(store, 2)
     if setup.device_type == "cuda" and transport == "gloo":
         torch.cuda.set_device(world.device)
@@ -203,6 +205,7 @@ def check_simulated(emit: Emit, setup: Setup) -> None:
 
 def simulated_trainer(setup: Setup, config: JobConfig) -> Trainer:
     """The trainer of rank 0, in a new simulated process group."""
+    pin_kernels(setup.device)
     dist.init_process_group("fake", rank=0, world_size=SIMULATED)
     mesh = Mesh(config.parallelism, World(0, 0, SIMULATED, setup.device_type))
     mesh.connect(None)

@@ -14,6 +14,7 @@ from titanlite.batch import IGNORE_INDEX, Batch, StepStats
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device
+from titanlite.models.attention import pin_kernels
 from titanlite.models.init import local_region
 from titanlite.models.registry import resolve_model
 from titanlite.parallel.mesh import Mesh
@@ -119,7 +120,8 @@ def split(batch: Batch, parts: int, rank: int = 0, degree: int = 1) -> list[Batc
 
 @contextmanager
 def one_rank(setup: Setup) -> Iterator[None]:
-    """The process group of one rank, as in training."""
+    """The process group of one rank, and the kernels of attention, as in training."""
+    pin_kernels(setup.device)
     world = World(0, 0, 1, setup.device_type)
     comm = configure(setup).comm
     init_process_group(world, connect(world, comm), comm)

@@ -16,8 +16,8 @@ import torch
 
 from titanlite import train
 from titanlite.batch import Batch, StepStats
-from titanlite.checkpoint.state import local_part
 from titanlite.models.head import OutputLayer
+from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.failure import end_process
 from titanlite.trainer import Trainer
 

@@ -32,9 +32,9 @@ from titanlite.assembly import run as build_module
 from titanlite.batch import Batch, StepStats
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.saver import Saver
-from titanlite.checkpoint.state import local_part
 from titanlite.data.loader import Loader
 from titanlite.parallel.clip import GradNorm, clip_grad_norm_
+from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.errors import UserError
 from titanlite.trainer import Trainer
 

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from tests.distributed import gradients
 from tests.distributed.gradients import replaced
@@ -22,8 +22,8 @@ from titanlite.data.loader import Loader
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.models import decoder
 from titanlite.models.attention import AttentionMask
-from titanlite.models.family import TensorStyle
 from titanlite.models.init import Init
+from titanlite.models.layers import rms_norm
 from titanlite.parallel import clip as clip_module
 from titanlite.parallel import tensor as tensor_module
 from titanlite.parallel.clip import GradNorm
@@ -211,7 +211,7 @@ def norms_not_summed_over_tp(trainer: Trainer) -> None:
         weight = module.weight
         assert isinstance(weight, DTensor)
         local = nn.Parameter(weight.to_local().detach().clone())
-        module.forward = lambda x: nn.functional.rms_norm(x.to_local(), local.shape, local, module.eps)
+        module.forward = lambda x: nn.functional.rms_norm(x, local.shape, local, module.eps)
         local.register_hook(lambda gradient: setattr(weight, "grad", _like(weight, gradient)))
 
     for part in trainer.model_parts:
@@ -234,15 +234,13 @@ def norm_in_single_precision(trainer: Trainer) -> None:
 @contextmanager
 def head_norms_not_summed_over_tp() -> Iterator[None]:
     """The gradient of the norm of queries and keys covers only the rank's heads. The loss of the step is correct."""
-    torch_style = tensor_module._torch_style
 
-    def style_of(style: TensorStyle, module: nn.Module) -> ParallelStyle:
-        found = torch_style(style, module)
-        if style == "head_norm":
-            found.sequence_sharding = (Replicate(),)
-        return found
+    def forget(norm: nn.RMSNorm, group: object, x: Tensor) -> Tensor:
+        del group
+        return rms_norm(x, norm.weight.to_local(grad_placements=[Replicate()]), norm.eps)
 
-    with replaced(tensor_module, "_torch_style", style_of):
+    kind, placement, _ = tensor_module._STYLES["head_norm"]
+    with patch.dict(tensor_module._STYLES, {"head_norm": (kind, placement, forget)}):
         yield
 
 

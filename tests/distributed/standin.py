@@ -16,8 +16,9 @@ from tests.distributed.forked import End, fork_ranks, logged
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.start import RunFacts, StartFinder
-from titanlite.checkpoint.state import STREAMS, local_part
+from titanlite.checkpoint.state import STREAMS
 from titanlite.metrics.meter import MeterState
+from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.signals import StopRequest
 
 SHAPES = {
@@ -122,7 +123,7 @@ class Run:
             steps,
             saving_group,
         )
-        self.checkpoints = Checkpoints(finder, control_group, StopRequest(), lambda _: None)
+        self.checkpoints = Checkpoints(finder, control_group, torch.device("cpu"), StopRequest(), lambda _: None)
         self.step = self.checkpoints.resume().step
         self.steps = steps
 

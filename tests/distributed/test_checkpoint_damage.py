@@ -25,9 +25,11 @@ import torch
 
 from tests.distributed.forked import Parent
 from tests.distributed.standin import Run, on_ranks, save_steps, start_in
-from titanlite.checkpoint import storage
+from titanlite.checkpoint import file_records
+from titanlite.checkpoint.file_records import METADATA_FILE, FileRecord
 from titanlite.checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
-from titanlite.checkpoint.storage import _ALLOWED, METADATA_FILE, FileRecord, hash_of
+from titanlite.checkpoint.storage import _ALLOWED
+from titanlite.runtime.cache import hash_of
 
 pytestmark = pytest.mark.slow
 
@@ -209,13 +211,13 @@ def test_no_new_run_starts_if_all_checkpoints_are_damaged(parent: Parent, model:
 def hashed_files(folder: Path) -> list[str]:
     """Names of the files that this rank hashes at a start."""
     names = []
-    original = storage.hash_of
+    original = file_records.hash_of
 
     def recorded(path: Path) -> str:
         names.append(path.name)
         return original(path)
 
-    storage.hash_of = recorded
+    file_records.hash_of = recorded
     Run(folder)
     return names
 
@@ -434,7 +436,7 @@ METADATA_NEEDS = {
 RANKS_EXCHANGE = {
     "titanlite.checkpoint.manifest.Branch",
     "titanlite.checkpoint.manifest.Manifest",
-    "titanlite.checkpoint.storage.FileRecord",
+    "titanlite.checkpoint.file_records.FileRecord",
     *(f"torch.distributed.checkpoint.planner.{name}" for name in ("LoadPlan", "ReadItem", "LoadItemType")),
 }
 """Names in the pickles that titanlite and DCP exchange between ranks while loading; these pickles do not come from

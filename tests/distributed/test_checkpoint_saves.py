@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,10 +19,11 @@ from tests.distributed.file_operations import watch
 from tests.distributed.forked import Parent
 from tests.distributed.standin import Run, StandIn, on_ranks, start_in
 from titanlite.checkpoint import saver as saver_module
+from titanlite.checkpoint.file_records import FileRecord
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch, Manifest
 from titanlite.checkpoint.saver import Saver
-from titanlite.checkpoint.state import STREAMS, local_part
-from titanlite.checkpoint.storage import FileRecord
+from titanlite.checkpoint.state import STREAMS
+from titanlite.runtime.dtensors import local_part
 from titanlite.train import stoppable
 
 # Power loss: a published checkpoint is always complete on the disk
@@ -212,7 +214,7 @@ def crowded_saves(folder: Path) -> int:
     note_saves(note)
     group = dist.group.WORLD
     assert group is not None
-    saver = Saver(folder, group, "async", delete_older=list)
+    saver = Saver(folder, group, "async", torch.device("cpu"), delete_older=list)
     state = StandIn()
     for step in range(1, 7):
         state.update_to(step, "a")

@@ -3,13 +3,14 @@
 from unittest.mock import Mock
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from tests.distributed.gradients import build_on_mesh, compare, has_weights, local_batches
+from tests.distributed.gradients import build_on_mesh, compare, full_tensor, has_weights, local_batches
 from tests.distributed.reference import global_batch, reference_step, small_config
 from tests.pool import run_ranks
-from titanlite.parallel.data import set_gradient_sync
+from titanlite.parallel.data import running_dtypes, set_gradient_sync, wrapped_modules
 from titanlite.parallel.mesh import GradientSync
 
 BOUNDS = {"float64": 1e-12, "float32": 1e-5}
@@ -84,3 +85,47 @@ def test_gradient_sync_flags_of_a_microbatch(
     root.set_requires_all_reduce.assert_called_once_with(over_replicas)
     root.set_reshard_after_backward.assert_called_once_with(reduce)
     root.set_is_last_backward.assert_called_once_with(is_last)
+
+
+MIXED = ("training.dtype=float32", "training.mixed_precision_param=bfloat16")
+
+
+def differing_gradients(settings: list[str]) -> list[str]:
+    """Parameters whose gradients of a microbatch differ between casts on one process and `replicate`."""
+    torch._dynamo.reset()
+    found = []
+    for reduce in ("float32", "float64"):  # the gradient is accumulated in another dtype than it is kept in: wrapped
+        config = small_config(1, *MIXED, f"training.mixed_precision_reduce={reduce}", *settings)
+        trainer, mesh = build_on_mesh(config)
+        model = trainer.model_parts[0]
+        assert any(wrapped_modules(model)) == (reduce == "float64")
+        assert running_dtypes(model) == (torch.float32, torch.bfloat16, getattr(torch, reduce))
+        trainer.optimizer.step_if = lambda _ok: None  # type: ignore[method-assign]
+        trainer.train_step(local_batches(config, mesh, global_batch("uneven"), 1))
+        found.append({name: full_tensor(parameter.grad) for name, parameter in model.named_parameters()})
+    own, wrapped = found
+    assert own.keys() == wrapped.keys()
+    assert {gradient.dtype for gradient in own.values()} == {torch.float32}
+    return [name for name, gradient in own.items() if not torch.equal(gradient, wrapped[name])]
+
+
+TIED = ["model.tie_embeddings=true"]
+FULL, BY_OP = ["activation_checkpoint.mode=full"], ["activation_checkpoint.mode=selective"]
+COMPILED = ["compile.enable=true", "compile.backend=aot_eager"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "differing"),
+    [
+        ([], []),
+        (TIED, ["tok_embeddings.weight"]),  # its two gradients are added in float32, not in bfloat16
+        (FULL, []),
+        (BY_OP, []),
+        pytest.param(COMPILED, [], marks=pytest.mark.slow),
+        pytest.param([*COMPILED, *FULL], [], marks=pytest.mark.soak),
+        pytest.param([*COMPILED, *BY_OP], [], marks=pytest.mark.soak),
+    ],
+)
+def test_one_process_casts_parameters_without_a_wrapper(settings: list[str], differing: list[str]) -> None:
+    """Bit for bit the gradients of `replicate`, which copies each gradient several times."""
+    assert run_ranks(differing_gradients, 1, settings) == [differing]

@@ -26,6 +26,7 @@ from tests.distributed.program import CONFIG, REPOSITORY, clean_environment, sta
 from tests.distributed.reference import small_config
 from titanlite.batch import Batch
 from titanlite.models import init
+from titanlite.models.layers import RMSNorm
 from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.parallel import clip
 from titanlite.runtime.errors import ConfigError, UserError
@@ -195,12 +196,12 @@ def test_steps_without_valid_tokens_are_rejected(config_file: Path, monkeypatch:
 def norm_in_float32(config: Any, steps: int, folder: str) -> Any:
     """Compute norms in float32 for any input dtype: identical on all layouts, so no layout differs."""
 
-    def forward(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    def forward(norm: RMSNorm, x: Tensor) -> Tensor:
         wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + (norm.eps or 0.0))
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
         return (wide * scale).to(x.dtype) * norm.weight
 
-    with patch.object(nn.RMSNorm, "forward", forward):
+    with patch.object(RMSNorm, "forward", forward):
         return measure_reference(config, steps, folder)
 
 

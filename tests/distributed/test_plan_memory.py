@@ -24,7 +24,7 @@ from titanlite.parallel.data import wrapped_modules
 from titanlite.parallel.mesh import shard_logits
 from titanlite.planning.activations import MicrobatchShape, activation_bytes
 from titanlite.planning.estimate import estimate
-from titanlite.planning.memory import kept_bytes
+from titanlite.planning.memory import keeps_casts, kept_bytes
 from titanlite.precision import DTYPES
 from titanlite.trainer import Trainer
 
@@ -155,9 +155,12 @@ def planned_kept(world_size: int, settings: list[str]) -> int:
     (stage,) = rank.stages
     size = DTYPES[config.training.mixed_precision_param].itemsize
     sharded = shard_logits(config.parallelism)
-    shape = MicrobatchShape(ROWS, SEQ_LEN, config.parallelism.tp, size, CPU_CHUNK_TOKENS, sharded, False, False)
+    shape = MicrobatchShape(ROWS, SEQ_LEN, config.parallelism.tp, size, 4, CPU_CHUNK_TOKENS, sharded, False)
     activations = activation_bytes(hyper_parameters, family.plan(hyper_parameters), shape)
-    copies = sum(unit.elements for unit in stage.units) * size if stage.wrapped else 0
+    casts = DTYPES[config.training.dtype].itemsize != size
+    kept = [casts and keeps_casts(unit, config.activation_checkpoint) for unit in stage.units]
+    copied = [unit for unit, keeps in zip(stage.units, kept, strict=True) if keeps or stage.wrapped]
+    copies = sum(unit.elements for unit in copied) * size
     return copies + kept_bytes(stage, config.activation_checkpoint, activations, pipelined=False)
 
 
@@ -234,7 +237,7 @@ def test_additional_bytes_of_documents_in_a_row() -> None:
     planned = activation_bytes(
         hyper_parameters,
         family.plan(hyper_parameters),
-        MicrobatchShape(ROWS, SEQ_LEN, 1, size, CPU_CHUNK_TOKENS, False, False, False, "scores"),
+        MicrobatchShape(ROWS, SEQ_LEN, 1, size, 4, CPU_CHUNK_TOKENS, False, False, "scores"),
     )
     (measured,) = run_ranks(measured_for_documents, 1, cases)
     assert measured == pytest.approx([planned.documents] * len(measured), rel=0.02)

@@ -8,8 +8,8 @@ from torch import Tensor
 from tests.distributed.gradients import build_on_mesh, local_batches
 from tests.distributed.reference import global_batch, small_config
 from tests.pool import run_ranks
-from titanlite.checkpoint.state import local_part
 from titanlite.faults.replicas import Replicas, ReplicasError, digest
+from titanlite.runtime.dtensors import local_part
 
 Flip = tuple[str, tuple[int, ...]]
 """A tensor, and the ranks that flip the last bit of its last element."""

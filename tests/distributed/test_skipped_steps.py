@@ -16,8 +16,8 @@ from tests.distributed.test_build import build
 from tests.pool import run_ranks
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.checkpoint.folder import published_steps
-from titanlite.checkpoint.state import local_part
 from titanlite.models.head import OutputLayer
+from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.errors import UserError
 from titanlite.train import train
 

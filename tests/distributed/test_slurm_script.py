@@ -116,9 +116,10 @@ def test_preempted_job_waits_for_its_ranks_and_does_not_requeue(job: Program) ->
     job.process.send_signal(signal.SIGTERM)
     for pid in job.processes():
         command = read(Path(f"/proc/{pid}/cmdline"))  # srun's arguments include those of torchrun
-        if "torch.distributed.run" in command and "/srun" not in command and pid not in job.ranks().values():
+        if "titanlite.torchrun" in command and "/srun" not in command and pid not in job.ranks().values():
             os.kill(pid, signal.SIGTERM)
     assert job.wait() != 0
+    assert "Environment: PYTORCH_ALLOC_CONF=expandable_segments:True" in job.output
     assert job.output.count("closing signal SIGTERM") == NODES
     assert requeues(job) == []
     wait_until_all_gone(job)

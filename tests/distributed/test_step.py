@@ -262,3 +262,30 @@ def test_mixed_precision_applies_on_every_mesh() -> None:
     # the sum of squares of sharded gradients
     sharded = sorted([*expected, "reduced torch.float64"])
     assert run_ranks(mixed_precisions, 2, [REPLICATE, []]) == [[expected, sharded]] * 2
+
+
+def state_around_the_update() -> list[list[bool]]:
+    """Whether state that checkpoints have is as before the step: when before_update is called, and after the step."""
+    trainer, rank, degree = on_mesh("optimizer.name=AdamW", "faults.spike_factor=3.0")
+    batches = rank_batches(global_batch("uneven"), rank, degree, 2)
+    assert trainer.spikes is not None
+    trainer.optimizer.init_state()
+    tensors = [*trainer.model_parts[0].parameters(), *(value for _, value in trainer.optimizer.named_state())]
+    tensors.append(trainer.spikes.norms)
+    before = [tensor.clone() for tensor in tensors]
+    found: list[list[bool]] = []
+
+    def compare() -> None:
+        found.append([torch.equal(tensor, old) for tensor, old in zip(tensors, before, strict=True)])
+
+    trainer.before_update = compare
+    trainer.train_step(batches)
+    compare()
+    return found
+
+
+def test_state_of_checkpoints_is_unchanged_until_the_call_before_the_update() -> None:
+    """The copies of an asynchronous save run until then."""
+    ((unchanged, changed),) = run_ranks(state_around_the_update, 1)
+    assert all(unchanged)
+    assert not any(changed)

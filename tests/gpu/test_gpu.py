@@ -1,6 +1,5 @@
 """On CUDA devices: the quick start, mixed precision and compilation, no host reads, repeats, NCCL layouts."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from titanlite.forward import on_device
 from titanlite.models.attention import attend, attention_mask, document_arguments
 from titanlite.models.randomness import row_keys, uniform
 from titanlite.runtime.determinism import seed_microbatch
+from titanlite.runtime.distributed import CommConfig, World, connect, init_process_group, world_from_environment
 from titanlite.trainer import Trainer
 
 GPUS = torch.cuda.device_count()
@@ -100,13 +100,15 @@ class OneStep:
 
 
 @pytest.fixture(scope="module")
-def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """NCCL process group with this process as its only rank."""
-    torch.cuda.set_device(0)
-    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+def process_group() -> Iterator[None]:
+    """The process group of training, with this process as its only rank."""
+    join(World(0, 0, 1, "cuda"))
     yield
     torch.distributed.destroy_process_group()
+
+
+def join(world: World) -> None:
+    init_process_group(world, connect(world, CommConfig()), CommConfig())
 
 
 def on_gpu(layout: Layout, settings: Sequence[str], batch: Batch | None = None) -> OneStep:
@@ -296,9 +298,8 @@ def test_layouts_over_nccl_match_one_process(axes: tuple[int, int, int, int], tm
 
 def verify_rank(axes: tuple[int, int, int, int]) -> None:
     """Verify the steps in float64 on this rank, with NCCL; pipelines use two schedules."""
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    torch.distributed.init_process_group("nccl", device_id=device)
+    world = world_from_environment()
+    join(world)
     for name in ("1F1B", "ZBVZeroBubble") if axes[0] > 1 else ("1F1B",):
         layout = Layout(axes, (*schedule(name), f"optimizer.lr={LEARNING_RATE}", "optimizer.weight_decay=0.0"))
         config = layout.config()
@@ -310,7 +311,7 @@ def verify_rank(axes: tuple[int, int, int, int]) -> None:
             degree = axes[1] * axes[2]
             parts = len(step.batches)
             local = rank_batches(batch, torch.distributed.get_rank(step.trainer.data_group), degree, parts)
-            stats = step.trainer.train_step([on_device(part, device) for part in local])
+            stats = step.trainer.train_step([on_device(part, world.device) for part in local])
             loss = stats.mean_loss.clone()
             torch.distributed.all_reduce(loss)
             assert difference(loss.cpu(), expected[index]) <= BOUNDS["float64"]

@@ -1,4 +1,4 @@
-"""The shell scripts, with stubs of python, pip and torchrun, in a checkout whose path contains a space."""
+"""The shell scripts, with stubs of python and pip, in a checkout whose path contains a space."""
 
 import fcntl
 import importlib.util
@@ -11,7 +11,7 @@ import tomllib
 import venv
 from pathlib import Path
 from subprocess import PIPE
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 
@@ -27,10 +27,6 @@ case "$*" in
 *version_info*) cat "$here/version" 2>/dev/null || echo 3.11 ;;
 *"check_environment.py missing"*) cat "$here/missing" 2>/dev/null || true ;;
 *"check_environment.py torch-folder"*) cat "$here/torch-folder" 2>/dev/null || true ;;
-*"check_environment.py gpus"*)
-    [[ -e $here/gpus ]] || { echo 0 && exit; }
-    cat "$here/gpus"
-    ! grep -q [a-z] "$here/gpus" ;;
 *"import venv, ensurepip"*) [[ ! -e $here/no-venv ]] ;;
 *"-m venv --clear"*)
     rm -rf "$5" && mkdir -p "$5/bin" || exit
@@ -41,14 +37,13 @@ case "$*" in
     pwd >>"$STUB_LOG"
     [[ ! -e $STUB_LOG.no-pip ]] && rm -f "$here/missing" ;;
 *"-m pytest"*) echo "pytest in $PWD, OMP_NUM_THREADS=$OMP_NUM_THREADS" ;;
-*"-m torch.distributed.run"*) shift 2 && exec "$STUB_TORCHRUN" "$@" ;;
+*"-m titanlite.launcher"*)
+    echo "$0"
+    shift 2
+    printf '%s\\n' "$@"
+    echo "in $PWD"
+    for name in PYTHONSAFEPATH CUDA_VISIBLE_DEVICES; do echo "$name=${!name-unset}"; done ;;
 esac
-"""
-
-TORCHRUN = """#!/usr/bin/env bash
-printf '%s\\n' "$@"
-echo "in $PWD"
-for name in PYTHON_EXEC OMP_NUM_THREADS GOMP_SPINCOUNT CUDA_VISIBLE_DEVICES; do echo "$name=${!name-unset}"; done
 """
 
 
@@ -78,9 +73,7 @@ class Checkout:
                 (folder / "tools").mkdir(exist_ok=True)
                 (folder / "tools" / name).symlink_to(found)
         executable(self.bin / "python3", PYTHON)
-        executable(self.bin / "torchrun", TORCHRUN)
         self.environment = {"PATH": f"{self.bin}:{folder / 'tools'}", "STUB_LOG": str(self.log)}
-        self.environment["STUB_TORCHRUN"] = str(self.bin / "torchrun")
 
     def python_is(self, **facts: str) -> None:
         for name, text in facts.items():
@@ -92,7 +85,7 @@ class Checkout:
         return subprocess.run(command, cwd=self.cwd, env=environment, capture_output=True, text=True, timeout=60)
 
     def launched(self, *arguments: str, **variables: str) -> list[str]:
-        """Return the output of the torchrun stub: its arguments, the working folder, then the variables."""
+        """Return the start of the launcher: its Python, its arguments, the working folder, then the variables."""
         done = self.run(*arguments, **variables)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
@@ -115,21 +108,13 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
-def test_complete_active_python_runs_torchrun_without_set_up(checkout: Checkout) -> None:
+def test_complete_active_python_runs_the_launcher_without_set_up(checkout: Checkout) -> None:
     lines = checkout.launched("--training.steps", "50", "--job.description", "two words")
     config = str(checkout.repo / "configs" / "quickstart.toml")
-    assert lines[:10] == [
-        *["--standalone", "--nproc-per-node=1", "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"],
-        *["-m", "titanlite.train", "--job.config_file", config],
-        *["--training.steps", "50", "--job.description"],
-    ]
-    assert lines[10:] == [
-        "two words",
-        f"in {checkout.cwd}",
-        f"PYTHON_EXEC={checkout.bin / 'python3'}",
-        "OMP_NUM_THREADS=unset",
-        "GOMP_SPINCOUNT=1000",
-        "CUDA_VISIBLE_DEVICES=unset",
+    assert lines == [
+        *[str(checkout.bin / "python3"), "--", "--job.config_file", config],
+        *["--training.steps", "50", "--job.description", "two words"],
+        *[f"in {checkout.cwd}", "PYTHONSAFEPATH=1", "CUDA_VISIBLE_DEVICES=unset"],
     ]
     assert not checkout.venv.exists()
 
@@ -145,33 +130,17 @@ def test_called_through_a_symlink(checkout: Checkout) -> None:
     "own", [["--job.config_file", "own.toml"], ["--job.config_file=own.toml"], ["own.toml", "--training.steps", "5"]]
 )
 def test_config_file_by_variable_and_by_command_line(checkout: Checkout, own: list[str]) -> None:
-    assert checkout.launched(CONFIG_FILE="my run.toml")[5:7] == ["--job.config_file", "my run.toml"]
+    assert checkout.launched(CONFIG_FILE="my run.toml")[1:4] == ["--", "--job.config_file", "my run.toml"]
     lines = checkout.launched(*own, CONFIG_FILE="other.toml")
-    assert lines[5 : 5 + len(own)] == own
+    assert lines[1 : 2 + len(own)] == ["--", *own]
     assert "other.toml" not in lines
-
-
-def test_processes_and_threads(checkout: Checkout) -> None:
-    executable(checkout.bin / "nproc", "#!/usr/bin/env bash\necho 16\n")
-    done = checkout.run(NGPU="4")
-    assert "--nproc-per-node=4" in done.stdout
-    assert "OMP_NUM_THREADS=4\n" in done.stdout
-    assert done.stderr == "run_train.sh: OMP_NUM_THREADS=4 (16 cores, 4 processes)\n"
-    assert "OMP_NUM_THREADS=1" in checkout.launched(NGPU="32")
-    assert "OMP_NUM_THREADS=7" in checkout.launched(NGPU="2", OMP_NUM_THREADS="7")
-    assert "GOMP_SPINCOUNT=5" in checkout.launched(GOMP_SPINCOUNT="5")
-    assert "GOMP_SPINCOUNT=unset" in checkout.launched(OMP_WAIT_POLICY="active")
-    checkout.python_is(gpus="3")
-    assert "--nproc-per-node=3" in checkout.launched()
-    assert "GOMP_SPINCOUNT=unset" in checkout.launched()
-    assert "--nproc-per-node=1" in checkout.launched(NGPU="1")
 
 
 def test_nodes(checkout: Checkout) -> None:
     lines = checkout.launched(NNODES="2", NODE_RANK="1", RDZV_ENDPOINT="node0:29500", NGPU="1")
     rendezvous = ["--rdzv-backend=static", "--rdzv-endpoint=node0:29500"]
-    assert lines[:5] == ["--nnodes=2", "--node-rank=1", *rendezvous, "--nproc-per-node=1"]
-    assert "--standalone" in checkout.launched(NNODES="1", NODE_RANK="0")
+    assert lines[1:6] == ["--nnodes=2", "--node-rank=1", *rendezvous, "--"]
+    assert checkout.launched(NNODES="1", NODE_RANK="0")[1] == "--"
 
 
 @pytest.mark.parametrize(
@@ -196,9 +165,7 @@ def test_bad_variables_are_refused_before_any_set_up(checkout: Checkout, variabl
 
 def test_device(checkout: Checkout) -> None:
     assert "CUDA_VISIBLE_DEVICES=" in checkout.launched(DEVICE="cpu")
-    assert "check_environment.py gpus cpu" in checkout.calls()
-    checkout.python_is(gpus="an NVIDIA GPU is there, but")
-    assert checkout.refused() == "run_train.sh: an NVIDIA GPU is there, but"
+    assert "CUDA_VISIBLE_DEVICES=unset" in checkout.launched(DEVICE="cuda")
 
 
 def test_python_too_old_or_missing(checkout: Checkout) -> None:
@@ -224,8 +191,7 @@ def test_set_up_runs_once_and_prints_one_line(checkout: Checkout) -> None:
     assert done.stderr.count("\n") == 1
     assert "lacks titanlite, torch: creating .venv" in done.stderr
     assert f"pip install -e '{checkout.repo}'" in done.stderr
-    assert f"PYTHON_EXEC={checkout.venv / 'bin' / 'python'}" in done.stdout
-    assert "-m torch.distributed.run --standalone" in checkout.calls()  # the stub pip installs no torchrun
+    assert done.stdout.startswith(f"{checkout.venv / 'bin' / 'python'}\n")
     calls = checkout.calls()
     assert (
         f"{checkout.venv}/bin/python -P -m pip install --disable-pip-version-check --editable .\n{checkout.repo}\n"
@@ -265,7 +231,7 @@ def test_second_concurrent_start_waits_for_the_first(checkout: Checkout) -> None
     finally:
         os.close(lock)
     output, errors = second.communicate(timeout=60)
-    assert "titanlite.train" in output
+    assert "quickstart.toml" in output
     assert errors == ""
     assert "pip install" not in checkout.calls()
 
@@ -296,10 +262,7 @@ def test_missing_venv_module_names_the_package(checkout: Checkout) -> None:
 
 def test_python_variable_takes_precedence(checkout: Checkout) -> None:
     other = executable(checkout.cwd / "other" / "python3", PYTHON)
-    executable(other.parent / "torchrun", TORCHRUN + "echo other\n")
-    lines = checkout.launched(PYTHON="other/python3")
-    assert lines[-1] == "other"
-    assert f"PYTHON_EXEC={other}" in lines
+    assert checkout.launched(PYTHON="other/python3")[0] == str(other)
 
 
 def test_test_script(checkout: Checkout) -> None:
@@ -369,40 +332,6 @@ def test_current_folder_does_not_count_as_installed(tmp_path: Path) -> None:
     assert lacks(PYTHONPATH=str(REPOSITORY))[:1] == ["torch"]
     executable(tmp_path / "another" / "titanlite" / "__init__.py", "")
     assert lacks(PYTHONPATH=str(tmp_path / "another"))[:2] == ["titanlite", "torch"]
-
-
-class FakeTorch(ModuleType):
-    """A torch without a device; `error` is the message if CUDA fails to initialize."""
-
-    def __init__(self, build: str | None, count: int = 0, error: str = "No CUDA GPUs are available") -> None:
-        super().__init__("torch")
-        self.__version__ = "2.13.0"
-        self.version = SimpleNamespace(cuda=build)
-        self.error = error
-        self.cuda = SimpleNamespace(is_available=lambda: count > 0, device_count=lambda: count, init=self.init)
-
-    def init(self) -> None:
-        raise RuntimeError(f"{self.error}\nmore")
-
-
-def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setitem(sys.modules, "torch", None)  # importing it would be an ImportError
-    assert check_environment.gpus("", tmp_path) == 0
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev" / "nvidia0").touch()
-    assert check_environment.gpus("cpu", tmp_path) == 0
-    monkeypatch.setitem(sys.modules, "torch", FakeTorch("13.0", count=3))
-    assert check_environment.gpus("", tmp_path) == 3
-    monkeypatch.setitem(sys.modules, "torch", FakeTorch(None))
-    assert "torch 2.13.0 is a build without CUDA" in check_environment.gpus("", tmp_path)
-    monkeypatch.setitem(sys.modules, "torch", FakeTorch("13.0", error="The driver is too old"))
-    answer = check_environment.gpus("", tmp_path)
-    assert "built for CUDA 13.0, cannot use it: The driver is too old" in answer
-    assert answer.endswith("DEVICE=cpu to train on the CPU")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert check_environment.gpus("", tmp_path) == 0
-    assert "CUDA_VISIBLE_DEVICES hides all GPUs" in check_environment.gpus("cuda", tmp_path)
 
 
 @pytest.mark.soak

@@ -33,7 +33,9 @@ STEP = [
     "data_end.after_step",
 ]
 LOG = ["meter.flush", "sinks.write", "skipped.check"]
-AFTER = ["ledger.write", "replicas.after_step", "checkpoints.after_step", "validation.after_step"]
+SAVE = ["ledger.write", "replicas.after_step", "checkpoints.after_step"]
+VALIDATE = ["validation.is_due", "mesh.set_timeout", "validation.after_step", "mesh.set_timeout"]
+AFTER = [*SAVE, *VALIDATE]
 
 
 @pytest.fixture
@@ -52,6 +54,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     run.data_end.after_step.return_value = [False]
     run.meter.flush.side_effect = lambda: Mock(step=run.trainer.step, bad_rows=run.trainer.step)
     run.checkpoints.after_step.return_value = False
+    run.validation.is_due.return_value = True
     run.validation.after_step.return_value = 0
     run.attach_mock(MagicMock(), "garbage")
     monkeypatch.setattr(train_module, "PacedGarbageCollection", run.garbage)  # the real one traverses all objects
@@ -64,7 +67,7 @@ def config(steps: int = 3, max_bad_rows: int = 100, log_freq: int = 3) -> JobCon
         training=TrainingConfig(steps=steps, gc_freq=11),
         metrics=MetricsConfig(log_freq=log_freq),
         data=DataConfig(max_bad_rows=max_bad_rows),
-        comm=CommConfig(train_timeout_s=17),
+        comm=CommConfig(init_timeout_s=40, train_timeout_s=17),
     )
 
 
@@ -84,7 +87,6 @@ def test_calls_of_each_step_are_in_order(run: MagicMock) -> None:
         *(*STEP, *LOG, *AFTER),
         "checkpoints.close",
     ]
-    run.mesh.set_timeout.assert_called_once_with(17)
     run.garbage.assert_called_once_with(11)
     paced = run.garbage.return_value.__enter__.return_value
     assert [call.args for call in paced.after_step.call_args_list] == [(1,), (2,)]
@@ -93,8 +95,22 @@ def test_calls_of_each_step_are_in_order(run: MagicMock) -> None:
     numbers = {"data_wait_s": run.loader.wait_s, "bad_rows": run.loader.bad_rows, "compute_s": compute_s}
     updates = [(call.args[0], call.kwargs) for call in run.meter.update.call_args_list]
     assert updates == [(step, {"lr": float(step), **numbers}) for step in (1, 2, 3)]
-    expected = [(1, False, failure), (2, False, failure), (3, True, failure)]
-    assert [call.args for call in run.validation.after_step.call_args_list] == expected
+    assert [call.args for call in run.validation.is_due.call_args_list] == [(1, False), (2, False), (3, True)]
+    assert [call.args for call in run.validation.after_step.call_args_list] == [
+        (1, failure),
+        (2, failure),
+        (3, failure),
+    ]
+
+
+def test_the_first_validation_has_the_time_limit_of_the_start(run: MagicMock) -> None:
+    """It compiles: with the limit of later steps, the ranks that wait for the slowest compilation would end the job."""
+    run.validation.is_due.side_effect = [False, True, True, True]
+    limits = []
+    run.validation.after_step.side_effect = lambda *_: limits.append(run.mesh.set_timeout.call_args.args) or 0
+    train(config(steps=4), run, Mock())
+    assert limits == [(40,), (17,), (17,)]
+    assert [call.args for call in run.mesh.set_timeout.call_args_list] == [(17,), (40,), *[(17,)] * 5]
 
 
 def test_only_the_rank_that_counts_rows_reports_bad_rows(run: MagicMock) -> None:
@@ -114,7 +130,7 @@ def test_the_end_of_the_data_is_the_last_step(run: MagicMock) -> None:
     record = train(config(), run, Mock())
     assert record is not None
     assert record.step == 2
-    assert events(run)[-8:] == [*LOG, *AFTER, "checkpoints.close"]
+    assert events(run)[-11:] == [*LOG, *AFTER, "checkpoints.close"]
     assert run.checkpoints.after_step.call_args.args == (2, True)
 
 
@@ -128,13 +144,13 @@ def test_a_signal_in_the_last_step_does_not_skip_its_validation(run: MagicMock) 
     run.checkpoints.after_step.return_value = True
     run.validation.after_step.return_value = 15
     assert train(config(steps=1), run, Mock()) is not None
-    assert events(run)[-2:] == ["validation.after_step", "checkpoints.close"]
+    assert events(run)[-5:] == [*VALIDATE, "checkpoints.close"]
 
 
 def test_a_signal_during_validation_saves_the_step(run: MagicMock) -> None:
     run.validation.after_step.side_effect = [0, 15]
     assert train(config(), run, Mock()) is None
-    assert events(run)[-3:] == ["validation.after_step", "checkpoints.stop_after", "checkpoints.close"]
+    assert events(run)[-6:] == [*VALIDATE, "checkpoints.stop_after", "checkpoints.close"]
     run.checkpoints.stop_after.assert_called_once_with(2, 15)
 
 

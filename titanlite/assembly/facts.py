@@ -55,6 +55,7 @@ VARIABLES = (
     "ONEDNN_MAX_CPU_ISA",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     "TORCH_BLAS_PREFER_CUBLASLT",
+    "TORCH_CUDNN_SDPA_DEPRIORITIZED",
     "TORCH_CUDNN_V8_API_DISABLED",
 )
 """Environment variables that decide how numbers are computed. Others may differ: hosts, addresses, threads, folders."""

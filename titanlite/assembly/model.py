@@ -8,7 +8,8 @@ import torch
 from titanlite.config.schema import JobConfig
 from titanlite.faults.spikes import SpikeGate
 from titanlite.forward import ModelOnMesh
-from titanlite.models.family import LanguageModel
+from titanlite.models.attention import chosen_kernel, mask_form
+from titanlite.models.family import DecoderConfig, LanguageModel
 from titanlite.models.init import init_parameters_
 from titanlite.models.registry import resolve_model
 from titanlite.optim.registry import build_optimizer
@@ -96,6 +97,18 @@ def allocate_parts(
     parameters, compute, reduce = running_dtypes(models[0])
     log.info("Dtypes: parameters %s, compute %s, gradient reduction %s", parameters, compute, reduce)
     return models
+
+
+def describe_attention(config: JobConfig, device: torch.device) -> str | None:
+    """The attention kernel of this rank, for the start log; None on CPUs, and for families that are no decoders."""
+    _, hyper_parameters = resolve_model(config.model)
+    if device.type == "cpu" or not isinstance(hyper_parameters, DecoderConfig):
+        return None
+    dtype, tp = DTYPES[config.training.mixed_precision_param], config.parallelism.tp
+    if config.data.document_mask and mask_form(device.type, dtype, hyper_parameters.head_dim) == "blocks":
+        return "FlexAttention"
+    heads = (hyper_parameters.n_heads // tp, hyper_parameters.n_kv_heads // tp)
+    return chosen_kernel(device, dtype, *heads, hyper_parameters.head_dim)
 
 
 def build_forward(config: JobConfig, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device) -> ModelOnMesh:

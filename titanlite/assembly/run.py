@@ -13,7 +13,7 @@ import torch.distributed as dist
 import titanlite
 from titanlite.assembly.data import build_data, build_tokenizer, build_validation_data, pin_revisions
 from titanlite.assembly.facts import code_facts, content_facts
-from titanlite.assembly.model import allocate_parts, batch_rows, build_parts, build_trainer
+from titanlite.assembly.model import allocate_parts, batch_rows, build_parts, build_trainer, describe_attention
 from titanlite.checkpoint.folder import published_steps
 from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.preflight import imported_from
@@ -37,6 +37,7 @@ from titanlite.metrics.history import has_validation, keep_rows
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.sinks import Sinks, build_sinks
 from titanlite.metrics.slow_ranks import Place, SlowRanks
+from titanlite.models.attention import pin_kernels
 from titanlite.models.init import INIT_VERSION
 from titanlite.models.randomness import DRAW_VERSION
 from titanlite.models.registry import resolve_model
@@ -94,6 +95,7 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     config: validated and resolved. store: shared by all ranks. environment: environment variables at program start.
     """
     apply_determinism(config.debug)
+    pin_kernels(world.device)
     require_no_checkpoints(config)
     config = pin_revisions(config, world, store)
     imported = fetch_imported(config, world, store)
@@ -119,6 +121,8 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     with explained_out_of_memory(config, memory, world, lambda: "before the first step"):
         model_parts = allocate_parts(config, parts, world.device)
         trainer = build_trainer(config, model_parts, mesh, world.device)
+    if attention := describe_attention(config, world.device):
+        log.info("Attention: %s", attention)
     describe_batch(config, mesh)
     for line in environment_lines(environment, os.environ):
         log.info("Environment: %s", line)
@@ -156,6 +160,8 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     if config.data.ledger and trainer.counts_rows:
         ledger = Ledger(config.job.dump_folder, data_rank=mesh.data_rank, data_degree=mesh.data_degree)
     checkpoints = checkpoints if config.checkpoint.enable else None
+    if checkpoints is not None:
+        trainer.before_update = checkpoints.before_update
     validation = None
     if config.validation.enable:
         validation = build_validation(config, mesh, trainer, validation_data, tokenizer, meter, sinks, stop, start)
@@ -200,7 +206,7 @@ def build_checkpoints(
         saving_group,
         imported,
     )
-    return Checkpoints(finder, control_group, stop, check_state)
+    return Checkpoints(finder, control_group, mesh.world.device, stop, check_state)
 
 
 def fetch_imported(config: JobConfig, world: World, store: dist.Store) -> ModelFolder | None:

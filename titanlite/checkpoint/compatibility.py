@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from titanlite.checkpoint.config import Changeable
-from titanlite.data.fingerprint import describe_difference
+from titanlite.data.fingerprint import describe_difference, num_sources
 from titanlite.runtime.errors import UserError
 
 # Remedy per fact that must be equal to resume.
@@ -17,6 +17,10 @@ _REMEDIES = {
     "streams_version": "resume with a titanlite of that version",
     "imported_from": "an import holds weights only: start a new run from them, see the last line",
 }
+_REMOVED = (
+    "a source cannot be removed, also not with checkpoint.accept_changes: keep it; with a small weight, and weights of "
+    "the others, it is rarely used"
+)
 _FRESH = "start a new run from these weights: --checkpoint.initial_load_path FOLDER --job.dump_folder ANOTHER"
 
 # Settings that may change without a log line: layout, logging, when a run stops, and those that the facts cover.
@@ -41,17 +45,21 @@ def check_facts(
     """
     lines, refused = [], []
     for name in sorted({*saved, *now}):
+        accept = f"or accept the change: --checkpoint.accept_changes '[\"{name}\"]'"
+        remedy = _REMEDIES.get(name, f"resume with the {name} of the checkpoint, {accept}")
+        is_accepted = name in accepted
         if name == "data":
-            found = [f"data: {line}" for line in describe_difference(saved.get(name, {}), now.get(name, {}))]
+            before, after = saved.get(name, {}), now.get(name, {})
+            found = [f"data: {line}" for line in describe_difference(before, after)]
+            if num_sources(after) < num_sources(before):
+                is_accepted, remedy = False, _REMOVED
         else:
             found = list(differences(saved.get(name), now.get(name), name))
         if not found:
             continue
-        if name in accepted:
+        if is_accepted:
             lines += [f"accepted change since the checkpoint: {line}" for line in found]
         else:
-            accept = f"or accept the change: --checkpoint.accept_changes '[\"{name}\"]'"
-            remedy = _REMEDIES.get(name, f"resume with the {name} of the checkpoint, {accept}")
             refused.append("\n".join([*(f"  {line}" for line in found), f"    remedy: {remedy}"]))
     if refused:
         raise UserError(

@@ -38,7 +38,8 @@ class CheckpointConfig:
     initial_load_model_only: bool = True
     """Load only the parameters from initial_load_path; if false, also optimizer, step and position in the data."""
     verify: Verify = "full"
-    """Verification before a checkpoint is loaded. full: the hash of each file; size: file sizes; off: no check."""
+    """Verification before a checkpoint is loaded. full: the hash of each file; size: file sizes only, so changed bytes
+    are loaded; off: no check."""
     on_save_error: Literal["stop", "continue"] = "stop"
     """What to do if a save fails. continue: train on and save again at the next interval. A failed last save always
     raises an error."""

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -19,19 +20,22 @@ from titanlite.runtime.agreement import Agreement, RanksError, warn_on_rank_0
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.signals import StopRequest
 
+_AFTER_FAILURE = "earlier checkpoints are still valid. Fix the cause and restart"
+
 
 class Checkpoints:
     """The checkpoints of one run; every method is a collective over all ranks.
 
     finder: finds what the run starts from; its fields are used for saving, too. control_group: a gloo group of all
-    ranks that nothing else uses. stop: the stop request of this rank. before_save: called with the step before each
-    save; a collective that raises on all ranks if the state must not be saved.
+    ranks that nothing else uses. device: of the tensors. stop: the stop request of this rank. before_save: called with
+    the step before each save; a collective that raises on all ranks if the state must not be saved.
     """
 
     def __init__(
         self,
         finder: StartFinder,
         control_group: dist.ProcessGroup,
+        device: torch.device,
         stop: StopRequest,
         before_save: Callable[[int], None],
     ) -> None:
@@ -39,6 +43,7 @@ class Checkpoints:
         self._section = finder.section
         self._state = finder.state
         self._group = finder.group
+        self._device = device
         self._control = Agreement(control_group, 2)  # number of the stop signal, whether a save has failed
         self._stop = stop
         self._before_save = before_save
@@ -54,8 +59,13 @@ class Checkpoints:
         self._start = self._finder.find()
         if section.enable:
             delete_older = partial(retain, folder, section.keep_latest_k, section.keep_every, {self._start.step})
-            self._saver = Saver(folder, self._group, section.async_mode, delete_older)
+            self._saver = Saver(folder, self._group, section.async_mode, self._device, delete_older)
         return self._start
+
+    def before_update(self) -> None:
+        """Let the device finish the copies of a save before the update changes the tensors. Not a collective."""
+        assert self._saver is not None, "checkpoints are not enabled"
+        self._saver.hold_copies()
 
     def after_step(self, step: int, last: bool) -> bool:
         """Save if due; returns whether training stops. To be called at the end of each step.
@@ -94,23 +104,25 @@ class Checkpoints:
             self._save_last(step)
 
     def _save_last(self, step: int) -> None:
-        """Save the last step, or the step at which a signal stops training. Raises RanksError if the save fails."""
+        """Save the last step, or the step at which a signal stops training. Raises UserError if the save fails."""
         assert self._saver is not None
         self._control.finish()
         self.close()
         self._before_save(step)
-        if step == self._finder.steps and self._section.last_save_model_only:
-            self._saver.save(self._draft(step, "model"), self._state.model())
-        else:
-            self._saver.save(self._draft(step, "full"), self._full())
+        try:
+            if step == self._finder.steps and self._section.last_save_model_only:
+                self._saver.save(self._draft(step, "model"), self._state.model())
+            else:
+                self._saver.save(self._draft(step, "full"), self._full())
+        except RanksError as error:
+            raise UserError(f"{error}; {_AFTER_FAILURE}: the run resumes from the latest checkpoint") from None
 
     def _fail(self, failure: str) -> None:
         """Raise UserError or warn, according to on_save_error."""
         if self._section.on_save_error == "stop":
             raise UserError(
-                f"{failure}; earlier checkpoints are still valid. "
-                'Fix the cause and restart, or set checkpoint.on_save_error = "continue" to keep training after failed '
-                "saves"
+                f'{failure}; {_AFTER_FAILURE}, or set checkpoint.on_save_error = "continue" to keep training after '
+                "failed saves"
             )
         warn_on_rank_0(f"{failure}; training continues", self._group)
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 import xxhash
 from typeguard import TypeCheckError, check_type
 
-from titanlite.checkpoint.storage import HASH, METADATA_FILE, FileRecord, InvalidCheckpointError
+from titanlite.checkpoint.file_records import HASH, METADATA_FILE, FileRecord, InvalidCheckpointError
 from titanlite.runtime.durability import write_file
 from titanlite.runtime.json_files import JsonError, parse_json, read_regular
 

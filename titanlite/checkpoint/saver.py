@@ -9,16 +9,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from titanlite.checkpoint.config import AsyncMode
+from titanlite.checkpoint.file_records import FileRecord
 from titanlite.checkpoint.folder import publish, step_folder, writing_folder
 from titanlite.checkpoint.manifest import Manifest, write_manifest
-from titanlite.checkpoint.state import HostCopy, first_not_finite, local_part
-from titanlite.checkpoint.storage import FileRecord, first_failure, save_tensors
+from titanlite.checkpoint.state import HostCopy, first_not_finite
+from titanlite.checkpoint.storage import first_failure, save_tensors
 from titanlite.runtime.agreement import RanksError, describe_failure, run_on_all_ranks, run_on_rank_0
+from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.durability import replace_file, sync_folder
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
@@ -33,15 +36,22 @@ class Saver:
     """Writes checkpoints into `folder`, one at a time; its methods are collectives over `group` unless noted.
 
     group: a gloo group that nothing else uses during a save, since a thread uses it. With a mode other than "disabled",
-    `begin` returns once the tensors are copied. delete_older: called on rank 0 after each save; returns the deleted
-    steps.
+    `begin` returns once the tensors are copied, or with "async_with_pinned_mem" once the copies are enqueued: the
+    tensors must not change before `hold_copies`. device: of the tensors. delete_older: called on rank 0 after each
+    save; returns the deleted steps.
     """
 
     def __init__(
-        self, folder: Path, group: dist.ProcessGroup, mode: AsyncMode, delete_older: Callable[[], list[int]]
+        self,
+        folder: Path,
+        group: dist.ProcessGroup,
+        mode: AsyncMode,
+        device: torch.device,
+        delete_older: Callable[[], list[int]],
     ) -> None:
         self._folder = folder
         self._group = group
+        self._device = device
         self._retain = delete_older
         self._copy = None if mode == "disabled" else HostCopy(pinned=mode == "async_with_pinned_mem")
         self._thread: threading.Thread | None = None
@@ -63,11 +73,16 @@ class Saver:
             self.save(draft, tensors)
             return
         self.drain()
-        copies = self._copy.take({name: local_part(tensor) for name, tensor in tensors.items()})
+        copies = self._copy.begin({name: local_part(tensor) for name, tensor in tensors.items()})
         self._thread = threading.Thread(
             target=self._write_in_thread, args=(draft, tensors, copies), name="titanlite-save", daemon=True
         )
         self._thread.start()
+
+    def hold_copies(self) -> None:
+        """Let the device finish the copies of a save before what is launched next. Not a collective."""
+        if self._copy is not None:
+            self._copy.hold()
 
     def drain(self) -> None:
         """Wait for a save in progress. Not a collective."""
@@ -87,7 +102,12 @@ class Saver:
         return None if failure is None else str(failure)
 
     def _write_in_thread(self, draft: Manifest, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> None:
+        assert self._copy is not None
         try:
+            if self._device.type == "cuda":
+                # A new thread has GPU 0, on which DCP would start a context.
+                torch.cuda.set_device(self._device)
+            self._copy.wait()
             self._write(draft, tensors, copies)
         except RanksError as error:
             self._failure = error

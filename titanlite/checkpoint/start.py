@@ -19,6 +19,7 @@ from torch import Tensor
 
 from titanlite.checkpoint.compatibility import changed_settings, check_facts, differences
 from titanlite.checkpoint.config import CheckpointConfig, Verify
+from titanlite.checkpoint.file_records import InvalidCheckpointError, check_file
 from titanlite.checkpoint.folder import (
     clear_leftovers,
     ever_published,
@@ -33,11 +34,12 @@ from titanlite.checkpoint.folder import (
 )
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch, Manifest, UnknownFormatError, read_manifest
 from titanlite.checkpoint.saver import probe, size_of
-from titanlite.checkpoint.state import MODEL, STREAMS, RunState, first_not_finite, local_part
-from titanlite.checkpoint.storage import InvalidCheckpointError, check_file, first_failure, load_tensors, read_shapes
+from titanlite.checkpoint.state import MODEL, STREAMS, RunState, first_not_finite
+from titanlite.checkpoint.storage import first_failure, load_tensors, read_shapes
 from titanlite.hf.folder import ModelFolder
 from titanlite.metrics.meter import Meter, MeterState
 from titanlite.runtime.agreement import RanksError, run_on_all_ranks, run_on_rank_0, warn_on_rank_0
+from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 

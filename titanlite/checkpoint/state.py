@@ -7,10 +7,11 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.cuda._pin_memory_utils import pin_memory
 
 from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.parallel.mesh import AXES, Mesh
+from titanlite.runtime.errors import UserError
 
 MODEL, OPTIMIZER, STREAMS = "model/", "optimizer/", "data/streams"
 GRAD_NORMS = "faults/grad_norms"
@@ -91,11 +92,6 @@ class RunState:
         return int(total)
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor; shares its memory."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
 def first_not_finite(local: Mapping[str, Tensor]) -> str | None:
     """The name of the first tensor with a NaN or an infinity, or None. Syncs with the device once if all are finite."""
     floating = {name: tensor for name, tensor in local.items() if tensor.is_floating_point() and tensor.numel()}
@@ -110,23 +106,71 @@ def first_not_finite(local: Mapping[str, Tensor]) -> str | None:
 
 
 class HostCopy:
-    """Copies of tensors in reusable host buffers.
+    """Copies of tensors in one arena of host memory, which is allocated for the first copy and kept.
 
-    pinned: use page-locked memory, to which an accelerator copies asynchronously.
+    pinned: page-lock the arena; a GPU then copies on a stream of its own, while it computes.
     """
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
-        self._buffers: dict[str, Tensor] = {}
+        self._arena: Tensor | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None
 
-    def take(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy the tensors; the copies are complete on return and valid until the next call."""
-        for name, tensor in local.items():
-            if name not in self._buffers:
-                self._buffers[name] = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self._pinned
-                )
-            self._buffers[name].copy_(tensor, non_blocking=self._pinned)
-        if self._pinned:
-            torch.accelerator.synchronize()
-        return {name: self._buffers[name] for name in local}
+    def begin(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Start to copy the tensors, the same ones in each call; the copies are valid until the next call.
+
+        They are complete after `wait`, and without `pinned` at once. The tensors must not change before `hold`. Raises
+        UserError if the memory cannot be page-locked.
+        """
+        copies = self._places(local)
+        if not self._pinned:
+            for name, tensor in local.items():
+                copies[name].copy_(tensor)
+            return copies
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for name, tensor in local.items():
+                copies[name].copy_(tensor, non_blocking=True)
+            self._copied = self._stream.record_event()
+        return copies
+
+    def hold(self) -> None:
+        """Let the GPU finish the copies before anything that is launched after this call; the host does not wait."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def wait(self) -> None:
+        """Wait until the copies are complete."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _places(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A place in the arena for each tensor, with its shape and dtype."""
+        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in local.values()]
+        if self._arena is None:
+            self._arena = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+            if self._pinned:
+                # torch's own allocator of page-locked memory would round the size up to a power of two.
+                _page_lock(self._arena)
+        parts = self._arena.split(sizes)  # raises if these are not the tensors of the first call
+        return {
+            name: part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for (name, tensor), part in zip(local.items(), parts, strict=True)
+        }
+
+
+_ALIGNMENT = 64
+
+
+def _page_lock(arena: Tensor) -> None:
+    """Page-lock the memory of `arena` until the process ends. Raises UserError."""
+    try:
+        pin_memory(arena.data_ptr(), arena.nbytes)
+    except RuntimeError as error:
+        raise UserError(
+            f"checkpoint.async_mode: cannot page-lock {arena.nbytes / 2**30:,.1f} GiB of host memory ({error}): free "
+            'memory, or write checkpoint.async_mode = "async"'
+        ) from None

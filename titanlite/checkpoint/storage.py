@@ -1,15 +1,12 @@
 """Save and load tensors with torch's distributed checkpoint (DCP): files are hashed while they are written, contain
 only tensors, and are read without executing code."""
 
-import errno
 import io
 import os
 import pickle
-import stat
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,26 +18,9 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from titanlite.checkpoint.config import Verify
+from titanlite.checkpoint.file_records import METADATA_FILE, FileRecord, InvalidCheckpointError
 from titanlite.runtime.agreement import RanksError, describe_failure
-from titanlite.runtime.cache import hash_of
 from titanlite.runtime.files import open_regular
-
-HASH = "xxh3-128"
-METADATA_FILE = ".metadata"
-
-
-class InvalidCheckpointError(Exception):
-    """A checkpoint is incomplete or corrupted. The text is one line: file, the rank that wrote it, and the damage."""
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """A written file. rank: the rank that wrote it. hash: HASH, in hex."""
-
-    rank: int
-    bytes: int
-    hash: str
 
 
 class _HashingFile(io.RawIOBase):
@@ -253,23 +233,3 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module, name) not in _ALLOWED:
             raise InvalidCheckpointError(f"{METADATA_FILE} names {module}.{name}, which is not allowed")
         return super().find_class(module, name)
-
-
-def check_file(folder: Path, name: str, record: FileRecord, verify: Verify) -> None:
-    """Check a file against its record. Raises InvalidCheckpointError if it differs, OSError if it cannot be read."""
-    where = f"{name} (written by rank {record.rank})"
-    try:
-        facts = (folder / name).stat()
-        size = facts.st_size
-        if not stat.S_ISREG(facts.st_mode):
-            raise InvalidCheckpointError(f"{where} is not a regular file")
-        if size != record.bytes:
-            raise InvalidCheckpointError(f"{where} has {size:,} bytes instead of {record.bytes:,}")
-        if verify == "full" and hash_of(folder / name) != record.hash:
-            raise InvalidCheckpointError(f"{where} has changed since it was written: its {HASH} differs")
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
-            raise InvalidCheckpointError(f"{where} is missing") from None
-        if error.errno == errno.EIO:
-            raise InvalidCheckpointError(f"{where} cannot be read: {error.strerror}") from None
-        raise

@@ -129,6 +129,8 @@ def _check_layout(config: JobConfig, facts: JobConfig, world_size: int, degree: 
         *check_activation_checkpoint(
             config.activation_checkpoint,
             compiled=compiles_blocks(config.compile),
+            backend=config.compile.backend,
+            tp=section.tp,
             pp_schedule=section.pp_schedule,
             splits_backward=splits,
         ),
@@ -137,7 +139,7 @@ def _check_layout(config: JobConfig, facts: JobConfig, world_size: int, degree: 
 
 
 def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> JobConfig:
-    """Replace every -1 and "auto" that affects numbers by its value. training.local_batch_size does not; -1 stays.
+    """Replace every -1 and "auto" by its value, except training.local_batch_size, which does not affect numbers.
 
     The layout must fit `world_size`. Layout keys are not replaced: they may differ between starts.
     """
@@ -155,6 +157,10 @@ def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> J
         data = replace(data, num_streams=training.global_batch_size)
     if data.max_piece_bytes == -1:
         data = replace(data, max_piece_bytes=PIECE_BYTES_PER_POSITION * training.seq_len)
+    if data.num_workers == -1:
+        # Kernels are launched by the training process, whose interpreter a thread would share.
+        launches = device_type == "cuda" and any(open_source(source).holds == "text" for source in data.sources)
+        data = replace(data, num_workers=int(launches))
     return replace(config, training=training, data=data)
 
 

@@ -1,29 +1,16 @@
-"""Describe every key, from the source of the sections, for --help and docs/config.md."""
+"""Describe every key, from the source of the sections, for the help and docs/config.md."""
 
 import ast
-import dataclasses
 import inspect
-import os
-import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args, get_origin
-
-import tyro
+from typing import Any, Literal, get_args, get_origin
 
 from titanlite.config.fields import SECTIONS, alternatives, fields_of, literal, row_type, section_types, types_of
-from titanlite.config.load import CONFIG_FILE, parse_config, split_arguments
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import resolve_model
-
-HELP = """\
-Train a language model: titanlite train CONFIG [--section.key VALUE ...].
-CONFIG is a TOML file or the name of a shipped configuration. The command line
-overrides it; values are written as in TOML, strings without quotes. Given a
-CONFIG, --help shows its values as defaults.
-"""
 
 
 @dataclass(frozen=True)
@@ -90,44 +77,6 @@ def type_label(value_type: Any) -> str:
     if get_origin(value_type) is tuple:
         return f"[{type_label(get_args(value_type)[0])}, ...]"
     return {bool: "{true,false}", int: "INT", float: "FLOAT", str: "STR"}[value_type]
-
-
-def show_help(argv: Sequence[str]) -> None:
-    """If argv asks for help, print all keys with their values, on rank 0, and exit with 0."""
-    arguments = split_arguments(argv)
-    if arguments.wants_help:
-        if os.environ.get("RANK", "0") == "0":
-            config, problems = parse_config(argv)
-            path = arguments.texts.get(CONFIG_FILE)
-            if any(problem.key == CONFIG_FILE and problem.value == path for problem in problems):
-                message = f"titanlite: {path} cannot be read: the defaults below are the built-in ones\n"
-                print(message, file=sys.stderr, flush=True)
-            options = options_type(config)
-            try:
-                tyro.cli(options, prog="titanlite train", description=HELP, args=["--help"], use_underscores=True)
-            except BrokenPipeError:  # the reader has closed the pipe, as in `| head`
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        raise SystemExit(0)
-
-
-def options_type(config: JobConfig) -> Any:
-    """A dataclass of all keys, as tyro prints them; every value is a string, with a label of our own for its type."""
-    sections: list[tuple[str, Any, Any]] = []
-    for section in describe_config(config):
-        fields: list[tuple[str, Any, Any]] = [
-            (key.name, Annotated[str, _argument(key)], key.value) for key in section.keys
-        ]
-        shown: Any = dataclasses.make_dataclass(section.name.title().replace(".", ""), fields, frozen=True)
-        shown.__doc__ = section.text
-        named = Annotated[shown, tyro.conf.arg(name=section.name)]
-        sections.append((section.name.replace(".", "_"), named, shown()))
-    text = "TOML file, or the name of a shipped configuration"
-    file = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG", help=text, help_behavior_hint="")]
-    return dataclasses.make_dataclass("JobConfig", [("config", file, ""), *sections], frozen=True)
-
-
-def _argument(key: Key) -> Any:
-    return tyro.conf.arg(help=key.text, metavar=key.label, help_behavior_hint=f"(default: {key.value})")
 
 
 def _keys(values: Mapping[str, Any], types: Mapping[str, Any], texts: Mapping[str, str]) -> tuple[Key, ...]:

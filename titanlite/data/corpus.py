@@ -26,13 +26,13 @@ from titanlite.data.sources.pieces import (
     TokenPiece,
 )
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.runtime.cache import built_once, cache_folder, content_key, has_hash, hash_of
+from titanlite.runtime.cache import built_once, cache_folder, content_key
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.json_files import JsonError, read_json
+from titanlite.runtime.json_files import read_json
 from titanlite.runtime.retry import retrying
 from titanlite.runtime.text import counted
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 FLUSH_PIECES = 2**16
 
 BYTES_PER_TOKEN = 3
@@ -72,24 +72,15 @@ def open_index(source: TextSource, max_piece_bytes: int) -> PieceIndex:
     facts = ["pieces", FORMAT_VERSION, source.index_settings(), max_piece_bytes, source.content_facts()]
     folder = cache_folder() / "index" / content_key(facts)
     what = f"the index of {source.name}"
-    build = partial(_build, source, max_piece_bytes, what)
-    return PieceIndex(built_once(folder, what, build, _is_valid))
+    return PieceIndex(built_once(folder, what, partial(_build, source, max_piece_bytes, what)))
 
 
 class _Meta(TypedDict):
-    """The schema of meta.json. files: names of files in the index's folder, or paths. hash: of pieces.bin."""
+    """The schema of meta.json. files: names of files in the index's folder, or paths."""
 
     pieces: int
     text_bytes: int
     files: list[str]
-    hash: str
-
-
-def _is_valid(folder: Path) -> bool:
-    try:
-        return has_hash(folder / "pieces.bin", read_json(folder / "meta.json", _Meta)["hash"])
-    except (OSError, JsonError):
-        return False
 
 
 def _build(source: TextSource, max_piece_bytes: int, what: str, into: Path) -> None:
@@ -106,7 +97,7 @@ def _build(source: TextSource, max_piece_bytes: int, what: str, into: Path) -> N
             sizes = np.where(block[:, _LENGTH] < 0, block[:, _SIZE], block[:, _LENGTH])
             text_bytes += int(sizes.sum())
     names = [file.name if file.parent == into else str(file) for file in files]
-    meta = _Meta(pieces=pieces, text_bytes=text_bytes, files=names, hash=hash_of(into / "pieces.bin"))
+    meta = _Meta(pieces=pieces, text_bytes=text_bytes, files=names)
     (into / "meta.json").write_text(json.dumps(meta))
     seconds = time.monotonic() - start
     logger.info("built %s in %.1f s: %s, %s", what, seconds, counted(len(files), "file"), counted(pieces, "piece"))

@@ -21,8 +21,7 @@ def data_fingerprint(section: DataConfig, sources: Sequence[Source]) -> dict[str
     keeps the size of a file of more than 64 KiB and lies between the sampled blocks.** The handling of bad rows is not
     included either: a run that stopped at a bad row can resume with on_bad_row = "skip".
 
-    Called by one process. The cache folder keeps digests until a file's size or time changes. Raises UserError if a
-    file cannot be read.
+    Called by one process: it reads the samples of all files. Raises UserError if a file cannot be read.
     """
     facts: dict[str, Any] = {"stream_version": STREAM_VERSION, "shuffle": section.shuffle}
     if section.shuffle or len(section.sources) > 1:
@@ -56,6 +55,11 @@ def describe_difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> lis
             place = [f"it takes the place and position of {earlier}"] if earlier != name else []
             lines.append(f"{label}: {'; '.join([*place, *changes])}")
     return lines
+
+
+def num_sources(fingerprint: Mapping[str, Any]) -> int:
+    """The number of sources of a result of `data_fingerprint`."""
+    return len(fingerprint.get("sources", ()))
 
 
 def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -58,7 +58,7 @@ class Loader:
         self._preparation = Preparation(assignment, sources, self.stream_ids)
         self._producer = (
             WorkerPool(assignment, self.stream_ids, self._preparation.states())
-            if assignment.section.num_workers
+            if assignment.section.num_workers > 0
             else self._preparation
         )
         self._prefetcher: Prefetcher[PreparedStep] | None = None

@@ -32,6 +32,9 @@ from titanlite.runtime.logging import log
 RECORD_FOLDER = "records"
 """In the dump folder: a file per launch of the run."""
 
+UNFINISHED = "unfinished.new"
+"""Name of a file that is being written: always the same, so that a kill leaves at most one."""
+
 MAX_RECORDS = 8
 """Launches whose records are kept."""
 
@@ -179,13 +182,17 @@ class StepRecorder:
             self._file.parent.mkdir()
         for old in sorted(self._file.parent.glob("*.npz"))[:-MAX_RECORDS]:
             old.unlink()
-        temporary = self._file.with_suffix(".new")
+        temporary = self._file.with_name(UNFINISHED)
         arrays: dict[str, Any] = {"about": np.frombuffer(self._about, np.uint8)}
         arrays |= {name: torch.stack([row[name] for row in self._rows]).numpy() for name in self._rows[0]}
         content = io.BytesIO()
         np.savez(content, **arrays)
-        temporary.write_bytes(content.getbuffer())
-        os.replace(temporary, self._file)
+        try:
+            temporary.write_bytes(content.getbuffer())
+            os.replace(temporary, self._file)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def read_records(dump_folder: Path) -> list[Record]:

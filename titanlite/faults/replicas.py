@@ -6,12 +6,11 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from titanlite.checkpoint.state import local_part
 from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.parallel.mesh import AXES, Mesh
 from titanlite.runtime.agreement import run_on_all_ranks
+from titanlite.runtime.dtensors import is_dtensor, local_part
 from titanlite.runtime.errors import UserError
 
 DIGEST_BITS = 62
@@ -106,7 +105,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def is_replicated(tensor: Tensor, axis: str) -> bool:
     """Whether all ranks of a mesh axis hold the same values of the tensor."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return True
     names = tensor.device_mesh.mesh_dim_names or ()
     return axis not in names or tensor.placements[names.index(axis)].is_replicate()

@@ -148,7 +148,8 @@ class JsonlSink:
             ) from None
         except OSError as error:
             raise UserError(
-                f"cannot write {self._path}: {error.strerror}; the record of step {record.step} is lost"
+                f"cannot write {self._path}: {error.strerror}; the record of step {record.step} is lost; free space, "
+                "or fix the file system, and start again: with checkpoints, the run resumes from the latest one"
             ) from None
 
     def close(self) -> None:

@@ -1,18 +1,56 @@
 """Attention within documents: one interface, and the kernels behind it. Plain torch."""
 
+import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import attention as torch_attention
 from torch.nn import functional
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 MaskForm = Literal["scores", "blocks"]
 """scores: one additive number per query and key; blocks: the 128 x 128 blocks of scores to compute."""
 AttentionMask = Tensor | BlockMask
 """A mask in the form that the kernel of `attend` takes: see `attention_mask`."""
+
+
+def pin_kernels(device: torch.device) -> None:
+    """Set the order in which scaled_dot_product_attention tries its kernels on a GPU, for the process.
+
+    Not for a part of the program: compiled blocks choose the kernel while they are traced, and recomputed blocks in the
+    backward pass, on another thread.
+    """
+    if device.type == "cuda":
+        version = torch.backends.cudnn.version() if torch.version.cuda else None  # on AMD's GPUs it is MIOpen's
+        order = kernel_order(torch.cuda.get_device_capability(device)[0], version or 0)
+        torch_attention._sdpa_kernel(order, set_priority=True)
+
+
+def kernel_order(capability: int, cudnn_version: int) -> list[SDPBackend]:
+    """The kernels of scaled_dot_product_attention in the order of preference; kernels that are not in it are not used.
+
+    cuDNN's is first on Hopper and Blackwell (compute capability 9 and 10), from cuDNN 9.15.1 on: older versions fail
+    for sequence lengths that are not multiples of 128. This is the rule of torch 2.13, for all versions, and so is the
+    environment variable TORCH_CUDNN_SDPA_DEPRIORITIZED.
+    """
+    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    is_wanted = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0") == "0"
+    return (
+        [SDPBackend.CUDNN_ATTENTION, *order] if is_wanted and capability in (9, 10) and cudnn_version > 91500 else order
+    )
+
+
+def chosen_kernel(device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_heads: int, head_dim: int) -> str:
+    """Name of the kernel that scaled_dot_product_attention takes for a causal training step, such as "flash"."""
+    heads = (n_heads, n_kv_heads, n_kv_heads)
+    shapes = [(1, number, 128, head_dim) for number in heads]
+    inputs = [torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
+    choice = torch.ops.aten._fused_sdp_choice(*inputs, is_causal=True, enable_gqa=n_heads != n_kv_heads)
+    return SDPBackend(choice).name.removesuffix("_ATTENTION").lower()
 
 
 def document_arguments(positions: Tensor | None) -> dict[str, Tensor]:
@@ -33,7 +71,13 @@ def attention_mask(document_ids: Tensor | None, dtype: torch.dtype, head_dim: in
         return None
     if mask_form(document_ids.device.type, dtype, head_dim) == "blocks":
         return block_mask(document_ids)
-    return additive_mask(document_ids, dtype)
+    return additive_mask(document_ids, attention_dtype(document_ids.device.type, dtype))
+
+
+def attention_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which `attend` computes: on CPUs at least float32, since torch's kernels in bfloat16 are slower
+    there, by an order of magnitude on some CPUs (docs/LOG.md)."""
+    return torch.promote_types(dtype, torch.float32) if device_type == "cpu" else dtype
 
 
 def mask_form(device_type: str, dtype: torch.dtype, head_dim: int) -> MaskForm:
@@ -80,7 +124,7 @@ def block_mask(document_ids: Tensor) -> BlockMask:
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile `function`, once per input shape; inside a compiled block it becomes part of that block's graph."""
+    """Compile `function`, once per input shape. On first use, since importing torch's compiler takes seconds."""
     return torch.compile(function, dynamic=False)
 
 
@@ -90,9 +134,14 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | 
     All tensors are (batch, heads, seq_len, head_dim), the result as the queries. Keys and values may have fewer heads
     than the queries (grouped-query attention).
     """
+    dtype, wide = queries.dtype, attention_dtype(queries.device.type, queries.dtype)
+    if wide != dtype:
+        return attend(queries.to(wide), keys.to(wide), values.to(wide), mask).to(dtype)
     grouped = queries.shape[1] != keys.shape[1]
     if isinstance(mask, BlockMask):
-        out: Tensor = compiled(flex_attention)(queries, keys, values, block_mask=mask, enable_gqa=grouped)
+        # A compiled block traces the function itself: Dynamo warns about a cache that it meets.
+        function: Any = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
+        out: Tensor = function(queries, keys, values, block_mask=mask, enable_gqa=grouped)
         return out
     return functional.scaled_dot_product_attention(
         queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped

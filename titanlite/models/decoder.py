@@ -11,7 +11,7 @@ from titanlite.models.attention import AttentionMask, attention_mask
 from titanlite.models.family import DecoderConfig, LanguageModel, Plan, TensorStyle
 from titanlite.models.head import OutputLayer
 from titanlite.models.init import Init
-from titanlite.models.layers import Attention, FeedForward, RopeScaling, RotaryEmbedding, RotaryTables
+from titanlite.models.layers import Attention, FeedForward, RMSNorm, RopeScaling, RotaryEmbedding, RotaryTables
 from titanlite.runtime.errors import Problem, require
 
 
@@ -20,9 +20,9 @@ class Block(nn.Module):
 
     def __init__(self, config: DecoderConfig, attention: Attention) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = attention
-        self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config.dim, config.ffn_dim)
 
     def forward(self, x: Tensor, rope: RotaryTables, mask: AttentionMask | None) -> Tensor:
@@ -44,9 +44,11 @@ class Decoder(LanguageModel):
     ) -> None:
         super().__init__()
         self.config = config
-        self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        # nn.Embedding(...) does the same, but on the meta device it imports torch._dynamo, which takes half a second
+        embeddings = torch.randn(config.vocab_size, config.dim)
+        self.tok_embeddings: nn.Embedding | None = nn.Embedding.from_pretrained(embeddings, freeze=False)
         self.layers = nn.ModuleDict({str(index): Block(config, attention()) for index in range(config.n_layers)})
-        self.norm: nn.RMSNorm | None = nn.RMSNorm(config.dim, config.norm_eps)
+        self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
         self.output: OutputLayer | None = OutputLayer(config.dim, config.vocab_size)
         self.rope = RotaryEmbedding(config.head_dim, config.max_seq_len, config.rope_theta, scaling)
         self.tie_weights()
@@ -59,7 +61,7 @@ class Decoder(LanguageModel):
         if self.config.tie_embeddings:
             assert self.tok_embeddings is not None, "tied, and on different stages"
             assert self.output is not None, "tied, and on different stages"
-            self.output.weight = self.tok_embeddings.weight
+            self.output.weight = next(self.tok_embeddings.parameters())
 
     def init_buffers(self, device: torch.device) -> None:
         """Compute the rotary tables on `device`, in promote_types(the parameters' dtype, float32)."""

@@ -107,7 +107,10 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def tie_weights(self) -> None:
-        """Tie shared parameters again, if the model has any; needed after any call that replaces parameters."""
+        """Tie shared parameters again, if the model has any; needed after any call that replaces parameters.
+
+        Take a parameter from `parameters()`: an attribute may be its cast to the compute dtype.
+        """
 
     @abstractmethod
     def init_buffers(self, device: torch.device) -> None:

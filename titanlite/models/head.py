@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from titanlite.runtime.dtensors import is_dtensor
 from titanlite.runtime.errors import ranged
 
 CHUNK_BYTES = 128 * 2**20
@@ -73,7 +73,7 @@ class OutputLayer(nn.Linear):
             return super().forward(x)
         assert num_valid is not None, "labels without num_valid"
         weight, vocabulary = self.weight, Vocabulary(0, self.out_features)
-        if isinstance(weight, DTensor):
+        if is_dtensor(weight):
             mesh, rows = weight.device_mesh, -(-self.out_features // weight.device_mesh.size())
             start = min(rows * mesh.get_local_rank(), self.out_features)
             vocabulary = Vocabulary(start, self.out_features, mesh.get_group(), self.gathers_logits)

@@ -11,13 +11,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from titanlite.runtime.dtensors import is_dtensor
+
+if TYPE_CHECKING:
+    import torch.distributed.tensor._utils
 
 INIT_VERSION = 1
 """Version of the scheme. Increment it with any change of the values, since that changes every run."""
@@ -63,10 +66,11 @@ def local_region(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ..
     The shard shares the tensor's memory, without its autograd graph. It is a single box of the global tensor, also if
     two mesh axes shard the same dimension, as tensor parallelism and fully_shard do.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim()
     local = tensor.to_local().detach()
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    utils = torch.distributed.tensor._utils  # imported, since there is a DTensor
+    shape, offset = utils.compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     assert tuple(shape) == tuple(local.shape), f"local part {tuple(local.shape)} is not the box {tuple(shape)}"
     return local, tuple(tensor.shape), tuple(offset)
 

@@ -6,6 +6,7 @@ Operations in higher precision use promote_types(dtype, float32), so a float64 m
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +38,55 @@ class RopeScaling:
         return inv_freq * (unscaled + (1.0 - unscaled) / self.factor)
 
 
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019): x / rms(x) * weight."""
+
+    eps: float  # in torch it may be None, too
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (…, dim), normalized along dim. Returns the same shape and dtype."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight along the last dimension, computed in promote_types(x.dtype, float32)."""
+    out: Tensor
+    if x.device.type == "cpu":
+        out = _RMSNormOnCPU.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    else:
+        out = functional.rms_norm(x, weight.shape, weight, eps)
+    return out
+
+
+class _RMSNormOnCPU(torch.autograd.Function):
+    """On a CPU torch composes its rms_norm of single operations, whose backward pass takes 3 times as long as this one,
+    and whose saved tensors take twice the memory (docs/LOG.md)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square_()
+        inverse = square.div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        out: Tensor = (x * inverse).mul_(weight).to(x.dtype)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        """With n = x * inverse and g = gradient * weight, the gradient of x is inverse * (g - n * mean(g * n)), and
+        that of the weight is the sum of gradient * n."""
+        x, weight, inverse = ctx.saved_tensors
+        wide = inverse.dtype
+        product = (gradient.to(wide) * x).mul_(inverse)
+        mean = (product @ weight.to(wide)).div_(x.shape[-1]).unsqueeze(-1)
+        of_x = (gradient.to(wide) * weight).addcmul_(x, mean * inverse, value=-1).mul_(inverse)
+        return of_x.to(x.dtype), product.flatten(0, -2).sum(0).to(weight.dtype), None
+
+
 class RotaryTables:
-    """Cosines and sines of one forward pass: (seq_len or more, head_dim / 2), or (batch, seq_len, head_dim / 2).
+    """Cosines and sines of one forward pass: (seq_len or more, head_dim), or (batch, seq_len, head_dim).
+
+    The columns i and i + head_dim / 2 have the same angle, and the sines of the first half are negative.
 
     Neither a tuple nor a dataclass: fully_shard and replicate cast floating-point tensors in a block's arguments to the
     compute dtype, also inside of tuples and dataclasses; tables in bfloat16 would lose the angles' precision.
@@ -58,15 +106,38 @@ class RotaryTables:
         seq_len = x.shape[1]
         cos = self.cos[..., :seq_len, :].unsqueeze(-2)
         sin = self.sin[..., :seq_len, :].unsqueeze(-2)
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+        rotated: Tensor = _Rotation.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+        return rotated
+
+
+class _Rotation(torch.autograd.Function):
+    """x * cos + swap(x) * sin, where swap exchanges the halves of a head. Backward rotates back.
+
+    Half of the time of plain operations on a CPU, whose gradients are padded with zeros and added.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(gradient, cos, -sin), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    swapped = torch.cat((second, first), dim=-1).to(torch.promote_types(x.dtype, cos.dtype))
+    return swapped.mul_(sin).addcmul_(x, cos).to(x.dtype)
 
 
 class RotaryEmbedding(nn.Module):
     """Tables of rotary position embeddings (Su et al., "RoFormer", 2021) for positions 0 … max_seq_len - 1.
 
-    scaling: of the wavelengths; None for no scaling. The buffers `cos` and `sin` (max_seq_len, head_dim / 2) are
-    undefined until `init_buffers`.
+    scaling: of the wavelengths; None for no scaling. The buffers `cos` and `sin` (max_seq_len, head_dim), as in
+    RotaryTables, are undefined until `init_buffers`.
     """
 
     cos: Tensor
@@ -78,8 +149,8 @@ class RotaryEmbedding(nn.Module):
         self.max_seq_len = max_seq_len
         self.theta = theta
         self.scaling = scaling
-        self.register_buffer("cos", torch.empty(max_seq_len, head_dim // 2), persistent=False)
-        self.register_buffer("sin", torch.empty(max_seq_len, head_dim // 2), persistent=False)
+        self.register_buffer("cos", torch.empty(max_seq_len, head_dim), persistent=False)
+        self.register_buffer("sin", torch.empty(max_seq_len, head_dim), persistent=False)
 
     def init_buffers(self, device: torch.device, dtype: torch.dtype) -> None:
         """Compute the tables in float64 on the CPU (same on every device); store them as `dtype` on `device`."""
@@ -88,8 +159,9 @@ class RotaryEmbedding(nn.Module):
         inv_freq = inv_freq if self.scaling is None else self.scaling.apply(inv_freq)
         positions = torch.arange(self.max_seq_len, dtype=torch.float64, device="cpu")
         angles = torch.outer(positions, inv_freq)
-        self.cos = angles.cos().to(device=device, dtype=dtype)
-        self.sin = angles.sin().to(device=device, dtype=dtype)
+        cos, sin = angles.cos(), angles.sin()
+        self.cos = torch.cat((cos, cos), dim=-1).to(device=device, dtype=dtype)
+        self.sin = torch.cat((-sin, sin), dim=-1).to(device=device, dtype=dtype)
 
     def forward(self, positions: Tensor | None) -> RotaryTables:
         """Tables for `positions`, int64 (batch, seq_len), each below max_seq_len; None: 0, 1, 2, … in every row."""
@@ -120,8 +192,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
         self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
-        self.q_norm = None if head_norm_eps is None else nn.RMSNorm(head_dim, head_norm_eps)
-        self.k_norm = None if head_norm_eps is None else nn.RMSNorm(head_dim, head_norm_eps)
+        self.q_norm = None if head_norm_eps is None else RMSNorm(head_dim, head_norm_eps)
+        self.k_norm = None if head_norm_eps is None else RMSNorm(head_dim, head_norm_eps)
 
     def forward(self, x: Tensor, rope: RotaryTables, mask: AttentionMask | None) -> Tensor:
         """x: (batch, seq_len, dim); mask: from attention_mask, None: causal. Returns (batch, seq_len, dim)."""

@@ -4,14 +4,16 @@ from typing import Any
 
 import torch
 
-from titanlite.optim.optimizer import OptimizerConfig, OptimizerKind
+from titanlite.optim.optimizer import OptimizerConfig, OptimizerKind, without_compiler
+
+EagerAdamW = without_compiler(torch.optim.AdamW)
 
 
 def build(
     groups: list[dict[str, Any]], section: OptimizerConfig, implementation: str, device: torch.device
 ) -> torch.optim.AdamW:
     fused = implementation == "fused"
-    return torch.optim.AdamW(
+    return EagerAdamW(
         groups,
         lr=section.lr,
         betas=(section.beta1, section.beta2),

@@ -1,13 +1,14 @@
 """The interface of optimizers, and conditional updates that are decided on the device."""
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.errors import ranged
 
 
@@ -31,6 +32,19 @@ class OptimizerConfig:
     """Parameters without weight decay: shell patterns, matched against the full parameter name."""
     implementation: Literal["auto", "fused", "foreach", "for-loop"] = "auto"
     """auto: fused AdamW, foreach SGD. torch has no fused SGD for sharded parameters."""
+
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
+
+
+def without_compiler(kind: type[AnyOptimizer]) -> type[AnyOptimizer]:
+    """A subclass of a torch optimizer with the same methods, which do not import torch._dynamo.
+
+    torch wraps them for programs that compile the optimizer. The wrappers import torch._dynamo at their first call,
+    which takes 0.6 seconds of CPU time.
+    """
+    methods = {name: inspect.unwrap(getattr(kind, name)) for name in ("add_param_group", "zero_grad")}
+    return type(kind.__name__, (kind,), {**methods, "step": torch.no_grad()(inspect.unwrap(kind.step))})
 
 
 @dataclass(frozen=True)
@@ -101,12 +115,7 @@ class GatedOptimizer:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    yield (id(parameter), "parameter"), _local(parameter)
+                    yield (id(parameter), "parameter"), local_part(parameter)
                     for name, value in self.optimizer.state[parameter].items():
                         if isinstance(value, Tensor):
-                            yield (id(parameter), name), _local(value)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's shard as a plain tensor that shares its memory."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+                            yield (id(parameter), name), local_part(value)

@@ -1,6 +1,5 @@
 """Table of the optimizers, their construction, and their memory."""
 
-from collections import Counter
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
@@ -52,19 +51,26 @@ def build_optimizer(section: OptimizerConfig, model_parts: Iterable[nn.Module], 
 
 
 def state_bytes(section: OptimizerConfig, parameters: Iterable[Tensor]) -> int:
-    """Bytes of optimizer state after a step, for this rank's shards of the parameters. Allocates nothing.
+    """Bytes of optimizer state after a step, for this rank's shards of the parameters. Allocates nothing of their size.
 
     The step count of each tensor is on the device (fused, or any implementation on an accelerator) or on the host.
     """
-    counts = Counter((parameter.shape, parameter.dtype) for parameter in parameters)
-    samples = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape, dtype in counts]
-    for sample in samples:
-        sample.grad = torch.empty_like(sample)
-    optimizer = OPTIMIZERS[section.name].build([{"params": samples}], section, "for-loop", torch.device("cpu"))
+    # A step on a small parameter of each dtype. One on the meta device would import torch._dynamo: half a second.
+    parameters = list(parameters)
+    samples = {dtype: nn.Parameter(torch.zeros(2, 3, dtype=dtype)) for dtype in {p.dtype for p in parameters}}
+    for sample in samples.values():
+        sample.grad = torch.zeros_like(sample)
+    optimizer = OPTIMIZERS[section.name].build(
+        [{"params": list(samples.values())}], section, "for-loop", torch.device("cpu")
+    )
     optimizer.step()
-    states = (optimizer.state.get(sample, {}) for sample in samples)
-    sizes = (sum(value.nbytes for value in state.values() if isinstance(value, Tensor)) for state in states)
-    return sum(count * size for count, size in zip(counts.values(), sizes, strict=True))
+    states = {dtype: optimizer.state.get(sample, {}).values() for dtype, sample in samples.items()}
+    total = 0
+    for parameter in parameters:
+        for value in (value for value in states[parameter.dtype] if isinstance(value, Tensor)):
+            assert value.shape in ((), (2, 3)), "state must be of the parameter's shape, or a scalar"
+            total += value.itemsize * (parameter.numel() if value.dim() else 1)
+    return total
 
 
 def update_bytes(section: OptimizerConfig, parameter_bytes: int, optimizer_bytes: int) -> int:

@@ -4,7 +4,9 @@ from typing import Any
 
 import torch
 
-from titanlite.optim.optimizer import OptimizerConfig, OptimizerKind
+from titanlite.optim.optimizer import OptimizerConfig, OptimizerKind, without_compiler
+
+EagerSGD = without_compiler(torch.optim.SGD)
 
 
 def build(
@@ -13,7 +15,7 @@ def build(
     implementation: str,
     device: torch.device,  # noqa: ARG001
 ) -> torch.optim.SGD:
-    return torch.optim.SGD(groups, lr=section.lr, foreach=implementation == "foreach")
+    return EagerSGD(groups, lr=section.lr, foreach=implementation == "foreach")
 
 
 SGD = OptimizerKind(build, has_fused=False)

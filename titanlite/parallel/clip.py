@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from titanlite.runtime.dtensors import is_dtensor
 
 NormType = Literal["2", "inf"]
 
@@ -86,7 +87,7 @@ def _norms(gradients: list[Tensor], norm_type: NormType, dtype: torch.dtype) -> 
 
 def _shard_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
     """Process groups of the mesh axes with more than one rank over which the parameter is sharded."""
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return ()
     mesh = parameter.device_mesh
     return tuple(
@@ -97,8 +98,8 @@ def _shard_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _local(parameter: Tensor, gradient: Tensor) -> Tensor:
-    if not isinstance(gradient, DTensor):
+    if not is_dtensor(gradient):
         return gradient
-    assert isinstance(parameter, DTensor)
+    assert is_dtensor(parameter)
     assert gradient.placements == parameter.placements, "the gradient is not reduced yet"
     return gradient.to_local()

@@ -29,16 +29,21 @@ def apply_data_parallel(
     """Wrap the plan's FSDP units and then the root, in place; return descriptions for the start log.
 
     Mesh axes: dp_replicate and dp_shard. Both larger than 1: hybrid sharding; dp_shard alone: `fully_shard`; else
-    `replicate`, also on a single rank, so that the mixed-precision policy applies everywhere. The model is not wrapped
-    if dp_replicate, dp_shard and tp are 1 and all dtypes are equal: there is nothing to reduce or cast, and the
-    wrapper's copies of gradients would cost 5 % of a step (docs/LOG.md).
+    `replicate`. If dp_replicate, dp_shard and tp are 1, there is nothing to reduce, and `replicate` would copy each
+    gradient several times (docs/LOG.md): the model is not wrapped, and its parameters are cast if necessary. Exceptions
+    are a reduce_dtype other than that of the parameters, in which gradients accumulate, and a pipeline with casts:
+    each microbatch in flight would keep its own cast parameters.
 
     Computes in `param_dtype`, reduces gradients in `reduce_dtype`, as plain sums.
     """
     replicas, shards = mesh["dp_replicate"].size(), mesh["dp_shard"].size()
-    unsharded = replicas * shards * mesh["tp"].size() == 1
-    if unsharded and param_dtype == reduce_dtype == next(model.parameters()).dtype:
-        return []
+    stored = next(model.parameters()).dtype
+    if replicas * shards * mesh["tp"].size() == 1 and reduce_dtype == stored:
+        if param_dtype == stored:
+            return []
+        if mesh["pp"].size() == 1:
+            cast_parameters(model, param_dtype)
+            return [f"a cast of parameters to {param_dtype}"]
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     units = [[model.get_submodule(name) for name in unit] for unit in plan.units]
     if shards == 1:
@@ -68,6 +73,29 @@ def apply_data_parallel(
                 "parameters of this model may get no gradient: install torch 2.13 or newer"
             )
     return [applied]
+
+
+class CastModule:
+    """Base class of modules that compute with their parameters cast to `compute_dtype`."""
+
+    compute_dtype: torch.dtype
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let all modules compute with their parameters cast to `dtype`, in place; gradients keep the parameters' dtype.
+
+    Attributes of parameters then read as the cast. Names do not change, nor do the parameters that `named_parameters`
+    returns. Recomputation casts again, and compilation includes the casts in its graph.
+    """
+    for module in model.modules():
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        if names:
+            kind, casts = type(module), {name: _cast(name, dtype) for name in names}
+            module.__class__ = type(kind.__name__, (CastModule, kind), {"compute_dtype": dtype, **casts})
+
+
+def _cast(name: str, dtype: torch.dtype) -> property:
+    return property(lambda module: module._parameters[name].to(dtype))
 
 
 def resolve_gradient_sync(policy: GradientSync, mesh: DeviceMesh) -> GradientSync | None:
@@ -108,7 +136,8 @@ def running_dtypes(model: nn.Module) -> tuple[torch.dtype, torch.dtype, torch.dt
     parameters = next(model.parameters()).dtype
     root = next(wrapped_modules(model), None)
     if root is None:
-        return parameters, parameters, parameters
+        casts = (module.compute_dtype for module in model.modules() if isinstance(module, CastModule))
+        return parameters, next(casts, parameters), parameters
     policy = root._get_fsdp_state()._mp_policy
     compute = policy.param_dtype or parameters
     return parameters, compute, policy.reduce_dtype or compute

@@ -4,15 +4,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch._functorch.config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import get_schedule_class
 
 from titanlite.models.family import Plan
 from titanlite.parallel.compile import can_split_compiled_backward
@@ -283,6 +281,14 @@ def keep_units_(model: nn.Module, plan: Plan, stage: range) -> Plan:
     return replace(plan, units=units, blocks={name: index for name, index in plan.blocks.items() if name in names})
 
 
+def schedule_class(name: PipelineSchedule) -> Any:
+    """torch's class of a schedule."""
+    # slow to import: it imports torch._dynamo, 0.6 seconds of CPU time, which a run without pipeline does not need
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    return get_schedule_class(name)
+
+
 class Pipeline:
     """The stages of this rank and their schedule, for forward and backward passes of entire batches.
 
@@ -304,6 +310,8 @@ class Pipeline:
         """
         rows: sequences of a batch. dim, dtype: width of the residual stream, and the dtype of its computation.
         """
+        from torch.distributed.pipelining import PipelineStage  # slow to import: see schedule_class
+
         indexes = local_stages(section, mesh["pp"].get_local_rank())
         last = num_stages(section) - 1
         self._microbatch_size = section.pp_microbatch_size
@@ -337,8 +345,7 @@ class Pipeline:
         if splits_backward(section):
             # Compiled backward passes would free buffers that the second half of a split backward still needs.
             torch._functorch.config.donated_buffer = False
-        schedule = get_schedule_class(section.pp_schedule)
-        self._schedule = schedule(
+        self._schedule = schedule_class(section.pp_schedule)(
             stages if len(stages) > 1 else stages[0],
             n_microbatches=rows // self._microbatch_size,
             loss_fn=self._keep_shares,

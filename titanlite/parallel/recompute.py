@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -25,18 +26,25 @@ SAVED_OPS: tuple[Any, ...] = (
 """Operations whose results selective_policy "op" saves: the most expensive ones to compute or communicate. The rest
 (norms, rotations, activation functions, gathers) is recomputed."""
 
+PARTITIONING_BACKENDS = ("inductor", "aot_eager")
+"""Backends of torch.compile whose partition of forward and backward follows the memory budget."""
+
 
 @dataclass(frozen=True)
 class ActivationCheckpointConfig:
     """Activation checkpointing; it does not change the numerics."""
 
-    mode: Literal["none", "full", "selective"] = "none"
-    """full: a block saves only its input; selective: see selective_policy."""
+    mode: Literal["none", "full", "selective", "memory_budget"] = "none"
+    """full: a block saves only its input; selective: see selective_policy; memory_budget: the compiler chooses what to
+    recompute, see memory_budget."""
     selective_policy: Literal["layer", "op"] = "op"
     """layer: every selective_every-th block saves only its input, the others all activations; op: all blocks save the
     results of matrix products, attention and reductions."""
     selective_every: int = ranged(2, "1 recomputes every block, 2 every other one", least=1)
     """layer: blocks 0, selective_every, 2 x selective_every, ... are recomputed."""
+    memory_budget: float = ranged(0.5, "0.5 is a start", least=0.0, most=1.0)
+    """memory_budget: share of the activations that a compiled block may save, of those that it saves with mode "none".
+    0: only its input. The compiler recomputes the cheapest operations."""
     preserve_rng_state: bool = True
     """Restore torch's random state, so that a recomputation draws the same numbers as the forward pass."""
     determinism_check: Literal["default", "none"] = "default"
@@ -48,17 +56,39 @@ class ActivationCheckpointConfig:
 
 
 def check_activation_checkpoint(
-    section: ActivationCheckpointConfig, *, compiled: bool, pp_schedule: str, splits_backward: bool
+    section: ActivationCheckpointConfig,
+    *,
+    compiled: bool,
+    backend: str,
+    tp: int,
+    pp_schedule: str,
+    splits_backward: bool,
 ) -> list[Problem]:
-    """Check the section against the pipeline schedule.
+    """Check the section against the compiler and the pipeline schedule.
 
-    compiled: whether blocks are compiled. splits_backward: whether `pp_schedule` computes gradients of weights
-    separately from those of inputs. Each of the two passes recomputes, but torch's saved results of operations can be
-    read only once, unless compilation merges the two.
+    compiled: whether blocks are compiled, with `backend`. splits_backward: whether `pp_schedule` computes gradients of
+    weights separately from those of inputs. Each of the two passes recomputes, but torch's saved results of operations
+    can be read only once, unless compilation merges the two.
     """
     key = "activation_checkpoint"
+    by_budget = section.mode == "memory_budget"
     return [
         *check_ranges(section, key),
+        *require(
+            not by_budget or (compiled and backend in PARTITIONING_BACKENDS),
+            f"{key}.mode",
+            section.mode,
+            "only for compiled blocks, with a backend that chooses what to recompute: "
+            + ", ".join(PARTITIONING_BACKENDS),
+            'compile.enable = true with compile.backend = "inductor", or mode = "selective"',
+        ),
+        *require(
+            not by_budget or tp == 1,
+            f"{key}.mode",
+            section.mode,
+            f"only with parallelism.tp = 1, and it is {tp}: the compiler does not know the cost of communication",
+            'mode = "selective"',
+        ),
         *require(
             compiled or not splits_backward or not inside_compilation(section),
             f"{key}.selective_policy",
@@ -84,10 +114,14 @@ def apply_recompute(model: nn.Module, plan: Plan, section: ActivationCheckpointC
     """Apply activation checkpointing to the blocks, in place; return descriptions for the start log.
 
     Replaces a block's forward, so that parameter names do not change. To be called before the blocks are compiled if
-    `inside_compilation(section)`, else after.
+    `inside_compilation(section)`, else after. The memory budget is a setting of the process, for all blocks that are
+    compiled later.
     """
+    functorch_config.activation_memory_budget = section.memory_budget if section.mode == "memory_budget" else 1.0
     if section.mode == "none":
         return []
+    if section.mode == "memory_budget":
+        return [f"recomputation with a memory budget of {section.memory_budget:g}"]
     for name, index in plan.blocks.items():
         if recomputes(section, index):
             block = model.get_submodule(name)
@@ -97,9 +131,9 @@ def apply_recompute(model: nn.Module, plan: Plan, section: ActivationCheckpointC
 
 
 def recomputes(section: ActivationCheckpointConfig, index: int) -> bool:
-    """Whether the block `index` of the full model is recomputed."""
+    """Whether the block `index` of the full model is recomputed, in full or by operation."""
     by_layer = section.mode == "selective" and section.selective_policy == "layer"
-    return section.mode != "none" and (not by_layer or index % section.selective_every == 0)
+    return section.mode in ("full", "selective") and (not by_layer or index % section.selective_every == 0)
 
 
 def _recomputed(forward: Callable[..., Any], section: ActivationCheckpointConfig) -> Callable[..., Any]:

@@ -1,33 +1,31 @@
-"""Tensor parallelism with sequence parallelism, by the tensor styles of a family's plan."""
+"""Tensor parallelism with sequence parallelism, by the tensor styles of a family's plan.
 
-import inspect
+Parameters are DTensors. The modules compute with plain tensors, this rank's parts of the parameters, and exchange
+activations explicitly: each operation on DTensors would cost a tenth of a millisecond, forward and backward.
+"""
+
+from collections.abc import Callable
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.nn import functional
 
 from titanlite.models.family import LanguageModel, Plan, TensorStyle
-
-_SEQUENCE = Shard(1)
-_HEADS_DIM = 2
+from titanlite.models.layers import RMSNorm, rms_norm
 
 
 def apply_tensor_parallel(model: LanguageModel, plan: Plan, mesh: DeviceMesh) -> list[str]:
     """Shard the model's parameters over the tp axis, in place; return descriptions for the start log.
 
-    Between blocks, activations are (batch, seq_len / tp, dim) on each rank. Backward
-    sums the gradients of replicated parameters (norms) over tp, since each rank computes a part of the positions or of
-    the heads.
+    Between blocks, activations are (batch, seq_len / tp, dim) on each rank. Replaces the forward of modules with
+    parameters, so that names do not change. The gradients of replicated parameters (norms) are parts of sums over tp,
+    since each rank computes a part of the positions or of the heads; data parallelism adds them up.
     """
     axis = mesh["tp"]
     if axis.size() == 1:
@@ -35,10 +33,7 @@ def apply_tensor_parallel(model: LanguageModel, plan: Plan, mesh: DeviceMesh) ->
     for name, module in list(model.named_modules()):
         style = tensor_style(plan, name)
         if style is not None:
-            parallelize_module(module, axis, _torch_style(style, module))
-        if style == "vocabulary":
-            # Its output is a pending collective, which a compiled block's backward cannot take; clone waits for it.
-            module.register_forward_hook(lambda _module, _args, output: output.clone())
+            _apply(style, name, module, axis)
     model.tie_weights()
     left_out = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     assert not left_out, f"the plan has no tensor style for {left_out}"
@@ -53,44 +48,111 @@ def tensor_style(plan: Plan, name: str) -> TensorStyle | None:
     return None
 
 
-def _torch_style(style: TensorStyle, module: nn.Module) -> ParallelStyle:
-    match style:
-        case "vocabulary":
-            return RowwiseParallel(input_layouts=Replicate(), output_layouts=_SEQUENCE)
-        case "norm":
-            return SequenceParallel()
-        case "head_norm":
-            # Declare the input as sharded over heads, so that backward sums the weight's gradient over tp.
-            return SequenceParallel(sequence_dim=_HEADS_DIM, use_local_output=True)
-        case "gather":
-            others = (None,) * (len(inspect.signature(module.forward).parameters) - 1)
-            return PrepareModuleInput(input_layouts=(_SEQUENCE, *others), desired_input_layouts=(Replicate(), *others))
-        case "column":
-            return ColwiseParallel()
-        case "row":
-            return RowwiseParallel(output_layouts=_SEQUENCE)
-        case "logits":
-            return _Head()
+def _apply(style: TensorStyle, name: str, module: nn.Module, axis: DeviceMesh) -> None:
+    if style in ("gather", "logits"):
+        module.register_forward_pre_hook(partial(_gather_input, group=axis.get_group()))
+    if style == "gather":
+        return
+    kind, placement, forward = _STYLES[style]
+    names, (weight, *_) = zip(*module.named_parameters(recurse=False), strict=True)
+    assert isinstance(module, kind), f'{name}: tensor style "{style}" is for {kind.__name__}'
+    assert names == ("weight",), f'{name}: tensor style "{style}" is for modules with a weight and nothing else'
+    module.weight = nn.Parameter(distribute_tensor(weight, axis, [placement]))
+    if forward is not None:
+        module.forward = partial(forward, module, axis.get_group())
 
 
-class _Head(ParallelStyle):
-    """The output layer: its weight is sharded by rows, its input gathered along the sequence.
+def _look_up(embedding: nn.Embedding, group: dist.ProcessGroup, tokens: Tensor) -> Tensor:
+    weight = _local(embedding.weight)
+    rows = -(-embedding.num_embeddings // group.size())
+    ids = tokens - rows * group.rank()
+    elsewhere = (ids < 0) | (ids >= len(weight))
+    found = functional.embedding(ids.masked_fill(elsewhere, 0), weight)
+    return _scatter(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), group)
 
-    The layer computes with plain tensors. Each rank's gradient of the input is a part of a sum, from its ids.
-    """
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, self._shard_weight, self._gather_input)  # type: ignore[arg-type]
+def _normalize(norm: RMSNorm, group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    del group
+    return rms_norm(x, _local(norm.weight, Partial()), norm.eps)
+
+
+def _project(linear: nn.Linear, group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    del group
+    return functional.linear(x, _local(linear.weight))
+
+
+def _project_and_sum(linear: nn.Linear, group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    return _scatter(functional.linear(x, _local(linear.weight)), group)
+
+
+_STYLES: dict[TensorStyle, tuple[type[nn.Module], Placement, Callable[..., Tensor] | None]] = {
+    "vocabulary": (nn.Embedding, Shard(0), _look_up),
+    "norm": (RMSNorm, Replicate(), _normalize),
+    "head_norm": (RMSNorm, Replicate(), _normalize),
+    "column": (nn.Linear, Shard(0), _project),
+    "row": (nn.Linear, Shard(1), _project_and_sum),
+    "logits": (nn.Linear, Shard(0), None),
+}
+"""Style -> type of the module, placement of its weight over tp, and its forward (None: it keeps its own)."""
+
+
+def _local(weight: Tensor, gradient: Placement | None = None) -> Tensor:
+    """This rank's part of a weight. gradient: its placement, by default that of the weight."""
+    assert isinstance(weight, DTensor)
+    local: Tensor = weight.to_local(grad_placements=None if gradient is None else [gradient])
+    return local
+
+
+def _gather_input(_module: nn.Module, args: tuple[Any, ...], group: dist.ProcessGroup) -> tuple[Any, ...]:
+    """Gather the first argument along the sequence. Its gradients on the ranks are parts of a sum."""
+    return _Gather.apply(args[0], group), *args[1:]  # type: ignore[no-untyped-call]
+
+
+def _scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum `x`, (batch, seq_len, dim), over the ranks; returns this rank's part of the sequence."""
+    part: Tensor = _Scatter.apply(x, group)  # type: ignore[no-untyped-call]
+    return part
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather along the sequence: (batch, seq_len / tp, dim) -> (batch, seq_len, dim)."""
 
     @staticmethod
-    def _shard_weight(name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:  # noqa: ARG004
-        for key, parameter in list(module.named_parameters(recurse=False)):
-            module.register_parameter(key, nn.Parameter(distribute_tensor(parameter, device_mesh, [Shard(0)])))
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_gather(x, group)
 
     @staticmethod
-    def _gather_input(module: nn.Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh) -> tuple[Any, ...]:  # noqa: ARG004
-        x = inputs[0]
-        if not isinstance(x, DTensor):  # torch's norm style returns a DTensor
-            x = DTensor.from_local(x, device_mesh, [_SEQUENCE], run_check=False)
-        gathered = x.redistribute(device_mesh, [Replicate()])
-        return gathered.to_local(grad_placements=[Partial()]), *inputs[1:]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _reduce_scatter(gradient, ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    """Reduce-scatter along the sequence: (batch, seq_len, dim) -> (batch, seq_len / tp, dim)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(gradient, ctx.group), None
+
+
+# Functional collectives, which compiled blocks and the recompute policies know.
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    operations = torch.ops._c10d_functional
+    parts = operations.wait_tensor(operations.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
+    return torch.cat(parts.chunk(group.size()), dim=1)
+
+
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    operations = torch.ops._c10d_functional
+    parts = torch.cat(x.chunk(group.size(), dim=1))
+    part: Tensor = operations.wait_tensor(
+        operations.reduce_scatter_tensor(parts, "sum", group.size(), group.group_name)
+    )
+    return part

@@ -8,23 +8,22 @@ from titanlite.models.family import DecoderConfig, Plan
 
 @dataclass(frozen=True)
 class MicrobatchShape:
-    """One microbatch on one of `tp` ranks: rows x seq_len positions, in a compute dtype of `element_bytes`.
+    """One microbatch on one of `tp` ranks: rows x seq_len positions, in a compute dtype of `element_bytes`, attention
+    in one of `attention_bytes`.
 
     loss_chunk: positions whose logits exist at the same time. shard_logits: whether each rank has the logits of its
     part of the vocabulary only. recomputes_logits: whether the head's backward pass computes them again, as with a
-    pipeline. fused_norm: whether RMSNorm is one kernel, as on
-    CUDA; elsewhere torch composes it of several operations, whose saved tensors take more memory. mask: the form of the
-    document mask; None: each row is one document.
+    pipeline. mask: the form of the document mask; None: each row is one document.
     """
 
     rows: int
     seq_len: int
     tp: int
     element_bytes: int
+    attention_bytes: int
     loss_chunk: int
     shard_logits: bool
     recomputes_logits: bool
-    fused_norm: bool
     mask: MaskForm | None = None
 
 
@@ -63,11 +62,14 @@ def activation_bytes(config: DecoderConfig, plan: Plan, shape: MicrobatchShape) 
     gathered = positions * config.dim * size
     heads = positions * (query_dim + 2 * kv_dim) * size // tp  # queries, keys, values
     attended = positions * query_dim * size // tp
+    # copies in a wider dtype: saved in place of queries, keys and values, and beside the result
+    wider = shape.attention_bytes / size
+    attention = int(heads * wider) + attended + (int(attended * wider) if wider > 1 else 0)
     logsumexp = positions * config.n_heads * wide // tp
     hidden = positions * config.ffn_dim * size // tp
-    norm = _norm_bytes(config.dim, positions // tp, size, wide, fused=shape.fused_norm)
+    norm = _norm_bytes(config.dim, positions // tp, size, wide)
     normed_heads = positions * (config.n_heads + config.n_kv_heads) // tp if head_norms else 0
-    head_norm = _norm_bytes(config.head_dim, normed_heads, size, wide, fused=shape.fused_norm)
+    head_norm = _norm_bytes(config.head_dim, normed_heads, size, wide)
     row_outputs = 2 * (gathered + (residual if tp > 1 else 0))  # of wo and w2, before and after the reduction
     own_ids = -(-config.vocab_size // tp)
     columns = own_ids if shape.shard_logits else config.vocab_size
@@ -76,8 +78,8 @@ def activation_bytes(config: DecoderConfig, plan: Plan, shape: MicrobatchShape) 
     head_gradients = gathered + own_ids * config.dim * size
     return ActivationBytes(
         # two norms, the inputs of wq, wk, wv and of w1, w3, attention, and of SwiGLU: both inputs, silu, the product
-        block=2 * norm + head_norm + 2 * gathered + heads + attended + logsumexp + 4 * hidden,
-        block_by_op=residual + heads + attended + logsumexp + 2 * hidden + row_outputs,
+        block=2 * norm + head_norm + 2 * gathered + attention + logsumexp + 4 * hidden,
+        block_by_op=residual + heads + int(attended * wider) + logsumexp + 2 * hidden + row_outputs,
         block_input=residual,
         # in the backward pass of w2: the gradients of both factors, and of the residual stream
         block_backward=2 * hidden + 2 * residual,
@@ -92,11 +94,10 @@ def _document_bytes(config: DecoderConfig, shape: MicrobatchShape, wide: int) ->
     """Cosines and sines per position, and one element per pair of positions. Block-mask tables are neglected."""
     if shape.mask is None:
         return 0
-    pairs = shape.seq_len * shape.element_bytes if shape.mask == "scores" else 0
-    return shape.rows * shape.seq_len * (config.head_dim * wide + pairs)
+    pairs = shape.seq_len * shape.attention_bytes if shape.mask == "scores" else 0
+    return shape.rows * shape.seq_len * (2 * config.head_dim * wide + pairs)
 
 
-def _norm_bytes(dim: int, vectors: int, size: int, wide: int, *, fused: bool) -> int:
-    """Input and reciprocal root mean square; unfused also the normalized input, with both inputs in the wider dtype."""
-    saved = dim * size if fused else 2 * dim * wide
-    return vectors * (saved + wide)
+def _norm_bytes(dim: int, vectors: int, size: int, wide: int) -> int:
+    """Input and reciprocal root mean square."""
+    return vectors * (dim * size + wide)

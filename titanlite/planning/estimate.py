@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from titanlite.config.schema import JobConfig
-from titanlite.models.attention import mask_form
+from titanlite.models.attention import attention_dtype, mask_form
 from titanlite.models.decoder import flops_per_token
 from titanlite.models.family import DecoderConfig
 from titanlite.models.head import tokens_per_chunk
@@ -130,10 +130,10 @@ def _memory(config: JobConfig, stages: Sequence[Stage], shape: StepShape, device
         seq_len=training.seq_len,
         tp=section.tp,
         element_bytes=compute_dtype.itemsize,
+        attention_bytes=attention_dtype(device_type, compute_dtype).itemsize,
         loss_chunk=shape.loss_chunk,
         shard_logits=shard_logits(section),
         recomputes_logits=section.pp > 1,
-        fused_norm=device_type == "cuda",
         mask=mask_form(device_type, compute_dtype, model.head_dim) if config.data.document_mask else None,
     )
     activations = activation_bytes(model, family.plan(model), microbatch)

@@ -10,7 +10,7 @@ from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputes
 from titanlite.planning.activations import ActivationBytes
 from titanlite.planning.communication import StepShape, frees_after_forward, remote_neighbors
 from titanlite.planning.schedule import peak_in_flight
-from titanlite.planning.stages import Stage
+from titanlite.planning.stages import Stage, Unit
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def rank_memory(
         optimizer=optimizer_state,
         buffers=sum(stage.buffer_bytes for stage in stages),
         activations=most + max(working_bytes(stage, recompute, activations) for stage in stages),
-        data_parallel=sum(data_parallel_bytes(stage, section, shape) for stage in stages),
+        data_parallel=sum(data_parallel_bytes(stage, section, recompute, shape) for stage in stages),
         # torch's stages allocate an input and a gradient buffer per microbatch of a schedule step
         pipeline=received * per_step * activations.block_input,
         update=update_bytes(optimizer, parameters, optimizer_state),
@@ -119,17 +119,19 @@ def working_bytes(stage: Stage, recompute: ActivationCheckpointConfig, activatio
     return max(activations.loss, block - activations.head)
 
 
-def data_parallel_bytes(stage: Stage, section: ParallelismConfig, shape: StepShape) -> int:
+def data_parallel_bytes(
+    stage: Stage, section: ParallelismConfig, recompute: ActivationCheckpointConfig, shape: StepShape
+) -> int:
     """Peak bytes of gathered or cast parameters, and of gradients before their reduction.
 
     Gathered: all units kept gathered, the current unit, the prefetched unit (twice: it is copied out of the
     collective's buffer). Gradients: those of the stage if reduced once per step, otherwise those of one unit; plus
     those of one unit in both dtypes as input of the reduction, while the previous reduction may still run.
     """
-    if not stage.wrapped:
-        return 0
     sizes = [unit.elements for unit in stage.units]
     largest = max(sizes)
+    if not stage.wrapped:
+        return 0 if sum(sizes) * shape.param_bytes == stage.parameter_bytes else cast_bytes(stage, recompute, shape)
     unit_gradients = largest * (shape.param_bytes + shape.reduce_bytes)
     reduces_once = shape.sync in (None, "last") and shape.microbatches > 1
     # With a single reduction, the reduced gradients do not exist yet: count only the excess over them.
@@ -143,7 +145,20 @@ def data_parallel_bytes(stage: Stage, section: ParallelismConfig, shape: StepSha
     return (gathered + largest) * shape.param_bytes + unit_gradients + waiting
 
 
+def cast_bytes(stage: Stage, recompute: ActivationCheckpointConfig, shape: StepShape) -> int:
+    """Peak bytes of cast parameters: those that backward needs again, one unit in use, and its gradient."""
+    kept = sum(unit.elements for unit in stage.units if keeps_casts(unit, recompute))
+    return (kept + 2 * max(unit.elements for unit in stage.units)) * shape.param_bytes
+
+
+def keeps_casts(unit: Unit, recompute: ActivationCheckpointConfig) -> bool:
+    """Whether a unit's cast parameters stay until backward, as in blocks unless they are recomputed."""
+    return unit.block is not None and not recomputes(recompute, unit.block)
+
+
 def _block_bytes(recompute: ActivationCheckpointConfig, index: int, activations: ActivationBytes) -> int:
+    if recompute.mode == "memory_budget":
+        return activations.block_input + int(recompute.memory_budget * (activations.block - activations.block_input))
     if not recomputes(recompute, index):
         return activations.block
     by_op = recompute.mode == "selective" and recompute.selective_policy == "op"

@@ -13,6 +13,7 @@ def remedies(config: JobConfig, item: str) -> list[str]:
     ranks = "a larger parallelism.dp_shard, tp or pp (more ranks share the model)"
     if item == "activations":
         options = {
+            "a smaller activation_checkpoint.memory_budget": config.activation_checkpoint.mode == "memory_budget",
             'activation_checkpoint.mode = "full"': config.activation_checkpoint.mode != "full",
             "training.local_batch_size = 1": section.pp == 1 and training.local_batch_size > 1,
             "parallelism.pp_microbatch_size = 1": section.pp > 1 and section.pp_microbatch_size > 1,

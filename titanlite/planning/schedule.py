@@ -5,10 +5,9 @@ from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
-from torch.distributed.pipelining.schedules import get_schedule_class
 
 from titanlite.parallel.mesh import ParallelismConfig
-from titanlite.parallel.pipeline import local_stages, num_stages
+from titanlite.parallel.pipeline import local_stages, num_stages, schedule_class
 
 Kind = Literal["forward", "backward", "input_gradient", "weight_gradient", "gather", "free"]
 
@@ -56,7 +55,7 @@ def schedule_order(section: ParallelismConfig, num_microbatches: int) -> list[li
         )
         for index in local_stages(section, 0)
     ]
-    schedule: Any = get_schedule_class(section.pp_schedule)(stages, num_microbatches, scale_grads=False)
+    schedule: Any = schedule_class(section.pp_schedule)(stages, num_microbatches, scale_grads=False)
     return [list(_flatten(schedule.pipeline_order_with_comms[rank])) for rank in range(section.pp)]
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import LanguageModel, Plan
@@ -20,16 +19,19 @@ from titanlite.parallel.parallelize import parallelize
 from titanlite.parallel.pipeline import keep_units_, num_stages, resolve_reshard_after_forward, split_stages
 from titanlite.precision import DTYPES
 from titanlite.runtime.distributed import World
+from titanlite.runtime.dtensors import is_dtensor, local_part
 
 
 @dataclass(frozen=True)
 class Unit:
     """One FSDP unit on one rank.
 
+    block: index of the transformer block in the full model; None if the unit is no block.
     elements: of its parameters when gathered over dp_shard, including padding. replicated_over_tp: elements of each
     parameter that is replicated over tp.
     """
 
+    block: int | None
     elements: int
     replicated_over_tp: tuple[int, ...]
 
@@ -107,7 +109,7 @@ def build_stage(config: JobConfig, mesh: Mesh, index: int) -> Stage:
 def measure_stage(config: JobConfig, mesh: Mesh, part: ModelPart) -> Stage:
     """Measure a part that is parallelized and on the meta device."""
     model = part.model
-    shards = [_local(parameter) for parameter in model.parameters()]
+    shards = [local_part(parameter) for parameter in model.parameters()]
     # the dtype that init_buffers uses
     wide = torch.promote_types(DTYPES[config.training.dtype], torch.float32).itemsize
     return Stage(
@@ -129,19 +131,15 @@ def _units(model: LanguageModel, plan: Plan, dp_shard: int) -> Iterator[Unit]:
         parameters = {parameter for name in names for parameter in model.get_submodule(name).parameters()}
         elements = 0
         for parameter in parameters:
-            rows, *others = _local(parameter).shape or (1,)
+            rows, *others = local_part(parameter).shape or (1,)
             # Coordinate 0 has a full shard; all others are padded to its size.
             elements += rows * dp_shard * torch.Size(others).numel()
         replicated = tuple(parameter.numel() for parameter in parameters if _is_replicated_over_tp(parameter))
-        yield Unit(elements, replicated)
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        yield Unit(plan.blocks.get(names[0]), elements, replicated)
 
 
 def _is_replicated_over_tp(parameter: Tensor) -> bool:
-    if not isinstance(parameter, DTensor) or "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
+    if not is_dtensor(parameter) or "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
         return False
     axis = (parameter.device_mesh.mesh_dim_names or ()).index("tp")
     return parameter.device_mesh.size(axis) > 1 and parameter.placements[axis].is_replicate()

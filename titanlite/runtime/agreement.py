@@ -14,6 +14,7 @@ import torch.distributed as dist
 from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import LateRanksError, UsageError, UserError
 from titanlite.runtime.logging import log
+from titanlite.runtime.memory import describe_out_of_memory, is_out_of_memory
 
 T = TypeVar("T")
 
@@ -135,6 +136,8 @@ def describe_failure(error: BaseException) -> str:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, UserError):
         return str(error)
+    if is_out_of_memory(error):
+        return describe_out_of_memory(error)
     return f"{type(error).__name__}: {error}"
 
 

@@ -15,11 +15,17 @@ import xxhash
 
 from titanlite.runtime.durability import sync_file
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import open_regular
+from titanlite.runtime.files import NotRegularError, open_regular, open_to_append
 from titanlite.runtime.logging import log
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
+
+HASHES = "hashes.xxh3"
+"""In each folder of built_once: hash and name of each other file, in lines as those of the program xxh128sum."""
+
+SMALL_BYTES = 2**20
+"""Files up to this size are hashed at each use: that is as fast as to look up whether they were verified."""
 
 
 def cache_folder() -> Path:
@@ -40,10 +46,10 @@ def content_key(facts: Any) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
-def file_facts(files: list[Path]) -> list[tuple[str, int, int]]:
-    """Return (path, size in bytes, modification time in ns) of each file, as facts of a content_key."""
+def file_facts(files: list[Path]) -> list[tuple[str, int, int, int]]:
+    """Return (path, size in bytes, modification time in ns, inode) of each file, as facts of a content_key."""
     stats = [(file, os.stat(file)) for file in files]
-    return [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in stats]
+    return [(str(file), stat.st_size, stat.st_mtime_ns, stat.st_ino) for file, stat in stats]
 
 
 def hash_of(path: Path) -> str:
@@ -55,12 +61,12 @@ def hash_of(path: Path) -> str:
 def has_hash(path: Path, expected: str) -> bool:
     """Whether a file has this hash. Raises OSError.
 
-    The cache folder remembers files that have it, by path, size, time and inode, in a marker that is not empty. One
-    process at a time hashes a file, and the others wait for its marker.
+    The cache folder remembers large files that have it, by file_facts, in a marker that is not empty. One process at a
+    time hashes such a file, and the others wait for its marker.
     """
-    facts = os.stat(path)
-    key = ["hash", str(path.absolute()), facts.st_size, facts.st_mtime_ns, facts.st_ino, expected]
-    marker = cache_folder() / "verified" / content_key(key)
+    if path.stat().st_size <= SMALL_BYTES:
+        return hash_of(path) == expected
+    marker = cache_folder() / "verified" / content_key(["hash", file_facts([path.absolute()]), expected])
     with ExitStack() as stack:
         if _has_content(marker):
             return True
@@ -71,8 +77,8 @@ def has_hash(path: Path, expected: str) -> bool:
                 return True
         if hash_of(path) != expected:
             return False
-        with suppress(OSError):
-            marker.write_text("verified\n")
+        with suppress(OSError), open_to_append(marker) as file:
+            file.write(b"verified\n")
     return True
 
 
@@ -83,29 +89,29 @@ def _has_content(marker: Path) -> bool:
         return False
 
 
-def built_once(
-    folder: Path, what: str, build: Callable[[Path], None], is_valid: Callable[[Path], bool] = Path.is_dir
-) -> Path:
-    """Return `folder`, filled by `build(temporary folder)` unless it exists already and is valid.
+def built_once(folder: Path, what: str, build: Callable[[Path], None]) -> Path:
+    """Return `folder`, filled with files by `build(temporary folder)` unless it exists already.
 
     If several processes call this concurrently, one builds and the others wait. A rename publishes the complete folder.
-    If a builder is killed, its lock is released and the next builder removes its leftovers. Raises UserError if the
-    folder cannot be written. what: description of the content, for messages. is_valid: whether an existing folder can
-    be used; a damaged one is built again, with a warning.
+    If a builder is killed, its lock is released and the next builder removes its leftovers. A folder with a damaged
+    file is built again, with a warning. Raises UserError if the folder cannot be written. what: description of the
+    content, for messages.
     """
-    if folder.is_dir() and is_valid(folder):
+    if _is_intact(folder):
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_name(folder.name + ".lock"), f"build {what}"):
-            if folder.is_dir() and not is_valid(folder):
-                log.warning("%s in %s is damaged and is built again", what, folder)
-                shutil.rmtree(folder)
-            if not folder.is_dir():
+            if not _is_intact(folder):
+                if folder.is_dir():
+                    log.warning("%s in %s is damaged and is built again", what, folder)
+                    shutil.rmtree(folder)
                 temporary = folder.with_name(folder.name + ".incomplete")
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir()
                 build(temporary)
+                lines = [f"{hash_of(path)}  {path.name}\n" for path in temporary.iterdir()]
+                (temporary / HASHES).write_text("".join(lines))
                 for path in temporary.iterdir():
                     sync_file(path)  # else a power failure after the rename could leave incomplete files
                 os.rename(temporary, folder)
@@ -117,10 +123,28 @@ def built_once(
     return folder
 
 
+def _is_intact(folder: Path) -> bool:
+    """Whether the files of a folder of built_once, and no others, have their hashes; False if it does not exist."""
+    try:
+        with open_regular(folder / HASHES) as file:
+            hashes = {name: digest for digest, name in (line.split("  ") for line in file.read().decode().splitlines())}
+        names = set(os.listdir(folder)) - {HASHES}
+        return hashes.keys() == names and all(has_hash(folder / name, hashes[name]) for name in names)
+    except (OSError, ValueError):
+        return False
+
+
 @contextmanager
 def _locked(path: Path, what: str) -> Iterator[None]:
-    """Hold an exclusive lock on the file `path`; the system releases it if the process dies. what: the locked work."""
-    with open(path, "a") as file:
+    """Hold an exclusive lock on the file `path`; the system releases it if the process dies. what: the locked work.
+
+    Raises OSError, also for a pipe in place of the file.
+    """
+    try:
+        file = open_to_append(path)
+    except NotRegularError as error:
+        raise OSError(f"{path} is {error}") from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

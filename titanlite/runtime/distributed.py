@@ -23,9 +23,9 @@ class CommConfig:
     """Timeouts of collectives."""
 
     init_timeout_s: int = ranged(300, least=1, most=MAX_TIMEOUT_S)
-    """Timeout in seconds for a collective during start-up and the first step."""
+    """Timeout in seconds for a collective during start-up, the first step and the first validation, which compile."""
     train_timeout_s: int = ranged(100, least=1, most=MAX_TIMEOUT_S)
-    """Timeout in seconds for a collective after the first step."""
+    """Timeout in seconds for a collective in later steps and validations."""
     save_timeout_s: int = ranged(1800, least=1, most=MAX_TIMEOUT_S)
     """Timeout in seconds for a collective while a checkpoint is written or read."""
 

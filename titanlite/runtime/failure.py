@@ -118,7 +118,7 @@ class FailureReport:
     def _describe(self, error: BaseException, detail: Detail) -> str:
         """The message of a rank that prints. A lost or slow connection is explained by the positions of the ranks."""
         if isinstance(error, UserError):
-            return str(error)
+            return describe_user_error(error)
         if limit := _describe_limit(error):
             return f"rank {self._rank}: {limit}"
         first_line = f"{error}".partition("\n")[0]
@@ -170,12 +170,22 @@ class FailureReport:
             self.positions.finish(step)
 
 
+def describe_user_error(error: UserError) -> str:
+    """The text. If it names too many open files as a reason, the limit and what to change are added."""
+    text = str(error)
+    return f"{text}\n({_open_file_limit()})" if os.strerror(errno.EMFILE) in text else text
+
+
+def _open_file_limit() -> str:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"too many open files, the limit is {limit}: raise it before the start, for example by ulimit -n 65536"
+
+
 def _describe_limit(error: BaseException) -> str:
     """The limit of the system that an error has met, and what to change; "" for another error."""
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EMFILE or (isinstance(error, RuntimeError) and os.strerror(errno.EMFILE) in str(error)):
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return f"too many open files, the limit is {limit}: raise it before the start, for example by ulimit -n 65536"
+        return _open_file_limit()
     if isinstance(error, OSError) and number == errno.ENAMETOOLONG:
         return f"the path {error.filename} is too long for the file system: choose a shorter one"
     return ""

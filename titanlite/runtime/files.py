@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import stat
+from contextlib import suppress
 
 _KINDS = {stat.S_IFIFO: "pipe", stat.S_IFCHR: "device", stat.S_IFBLK: "device", stat.S_IFSOCK: "socket"}
 
@@ -18,13 +19,24 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     Never waits: opening a pipe would block until another process writes into it.
     """
     _require_regular(path, os.stat(path).st_mode)  # opening a device can have effects
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    return open(_open(path, os.O_RDONLY), "rb")
+
+
+def open_to_append(path: str | os.PathLike[str]) -> io.BufferedRandom:
+    """Open a regular file for reading and appending; it is created if missing. Errors, and no waits, as open_regular"""
+    with suppress(FileNotFoundError):
+        _require_regular(path, os.stat(path).st_mode)
+    return open(_open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b")
+
+
+def _open(path: str | os.PathLike[str], flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     try:
         _require_regular(path, os.fstat(descriptor).st_mode)  # it may have been replaced meanwhile
     except OSError:
         os.close(descriptor)
         raise
-    return open(descriptor, "rb")
+    return descriptor
 
 
 def _require_regular(path: str | os.PathLike[str], mode: int) -> None:

@@ -14,7 +14,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from functools import cache
@@ -24,7 +24,7 @@ from typing import BinaryIO, Literal
 from titanlite.runtime.dump_folder import make_dump_folder
 from titanlite.runtime.durability import write_file
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import open_regular
+from titanlite.runtime.files import open_to_append
 from titanlite.runtime.json_files import JsonError, parse_json
 from titanlite.runtime.logging import log
 
@@ -238,9 +238,7 @@ def _locked(path: Path) -> Iterator[bytes]:
     """
     deadline = time.monotonic() + GUARD_S
     while True:
-        with suppress(FileNotFoundError):
-            open_regular(path).close()
-        with path.open("a+b") as file:
+        with open_to_append(path) as file:
             if _try_lock(file, path):
                 file.seek(0)
                 yield file.read(MAX_BYTES)

@@ -12,6 +12,7 @@ from titanlite.runtime.files import NotRegularError, open_regular
 
 MAX_BYTES = 100_000_000
 MAX_DEPTH = 64
+BLOCK_BYTES = 2**16
 
 
 class JsonError(ValueError):
@@ -22,12 +23,14 @@ def read_regular(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """The content of a regular file. Raises OSError, and JsonError for a device, a pipe or a longer file."""
     try:
         with open_regular(path) as file:
-            content = file.read(max_bytes + 1)
+            content = bytearray()  # in blocks: read(max_bytes + 1) would allocate that much for the smallest file
+            while len(content) <= max_bytes and (block := file.read(BLOCK_BYTES)):
+                content += block
     except NotRegularError as error:
         raise JsonError(f"is {error}") from None
     if len(content) > max_bytes:
         raise JsonError(f"has more than {max_bytes:,} bytes")
-    return content
+    return bytes(content)
 
 
 def read_json(path: Path, schema: Any = dict[str, Any]) -> Any:

@@ -84,6 +84,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
 
+def describe_out_of_memory(error: BaseException) -> str:
+    """One line about a failed allocation, where the plan of the run is unknown."""
+    device = torch.device("cuda" if isinstance(error, torch.OutOfMemoryError) else "cpu")
+    peak, has = peak_memory_bytes(device) / GIB, device_memory_bytes(device) / GIB
+    first_line = f"{error}".partition("\n")[0] or type(error).__name__
+    return (
+        f"out of memory: peak {peak:.1f} GiB, the device has {has:.1f} GiB; titanlite plan CONFIG lists what the run "
+        f"needs, and ulimit -v may set a lower limit ({first_line})"
+    )
+
+
 def _text_of(path: str | Path) -> str:
     """Return the file's text, "" if it does not exist."""
     return Path(path).read_text() if Path(path).exists() else ""

@@ -23,10 +23,16 @@ _BF16_DENSE_TFLOPS: tuple[tuple[str, float], ...] = (
     (r"H200", 989.5),
     # the same datasheet, NVL: 1,671 with sparsity
     (r"H200 NVL", 835.5),
+    # NVIDIA GH200 Grace Hopper Superchip datasheet: 1,979 with sparsity; the names have the size of one of the memories
+    (r"GH200 (120GB|480GB|144G HBM3e)", 989.5),
     # NVIDIA HGX B200 specifications, per GPU: 4.5 PFLOP/s with sparsity
     (r"B200", 2250.0),
     # NVIDIA GB200 NVL72 specifications, per GPU: 5 PFLOP/s with sparsity
     (r"GB200", 2500.0),
+    # NVIDIA HGX B300 specifications: 36 PFLOP/s with sparsity for 8 GPUs
+    (r"B300 SXM6 AC", 2250.0),
+    # NVIDIA GB300 NVL72 specifications: 360 PFLOP/s with sparsity for 72 GPUs
+    (r"GB300", 2500.0),
     # NVIDIA L40S datasheet: 362.05 (733 with sparsity)
     (r"L40S", 362.05),
     # NVIDIA L4 datasheet: 242 with sparsity
@@ -41,6 +47,8 @@ _BF16_DENSE_TFLOPS: tuple[tuple[str, float], ...] = (
     (r"GeForce RTX 5090", 209.5),
     # AMD Instinct MI300X and MI325X data sheets: peak bfloat16 1,307.4 (2,614.9 with sparsity)
     (r"Instinct (MI300X|MI325X)", 1307.4),
+    # AMD Instinct MI355X data sheet: peak bfloat16 2.5 PFLOP/s
+    (r"Instinct (MI355X|MI355 OAM)", 2500.0),
 )
 
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, get_args
 import tyro
 
 from titanlite.runtime.errors import Problem, UsageError, UserError, check_ranges, require
-from titanlite.runtime.failure import raise_on_interrupt
+from titanlite.runtime.failure import describe_user_error, raise_on_interrupt
 
 ConfigFile = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG")]
 RunFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
@@ -37,7 +37,7 @@ def run_command(main: Callable[[Sequence[str]], None]) -> None:
         raise_on_interrupt()
         main(sys.argv[1:])
     except UserError as error:
-        print(f"titanlite: {error}", file=sys.stderr)
+        print(f"titanlite: {describe_user_error(error)}", file=sys.stderr)
         code = 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         print("titanlite: interrupted", file=sys.stderr)

@@ -33,6 +33,7 @@ from titanlite.data.kinds import open_source, source_from_path
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.metrics.validation import SetTotals, sum_of
+from titanlite.models.attention import pin_kernels
 from titanlite.parallel.mesh import AXES, Mesh, ParallelismConfig
 from titanlite.runtime.agreement import require_equal
 from titanlite.runtime.determinism import apply_determinism
@@ -219,6 +220,7 @@ def evaluate(
 ) -> Found:
     """Build the model without optimizer, load it, evaluate the data. On all ranks. Raises UserError."""
     apply_determinism(config.debug)
+    pin_kernels(world.device)
     failure.positions = Positions(
         dist.PrefixStore("positions", store),
         *(world.rank, world.size, world.local_rank, None, config.comm.train_timeout_s),

@@ -132,6 +132,17 @@ def test_data_may_be_moved_and_renamed() -> None:
         check_facts(FACTS, FACTS | {"data": edited}, (), "here")
 
 
+def test_a_source_cannot_be_removed_but_added() -> None:
+    two = DATA | {"sources": [*DATA["sources"], {"name": "text /b", "kind": "text", "content": "2"}]}
+    for accepted in ([], ["data"]):
+        with pytest.raises(UserError, match="a source cannot be removed, also not with") as caught:
+            check_facts(FACTS | {"data": two}, FACTS, accepted, "here")
+        assert "source 1 (text /b) is missing" in str(caught.value)
+        assert "or accept the change" not in str(caught.value)
+    (line,) = check_facts(FACTS, FACTS | {"data": two}, ["data"], "here")
+    assert line == "accepted change since the checkpoint: data: source 1 (text /b) is new: it begins at its start"
+
+
 # Settings whose change is logged at a resume. The other settings are silent: layout, logging, and those that the facts
 # cover.
 LOGGED = {

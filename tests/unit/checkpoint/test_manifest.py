@@ -9,6 +9,7 @@ import pytest
 import xxhash
 
 from tests.unit.checkpoint.making import a_manifest
+from titanlite.checkpoint.file_records import METADATA_FILE, InvalidCheckpointError
 from titanlite.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
@@ -18,7 +19,6 @@ from titanlite.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from titanlite.checkpoint.storage import METADATA_FILE, InvalidCheckpointError
 
 ZEROS = "0" * 32
 

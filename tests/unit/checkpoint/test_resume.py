@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests.unit.checkpoint.making import content_of, make, write_unpublished
 from titanlite.checkpoint.config import Verify
+from titanlite.checkpoint.file_records import METADATA_FILE
 from titanlite.checkpoint.folder import published_steps, read_or_none, step_folder
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Manifest
 from titanlite.checkpoint.start import (
@@ -20,7 +21,7 @@ from titanlite.checkpoint.start import (
     prepare_folder,
     verify_checkpoint,
 )
-from titanlite.checkpoint.storage import METADATA_FILE, save_tensors
+from titanlite.checkpoint.storage import save_tensors
 from titanlite.runtime.agreement import RanksError
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log

@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from tests.unit.checkpoint.making import KILLER, write_unpublished
+from titanlite.checkpoint.file_records import METADATA_FILE, InvalidCheckpointError
 from titanlite.checkpoint.folder import (
     clear_leftovers,
     complete_manifest,
@@ -32,7 +33,6 @@ from titanlite.checkpoint.folder import (
     supersede_after,
 )
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch
-from titanlite.checkpoint.storage import METADATA_FILE, InvalidCheckpointError
 
 FOREIGN = ["my-step-50-gold", "step-007", "step-20.gold", "step-10x", "step--1", ".step-30.written", "notes"]
 INTERVAL = 10

@@ -1,6 +1,7 @@
 """The state of a run in a checkpoint: non-finite values, host copies, names, and the state of the streams."""
 
 from typing import Any
+from unittest.mock import MagicMock, Mock, call
 
 import pytest
 import torch
@@ -9,12 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from titanlite.checkpoint.state import HostCopy, RunState, first_not_finite, local_part
+from titanlite.checkpoint import state
+from titanlite.checkpoint.state import HostCopy, RunState, first_not_finite
 from titanlite.data.loader import Loader
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.registry import build_optimizer
 from titanlite.parallel.mesh import Mesh, ParallelismConfig
 from titanlite.runtime.distributed import World
+from titanlite.runtime.dtensors import local_part
+from titanlite.runtime.errors import UserError
 
 INF, NAN = float("inf"), float("nan")
 BIG = {torch.float32: 3e38, torch.float64: 1.7e308, torch.bfloat16: 3e38, torch.float16: 65000.0}
@@ -65,7 +69,7 @@ def test_strides_do_not_matter() -> None:
     assert first_not_finite({"turned": base.T}) == "turned"
 
 
-def test_copies_are_complete_and_reuse_memory() -> None:
+def test_copies_are_complete_and_reuse_one_arena() -> None:
     copy = HostCopy(pinned=False)
     source = {
         "a": torch.arange(6.0).reshape(2, 3),
@@ -73,7 +77,7 @@ def test_copies_are_complete_and_reuse_memory() -> None:
         "b": torch.tensor(3, dtype=torch.bfloat16),
         "empty": torch.empty(0, 4),
     }
-    first = copy.take(source)
+    first = copy.begin(source)
     assert list(first) == list(source)
     for name, tensor in source.items():
         assert torch.equal(first[name], tensor)
@@ -82,13 +86,45 @@ def test_copies_are_complete_and_reuse_memory() -> None:
     places = {name: tensor.data_ptr() for name, tensor in first.items()}
     kept = first["a"].clone()
     source["a"].add_(1)
-    assert torch.equal(first["a"], kept)  # as of take()
-    second = copy.take(source)
+    assert torch.equal(first["a"], kept)  # as of begin()
+    assert len({tensor.untyped_storage().data_ptr() for tensor in first.values()}) == 1
+    second = copy.begin(source)
     assert {name: tensor.data_ptr() for name, tensor in second.items()} == places
     assert torch.equal(second["a"], kept + 1)
-    fewer = copy.take({"a": source["a"], "new": torch.ones(2)})
-    assert list(fewer) == ["a", "new"]
-    assert fewer["a"].data_ptr() == places["a"]
+    copy.hold()  # nothing to wait for
+    copy.wait()
+
+
+def test_copies_of_a_gpu_run_beside_training_until_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of the calls, with stand-ins for CUDA's streams: the copies begin after what training has launched, the
+    update waits for them on the GPU, and the thread that writes waits for them on the host."""
+    cuda = MagicMock()
+    monkeypatch.setattr(state, "pin_memory", cuda.pin_memory)
+    for name in ("Stream", "current_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    source, copy = {"a": torch.ones(3), "b": torch.arange(5)}, HostCopy(pinned=True)
+    for _ in range(2):
+        copies = copy.begin(source)
+        copy.hold()
+        copy.wait()
+    assert all(torch.equal(copies[name], tensor) for name, tensor in source.items())
+    arena = copies["a"].untyped_storage()
+    cuda.pin_memory.assert_called_once_with(arena.data_ptr(), arena.nbytes())
+    side, training = cuda.Stream.return_value, cuda.current_stream.return_value
+    copied = side.record_event.return_value
+    step = [
+        *(call.Stream().wait_stream(training), call.stream(side), call.stream().__enter__()),
+        *(call.Stream().record_event(), call.stream().__exit__(None, None, None)),
+        *(call.current_stream().wait_event(copied), call.Stream().record_event().synchronize()),
+    ]
+    calls = [entry for entry in cuda.mock_calls if entry not in (call.current_stream(), call.Stream())]
+    assert calls[1:] == step * 2  # after pin_memory
+
+
+def test_memory_that_cannot_be_page_locked_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "pin_memory", Mock(side_effect=RuntimeError("Pinning memory failed")))
+    with pytest.raises(UserError, match=r"async_mode: cannot page-lock 0\.0 GiB.*Pinning memory failed.*\"async\""):
+        HostCopy(pinned=True).begin({"a": torch.ones(3)})
 
 
 def test_local_part_shares_memory(group: dist.ProcessGroup) -> None:

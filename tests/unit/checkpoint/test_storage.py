@@ -16,21 +16,18 @@ import xxhash
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from titanlite.checkpoint.state import local_part
+from titanlite.checkpoint.file_records import METADATA_FILE, FileRecord, InvalidCheckpointError, check_file
 from titanlite.checkpoint.storage import (
     _ALLOWED,
-    METADATA_FILE,
-    FileRecord,
-    InvalidCheckpointError,
     _HashingFile,
     _HashingFileSystem,
-    check_file,
     first_failure,
-    hash_of,
     load_tensors,
     read_shapes,
     save_tensors,
 )
+from titanlite.runtime.cache import hash_of
+from titanlite.runtime.dtensors import local_part
 
 
 def record_of(path: Path, rank: int = 0) -> FileRecord:

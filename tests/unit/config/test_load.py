@@ -9,9 +9,12 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from tests.seeds import seeds
+from titanlite.config.check import resolve_config
 from titanlite.config.fields import SECTIONS, alternatives, literal, row_type, section_types, types_of
 from titanlite.config.load import dump_config, load_config, parse_config
 from titanlite.config.schema import JobConfig
+from titanlite.data.config import DataConfig
+from titanlite.data.sources.config import SourceConfig
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
 
@@ -150,6 +153,23 @@ def test_resolved_values_for_cuda() -> None:
     config = load_config([], world_size=1, device_type="cuda")
     assert config.training.mixed_precision_param == "bfloat16"
     assert config.training.mixed_precision_reduce == "float32"
+
+
+@pytest.mark.parametrize(
+    ("device_type", "kinds", "workers"),
+    [
+        ("cuda", ("text",), 1),
+        ("cuda", ("tokens", "jsonl"), 1),
+        ("cuda", ("tokens",), 0),
+        ("cpu", ("text",), 0),
+    ],
+)
+def test_workers_by_device_and_sources(device_type: str, kinds: tuple[str, ...], workers: int) -> None:
+    config = JobConfig(data=DataConfig(sources=tuple(SourceConfig(kind=kind) for kind in kinds)))
+    resolved = resolve_config(config, world_size=1, device_type=device_type)
+    assert resolved.data.num_workers == workers
+    given = dataclasses.replace(config, data=dataclasses.replace(config.data, num_workers=3))
+    assert resolve_config(given, world_size=1, device_type=device_type).data.num_workers == 3
 
 
 def test_given_values_are_not_overridden() -> None:

@@ -120,6 +120,18 @@ def test_an_index_is_rebuilt_after_a_change(write_jsonl: Callable[..., Path], mo
     assert len(built) == 7
 
 
+def test_a_file_replaced_by_one_of_the_same_size_and_time_gets_a_new_index(write_jsonl: Callable[..., Path]) -> None:
+    file = write_jsonl(["one", "two"])
+    source = SourceConfig(kind="jsonl", path=str(file))
+    assert open_index(source, 1000)[1].offset == len('{"text": "one"}\n')
+    other = write_jsonl(["o", "two ..."[:5]], "other.jsonl")
+    facts = file.stat()
+    assert other.stat().st_size == facts.st_size
+    os.utime(other, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    other.rename(file)
+    assert open_index(source, 1000)[1].offset == len('{"text": "o"}\n')
+
+
 def test_a_key_of_one_kind_gets_an_index_per_value(tmp_path: Path) -> None:
     class Marked(Text):
         kind = "marked"

@@ -157,13 +157,25 @@ def test_gzipped_jsonl_reads_like_unpacked_jsonl(
     with caplog.at_level(logging.INFO, "titanlite"):
         packed = gz_of(file)
         assert read_all(jsonl("text"), packed, 16) == read_all(jsonl("text"), file, 16)
-        assert read_all(jsonl("text"), packed, 100) == read_all(jsonl("text"), file, 100)
+        reader = jsonl("text")
+        assert read_all(reader, packed, 100) == read_all(jsonl("text"), file, 100)
     (line,) = caplog.messages  # unpacked once
     assert f"unpacked {packed} (0.0 MiB) into {cache}" in line
     for rest in (cache / "unpacked").rglob("content"):
         rest.unlink()
     with pytest.raises(OSError, match="content"):
-        read_all(jsonl("text"), packed)
+        read_all(reader, packed)
+
+
+def test_damaged_unpacked_data_is_unpacked_again(
+    write_jsonl: Callable[..., Path], caplog: pytest.LogCaptureFixture, cache: Path
+) -> None:
+    packed = gz_of(write_jsonl(["the first text", "the second text"]))
+    before = read_all(jsonl("text"), packed)
+    (content,) = (cache / "unpacked").rglob("content")
+    content.write_bytes(content.read_bytes().replace(b"first", b"worst"))
+    assert read_all(jsonl("text"), packed) == before
+    assert f"the unpacked {packed} in {content.parent} is damaged and is built again" in caplog.text
 
 
 @pytest.mark.parametrize("lines", [0, 1, 2000])

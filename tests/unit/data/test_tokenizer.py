@@ -217,8 +217,14 @@ def test_prepare_without_a_path(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(trained) == 1
     assert len(trained[0]) == 43
     assert not any("module 13:" in text or "module 29:" in text for text in trained[0])
-    assert prepare(280) is not None
+    file = Path(first.arguments["file"])
+    file.write_text(file.read_text().replace(EOS, EOS.upper()))
+    repaired = prepare(270)
+    assert repaired is not None
+    assert repaired.fingerprint == first.fingerprint
     assert len(trained) == 2
+    assert prepare(280) is not None
+    assert len(trained) == 3
     tokens = (SourceConfig(kind="tokens", path="x"),)
     assert prepare_tokenizer(TokenizerConfig(), tokens, vocab_size=270) is None
 

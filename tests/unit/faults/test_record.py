@@ -1,14 +1,19 @@
-"""Reading the records of steps: damaged ones are reported, and left out."""
+"""Records of steps: damaged ones are reported and left out, a full disk leaves no unfinished one."""
 
+import errno
 import json
 import random
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
-from titanlite.faults.record import RECORD_FOLDER, Record, RecordedStep, read_records
+from titanlite.faults.record import RECORD_FOLDER, NotedStep, Record, RecordedStep, StepRecorder, read_records
 from titanlite.runtime.errors import UserError
 from titanlite.tools.replay.compute import require_same_settings, require_trained
 
@@ -42,6 +47,46 @@ def test_damaged_records_are_reported_and_left_out(tmp_path: Path, caplog: pytes
     assert [message.partition(" is not a record of steps: ")[0] for message in caplog.messages] == [
         str(tmp_path / RECORD_FOLDER / f"{name}.npz") for name in ("3", "1")
     ]
+
+
+def recorder(folder: Path, group: dist.ProcessGroup) -> StepRecorder:
+    """A recorder whose mesh has one rank, and whose model has one parameter."""
+    mesh = Mock(data_rank=0, data_degree=1)
+    mesh.is_first.return_value = True
+    options: dict[str, Any] = {"sequences": 1, "norm_type": "l2", "counts_loss": False, "about": {}}
+    return StepRecorder(4, str(folder), [nn.Linear(1, 1, bias=False)], [0], mesh, group, **options)
+
+
+def noted(number: int) -> NotedStep:
+    one = torch.ones(())
+    stats = Mock(
+        num_valid=one,
+        skipped=one,
+        grad_norm=one,
+        shard_norms=torch.ones(1, dtype=torch.float64),
+        row_losses=torch.ones(1),
+    )
+    return NotedStep(number, stats, [0], np.empty(0, np.int64))
+
+
+def test_a_full_disk_leaves_no_unfinished_file(
+    tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = recorder(tmp_path, group)
+    steps.write([noted(1)])
+    (file,) = (tmp_path / RECORD_FOLDER).iterdir()
+    before = file.read_bytes()
+    write_bytes = Path.write_bytes
+
+    def fill(path: Path, content: bytes) -> None:
+        write_bytes(path, bytes(content[:100]))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fill)
+    steps.write([noted(2)])
+    assert list((tmp_path / RECORD_FOLDER).iterdir()) == [file]
+    assert file.read_bytes() == before
+    assert "is not written any more" in caplog.text
 
 
 def record_of(lr: float, *steps: int) -> Record:

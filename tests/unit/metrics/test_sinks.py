@@ -149,7 +149,9 @@ def test_a_full_disk_is_a_clear_error(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / METRICS_FILE)
     sink.close()
     sink._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
-    with pytest.raises(UserError, match=r"metrics\.jsonl: No space left on device; the record of step 30 is lost"):
+    with pytest.raises(
+        UserError, match=r"metrics\.jsonl: No space left on device; the record of step 30 is lost; free space"
+    ):
         sink.write(RECORD)
     sink.close()
 

@@ -6,6 +6,7 @@ operations if no fused kernel is requested; tests/gpu checks the kernel itself.
 
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, _sdpa_kernel, sdpa_kernel
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -162,6 +164,57 @@ def test_choice_of_the_mask_form(
         assert attention_mask(document_ids, dtype, head_dim) == form
 
 
+@pytest.mark.parametrize(
+    ("capability", "cudnn_version", "deprioritized", "first"),
+    [
+        (9, 91900, "0", SDPBackend.CUDNN_ATTENTION),
+        (10, 91501, "0", SDPBackend.CUDNN_ATTENTION),
+        (9, 91500, "0", SDPBackend.FLASH_ATTENTION),
+        (8, 91900, "0", SDPBackend.FLASH_ATTENTION),
+        (12, 91900, "0", SDPBackend.FLASH_ATTENTION),
+        (9, 91900, "1", SDPBackend.FLASH_ATTENTION),
+    ],
+)
+def test_order_of_kernels_on_a_gpu(
+    capability: int, cudnn_version: int, deprioritized: str, first: SDPBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is set for the process: other threads, such as that of the backward pass, take it, too."""
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", deprioritized)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (capability, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn_version)
+    before = _cur_sdpa_kernel_backends(with_priority=True)
+    found: list[SDPBackend] = []
+    try:
+        attention.pin_kernels(torch.device("cuda", 0))
+        thread = threading.Thread(target=lambda: found.extend(_cur_sdpa_kernel_backends(with_priority=True)))
+        thread.start()
+        thread.join()
+    finally:
+        _sdpa_kernel(before, set_priority=True)
+    rest = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    assert found == list(dict.fromkeys([first, *rest]))
+
+
+def test_cudnn_is_never_first_on_gpus_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their compute capability is 9, and cudnn.version() that of MIOpen."""
+    orders: list[Any] = []
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 4))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 3_005_000)
+    monkeypatch.setattr(attention.torch_attention, "_sdpa_kernel", lambda order, **_: orders.append(order))
+    attention.pin_kernels(torch.device("cuda", 0))
+    assert orders == [attention.kernel_order(9, 0)]
+    assert SDPBackend.CUDNN_ATTENTION not in orders[0]
+
+
+def test_name_of_the_chosen_kernel() -> None:
+    cpu = torch.device("cpu")
+    assert attention.chosen_kernel(cpu, torch.float32, 4, 2, 16) == "flash"
+    with sdpa_kernel(SDPBackend.MATH):
+        assert attention.chosen_kernel(cpu, torch.float32, 4, 2, 16) == "math"
+
+
 def test_arguments_of_a_forward_pass() -> None:
     assert document_arguments(None) == {}
     assert attention_mask(None, torch.float32, 64) is None
@@ -170,6 +223,20 @@ def test_arguments_of_a_forward_pass() -> None:
     assert arguments["positions"] is positions
     assert arguments["document_ids"].tolist() == [[1, 1, 2, 3, 3, 3], [1] * 6]
     assert arguments["document_ids"].dtype == torch.int64
+
+
+def test_a_compiled_block_traces_flex_attention_without_warnings() -> None:
+    """As on a GPU, where each compiled block gets a BlockMask. Warnings are errors here."""
+    torch._dynamo.reset()
+    document_ids = ids_of([40], [127])
+    mask = attention.create_block_mask(
+        lambda row, _head, query, key: (query >= key) & (document_ids[row, query] == document_ids[row, key]),
+        *(2, None, SEQ_LEN, SEQ_LEN),
+        device="cpu",
+    )
+    inputs = projections(HEADS[0], 2, torch.float32)
+    found = torch.compile(attend, backend="eager", fullgraph=True)(*inputs, mask)
+    assert relative(found, attend(*inputs, additive_mask(document_ids, torch.float32))) < 1e-6
 
 
 CONFIG = Llama3Config(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=50, max_seq_len=SEQ_LEN)

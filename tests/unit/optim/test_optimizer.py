@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titanlite.optim.optimizer import GatedOptimizer, OptimizerConfig
-from titanlite.optim.registry import build_optimizer, check_optimizer
+from titanlite.optim.optimizer import GatedOptimizer, OptimizerConfig, without_compiler
+from titanlite.optim.registry import build_optimizer, check_optimizer, state_bytes
 
 CPU = torch.device("cpu")
 IMPLEMENTATIONS = [
@@ -105,6 +105,33 @@ def test_adamw_matches_the_formula(implementation: str) -> None:
             weight.mul_(1.0 - 0.05 * (0.0 if name == "wq.bias" else 0.2)).sub_(0.05 * direction)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach(), expected[name], rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_an_optimizer_without_the_compiler_is_torchs(kind: type[torch.optim.Optimizer], implementation: str) -> None:
+    """The same bits; gradients are on outside of the step, and off inside."""
+    weights = []
+    for each in (kind, without_compiler(kind)):
+        model = small_model()
+        optimizer = each(model.parameters(), lr=0.1, **{implementation: True})
+        for step in range(3):
+            set_gradients(model, 0.3 + step)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.is_grad_enabled()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_state_bytes_are_those_of_a_step(name: str) -> None:
+    model, optimizer = build(name, "for-loop")
+    set_gradients(model, 0.5)
+    optimizer.step_if(torch.tensor(True))
+    expected = sum(tensor.nbytes for _, tensor in optimizer.named_state())
+    assert state_bytes(OptimizerConfig(name=name), model.parameters()) == expected
 
 
 def test_sgd_adds_the_decay_to_the_gradient() -> None:

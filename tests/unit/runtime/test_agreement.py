@@ -1,6 +1,7 @@
 """Results and errors of work on all ranks or on rank 0, with one rank; facts that must be equal."""
 
 import errno
+import re
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,8 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from titanlite.checkpoint.storage import InvalidCheckpointError, first_failure
+from titanlite.checkpoint.file_records import InvalidCheckpointError
+from titanlite.checkpoint.storage import first_failure
 from titanlite.runtime.agreement import RanksError, decide_on_rank_0, require_equal, run_on_all_ranks, run_on_rank_0
 from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import LateRanksError, UsageError, UserError
@@ -48,6 +50,17 @@ def test_an_error_is_raised_with_its_rank(group: dist.ProcessGroup, error: Excep
             collective(raising(error), group)
         assert str(caught.value) == f"rank 0: {text}"
     assert isinstance(caught.value, UserError)
+
+
+def test_a_failed_allocation_has_the_peak_and_a_remedy_on_all_ranks(group: dist.ProcessGroup) -> None:
+    """Some of torch's errors are plain RuntimeErrors, and some are wrapped."""
+    wrapped = ValueError("broken")
+    wrapped.__cause__ = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nmore")
+    pattern = r"rank 0: out of memory: peak [\d.]+ GiB, the device has [\d.]+ GiB; titanlite plan CONFIG .* \({}\)"
+    for error, last in ((MemoryError(), "MemoryError"), (wrapped.__cause__, ".* you tried"), (wrapped, "broken")):
+        with pytest.raises(RanksError) as caught:
+            run_on_all_ranks(raising(error), group)
+        assert re.fullmatch(pattern.format(last), str(caught.value))
 
 
 def test_an_interrupt_is_not_converted_to_a_ranks_error(group: dist.ProcessGroup) -> None:

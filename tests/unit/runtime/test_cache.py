@@ -1,4 +1,4 @@
-"""Verified files: hashed once, by one process at a time."""
+"""Verified files: large ones are hashed once, by one process at a time. Folders of the cache with damaged files."""
 
 import os
 import signal
@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from titanlite.runtime import cache
-from titanlite.runtime.cache import has_hash, hash_of
+from titanlite.runtime.cache import HASHES, built_once, has_hash, hash_of
+from titanlite.runtime.errors import UserError
 
 SLOW_HASH = """
 import sys, time
@@ -31,7 +32,7 @@ cache.has_hash(Path(sys.argv[1]), sys.argv[2])
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "tokens.npy"
-    path.write_bytes(b"tokens" * 1000)
+    path.write_bytes(b"tokens" * 200_000)
     return path
 
 
@@ -75,6 +76,65 @@ def test_a_wrong_hash_is_not_remembered(file: Path, hashed: list[Path]) -> None:
     assert not has_hash(file, "0" * 32)
     assert not has_hash(file, "0" * 32)
     assert len(hashed) == 2
+
+
+def test_small_files_are_hashed_at_each_use(file: Path) -> None:
+    file.write_bytes(b"tokens")
+    digest, facts = hash_of(file), file.stat()
+    assert has_hash(file, digest)
+    file.write_bytes(b"tokenS")
+    os.utime(file, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    assert not has_hash(file, digest)
+
+
+def build(folder: Path) -> None:
+    (folder / "one").write_text("1")
+    (folder / "two").write_text("2")
+
+
+def replace_by_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: (folder / "two").write_text("3"),
+        lambda folder: (folder / "two").write_text(""),
+        lambda folder: (folder / "two").unlink(),
+        lambda folder: replace_by_pipe(folder / "two"),
+        lambda folder: replace_by_pipe(folder / HASHES),
+        lambda folder: (folder / HASHES).write_text(""),
+        lambda folder: (folder / HASHES).write_text((folder / HASHES).read_text()[:-2]),
+        lambda folder: (folder / HASHES).write_text((folder / HASHES).read_text().partition("\n")[0]),
+        lambda folder: (folder / HASHES).write_bytes(b"\xff"),
+        lambda folder: (folder / HASHES).unlink(),
+    ],
+)
+def test_a_folder_with_a_damaged_file_is_built_again(
+    damage: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = built_once(tmp_path / "thing", "a thing", build)
+    damage(folder)
+    for _ in range(2):
+        assert built_once(folder, "a thing", build) == folder
+        assert [(folder / name).read_text() for name in ("one", "two")] == ["1", "2"]
+        assert caplog.messages == [f"a thing in {folder} is damaged and is built again"]
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_in_place_of_a_lock_does_not_block(file: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "thing.lock")
+    with pytest.raises(UserError, match=r"cannot build a thing in .*thing\.lock is not a regular file but a pipe; set"):
+        built_once(tmp_path / "thing", "a thing", build)
+    digest = hash_of(file)
+    assert has_hash(file, digest)
+    (marker,) = (tmp_path / "cache" / "verified").iterdir()
+    replace_by_pipe(marker)
+    assert has_hash(file, digest)
+    assert not has_hash(file, "0" * 32)
 
 
 @pytest.mark.parametrize("fault", ["no folder", "no locks"])

@@ -19,6 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from titanlite.runtime import failure
+from titanlite.runtime.agreement import RanksError
 from titanlite.runtime.errors import ConfigError, LateRanksError, Problem, UserError
 from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.launch import fork_context
@@ -339,6 +340,12 @@ def test_limits_of_the_system_are_explained() -> None:
         text = report._describe(error, "full")
         assert text.startswith("rank 0: too many open files, the limit is ")
         assert "ulimit -n 65536" in text
+    for error in (UserError(f"a.npy cannot be read: {too_many.strerror}"), RanksError(f"rank 1: {too_many}")):
+        text = report._describe(error, "full")
+        assert re.fullmatch(
+            rf"{re.escape(str(error))}\n\(too many open files, the limit is \d+: .*ulimit -n 65536\)", text
+        )
+    assert report._describe(UserError("a.npy cannot be read"), "full") == "a.npy cannot be read"
     with pytest.raises(OSError, match="too long") as raised:
         os.stat("d" * 300)
     assert report._describe(raised.value, "full").endswith("d is too long for the file system: choose a shorter one")

@@ -1,12 +1,13 @@
 """Strict reading of files and JSON: what is refused, and that nothing waits or recurses."""
 
 import os
+import tracemalloc
 from pathlib import Path
 from typing import TypedDict
 
 import pytest
 
-from titanlite.runtime.json_files import MAX_DEPTH, JsonError, parse_json, read_json, read_regular
+from titanlite.runtime.json_files import BLOCK_BYTES, MAX_DEPTH, JsonError, parse_json, read_json, read_regular
 
 
 class Schema(TypedDict):
@@ -54,6 +55,20 @@ def test_a_schema_is_enforced_in_all_items(text: bytes, reason: str) -> None:
         parse_json(text, Schema)
     assert reason in str(caught.value)
     assert parse_json(b'{"count": 1, "names": ["a"]}', Schema) == {"count": 1, "names": ["a"]}
+
+
+def test_memory_follows_the_size_of_the_file_not_the_limit(tmp_path: Path) -> None:
+    (tmp_path / "small").write_bytes(b"1")
+    (tmp_path / "large").write_bytes(b"12" * BLOCK_BYTES)
+    tracemalloc.start()
+    try:
+        assert read_regular(tmp_path / "small") == b"1"
+        assert tracemalloc.get_traced_memory()[1] < 8 * BLOCK_BYTES
+    finally:
+        tracemalloc.stop()
+    assert read_regular(tmp_path / "large", 2 * BLOCK_BYTES) == b"12" * BLOCK_BYTES
+    with pytest.raises(JsonError, match=f"has more than {2 * BLOCK_BYTES - 1:,} bytes"):
+        read_regular(tmp_path / "large", 2 * BLOCK_BYTES - 1)
 
 
 @pytest.mark.timeout(10)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config.describe import describe_config, show_help
+from titanlite.config.describe import describe_config
+from titanlite.config.help import print_help
 from titanlite.config.load import full_keys
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import ModelConfig
@@ -30,7 +31,7 @@ def test_the_documentation_is_current() -> None:
 def shown_help(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
     """The words of the help, without the lines of its boxes."""
     with pytest.raises(SystemExit) as caught:
-        show_help([*argv, "--help"])
+        print_help([*argv, "--help"])
     assert not caught.value.code
     return capsys.readouterr().out.replace("│", " ").split()
 
@@ -42,28 +43,18 @@ def test_help_exits_with_code_0(flag: str, capsys: pytest.CaptureFixture[str]) -
     assert "Total optimizer steps of the run. (default: 1000)" in shown
 
 
-def test_help_comes_from_the_first_rank_only(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(SystemExit) as caught:
-        show_help(["--help"])
-    assert caught.value.code == 0
-    assert capsys.readouterr().out == ""
-
-
 def test_help_names_a_configuration_that_cannot_be_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
-        show_help(["missing.toml", "--help"])
+        print_help(["missing.toml", "--help"])
     assert capsys.readouterr().err == (
         "titanlite: missing.toml cannot be read: the defaults below are the built-in ones\n\n"
     )
     (tmp_path / "bad.toml").write_text("training.steps = ")
     with pytest.raises(SystemExit):
-        show_help([str(tmp_path / "bad.toml"), "--help"])
+        print_help([str(tmp_path / "bad.toml"), "--help"])
     assert "bad.toml cannot be read" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        show_help(["quickstart", "--help"])
+        print_help(["quickstart", "--help"])
     assert capsys.readouterr().err == ""
 
 

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, TypedDict
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import xxhash
 
@@ -20,12 +20,9 @@ from titanlite.data.sources.pieces import BadRowError, Piece
 from titanlite.runtime.cache import built_once, cache_folder, content_key, file_facts
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.files import open_regular
-from titanlite.runtime.json_files import JsonError, read_json
+from titanlite.runtime.json_files import read_json
 
-DIGEST_VERSION = 1
-"""Version of the digest of a source's content. Increase it if the digest of any corpus changes."""
-
-CACHED_VERSION = 2
+CACHED_VERSION = 3
 """Version of the files that cached_json writes."""
 
 BLOCK_BYTES = 8 * 2**10
@@ -148,25 +145,13 @@ class Source(ABC):
         return facts | {"weight": self.config.weight, "epochs": self.config.epochs}
 
     def _file_facts(self, files: list[Path]) -> dict[str, Any]:
-        num_bytes = sum(size for _, size, _ in file_facts(files))
+        num_bytes = sum(file.stat().st_size for file in files)
         return {"files": len(files), "bytes": num_bytes, "content": self._content_digest(files)}
 
     def _content_digest(self, files: list[Path]) -> str:
-        """Digest of the files in their order; from the cache if no file has changed."""
-
-        def digest() -> str:
-            with ThreadPoolExecutor(READERS) as pool:
-                return f"xxh3-128:{xxhash.xxh3_128(b''.join(pool.map(sampled_digest, files))).hexdigest()}"
-
-        facts = [DIGEST_VERSION, file_facts(files)]
-        return str(cached_json("fingerprint", facts, f"the fingerprint of {self.name}", digest))
-
-
-class _Cached(TypedDict):
-    """The schema of value.json. hash: the content_key of the value."""
-
-    value: Any
-    hash: str
+        """Digest of the files in their order. Never cached: nodes may share a cache folder, but not the files."""
+        with ThreadPoolExecutor(READERS) as pool:
+            return f"xxh3-128:{xxhash.xxh3_128(b''.join(pool.map(sampled_digest, files))).hexdigest()}"
 
 
 def cached_json(kind: str, facts: list[Any], what: str, make: Callable[[], Any]) -> Any:
@@ -176,27 +161,10 @@ def cached_json(kind: str, facts: list[Any], what: str, make: Callable[[], Any])
     """
 
     def build(into: Path) -> None:
-        value = make()
-        (into / "value.json").write_text(json.dumps(_Cached(value=value, hash=content_key(value))))
+        (into / "value.json").write_text(json.dumps({"value": make()}))
 
     folder = cache_folder() / kind / content_key([kind, CACHED_VERSION, *facts])
-    return _cached_value(built_once(folder, what, build, _is_valid))
-
-
-def _cached_value(folder: Path) -> Any:
-    """Raises OSError and JsonError."""
-    found = read_json(folder / "value.json", _Cached)
-    if found["hash"] != content_key(found["value"]):
-        raise JsonError("has changed since it was written")
-    return found["value"]
-
-
-def _is_valid(folder: Path) -> bool:
-    try:
-        _cached_value(folder)
-    except (OSError, JsonError):
-        return False
-    return True
+    return read_json(built_once(folder, what, build) / "value.json")["value"]
 
 
 def sampled_digest(file: Path) -> bytes:
@@ -227,7 +195,7 @@ class TextSource(Source):
     row_name: ClassVar[str]
 
     def content_facts(self) -> list[Any]:
-        """Facts that change with the content of the files: paths, sizes and times."""
+        """Facts that change with the content of the files: paths, sizes, times and inodes."""
         return [*file_facts(self.files())]
 
     def index_settings(self) -> list[Any]:

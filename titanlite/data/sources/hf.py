@@ -106,7 +106,7 @@ class HuggingFace(TextSource, StreamedSource):
         return super().facts(document_mask=document_mask)
 
     def content_facts(self) -> list[Any]:
-        """URLs with the commit for a dataset on the hub; paths, sizes and times for a local folder."""
+        """URLs with the commit for a dataset on the hub; file_facts for a local folder."""
         return list(self.found.files) if self.found.commit else list(file_facts(self.files()))
 
     def indexed_files(self, into: Path) -> list[Path]:

@@ -14,7 +14,7 @@ from titanlite.assembly.run import about_run, build_meter, fetch_imported
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.checkpoint.compatibility import changed_settings
 from titanlite.checkpoint.start import StartFinder
-from titanlite.checkpoint.state import RunState, local_part
+from titanlite.checkpoint.state import RunState
 from titanlite.config.check import check_config, resolve_config
 from titanlite.config.load import CONFIG_COPY, config_from_values, parse_config
 from titanlite.config.schema import JobConfig
@@ -24,9 +24,11 @@ from titanlite.faults.record import Record, RecordedStep
 from titanlite.forward import on_device
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.history import last_row
+from titanlite.models.attention import pin_kernels
 from titanlite.parallel.mesh import Mesh
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import World, connect, init_process_group
+from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.errors import ConfigError, UsageError, UserError
 from titanlite.runtime.logging import log
 from titanlite.tools.parity.layouts import ONE_PROCESS, config_of
@@ -155,6 +157,7 @@ def duration(seconds: float) -> str:
 def replay(config: JobConfig, saved: SavedRun | None, step: int, world: World) -> Replayed:
     """Compute the step on this process. config: see replayed_config. Raises UserError."""
     apply_determinism(config.debug)
+    pin_kernels(world.device)
     store = connect(world, config.comm)
     imported = fetch_imported(config, world, store) if saved is None else None
     mesh = Mesh(config.parallelism, world)

@@ -67,12 +67,16 @@ def assert_fits(output: str, ranks: int, parameters: str) -> None:
 @pytest.mark.slow
 def test_shipped_configurations_fit(tmp_path: Path) -> None:
     configurations = [
-        ("llama3_8b", 8, "8,030,261,248"),
-        ("llama3_70b", 256, "70,553,706,496"),
-        ("qwen3_0_6b", 8, "596,049,920"),
+        ("llama3_8b", 8, 80, "8,030,261,248"),
+        ("llama3_8b_one_gpu", 1, 131, "4,540,469,248"),
+        ("llama3_70b", 256, 80, "70,553,706,496"),
+        ("qwen3_0_6b", 8, 80, "596,049,920"),
     ]
-    programs = [start_plan(tmp_path, name, "--world-size", str(ranks)) for name, ranks, _ in configurations]
-    for program, (_, ranks, parameters) in zip(programs, configurations, strict=True):
+    programs = [
+        start_plan(tmp_path, name, "--world-size", str(ranks), "--device-memory-gib", str(gib))
+        for name, ranks, gib, _ in configurations
+    ]
+    for program, (_, ranks, _, parameters) in zip(programs, configurations, strict=True):
         assert program.wait() == 0, program.output
         assert_fits(program.output, ranks, parameters)
     assert {path.name for path in tmp_path.iterdir()} == {name for name, *_ in configurations}

@@ -1,0 +1,106 @@
+"""Benchmark of the start: from the command to the first step, and what its parts take, alternating in one run.
+
+    python benchmarks/startup.py [--rounds 5] [--checkouts . ../other] [--json FILE]
+
+A round runs each case once, for each checkout of titanlite in turn: imports; torchrun with two processes that run an
+empty script; a training of one step, of a model of 0.1 M parameters on the CPU, on one process and with run_train.sh
+on one and two. The table shows seconds, median over the rounds (minimum to maximum): the CPU time of all processes of
+the command, and the time until the first step is logged, or until the end of a command without steps; and the CPU time
+over that of the first checkout in the same round.
+"""
+
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from json import dumps
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import tyro
+from measuring import spread
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+CONFIG = """\
+[model]
+dim = 32
+n_layers = 2
+n_heads = 4
+n_kv_heads = 2
+vocab_size = 1024
+[training]
+steps = 1
+seq_len = 32
+local_batch_size = 2
+global_batch_size = 4
+[[data.sources]]
+kind = "tokens"
+path = "tokens.npy"
+"""
+IMPORT = (sys.executable, "-c")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+CASES: dict[str, tuple[str | Path, ...]] = {
+    "import torch": (*IMPORT, "import torch"),
+    "import titanlite.train": (*IMPORT, "import titanlite.train"),
+    "torchrun, empty script, 2 processes": (*TORCHRUN, "empty.py"),
+    "titanlite train, 1 process": (sys.executable, "-m", "titanlite", "train", "config.toml"),
+    "run_train.sh, 1 process": ("run_train.sh", "config.toml"),
+    "run_train.sh, 2 processes": ("run_train.sh", "config.toml"),
+}
+
+
+def measure(command: tuple[str | Path, ...], processes: int, checkout: Path, folder: Path) -> dict[str, float]:
+    """Run the command of a checkout in `folder`; return its CPU time and its time to the first step, in seconds."""
+    program = checkout / command[0] if command[0] == "run_train.sh" else command[0]
+    settings = {"PYTHON": sys.executable, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "DEVICE": "cpu"}
+    environment = os.environ | settings | {"NGPU": str(processes), "CUDA_VISIBLE_DEVICES": ""}
+    before, start, first_step = resource.getrusage(resource.RUSAGE_CHILDREN), perf_counter(), 0.0
+    process = subprocess.Popen(
+        [program, *command[1:]],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    output = ""
+    for line in process.stdout:
+        output += line
+        if "step 1/1" in line:
+            first_step = perf_counter() - start
+    if process.wait() != 0:
+        raise SystemExit(f"{program} of {checkout} failed:\n{output}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"cpu_s": cpu, "wall_s": first_step or perf_counter() - start}
+
+
+def main(rounds: int = 5, checkouts: tuple[Path, ...] = (REPOSITORY,), json: Path | None = None) -> None:
+    places = {str(checkout): checkout.resolve() for checkout in checkouts}
+    results: dict[tuple[str, str], list[dict[str, float]]] = {(case, name): [] for case in CASES for name in places}
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        (folder / "config.toml").write_text(CONFIG)
+        (folder / "empty.py").write_text("")
+        np.save(folder / "tokens.npy", np.random.default_rng(0).integers(1024, size=4096, dtype=np.uint16))
+        for round_ in range(rounds + 1):
+            for case, name in results:
+                found = measure(CASES[case], 2 if case.endswith("2 processes") else 1, places[name], folder)
+                if round_ > 0:  # the first round compiles and caches files
+                    results[case, name].append(found)
+    print(f"{'':<37}{'checkout':<20}{'CPU s':<25}{'wall s':<25}CPU / first checkout")
+    for (case, name), found_ in results.items():
+        cpu, wall = (spread([each[key] for each in found_], ".2f") for key in ("cpu_s", "wall_s"))
+        first = results[case, next(iter(places))]
+        ratios = [own["cpu_s"] / other["cpu_s"] for own, other in zip(found_, first, strict=True)]
+        print(f"{case:<37}{name[-18:]:<20}{cpu:<25}{wall:<25}{spread(ratios, '.2f')}")
+    if json is not None:
+        rows = [{"case": case, "checkout": name, "rounds": found_} for (case, name), found_ in results.items()]
+        json.write_text(dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)

@@ -1,0 +1,82 @@
+"""What run_train.sh's Python starts, and with which variables."""
+
+import os
+import sys
+
+import pytest
+
+from titanlite import launcher
+
+NODES = ["--nnodes=2", "--node-rank=1", "--rdzv-backend=static", "--rdzv-endpoint=node0:29500"]
+
+
+@pytest.fixture(autouse=True)
+def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    for name in ("NGPU", "DEVICE", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "RANK"):
+        os.environ.pop(name, None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: range(16))
+    monkeypatch.setattr(sys, "platform", "linux")
+
+
+def started(monkeypatch: pytest.MonkeyPatch, *argv: str, gpus: int = 0, **variables: str) -> tuple[str, list[str]]:
+    """(module, arguments) that the launcher starts."""
+    found: list[tuple[str, list[str]]] = []
+    os.environ.update(variables)
+    monkeypatch.setattr(launcher, "usable_gpus", lambda _device: gpus)
+    monkeypatch.setattr(launcher, "run_module", lambda *call: found.append(call))
+    monkeypatch.setattr(sys, "argv", ["launcher", *argv])
+    launcher.main()
+    (call,) = found
+    return call
+
+
+def test_one_process_trains_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = started(monkeypatch, "--", "my.toml", "--training.steps", "5", RANK="3", WORLD_SIZE="4")
+    assert call == ("titanlite.train", ["my.toml", "--training.steps", "5"])
+    assert {"RANK", "WORLD_SIZE", "OMP_NUM_THREADS"} & os.environ.keys() == set()
+    assert os.environ["GOMP_SPINCOUNT"] == "1000"
+
+
+@pytest.mark.parametrize(
+    ("options", "processes", "gpus", "expected"),
+    [
+        ([], "2", 0, ["--standalone", "--nproc-per-node=2"]),
+        ([], "", 3, ["--standalone", "--nproc-per-node=3"]),
+        (NODES, "1", 0, [*NODES, "--nproc-per-node=1"]),
+    ],
+)
+def test_several_processes_start_with_torchrun(
+    options: list[str], processes: str, gpus: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = started(monkeypatch, *options, "--", "my.toml", "--", "x", gpus=gpus, NGPU=processes)
+    signals = "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"
+    assert call == ("titanlite.torchrun", [*expected, signals, "-m", "titanlite.train", "my.toml", "--", "x"])
+    assert os.environ.get("GOMP_SPINCOUNT") == (None if gpus else "1000")
+
+
+@pytest.mark.parametrize(
+    ("variables", "threads"),
+    [({"NGPU": "4"}, "4"), ({"NGPU": "32"}, "1"), ({"NGPU": "2", "OMP_NUM_THREADS": "7"}, "7")],
+)
+def test_threads_of_each_process(
+    variables: dict[str, str], threads: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started(monkeypatch, "--", **variables)
+    assert os.environ["OMP_NUM_THREADS"] == threads
+    said = (
+        ""
+        if len(variables) > 1
+        else f"titanlite: OMP_NUM_THREADS={threads} (16 cores, {variables['NGPU']} processes)\n"
+    )
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("variables", "spins"), [({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_own_settings_of_waiting_threads_are_kept(
+    variables: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started(monkeypatch, "--", **variables)
+    assert os.environ.get("GOMP_SPINCOUNT") == spins

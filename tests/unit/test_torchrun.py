@@ -1,0 +1,84 @@
+"""torchrun with the checks and messages of titanlite.torchrun: exit codes, and errors in one line."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
+from torch.distributed.run import parse_args
+
+from titanlite import torchrun
+from titanlite.runtime.errors import ConfigError, UserError
+
+
+def failed(*exit_codes: int) -> ChildFailedError:
+    """torchrun's error for ranks that have failed, the first one first."""
+    failures = {}
+    for place, code in enumerate(exit_codes):
+        failures[7 - place] = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file="<N/A>")
+        failures[7 - place].timestamp = place
+    return ChildFailedError("titanlite.train", failures)
+
+
+SIGTERM, SIGINT = 15, 2
+ENDS = [
+    (failed(2, 1), 2, "titanlite: rank 7 failed: its error is above, or in its log\n"),
+    (failed(-9, 1), 1, "titanlite: rank 7 was killed by SIGKILL\n"),
+    (SignalException("", torchrun.signal.SIGTERM), 128 + SIGTERM, ""),
+    (KeyboardInterrupt(), 128 + SIGINT, ""),
+]
+
+
+@pytest.mark.parametrize(("error", "code", "message"), ENDS)
+def test_exit_codes(
+    error: BaseException, code: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch(error, monkeypatch, code)
+    assert capsys.readouterr().err == message
+
+
+def launch(error: BaseException, monkeypatch: pytest.MonkeyPatch, code: int | None = None) -> None:
+    """Launch by a torchrun that raises `error`, and check the exit code."""
+
+    def run(_arguments: Namespace) -> None:
+        raise error
+
+    def end(found: int) -> None:
+        raise SystemExit(found)
+
+    monkeypatch.setattr(torchrun, "run", run)
+    monkeypatch.setattr(torchrun, "end_process", end)
+    arguments = parse_args(["--nnodes=2", "--rdzv-endpoint=node0:29500", "-m", "titanlite.train"])
+    if code is None:
+        torchrun.launch(arguments)
+    with pytest.raises(SystemExit) as caught:
+        torchrun.launch(arguments)
+    assert caught.value.code == code
+
+
+UNREACHABLE = [
+    (DistNetworkError("no route to host\nframe #0"), "no route to host"),
+    (DistStoreError("1/2 clients joined"), "1/2 clients joined"),
+    (RendezvousTimeoutError(), "RendezvousTimeoutError"),
+]
+
+
+@pytest.mark.parametrize(("error", "cause"), UNREACHABLE)
+def test_unreachable_nodes(error: Exception, cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=f"^the nodes cannot connect at node0:29500: {cause}$"):
+        launch(error, monkeypatch)
+
+
+def test_a_layout_is_checked_for_a_fixed_number_of_ranks(tmp_path: Path) -> None:
+    training = ["quickstart", "--parallelism.dp_shard", "3", "--job.dump_folder", str(tmp_path)]
+    ranks = ["--nproc-per-node=2", "-m", "titanlite.train", *training]
+    torchrun.check(parse_args(["--nnodes=2:4", *ranks]))
+    with pytest.raises(ConfigError, match=r"parallelism\.dp_shard = 3\n +rule: +world size 4 must"):
+        torchrun.check(parse_args(["--nnodes=2", *ranks]))
+
+
+def test_other_programs_are_not_checked() -> None:
+    torchrun.check(parse_args(["--nproc-per-node=2", "titanlite/train.py", "--other", "words"]))

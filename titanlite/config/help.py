@@ -1,0 +1,58 @@
+"""The help of the training command: `python -m titanlite.config.help [CONFIG] [--section.key VALUE ...]`."""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import tyro
+
+from titanlite.config.describe import Key, describe_config
+from titanlite.config.load import CONFIG_FILE, parse_config, split_arguments
+from titanlite.config.schema import JobConfig
+
+HELP = """\
+Train a language model: titanlite train CONFIG [--section.key VALUE ...].
+CONFIG is a TOML file or the name of a shipped configuration. The command line
+overrides it; values are written as in TOML, strings without quotes. Given a
+CONFIG, --help shows its values as defaults.
+"""
+
+
+def print_help(argv: Sequence[str]) -> None:
+    """Print all keys with their values."""
+    config, problems = parse_config(argv)
+    path = split_arguments(argv).texts.get(CONFIG_FILE)
+    if any(problem.key == CONFIG_FILE and problem.value == path for problem in problems):
+        message = f"titanlite: {path} cannot be read: the defaults below are the built-in ones\n"
+        print(message, file=sys.stderr, flush=True)
+    options = options_type(config)
+    try:
+        tyro.cli(options, prog="titanlite train", description=HELP, args=["--help"], use_underscores=True)
+    except BrokenPipeError:  # the reader has closed the pipe, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def options_type(config: JobConfig) -> Any:
+    """A dataclass of all keys, as tyro prints them; every value is a string, with a label of our own for its type."""
+    sections: list[tuple[str, Any, Any]] = []
+    for section in describe_config(config):
+        fields: list[tuple[str, Any, Any]] = [
+            (key.name, Annotated[str, _argument(key)], key.value) for key in section.keys
+        ]
+        shown: Any = dataclasses.make_dataclass(section.name.title().replace(".", ""), fields, frozen=True)
+        shown.__doc__ = section.text
+        named = Annotated[shown, tyro.conf.arg(name=section.name)]
+        sections.append((section.name.replace(".", "_"), named, shown()))
+    text = "TOML file, or the name of a shipped configuration"
+    file = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG", help=text, help_behavior_hint="")]
+    return dataclasses.make_dataclass("JobConfig", [("config", file, ""), *sections], frozen=True)
+
+
+def _argument(key: Key) -> Any:
+    return tyro.conf.arg(help=key.text, metavar=key.label, help_behavior_hint=f"(default: {key.value})")
+
+
+if __name__ == "__main__":
+    print_help(sys.argv[1:])
