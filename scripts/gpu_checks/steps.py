@@ -90,7 +90,7 @@ def check_repeats(emit: Emit, setup: Setup) -> None:
     """Repeated steps with deterministic algorithms, which hold for the entire process."""
     apply_determinism(DebugConfig(deterministic=True))
     with one_rank(setup):
-        pairs = (("compiled", True), ("eager", False), ("eager", True), ("compiled", False))
+        pairs = (("eager", True), ("eager", False), ("compiled", True), ("compiled", False))
         for mode, documents in pairs[:1] if setup.tiny else pairs:
             extra = [*settings(setup, "llama3", "bfloat16"), *(compiled(setup) if mode == "compiled" else [])]
             name = f"repeated steps, {mode}{', documents' if documents else ''}"
