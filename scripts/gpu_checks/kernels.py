@@ -1,0 +1,194 @@
+"""Check 2: the operations of a model, forward and backward, against float64 on the host."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gpu_checks.rows import Emit, Found, require_errors, run_case
+from gpu_checks.workload import Setup, difference
+from titanlite.models.attention import attend, attention_mask, document_arguments, pin_kernels
+from titanlite.models.head import OutputLayer
+from titanlite.models.layers import FeedForward, RMSNorm, RotaryEmbedding
+from titanlite.optim.optimizer import OptimizerConfig
+from titanlite.optim.registry import build_optimizer
+
+CHECK = "2 kernels"
+SUMS = 256
+"""Roundings that float32 may need in addition, for sums of up to 14,336 terms. With TF32 it would need 8,000."""
+THETA = 10_000.0
+DTYPES = (torch.float32, torch.bfloat16)
+STARTS = (0, 130, 131, 256)
+"""First positions of the documents of a row, on both sides of the edge of a block of 128."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An operation and what it should compute.
+
+    run, expect: the function of the inputs, and the same in plain formulas, which is computed in float64. shapes: of
+    the inputs; matrices are scaled to keep the size of what they multiply. roundings: how many times a result may be
+    rounded to the dtype; each changes it by at most eps / 2.
+    """
+
+    run: Callable[..., Tensor]
+    expect: Callable[..., Tensor]
+    shapes: tuple[tuple[int, ...], ...]
+    roundings: int
+
+
+def check(emit: Emit, setup: Setup) -> None:
+    pin_kernels(setup.device)
+    for dtype in DTYPES:
+        for name, kernel in kernels(setup).items():
+            case = partial(compare, kernel, dtype, setup.device)
+            emit(run_case(CHECK, f"{name}, {str(dtype).removeprefix('torch.')}", case))
+    emit(run_case(CHECK, "fused AdamW, float32", lambda: adamw(setup)))
+
+
+def compare(kernel: Kernel, dtype: torch.dtype, device: torch.device) -> Found:
+    """Compare the result and the gradients of all inputs. The inputs are rounded to the dtype on both sides."""
+    generator = torch.Generator().manual_seed(0)
+    scales = [shape[-1] ** -0.5 if len(shape) == 2 else 1.0 for shape in kernel.shapes]
+    sizes = zip(kernel.shapes, scales, strict=True)
+    drawn = [(scale * torch.randn(shape, generator=generator)).to(dtype) for shape, scale in sizes]
+    own = [tensor.to(device).requires_grad_() for tensor in drawn]
+    exact = [tensor.double().requires_grad_() for tensor in drawn]
+    out, expected = kernel.run(*own), kernel.expect(*exact)
+    assert out.shape == expected.shape, f"{tuple(out.shape)}, not {tuple(expected.shape)}"
+    upstream = torch.ones_like(expected) if expected.dim() == 1 else torch.randn(expected.shape, generator=generator)
+    upstream = upstream.to(out.dtype)
+    found = [out, *torch.autograd.grad(out, own, upstream.to(device))]
+    right = [expected, *torch.autograd.grad(expected, exact, upstream.double())]
+    names = ["result", *(f"gradient {index}" for index in range(len(own)))]
+    errors = {name: difference(one, other) for name, one, other in zip(names, found, right, strict=True)}
+    bound = (kernel.roundings + SUMS * (dtype == torch.float32)) * torch.finfo(dtype).eps / 2
+    return require_errors(errors, dict.fromkeys(errors, bound))
+
+
+def kernels(setup: Setup) -> dict[str, Kernel]:
+    """The operations, in shapes that their fast kernels take."""
+    device = setup.device
+    rows, dim, wide, vocab = (32, 64, 96, 131) if setup.tiny else (256, 4096, 14336, 8191)
+    seq_len, head_dim = (300, 16) if setup.tiny else (512, 128)
+    rope = RotaryEmbedding(head_dim, seq_len, THETA, None)
+    rope.init_buffers(device, torch.float32)
+    frequencies = THETA ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), frequencies)
+    ids = _document_ids(seq_len)
+    labels = torch.randint(vocab, (2, rows), generator=torch.Generator().manual_seed(1))
+    labels[:, ::7] = -1
+    heads = ((2, 4, seq_len, head_dim), (2, 2, seq_len, head_dim), (2, 2, seq_len, head_dim))
+    head = ((2, rows, dim), (vocab, dim))
+    with torch.device("meta"):  # their weights are inputs of the kernels
+        feed_forward, output, norm = FeedForward(dim, wide), OutputLayer(dim, vocab), RMSNorm(dim, 1e-5)
+    output.chunk_tokens = 48  # does not divide the tokens
+    return {
+        "product": Kernel(lambda x, w: x @ w.T, lambda x, w: x @ w.T, ((rows, dim), (wide, dim)), 2),
+        "attention, causal": Kernel(
+            lambda q, k, v: attend(q, k, v, None), partial(_attention, torch.zeros(2, seq_len)), heads, 4
+        ),
+        "attention, documents": Kernel(
+            lambda q, k, v: attend(q, k, v, attention_mask(ids.to(device), q.dtype, q.shape[-1])),
+            partial(_attention, ids),
+            heads,
+            4,
+        ),
+        "rotary embedding": Kernel(rope(None).rotate, partial(_rotate, angles), ((2, seq_len, 4, head_dim),), 2),
+        "RMSNorm": Kernel(partial(_module, norm), partial(_rms_norm, 1e-5), ((rows, dim), (dim,)), 4),
+        "SwiGLU": Kernel(
+            partial(_module, feed_forward), _swiglu, ((1, rows, dim), (wide, dim), (dim, wide), (wide, dim)), 6
+        ),
+        "embedding": Kernel(
+            lambda w: functional.embedding(labels.clamp(min=0).to(device), w),
+            lambda w: w[labels.clamp(min=0)],
+            ((vocab, dim),),
+            16,
+        ),
+        "loss, gradients in forward": Kernel(
+            partial(_loss, output, labels, False), partial(_plain_loss, labels), head, 6
+        ),
+        "loss, logits again in backward": Kernel(
+            partial(_loss, output, labels, True), partial(_plain_loss, labels), head, 6
+        ),
+    }
+
+
+def _document_ids(seq_len: int) -> Tensor:
+    positions = torch.ones(2, seq_len, dtype=torch.int64)
+    positions[0, list(STARTS)] = positions[1, 0] = 0
+    return document_arguments(positions)["document_ids"]
+
+
+def _attention(ids: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    groups = queries.shape[1] // keys.shape[1]
+    keys, values = (tensor.repeat_interleave(groups, 1) for tensor in (keys, values))
+    seq_len = ids.shape[1]
+    seen = torch.ones(seq_len, seq_len, dtype=torch.bool).tril() & (ids.unsqueeze(2) == ids.unsqueeze(1))
+    scores = queries @ keys.transpose(-2, -1) / math.sqrt(queries.shape[-1])
+    return scores.masked_fill(~seen.unsqueeze(1), -torch.inf).softmax(-1) @ values
+
+
+def _rotate(angles: Tensor, x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def _rms_norm(eps: float, x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def _module(module: nn.Module, x: Tensor, *weights: Tensor) -> Tensor:
+    names = [name for name, _ in module.named_parameters()]
+    out: Tensor = torch.func.functional_call(module, dict(zip(names, weights, strict=True)), (x,))
+    return out
+
+
+def _swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    gate = x @ w1.T
+    return (gate / (1 + (-gate).exp()) * (x @ w3.T)) @ w2.T
+
+
+def _loss(head: OutputLayer, labels: Tensor, recomputes: bool, x: Tensor, weight: Tensor) -> Tensor:
+    """Share of each row in the mean loss, from titanlite's output layer."""
+    head.recomputes = recomputes
+    num_valid = (labels >= 0).sum().expand(len(labels))
+    arguments = (x, labels.to(x.device), num_valid.to(x.device))
+    out: Tensor = torch.func.functional_call(head, {"weight": weight}, arguments)
+    return out
+
+
+def _plain_loss(labels: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    scores = x @ weight.T
+    own = scores.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(labels >= 0, scores.logsumexp(-1) - own, 0).sum(1) / (labels >= 0).sum()
+
+
+def adamw(setup: Setup) -> Found:
+    """Three updates of the fused optimizer, the second one skipped, against the formula."""
+    section = OptimizerConfig(lr=1e-2)
+    model = nn.Linear(64, 48, bias=False).to(setup.device)
+    weight, steps = model.weight.detach().cpu().double(), 0
+    first, second = torch.zeros_like(weight), torch.zeros_like(weight)
+    before = weight.clone()
+    optimizer = build_optimizer(section, [model], setup.device)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(3):
+        gradient = torch.randn(weight.shape, generator=generator)
+        model.weight.grad = gradient.to(setup.device)
+        optimizer.step_if(torch.tensor(step != 1, device=setup.device))
+        if step == 1:
+            continue
+        steps += 1
+        first = section.beta1 * first + (1 - section.beta1) * gradient.double()
+        second = section.beta2 * second + (1 - section.beta2) * gradient.double().square()
+        scale = (second / (1 - section.beta2**steps)).sqrt() + section.eps
+        weight = weight * (1 - section.lr * section.weight_decay)
+        weight -= section.lr * first / (1 - section.beta1**steps) / scale
+    error = difference(model.weight.detach().cpu().double() - before, weight - before)
+    return require_errors({"update": error}, {"update": 256 * torch.finfo(torch.float32).eps / 2})

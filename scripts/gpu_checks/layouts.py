@@ -1,0 +1,279 @@
+"""Check 6: two ranks against float64, also on one GPU, and one rank of eight with simulated communication."""
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpu_checks.processes import Call, Outcome, Send, run_calls
+from gpu_checks.rows import Emit, Found, Row, SkippedError, WrongError, require_errors, run_case
+from gpu_checks.workload import (
+    BOUNDS,
+    Setup,
+    configure,
+    difference,
+    dtypes,
+    fill_,
+    on_this_device,
+    random_batch,
+    reference,
+    small_model,
+    split,
+    step_errors,
+)
+from titanlite.assembly.model import batch_rows, build_model, build_trainer
+from titanlite.config.schema import JobConfig
+from titanlite.models.attention import pin_kernels
+from titanlite.models.registry import resolve_model
+from titanlite.parallel.mesh import Mesh
+from titanlite.planning.estimate import estimate
+from titanlite.runtime.distributed import World, init_process_group
+from titanlite.runtime.memory import GIB
+from titanlite.tools.parity.measure import named_parameters
+from titanlite.trainer import Trainer
+
+CHECK = "6 layouts"
+ROWS = 8
+LIMIT_S = 120.0
+PROBE_LIMIT_S = 45.0
+Variables = Callable[[int], Mapping[str, str]]
+"""Environment variables of a rank."""
+LAYOUTS = {
+    "dp_shard 2": ["parallelism.dp_shard=2"],
+    "dp_replicate 2": ["parallelism.dp_replicate=2", "parallelism.dp_shard=1"],
+    "tp 2": ["parallelism.tp=2", "parallelism.dp_shard=1"],
+    "pp 2": ["parallelism.pp=2", "parallelism.dp_shard=1", "training.local_batch_size=8"],
+}
+NCCL_ON_ONE_GPU: dict[str, Variables] = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": lambda _rank: {"NCCL_MULTI_RANK_GPU_ENABLE": "1"},
+    # As if each rank were on a host of its own: they are connected by sockets, and never compared by GPU.
+    "NCCL_HOSTID": lambda rank: {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"},
+}
+"""Ways to let NCCL put two ranks on one GPU, which it refuses otherwise: environment variables of a rank."""
+SIMULATED = 8
+"""Ranks of the simulated world."""
+PLAN_ERROR = 0.15
+"""Largest relative error of the planned memory of a rank."""
+
+
+def check(emit: Emit, setup: Setup) -> None:
+    """All layouts of two ranks."""
+    transport, reason = "gloo", ""
+    environment: Variables = no_variables
+    if setup.device_type == "cuda":
+        transport, environment, reason = find_transport(emit, setup)
+    for name, settings in LAYOUTS.items():
+        run = partial(compare, setup, transport, environment, settings, reason)
+        emit(run_case(CHECK, f"{name}, {transport}", run))
+
+
+def no_variables(_rank: int) -> dict[str, str]:
+    return {}
+
+
+def find_transport(emit: Emit, setup: Setup) -> tuple[str, Variables, str]:
+    """How two ranks can communicate: backend, variables of a rank, and why it is not NCCL ("" if it is)."""
+    reasons = []
+    ways = dict(NCCL_ON_ONE_GPU)
+    if torch.cuda.device_count() > 1:
+        ways = {"two GPUs": no_variables}
+    for way, environment in ways.items():
+        outcomes = run_ranks(setup, probe, environment, "nccl", PROBE_LIMIT_S)
+        failure = first_failure(outcomes)
+        if failure is None:
+            emit(Row(CHECK, "NCCL", "measured", f"two ranks communicate ({way})"))
+            return "nccl", environment, ""
+        reasons.append(f"{way}: {failure}")
+    emit(Row(CHECK, "NCCL", "skipped", f"two ranks on one GPU do not communicate: {'; '.join(reasons)}"))
+    return "gloo", no_variables, "; ".join(reasons)
+
+
+def run_ranks(
+    setup: Setup,
+    function: Callable[..., None],
+    environment: Variables,
+    *args: Any,
+) -> list[Outcome]:
+    """Call function(send, setup, rank, store, *args) on two ranks; the last of args is the time limit."""
+    *others, limit_s = args
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder, "store"))
+        calls = [Call(function, (setup, rank, store, *others), environment(rank)) for rank in range(2)]
+        return run_calls(calls, setup.device_type, limit_s)
+
+
+def first_failure(outcomes: list[Outcome]) -> str | None:
+    """The last line of the failure of a rank; one that is more than a consequence if possible."""
+    lines = [outcome.failure.strip().splitlines()[-1] for outcome in outcomes if outcome.failure is not None]
+    return min(lines, key=lambda line: "did not end" in line or "ended with code" in line) if lines else None
+
+
+def connect(setup: Setup, rank: int, store: str, transport: str, config: JobConfig) -> World:
+    """Join the process group of two ranks: that of training, or gloo for tensors on a GPU."""
+    local_rank = rank if torch.cuda.device_count() > 1 else 0
+    world = World(rank, local_rank, 2, setup.device_type)
+    pin_kernels(world.device)
+    found = dist.FileStore(store, 2)
+    if setup.device_type == "cuda" and transport == "gloo":
+        torch.cuda.set_device(world.device)
+        dist.init_process_group("cpu:gloo,cuda:gloo", store=found, rank=rank, world_size=2)
+    else:
+        init_process_group(world, found, config.comm)
+    return world
+
+
+def probe(send: Send, setup: Setup, rank: int, store: str, transport: str) -> None:
+    """Each kind of communication that training uses, with numbers that are known."""
+    device = connect(setup, rank, store, transport, configure(setup, world_size=2)).device
+    own = torch.full((4,), float(rank + 1), device=device)
+    total = own.clone()
+    dist.all_reduce(total)
+    gathered = torch.empty(8, device=device)
+    dist.all_gather_into_tensor(gathered, own)
+    part = torch.empty(2, device=device)
+    dist.reduce_scatter_tensor(part, own)
+    received = torch.empty_like(own)
+    operations = [dist.P2POp(dist.isend, own, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    found = [total.tolist(), gathered.tolist(), part.tolist(), received.tolist()]
+    assert found == [[3.0] * 4, [1.0] * 4 + [2.0] * 4, [3.0] * 2, [float(2 - rank)] * 4], found
+    send(found)
+    dist.destroy_process_group()
+
+
+def compare(setup: Setup, transport: str, environment: Variables, settings: list[str], reason: str) -> Found:
+    """Loss and gradients of a step in float64 on two ranks, against one process."""
+    outcomes = run_ranks(setup, rank_step, environment, transport, settings, LIMIT_S)
+    failure = first_failure(outcomes)
+    if failure is not None and reason:
+        raise SkippedError(f"not checked: no NCCL ({reason}), and gloo cannot: {failure}")
+    if failure is not None:
+        raise WrongError(failure)
+    errors: dict[str, float] = {}
+    names: set[str] = set()
+    for outcome in outcomes:
+        ((rank_errors, rank_names),) = outcome.sent
+        errors |= {name: max(error, errors.get(name, 0.0)) for name, error in rank_errors.items()}
+        names |= set(rank_names)
+    config = layout_config(setup, settings)
+    missing = reference(config, random_batch(config, ROWS)).gradients.keys() - names
+    if missing:
+        raise WrongError(f"no rank has a gradient of {min(missing)}")
+    return require_errors(errors, dict.fromkeys(errors, BOUNDS["float64"]))
+
+
+def layout_config(setup: Setup, settings: list[str]) -> JobConfig:
+    sizes = [*small_model(setup, "llama3"), "training.local_batch_size=2", f"training.global_batch_size={ROWS}"]
+    return configure(setup, *sizes, *dtypes("float64"), "training.max_norm=0.0", *settings, world_size=2)
+
+
+def rank_step(send: Send, setup: Setup, rank: int, store: str, transport: str, settings: list[str]) -> None:
+    """A step on this rank; sends its errors and the names of its parameters."""
+    config = layout_config(setup, settings)
+    world = connect(setup, rank, store, transport, config)
+    mesh = Mesh(config.parallelism, world)
+    mesh.connect(config.comm)
+    trainer = build_trainer(config, build_model(config, mesh, world.device), mesh, world.device)
+    batch = random_batch(config, ROWS)
+    parts = ROWS // mesh.data_degree // batch_rows(config, mesh)
+    own = on_this_device(trainer, split(batch, parts, mesh.data_rank, mesh.data_degree))
+    stats = trainer.train_step(own)
+    loss = stats.mean_loss.clone()
+    dist.all_reduce(loss)
+    expected = reference(config, batch)
+    errors = step_errors(trainer, loss, expected)
+    norm = torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in expected.gradients.values()]))
+    errors["gradient norm"] = difference(stats.grad_norm, norm)
+    send((errors, [name for name, _ in named_parameters(trainer)]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def check_simulated(emit: Emit, setup: Setup) -> None:
+    """Rank 0 of eight, whose collectives return at once and move no data."""
+    emit(run_case(CHECK, f"products of rank 0 of {SIMULATED}", partial(simulated_products, setup)))
+    emit(run_case(CHECK, f"8B, rank 0 of {SIMULATED}", partial(simulated_8b, setup)))
+
+
+def simulated_trainer(setup: Setup, config: JobConfig) -> Trainer:
+    """The trainer of rank 0, in a new simulated process group."""
+    pin_kernels(setup.device)
+    dist.init_process_group("fake", rank=0, world_size=SIMULATED)
+    mesh = Mesh(config.parallelism, World(0, 0, SIMULATED, setup.device_type))
+    mesh.connect(None)
+    model = build_model(config, mesh, setup.device, draws_weights=False)
+    trainer = build_trainer(config, model, mesh, setup.device)
+    fill_(trainer)
+    return trainer
+
+
+class Products(TorchDispatchMode):
+    """Counts the FLOPs of matrix products. Attention is another operation."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_, torch.ops.aten.bmm):
+            factors = [arg for arg in args if isinstance(arg, Tensor)][-2:]
+            self.flops += 2 * factors[0].numel() * factors[1].shape[-1]
+        return func(*args, **(kwargs or {}))
+
+
+def simulated_products(setup: Setup) -> Found:
+    """FLOPs of the products of a sharded step, against the formula by which MFU and the plan count."""
+    sizes = [*small_model(setup, "llama3"), "training.local_batch_size=1", f"training.global_batch_size={SIMULATED}"]
+    config = configure(setup, *sizes, *dtypes("bfloat16"), "parallelism.dp_shard=-1", world_size=SIMULATED)
+    family, hyper_parameters = resolve_model(config.model)
+    trainer = simulated_trainer(setup, config)
+    try:
+        batches = on_this_device(trainer, [random_batch(config, 1)])
+        with Products() as products:
+            trainer.train_step(batches)
+    finally:
+        dist.destroy_process_group()
+    # The formula is linear in the sequence length; without it, no attention is left.
+    expected = config.training.seq_len * family.flops_per_token(hyper_parameters, 0)
+    if products.flops != expected:
+        raise WrongError(f"{products.flops:,} FLOPs, not {expected:,}")
+    return Found(f"{expected:,} FLOPs, as by the formula of MFU")
+
+
+def simulated_8b(setup: Setup) -> Found:
+    """Memory of rank 0 of the shipped 8B configuration against the plan, and its step without communication."""
+    if setup.device_type == "cpu" or setup.tiny:
+        raise SkippedError("needs CUDA and the full size")
+    settings = ["job.config_file=llama3_8b", "training.local_batch_size=1", f"training.global_batch_size={SIMULATED}"]
+    config = configure(setup, *settings, "parallelism.dp_shard=-1", "checkpoint.enable=false", world_size=SIMULATED)
+    planned = estimate(config, SIMULATED, device_type="cuda").largest.memory.total
+    trainer = simulated_trainer(setup, config)
+    try:
+        batches = on_this_device(trainer, [random_batch(config, 1)])
+        for _ in range(2):
+            trainer.train_step(batches)
+        setup.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        for _ in range(3):
+            trainer.train_step(batches)
+        setup.synchronize()
+        seconds = (time.perf_counter() - start) / 3
+    finally:
+        dist.destroy_process_group()
+    measured = torch.cuda.max_memory_allocated()
+    error = planned / measured - 1
+    values = {"GiB": measured / GIB, "planned GiB": planned / GIB, "step s": seconds}
+    text = f"{measured / GIB:.2f} GiB at the peak, planned {planned / GIB:.2f} ({error:+.1%}; bound {PLAN_ERROR:.0%})"
+    if abs(error) > PLAN_ERROR:
+        raise WrongError(text)
+    rate = config.training.seq_len / seconds
+    return Found(f"{text}; {rate:,.0f} tokens/s without communication, on meaningless numbers", values)

@@ -1,0 +1,118 @@
+"""Check 4: a step never waits for the device, and is compiled once."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpu_checks.rows import Emit, Found, SkippedError, WrongError, run_case
+from gpu_checks.steps import RECOMPUTE, ROWS, document_lengths, settings
+from gpu_checks.workload import Setup, build, compiled, configure, on_this_device, one_rank, random_batch, split
+from titanlite.batch import Batch
+from titanlite.trainer import Trainer
+
+CHECK = "4 waits and graphs"
+MOST_GRAPHS = 5
+"""All blocks share one; two for the loss, whose last chunk of tokens may be shorter; one for the mask of documents on a
+GPU; one to spare. A graph per layer or per microbatch would exceed it, or be compiled in later steps."""
+
+
+def check(emit: Emit, setup: Setup) -> None:
+    modes: dict[str, tuple[list[str], bool]] = {
+        "eager": ([], False),
+        "eager, documents": ([], True),
+        "recompute by op": (RECOMPUTE["by op"], False),
+        "compiled": (compiled(setup), False),
+        "compiled, documents": (compiled(setup), True),
+        "compiled, recompute by op, documents": ([*compiled(setup), *RECOMPUTE["by op"]], True),
+    }
+    with one_rank(setup):
+        for name, (extra, documents) in modes.items():
+            find: Callable[..., Found]
+            if setup.tiny and "compiled" in name and not name.endswith("by op, documents"):
+                continue  # compiling takes most of the time
+            for what, find in ("no wait for the device", no_wait), ("graphs", graphs), ("host reads", no_host_read):
+                is_compiled = "compiled" in name
+                if (find is graphs) == is_compiled or find is no_wait:
+                    emit(run_case(CHECK, f"{what}, {name}", partial(find, setup, extra, documents)))
+
+
+def prepared(setup: Setup, extra: Sequence[str], documents: bool) -> tuple[Trainer, Callable[[int], list[Batch]]]:
+    """A trainer after two steps, and a function that returns the batches of a step on the device."""
+    torch._dynamo.reset()
+    counters.clear()
+    config = configure(setup, *settings(setup, "llama3", "bfloat16"), *extra)
+    trainer = build(setup, config)
+
+    def batches(step: int) -> list[Batch]:
+        lengths = document_lengths(setup)[step % 3 :] if documents else ()
+        return on_this_device(trainer, split(random_batch(config, ROWS, seed=step, documents=lengths), 2))
+
+    for step in range(2):
+        trainer.train_step(batches(step))
+    setup.synchronize()
+    return trainer, batches
+
+
+def no_wait(setup: Setup, extra: Sequence[str], documents: bool) -> Found:
+    """CUDA's own debug mode raises on every call that waits for the device."""
+    if setup.device_type == "cpu":
+        raise SkippedError("needs CUDA")
+    trainer, batches = prepared(setup, extra, documents)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(2, 5):
+            trainer.train_step(batches(step))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    setup.synchronize()
+    return Found("3 steps, also their copies to the device")
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the operations that read a number of a tensor on the host, or whose output size depends on one."""
+
+    NAMES = (
+        "aten._local_scalar_dense.default",
+        "aten.nonzero.default",
+        "aten.masked_select.default",
+        "aten.equal.default",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func) in self.NAMES:
+            self.found[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def no_host_read(setup: Setup, extra: Sequence[str], documents: bool) -> Found:
+    """The same by the operations of an eager step, on any device."""
+    trainer, batches = prepared(setup, extra, documents)
+    own = batches(2)
+    with HostReads() as reads:
+        trainer.train_step(own)
+    if reads.found:
+        raise WrongError(f"the host read numbers in a step: {dict(reads.found)}")
+    return Found("none in a step")
+
+
+def graphs(setup: Setup, extra: Sequence[str], documents: bool) -> Found:
+    """Number of compiled graphs; later steps with other rows and documents compile nothing."""
+    trainer, batches = prepared(setup, extra, documents)
+    breaks, count = sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for step in range(2, 5):
+            trainer.train_step(batches(step))
+    setup.synchronize()
+    if not 1 <= count <= MOST_GRAPHS or breaks or counters["stats"]["unique_graphs"] != count:
+        later = counters["stats"]["unique_graphs"] - count
+        raise WrongError(f"{count} graphs (bound {MOST_GRAPHS}), {breaks} graph breaks, {later} more in later steps")
+    return Found(f"{count}, no graph break, none compiled in later steps", {"graphs": count})

@@ -1,0 +1,227 @@
+"""scripts/gpu_check.py: it runs to its end on a CPU, and its checks find planted bugs."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gpu_check
+import pytest
+import torch
+from gpu_checks import benchmark, facts, kernels, layouts, plain, profiling, steps, syncs
+from gpu_checks.processes import Call, Send, run_calls
+from gpu_checks.report import markdown
+from gpu_checks.rows import Emit, Found, Row, SkippedError, run_case
+from gpu_checks.workload import Setup, one_rank
+
+from titanlite.models import head
+from titanlite.optim.optimizer import GatedOptimizer
+from titanlite.trainer import Trainer
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> Iterator[Setup]:
+    """The small size on a CPU, in a process group of one rank."""
+    setup = Setup("cpu", True, str(tmp_path))
+    with one_rank(setup):
+        yield setup
+
+
+def failure(case: Callable[[], Found]) -> str:
+    """The text of the failed row of a case."""
+    row = run_case("check", "case", case)
+    assert row.status == "failed", row
+    return row.text
+
+
+@pytest.mark.slow
+def test_everything_that_a_cpu_can_run_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, to share the fork server, whose imports take longer than most checks."""
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--tiny", "--device", "cpu", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        gpu_check.main()
+    output = capsys.readouterr().out
+    assert ended.value.code is False, output
+    found = json.loads((tmp_path / "gpu_check.json").read_text())
+    by_check: dict[str, set[str]] = {}
+    for row in found["rows"]:
+        by_check.setdefault(row["check"][0], set()).add(row["status"])
+        if row["status"] == "skipped":
+            assert row["text"]
+    assert sorted(by_check) == list("12345678")
+    assert all("passed" in by_check[check] for check in "234567")
+    text = (tmp_path / "gpu_check.md").read_text()
+    assert text in output
+    assert "| compiled, documents, 2 layers |" in text
+
+
+def test_a_kernel_without_its_mask(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _mask: object) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
+
+    monkeypatch.setattr(kernels, "attend", attend)
+    kernel = kernels.kernels(setup)["attention, causal"]
+    assert "result off by" in failure(lambda: kernels.compare(kernel, torch.bfloat16, setup.device))
+
+
+def test_a_product_in_lower_precision(setup: Setup) -> None:
+    """As with TF32: inputs are rounded to fewer digits than float32 has."""
+    kernel = kernels.kernels(setup)["product"]
+    rounded = kernels.Kernel(lambda x, w: x.bfloat16().float() @ w.T, kernel.expect, kernel.shapes, kernel.roundings)
+    assert "off by" in failure(lambda: kernels.compare(rounded, torch.float32, setup.device))
+
+
+def test_an_optimizer_that_forgets_to_skip(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    step_if = GatedOptimizer.step_if
+    monkeypatch.setattr(GatedOptimizer, "step_if", lambda self, ok: step_if(self, torch.ones_like(ok)))
+    settings = steps.settings(setup, "llama3", "float32")
+    assert "the skipped step changed" in failure(lambda: steps.skipped_step(setup, settings))
+
+
+def test_a_microbatch_that_is_left_out(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_step = Trainer.train_step
+    monkeypatch.setattr(Trainer, "train_step", lambda self, batches: train_step(self, batches[:1]))
+    assert "off by" in failure(lambda: steps.compare(setup, "llama3", "bfloat16", False, []))
+
+
+def test_repeats_that_differ(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_step, calls = steps.take_step, []
+
+    def noisy(trainer: Trainer, batches: Any) -> Any:
+        calls.append(1)
+        stats = take_step(trainer, batches)
+        if len(calls) == 6:
+            with torch.no_grad():
+                next(trainer.model_parts[0].parameters()).mul_(1 + 2**-20)
+        return stats
+
+    monkeypatch.setattr(steps, "take_step", noisy)
+    settings = steps.settings(setup, "llama3", "float32")
+    assert "different tensors: ['tok_embeddings.weight']" in failure(lambda: steps.repeats(setup, settings, False))
+
+
+def test_a_host_read_in_a_step(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = Trainer.count_valid_tokens
+
+    def reads(self: Trainer, batches: Any) -> torch.Tensor:
+        found = count(self, batches)
+        assert found.item() >= 0
+        return found
+
+    monkeypatch.setattr(Trainer, "count_valid_tokens", reads)
+    assert "_local_scalar_dense" in failure(lambda: syncs.no_host_read(setup, [], False))
+
+
+def test_a_product_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "_AtOnce", head._Recomputed)
+    setup = Setup("cpu", True, str(tmp_path))
+    assert "FLOPs, not" in failure(lambda: layouts.simulated_products(setup))
+
+
+def test_a_hand_written_loop_that_computes_something_else(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "rotate", lambda x, _cos, _sin: x)
+    assert "gradient of" in failure(lambda: benchmark.same_numbers(setup))
+
+
+def test_a_slow_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "matmul_flops", lambda _setup: 1e14)
+    monkeypatch.setattr(facts, "device_peak_flops", lambda _device, _dtype: 989.5e12)
+    assert "10% of the published peak" in failure(lambda: facts.product(Setup("cpu", False, str(tmp_path))))
+
+
+def crash(_send: Send) -> None:
+    os._exit(3)
+
+
+def hang(_send: Send) -> None:
+    time.sleep(600)
+
+
+def fail(_send: Send) -> None:
+    raise ValueError("broken")
+
+
+def succeed(send: Send) -> None:
+    send(os.environ["OWN"])
+
+
+def test_crashes_and_hangs_are_results() -> None:
+    calls = [Call(crash), Call(fail), Call(succeed, environment={"OWN": "1"})]
+    crashed, failed, succeeded = run_calls(calls, "cpu", 60.0, at_once=2)
+    (hung,) = run_calls([Call(hang)], "cpu", 1.0)
+    assert crashed.failure == "the process ended with code 3"
+    assert hung.failure == "did not end within 1 s"
+    assert failed.failure is not None
+    assert failed.failure.endswith("ValueError: broken\n")
+    assert (succeeded.failure, succeeded.sent) == (None, ["1"])
+
+
+def crashing_part(emit: Emit, _setup: Setup) -> None:
+    emit(Row("1 facts", "first", "passed", "fine"))
+    os._exit(3)
+
+
+def test_a_crash_of_a_part_is_a_failed_row(tmp_path: Path) -> None:
+    stage = gpu_check.Stage(60.0, (gpu_check.Part("1 facts", "facts", crashing_part),))
+    late = gpu_check.Stage(60.0, (gpu_check.Part("2 kernels", "kernels", crashing_part),))
+    setup = Setup("cpu", True, str(tmp_path))
+    rows, _ = gpu_check.run_stage(stage, setup, time.monotonic() + 60)
+    rows += gpu_check.run_stage(late, setup, time.monotonic() + 1)[0]
+    assert [(row.name, row.status) for row in rows] == [
+        ("first", "passed"),
+        ("facts", "failed"),
+        ("kernels", "skipped"),
+    ]
+    text = markdown(rows, {"device": "cpu"})
+    assert "1 failed, 1 passed, 0 measured, 1 skipped." in text
+    assert "stopped after 1 rows: the process ended with code 3" in text
+
+
+def test_a_case_without_what_it_needs_is_skipped() -> None:
+    def needs() -> Found:
+        raise SkippedError("needs CUDA")
+
+    assert run_case("check", "case", needs) == Row("check", "case", "skipped", "needs CUDA")
+
+
+def test_idle_share_counts_overlapping_work_once() -> None:
+    assert profiling.idle_share([(0.0, 4.0), (1.0, 2.0), (3.0, 5.0), (8.0, 10.0)]) == pytest.approx(0.3)
+
+
+def test_device_work_of_a_trace() -> None:
+    def event(cat: str, name: str, ts: float, dur: float) -> dict[str, Any]:
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur}
+
+    events = [
+        event("kernel", "gemm", 5.0, 2.0),
+        event("gpu_user_annotation", "step", 0.0, 100.0),
+        event("gpu_memcpy", "copy", 1.0, 1.0),
+        {"ph": "f", "cat": "ac2g", "name": "flow", "ts": 5.0},
+    ]
+    assert profiling.device_work(events, profiling.KINDS["cuda"]) == [("copy", (1.0, 2.0)), ("gemm", (5.0, 7.0))]
+    nested = [event("cpu_op", "linear", 0.0, 5.0), event("cpu_op", "mm", 1.0, 2.0), event("cpu_op", "add", 5.0, 1.0)]
+    names = [name for name, _ in profiling.device_work(nested, profiling.KINDS["cpu"])]
+    assert names == ["linear", "add"]
+
+
+def test_the_fit_extends_both_sizes(tmp_path: Path) -> None:
+    sizes = [
+        benchmark.Measured(layers, 1.0 + 0.5 * layers, (0.0, 0.0, 0.0), 0.0, 0, 10.0 * layers, 100)
+        for layers in (6, 12)
+    ]
+    found = benchmark.fit(Setup("cpu", False, str(tmp_path)), sizes)
+    assert found.values["tokens/s"] == pytest.approx(100 / 17.0)
+    assert found.values["TFLOP/s"] == pytest.approx(320 / 17.0 / 1e12)
+    assert found.values["MFU"] == "unknown peak"
+
+
+def test_a_cpu_takes_the_small_size_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--device", "cpu", "--out", "unused"])
+    with pytest.raises(SystemExit, match="2"):
+        gpu_check.main()
+    assert "--device cpu needs --tiny" in capsys.readouterr().err
