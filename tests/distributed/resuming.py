@@ -163,8 +163,7 @@ def _wait_for_all(store: dist.Store, name: str, size: int) -> None:
 
 
 def _start(folder: str, store: str, rank: int, start: Start) -> dict[str, Any]:
-    lines, failure = _Lines(), FailureReport()
-    failure.store = dist.FileStore(store, start.ranks)
+    lines = _Lines()
     setup_logging(rank)
     log.addFilter(lines)
     found: dict[str, Any] = {"step": -1, "error": "", "killed": False, "begin": {}, "end": {}, "rows": {}}
@@ -196,7 +195,8 @@ def _start(folder: str, store: str, rank: int, start: Start) -> dict[str, Any]:
                 *start.settings,
             )
             with job_lock(config.job.dump_folder, rank, take_over=False, environment={}):
-                train.run_job(config, World(rank, rank, start.ranks, "cpu"), failure, {})
+                world, connection = World(rank, rank, start.ranks, "cpu"), dist.FileStore(store, start.ranks)
+                train.run_job(config, world, connection, FailureReport(), {})
     except UserError as error:
         found["error"] = str(error)
     except KilledError:

@@ -5,6 +5,7 @@ backward, so reductions must not divide again.
 """
 
 from collections.abc import Iterable, Iterator
+from functools import cache
 
 import torch
 from torch import nn
@@ -88,14 +89,17 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     returns. Recomputation casts again, and compilation includes the casts in its graph.
     """
     for module in model.modules():
-        names = [name for name, _ in module.named_parameters(recurse=False)]
+        names = tuple(name for name, _ in module.named_parameters(recurse=False))
         if names:
-            kind, casts = type(module), {name: _cast(name, dtype) for name in names}
-            module.__class__ = type(kind.__name__, (CastModule, kind), {"compute_dtype": dtype, **casts})
+            module.__class__ = _casting(type(module), names, dtype)  # type: ignore[arg-type]
 
 
-def _cast(name: str, dtype: torch.dtype) -> property:
-    return property(lambda module: module._parameters[name].to(dtype))
+@cache  # the same class for all blocks, which then share a compiled graph
+def _casting(kind: type[nn.Module], names: tuple[str, ...], dtype: torch.dtype) -> type[nn.Module]:
+    def cast(name: str) -> property:
+        return property(lambda module: module._parameters[name].to(dtype))
+
+    return type(kind.__name__, (CastModule, kind), {"compute_dtype": dtype, **{name: cast(name) for name in names}})
 
 
 def resolve_gradient_sync(policy: GradientSync, mesh: DeviceMesh) -> GradientSync | None:
