@@ -134,6 +134,7 @@ def saved_and_gradients(section: ActivationCheckpointConfig) -> tuple[int, dict[
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does so
 def test_compiled_blocks_save_their_share_of_the_memory_budget() -> None:
     try:
         unlimited, expected = saved_and_gradients(ActivationCheckpointConfig())

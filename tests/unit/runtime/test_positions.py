@@ -53,7 +53,7 @@ def test_the_store_may_be_lost() -> None:
 def test_ranks_see_each_other_and_write_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks in one process, of which only rank 1 enters the second phase."""
     monkeypatch.setattr(positions, "INTERVAL_S", 0.05)
-    monkeypatch.setattr(positions, "SETTLE_S", 0.5)
+    monkeypatch.setattr(positions, "SETTLE_S", 1.5)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [
         Positions(dist.PrefixStore("p", connected(store)), rank, 2, range(2), str(tmp_path), 1000.0, fail)
