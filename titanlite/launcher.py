@@ -14,8 +14,6 @@ from titanlite.runtime.gpus import usable_gpus
 
 FORWARDED_SIGNALS = "SIGTERM,SIGINT,SIGUSR1"
 """Signals that torchrun forwards to the ranks, which save and exit. Not SIGHUP, so that nohup works."""
-SPIN_COUNT = "1000"
-"""On a busy machine, threads that spin for long make a step several times as long (docs/LOG.md)."""
 OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 """Variables of a rank, which the environment of a container may have."""
 
@@ -26,7 +24,7 @@ def main() -> None:
         options, arguments = split_at_dashes(sys.argv[1:])
         gpus = usable_gpus(os.environ.get("DEVICE", ""))
         processes = int(os.environ.get("NGPU") or max(gpus, 1))
-        set_threads(processes, on_cpu=gpus == 0)
+        set_threads(processes)
     if processes == 1 and not options:
         for name in OF_LAUNCHERS:
             os.environ.pop(name, None)
@@ -43,18 +41,13 @@ def split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
     return argv[:end], argv[end + 1 :]
 
 
-def set_threads(processes: int, *, on_cpu: bool) -> None:
-    """Set the number of threads of each of several processes, and how long threads on a CPU wait without sleeping.
-
-    A value in the environment is kept.
-    """
+def set_threads(processes: int) -> None:
+    """Set the number of threads of each of several processes; a value in the environment is kept."""
     if processes > 1 and "OMP_NUM_THREADS" not in os.environ:  # torchrun would set 1, with a warning
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         threads = max(cores // processes, 1)
         os.environ["OMP_NUM_THREADS"] = str(threads)
         print(f"titanlite: OMP_NUM_THREADS={threads} ({cores} cores, {processes} processes)", file=sys.stderr)
-    if on_cpu and "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
 def run_module(module: str, arguments: list[str]) -> None:

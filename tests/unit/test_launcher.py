@@ -13,7 +13,7 @@ NODES = ["--nnodes=2", "--node-rank=1", "--rdzv-backend=static", "--rdzv-endpoin
 @pytest.fixture(autouse=True)
 def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    for name in ("NGPU", "DEVICE", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "RANK"):
+    for name in ("NGPU", "DEVICE", "OMP_NUM_THREADS", "RANK"):
         os.environ.pop(name, None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: range(16))
     monkeypatch.setattr(sys, "platform", "linux")
@@ -35,7 +35,6 @@ def test_one_process_trains_without_torchrun(monkeypatch: pytest.MonkeyPatch) ->
     call = started(monkeypatch, "--", "my.toml", "--training.steps", "5", RANK="3", WORLD_SIZE="4")
     assert call == ("titanlite.train", ["my.toml", "--training.steps", "5"])
     assert {"RANK", "WORLD_SIZE", "OMP_NUM_THREADS"} & os.environ.keys() == set()
-    assert os.environ["GOMP_SPINCOUNT"] == "1000"
 
 
 @pytest.mark.parametrize(
@@ -52,7 +51,6 @@ def test_several_processes_start_with_torchrun(
     call = started(monkeypatch, *options, "--", "my.toml", "--", "x", gpus=gpus, NGPU=processes)
     signals = "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"
     assert call == ("titanlite.torchrun", [*expected, signals, "-m", "titanlite.train", "my.toml", "--", "x"])
-    assert os.environ.get("GOMP_SPINCOUNT") == (None if gpus else "1000")
 
 
 @pytest.mark.parametrize(
@@ -70,13 +68,3 @@ def test_threads_of_each_process(
         else f"titanlite: OMP_NUM_THREADS={threads} (16 cores, {variables['NGPU']} processes)\n"
     )
     assert capsys.readouterr().err == said
-
-
-@pytest.mark.parametrize(
-    ("variables", "spins"), [({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "active"}, None)]
-)
-def test_own_settings_of_waiting_threads_are_kept(
-    variables: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started(monkeypatch, "--", **variables)
-    assert os.environ.get("GOMP_SPINCOUNT") == spins
