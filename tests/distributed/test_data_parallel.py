@@ -1,6 +1,6 @@
 """Data-parallel layouts have the gradients of one process for all masks and accumulation factors."""
 
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests.distributed.gradients import build_on_mesh, compare, full_tensor, has_weights, local_batches
 from tests.distributed.reference import global_batch, reference_step, small_config
 from tests.pool import run_ranks
+from titanlite.parallel import data
 from titanlite.parallel.data import running_dtypes, set_gradient_sync, wrapped_modules
 from titanlite.parallel.mesh import GradientSync
 
@@ -22,7 +23,9 @@ LAYOUTS = {
 """World size: (dp_replicate, dp_shard)."""
 
 
-def all_cases(layouts: list[tuple[int, int]], dtype: str) -> dict[str, tuple[float, str, bool]]:
+def all_cases(
+    layouts: list[tuple[int, int]], dtype: str, at_once_bytes: int = data.AT_ONCE_BYTES
+) -> dict[str, tuple[float, str, bool]]:
     """Case: (worst relative error, its parameter, same initial weights). Steps do not update weights."""
     errors = {}
     for replicate, shard in layouts:
@@ -34,7 +37,8 @@ def all_cases(layouts: list[tuple[int, int]], dtype: str) -> dict[str, tuple[flo
                 f"parallelism.dp_shard={shard}",
                 f"parallelism.gradient_sync={sync}",
             )
-            trainer, mesh = build_on_mesh(config)
+            with patch.object(data, "AT_ONCE_BYTES", at_once_bytes):
+                trainer, mesh = build_on_mesh(config)
             trainer.optimizer.step_if = lambda _ok: None
             for masks in ("uneven", "silent_ranks"):
                 batch = global_batch(masks)
@@ -64,6 +68,14 @@ def test_gradients_are_those_of_one_process(world_size: int, dtype: str) -> None
         for case, (worst, parameter, same_initial_weights) in errors.items():
             assert same_initial_weights, f"rank {rank}: {case}: initial weights differ"
             assert worst <= BOUNDS[dtype], f"rank {rank}: {case}: {parameter} is off by {worst:.1e}"
+
+
+@pytest.mark.slow
+def test_gradients_reduced_unit_by_unit_are_those_of_one_process() -> None:
+    """As on a GPU, or of a large model."""
+    for errors in run_ranks(all_cases, 2, [(2, 1)], "float64", 0):
+        assert len(errors) == 18
+        assert max(worst for worst, _, same in errors.values() if same) <= BOUNDS["float64"], errors
 
 
 @pytest.mark.parametrize(

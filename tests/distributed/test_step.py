@@ -3,6 +3,7 @@
 import hashlib
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.distributed.gradients import build_on_mesh, full_tensor
 from tests.distributed.reference import global_batch, plain_model, rank_batches, small_config
 from tests.pool import run_ranks
 from titanlite.batch import Batch
+from titanlite.parallel import data
 from titanlite.trainer import Trainer
 
 
@@ -43,11 +45,12 @@ def on_mesh(*settings: str) -> tuple[Trainer, int, int]:
     return trainer, mesh.data_rank, mesh.data_degree
 
 
-def collectives_of_steps(layouts: list[list[str]]) -> list[dict[str, int]]:
+def collectives_of_steps(layouts: list[list[str]], at_once_bytes: int = data.AT_ONCE_BYTES) -> list[dict[str, int]]:
     """Number of collectives by name in a step of two microbatches, for each layout."""
     found = []
     for settings in layouts:
-        trainer, rank, degree = on_mesh(*settings)
+        with patch.object(data, "AT_ONCE_BYTES", at_once_bytes):
+            trainer, rank, degree = on_mesh(*settings)
         batches = rank_batches(global_batch("uneven"), rank, degree, 2)
         trainer.train_step(batches)  # the first step also initializes
         with OperationCount() as count:
@@ -61,7 +64,7 @@ REPLICATE = ["parallelism.dp_replicate=2", "parallelism.dp_shard=1"]
 
 
 def test_step_has_no_host_reads_and_the_reductions_of_its_policy() -> None:
-    replicated = {"last": GROUPS, "hybrid": GROUPS, "every": 2 * GROUPS}
+    replicated = {"last": 1, "hybrid": 1, "every": 2}  # a small model on a CPU
     sharded = {"last": GROUPS, "hybrid": 2 * GROUPS, "every": 2 * GROUPS}
     layouts = [[*REPLICATE, f"parallelism.gradient_sync={sync}"] for sync in replicated]
     layouts += [[f"parallelism.gradient_sync={sync}"] for sync in sharded]
@@ -71,6 +74,8 @@ def test_step_has_no_host_reads_and_the_reductions_of_its_policy() -> None:
         assert [counts["reduce_scatter_base"] for counts in found[3:]] == list(sharded.values())
         # The number of valid tokens, and the sum of squares of the gradient norm.
         assert [counts["allreduce"] for counts in found[3:]] == [2, 2, 2]
+    for found in run_ranks(collectives_of_steps, 2, layouts[:3], 0):
+        assert found == [{"allreduce": reductions * GROUPS + 1} for reductions in replicated.values()]
 
 
 @pytest.mark.slow

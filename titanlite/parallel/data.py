@@ -15,7 +15,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from titanlite.models.family import Plan
 from titanlite.parallel.mesh import GradientSync, ReshardAfterForward
+from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.errors import UserError
+
+AT_ONCE_BYTES = 256 * 2**20
 
 
 def apply_data_parallel(
@@ -48,7 +51,8 @@ def apply_data_parallel(
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     units = [[model.get_submodule(name) for name in unit] for unit in plan.units]
     if shards == 1:
-        for unit in units:
+        size = sum(part.numel() * part.element_size() for part in map(local_part, model.parameters()))
+        for unit in () if replicates_at_once(mesh.device_type, size) else units:
             replicate(unit, mesh=mesh["dp_replicate"], mp_policy=policy)
         replicate(model, mesh=mesh["dp_replicate"], mp_policy=policy)
         applied = "replicate"
@@ -74,6 +78,15 @@ def apply_data_parallel(
                 "parameters of this model may get no gradient: install torch 2.13 or newer"
             )
     return [applied]
+
+
+def replicates_at_once(device_type: str, parameter_bytes: int) -> bool:
+    """Whether `replicate` reduces all gradients in one all-reduce instead of one per unit.
+
+    A CPU waits in each all-reduce for the slowest rank, which costs 9 % of a step of a small model (docs/LOG.md); the
+    buffers of one reduction take two to three times the size of its gradients.
+    """
+    return device_type == "cpu" and parameter_bytes <= AT_ONCE_BYTES
 
 
 class CastModule:

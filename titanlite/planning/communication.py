@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from titanlite.parallel.data import replicates_at_once
 from titanlite.parallel.mesh import GradientSync, ParallelismConfig
 from titanlite.parallel.pipeline import resolve_reshard_after_forward
 from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputes
@@ -44,8 +45,9 @@ class Traffic:
 class StepShape:
     """The inputs of the traffic formulas besides the stage. sync: None with a pipeline. microbatches: per optimizer
     step, of `positions` positions each, `loss_chunk` of them per chunk of the loss. schedule_steps: runs of the
-    actions per optimizer step."""
+    actions per optimizer step. device_type: "cuda" or "cpu"."""
 
+    device_type: str
     sizes: Mapping[str, int]
     sync: GradientSync | None
     actions: Sequence[Action]
@@ -85,6 +87,13 @@ def frees_after_forward(stage: Stage, section: ParallelismConfig, unit: int) -> 
     return policy == "always" or (policy == "default" and unit < len(stage.units) - 1)
 
 
+def reduced_sizes(stage: Stage, shape: StepShape) -> list[int]:
+    """Elements of the gradients that are reduced in one call, for each call of a reduction of the stage."""
+    sizes = [unit.elements for unit in stage.units]
+    at_once = shape.sizes["dp_shard"] == 1 and replicates_at_once(shape.device_type, stage.parameter_bytes)
+    return [sum(sizes)] if at_once else sizes
+
+
 def _data_parallel(stage: Stage, section: ParallelismConfig, shape: StepShape) -> list[Traffic]:
     if not stage.wrapped:
         return []
@@ -101,13 +110,13 @@ def _data_parallel(stage: Stage, section: ParallelismConfig, shape: StepShape) -
             # After each microbatch but the last, fully_shard's backward prefetch gathers the last unit again.
             count += shape.microbatches - 1
         gathers, gathered = gathers + count, gathered + count * unit.elements * shape.param_bytes
-    units, elements = len(stage.units), sum(unit.elements for unit in stage.units)
+    sizes = reduced_sizes(stage, shape)
     over_shards, over_replicas = reductions(shape, "dp_shard"), reductions(shape, "dp_replicate")
-    gradient = elements * shape.reduce_bytes
+    gradient = sum(sizes) * shape.reduce_bytes
     return [
         Traffic("dp_shard", "all-gather", gathers, gathered, shards),
-        Traffic("dp_shard", "reduce-scatter", units * over_shards, gradient * over_shards, shards),
-        Traffic("dp_replicate", "all-reduce", units * over_replicas, gradient // shards * over_replicas, replicas),
+        Traffic("dp_shard", "reduce-scatter", len(sizes) * over_shards, gradient * over_shards, shards),
+        Traffic("dp_replicate", "all-reduce", len(sizes) * over_replicas, gradient // shards * over_replicas, replicas),
     ]
 
 

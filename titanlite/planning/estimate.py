@@ -100,6 +100,7 @@ def _step_shape(config: JobConfig, mesh: Mesh, actions: Sequence[Action], device
     rows, microbatches, schedule_steps = _microbatches(config, mesh.data_degree)
     _, model = resolve_model(config.model)
     return StepShape(
+        device_type=device_type,
         sizes=mesh.degrees,
         sync=resolve_gradient_sync(config.parallelism.gradient_sync, mesh.device_mesh),
         actions=actions,

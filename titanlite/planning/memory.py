@@ -8,7 +8,7 @@ from titanlite.optim.registry import update_bytes
 from titanlite.parallel.mesh import ParallelismConfig
 from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputes
 from titanlite.planning.activations import ActivationBytes
-from titanlite.planning.communication import StepShape, frees_after_forward, remote_neighbors
+from titanlite.planning.communication import StepShape, frees_after_forward, reduced_sizes, remote_neighbors
 from titanlite.planning.schedule import peak_in_flight
 from titanlite.planning.stages import Stage, Unit
 
@@ -125,11 +125,11 @@ def data_parallel_bytes(
     """Peak bytes of gathered or cast parameters, and of gradients before their reduction.
 
     Gathered: all units kept gathered, the current unit, the prefetched unit (twice: it is copied out of the
-    collective's buffer). Gradients: those of the stage if reduced once per step, otherwise those of one unit; plus
-    those of one unit in both dtypes as input of the reduction, while the previous reduction may still run.
+    collective's buffer). Gradients: those of the stage if reduced once per step, otherwise those of one call; plus
+    those of one call in both dtypes as input of the reduction, while the previous reduction may still run.
     """
     sizes = [unit.elements for unit in stage.units]
-    largest = max(sizes)
+    largest = max(reduced_sizes(stage, shape))
     if not stage.wrapped:
         return 0 if sum(sizes) * shape.param_bytes == stage.parameter_bytes else cast_bytes(stage, recompute, shape)
     unit_gradients = largest * (shape.param_bytes + shape.reduce_bytes)
