@@ -5,13 +5,14 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed.gradients import build_on_mesh, compare, full_tensor, has_weights, local_batches
 from tests.distributed.reference import global_batch, reference_step, small_config
 from tests.pool import run_ranks
 from titanlite.parallel import data
-from titanlite.parallel.data import running_dtypes, set_gradient_sync, wrapped_modules
+from titanlite.parallel.data import cast_parameters, running_dtypes, set_gradient_sync, wrapped_modules
 from titanlite.parallel.mesh import GradientSync
 
 BOUNDS = {"float64": 1e-12, "float32": 1e-5}
@@ -141,3 +142,15 @@ COMPILED = ["compile.enable=true", "compile.backend=aot_eager"]
 def test_one_process_casts_parameters_without_a_wrapper(settings: list[str], differing: list[str]) -> None:
     """Bit for bit the gradients of `replicate`, which copies each gradient several times."""
     assert run_ranks(differing_gradients, 1, settings) == [differing]
+
+
+def test_blocks_that_cast_their_parameters_share_compiled_graphs() -> None:
+    """A class of its own for each block would compile each block."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4, bias=False)) for _ in range(3)))
+    cast_parameters(model, torch.bfloat16)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    x = torch.ones(2, 4, dtype=torch.bfloat16)
+    for block in model:
+        torch.compile(block.forward, backend=counter)(x)
+    assert counter.frame_count == 1

@@ -35,17 +35,59 @@ class LossConfig:
 
 
 @dataclass(frozen=True)
-class Vocabulary:
-    """The part of the vocabulary whose weights this rank has: ids from `start`, of `size` ids in all.
+class Scoring:
+    """How the scores of tokens are computed: in chunks of `chunk` tokens, over one part of the vocabulary.
 
-    group: the ranks that have the other parts (mesh axis tp); None: this rank has all. gathers: whether each rank
-    gathers the logits of all ids, instead of two numbers per token.
+    start: the first id whose weights this rank has, of `size` ids in all. group: the ranks that have the other parts
+    (mesh axis tp); None: this rank has all. gathers: whether each rank gathers the scores of all ids, instead of two
+    numbers per token. exponentials: the function exponentials_, or its compiled form.
     """
 
+    chunk: int
     start: int
     size: int
-    group: dist.ProcessGroup | None = None
-    gathers: bool = False
+    group: dist.ProcessGroup | None
+    gathers: bool
+    exponentials: Exponentials
+
+    def chunks(self, tokens: int) -> list[slice]:
+        return [slice(begin, begin + self.chunk) for begin in range(0, tokens, self.chunk)]
+
+    def buffer(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Memory of the logits of any chunk: large new tensors cost page faults."""
+        return x.new_empty(min(self.chunk, len(x)), len(weight))
+
+    def scores(self, x: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
+        """Logits of a chunk, (tokens, ids), in at least float32: of this rank's ids, or of all if it gathers them."""
+        scores = torch.mm(x, weight.T, out=buffer[: len(x)]).to(torch.promote_types(x.dtype, torch.float32))
+        if not self.gathers:
+            return scores
+        full = scores.new_zeros(len(scores), self.size)
+        full[:, self.start : self.start + scores.shape[1]] = scores
+        dist.all_reduce(full, group=self.group)  # sums with zeros; parts of different sizes cannot be gathered
+        return full
+
+    def statistics_(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Replace the scores, (tokens, ids), by exp(scores - top). Returns loss, top and total, each (tokens,).
+
+        top: the largest score over all ids. total: the sum of the exponentials over all ids. loss: 0 for tokens that
+        are not valid. Two all-reduces over the ranks that share the vocabulary.
+        """
+        group = None if self.gathers else self.group
+        top = scores.amax(1)
+        if group is not None:
+            dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+        sums = self.exponentials(scores, top, *self.own_ids(labels, scores))
+        if group is not None:
+            dist.all_reduce(sums, group=group)
+        total, own = sums.unbind()
+        return torch.where(labels >= 0, total.log() - own, 0), top, total
+
+    def own_ids(self, labels: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Columns of the labels in the scores, (tokens, 1), clamped, and whether they are there, (tokens,)."""
+        ids = labels - (0 if self.gathers else self.start)
+        last = scores.shape[1] - 1
+        return ids.clamp(0, last).unsqueeze(1), (ids >= 0) & (ids <= last)
 
 
 class OutputLayer(nn.Linear):
@@ -53,8 +95,7 @@ class OutputLayer(nn.Linear):
 
     chunk_tokens: see LossConfig. recomputes: whether backward computes the logits again. Otherwise forward computes the
     gradients at once and keeps them, (vocab_size, dim) for the weight, per microbatch in flight: one product less, and
-    no more memory if only one microbatch is in flight. gathers_logits: see Vocabulary. exponentials: the
-    function, or its compiled form.
+    no more memory if only one microbatch is in flight. gathers_logits, exponentials: see Scoring.
     """
 
     def __init__(self, dim: int, vocab_size: int) -> None:
@@ -72,14 +113,14 @@ class OutputLayer(nn.Linear):
         if labels is None:
             return super().forward(x)
         assert num_valid is not None, "labels without num_valid"
-        weight, vocabulary = self.weight, Vocabulary(0, self.out_features)
+        weight, start, group = self.weight, 0, None
         if is_dtensor(weight):
             mesh, rows = weight.device_mesh, -(-self.out_features // weight.device_mesh.size())
-            start = min(rows * mesh.get_local_rank(), self.out_features)
-            vocabulary = Vocabulary(start, self.out_features, mesh.get_group(), self.gathers_logits)
+            start, group = min(rows * mesh.get_local_rank(), self.out_features), mesh.get_group()
             weight = weight.to_local()
+        gathers = group is not None and self.gathers_logits
         wide = torch.promote_types(x.dtype, torch.float32)
-        columns = vocabulary.size if vocabulary.gathers else len(weight)
+        columns = self.out_features if gathers else len(weight)
         chunk = tokens_per_chunk(self.chunk_tokens, columns * wide.itemsize, x.device.type)
         # A negative label is not valid.
         weights = (labels >= 0) / num_valid.clamp(min=1).to(wide).unsqueeze(1)
@@ -90,9 +131,7 @@ class OutputLayer(nn.Linear):
             weight.view_as(weight),
             labels.flatten(),
             weights.flatten(),
-            vocabulary,
-            chunk,
-            self.exponentials,
+            Scoring(chunk, start, self.out_features, group, gathers, self.exponentials),
         )
         return losses.view(labels.shape).sum(1)
 
@@ -109,22 +148,12 @@ class _AtOnce(torch.autograd.Function):
     """The weighted cross-entropy of each token. Forward computes the gradients, too."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        weights: Tensor,
-        vocabulary: Vocabulary,
-        chunk: int,
-        exponentials: Exponentials,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, scoring: Scoring) -> Tensor:
         losses = torch.empty_like(weights)
-        gradients = Gradients(x, weight, vocabulary)
-        buffer = x.new_empty(min(chunk, len(x)), len(weight))
-        for tokens in _chunks(len(x), chunk):
-            scores = _scores(x[tokens], weight, vocabulary, buffer)
-            losses[tokens], _, total = _statistics_(scores, labels[tokens], vocabulary, exponentials)
+        gradients, buffer = Gradients(x, weight, scoring), scoring.buffer(x, weight)
+        for tokens in scoring.chunks(len(x)):
+            scores = scoring.scores(x[tokens], weight, buffer)
+            losses[tokens], _, total = scoring.statistics_(scores, labels[tokens])
             gradients.add(tokens, scores, labels[tokens], total, weights[tokens])
         ctx.gradients = gradients.result()
         return losses.mul_(weights)
@@ -135,31 +164,22 @@ class _AtOnce(torch.autograd.Function):
         factor = torch.where((gradient == gradient[0]).all(), gradient[0], torch.nan)
         of_x, of_weight = ctx.gradients
         del ctx.gradients
-        return of_x.mul_(factor), of_weight.mul_(factor), None, None, None, None, None
+        return of_x.mul_(factor), of_weight.mul_(factor), None, None, None
 
 
 class _Recomputed(torch.autograd.Function):
     """The weighted cross-entropy of each token. Backward computes the logits again."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        weights: Tensor,
-        vocabulary: Vocabulary,
-        chunk: int,
-        exponentials: Exponentials,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, scoring: Scoring) -> Tensor:
         losses, logsumexp = torch.empty_like(weights), torch.empty_like(weights)
-        buffer = x.new_empty(min(chunk, len(x)), len(weight))
-        for tokens in _chunks(len(x), chunk):
-            scores = _scores(x[tokens], weight, vocabulary, buffer)
-            losses[tokens], top, total = _statistics_(scores, labels[tokens], vocabulary, exponentials)
+        buffer = scoring.buffer(x, weight)
+        for tokens in scoring.chunks(len(x)):
+            scores = scoring.scores(x[tokens], weight, buffer)
+            losses[tokens], top, total = scoring.statistics_(scores, labels[tokens])
             logsumexp[tokens] = top + total.log()
         ctx.save_for_backward(x, weight, labels, weights, logsumexp)
-        ctx.vocabulary, ctx.chunk = vocabulary, chunk
+        ctx.scoring = scoring
         return losses.mul_(weights)
 
     @staticmethod
@@ -167,23 +187,22 @@ class _Recomputed(torch.autograd.Function):
         x, weight, labels, weights, logsumexp = ctx.saved_tensors
         # A split backward pass calls this twice, once for each of the two gradients.
         needs = [torch._C._will_engine_execute_node(node) for node, _ in ctx.next_functions[:2]]
-        gradients = Gradients(x, weight, ctx.vocabulary, *needs)
-        buffer = x.new_empty(min(ctx.chunk, len(x)), len(weight))
-        for tokens in _chunks(len(x), ctx.chunk):
-            scores = _scores(x[tokens], weight, ctx.vocabulary, buffer).sub_(logsumexp[tokens].unsqueeze(1)).exp_()
+        scoring: Scoring = ctx.scoring
+        gradients, buffer = Gradients(x, weight, scoring, *needs), scoring.buffer(x, weight)
+        for tokens in scoring.chunks(len(x)):
+            scores = scoring.scores(x[tokens], weight, buffer).sub_(logsumexp[tokens].unsqueeze(1)).exp_()
             one = torch.ones_like(logsumexp[tokens])
             gradients.add(tokens, scores, labels[tokens], one, weights[tokens] * gradient[tokens])
-        return *gradients.result(), None, None, None, None, None
+        return *gradients.result(), None, None, None
 
 
 class Gradients:
     """Gradients of the input and of the weight, added up over chunks of tokens, the weight's in at least float32."""
 
     def __init__(
-        self, x: Tensor, weight: Tensor, vocabulary: Vocabulary, needs_x: bool = True, needs_weight: bool = True
+        self, x: Tensor, weight: Tensor, scoring: Scoring, needs_x: bool = True, needs_weight: bool = True
     ) -> None:
-        self._inputs, self._of = x, weight
-        self._vocabulary = vocabulary
+        self._inputs, self._of, self._scoring = x, weight, scoring
         self._x = torch.empty_like(x) if needs_x else None
         wide = torch.promote_types(weight.dtype, torch.float32)
         self._weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
@@ -194,10 +213,10 @@ class Gradients:
         The gradient of the logits is weights * (exponentials / total - one-hot labels). The division and the weights
         are applied to the smaller tensors (tokens, dim).
         """
-        ids, is_own = _own_ids(labels, exponentials, self._vocabulary)
+        ids, is_own = self._scoring.own_ids(labels, exponentials)
         exponentials.scatter_add_(1, ids, torch.where(is_own, -total, 0).unsqueeze(1))
-        if self._vocabulary.gathers:
-            exponentials = exponentials[:, self._vocabulary.start :][:, : len(self._of)]
+        if self._scoring.gathers:
+            exponentials = exponentials[:, self._scoring.start :][:, : len(self._of)]
         differences = exponentials.to(self._of.dtype)
         factor = (weights / total).unsqueeze(1)
         if self._x is not None:
@@ -214,55 +233,11 @@ class Gradients:
         return self._x, None if self._weight is None else self._weight.to(self._of.dtype)
 
 
-def _chunks(tokens: int, chunk: int) -> list[slice]:
-    return [slice(begin, begin + chunk) for begin in range(0, tokens, chunk)]
-
-
-def _scores(x: Tensor, weight: Tensor, vocabulary: Vocabulary, buffer: Tensor) -> Tensor:
-    """Logits of a chunk, (tokens, ids), in at least float32: of this rank's ids, or of all if it gathers them.
-
-    buffer: (tokens or more, this rank's ids), for all chunks: large new tensors cost page faults.
-    """
-    scores = torch.mm(x, weight.T, out=buffer[: len(x)]).to(torch.promote_types(x.dtype, torch.float32))
-    if not vocabulary.gathers:
-        return scores
-    full = scores.new_zeros(len(scores), vocabulary.size)
-    full[:, vocabulary.start : vocabulary.start + scores.shape[1]] = scores
-    dist.all_reduce(full, group=vocabulary.group)  # sums with zeros; parts of different sizes cannot be gathered
-    return full
-
-
-def _statistics_(
-    scores: Tensor, labels: Tensor, vocabulary: Vocabulary, exponentials: Exponentials
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Replace the scores, (tokens, ids), by exp(scores - top). Returns loss, top and total, each (tokens,).
-
-    top: the largest score over all ids. total: the sum of the exponentials over all ids. loss: 0 for tokens that are
-    not valid. Two all-reduces over the ranks that share the vocabulary.
-    """
-    group = None if vocabulary.gathers else vocabulary.group
-    top = scores.amax(1)
-    if group is not None:
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-    sums = exponentials(scores, top, *_own_ids(labels, scores, vocabulary))
-    if group is not None:
-        dist.all_reduce(sums, group=group)
-    total, own = sums.unbind()
-    return torch.where(labels >= 0, total.log() - own, 0), top, total
-
-
 def exponentials_(scores: Tensor, top: Tensor, ids: Tensor, is_own: Tensor) -> Tensor:
     """Replace the scores, (tokens, ids), by exp(scores - top). Returns (2, tokens): their sum; the label's score - top.
 
-    ids, is_own: see _own_ids; 0 for a label that is not there.
+    ids, is_own: see Scoring.own_ids; 0 for a label that is not there.
     """
     own = torch.where(is_own, scores.gather(1, ids).squeeze(1) - top, 0)
     total = scores.sub_(top.unsqueeze(1)).exp_().sum(1)
     return torch.stack([total, own])
-
-
-def _own_ids(labels: Tensor, scores: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-    """Columns of the labels in the scores, (tokens, 1), clamped into them, and whether they are there, (tokens,)."""
-    ids = labels - (0 if vocabulary.gathers else vocabulary.start)
-    last = scores.shape[1] - 1
-    return ids.clamp(0, last).unsqueeze(1), (ids >= 0) & (ids <= last)
