@@ -260,7 +260,7 @@ class Arguments:
 def split_arguments(argv: Sequence[str]) -> Arguments:
     """Split `--section.key value` and `--section.key=value`; hyphens in keys count as underscores.
 
-    A value after a space does not start with `--`.
+    A value after a space does not start with `--`. A switch without a value is true.
 
     One argument may be the configuration itself: the first one, a path ending in .toml, or a shipped name.
     """
@@ -293,11 +293,11 @@ def split_arguments(argv: Sequence[str]) -> Arguments:
 
 
 def missing_value(key: str, default: Any) -> Problem:
-    """The Problem of a known key without a value; the remedy has an example: true, or the default."""
+    """The Problem of a known key without a value; the remedy has the default as an example."""
     if isinstance(default, str):
         remedy = f"write --{key} {default or 'TEXT'}; for a value that starts with --, write --{key}=--VALUE"
     else:
-        remedy = f"write --{key} {literal(True if isinstance(default, bool) else default)}"
+        remedy = f"write --{key} {literal(default)}"
     return Problem(key, None, "needs a value", remedy)
 
 
@@ -366,8 +366,9 @@ def put_argument(tables: Tables, key: str, text: str | None, family: str | None)
         return unknown_key(key, text or "", family)
     if row:
         return Problem(key, text or "", "one key of one table at a time", f"write --{key}.0.KEY VALUE")
-    if text is None:
+    if text is None and value_type is not bool:
         return missing_value(key, _default(section, name, family))
+    text = "true" if text is None else text
     tables.setdefault(section, {})[name] = value_from_text(text, value_type)
     return None
 
@@ -414,8 +415,9 @@ def _put_in_row(tables: Tables, key: str, text: str | None, row: type) -> Proble
         return Problem(key, text or "", "one key of one table at a time", remedy)
     if len(columns) != 1 or columns[0] not in types_of(row):
         return _unknown_column(key, text or "", row)
-    if text is None:
+    if text is None and types_of(row)[columns[0]] is not bool:
         return missing_value(key, getattr(row, columns[0]))
+    text = "true" if text is None else text
     rows = tables.setdefault(section, {}).setdefault(name, [fields_of(row) for row in _default(section, name, None)])
     if not isinstance(rows, list) or not all(isinstance(each, dict) for each in rows):
         return None  # the file's value has its own problem

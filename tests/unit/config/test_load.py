@@ -38,6 +38,12 @@ def test_command_line_over_toml_over_default(tmp_path: Path) -> None:
     assert config.training.local_batch_size == JobConfig().training.local_batch_size
 
 
+def test_a_switch_without_a_value_is_true() -> None:
+    config, problems = parse_config(["--compile.enable", "--data.shuffle", "false", "--checkpoint.enable"])
+    assert not problems
+    assert (config.compile.enable, config.data.shuffle, config.checkpoint.enable) == (True, False, True)
+
+
 def test_value_replaced_by_the_command_line_is_not_checked(tmp_path: Path) -> None:
     assert config_of(tmp_path, 'training.steps = "five"', "--training.steps", "7").training.steps == 7
 
