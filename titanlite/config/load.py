@@ -21,6 +21,7 @@ from titanlite.config.fields import (
     types_of,
     value_from_text,
 )
+from titanlite.config.other_names import KEYS, NAMES
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
@@ -36,21 +37,6 @@ SHIPPED = Path(__file__).parents[1] / "configs"
 """The configurations that come with titanlite; their names without .toml are valid wherever a path is."""
 
 HELP = ("--help", "-h")
-
-# Names in other trainers -> names here.
-MOVED = {
-    "training.batch_size": "training.local_batch_size",
-    "training.seed": "debug.seed",
-    "training.dataset": "data.sources.0.kind",
-    "training.dataset_path": "data.sources.0.path",
-    "parallelism.data_parallel_replicate_degree": "parallelism.dp_replicate",
-    "parallelism.data_parallel_shard_degree": "parallelism.dp_shard",
-    "parallelism.tensor_parallel_degree": "parallelism.tp",
-    "parallelism.pipeline_parallel_degree": "parallelism.pp",
-    "optimizer.learning_rate": "optimizer.lr",
-    "model.name": "model.family",
-    "model.tokenizer_path": "tokenizer.path",
-}
 
 Tables = dict[str, dict[str, Any]]
 """Section -> key -> value as written. Sections exist and are tables; keys and values are not checked yet."""
@@ -497,12 +483,12 @@ def unknown_key(key: str, value: Any, family: str | None) -> Problem:
 
 def suggest(key: str, known: Collection[str]) -> list[str]:
     """The known keys most similar to `key`: usually one or none, several if equally likely."""
-    if key in MOVED:
-        return [MOVED[key]]
     folded = _fold(key)
     prefix, _, name = folded.rpartition(".")
     if folded in known:
         return [folded]
+    if other := KEYS.get(folded) or NAMES.get(name):
+        return [other]
     elsewhere = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
     elsewhere = [candidate for candidate in elsewhere if candidate.startswith(f"{prefix}.")] or elsewhere
     siblings = [candidate.rpartition(".")[2] for candidate in known if candidate.rpartition(".")[0] == prefix]
