@@ -20,7 +20,7 @@ from titanlite.data.kinds import open_source
 from titanlite.data.sources.base import sampled_digest
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.hf.folder import ModelFolder
+from titanlite.hf.folder import PREFIX, ModelFolder
 from titanlite.runtime.agreement import MODULE
 from titanlite.runtime.distributed import World
 
@@ -71,7 +71,11 @@ def program_facts(config: JobConfig, world: World, environment: Mapping[str, str
         for key, value in _config_values(config)
         if not any(fnmatch(key, pattern) for pattern in MAY_DIFFER)
     }
-    return facts | {"device": world.device_type} | code_facts(environment)
+    # Ranks that start in different ways would wait for each other: compare how, as the paths may differ.
+    path = config.checkpoint.initial_load_path
+    start = "initial weights" if not path else "a model, hf:" if path.startswith(PREFIX) else "a checkpoint"
+    facts |= {"checkpoint.initial_load_path": start, "device": world.device_type}
+    return facts | code_facts(environment)
 
 
 def code_facts(environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Which modules count as code that must be equal on all ranks."""
+"""Which modules count as code, and which paths as content, that must be equal on all ranks."""
 
 import sys
 import sysconfig
@@ -7,7 +7,10 @@ from types import ModuleType
 
 import pytest
 
-from titanlite.assembly.facts import code_facts
+from titanlite.assembly.facts import code_facts, program_facts
+from titanlite.checkpoint.config import CheckpointConfig
+from titanlite.config.schema import JobConfig
+from titanlite.runtime.distributed import World
 
 
 def test_modules_that_python_imports_by_itself_count_from_any_folder(
@@ -31,3 +34,15 @@ def test_modules_that_python_imports_by_itself_count_from_any_folder(
     facts = code_facts({})
     assert {"usercustomize", "sitecustomize", "module own"} <= facts.keys()
     assert not {"module usercustomize", "module sitecustomize", "module b"} & facts.keys()
+
+
+def test_ways_to_start_are_compared_and_paths_that_may_mean_the_same_are_not() -> None:
+    """Ranks that start in different ways would wait for each other in different collectives."""
+
+    def way(path: str) -> str:
+        config = JobConfig(checkpoint=CheckpointConfig(initial_load_path=path))
+        return program_facts(config, World(0, 0, 2, "cpu"), {})["checkpoint.initial_load_path"]
+
+    ways = [way(path) for path in ("", "runs/a/checkpoint", "hf:model")]
+    assert len(set(ways)) == 3
+    assert [way(path) for path in ("", "/copy/of/step-3", "hf:/copy/of/model")] == ways
