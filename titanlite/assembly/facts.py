@@ -4,7 +4,7 @@ import hashlib
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from fnmatch import fnmatch
 from importlib.metadata import version
@@ -16,9 +16,8 @@ import torch
 import titanlite
 from titanlite.config.fields import fields_of, literal
 from titanlite.config.schema import JobConfig
-from titanlite.data.kinds import open_source
+from titanlite.data.loader import Loader
 from titanlite.data.sources.base import sampled_digest
-from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.hf.folder import PREFIX, ModelFolder
 from titanlite.runtime.agreement import MODULE
@@ -91,18 +90,26 @@ def code_facts(environment: Mapping[str, str]) -> dict[str, str]:
     return facts | {name: f"sha256 {_digest(file)}" for name, file in files.items()}
 
 
-def content_facts(config: JobConfig, tokenizer: Tokenizer | None, imported: ModelFolder | None) -> dict[str, str]:
+def content_facts(
+    config: JobConfig,
+    tokenizer: Tokenizer | None,
+    data: Loader | None,
+    validation: Mapping[str, Loader],
+    imported: ModelFolder | None,
+) -> dict[str, str]:
     """The tokenizer, and the content of the files of training data, validation data and initial weights, by samples.
 
-    imported: the model folder that a new run starts from, if any.
+    data, validation: the loaders, whose lists of files are compared: there may be more files by now. imported: the
+    model folder that a new run starts from, if any.
     """
     facts = {"tokenizer": tokenizer.fingerprint if tokenizer else "none"}
-    sections: dict[str, Sequence[SourceConfig]] = {"data": config.data.sources}
-    if config.validation.enable:
-        sections["validation"] = config.validation.sources
+    sections = {
+        "data": data.sources if data else [],
+        "validation": [source for loader in validation.values() for source in loader.sources],
+    }
     for section, sources in sections.items():
         for index, source in enumerate(sources):
-            content = open_source(source).facts(document_mask=config.data.document_mask)
+            content = source.facts(document_mask=config.data.document_mask)
             facts |= {f"{section}.sources.{index}: {key}": str(content[key]) for key in content if key != "name"}
     if imported is not None:
         digests = {file.name: sampled_digest(file).hex() for file in sorted(imported.path.iterdir()) if file.is_file()}
