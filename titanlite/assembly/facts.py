@@ -4,7 +4,7 @@ import hashlib
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from fnmatch import fnmatch
 from importlib.metadata import version
@@ -19,7 +19,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader
 from titanlite.data.sources.base import sampled_digest
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.hf.folder import PREFIX, ModelFolder
+from titanlite.hf.folder import PREFIX
 from titanlite.runtime.agreement import MODULE
 from titanlite.runtime.distributed import World
 
@@ -95,12 +95,12 @@ def content_facts(
     tokenizer: Tokenizer | None,
     data: Loader | None,
     validation: Mapping[str, Loader],
-    imported: ModelFolder | None,
+    weights: Sequence[Path],
 ) -> dict[str, str]:
     """The tokenizer, and the content of the files of training data, validation data and initial weights, by samples.
 
-    data, validation: the loaders, whose lists of files are compared: there may be more files by now. imported: the
-    model folder that a new run starts from, if any.
+    data, validation: the loaders, whose lists of files are compared: there may be more files by now. weights: files
+    that decide the initial weights.
     """
     facts = {"tokenizer": tokenizer.fingerprint if tokenizer else "none"}
     sections = {
@@ -111,10 +111,7 @@ def content_facts(
         for index, source in enumerate(sources):
             content = source.facts(document_mask=config.data.document_mask)
             facts |= {f"{section}.sources.{index}: {key}": str(content[key]) for key in content if key != "name"}
-    if imported is not None:
-        digests = {file.name: sampled_digest(file).hex() for file in sorted(imported.path.iterdir()) if file.is_file()}
-        facts |= {f"checkpoint.initial_load_path: {name}": digest for name, digest in digests.items()}
-    return facts
+    return facts | {f"weights: {file.name}": sampled_digest(file).hex() for file in weights}
 
 
 def _config_values(config: JobConfig) -> Iterator[tuple[str, Any]]:

@@ -107,7 +107,8 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     tokenizer = build_tokenizer(config)
     loader = build_data(config, mesh, tokenizer)
     validation_data = build_validation_data(config, mesh, tokenizer)
-    content = content_facts(config, tokenizer, loader, validation_data, imported)
+    weights = imported.files() if imported else []
+    content = content_facts(config, tokenizer, loader, validation_data, weights)
     require_equal("content", content, world, store, config.comm.init_timeout_s)
     group = init_process_group(world, store, config.comm)
     mesh.connect(config.comm)
