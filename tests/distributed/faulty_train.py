@@ -15,6 +15,8 @@ hang-save: the rank hangs while it saves the third step.
 hang-end: the rank hangs after all work is done.
 slow: the rank sleeps for a while in each step.
 arguments: the rank is started with further arguments, those in ARGUMENTS, as on a node with another configuration.
+evaluate: the ranks are nodes of their own that evaluate a run, with further arguments each: those in ARGUMENTS, after
+    the rank's "|".
 """
 
 import os
@@ -37,6 +39,7 @@ from titanlite.data.loader import Loader
 from titanlite.parallel.clip import GradNorm, clip_grad_norm_
 from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.errors import UserError
+from titanlite.tools import evaluate
 from titanlite.trainer import Trainer
 
 WRONG_GRADIENT = "layers.1.attention.wo.weight"
@@ -163,6 +166,11 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
 
 
 if __name__ == "__main__":
+    if os.environ["FAULT"] == "evaluate":
+        arguments = os.environ["ARGUMENTS"].split("|")[int(os.environ["RANK"]) + 1]
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        evaluate.main([*sys.argv[1:], *arguments.split()])
+        sys.exit()
     if os.environ["RANK"] == os.environ["FAULTY_RANK"]:
         if os.environ["FAULT"] == "arguments":
             sys.argv += os.environ["ARGUMENTS"].split()

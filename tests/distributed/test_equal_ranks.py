@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.distributed.program import FAULTY, Program, Starter, own_tracebacks, rows
+from tests.distributed.program import CONFIG, FAULTY, Program, Starter, own_tracebacks, rows
 from tests.distributed.reference import TOKENS
 
 
@@ -40,6 +40,43 @@ def test_another_configuration_on_one_rank_is_refused(
     assert program.output.count(line) == program.output.count("the ranks differ") == 1, program.output
     assert own_tracebacks(program.output) == 0
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_another_initial_checkpoint_on_one_rank_is_refused_and_a_copy_is_verified(
+    tmp_path: Path, start: Starter
+) -> None:
+    saved = start(tmp_path, "--checkpoint.enable", "true", "--checkpoint.interval", "3", name="saved")
+    assert saved.wait() == 0, saved.output
+    (tmp_path / "out").rename(tmp_path / "first")
+    first, last = (tmp_path / "first/checkpoint" / f"step-{step}" for step in (3, 6))
+    copy = tmp_path / "copy"
+    shutil.copytree(first, copy)
+    largest = max(copy.iterdir(), key=lambda file: file.stat().st_size)
+    key = "--checkpoint.initial_load_path"
+    layout = ("--parallelism.dp_shard", "2", "--training.steps", "1")
+
+    program = start_unequal(start, tmp_path, f"{key} {last}", *layout, name="none")
+    assert program.wait() == 1, program.output
+    assert f"{key[2:]}: a checkpoint; on rank 0 on {socket.gethostname()}: initial weights\n" in program.output
+
+    (tmp_path / "config.toml").write_text(f'{CONFIG}[checkpoint]\ninitial_load_path = "{first}"\n')
+    program = start_unequal(start, tmp_path, f"{key} {last}", *layout, name="other")
+    assert program.wait() == 1, program.output
+    assert program.output.count("the ranks would load different checkpoints") == 1, program.output
+    assert f"\n  rank 1: {last} on {socket.gethostname()}, MANIFEST.json " in program.output
+    assert f"\n  rank 0: {first} on {socket.gethostname()}, MANIFEST.json " in program.output
+
+    program = start_unequal(start, tmp_path, f"{key} {copy}", *layout, name="same")
+    assert program.wait() == 0, program.output
+    shutil.rmtree(tmp_path / "out")
+    data = bytearray(largest.read_bytes())
+    data[-1] ^= 1
+    largest.write_bytes(data)
+    program = start_unequal(start, tmp_path, f"{key} {copy}", *layout, name="damaged")
+    assert program.wait() == 1, program.output
+    assert f"is corrupted: {largest.name} (written by rank " in program.output
+    assert own_tracebacks(program.output) == 0
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.distributed.program import Program, own_tracebacks, rows, start_command, start_program
+from tests.distributed.program import FAULTY, Program, own_tracebacks, rows, start_command, start_program
 from tests.distributed.reference import SEQ_LEN
 from titanlite.checkpoint.folder import step_folder
 from titanlite.config.schema import JobConfig
@@ -88,6 +88,26 @@ def test_numbers_are_those_of_the_validation_in_the_run(trained: Path, ranks: in
             assert found["sources"][name][key] == pytest.approx(right, rel=1e-12, abs=0)
     assert "held out" in program.output
     assert "uneven" in program.output
+
+
+@pytest.mark.parametrize(
+    ("key", "fact"), [("--data", "validation.sources.0: content"), ("--tokenizer", "tokenizer"), ("", "")]
+)
+def test_ranks_with_other_files_are_refused(trained: Path, tmp_path: Path, key: str, fact: str) -> None:
+    """As on nodes that have files of their own at the same paths, or are given other paths."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        folder.mkdir()
+        (folder / "text.txt").write_text(HELD_OUT if folder == one or key != "--data" else HELD_OUT.upper())
+    train_bpe(iter([TEXT] * 4), 280, one)
+    train_bpe(iter([TEXT if key != "--tokenizer" else HELD_OUT] * 4), 280, other)
+    each = [f"--data {folder / 'text.txt'} --tokenizer {folder}" for folder in (one, other)]
+    environment = {"FAULTY_RANK": "1", "FAULT": "evaluate", "ARGUMENTS": "|".join(["", *each])}
+    program = start_command(trained, str(trained / "out"), ranks=2, program=FAULTY, environment=environment)
+    assert program.wait() == (1 if key else 0), program.output
+    assert f"\n    {fact}: " in program.output or not key
+    assert program.output.count("the ranks differ") == bool(key)
+    assert own_tracebacks(program.output) == 0
 
 
 def test_other_data_match_plain_torch_and_the_bytes_of_the_text(trained: Path) -> None:

@@ -16,11 +16,10 @@ import torch
 import titanlite
 from titanlite.config.fields import fields_of, literal
 from titanlite.config.schema import JobConfig
-from titanlite.data.kinds import open_source
+from titanlite.data.loader import Loader
 from titanlite.data.sources.base import sampled_digest
-from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.hf.folder import ModelFolder
+from titanlite.hf.folder import PREFIX
 from titanlite.runtime.agreement import MODULE
 from titanlite.runtime.distributed import World
 
@@ -71,7 +70,11 @@ def program_facts(config: JobConfig, world: World, environment: Mapping[str, str
         for key, value in _config_values(config)
         if not any(fnmatch(key, pattern) for pattern in MAY_DIFFER)
     }
-    return facts | {"device": world.device_type} | code_facts(environment)
+    # Ranks that start in different ways would wait for each other: compare how, as the paths may differ.
+    path = config.checkpoint.initial_load_path
+    start = "initial weights" if not path else "a model, hf:" if path.startswith(PREFIX) else "a checkpoint"
+    facts |= {"checkpoint.initial_load_path": start, "device": world.device_type}
+    return facts | code_facts(environment)
 
 
 def code_facts(environment: Mapping[str, str]) -> dict[str, str]:
@@ -87,23 +90,28 @@ def code_facts(environment: Mapping[str, str]) -> dict[str, str]:
     return facts | {name: f"sha256 {_digest(file)}" for name, file in files.items()}
 
 
-def content_facts(config: JobConfig, tokenizer: Tokenizer | None, imported: ModelFolder | None) -> dict[str, str]:
+def content_facts(
+    config: JobConfig,
+    tokenizer: Tokenizer | None,
+    data: Loader | None,
+    validation: Mapping[str, Loader],
+    weights: Sequence[Path],
+) -> dict[str, str]:
     """The tokenizer, and the content of the files of training data, validation data and initial weights, by samples.
 
-    imported: the model folder that a new run starts from, if any.
+    data, validation: the loaders, whose lists of files are compared: there may be more files by now. weights: files
+    that decide the initial weights.
     """
     facts = {"tokenizer": tokenizer.fingerprint if tokenizer else "none"}
-    sections: dict[str, Sequence[SourceConfig]] = {"data": config.data.sources}
-    if config.validation.enable:
-        sections["validation"] = config.validation.sources
+    sections = {
+        "data": data.sources if data else [],
+        "validation": [source for loader in validation.values() for source in loader.sources],
+    }
     for section, sources in sections.items():
         for index, source in enumerate(sources):
-            content = open_source(source).facts(document_mask=config.data.document_mask)
+            content = source.facts(document_mask=config.data.document_mask)
             facts |= {f"{section}.sources.{index}: {key}": str(content[key]) for key in content if key != "name"}
-    if imported is not None:
-        digests = {file.name: sampled_digest(file).hex() for file in sorted(imported.path.iterdir()) if file.is_file()}
-        facts |= {f"checkpoint.initial_load_path: {name}": digest for name, digest in digests.items()}
-    return facts
+    return facts | {f"weights: {file.name}": sampled_digest(file).hex() for file in weights}
 
 
 def _config_values(config: JobConfig) -> Iterator[tuple[str, Any]]:

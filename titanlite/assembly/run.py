@@ -22,10 +22,11 @@ from titanlite.checkpoint.state import RunState
 from titanlite.config.load import CONFIG_COPY, dump_config, parse_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.fingerprint import data_fingerprint
-from titanlite.data.kinds import open_source, source_names
+from titanlite.data.kinds import source_names
 from titanlite.data.ledger import LEDGER_FOLDER, Ledger, ledger_files
 from titanlite.data.loader import Loader
 from titanlite.data.order import STREAM_VERSION
+from titanlite.data.sources.base import Source
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from titanlite.faults.record import RECORD_FOLDER, StepRecorder
 from titanlite.faults.replicas import Replicas
@@ -106,8 +107,8 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     tokenizer = build_tokenizer(config)
     loader = build_data(config, mesh, tokenizer)
     validation_data = build_validation_data(config, mesh, tokenizer)
-    # The first rank of each node compares: the others read the same files.
-    content = content_facts(config, tokenizer, imported) if world.local_rank == 0 else None
+    weights = imported.files() if imported else []
+    content = content_facts(config, tokenizer, loader, validation_data, weights)
     require_equal("content", content, world, store, config.comm.init_timeout_s)
     group = init_process_group(world, store, config.comm)
     mesh.connect(config.comm)
@@ -141,7 +142,9 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     if config.checkpoint.enable or config.checkpoint.initial_load_path:
         norms = trainer.spikes.norms if trainer.spikes else None
         state = RunState(model_parts, trainer.optimizer, loader, mesh, norms)
-        checkpoints = build_checkpoints(config, mesh, state, meter, tokenizer, stop, imported, check_state)
+        checkpoints = build_checkpoints(
+            config, mesh, state, meter, tokenizer, loader.sources, stop, imported, check_state
+        )
         start = checkpoints.resume()
         trainer.step = start.step
         describe_schedule_change(config, start)
@@ -189,11 +192,12 @@ def build_checkpoints(
     state: RunState,
     meter: Meter,
     tokenizer: Tokenizer | None,
+    sources: Sequence[Source],
     stop: StopRequest,
     imported: ModelFolder | None,
     check_state: Callable[[int], None],
 ) -> Checkpoints:
-    """Build the checkpoint manager. A collective: creates process groups."""
+    """Build the checkpoint manager. A collective: creates process groups. sources: those of the loader."""
     control_group = mesh.new_group(config.comm.init_timeout_s)
     saving_group = mesh.new_group(config.comm.save_timeout_s, keeps_timeout=True)
     finder = StartFinder(
@@ -201,7 +205,7 @@ def build_checkpoints(
         Path(config.job.dump_folder, config.checkpoint.folder),
         state,
         meter,
-        run_on_rank_0(lambda: about_run(config, tokenizer), saving_group),
+        run_on_rank_0(lambda: about_run(config, tokenizer, sources), saving_group),
         config.training.steps,
         saving_group,
         imported,
@@ -214,7 +218,7 @@ def fetch_imported(config: JobConfig, world: World, store: dist.Store) -> ModelF
     if not config.checkpoint.initial_load_path.startswith(PREFIX):
         return None
     source = imported_from(config.checkpoint, config.job.dump_folder)
-    return fetch_source(source, *resolve_model(config.model), world, store)
+    return fetch_source(source, *resolve_model(config.model), world, store, config.comm.init_timeout_s)
 
 
 def build_recorder(
@@ -289,8 +293,11 @@ def build_validation(
     )
 
 
-def about_run(config: JobConfig, tokenizer: Tokenizer | None) -> RunFacts:
-    """Facts about the run that checkpoints store. Call on one process only: it reads samples of the data."""
+def about_run(config: JobConfig, tokenizer: Tokenizer | None, sources: Sequence[Source]) -> RunFacts:
+    """Facts about the run that checkpoints store. Call on one process only: it reads samples of the data.
+
+    sources: those of the loader.
+    """
     _, hyper_parameters = resolve_model(config.model)
     facts = {
         "model": {"family": config.model.family, **asdict(hyper_parameters)},
@@ -298,7 +305,7 @@ def about_run(config: JobConfig, tokenizer: Tokenizer | None) -> RunFacts:
         "dtype": config.training.dtype,
         "optimizer": config.optimizer.name,
         "num_streams": config.data.num_streams,
-        "data": data_fingerprint(config.data, [open_source(source) for source in config.data.sources]),
+        "data": data_fingerprint(config.data, sources),
         "tokenizer": tokenizer.fingerprint if tokenizer else None,
         "streams_version": STREAM_VERSION,
         "init_version": INIT_VERSION,

@@ -95,6 +95,18 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(**content)
 
 
+def copy_id(folder: Path) -> list[int]:
+    """Facts about the copy of a checkpoint that this process reads, the inode and ctime of MANIFEST.json, if any.
+
+    They are equal on nodes that share a file system, and differ between copies.
+    """
+    try:
+        facts = (folder / MANIFEST_FILE).stat()
+    except OSError:
+        return []
+    return [facts.st_ino, facts.st_ctime_ns]
+
+
 class _BranchContent(TypedDict):
     id: str
     step: int

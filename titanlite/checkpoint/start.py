@@ -6,6 +6,7 @@ The functions that take a group are collectives over it.
 
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -32,15 +33,16 @@ from titanlite.checkpoint.folder import (
     step_of,
     supersede_after,
 )
-from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch, Manifest, UnknownFormatError, read_manifest
+from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch, Manifest, UnknownFormatError, copy_id, read_manifest
 from titanlite.checkpoint.saver import probe, size_of
 from titanlite.checkpoint.state import MODEL, STREAMS, RunState, first_not_finite
 from titanlite.checkpoint.storage import first_failure, load_tensors, read_shapes
 from titanlite.hf.folder import ModelFolder
 from titanlite.metrics.meter import Meter, MeterState
 from titanlite.runtime.agreement import RanksError, run_on_all_ranks, run_on_rank_0, warn_on_rank_0
+from titanlite.runtime.cache import hash_of
 from titanlite.runtime.dtensors import local_part
-from titanlite.runtime.errors import UserError
+from titanlite.runtime.errors import UsageError, UserError
 from titanlite.runtime.logging import log
 
 Usable = Callable[[Manifest], bool]
@@ -347,7 +349,8 @@ def verify_checkpoint(path: Path, verify: Verify, group: dist.ProcessGroup, usab
     if not usable(manifest):
         return None
     start = time.perf_counter()
-    for damage in run_on_all_ranks(lambda: _damage(path, manifest, verify, group), group):
+    sharers = _sharers(path, group)
+    for damage in run_on_all_ranks(lambda: _damage(path, manifest, verify, sharers, dist.get_rank(group)), group):
         if damage is not None:
             return damage
     how = {"full": "verified in full", "size": "sizes verified", "off": "not verified"}[verify]
@@ -405,13 +408,37 @@ def _read(path: Path) -> Manifest | str:
     return manifest if named in (None, manifest.step) else f"{MANIFEST_FILE} belongs to step {manifest.step}"
 
 
-def _damage(path: Path, manifest: Manifest, verify: Verify, group: dist.ProcessGroup) -> str | None:
-    """The first damage among this rank's share of the files; each file is checked by one rank."""
+def _sharers(path: Path, group: dist.ProcessGroup) -> list[int]:
+    """The ranks that read the same copy of the checkpoint as this rank. Raises UsageError if the ranks' paths lead to
+    different checkpoints."""
+
+    def look() -> tuple[str, str, list[int]]:
+        where = f"{path} on {socket.gethostname()}"
+        try:
+            return where, f"{MANIFEST_FILE} {hash_of(path / MANIFEST_FILE)}", copy_id(path)
+        except OSError as error:
+            return where, f"{MANIFEST_FILE}: {error.strerror}", []
+
+    found = run_on_all_ranks(look, group)
+    here, first, _ = found[0]
+    for rank, (where, digest, _) in enumerate(found):
+        if digest != first:
+            raise UsageError(
+                "the ranks would load different checkpoints, so nothing was trained; make checkpoint.initial_load_path "
+                "the same one on all nodes, and start again:\n"
+                f"  rank {rank}: {where}, {digest}\n  rank 0: {here}, {first}"
+            )
+    own = found[dist.get_rank(group)][2]
+    return [rank for rank, (*_, copy) in enumerate(found) if copy == own]
+
+
+def _damage(path: Path, manifest: Manifest, verify: Verify, sharers: list[int], rank: int) -> str | None:
+    """The first damage among this rank's share of the files; each file of a copy is checked by one of its sharers."""
     if verify == "off":
         return None
     by_size = sorted(manifest.files.items(), key=lambda item: -item[1].bytes)
     try:
-        for name, record in by_size[dist.get_rank(group) :: group.size()]:
+        for name, record in by_size[sharers.index(rank) :: len(sharers)]:
             check_file(path, name, record, verify)
     except InvalidCheckpointError as error:
         return str(error)

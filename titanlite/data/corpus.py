@@ -69,7 +69,7 @@ def open_index(source: TextSource, max_piece_bytes: int) -> PieceIndex:
     Converts a dataset of the hub to Arrow files first. Raises UserError if the cache folder cannot be written or a file
     cannot be read.
     """
-    facts = ["pieces", FORMAT_VERSION, source.index_settings(), max_piece_bytes, source.content_facts()]
+    facts = ["pieces", FORMAT_VERSION, source.index_settings(), max_piece_bytes, source.content_facts]
     folder = cache_folder() / "index" / content_key(facts)
     what = f"the index of {source.name}"
     return PieceIndex(built_once(folder, what, partial(_build, source, max_piece_bytes, what)))

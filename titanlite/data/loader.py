@@ -8,7 +8,7 @@ from torch import Tensor
 from titanlite.batch import Batch
 from titanlite.data.config import DataConfig
 from titanlite.data.kinds import open_source, source_names
-from titanlite.data.preparation import Assignment, Int64s, Preparation, PreparedStep, Sources
+from titanlite.data.preparation import Assignment, Int64s, Preparation, PreparedStep, Sources, content_keys
 from titanlite.data.streams import Origin, SourceState
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.workers import Prefetcher, WorkerPool
@@ -39,7 +39,9 @@ class Loader:
         data_rank: int,
         data_degree: int,
     ) -> None:
-        sources = Sources(assignment, [open_source(source) for source in assignment.section.sources], tokenizer)
+        self.sources = [open_source(source) for source in assignment.section.sources]
+        content = content_keys(self.sources, tokenizer)  # before the files are opened
+        sources = Sources(assignment, self.sources, tokenizer)
         self._locate = sources.locate
         self.num_streams = num_streams = assignment.section.num_streams
         self._global_batch_size = assignment.global_batch_size
@@ -57,7 +59,7 @@ class Loader:
         # Checks states for all workers, and prepares the steps if there are no workers.
         self._preparation = Preparation(assignment, sources, self.stream_ids)
         self._producer = (
-            WorkerPool(assignment, self.stream_ids, self._preparation.states())
+            WorkerPool(assignment, content, self.stream_ids, self._preparation.states())
             if assignment.section.num_workers > 0
             else self._preparation
         )

@@ -19,6 +19,7 @@ from titanlite.data.sources.pieces import Corpus, StreamPieces
 from titanlite.data.sources.tokens import Tokens, WindowCorpus
 from titanlite.data.streams import BadRowPolicy, Origin, Row, SourceStream, Stream
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.runtime.cache import content_key
 from titanlite.runtime.errors import DataError, UserError
 
 Int64s = npt.NDArray[np.int64]
@@ -96,6 +97,12 @@ class Sources:
         pieces = [source.pieces(number) for source in self._open]
         sources = [SourceStream(one, seq_len=seq_len, packing=packing, policy=self._policy) for one in pieces]
         return Stream(number, sources, self.mixture)
+
+
+def content_keys(sources: Sequence[Source], tokenizer: Tokenizer | None) -> dict[str, str]:
+    """Hashes of the facts about what is read, by key: processes whose hashes are equal read the same."""
+    keys = {f"data.sources.{n}.path": content_key(source.content_facts) for n, source in enumerate(sources)}
+    return keys | ({"tokenizer.path": tokenizer.fingerprint} if tokenizer else {})
 
 
 def bad_row_policy(section: DataConfig, *, logs: bool = True) -> BadRowPolicy:

@@ -25,7 +25,15 @@ import numpy as np
 
 import titanlite
 from titanlite.data.kinds import open_source
-from titanlite.data.preparation import Assignment, Int64s, Preparation, PreparedStep, Sources, sequences_of
+from titanlite.data.preparation import (
+    Assignment,
+    Int64s,
+    Preparation,
+    PreparedStep,
+    Sources,
+    content_keys,
+    sequences_of,
+)
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import DataError, UserError
 
@@ -129,11 +137,13 @@ def describe_exit(code: int) -> str:
 class WorkerPool:
     """The same as a Preparation of `streams`, in up to data.num_workers processes, which start at the first step.
 
-    Worker w of W has every W-th stream, starting at the w-th. states: the initial states of all these streams.
+    Worker w of W has every W-th stream, starting at the w-th. content: content_keys of what they must read. states: the
+    initial states of all these streams.
     """
 
-    def __init__(self, assignment: Assignment, streams: Sequence[int], states: Int64s) -> None:
+    def __init__(self, assignment: Assignment, content: dict[str, str], streams: Sequence[int], states: Int64s) -> None:
         self._assignment = assignment
+        self._content = content
         self._streams = list(streams)
         self._count = min(assignment.section.num_workers, len(self._streams))
         self._workers: list[_Worker] = []
@@ -165,7 +175,7 @@ class WorkerPool:
         self._workers = [_Worker() for _ in range(self._count)]
         for n, worker in enumerate(self._workers):
             share = slice(n, None, self._count)
-            worker.begin(self._assignment, self._streams[share], self._states[share], self.next_sequence)
+            worker.begin(self._assignment, self._content, self._streams[share], self._states[share], self.next_sequence)
 
     def _merged(self, parts: list[PreparedStep], sequences: range) -> PreparedStep:
         """Merge the workers' parts: rows in the order of the run, states in the order of the streams."""
@@ -204,9 +214,16 @@ class _Worker:
     def __init__(self) -> None:
         self._process = start_process("titanlite.data.workers", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
-    def begin(self, assignment: Assignment, streams: Sequence[int], states: Int64s, next_sequence: int) -> None:
+    def begin(
+        self,
+        assignment: Assignment,
+        content: dict[str, str],
+        streams: Sequence[int],
+        states: Int64s,
+        next_sequence: int,
+    ) -> None:
         """Send the request to the process."""
-        request = {"assignment": asdict(assignment), "streams": streams, "states": states.tolist()}
+        request = {"assignment": asdict(assignment), "content": content, "streams": streams, "states": states.tolist()}
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # step() reports the exit
             self._process.stdin.write(json.dumps(request | {"next_sequence": next_sequence}).encode() + b"\n")
@@ -287,6 +304,12 @@ def main() -> None:
             assignment = Assignment.from_json(request["assignment"])
             tokenizer = Tokenizer(**assignment.tokenizer) if assignment.tokenizer else None
             opened = [open_source(source) for source in assignment.section.sources]
+            found = content_keys(opened, tokenizer)
+            if changed := [key for key, value in request["content"].items() if found[key] != value]:
+                raise UserError(
+                    f"{', '.join(changed)}: files were added, removed or written while the run was starting; start "
+                    "again when they are complete"
+                )
             preparation = Preparation(assignment, Sources(assignment, opened, tokenizer), request["streams"])
             preparation.load_state(np.array(request["states"], np.int64), request["next_sequence"])
             while True:

@@ -55,6 +55,10 @@ class ModelFolder:
     tied: StoredTensor | None
     computed: tuple[str, ...]
 
+    def files(self) -> list[Path]:
+        """All files of the folder, sorted."""
+        return sorted(file for file in self.path.iterdir() if file.is_file())
+
     @property
     def dtypes(self) -> set[torch.dtype]:
         return {tensor.dtype for tensor in self.tensors.values()}

@@ -2,7 +2,10 @@
 the same on all ranks."""
 
 import json
+import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,12 +16,14 @@ from titanlite.hf.folder import CONFIG_FILE, PREFIX, ModelFolder, open_folder
 from titanlite.hf.hub import HubModel, download, open_snapshot, parse_hub_name, pinned
 from titanlite.models.family import Family
 from titanlite.runtime.distributed import World
-from titanlite.runtime.errors import ConfigError, Problem, UserError
+from titanlite.runtime.errors import ConfigError, LateRanksError, Problem, UserError
 
 KEY = "checkpoint.initial_load_path"
 RULE = "hf:FOLDER, a model folder in the format of transformers, or hf:ORGANIZATION/NAME[@REVISION], a model on the hub"
 
 _POLL_S = 0.2
+_PROGRESS = "progress"
+"""Key in the store: a count that grows while a rank downloads."""
 _MAY_DIFFER = {"max_seq_len"}
 """Hyper-parameters that need not match, since they do not change what the model computes."""
 
@@ -70,33 +75,35 @@ def check_model(folder: ModelFolder, family: Family, hyper_parameters: Any) -> l
 
 
 def fetch_source(
-    text: str, family: Family, hyper_parameters: Any, world: World, store: dist.Store
+    text: str, family: Family, hyper_parameters: Any, world: World, store: dist.Store, timeout_s: int
 ) -> ModelFolder | None:
     """Open the folder with the initial weights on each rank's node, after a download if needed; None if `text` is "".
 
     All ranks call it before the process group exists, so that a long download does not cause a timeout. text:
     including "hf:"; only rank 0's value counts. Rank 0 resolves the commit on the hub; the first rank of each node
-    downloads. Raises UserError on all ranks.
+    downloads. Raises UserError on all ranks, and LateRanksError if no rank makes progress for `timeout_s`.
     """
+    store = dist.PrefixStore("import", store)
     if world.rank == 0:
-        store.set("import/source", json.dumps(_resolve(text)))
-    source = _read(store, "import/source")
+        with _progress(store):
+            store.set("source/0", json.dumps(_resolve(text)))
+    source = _read(store, "source", 0, timeout_s)
     if not source:
         return None
     if "folder" in source:
         folder = open_folder(text or PREFIX + source["folder"], Path(source["folder"]))
     else:
-        model = HubModel(*source["model"])
-        node = f"import/node of {world.rank - world.local_rank}"
-        if world.local_rank == 0:
-            store.set(node, json.dumps(_downloaded(model)))
-        folder = open_snapshot(model, Path(_read(store, node)["path"]))
+        model, first = HubModel(*source["model"]), world.local_ranks.start
+        if world.rank == first:
+            with _progress(store):
+                store.set(f"download/{first}", json.dumps(_downloaded(model)))
+        folder = open_snapshot(model, Path(_read(store, "download", first, timeout_s)["path"]))
+        # Wait for the other nodes: a long download must not exceed the time limit of the next exchange.
+        store.set(f"ready/{world.rank}", "")
+        _wait(store, "ready", range(world.size), timeout_s)
     problems = check_model(folder, family, hyper_parameters)
     if problems:
         raise ConfigError(problems)
-    store.add("import/ranks", 1)
-    while store.add("import/ranks", 0) < world.size:  # wait for the other nodes
-        time.sleep(_POLL_S)
     return folder
 
 
@@ -122,11 +129,43 @@ def _downloaded(model: HubModel) -> dict[str, str]:
         return {"error": f"{KEY}: {error}"}
 
 
-def _read(store: dist.Store, key: str) -> dict[str, Any]:
-    """Wait without a timeout for another rank's result in the store. Raises UserError if the result is an error."""
-    while not store.check([key]):
-        time.sleep(_POLL_S)
-    answer: dict[str, Any] = json.loads(store.get(key))
+def _read(store: dist.Store, name: str, rank: int, timeout_s: int) -> dict[str, Any]:
+    """Wait for the result of `rank`; see _wait. Raises UserError if the result is an error."""
+    _wait(store, name, [rank], timeout_s)
+    answer: dict[str, Any] = json.loads(store.get(f"{name}/{rank}"))
     if "error" in answer:
         raise UserError(answer["error"])
     return answer
+
+
+def _wait(store: dist.Store, name: str, ranks: Sequence[int], timeout_s: int) -> None:
+    """Wait until the keys name/RANK are set. Raises LateRanksError if no rank makes progress for `timeout_s`."""
+    keys = [f"{name}/{rank}" for rank in ranks]
+    progress, end = 0, time.monotonic() + timeout_s
+    while not store.check(keys):
+        if (count := store.add(_PROGRESS, 0)) != progress:
+            progress, end = count, time.monotonic() + timeout_s
+        elif time.monotonic() > end:
+            raise LateRanksError(
+                [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])], timeout_s
+            )
+        time.sleep(_POLL_S)
+
+
+@contextmanager
+def _progress(store: dist.Store) -> Iterator[None]:
+    """Count progress in the store, from a thread, while this process runs the block: requests to the hub may take long,
+    but end."""
+    done = threading.Event()
+
+    def count() -> None:
+        while not done.wait(_POLL_S):
+            store.add(_PROGRESS, 1)
+
+    thread = threading.Thread(target=count, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

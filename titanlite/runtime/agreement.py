@@ -28,21 +28,20 @@ class RanksError(UserError):
     """At least one rank failed. Raised on all ranks with the same text: the error of the lowest failed rank."""
 
 
-def require_equal(name: str, facts: Mapping[str, str] | None, world: World, store: dist.Store, timeout_s: int) -> None:
+def require_equal(name: str, facts: Mapping[str, str], world: World, store: dist.Store, timeout_s: int) -> None:
     """Raise UsageError, with the same text on all ranks, unless all ranks give the same facts. Waits for all ranks.
 
-    name: of this comparison, unique in the run. facts: name -> value, as shown in the message; None on a rank that is
-    not compared, which rank 0 always is. Each rank sends a hash; ranks send their facts only if the hashes differ.
-    Rank 0 logs a warning about modules that only some ranks have imported.
+    name: of this comparison, unique in the run. facts: name -> value, as shown in the message. Each rank sends a hash;
+    ranks send their facts only if the hashes differ. Rank 0 logs a warning about modules that only some ranks have
+    imported.
     """
     store = dist.PrefixStore(f"equal/{name}", store)
-    digest = "" if facts is None else hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def group(digests: Sequence[str]) -> list[list[int]]:
         ranks: dict[str, list[int]] = {}
         for rank, each in enumerate(digests):
-            if each:
-                ranks.setdefault(each, []).append(rank)
+            ranks.setdefault(each, []).append(rank)
         return list(ranks.values())
 
     groups = decide_on_rank_0(digest, group, world, store, timeout_s)

@@ -22,9 +22,10 @@ import torch.distributed as dist
 import tyro
 
 from titanlite.assembly.data import build_validation_data, pin_revisions
-from titanlite.assembly.facts import program_facts
+from titanlite.assembly.facts import content_facts, program_facts
 from titanlite.assembly.model import build_forward, build_model
 from titanlite.checkpoint.config import CheckpointConfig
+from titanlite.checkpoint.manifest import MANIFEST_FILE, copy_id
 from titanlite.config.check import check_config, resolve_config
 from titanlite.config.load import config_from_values
 from titanlite.config.schema import JobConfig, JobSection
@@ -143,15 +144,19 @@ def read_arguments(argv: Sequence[str]) -> tuple[Options, list[str]]:
 
 
 def verified_run(path: Path, world: World, store: dist.Store) -> SavedRun:
-    """The checkpoint to evaluate, the same on all ranks: rank 0 chooses and verifies it. Raises UserError."""
+    """The checkpoint to evaluate, the same path on all ranks: rank 0 chooses and verifies it. Raises UserError.
+
+    The first rank of a node that has a copy of its own verifies this copy.
+    """
     if world.rank == 0:
         saved = open_run(path)
-        store.set(CHECKPOINT_KEY, str(saved.path))
+        store.set(CHECKPOINT_KEY, json.dumps([str(saved.path), copy_id(saved.path)]))
         return saved
     store.wait([CHECKPOINT_KEY], timedelta(seconds=CommConfig.save_timeout_s))
-    path = Path(store.get(CHECKPOINT_KEY).decode())
+    text, verified = json.loads(store.get(CHECKPOINT_KEY))
+    path = Path(text)
     with reading(path):
-        return open_run(path, verifies=False)
+        return open_run(path, verifies=world.local_rank == 0 and copy_id(path) != verified)
 
 
 def evaluated_config(
@@ -234,6 +239,8 @@ def evaluate(
     # As in training, data comes before the process group: building an index may exceed its timeout.
     mesh = Mesh(config.parallelism, world)
     loaders = build_validation_data(config, mesh, tokenizer)
+    facts = content_facts(config, tokenizer, None, loaders, [saved.path / MANIFEST_FILE])
+    require_equal("content", facts, world, store, config.comm.init_timeout_s)
     init_process_group(world, store, config.comm)
     mesh.connect(config.comm)
     control = mesh.new_group(config.comm.init_timeout_s)

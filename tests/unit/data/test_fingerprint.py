@@ -48,6 +48,22 @@ def lines(before: DataConfig, after: DataConfig) -> list[str]:
     return describe_difference(fingerprint_of(before), fingerprint_of(after))
 
 
+def test_a_source_has_the_files_that_it_had_when_it_was_opened(corpus: Path) -> None:
+    section = text_data(corpus)
+    (source,) = [open_source(one) for one in section.sources]
+    assert len(source.content_facts) == 3
+    facts = source.facts(document_mask=False)
+    (corpus / "c.txt").write_text("a third file")
+    assert source.facts(document_mask=False) == facts
+    assert len(source.files()) == 3
+    (corpus / "a.txt").write_text("another text")
+    with pytest.raises(UserError, match=r"/a.txt was written while the run was starting: start again when "):
+        source.facts(document_mask=False)
+    (corpus / "a.txt").unlink()
+    with pytest.raises(UserError, match=r"/a.txt cannot be read: "):
+        source.facts(document_mask=False)
+
+
 def test_the_fingerprint_is_small_readable_json(corpus: Path) -> None:
     for n in range(1000):
         (corpus / f"more{n:04}.txt").write_text(str(n))

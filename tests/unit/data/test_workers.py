@@ -1,6 +1,7 @@
 """Worker processes: the same steps, states and errors as from the thread, and no hang if a worker dies."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -125,6 +126,31 @@ def test_a_killed_worker_is_an_immediate_error(make: Callable[..., Loader]) -> N
     with pytest.raises(UserError, match=r"a data worker \(process \d+\) was killed by SIGKILL: .*num_workers = 0"):
         take(loader, 5000)  # steps left in the pipe are delivered first
     assert time.monotonic() - begin < 10
+
+
+@pytest.mark.slow
+def test_workers_refuse_other_files_than_those_of_the_loader(
+    make: Callable[..., Loader], section: DataConfig, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """They open the files and the tokenizer again, later."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    shutil.copyfile(section.sources[0].path, folder / "first.jsonl")
+    sources = (section.sources[1], SourceConfig(kind="jsonl", path=str(folder), weight=1))
+
+    def refused(change: Callable[[], object]) -> str:
+        loader = make(2, sources=sources)
+        change()
+        with pytest.raises(UserError) as raised:
+            loader.next_step()
+        return str(raised.value).partition(":")[0]
+
+    make(2, sources=sources).next_step()
+    assert refused(lambda: shutil.copyfile(folder / "first.jsonl", folder / "second.jsonl")) == "data.sources.1.path"
+    assert refused(lambda: os.utime(folder / "second.jsonl", (1, 1))) == "data.sources.1.path"
+    assert refused(lambda: os.remove(folder / "second.jsonl")) == "data.sources.1.path"
+    file = Path(tokenizer.arguments["file"])
+    assert refused(lambda: file.write_text(file.read_text() + "\n")) == "tokenizer.path"
 
 
 def test_a_worker_exits_when_its_pipe_closes() -> None:

@@ -1,6 +1,7 @@
 """initial_load_path: folders, and models from a local server that behaves like the hub."""
 
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from titanlite.hf.source import check_source, fetch_source, open_source
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime import retry
 from titanlite.runtime.distributed import World
-from titanlite.runtime.errors import ConfigError, Problem, UserError
+from titanlite.runtime.errors import ConfigError, LateRanksError, Problem, UserError
 
 LLAMA3 = FAMILIES["llama3"]
 MOVED = "d1" * 20
@@ -163,18 +164,23 @@ def test_missing_models_and_an_unreachable_hub(hub: SmallHub, tmp_path: Path, mo
     assert open_source("org/name").tensors  # cached models need no hub
 
 
-def on_all_ranks(text: str, worlds: list[World], **changes: int) -> list[ModelFolder | str | None]:
-    """The result of fetch_source, or its error message, on ranks that are threads of this process."""
+def on_all_ranks(
+    text: str, worlds: list[World], timeout_s: int = 60, absent: int = -1, **changes: int
+) -> list[ModelFolder | str | None]:
+    """The result of fetch_source, or its error message, on ranks that are threads of this process.
+
+    absent: a rank that does not call it.
+    """
     store = dist.HashStore()
     found: list[ModelFolder | str | None] = [""] * len(worlds)
 
     def fetch(world: World) -> None:
         try:
-            found[world.rank] = fetch_source(text, LLAMA3, tiny(LLAMA3, **changes), world, store)
-        except (UserError, ConfigError) as error:
+            found[world.rank] = fetch_source(text, LLAMA3, tiny(LLAMA3, **changes), world, store, timeout_s)
+        except (UserError, ConfigError, LateRanksError) as error:
             found[world.rank] = str(error)
 
-    threads = [threading.Thread(target=fetch, args=(world,)) for world in worlds]
+    threads = [threading.Thread(target=fetch, args=(world,), daemon=True) for world in worlds if world.rank != absent]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -205,3 +211,27 @@ def test_the_first_rank_of_each_node_downloads(hub: SmallHub, tmp_path: Path, mo
     missing = on_all_ranks("hf:org/missing", worlds)
     assert len(set(missing)) == 1
     assert "checkpoint.initial_load_path: hf:org/missing is not a local folder" in str(missing[0])
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_wait_of_the_others_and_a_long_download_does_not(
+    hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path / "hub" / "org" / "name")
+    write_model(tmp_path / "local")
+    worlds = [World(rank, rank % 2, 4, "cpu", 2) for rank in range(4)]
+    late = "no message within 1 s from rank {}".format
+    assert on_all_ranks("hf:org/name", worlds, 1, absent=0)[1:] == [late(0)] * 3
+    assert on_all_ranks("hf:org/name", worlds, 1, absent=2)[:2] == [late("2 and 1 more")] * 2
+    assert on_all_ranks("hf:org/name", worlds, 1, absent=3)[:3] == [late(3)] * 3
+    # Nobody waits for a rank that has only to open a folder: the next comparison names it.
+    folders = on_all_ranks(f"hf:{tmp_path / 'local'}", worlds, 1, absent=3)[:3]
+    assert all(isinstance(folder, ModelFolder) for folder in folders)
+
+    def slow(model: HubModel) -> Path:
+        time.sleep(2)
+        return download(model)
+
+    monkeypatch.setattr(source_module, "download", slow)
+    assert all(isinstance(folder, ModelFolder) for folder in on_all_ranks("hf:org/name", worlds, 1))
+    assert hub.requests

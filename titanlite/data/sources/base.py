@@ -10,6 +10,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -78,7 +79,15 @@ class Source(ABC):
         return "tokens" if self.holds == "tokens" else "bytes"
 
     def files(self) -> list[Path]:
-        """Files of the source, sorted by path; may be empty. Skips hidden files in folders and globs."""
+        """Files of the source, in their order; may be empty. All uses of this object see the same list."""
+        return self._files
+
+    @cached_property
+    def _files(self) -> list[Path]:
+        return self._find_files()
+
+    def _find_files(self) -> list[Path]:
+        """The files that the path selects now, sorted by path. Skips hidden files in folders and globs."""
         found = {Path(entry).absolute() for entry in self._entries() if os.path.isfile(entry)}
         return sorted(found, key=lambda file: file.as_posix())
 
@@ -133,8 +142,20 @@ class Source(ABC):
         """Keys that decide the documents or tokens of the files, for the fingerprint."""
         return {}
 
+    @cached_property
+    def content_facts(self) -> list[Any]:
+        """Facts that change with the content of the files: paths, sizes, times and inodes, when first used."""
+        return self._current_facts()
+
+    def _current_facts(self) -> list[Any]:
+        try:
+            return [*file_facts(self.files())]
+        except OSError as error:
+            raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
+
     def facts(self, *, document_mask: bool) -> dict[str, Any]:  # noqa: ARG002
-        """The source's part of the fingerprint of the data. Raises UserError if a file cannot be read.
+        """The source's part of the fingerprint of the data. Raises UserError if a file cannot be read, or has changed
+        since content_facts was first used.
 
         document_mask: whether to include the starts of documents, which token files keep in separate files.
         """
@@ -145,8 +166,13 @@ class Source(ABC):
         return facts | {"weight": self.config.weight, "epochs": self.config.epochs}
 
     def _file_facts(self, files: list[Path]) -> dict[str, Any]:
-        num_bytes = sum(file.stat().st_size for file in files)
-        return {"files": len(files), "bytes": num_bytes, "content": self._content_digest(files)}
+        before = set(self.content_facts)
+        content = self._content_digest(files)
+        if changed := before ^ set(self._current_facts()):
+            raise UserError(
+                f"{min(changed)[0]} was written while the run was starting: start again when the files are complete"
+            )
+        return {"files": len(files), "bytes": sum(file.stat().st_size for file in files), "content": content}
 
     def _content_digest(self, files: list[Path]) -> str:
         """Digest of the files in their order. Never cached: nodes may share a cache folder, but not the files."""
@@ -193,10 +219,6 @@ class TextSource(Source):
     """
 
     row_name: ClassVar[str]
-
-    def content_facts(self) -> list[Any]:
-        """Facts that change with the content of the files: paths, sizes, times and inodes."""
-        return [*file_facts(self.files())]
 
     def index_settings(self) -> list[Any]:
         """Keys that decide how files are cut into pieces. A change causes a new index."""

@@ -33,7 +33,6 @@ from titanlite.data.sources.hub_files import (
 from titanlite.data.sources.jsonl import GZIP_DAMAGE, damage_after, json_row, open_lines
 from titanlite.data.sources.parquet import as_bytes, damage, open_parquet, row_counts, text_of, text_type
 from titanlite.data.sources.pieces import BAD_FILE, BadRowError, Piece, no_lines
-from titanlite.runtime.cache import file_facts
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.retry import reason, retrying
 
@@ -74,7 +73,7 @@ class HuggingFace(TextSource, StreamedSource):
     def data_files(self) -> Sequence[str]:
         return self.found.files
 
-    def files(self) -> list[Path]:
+    def _find_files(self) -> list[Path]:
         """Local files; [] for a name on the hub."""
         return [] if self.found.commit else [Path(file) for file in self.found.files]
 
@@ -105,9 +104,9 @@ class HuggingFace(TextSource, StreamedSource):
             return self._settings_facts() | {"commit": self.found.commit, "files": len(self.found.files)}
         return super().facts(document_mask=document_mask)
 
-    def content_facts(self) -> list[Any]:
-        """URLs with the commit for a dataset on the hub; file_facts for a local folder."""
-        return list(self.found.files) if self.found.commit else list(file_facts(self.files()))
+    def _current_facts(self) -> list[Any]:
+        """URLs with the commit for a dataset on the hub."""
+        return list(self.found.files) if self.found.commit else super()._current_facts()
 
     def indexed_files(self, into: Path) -> list[Path]:
         """Download the dataset and write the split as Arrow files into `into`. Raises UserError."""
@@ -167,7 +166,7 @@ class HuggingFace(TextSource, StreamedSource):
             with ThreadPoolExecutor(READERS) as pool:
                 return list(pool.map(_row_group_sizes, files))
 
-        facts = [ROW_GROUPS_VERSION, self.content_facts()]
+        facts = [ROW_GROUPS_VERSION, self.content_facts]
         sizes = cached_json("row_groups", facts, f"the row groups of {self.name}", read_sizes)
         return [unit for file, of_file in zip(files, sizes, strict=True) for unit in _units_of(file, of_file)]
 

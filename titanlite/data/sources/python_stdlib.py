@@ -29,7 +29,7 @@ class PythonStdlib(Text):
     def _split(self) -> str:
         return self.config.split or "train"
 
-    def files(self) -> list[Path]:
+    def _find_files(self) -> list[Path]:
         """The files of both splits, without tests and installed packages, sorted by relative path."""
         root = Path(sysconfig.get_paths()["stdlib"])
         files: list[Path] = []

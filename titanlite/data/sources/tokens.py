@@ -19,7 +19,7 @@ from titanlite.data.sources.arrays import ArrayFile
 from titanlite.data.sources.base import Source
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import EMPTY, TokenPiece
-from titanlite.runtime.cache import has_hash
+from titanlite.runtime.cache import file_facts, has_hash
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.json_files import JsonError, parse_json, read_regular
 
@@ -89,6 +89,10 @@ class Tokens(Source):
                 remedy = "use files written by titanlite tokenize, or the text instead of token files"
                 return [Problem("data.document_mask", True, rule, remedy)]
         return []
+
+    def _current_facts(self) -> list[Any]:
+        documents = [documents_file(file) for file in self.files()]
+        return [*super()._current_facts(), *file_facts([file for file in documents if file.is_file()])]
 
     def facts(self, *, document_mask: bool) -> dict[str, Any]:
         files = self.files()

@@ -65,7 +65,7 @@ def write_run(source: ModelFolder, folder: Path, out: Path, dtype: DtypeName) ->
     except dcp.CheckpointException as error:
         raise UserError(f"cannot write {out}: {first_failure(error)}") from None
     resolved = resolve_config(config, world_size=1, device_type="cpu")
-    about = about_run(replace(resolved, data=replace(resolved.data, sources=())), tokenizer)  # no data seen yet
+    about = about_run(replace(resolved, data=replace(resolved.data, sources=())), tokenizer, ())  # no data seen yet
     manifest = Manifest(
         step=0,
         content="model",

@@ -169,7 +169,7 @@ def replay(config: JobConfig, saved: SavedRun | None, step: int, world: World) -
         trainer = build_trainer(config, build_model(config, mesh, world.device), mesh, world.device)
         norms = trainer.spikes.norms if trainer.spikes else None
         state = RunState(trainer.model_parts, trainer.optimizer, loader, mesh, norms)
-        about = about_run(config, tokenizer)
+        about = about_run(config, tokenizer, loader.sources)
         meter = build_meter(config, world, mesh, group)
         folder = Path(config.job.dump_folder, config.checkpoint.folder)
         finder = StartFinder(config.checkpoint, folder, state, meter, about, config.training.steps, group, imported)
