@@ -13,7 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlite.faults.record import RECORD_FOLDER, NotedStep, Record, RecordedStep, StepRecorder, read_records
+from tests.unit.planted import planted_at
+from titanlite.faults.record import (
+    RECORD_FOLDER,
+    UNFINISHED,
+    NotedStep,
+    Record,
+    RecordedStep,
+    StepRecorder,
+    read_records,
+)
 from titanlite.runtime.errors import UserError
 from titanlite.tools.replay.compute import require_same_settings, require_trained
 
@@ -87,6 +96,17 @@ def test_a_full_disk_leaves_no_unfinished_file(
     assert list((tmp_path / RECORD_FOLDER).iterdir()) == [file]
     assert file.read_bytes() == before
     assert "is not written any more" in caplog.text
+
+
+@pytest.mark.parametrize("planted", ["link", "pipe"])
+def test_a_link_or_pipe_with_the_temporary_name_is_replaced(
+    tmp_path: Path, group: dist.ProcessGroup, planted: str
+) -> None:
+    temporary = tmp_path / RECORD_FOLDER / UNFINISHED
+    temporary.parent.mkdir()
+    with planted_at(temporary, planted):
+        recorder(tmp_path, group).write([noted(1)])
+    assert [file.suffix for file in temporary.parent.glob("2*")] == [".npz"]
 
 
 def record_of(lr: float, *steps: int) -> Record:
