@@ -11,6 +11,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 import signal
 import sys
 from argparse import Namespace
+from contextlib import suppress
 
 import torch
 from torch.distributed import DistNetworkError, DistStoreError
@@ -21,7 +22,7 @@ from torch.distributed.run import determine_local_world_size, get_rdzv_endpoint,
 
 from titanlite.config.command_line import read_command_line
 from titanlite.runtime.environment import raise_open_file_limit
-from titanlite.runtime.errors import UserError
+from titanlite.runtime.errors import ConfigError, UsageError, UserError, require
 
 TRAIN = "titanlite.train"
 
@@ -37,18 +38,57 @@ def main() -> None:
 
 
 def check(arguments: Namespace) -> None:
-    """Check the configuration, if the ranks run titanlite.train and their number is fixed. Raises UsageError."""
-    fewest, nodes = parse_min_max_nnodes(arguments.nnodes)
+    """Check torchrun's options, and the configuration if the ranks run titanlite.train and their number is fixed.
+
+    Raises ConfigError.
+    """
+    fewest, nodes, processes = check_ranks(arguments)
     if arguments.module and arguments.training_script == TRAIN and fewest == nodes:
         read_command_line(
             arguments.training_script_args,
-            world_size=nodes * determine_local_world_size(arguments.nproc_per_node),
+            world_size=nodes * processes,
             device_type="cuda" if torch.cuda.is_available() else "cpu",
         )
 
 
+def check_ranks(arguments: Namespace) -> tuple[int, int, int]:
+    """(fewest nodes, most nodes, processes per node), by torchrun's options. Raises ConfigError."""
+    fewest = nodes = processes = 0
+    with suppress(ValueError, RuntimeError):
+        fewest, nodes = parse_min_max_nnodes(arguments.nnodes)
+    with suppress(ValueError):
+        processes = determine_local_world_size(arguments.nproc_per_node)
+    uses_node_rank = arguments.rdzv_backend == "static" and not arguments.standalone
+    problems = [
+        *require(
+            1 <= fewest <= nodes,
+            "--nnodes",
+            arguments.nnodes,
+            "a number of nodes from 1, or FEWEST:MOST",
+            "leave it out for one node",
+        ),
+        *require(
+            processes >= 1,
+            "--nproc-per-node",
+            arguments.nproc_per_node,
+            'a number of processes from 1, or "gpu" on a node with GPUs, "cpu" or "auto"',
+            "leave it out for one process",
+        ),
+        *require(
+            not uses_node_rank or nodes < 1 or 0 <= arguments.node_rank < nodes,
+            "--node-rank",
+            arguments.node_rank,
+            f"from 0, and below --nnodes = {nodes}",
+            "number the nodes from 0",
+        ),
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return fewest, nodes, processes
+
+
 def launch(arguments: Namespace) -> None:
-    """Run torchrun until all ranks have ended. Raises UserError if it cannot connect the nodes.
+    """Run torchrun until all ranks have ended. Raises UserError if it cannot connect the nodes or refuses its options.
 
     Exits as the first rank that failed, or with 128 + its number after a signal, of which torchrun has informed the
     ranks.
@@ -69,6 +109,8 @@ def launch(arguments: Namespace) -> None:
             remedy = "end the program that uses it, or choose another port, the same on all nodes"
             raise UserError(f"the port of {endpoint}, where the nodes connect, is in use: {remedy}") from None
         raise UserError(f"the nodes cannot connect at {endpoint}: {cause or type(error).__name__}") from None
+    except ValueError as error:
+        raise UsageError(f"torchrun refuses its options: {error}") from None
 
 
 if __name__ == "__main__":

@@ -82,3 +82,24 @@ def test_without_checkpoints_the_replay_starts_from_the_initial_weights(tmp_path
         assert record["step"].tolist() == [5, 6]
         assert record["row_losses"].shape == (2, GLOBAL_BATCH)
         assert len(json.loads(record["about"].tobytes())["parameters"]) == record["gradient_norms"].shape[1]
+
+
+@pytest.mark.slow
+def test_a_run_that_continues_another_is_replayed_from_the_step_at_which_it_began(tmp_path: Path) -> None:
+    saving = ("--training.steps", "2", "--checkpoint.enable", "true", "--job.dump_folder", str(tmp_path / "first"))
+    run = start_program(tmp_path, *saving, ranks=1)
+    assert run.wait() == 0, run.output
+    first = tmp_path / "first" / "checkpoint" / "step-2"
+    begin = ("--checkpoint.initial_load_path", str(first), "--checkpoint.initial_load_model_only", "false")
+    run = start_program(tmp_path, "--training.steps", "4", *begin, ranks=1)
+    assert run.wait() == 0, run.output
+
+    code, output = replayed(tmp_path, "--step", "2")
+    assert code == 1
+    assert f"the run began after step 2, from {first}, so it has not taken step 2" in output
+    code, output = replayed(tmp_path, "--step", "3", "--from-checkpoint-only")
+    assert code == 0, output
+    assert f"Replay of step 3 from {first}: the next one\n" in output
+    code, output = replayed(tmp_path, "--step", "4")
+    assert code == 0, output
+    assert f"Replay of step 4 from {first}: after 1 step from there, about" in output

@@ -1,6 +1,7 @@
 """torchrun with the checks and messages of titanlite.torchrun: exit codes, and errors in one line."""
 
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 from torch.distributed.run import parse_args
 
 from titanlite import torchrun
-from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.errors import ConfigError, UsageError, UserError
 
 
 def failed(*exit_codes: int) -> ChildFailedError:
@@ -70,6 +71,29 @@ UNREACHABLE = [
 def test_unreachable_nodes(error: Exception, cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=f"^the nodes cannot connect at node0:29500: {cause}$"):
         launch(error, monkeypatch)
+
+
+def test_options_that_torchrun_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"^torchrun refuses its options: The rendezvous backend 'nope'"):
+        launch(ValueError("The rendezvous backend 'nope' is not registered"), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("options", "keys"),
+    [
+        *(([f"--nnodes={value}"], ["--nnodes"]) for value in ("abc", "0", "-1", "2:1", "0:2", "1:2:3")),
+        *(([f"--nproc-per-node={value}"], ["--nproc-per-node"]) for value in ("abc", "0", "-1")),
+        (["--nnodes=0", "--nproc-per-node=x"], ["--nnodes", "--nproc-per-node"]),
+        *((["--nnodes=2", f"--node-rank={value}"], ["--node-rank"]) for value in ("2", "-1")),
+        (["--nnodes=2", "--node-rank=1"], []),
+        (["--nnodes=2", "--node-rank=2", "--rdzv-backend=c10d"], []),  # not used
+        (["--standalone", "--node-rank=2"], []),
+    ],
+)
+def test_the_number_of_ranks_is_checked(options: list[str], keys: list[str]) -> None:
+    with pytest.raises(ConfigError) if keys else nullcontext() as caught:
+        torchrun.check(parse_args([*options, "script.py"]))
+    assert caught is None or [problem.key for problem in caught.value.problems] == keys
 
 
 def test_a_layout_is_checked_for_a_fixed_number_of_ranks(tmp_path: Path) -> None:

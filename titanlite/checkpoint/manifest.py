@@ -57,7 +57,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write MANIFEST.json and sync it to disk. Raises OSError."""
     text = json.dumps(asdict(manifest) | {"hash": {HASH: _NO_HASH}}, indent=1) + "\n"
     text = _replace_last(text, _NO_HASH, _digest(text))
-    write_file(folder / MANIFEST_FILE, text.encode(), "xb")
+    write_file(folder / MANIFEST_FILE, text.encode())
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -188,6 +188,7 @@ class StepRecorder:
         content = io.BytesIO()
         np.savez(content, **arrays)
         try:
+            temporary.unlink(missing_ok=True)  # a link in its place would be followed, a pipe would block
             temporary.write_bytes(content.getbuffer())
             os.replace(temporary, self._file)
         except OSError:

@@ -213,8 +213,8 @@ def default_remedy(config: DecoderConfig, name: str, published: str) -> str:
 
 def _check_sharing(config: DecoderConfig) -> list[Problem]:
     heads = config.n_heads
-    if min(heads, config.n_kv_heads) < 1:
-        return []  # reported by check_sizes
+    if check_sizes(config, ["n_heads", "n_kv_heads"]):
+        return []  # reported already
     lower = [number for number in range(1, math.isqrt(heads) + 1) if heads % number == 0]
     divisors = sorted({*lower, *(heads // number for number in lower)})
     return require(

@@ -178,7 +178,7 @@ def _check_microbatches(section: ParallelismConfig, rows: int) -> list[Problem]:
             f"{key}.pp_microbatch_size",
             size,
             f"divides {of} = {rows}, the sequences per pass through the pipeline",
-            f"{key}.pp_microbatch_size = {max(n for n in range(1, size) if rows % n == 0)}",
+            f"{key}.pp_microbatch_size = {next(n for n in range(min(size, rows), 0, -1) if rows % n == 0)}",
         )
     microbatches = rows // size
     # With fewer than pp microbatches, any schedule leaves ranks idle; torch refuses to run these two.

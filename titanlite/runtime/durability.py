@@ -2,13 +2,12 @@
 
 import os
 from pathlib import Path
-from typing import Literal
 
 
-def write_file(path: Path, content: bytes, mode: Literal["wb", "xb"] = "wb") -> None:
-    """Write a file. mode: see open(). The error names the file."""
+def write_file(path: Path, content: bytes) -> None:
+    """Write a new file, which must not exist. The error names the file."""
     try:
-        with path.open(mode) as file:
+        with path.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -17,8 +16,12 @@ def write_file(path: Path, content: bytes, mode: Literal["wb", "xb"] = "wb") -> 
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file atomically: readers, and a start after an interruption, find the old content or the new."""
+    """Write a file atomically: readers, and a start after an interruption, find the old content or the new.
+
+    A leftover with the temporary name is removed; so is a link or a pipe, which is neither followed nor opened.
+    """
     temporary = path.with_name(path.name + ".new")
+    temporary.unlink(missing_ok=True)
     write_file(temporary, content)
     temporary.replace(path)
     sync_folder(path.parent)

@@ -293,8 +293,19 @@ def end_on_interrupt() -> None:
     """Make Ctrl-C end the process at once, with exit code 130 and one line from rank 0. For the main thread only."""
     if signal.getsignal(signal.SIGINT) is _block_main_thread:
         return
+    _open_closed_streams()  # else the pipe below could take their descriptors
     signal.set_wakeup_fd(receive_in_thread(_end_if_interrupted, "titanlite-interrupt"))
     signal.signal(signal.SIGINT, _block_main_thread)
+
+
+def _open_closed_streams() -> None:
+    """Open /dev/null in place of standard streams that are closed, as by `>&-`.
+
+    Python has None for them, and the next files opened would receive what libraries print.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 it takes the lowest free descriptor
 
 
 def raise_on_interrupt() -> None:

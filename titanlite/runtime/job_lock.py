@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from titanlite.runtime.dump_folder import make_dump_folder
-from titanlite.runtime.durability import write_file
+from titanlite.runtime.durability import replace_file
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import open_to_append
 from titanlite.runtime.json_files import JsonError, parse_json
@@ -274,10 +274,7 @@ def _warn_without_locks(path: Path) -> None:
 
 
 def _write(path: Path, owner: Owner) -> None:
-    """Write the owner atomically and to the disk: a power cut leaves the old content or the new."""
-    temporary = path.with_name(path.name + ".new")
-    write_file(temporary, json.dumps(asdict(owner), indent=1).encode() + b"\n")
-    temporary.replace(path)
+    replace_file(path, json.dumps(asdict(owner), indent=1).encode() + b"\n")
 
 
 def _parse(content: bytes) -> Owner | None:

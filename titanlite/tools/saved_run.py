@@ -176,8 +176,23 @@ def latest_before(dump_folder: Path, step: int) -> SavedRun | None:
     Raises UserError.
     """
     folder = dump_folder / _checkpoint_folder(dump_folder)
-    earlier = [saved for saved in checkpoint_steps(dump_folder) if saved < step]
-    return next((found for found in _valid(folder, earlier) if found.manifest.content == "full"), None)
+    return _latest_full(folder, [saved for saved in checkpoint_steps(dump_folder) if saved < step])
+
+
+def initial_checkpoint(path: Path) -> SavedRun:
+    """The checkpoint with the state of the optimizer that checkpoint.initial_load_path leads to. Raises UserError."""
+    found = open_run(path) if (path / MANIFEST_FILE).exists() else _latest_full(path, published_steps(path))
+    if found is None:
+        raise UserError(
+            f"checkpoint.initial_load_path: the run began from {path}, which has no valid checkpoint any more: put it "
+            "back, or replay a step after a checkpoint of the run itself"
+        )
+    return found
+
+
+def _latest_full(folder: Path, steps: Sequence[int]) -> SavedRun | None:
+    """The latest valid checkpoint of `steps` with the state of the optimizer; None if absent. Raises UserError."""
+    return next((found for found in _valid(folder, steps) if found.manifest.content == "full"), None)
 
 
 def checkpoint_steps(dump_folder: Path) -> list[int]:

@@ -225,6 +225,7 @@ BAD = [
     Bad("parallelism.pp_schedule", "one of", "1F1B", argv="--parallelism.pp_schedule 1f1b"),
     Bad("parallelism.pp_schedule", "at least 4 microbatches", "larger batch", argv=FEW, world_size=4),
     Bad("parallelism.pp_microbatch_size", "divides", "= 2", argv=f"{MICRO} 3", world_size=2),
+    Bad("parallelism.pp_microbatch_size", "divides", "= 8", argv=f"{MICRO} {2**63 - 1}", world_size=2),
     Bad("parallelism.pp_microbatch_size", "at least 1", "1", argv=f"{MICRO} 0", world_size=2),
     Bad("parallelism.pp_split", "layers.9", "layers.0", argv=f"{SPLIT}[\"layers.9\"]", world_size=2),
     Bad("parallelism.pp_split", "1 different names", "leave", argv=f"{SPLIT}[\"layers.1\",\"layers.2\"]", world_size=2),

@@ -13,7 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlite.faults.record import RECORD_FOLDER, NotedStep, Record, RecordedStep, StepRecorder, read_records
+from tests.unit.planted import planted_at
+from titanlite.faults.record import (
+    RECORD_FOLDER,
+    UNFINISHED,
+    NotedStep,
+    Record,
+    RecordedStep,
+    StepRecorder,
+    read_records,
+)
 from titanlite.runtime.errors import UserError
 from titanlite.tools.replay.compute import require_same_settings, require_trained
 
@@ -89,6 +98,17 @@ def test_a_full_disk_leaves_no_unfinished_file(
     assert "is not written any more" in caplog.text
 
 
+@pytest.mark.parametrize("planted", ["link", "pipe"])
+def test_a_link_or_pipe_with_the_temporary_name_is_replaced(
+    tmp_path: Path, group: dist.ProcessGroup, planted: str
+) -> None:
+    temporary = tmp_path / RECORD_FOLDER / UNFINISHED
+    temporary.parent.mkdir()
+    with planted_at(temporary, planted):
+        recorder(tmp_path, group).write([noted(1)])
+    assert [file.suffix for file in temporary.parent.glob("2*")] == [".npz"]
+
+
 def record_of(lr: float, *steps: int) -> Record:
     numbers = RecordedStep(0, 1, False, 1.0, {}, [], 0)
     return Record(Path("x"), {"config": {"optimizer": {"lr": lr}}}, dict.fromkeys(steps, numbers))
@@ -96,10 +116,10 @@ def record_of(lr: float, *steps: int) -> Record:
 
 def test_steps_of_other_settings_are_not_computed_again(tmp_path: Path) -> None:
     first, second = record_of(0.1, 1, 2, 3), record_of(0.2, 4, 5)
-    require_same_settings(second, [second, record_of(0.2, 1, 2, 3)], None, 5)
-    require_same_settings(record_of(0.1, 4), [first, second], None, 4)
+    require_same_settings(second, [second, record_of(0.2, 1, 2, 3)], None, None, 5)
+    require_same_settings(record_of(0.1, 4), [first, second], None, None, 4)
     with pytest.raises(UserError, match=r"optimizer.lr: 0.1 in the checkpoint, 0.2 now"):
-        require_same_settings(second, [second, first], None, 5)
+        require_same_settings(second, [second, first], None, None, 5)
     require_trained(tmp_path, [second], 5)
     with pytest.raises(UserError, match="trained to step 5: give a --step from 1 to 5"):
         require_trained(tmp_path, [second], 6)

@@ -69,6 +69,7 @@ def test_flops_of_8b() -> None:
         ({"head_dim": 7}, ["model.head_dim"]),
         ({"head_dim": 2}, []),
         ({"dim": 250}, []),  # not a multiple of n_heads
+        ({"n_heads": 2**63 - 1}, ["model.n_heads"]),
         ({"dim": 0, "n_heads": 0, "norm_eps": 0.0}, ["model.dim", "model.n_heads", "model.norm_eps"]),
         ({"rope_theta": 1.0, "max_seq_len": 64}, ["model.rope_theta", "training.seq_len"]),
     ],

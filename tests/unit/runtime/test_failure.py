@@ -290,6 +290,28 @@ def test_broken_streams_do_not_change_the_exit_code(start: Start) -> None:
     assert [printed(piped), printed(closed)] == ["titanlite: no such corpus\n", ""]
 
 
+def runs_without_streams(folder: Path, error: str) -> None:
+    """Close the standard streams, as a daemon does, then end with ERRORS[error], or with success."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        os.close(descriptor)
+        setattr(sys, name, None)
+    with FailureReport():
+        written = (folder / f"written-{error}").open("w")
+        os.write(2, b"from a library")
+        written.write("by the program")
+        written.close()
+        if error:
+            raise ERRORS[error]
+    failure.end_process(0)
+
+
+def test_closed_streams_change_neither_exit_code_nor_files(start: Start, tmp_path: Path) -> None:
+    programs = {error: start(runs_without_streams, tmp_path, error) for error in ("", "user", "config", "bug")}
+    assert [program.exit_code for program in programs.values()] == [0, 1, 2, 1]
+    assert {path.read_text() for path in tmp_path.glob("written-*")} == {"by the program"}
+    assert {program.text for program in programs.values()} == {"running\n"}
+
+
 def waits_in_a_library(port: int, timeout_s: float) -> None:
     """Block in the store like a rank that waits for others; raises after the timeout."""
     with FailureReport() as report:

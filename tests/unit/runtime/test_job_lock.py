@@ -528,8 +528,9 @@ def test_write_errors_are_user_errors(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_failed_removal_does_not_hide_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def unlink(_: Path) -> None:
-        raise OSError(errno.EIO, "Input/output error")
+    def unlink(_: Path, missing_ok: bool = False) -> None:
+        if not missing_ok:
+            raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(Path, "unlink", unlink)
     with pytest.raises(ValueError, match="the cause"), enter(tmp_path):

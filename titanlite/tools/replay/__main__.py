@@ -19,11 +19,13 @@ from titanlite.tools.command import Count, check_options, read_options, run_comm
 from titanlite.tools.parity.measure import own_dtypes
 from titanlite.tools.replay.compare import judge
 from titanlite.tools.replay.compute import (
+    launch_config,
     replay,
     replayed_config,
     require_same_settings,
     require_start,
     require_trained,
+    start_of_run,
 )
 from titanlite.tools.replay.report import report_lines
 from titanlite.tools.saved_run import latest_before
@@ -33,7 +35,7 @@ from titanlite.tools.saved_run import latest_before
 class Options:
     """Compute step K of a run again on one process, and compare it with what the run recorded.
 
-    Starts from the run's latest checkpoint before step K, or from its initial weights; the steps from there to K - 1
+    Starts from the run's latest checkpoint before step K, or from what the run began from; the steps up to K - 1
     are computed again in the run's dtypes. Step K is computed in float64 and in the run's dtypes. Both are compared
     with the record of the run's last faults.record_steps steps: the gradient norm of each parameter, the loss of each
     sequence. Nothing is written into the run's folder. Exit code: 0 if the record is reproduced; 1 if it differs or
@@ -66,11 +68,13 @@ def main(argv: Sequence[str]) -> None:
     require_trained(folder, all_records, step)
     records = [record for record in all_records if step in record.steps]
     saved = latest_before(folder, step)
-    config = replayed_config(folder, records, saved, world)
-    require_start(folder, config, records, saved, step, from_checkpoint_only=options.from_checkpoint_only)
+    config = launch_config(folder, records, saved)
+    start = saved or start_of_run(config, step)
+    config = replayed_config(config, folder, start, world)
+    require_start(folder, config, records, start, step, from_checkpoint_only=options.from_checkpoint_only)
     if records:
-        require_same_settings(records[0], all_records, saved, step)
-    replayed = replay(config, saved, step, world)
+        require_same_settings(records[0], all_records, saved, start, step)
+    replayed = replay(config, start, step, world)
     dtypes = own_dtypes(config)
     verdict = judge(replayed, all_records, dtypes, code_facts(os.environ), kept=config.faults.record_steps)
     for line in report_lines(records, replayed, verdict, "/".join(dict.fromkeys(dtypes)), options.sequences):

@@ -33,7 +33,7 @@ from titanlite.runtime.errors import ConfigError, UsageError, UserError
 from titanlite.runtime.logging import log
 from titanlite.tools.parity.layouts import ONE_PROCESS, config_of
 from titanlite.tools.parity.measure import passes
-from titanlite.tools.saved_run import SavedRun, checkpoint_steps
+from titanlite.tools.saved_run import SavedRun, checkpoint_steps, initial_checkpoint
 from titanlite.trainer import Trainer
 
 PROGRESS_S = 30.0
@@ -61,22 +61,45 @@ class Replayed:
     rows: list[Row]
 
 
-def replayed_config(folder: Path, records: Sequence[Record], saved: SavedRun | None, world: World) -> JobConfig:
-    """The configuration of the launch that took the step, for one process. Raises ConfigError.
+def launch_config(folder: Path, records: Sequence[Record], saved: SavedRun | None) -> JobConfig:
+    """The configuration of the launch that took the step. Raises ConfigError.
 
-    It is in the record; without one, the checkpoint's or the latest start's is taken.
+    It is in the record; without one, that of the run's checkpoint `saved` or of the latest start is taken.
     """
     if records:
-        config = config_from_values(records[0].about["config"])
-    elif saved is not None:
-        config = saved.config
-    else:
-        config, problems = parse_config(["--job.config_file", str(folder / CONFIG_COPY)])
-        if problems:
-            raise ConfigError(problems)
-    checkpoint = replace(config.checkpoint, enable=False, load_step=-1)
+        return config_from_values(records[0].about["config"])
     if saved is not None:
-        checkpoint = replace(checkpoint, initial_load_path=str(saved.path), initial_load_model_only=False)
+        return saved.config
+    config, problems = parse_config(["--job.config_file", str(folder / CONFIG_COPY)])
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def start_of_run(config: JobConfig, step: int) -> SavedRun | None:
+    """The checkpoint of another run that this one continued; None if it began at step 0. Raises UserError.
+
+    config: of a launch. step: the one to replay.
+    """
+    if not config.checkpoint.initial_load_path or config.checkpoint.initial_load_model_only:
+        return None
+    found = initial_checkpoint(Path(config.checkpoint.initial_load_path))
+    if step <= found.manifest.step:
+        raise UserError(
+            f"the run began after step {found.manifest.step}, from {found.path}, so it has not taken step {step}: "
+            "replay this step in the run of that checkpoint"
+        )
+    return found
+
+
+def replayed_config(config: JobConfig, folder: Path, start: SavedRun | None, world: World) -> JobConfig:
+    """The configuration of a launch, for one process that begins from the checkpoint `start`. Raises ConfigError.
+
+    start: None for what the run itself began from, at step 0.
+    """
+    checkpoint = replace(config.checkpoint, enable=False, load_step=-1)
+    if start is not None:
+        checkpoint = replace(checkpoint, initial_load_path=str(start.path), initial_load_model_only=False)
     config = replace(
         config_of(config, ONE_PROCESS),
         job=replace(config.job, dump_folder=str(folder)),
@@ -103,15 +126,14 @@ def require_start(
     folder: Path,
     config: JobConfig,
     records: Sequence[Record],
-    saved: SavedRun | None,
+    start: SavedRun | None,
     step: int,
     *,
     from_checkpoint_only: bool,
 ) -> None:
     """Log how many steps are computed again first, and for how long. Raises UserError if that is not allowed."""
-    start = saved.manifest.step if saved is not None else 0
-    where = str(saved.path) if saved is not None else config.checkpoint.initial_load_path or "the initial weights"
-    before = step - 1 - start
+    where = str(start.path) if start is not None else config.checkpoint.initial_load_path or "the initial weights"
+    before = step - 1 - (start.manifest.step if start is not None else 0)
     steps = "1 step" if before == 1 else f"{before} steps"
     if before and from_checkpoint_only:
         raise UserError(
@@ -127,15 +149,18 @@ def require_start(
         log.info("The run has no record of step %d: it is computed, but there is nothing to compare it with", step)
 
 
-def require_same_settings(record: Record, records: Sequence[Record], saved: SavedRun | None, step: int) -> None:
+def require_same_settings(
+    record: Record, records: Sequence[Record], saved: SavedRun | None, start: SavedRun | None, step: int
+) -> None:
     """Raise UserError if steps that are computed again were trained with other settings than step `step`.
 
-    record: of the step. records: of all launches. Known are the settings of the checkpoint and of recorded steps.
+    record: of the step. records: of all launches. saved: checkpoint of the run. start: the checkpoint to begin from,
+    `saved` or another run's. Known are the settings of `saved` and of recorded steps.
     """
-    start = saved.manifest.step if saved is not None else 0
-    if start == step - 1:
+    first = start.manifest.step + 1 if start is not None else 1
+    if first == step:
         return
-    others = [other.about["config"] for other in records if any(start < taken < step for taken in other.steps)]
+    others = [other.about["config"] for other in records if any(first <= taken < step for taken in other.steps)]
     others += [saved.manifest.config] if saved is not None else []
     for other in others:
         changed = changed_settings(other, record.about["config"])
@@ -154,12 +179,12 @@ def duration(seconds: float) -> str:
     return f"{seconds:.2g} s"
 
 
-def replay(config: JobConfig, saved: SavedRun | None, step: int, world: World) -> Replayed:
+def replay(config: JobConfig, start: SavedRun | None, step: int, world: World) -> Replayed:
     """Compute the step on this process. config: see replayed_config. Raises UserError."""
     apply_determinism(config.debug)
     pin_kernels(world.device)
     store = connect(world, config.comm)
-    imported = fetch_imported(config, world, store) if saved is None else None
+    imported = fetch_imported(config, world, store) if start is None else None
     mesh = Mesh(config.parallelism, world)
     tokenizer = build_tokenizer(config)
     loader = build_data(config, mesh, tokenizer)
@@ -175,6 +200,7 @@ def replay(config: JobConfig, saved: SavedRun | None, step: int, world: World) -
         finder = StartFinder(config.checkpoint, folder, state, meter, about, config.training.steps, group, imported)
         trainer.step = finder.find().step
         earlier = recompute(trainer, loader, step)
+        assert trainer.step == step - 1, f"the start is step {trainer.step}, too late for step {step}"
         batches = [on_device(batch, world.device) for batch in loader.next_step()]
         exact = copy_in_float64(config, trainer, mesh, world.device)
         return Replayed(
