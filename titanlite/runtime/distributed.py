@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from titanlite.runtime.errors import UserError, ranged
+from titanlite.runtime.errors import UserError, integer_variable, ranged
 from titanlite.runtime.flight_recorder import enable_flight_recorder
 
 JOIN_POLL_S = 0.02
@@ -78,7 +78,9 @@ def world_from_environment() -> World:
     absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if size > 1 and absent:
         raise UserError(f"the environment sets {given} but not {', '.join(absent)}, the address of rank 0: {remedy}")
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    if size > 1:
+        integer_variable("MASTER_PORT", 0, least=1, most=65_535)  # connect() reads it
+    processes = integer_variable("LOCAL_WORLD_SIZE", local_rank + 1, least=local_rank + 1, most=size)
     if device_type == "cuda" and processes > torch.cuda.device_count():
         raise UserError(
             f"{processes} processes were started on a node with {torch.cuda.device_count()} GPUs: start one process "

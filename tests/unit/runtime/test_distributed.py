@@ -10,7 +10,7 @@ import torch.distributed as dist
 from titanlite.runtime.distributed import World, agree_on_attempt, world_from_environment
 from titanlite.runtime.errors import UserError
 
-NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
 COMPLETE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
@@ -42,6 +42,11 @@ def test_with_a_launcher_the_world_follows_the_environment(monkeypatch: pytest.M
         ({"RANK": "one"}, "RANK=one"),
         ({"RANK": "2"}, "RANK must be below WORLD_SIZE"),
         ({"MASTER_PORT": ""}, "but not MASTER_PORT"),
+        ({"MASTER_PORT": "abc"}, "MASTER_PORT=abc: set an integer from 1 to 65535, or unset MASTER_PORT"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999: "),
+        ({"LOCAL_WORLD_SIZE": "abc"}, "LOCAL_WORLD_SIZE=abc: set an integer from 2 to 2,"),
+        ({"LOCAL_WORLD_SIZE": "1"}, "LOCAL_WORLD_SIZE=1: "),
+        ({"LOCAL_WORLD_SIZE": "9" * 5000}, "LOCAL_WORLD_SIZE=9{100}: "),
     ],
 )
 def test_invalid_environments_are_reported(
