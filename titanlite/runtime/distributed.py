@@ -90,14 +90,21 @@ def world_from_environment() -> World:
 
 
 def connect(world: World, section: CommConfig) -> dist.Store:
-    """Wait for all ranks; returns the store for their process groups. Allocates no device memory."""
+    """Wait for all ranks; returns the store for their process groups. Allocates no device memory. Raises UserError."""
     if world.size == 1:
         return dist.HashStore()
-    found: tuple[dist.Store, int, int] = next(
-        dist.rendezvous("env://", timeout=timedelta(seconds=section.init_timeout_s))
-    )
+    timeout_s = section.init_timeout_s
+    try:
+        found: tuple[dist.Store, int, int] = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        cause = f"{error}".partition("\n")[0]
+        raise UserError(
+            f"rank {world.rank} cannot connect to the other ranks at {address}, the address of rank 0, within "
+            f"comm.init_timeout_s = {timeout_s}: {cause}. Start all ranks, or check MASTER_ADDR and MASTER_PORT"
+        ) from None
     store = dist.PrefixStore("titanlite", found[0])
-    return dist.PrefixStore(agree_on_attempt(store, world.rank, world.size, section.init_timeout_s), store)
+    return dist.PrefixStore(agree_on_attempt(store, world.rank, world.size, timeout_s), store)
 
 
 def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout_s: int) -> str:
