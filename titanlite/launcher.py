@@ -9,6 +9,7 @@ import os
 import runpy
 import sys
 
+from titanlite.runtime.errors import UsageError, integer_variable
 from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.gpus import usable_gpus
 
@@ -17,13 +18,16 @@ FORWARDED_SIGNALS = "SIGTERM,SIGINT,SIGUSR1"
 OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 """Variables of a rank, which the environment of a container may have."""
 
+MAX_PROCESSES = 1024
+"""Of a node."""
+
 
 def main() -> None:
     """Start the training, in this process if it is the only one."""
     with FailureReport():
         options, arguments = split_at_dashes(sys.argv[1:])
         gpus = usable_gpus(os.environ.get("DEVICE", ""))
-        processes = int(os.environ.get("NGPU") or max(gpus, 1))
+        processes = integer_variable("NGPU", max(gpus, 1), least=1, most=MAX_PROCESSES)
         set_threads(processes)
     if processes == 1 and not options:
         for name in OF_LAUNCHERS:
@@ -36,7 +40,9 @@ def main() -> None:
 
 
 def split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
-    """(torchrun's options, arguments of the training): the words before and after the first "--"."""
+    """(torchrun's options, arguments of the training): the words before and after the first "--". Raises UsageError."""
+    if "--" not in argv:
+        raise UsageError('write "--" before the configuration: python -m titanlite.launcher [--nnodes N ...] -- CONFIG')
     end = argv.index("--")
     return argv[:end], argv[end + 1 :]
 

@@ -1,11 +1,15 @@
 """What run_train.sh's Python starts, and with which variables."""
 
 import os
+import re
+import signal
 import sys
+from unittest.mock import Mock
 
 import pytest
 
 from titanlite import launcher
+from titanlite.runtime import failure
 
 NODES = ["--nnodes=2", "--node-rank=1", "--rdzv-backend=static", "--rdzv-endpoint=node0:29500"]
 
@@ -51,6 +55,28 @@ def test_several_processes_start_with_torchrun(
     call = started(monkeypatch, *options, "--", "my.toml", "--", "x", gpus=gpus, NGPU=processes)
     signals = "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"
     assert call == ("titanlite.torchrun", [*expected, signals, "-m", "titanlite.train", "my.toml", "--", "x"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "processes", "message"),
+    [
+        (["--", "my.toml"], "abc", r"NGPU=abc: set an integer from 1 to 1024, or unset NGPU\n"),
+        (["--", "my.toml"], "0", "NGPU=0: "),
+        (["my.toml"], "1", r'write "--" before the configuration: .* -- CONFIG\n'),
+    ],
+)
+def test_wrong_usage_is_one_message(
+    argv: list[str], processes: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(failure, "end_process", end)
+    monkeypatch.setattr(signal, "alarm", Mock())
+    with pytest.raises(SystemExit) as ended:
+        started(monkeypatch, *argv, NGPU=processes)
+    assert ended.value.code == 2
+    assert re.match(f"titanlite: (the environment sets )?{message}", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Checks of the checkpoint that a run will start from. Reads manifests only, before the ranks are connected."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def check_start(section: CheckpointConfig, dump_folder: str) -> list[Problem]:
             "leave it out",
         )
     if text.startswith("~"):
-        return [Problem(key, text, 'a path without "~", which is not expanded', f'write "{path.expanduser()}"')]
+        return [Problem(key, text, 'a path without "~", which is not expanded', f'write "{os.path.expanduser(text)}"')]
     remedy = f"no checkpoint at {path.absolute()}: fix the path (relative to the current folder)"
     if published_steps(path / section.folder):
         remedy = f'this is a dump folder: write "{path / section.folder}"'

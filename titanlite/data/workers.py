@@ -63,9 +63,10 @@ class _Shared(Generic[T]):
                     return
             try:
                 item = self.produce()
-            except BaseException as error:  # get() raises it
+            except BaseException as error:  # get() raises it; SystemExit would end the main thread without a message
+                is_usual = isinstance(error, Exception)
                 with self.changed:
-                    self.error = error
+                    self.error = error if is_usual else RuntimeError(f"the data thread ended by {error!r}")
                     self.changed.notify_all()
                 return
             with self.changed:

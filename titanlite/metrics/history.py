@@ -78,9 +78,8 @@ def _content(path: Path) -> bytes:
 
 
 def last_row(path: Path) -> dict[str, Any]:
-    """The last row of a step in the file at `path`; {} without one."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    rows = (_row_of(line) for line in reversed(lines))
+    """The last row of a step in the file at `path`; {} without one. Raises UserError if it cannot be read."""
+    rows = (_row_of(line) for line in reversed(_content(path).splitlines()))
     return next((row for row in rows if row is not None and not is_validation(row)), {})
 
 

@@ -81,7 +81,9 @@ def estimate(config: JobConfig, world_size: int, *, device_type: str) -> Estimat
 def estimate_memory(config: JobConfig, mesh: Mesh, stages: Sequence[Stage], *, device_type: str) -> Memory:
     """Estimate the memory of one rank of `mesh` that owns `stages`. config: as for estimate."""
     _, microbatches, schedule_steps = _microbatches(config, mesh.data_degree)
-    order = schedule_order(config.parallelism, microbatches // schedule_steps)
+    # Without a pipeline, one microbatch follows the other: one needs as much memory as all.
+    in_flight = microbatches // schedule_steps if config.parallelism.pp > 1 else 1
+    order = schedule_order(config.parallelism, in_flight)
     return _memory(config, stages, _step_shape(config, mesh, order[mesh.coordinate["pp"]], device_type), device_type)
 
 

@@ -44,7 +44,7 @@ def describe(config: JobConfig, memory: Memory | None, world: World, when: str, 
         ]
     if world.device_type == "cuda" and (snapshot := write_snapshot(config, world)):
         lines.append(f"  the blocks of torch's allocator: {snapshot} (for pytorch.org/memory_viz)")
-    first_line = f"{error}".partition("\n")[0]
+    first_line = f"{error}".partition("\n")[0] or type(error).__name__
     return "\n".join([f"rank {world.rank} is out of memory {when}: {', '.join(numbers)}", *lines, f"({first_line})"])
 
 

@@ -29,10 +29,16 @@ SMALL_BYTES = 2**20
 
 
 def cache_folder() -> Path:
-    """Return $TITANLITE_CACHE, else $XDG_CACHE_HOME/titanlite, else ~/.cache/titanlite. It may not exist yet."""
+    """Return $TITANLITE_CACHE, else $XDG_CACHE_HOME/titanlite, else ~/.cache/titanlite. It may not exist yet.
+
+    Raises UserError if a home folder is unknown.
+    """
     own = os.environ.get("TITANLITE_CACHE")
     if own:
-        return Path(own).expanduser()
+        folder = os.path.expanduser(own)
+        if folder.startswith("~"):
+            raise UserError(f"TITANLITE_CACHE={own}: this home folder is unknown: write the path without ~")
+        return Path(folder)
     shared = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(shared) if shared else Path.home() / ".cache") / "titanlite"

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from titanlite.runtime.errors import UserError, ranged
+from titanlite.runtime.errors import UserError, integer_variable, ranged
 from titanlite.runtime.flight_recorder import enable_flight_recorder
 
 JOIN_POLL_S = 0.02
@@ -78,7 +78,9 @@ def world_from_environment() -> World:
     absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if size > 1 and absent:
         raise UserError(f"the environment sets {given} but not {', '.join(absent)}, the address of rank 0: {remedy}")
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    if size > 1:
+        integer_variable("MASTER_PORT", 0, least=1, most=65_535)  # connect() reads it
+    processes = integer_variable("LOCAL_WORLD_SIZE", local_rank + 1, least=local_rank + 1, most=size)
     if device_type == "cuda" and processes > torch.cuda.device_count():
         raise UserError(
             f"{processes} processes were started on a node with {torch.cuda.device_count()} GPUs: start one process "
@@ -88,14 +90,21 @@ def world_from_environment() -> World:
 
 
 def connect(world: World, section: CommConfig) -> dist.Store:
-    """Wait for all ranks; returns the store for their process groups. Allocates no device memory."""
+    """Wait for all ranks; returns the store for their process groups. Allocates no device memory. Raises UserError."""
     if world.size == 1:
         return dist.HashStore()
-    found: tuple[dist.Store, int, int] = next(
-        dist.rendezvous("env://", timeout=timedelta(seconds=section.init_timeout_s))
-    )
+    timeout_s = section.init_timeout_s
+    try:
+        found: tuple[dist.Store, int, int] = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        cause = f"{error}".partition("\n")[0]
+        raise UserError(
+            f"rank {world.rank} cannot connect to the other ranks at {address}, the address of rank 0, within "
+            f"comm.init_timeout_s = {timeout_s}: {cause}. Start all ranks, or check MASTER_ADDR and MASTER_PORT"
+        ) from None
     store = dist.PrefixStore("titanlite", found[0])
-    return dist.PrefixStore(agree_on_attempt(store, world.rank, world.size, section.init_timeout_s), store)
+    return dist.PrefixStore(agree_on_attempt(store, world.rank, world.size, timeout_s), store)
 
 
 def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout_s: int) -> str:

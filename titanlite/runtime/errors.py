@@ -1,6 +1,7 @@
 """Errors for the user: what is wrong, and how to fix it."""
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -114,6 +115,18 @@ def check_ranges(section: Any, name: str) -> list[Problem]:
             value = getattr(section, key.name)
             problems += require(rule.has(value), f"{name}.{key.name}", value, str(rule), rule.remedy)
     return problems
+
+
+def integer_variable(name: str, default: int, *, least: int, most: int) -> int:
+    """Read an integer from an environment variable; `default` if it is unset or empty. Raises UsageError."""
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    value = int(text) if text.isdecimal() and len(text) <= len(str(most)) else -1
+    if not least <= value <= most:
+        rule = f"set an integer from {least} to {most}, or unset {name}"
+        raise UsageError(f"the environment sets {name}={text[:100]}: {rule}")
+    return value
 
 
 def _number(value: float | str) -> str:

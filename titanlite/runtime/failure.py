@@ -277,6 +277,10 @@ def _describe_limit(error: BaseException) -> str:
         return _open_file_limit()
     if isinstance(error, OSError) and number == errno.ENAMETOOLONG:
         return f"the path {error.filename} is too long for the file system: choose a shorter one"
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error)):
+        return "out of host memory: use a smaller model or batch, or fewer data.num_workers, or raise ulimit -v"
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return "no thread can be started: raise the limit of threads (ulimit -u) or of memory (ulimit -v)"
     return ""
 
 

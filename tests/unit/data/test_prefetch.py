@@ -1,4 +1,5 @@
 import gc
+import re
 import subprocess
 import sys
 import threading
@@ -40,6 +41,17 @@ def test_an_error_follows_the_earlier_results_and_repeats() -> None:
     for _ in range(2):
         with pytest.raises(StopIteration):
             prefetcher.get()
+    prefetcher.close()
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt()])
+def test_an_error_that_would_end_the_program_silently_is_a_failure(error: BaseException) -> None:
+    def produce() -> int:
+        raise error
+
+    prefetcher = Prefetcher(produce, 2)
+    with pytest.raises(RuntimeError, match=f"^the data thread ended by {re.escape(repr(error))}$"):
+        prefetcher.get()
     prefetcher.close()
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.unit.planted import planted_at
+from titanlite.config.schema import JobConfig
 from titanlite.faults.record import (
     RECORD_FOLDER,
     UNFINISHED,
@@ -23,8 +25,10 @@ from titanlite.faults.record import (
     StepRecorder,
     read_records,
 )
+from titanlite.metrics.config import METRICS_FILE
 from titanlite.runtime.errors import UserError
-from titanlite.tools.replay.compute import require_same_settings, require_trained
+from titanlite.runtime.logging import log
+from titanlite.tools.replay.compute import require_same_settings, require_start, require_trained
 
 ABOUT = {"parameters": ["a", "b"], "config": {}, "code": {"torch": "2"}, "world_size": 2, "device": "cpu"}
 
@@ -112,6 +116,19 @@ def test_a_link_or_pipe_with_the_temporary_name_is_replaced(
 def record_of(lr: float, *steps: int) -> Record:
     numbers = RecordedStep(0, 1, False, 1.0, {}, [], 0)
     return Record(Path("x"), {"config": {"optimizer": {"lr": lr}}}, dict.fromkeys(steps, numbers))
+
+
+def test_the_expected_time_is_left_out_if_the_metrics_are_garbage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(log, "propagate", True)
+    caplog.set_level(logging.INFO, logger="titanlite")
+    record = Record(Path("x"), {"world_size": 2}, {})
+    for row, expected in (('{"step": 9, "step_time_s": 0.5}', ", about 3 s on one device"), ('"x"', ""), ("[]", "")):
+        text = row if row.startswith("{") else f'{{"step": 9, "step_time_s": {row}}}'
+        (tmp_path / METRICS_FILE).write_text(f"{text}\n")
+        require_start(tmp_path, JobConfig(), [record], None, 4, from_checkpoint_only=False)
+        assert caplog.messages[-1] == f"Replay of step 4 from the initial weights: after 3 steps from there{expected}"
 
 
 def test_steps_of_other_settings_are_not_computed_again(tmp_path: Path) -> None:

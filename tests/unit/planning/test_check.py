@@ -1,6 +1,7 @@
 """The verdict on the planned memory, the choice of local_batch_size = -1, the message of a run out of memory."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from titanlite.planning.check import Need, plan_memory, verdict
 from titanlite.planning.estimate import estimate
 from titanlite.planning.memory import Memory
 from titanlite.planning.out_of_memory import explained_out_of_memory
+from titanlite.planning.schedule import Action, schedule_order
 from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.memory import GIB, USABLE
@@ -87,6 +89,21 @@ def test_the_local_batch_is_the_largest_divisor_that_fits() -> None:
     assert fit_local_batch_size(config, 2, device_type="cpu", memory_bytes=2**50) == 12
 
 
+def test_the_choice_does_not_list_the_microbatches_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config(2, f"training.global_batch_size={2**20}", "training.local_batch_size=-1")
+    listed = 0
+
+    def counted(*arguments: Any) -> list[list[Action]]:
+        nonlocal listed
+        order = schedule_order(*arguments)
+        listed += sum(map(len, order))
+        return order
+
+    monkeypatch.setattr(estimate_module, "schedule_order", counted)
+    fit_local_batch_size(config, 2, device_type="cpu", memory_bytes=GIB)
+    assert 0 < listed <= 2 * 20, "a forward and a backward pass for each of the 20 divisors of 2^19"
+
+
 def test_all_ranks_take_the_local_batch_of_rank_0(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -113,8 +130,8 @@ def test_a_failed_allocation_shows_the_plan_beside_the_peak() -> None:
     assert items.startswith("  largest items of the plan: ")
     assert [line[:9] for line in rest[:-1]] == ["  remedy:"] * 3
     assert "can't allocate memory" in rest[-1]
-    with pytest.raises(UserError, match="out of memory"), explained_out_of_memory(config, None, world, str):
-        raise MemoryError
+    with pytest.raises(UserError, match=r"\n\(MemoryError\)$"), explained_out_of_memory(config, None, world, str):
+        raise MemoryError  # without a text
     with pytest.raises(UserError, match="out of memory"), explained_out_of_memory(config, None, world, str):
         raise RuntimeError("stage 0 failed") from MemoryError()  # as torch's pipelines do
     with pytest.raises(RuntimeError, match="shapes"), explained_out_of_memory(config, memory, world, str):

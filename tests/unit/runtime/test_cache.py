@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.runtime import cache
-from titanlite.runtime.cache import HASHES, built_once, has_hash, hash_of
+from titanlite.runtime.cache import HASHES, built_once, cache_folder, has_hash, hash_of
 from titanlite.runtime.errors import UserError
 
 SLOW_HASH = """
@@ -153,6 +153,14 @@ def test_files_are_verified_without_a_cache_that_can_be_written(
 
 
 @pytest.mark.timeout(60)
+def test_an_unknown_home_folder_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TITANLITE_CACHE", "~/caches")
+    assert cache_folder() == Path.home() / "caches"
+    monkeypatch.setenv("TITANLITE_CACHE", "~nobodyhere/caches")
+    with pytest.raises(UserError, match=r"^TITANLITE_CACHE=~nobodyhere/caches: this home folder is unknown"):
+        cache_folder()
+
+
 def test_a_killed_process_does_not_block_the_others(file: Path) -> None:
     digest = hash_of(file)
     with subprocess.Popen([sys.executable, "-c", SLOW_HASH, str(file), digest], stdout=subprocess.PIPE) as process:

@@ -1,5 +1,6 @@
 """The world from the launcher's environment variables, and the rendezvous of an attempt's ranks."""
 
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -7,10 +8,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from titanlite.runtime.distributed import World, agree_on_attempt, world_from_environment
+from titanlite.runtime.distributed import CommConfig, World, agree_on_attempt, connect, world_from_environment
 from titanlite.runtime.errors import UserError
 
-NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
 COMPLETE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
@@ -42,6 +43,11 @@ def test_with_a_launcher_the_world_follows_the_environment(monkeypatch: pytest.M
         ({"RANK": "one"}, "RANK=one"),
         ({"RANK": "2"}, "RANK must be below WORLD_SIZE"),
         ({"MASTER_PORT": ""}, "but not MASTER_PORT"),
+        ({"MASTER_PORT": "abc"}, "MASTER_PORT=abc: set an integer from 1 to 65535, or unset MASTER_PORT"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999: "),
+        ({"LOCAL_WORLD_SIZE": "abc"}, "LOCAL_WORLD_SIZE=abc: set an integer from 2 to 2,"),
+        ({"LOCAL_WORLD_SIZE": "1"}, "LOCAL_WORLD_SIZE=1: "),
+        ({"LOCAL_WORLD_SIZE": "9" * 5000}, "LOCAL_WORLD_SIZE=9{100}: "),
     ],
 )
 def test_invalid_environments_are_reported(
@@ -49,6 +55,17 @@ def test_invalid_environments_are_reported(
 ) -> None:
     with pytest.raises(UserError, match=message):
         world(monkeypatch, COMPLETE | change)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "no.such.host.invalid"])
+def test_an_address_where_rank_0_does_not_listen(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    with socket.socket() as bound:  # but not listening
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        found = world(monkeypatch, COMPLETE | {"MASTER_ADDR": address, "MASTER_PORT": str(port)})
+        message = rf"^rank 1 cannot connect .* at {address}:{port}, .* = 1: .*\. Start all ranks, or check MASTER_ADDR"
+        with pytest.raises(UserError, match=message):
+            connect(found, CommConfig(init_timeout_s=1))
 
 
 def join(port: int, rank: int, size: int = 3, after_s: float = 0.0) -> str:

@@ -443,6 +443,11 @@ def test_limits_of_the_system_are_explained() -> None:
             rf"{re.escape(str(error))}\n\(too many open files, the limit is \d+: .*ulimit -n 65536\)", text
         )
     assert report._describe(UserError("a.npy cannot be read"), "full") == "a.npy cannot be read"
+    for error in (MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")):
+        assert report._describe(error, "full").startswith("rank 0: out of host memory: use a smaller model or batch, ")
+    assert report._describe(RuntimeError("can't start new thread"), "full").startswith(
+        "rank 0: no thread can be started"
+    )
     with pytest.raises(OSError, match="too long") as raised:
         os.stat("d" * 300)
     assert report._describe(raised.value, "full").endswith("d is too long for the file system: choose a shorter one")

@@ -141,9 +141,9 @@ def require_start(
             "first: leave out --from-checkpoint-only to do so"
         )
     first = f"after {steps} from there" if before else "the next one"
-    row = last_row(folder / METRICS_FILE)
-    if before and records and "step_time_s" in row:
-        first += f", about {duration(row['step_time_s'] * records[0].about['world_size'] * before)} on one device"
+    step_time_s = last_row(folder / METRICS_FILE).get("step_time_s")
+    if before and records and isinstance(step_time_s, float):  # the file may have been edited
+        first += f", about {duration(step_time_s * records[0].about['world_size'] * before)} on one device"
     log.info("Replay of step %d from %s: %s", step, where, first)
     if not records:
         log.info("The run has no record of step %d: it is computed, but there is nothing to compare it with", step)
