@@ -224,7 +224,7 @@ def test_a_rank_that_hangs_ends_the_wait_of_the_others_and_a_long_download_does_
     assert on_all_ranks("hf:org/name", worlds, 1, absent=0)[1:] == [late(0)] * 3
     assert on_all_ranks("hf:org/name", worlds, 1, absent=2)[:2] == [late("2 and 1 more")] * 2
     assert on_all_ranks("hf:org/name", worlds, 1, absent=3)[:3] == [late(3)] * 3
-    # Nobody waits for a rank that has only to open a folder: the next comparison names it.
+    # No rank waits for one that only has to open a folder: the next comparison names it.
     folders = on_all_ranks(f"hf:{tmp_path / 'local'}", worlds, 1, absent=3)[:3]
     assert all(isinstance(folder, ModelFolder) for folder in folders)
 
