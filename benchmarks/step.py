@@ -5,12 +5,14 @@ trainer, of the bare loop, and of the kernels alone, in an order that alternates
 torch's FSDP-based replicate, or DDP; tp and pp have none. "Kernels" are the matrix products and the attention of rank
 0's step, forward and backward, one by one on random tensors of their shapes: kernels / step is 1 if everything else
 is free. The second table splits the time of one step of rank 0 under the profiler: the time of operations by cause;
-communication, with all of the time that the thread waits; and the rest, in Python, autograd, views and the profiler.
-The third table shows how long the trainer waits for text that is tokenized and packed while it trains.
+communication, with the time between operations in which the thread does not run, since it waits for other ranks or, on
+a busy machine, for a core; and the rest, in Python, autograd, views and the profiler. The third table shows how long
+the trainer waits for text that is tokenized and packed while it trains.
 """
 
 import gc
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -143,22 +145,21 @@ def trainer_loop(trainer: Trainer, next_step: NextStep) -> Callable[[int], None]
 
 def profiled(step: Callable[[], object]) -> tuple[list[FunctionEvent], dict[str, float]]:
     """(operations of a step, its milliseconds and the share of each cause)"""
+    os.environ["KINETO_LOG_LEVEL"] = "6"  # else it prints its start and its end
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         begin, worked = perf_counter(), thread_time()
         step()
         worked, elapsed = thread_time() - worked, perf_counter() - begin
-    # A DTensor's operation contains the same one on its local tensor: the outer one takes time in Python.
-    events = [
-        event for event in profiler.events() or () if all(child.name != event.name for child in event.cpu_children)
-    ]
+    events = list(profiler.events() or ())
     seconds = dict.fromkeys(CAUSES, 0.0)
     for event in events:
         cause = next(cause for cause, pattern in CAUSES.items() if re.match(pattern, event.name))
         seconds[cause] += event.self_cpu_time_total / 1e6
-    seconds["communication"] += max(0.0, elapsed - worked)
-    del seconds["rest"]
-    shares = {cause: value / elapsed for cause, value in seconds.items()}
-    return events, {"profiled step (ms)": 1000 * elapsed, **shares, "rest": 1 - sum(shares.values())}
+    seconds["rest"] = elapsed - sum(value for cause, value in seconds.items() if cause != "rest")
+    waited = min(seconds["rest"], elapsed - worked)
+    seconds["communication"] += waited
+    seconds["rest"] -= waited
+    return events, {"profiled step (ms)": 1000 * elapsed} | {cause: value / elapsed for cause, value in seconds.items()}
 
 
 def kernels(events: Sequence[FunctionEvent], dtype: torch.dtype) -> tuple[int, Callable[[int], None]]:

@@ -62,6 +62,7 @@ def test_report_of_step(tmp_path: Path) -> None:
     assert len(row["trainer / bare"]) == 2
     assert all(0 < share < 1 for share in row["kernels / step"])
     assert set(step.CAUSES) < set(profile)
+    assert all(0 <= profile[cause] < 1 for cause in step.CAUSES)
     assert sum(profile[cause] for cause in step.CAUSES) == pytest.approx(1.0)
 
 
@@ -79,7 +80,8 @@ def test_report_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     memory.main(("single",), (512,), (64, 1024), rounds=1, settings=TINY, json=tmp_path)
     ((short, long),) = tables(tmp_path / "memory.json").values()
     assert set(short) == {"layout", "vocabulary", "sequence", "peak (MiB)", "plan (MiB)", "plan / peak"}
-    assert short["peak (MiB)"] < long["peak (MiB)"]
+    more, planned = (long["peak (MiB)"][0] - short["peak (MiB)"][0]), long["plan (MiB)"] - short["plan (MiB)"]
+    assert 0.5 < more / planned < 2
     assert "| single | 512 | 1,024 | " in capsys.readouterr().out
 
 
