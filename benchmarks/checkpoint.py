@@ -79,7 +79,8 @@ class Ways:
 
     def draft(self) -> Manifest:
         self.step += 1
-        return Manifest(self.step, "full", (Branch("benchmark", 0),), {}, {}, {}, {}, "", {})
+        counts = {"tokens_seen": 0, "skipped_steps": 0}
+        return Manifest(self.step, "full", (Branch("benchmark", 0),), counts, {}, {}, {}, "", {})
 
     def torch_save(self) -> None:
         path = self.folder / "torch" / f"{dist.get_rank()}.pt"

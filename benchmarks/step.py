@@ -155,10 +155,11 @@ def profiled(step: Callable[[], object]) -> tuple[list[FunctionEvent], dict[str,
     for event in events:
         cause = next(cause for cause, pattern in CAUSES.items() if re.match(pattern, event.name))
         seconds[cause] += event.self_cpu_time_total / 1e6
-    seconds["rest"] = elapsed - sum(value for cause, value in seconds.items() if cause != "rest")
-    waited = min(seconds["rest"], elapsed - worked)
+    del seconds["rest"]
+    left = elapsed - sum(seconds.values())
+    waited = max(0.0, min(left, elapsed - worked))
     seconds["communication"] += waited
-    seconds["rest"] -= waited
+    seconds["rest"] = left - waited
     return events, {"profiled step (ms)": 1000 * elapsed} | {cause: value / elapsed for cause, value in seconds.items()}
 
 

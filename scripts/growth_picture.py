@@ -32,7 +32,7 @@ def main() -> None:
             panel.errorbar(sizes, middle, (below, above), marker="o", color="#2f7ebc", capsize=2)
             panel.set_xscale("log", base=2)
             panel.set_xticks(sizes, [f"{size:,}" for size in sizes])
-            panel.set_ylim(bottom=0)
+            panel.set_ylim(0, 1.15 * max(map(max, values)))
         panels[1, column].plot(sizes, [row["plan (MiB)"] for row in own], "--", color="#f28e2b")
         panels[1, column].set_xlabel(axis)
     for panel, figure_name in zip(panels[:, 0], FIGURES, strict=True):

@@ -54,6 +54,7 @@ def test_an_unknown_benchmark_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         run(monkeypatch, "stop")
 
 
+@pytest.mark.slow
 def test_report_of_step(tmp_path: Path) -> None:
     step.main(("dp_shard",), ("bfloat16",), (1,), rounds=2, steps=1, settings=TINY, json=tmp_path)
     times, shares = tables(tmp_path / "step.json").values()
@@ -66,7 +67,7 @@ def test_report_of_step(tmp_path: Path) -> None:
     assert sum(profile[cause] for cause in step.CAUSES) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("layout", ["single", "tp", "pp"])
+@pytest.mark.parametrize("layout", ["single", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp", "pp"))])
 def test_kernels_are_all_products_of_a_step(layout: Any) -> None:
     ranks, settings = case(layout, 1, TINY)
     found = run_ranks(step.compare, ranks, settings, "", 1, 1, 1)
