@@ -1,19 +1,16 @@
-"""Benchmark of checkpoints: saving and loading compared with torch.save and plain DCP, alternating in one run.
-
-    python benchmarks/checkpoint.py [--processes 1] [--rounds 7] [--folder DIR]
+"""Checkpoints: saving and loading against torch.save and plain DCP.
 
 The state is that of a model with about 100 M parameters and AdamW: 1.2 GB in float32. Each rank writes its shards.
 Every round saves with each method once and then loads with each method once, in random order; the first round is
-discarded. All methods sync the files to disk before a save ends (fsync); loads read from the page cache. The table
-shows MB/s (median over rounds, minimum, maximum) and the ratio to plain DCP in the same round. An async save has two
-timings: the wait of the training thread, and the time until the checkpoint is published.
+discarded. All methods sync the files to disk before a save ends (fsync); loads read from the page cache. Speeds are
+compared in the same round. An async save has two timings: the wait of the training thread, and the time until the
+checkpoint is published.
 """
 
 import logging
 import os
 import random
 import shutil
-import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -24,13 +21,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import tyro
 import xxhash
-from measuring import spread, threads_per_process
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from benchmarks.measuring import Row, ratios, report, threads_per_process
 from titanlite.checkpoint.config import Verify
 from titanlite.checkpoint.manifest import Branch, Manifest
 from titanlite.checkpoint.saver import Saver
@@ -83,7 +79,8 @@ class Ways:
 
     def draft(self) -> Manifest:
         self.step += 1
-        return Manifest(self.step, "full", (Branch("benchmark", 0),), {}, {}, {}, {}, "", {})
+        counts = {"tokens_seen": 0, "skipped_steps": 0}
+        return Manifest(self.step, "full", (Branch("benchmark", 0),), counts, {}, {}, {}, "", {})
 
     def torch_save(self) -> None:
         path = self.folder / "torch" / f"{dist.get_rank()}.pt"
@@ -177,13 +174,11 @@ def measure(folder: str, rounds: int, threads: int) -> tuple[int, list[dict[str,
     return sum(t.numel() * t.element_size() for t in ways.tensors.values()), results[1:]
 
 
-def main(processes: Literal[1, 2] = 1, rounds: int = 7, folder: Path | None = None) -> None:
-    """folder: where to write; None: the system's temporary folder."""
+def main(processes: Literal[1, 2] = 1, rounds: int = 7, folder: Path | None = None, json: Path | None = None) -> None:
+    """folder: where to write; None: the system's temporary folder. json: folder of checkpoint.json."""
     with tempfile.TemporaryDirectory(dir=folder) as inner:
         arguments = (inner, rounds, threads_per_process(processes))
         size, results = run_ranks(measure, processes, *arguments, timeout_s=3600)[0]
-    print(f"{processes} process(es), {size / 1e6:,.0f} MB")
-    print(f"{'':<24}{'seconds':>9}  {'MB/s':<22}ratio of speeds")
     against = {
         "save": "dcp.save",
         "save, not hashed": "dcp.save",
@@ -191,15 +186,13 @@ def main(processes: Literal[1, 2] = 1, rounds: int = 7, folder: Path | None = No
         "load": "dcp.load",
         "load, not verified": "dcp.load",
     }
-    for way in sorted(results[0], key=lambda name: ("load" in name, name)):
-        speeds = [size / 1e6 / seconds[way] for seconds in results]
-        line = f"{way:<24}{statistics.median(seconds[way] for seconds in results):>9.3f}  {spread(speeds, '.0f'):<22}"
+    seconds = {way: [each[way] for each in results] for way in results[0]}
+    rows: list[Row] = []
+    for way in sorted(seconds, key=lambda name: ("load" in name, name)):
+        row: Row = {"method": way, "seconds": seconds[way], "MB/s": [size / 1e6 / value for value in seconds[way]]}
         if way in against:
-            line += f"{spread([seconds[against[way]] / seconds[way] for seconds in results], '.2f')} of {against[way]}"
-        print(line)
-    stalls = [seconds["async save: wait"] / seconds["save"] for seconds in results]
-    print(f"An async save stalls for {spread(stalls, '.1%')} of a save")
-
-
-if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+            other = against[way]
+            row = {**row, "speed / other": ratios(seconds[other], seconds[way]), "other": other}
+        rows.append(row)
+    forms = {"seconds": ".3f", "MB/s": ".0f", "speed / other": ".2f"}
+    report("checkpoint", {f"{processes} process(es), {size / 1e6:,.0f} MB": rows}, forms, json)

@@ -1,22 +1,20 @@
-"""Benchmark of the data pipeline, compared with a bare tokenizer and with a plain read of token files.
-
-    python benchmarks/data.py [--rounds 5] [--seconds 1.5] [--mebibytes 16]
+"""The data pipeline: against a bare tokenizer, and against a plain read of token files.
 
 The corpus consists of seeded samples of the Python standard library's sources, written once per kind of source. The
 loader is the trainer's; its batches are discarded. The baselines on the same text are `encode_batch` of the
 `tokenizers` library, and `encode_batch_fast`, which computes no offsets and is the method that titanlite calls; for
 token files, the baseline reads consecutive windows. Every process uses one thread. A round measures each case once;
-every second round runs in reverse order. The table shows tokens per second, and tokens per second of CPU time (this
-process and its workers together) as a ratio to the baseline in the same round (median over rounds, minimum, maximum).
+every second round runs in reverse order. "core / bare core": tokens per second of CPU time, of this process and its
+workers together, relative to the baseline in the same round.
 """
 
 import gzip
-import json
 import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from json import dumps
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import NamedTuple
@@ -25,9 +23,8 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import tokenizers
-import tyro
-from measuring import spread
 
+from benchmarks.measuring import Row, ratios, report
 from titanlite.data.bpe import train_bpe
 from titanlite.data.config import DataConfig
 from titanlite.data.loader import build_loader
@@ -77,7 +74,7 @@ def documents(num_bytes: int) -> Iterator[str]:
 
 def write_corpus(folder: Path, texts: list[str]) -> dict[str, SourceConfig]:
     """The same documents as sources of each kind."""
-    rows = [json.dumps({"id": n, "text": text}) + "\n" for n, text in enumerate(texts)]
+    rows = [dumps({"id": n, "text": text}) + "\n" for n, text in enumerate(texts)]
     kinds = {"text": "text", "jsonl": "jsonl", "jsonl.gz": "jsonl", "parquet": "parquet", "tokens": "tokens"}
     for name in kinds:
         (folder / name).mkdir()
@@ -198,7 +195,8 @@ def build_cases(folder: Path, num_bytes: int) -> list[Case]:
     ]
 
 
-def main(rounds: int = 5, seconds: float = 1.5, mebibytes: int = 16) -> None:
+def main(rounds: int = 5, seconds: float = 1.5, mebibytes: int = 16, json: Path | None = None) -> None:
+    """seconds: of each measurement. mebibytes: of the corpus. json: folder of data.json."""
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TITANLITE_CACHE"] = str(Path(folder, "cache"))
@@ -209,13 +207,14 @@ def main(rounds: int = 5, seconds: float = 1.5, mebibytes: int = 16) -> None:
         for round_ in range(rounds):
             for case in cases if round_ % 2 == 0 else reversed(cases):
                 rates[case.name].append(case.measure(seconds))
-        print(f"{'':<22}{'M tokens/s':<30}one core / bare")
-        for case in cases:
-            pairs = zip(rates[case.name], rates[case.bare], strict=True)
-            ratios = spread([own.per_core / bare.per_core for own, bare in pairs], ".2f")
-            millions = spread([rate.per_second / 1e6 for rate in rates[case.name]], ".2f")
-            print(f"{case.name:<22}{millions:<30}{ratios}, {case.bare}")
-
-
-if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    per_core = {name: [rate.per_core for rate in rates_] for name, rates_ in rates.items()}
+    rows: list[Row] = [
+        {
+            "case": case.name,
+            "M tokens/s": [rate.per_second / 1e6 for rate in rates[case.name]],
+            "core / bare core": ratios(per_core[case.name], per_core[case.bare]),
+            "bare": case.bare,
+        }
+        for case in cases
+    ]
+    report("data", {"Rate of the loader": rows}, {"M tokens/s": ".2f", "core / bare core": ".2f"}, json)

@@ -1,46 +1,59 @@
-"""Benchmark of drawing a rank's shard of the initial weights: `python benchmarks/initial_weights.py`, on one thread.
+"""Drawing a rank's shard of the initial weights, on one thread.
 
 Draws a full matrix of 16.8 M elements, and one eighth of it, sharded by rows (as fully_shard and column parallelism do)
 or by columns (as row parallelism does). Full blocks of random numbers are drawn, so sharding the second dimension saves
-no time. The last lines extrapolate to the published sizes by number of elements.
+no time. The second table extrapolates from the fastest round to the published sizes, by number of elements.
 """
 
 import time
+from pathlib import Path
 
 import torch
 
+from benchmarks.measuring import Row, ratios, report
 from titanlite.models.init import Init, fill_region_
 
 SIDE = 4096
 PARTS = 8
-ROUNDS = 5
+CASES = {
+    "full matrix": (SIDE, SIDE),
+    f"1/{PARTS} by rows": (SIDE // PARTS, SIDE),
+    f"1/{PARTS} by columns": (SIDE, SIDE // PARTS),
+}
 # parameters, ranks, tp, share of the parameters that row parallelism cuts along their second dimension (wo, w2)
 SHAPES = {"8B": (8.03e9, 8, 1, 0.35), "405B": (405.9e9, 4096, 8, 0.35)}
 
 
 def seconds(rows: int, columns: int) -> float:
-    """The fastest time over several rounds to fill the first `rows` x `columns` of the matrix."""
-    best = float("inf")
-    for _ in range(ROUNDS):
-        local = torch.empty(rows, columns)
-        start = time.perf_counter()
-        fill_region_(local, 0, "weight", Init("normal", 0.02), (SIDE, SIDE), (0, 0))
-        best = min(best, time.perf_counter() - start)
-    return best
+    """The time to fill the first `rows` x `columns` of the matrix."""
+    local = torch.empty(rows, columns)
+    start = time.perf_counter()
+    fill_region_(local, 0, "weight", Init("normal", 0.02), (SIDE, SIDE), (0, 0))
+    return time.perf_counter() - start
 
 
-def main() -> None:
+def main(rounds: int = 5, json: Path | None = None) -> None:
+    """json: folder of initial_weights.json."""
     torch.set_num_threads(1)
-    full = seconds(SIDE, SIDE)
-    print(f"full matrix: {full:.3f} s, {1e9 * full / SIDE**2:.1f} ns per element")
-    print(f"1/{PARTS} by rows: {seconds(SIDE // PARTS, SIDE) / full:.2f} of it")
-    print(f"1/{PARTS} by columns: {seconds(SIDE, SIDE // PARTS) / full:.2f} of it")
+    found: dict[str, list[float]] = {case: [] for case in CASES}
+    for _ in range(rounds):
+        for case, shape in CASES.items():
+            found[case].append(seconds(*shape))
+    full = found["full matrix"]
+    drawn: list[Row] = [
+        {
+            "shard": case,
+            "seconds": values,
+            "ns per element": [1e9 * value / (CASES[case][0] * CASES[case][1]) for value in values],
+            "time / full matrix": ratios(values, full),
+        }
+        for case, values in found.items()
+    ]
+    planned: list[Row] = []
     for name, (parameters, ranks, tp, second) in SHAPES.items():
-        drawn = parameters / ranks * (1 - second + second * tp)
-        print(
-            f"{name} on {ranks} ranks, tp {tp}: {drawn / 1e6:,.0f} M elements, {drawn * full / SIDE**2:.0f} s per rank"
-        )
-
-
-if __name__ == "__main__":
-    main()
+        count = parameters / ranks * (1 - second + second * tp)
+        row: Row = {"model": name, "ranks": ranks, "tp": tp, "elements per rank (M)": count / 1e6}
+        planned.append({**row, "seconds per rank": count * min(full) / SIDE**2})
+    forms = {"seconds": ".3f", "ns per element": ".1f", "time / full matrix": ".2f"}
+    forms |= {"ranks": ",", "tp": "", "elements per rank (M)": ",.0f", "seconds per rank": ".0f"}
+    report("initial_weights", {"Drawing a shard": drawn, "Published sizes, extrapolated": planned}, forms, json)

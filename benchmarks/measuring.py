@@ -1,8 +1,43 @@
-"""Parts that the benchmarks share."""
+"""Parts that the benchmarks share: a trainer on random tokens, the peak of the memory, and the report."""
 
+import json
 import os
+import platform
+import shlex
 import statistics
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from titanlite.assembly.model import batch_rows, build_model, build_trainer
+from titanlite.batch import Batch
+from titanlite.config.load import load_config
+from titanlite.config.schema import JobConfig
+from titanlite.models.registry import resolve_model
+from titanlite.parallel.mesh import Mesh
+from titanlite.runtime.distributed import World
+from titanlite.runtime.memory import peak_memory_bytes
+from titanlite.trainer import Trainer
+
+CPU = torch.device("cpu")
+MIB = 2**20
+Layout = Literal["single", "dp_shard", "dp_replicate", "tp", "pp"]
+LAYOUTS: dict[Layout, tuple[int, tuple[str, ...]]] = {
+    "single": (1, ()),
+    "dp_shard": (2, ("parallelism.dp_shard=2",)),
+    "dp_replicate": (2, ("parallelism.dp_replicate=2", "parallelism.dp_shard=1")),
+    "tp": (2, ("parallelism.tp=2",)),
+    "pp": (2, ("parallelism.pp=2",)),
+}
+"""Layout -> number of ranks, settings."""
+
+Row = Mapping[str, str | float | Sequence[float]]
+"""A line of a table: column -> text, number, or a number per round."""
 
 
 def spread(values: Sequence[float], form: str) -> str:
@@ -10,5 +45,89 @@ def spread(values: Sequence[float], form: str) -> str:
     return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
+def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    """value / other of each round."""
+    return [value / other for value, other in zip(values, others, strict=True)]
+
+
+def report(name: str, tables: Mapping[str, Sequence[Row]], forms: Mapping[str, str], folder: Path | None) -> None:
+    """Print each table of a benchmark in Markdown; write them to NAME.json of the folder, with facts of this machine.
+
+    tables: by title. forms: the format of the numbers of each column.
+    """
+
+    def cell(value: str | float | Sequence[float], form: str) -> str:
+        if isinstance(value, str):
+            return value
+        return format(value, form) if isinstance(value, int | float) else spread(value, form)
+
+    for title, rows in tables.items():
+        columns = list(dict.fromkeys(column for row in rows for column in row))
+        cells = [[cell(row.get(column, ""), forms.get(column, "")) for column in columns] for row in rows]
+        lines = [f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *cells)]
+        print("\n".join([f"{title}:", "", *lines, ""]), flush=True)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        figures = {"machine": machine(), "tables": tables}
+        (folder / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
+
+
+def machine() -> dict[str, str | int]:
+    """What the figures depend on besides the code."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    return {
+        "cpu": model,
+        "cores": os.cpu_count() or 1,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+    }
+
+
 def threads_per_process(processes: int) -> int:
     return max(1, (os.cpu_count() or 1) // processes)
+
+
+def reset_peak() -> int:
+    """Set the peak of this process's resident memory, which peak_memory_bytes returns, to its present size; return it.
+
+    Bytes. Linux only.
+    """
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_memory_bytes(CPU)
+
+
+def case(layout: Layout, accumulation: int = 1, settings: Sequence[str] = ()) -> tuple[int, list[str]]:
+    """(number of ranks, all settings) of the quick start's model in a layout, with 8 sequences of 256 tokens per step.
+
+    settings: replace those of this function.
+    """
+    ranks, own = LAYOUTS[layout]
+    rows = 8 // (accumulation * (ranks if layout.startswith("dp_") else 1))
+    batch = (f"training.local_batch_size={rows}", "training.global_batch_size=8", "training.seq_len=256")
+    return ranks, ["model.vocab_size=4096", *batch, *own, *settings]
+
+
+def configuration(settings: Sequence[str], world_size: int) -> JobConfig:
+    """The configuration with `settings`, each "section.key=value"; the last one of a key counts."""
+    values = dict(setting.split("=", 1) for setting in settings)
+    return load_config([f"--{key}={value}" for key, value in values.items()], world_size=world_size, device_type="cpu")
+
+
+def build(config: JobConfig) -> tuple[Trainer, list[Batch]]:
+    """The trainer of this rank, and the microbatches of a step on random tokens."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = Mesh(config.parallelism, World(rank, rank, size, "cpu"))
+    mesh.connect(config.comm)
+    trainer = build_trainer(config, build_model(config, mesh, CPU), mesh, CPU)
+    rows = batch_rows(config, mesh)
+    count = config.training.global_batch_size // mesh.data_degree // rows
+    tokens = torch.randint(
+        resolve_model(config.model)[1].vocab_size,
+        (count, 2, rows, config.training.seq_len),
+        generator=torch.Generator().manual_seed(mesh.data_rank),
+    )
+    numbers = torch.arange(rows)
+    return trainer, [Batch(inputs, labels, numbers, torch.zeros_like(numbers)) for inputs, labels in tokens]

@@ -1,12 +1,9 @@
-"""Benchmark of the start: from the command to the first step, and what its parts take, alternating in one run.
-
-    python benchmarks/startup.py [--rounds 5] [--checkouts . ../other] [--json FILE]
+"""The start: from the command to the first step, and what its parts take.
 
 A round runs each case once, for each checkout of titanlite in turn: imports; torchrun with two processes that run an
 empty script; a training of one step, of a model of 0.1 M parameters on the CPU, on one process and with run_train.sh
-on one and two. The table shows seconds, median over the rounds (minimum to maximum): the CPU time of all processes of
-the command, and the time until the first step is logged, or until the end of a command without steps; and the CPU time
-over that of the first checkout in the same round.
+on one and two. The CPU time is that of all processes of the command; the time ends when the first step is logged, or
+with a command without steps. "CPU / first" is the CPU time over that of the first checkout in the same round.
 """
 
 import os
@@ -14,13 +11,12 @@ import resource
 import subprocess
 import sys
 import tempfile
-from json import dumps
 from pathlib import Path
 from time import perf_counter
 
 import numpy as np
-import tyro
-from measuring import spread
+
+from benchmarks.measuring import Row, ratios, report
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIG = """\
@@ -79,6 +75,7 @@ def measure(command: tuple[str | Path, ...], processes: int, checkout: Path, fol
 
 
 def main(rounds: int = 5, checkouts: tuple[Path, ...] = (REPOSITORY,), json: Path | None = None) -> None:
+    """checkouts: of titanlite, to compare. json: folder of startup.json."""
     places = {str(checkout): checkout.resolve() for checkout in checkouts}
     results: dict[tuple[str, str], list[dict[str, float]]] = {(case, name): [] for case in CASES for name in places}
     with tempfile.TemporaryDirectory() as text:
@@ -91,16 +88,16 @@ def main(rounds: int = 5, checkouts: tuple[Path, ...] = (REPOSITORY,), json: Pat
                 found = measure(CASES[case], 2 if case.endswith("2 processes") else 1, places[name], folder)
                 if round_ > 0:  # the first round compiles and caches files
                     results[case, name].append(found)
-    print(f"{'':<37}{'checkout':<20}{'CPU s':<25}{'wall s':<25}CPU / first checkout")
+    rows: list[Row] = []
     for (case, name), found_ in results.items():
-        cpu, wall = (spread([each[key] for each in found_], ".2f") for key in ("cpu_s", "wall_s"))
-        first = results[case, next(iter(places))]
-        ratios = [own["cpu_s"] / other["cpu_s"] for own, other in zip(found_, first, strict=True)]
-        print(f"{case:<37}{name[-18:]:<20}{cpu:<25}{wall:<25}{spread(ratios, '.2f')}")
-    if json is not None:
-        rows = [{"case": case, "checkout": name, "rounds": found_} for (case, name), found_ in results.items()]
-        json.write_text(dumps(rows, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+        cpu, time = ([each[key] for each in found_] for key in ("cpu_s", "wall_s"))
+        first = [each["cpu_s"] for each in results[case, next(iter(places))]]
+        row: Row = {
+            "command": case,
+            "checkout": name,
+            "CPU (s)": cpu,
+            "time (s)": time,
+            "CPU / first": ratios(cpu, first),
+        }
+        rows.append(row)
+    report("startup", {"Start": rows}, {"CPU (s)": ".2f", "time (s)": ".2f", "CPU / first": ".2f"}, json)

@@ -1,12 +1,9 @@
-"""Benchmark of reading shuffled windows of a token file: by position, as titanlite does, and from a mapping.
-
-    python benchmarks/token_files.py [--rounds 5] [--mebibytes 512]
+"""Shuffled windows of a token file: read by position, as titanlite does, against a mapping.
 
 The file has random uint16 ids. A round draws windows without replacement, reads them with both methods, the first one
 alternating, and computes the largest id of each window, as the loader does. "disk" removes the file from the page cache
-before each method; "cache" reads it completely before the first round. The table shows thousands of windows per second
-("disk") or per second of CPU time ("cache"), and the ratio to the mapping in the same round (median over rounds,
-minimum, maximum).
+before each method; "cache" reads it completely before the first round. The rates are thousands of windows per second
+("disk") or per second of CPU time ("cache").
 """
 
 import os
@@ -17,9 +14,8 @@ from time import perf_counter, process_time
 
 import numpy as np
 import numpy.typing as npt
-import tyro
-from measuring import spread
 
+from benchmarks.measuring import Row, ratios, report
 from titanlite.data.sources.arrays import ArrayFile
 
 SEED = 0
@@ -55,13 +51,14 @@ def rate(window: Window, begins: list[int], seq_len: int, clock: Callable[[], fl
     return len(begins) / (clock() - start) / 1e3
 
 
-def main(rounds: int = 5, mebibytes: int = 512) -> None:
+def main(rounds: int = 5, mebibytes: int = 512, json: Path | None = None) -> None:
+    """mebibytes: size of the file. json: folder of token_files.json."""
+    rows: list[Row] = []
     generator = np.random.default_rng(SEED)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "tokens.npy")
         count = mebibytes * 2**19
         np.save(file, generator.integers(2**15, size=count, dtype=np.uint16))
-        print(f"{'':<18}{'mapping':<26}{'by position':<26}ratio")
         for place, windows in WINDOWS.items():
             for seq_len in SEQ_LENS:
                 file.read_bytes()
@@ -73,10 +70,12 @@ def main(rounds: int = 5, mebibytes: int = 512) -> None:
                         if place == "disk":
                             drop_from_cache(file)
                         rates[method].append(rate(method(file), begins, seq_len, CLOCKS[place]))
-                ratios = [own / base for own, base in zip(rates[by_position], rates[mapped], strict=True)]
-                shown = [f"{spread(values, '.1f'):<26}" for values in rates.values()]
-                print(f"{place + ', ' + format(seq_len, ','):<18}{''.join(shown)}{spread(ratios, '.2f')}", flush=True)
-
-
-if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+                row: Row = {
+                    "file": place,
+                    "window": seq_len,
+                    "mapping": rates[mapped],
+                    "by position": rates[by_position],
+                }
+                rows.append({**row, "by position / mapping": ratios(rates[by_position], rates[mapped])})
+    forms = {"window": ",", "mapping": ".1f", "by position": ".1f", "by position / mapping": ".2f"}
+    report("token_files", {"Windows read (thousands/s)": rows}, forms, json)

@@ -1,0 +1,35 @@
+"""List the benchmarks: `python -m benchmarks`. Run one: `python -m benchmarks NAME [options]`."""
+
+import ast
+import importlib
+import sys
+from pathlib import Path
+
+import tyro
+
+
+def benchmarks() -> dict[str, str]:
+    """Name -> first line of the docstring of each module of this folder with a function `main`, without imports."""
+    found = {}
+    for path in sorted(Path(__file__).parent.glob("[!_]*.py")):
+        tree = ast.parse(path.read_text("utf-8"))
+        if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body):
+            found[path.stem] = (ast.get_docstring(tree) or "").partition("\n")[0]
+    return found
+
+
+def main() -> None:
+    known = benchmarks()
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in ("--help", "-h"):
+        print("usage: python -m benchmarks NAME [options]; python -m benchmarks NAME --help shows the options\n")
+        print("\n".join(f"  {each:{max(map(len, known))}}  {line}" for each, line in known.items()))
+        return
+    if name not in known:
+        raise SystemExit(f"unknown benchmark {name!r}: choose one of {', '.join(known)}")
+    module = importlib.import_module(f"benchmarks.{name}")
+    tyro.cli(module.main, prog=f"python -m benchmarks {name}", description=module.__doc__, args=arguments)
+
+
+if __name__ == "__main__":
+    main()

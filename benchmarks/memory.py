@@ -1,0 +1,88 @@
+"""Peak memory of training by layout, vocabulary and sequence length, against the estimate of `titanlite plan`.
+
+Every measurement runs in new processes: the quick start's model on random tokens, 8 sequences per step. The peak is
+that of the resident memory over the memory before the model is built, of the rank with the highest one; the plan is
+that of the rank which needs most. Resident memory also has what the plan leaves out: code that the first step loads,
+buffers of collectives, and freed memory that the allocator keeps.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from time import perf_counter
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.measuring import (
+    CPU,
+    MIB,
+    Layout,
+    Row,
+    build,
+    case,
+    configuration,
+    report,
+    reset_peak,
+    threads_per_process,
+)
+from titanlite.planning.estimate import estimate
+from titanlite.runtime.launch import run_ranks
+from titanlite.runtime.memory import peak_memory_bytes
+
+
+def measure(settings: Sequence[str], steps: int, threads: int) -> tuple[float, float]:
+    """(tokens per second of all ranks, after two steps of warm-up; peak of this rank in MiB)"""
+    torch.set_num_threads(threads)
+    config = configuration(settings, dist.get_world_size())
+    start = reset_peak()
+    trainer, batches = build(config)
+    for _ in range(2):
+        trainer.train_step(batches)
+    dist.barrier()
+    begin = perf_counter()
+    for _ in range(steps):
+        trainer.train_step(batches)
+    dist.barrier()
+    tokens = steps * config.training.global_batch_size * config.training.seq_len
+    return tokens / (perf_counter() - begin), (peak_memory_bytes(CPU) - start) / MIB
+
+
+def measure_all(cases: Mapping[Any, tuple[int, Sequence[str]]], rounds: int, steps: int) -> dict[Any, dict[str, Any]]:
+    """By case, which is (number of ranks, settings): speed and peak of each round, and the plan."""
+    found: dict[Any, dict[str, Any]] = {}
+    for name, (ranks, settings) in cases.items():
+        plan = estimate(configuration(settings, ranks), ranks, device_type="cpu").largest.memory.total
+        found[name] = {"tokens/s": [], "peak (MiB)": [], "plan (MiB)": plan / MIB}
+    for _ in range(rounds):
+        for name, (ranks, settings) in cases.items():
+            measured = run_ranks(measure, ranks, settings, steps, threads_per_process(ranks), timeout_s=3600)
+            speeds, peaks = zip(*measured, strict=True)
+            found[name]["tokens/s"].append(speeds[0])
+            found[name]["peak (MiB)"].append(max(peaks))
+    return found
+
+
+def main(
+    layouts: tuple[Layout, ...] = get_args(Layout),
+    vocab_sizes: tuple[int, ...] = (4096, 32_768),
+    seq_lens: tuple[int, ...] = (256, 1024),
+    rounds: int = 3,
+    settings: tuple[str, ...] = (),
+    json: Path | None = None,
+) -> None:
+    """settings: of the model, such as model.n_layers=2. json: folder of memory.json."""
+    cases = {
+        (layout, vocab_size, seq_len): case(
+            layout, 1, (f"model.vocab_size={vocab_size}", f"training.seq_len={seq_len}", *settings)
+        )
+        for layout, vocab_size, seq_len in product(layouts, vocab_sizes, seq_lens)
+    }
+    rows: list[Row] = []
+    for (layout, vocab_size, seq_len), found in measure_all(cases, rounds, steps=1).items():
+        labels = {"layout": layout, "vocabulary": vocab_size, "sequence": seq_len}
+        peaks, plan = found["peak (MiB)"], found["plan (MiB)"]
+        rows.append({**labels, "peak (MiB)": peaks, "plan (MiB)": plan, "plan / peak": [plan / peak for peak in peaks]})
+    forms = {"vocabulary": ",", "sequence": ",", "peak (MiB)": ",.0f", "plan (MiB)": ",.0f", "plan / peak": ".2f"}
+    report("memory", {"Peak memory of training": rows}, forms, json)

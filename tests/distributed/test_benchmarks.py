@@ -1,0 +1,95 @@
+"""The benchmarks: that each starts, and what step, memory and growth write, at a tiny size."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import growth, memory, step
+from benchmarks.__main__ import benchmarks, main
+from benchmarks.measuring import case, configuration
+from titanlite.planning.estimate import estimate
+from titanlite.runtime.launch import run_ranks
+
+TINY = ("model.n_layers=2", "model.dim=32", "model.n_heads=2", "model.n_kv_heads=2", "model.ffn_dim=64")
+TINY += ("model.vocab_size=512", "model.max_seq_len=1024")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
+    main()
+
+
+def tables(file: Path) -> dict[str, list[dict[str, Any]]]:
+    """The tables of a report. Checks its facts of the machine."""
+    found = json.loads(file.read_text())
+    assert set(found["machine"]) == {"cpu", "cores", "torch", "python", "date", "command"}
+    return dict(found["tables"])
+
+
+def test_all_benchmarks_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run(monkeypatch)
+    listed = capsys.readouterr().out
+    files = {path.stem for path in Path(step.__file__).parent.glob("[!_]*.py")} - {"measuring"}
+    assert set(benchmarks()) == files
+    for name, line in benchmarks().items():
+        assert f"  {name} " in listed
+        assert line.endswith(".")
+        assert line in listed
+
+
+@pytest.mark.parametrize("name", benchmarks())
+def test_a_benchmark_lists_its_options(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        run(monkeypatch, name, "--help")
+    assert "--json" in capsys.readouterr().out
+
+
+def test_an_unknown_benchmark_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match=r"unknown benchmark 'stop': choose one of .*step"):
+        run(monkeypatch, "stop")
+
+
+@pytest.mark.slow
+def test_report_of_step(tmp_path: Path) -> None:
+    step.main(("dp_shard",), ("bfloat16",), (1,), rounds=2, steps=1, settings=TINY, json=tmp_path)
+    times, shares = tables(tmp_path / "step.json").values()
+    (row,), (profile,) = times, shares
+    assert row["bare loop"] == "FSDP2"
+    assert len(row["trainer / bare"]) == 2
+    assert all(0 < share < 1 for share in row["kernels / step"])
+    assert set(step.CAUSES) < set(profile)
+    assert all(0 <= profile[cause] < 1 for cause in step.CAUSES)
+    assert sum(profile[cause] for cause in step.CAUSES) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("layout", ["single", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp", "pp"))])
+def test_kernels_are_all_products_of_a_step(layout: Any) -> None:
+    ranks, settings = case(layout, 1, TINY)
+    found = run_ranks(step.compare, ranks, settings, "", 1, 1, 1)
+    planned = estimate(configuration(settings, ranks), ranks, device_type="cpu").ranks
+    for rank, result in enumerate(found):
+        plan = planned[rank if layout == "pp" else 0]
+        assert result["kernel_flops"] == plan.flops + plan.recomputed_flops
+
+
+def test_report_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    memory.main(("single",), (512,), (64, 1024), rounds=1, settings=TINY, json=tmp_path)
+    ((short, long),) = tables(tmp_path / "memory.json").values()
+    assert set(short) == {"layout", "vocabulary", "sequence", "peak (MiB)", "plan (MiB)", "plan / peak"}
+    more, planned = (long["peak (MiB)"][0] - short["peak (MiB)"][0]), long["plan (MiB)"] - short["plan (MiB)"]
+    assert 0.5 < more / planned < 2
+    assert "| single | 512 | 1,024 | " in capsys.readouterr().out
+
+
+def test_report_of_growth(tmp_path: Path) -> None:
+    growth.main(("ranks",), rounds=2, steps=1, settings=TINY, json=tmp_path)
+    (rows,) = tables(tmp_path / "growth.json").values()
+    assert [(row["axis"], row["size"]) for row in rows] == [("ranks", 1), ("ranks", 2)]
+    for row in rows:
+        assert set(row) == {"axis", "size", "tokens/s", "peak (MiB)", "plan (MiB)"}
+        assert len(row["tokens/s"]) == len(row["peak (MiB)"]) == 2
