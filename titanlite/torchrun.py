@@ -3,21 +3,31 @@
 python -m titanlite.torchrun [options of torchrun] -m titanlite.train [CONFIG] [--section.key VALUE ...]
 """
 
-from titanlite.runtime.failure import FailureReport, end_on_interrupt, end_process, raise_on_interrupt
+from titanlite.runtime.failure import (
+    FailureReport,
+    end_on_interrupt,
+    end_process,
+    hide_warnings_of_torch,
+    raise_on_interrupt,
+)
 
 if __name__ == "__main__":  # before the imports that take seconds
     end_on_interrupt()
+    hide_warnings_of_torch()
 
 import signal
 import sys
 from argparse import Namespace
 from contextlib import suppress
+from functools import partial
 
 import torch
 from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher import api
 from torch.distributed.run import determine_local_world_size, get_rdzv_endpoint, parse_args, parse_min_max_nnodes, run
 
 from titanlite.config.command_line import read_command_line
@@ -25,6 +35,9 @@ from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import ConfigError, UsageError, UserError, require
 
 TRAIN = "titanlite.train"
+EXIT_BARRIER_S = 30
+"""After its ranks have ended, a launcher waits for those of the other nodes, which may have left already. titanlite's
+ranks end together; torch's limit is 300 s."""
 
 
 def main() -> None:
@@ -93,12 +106,15 @@ def launch(arguments: Namespace) -> None:
     Exits as the first rank that failed, or with 128 + its number after a signal, of which torchrun has informed the
     ranks.
     """
+    agent = partial(LocalElasticAgent, exit_barrier_timeout=EXIT_BARRIER_S)
+    api.LocalElasticAgent = agent  # type: ignore[misc, assignment]
     try:
         run(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code, killed = failure.exitcode, f"was killed by {failure.signal_name()}"
-        end = killed if code < 0 else "failed: its error is above, or in its log"
+        log = "its log" if arguments.nnodes == "1" else "the log of a rank of any node"
+        end = killed if code < 0 else f"failed: its error is above, or in {log}"
         print(f"titanlite: rank {rank} {end}", file=sys.stderr)
         end_process(code if code > 0 else 1)
     except (SignalException, KeyboardInterrupt) as error:

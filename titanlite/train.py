@@ -1,11 +1,12 @@
 """Command: train. On one process `titanlite train CONFIG`, on several `torchrun ... -m titanlite.train CONFIG`."""
 
-from titanlite.runtime.failure import FailureReport, end_on_interrupt, end_process
+from titanlite.runtime.failure import FailureReport, end_on_interrupt, end_process, hide_warnings_of_torch
 from titanlite.runtime.orphans import end_with_launcher
 
 if __name__ == "__main__":  # before the imports that take seconds
     end_with_launcher()
     end_on_interrupt()
+    hide_warnings_of_torch()
 
 import os
 import sys

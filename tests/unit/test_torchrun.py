@@ -26,7 +26,7 @@ def failed(*exit_codes: int) -> ChildFailedError:
 
 SIGTERM, SIGINT = 15, 2
 ENDS = [
-    (failed(2, 1), 2, "titanlite: rank 7 failed: its error is above, or in its log\n"),
+    (failed(2, 1), 2, "titanlite: rank 7 failed: its error is above, or in the log of a rank of any node\n"),
     (failed(-9, 1), 1, "titanlite: rank 7 was killed by SIGKILL\n"),
     (SignalException("", torchrun.signal.SIGTERM), 128 + SIGTERM, ""),
     (KeyboardInterrupt(), 128 + SIGINT, ""),
@@ -39,6 +39,20 @@ def test_exit_codes(
 ) -> None:
     launch(error, monkeypatch, code)
     assert capsys.readouterr().err == message
+
+
+def test_a_launcher_waits_only_briefly_for_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher that has received SIGTERM leaves without the others, which torch would let wait for 5 minutes."""
+    found = []
+
+    def make(**settings: object) -> None:
+        found.append(settings["exit_barrier_timeout"])
+        raise RuntimeError
+
+    monkeypatch.setattr(torchrun, "LocalElasticAgent", make)
+    with pytest.raises(RuntimeError):
+        torchrun.launch(parse_args(["--standalone", "-m", "titanlite.train"]))
+    assert found == [torchrun.EXIT_BARRIER_S]
 
 
 def launch(error: BaseException, monkeypatch: pytest.MonkeyPatch, code: int | None = None) -> None:

@@ -101,17 +101,19 @@ class FailureReport:
         """Report failures together with the other ranks from now on. For the main thread only.
 
         A launcher sends SIGTERM to the ranks of its node once one of them has ended. From now on, a SIGTERM therefore
-        ends the process within a second or, if another rank has ended, after an explanation.
+        ends the process within a second or, if another rank has ended, after an explanation; so does SIGUSR1, by which
+        schedulers warn.
         """
         self.positions, self.store = positions, positions.background
         if positions.size > 1:
             signal.set_wakeup_fd(receive_in_thread(self._receive, "titanlite-signals"))
             leave_to_thread(signal.SIGTERM)
+            leave_to_thread(signal.SIGUSR1)
 
     def _receive(self, number: int) -> None:
         """Handle a signal, in a thread of its own. StopRequest.activate replaces this."""
         _end_if_interrupted(number)
-        if number == signal.SIGTERM:
+        if number in (signal.SIGTERM, signal.SIGUSR1):
             self._terminated.set()
             # Taken before looking for lost ranks: others may end meanwhile, which the main thread must not explain.
             if self._ending.acquire(blocking=False):
@@ -119,9 +121,9 @@ class FailureReport:
                     self._explain_and_end()
                 self._leave()
                 if self._register() == "full":
-                    self._print(f"rank {self._rank} was ended by SIGTERM", "full")
+                    self._print(f"rank {self._rank} was ended by {signal.Signals(number).name}", "full")
                 time.sleep(INTERRUPTED_WAIT_S)
-                os._exit(128 + signal.SIGTERM)
+                os._exit(128 + number)
 
     def explain_sigterm(self) -> None:
         """Print why the launcher has sent SIGTERM, if a rank of this node has ended without a message. For a thread.
@@ -291,6 +293,14 @@ def _write_error_file(message: str) -> None:
     if path:
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": content}), encoding="utf-8")
+
+
+def hide_warnings_of_torch() -> None:
+    """Hide those of its C++ code, unless the environment has a level; to be called before torch is imported.
+
+    When a connection is lost, they are 60 lines after the message that has the cause.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def end_on_interrupt() -> None:

@@ -243,7 +243,7 @@ def describe(
     if store_is_lost:
         one = seen[0]
         last_seen = (
-            f"; rank 0 was last seen in step {one.step} ({one.phase}) on {one.host}, up to {INTERVAL_S:g} s before"
+            f"; rank 0 was last seen in step {one.step} ({one.phase}) on {one.host}, {now - one.alive_at:.1f} s before"
         )
         return (
             "the launcher or rank 0 has ended, is stopped, or its node is lost, and the store of the ranks with it"

@@ -1,11 +1,12 @@
 """Command: evaluate a saved run; on several processes by `torchrun -m titanlite.tools.evaluate`."""
 
-from titanlite.runtime.failure import FailureReport, end_on_interrupt, end_process
+from titanlite.runtime.failure import FailureReport, end_on_interrupt, end_process, hide_warnings_of_torch
 from titanlite.runtime.orphans import end_with_launcher
 
 if __name__ == "__main__":  # before the imports that take seconds
     end_with_launcher()
     end_on_interrupt()
+    hide_warnings_of_torch()
 
 import json
 import math

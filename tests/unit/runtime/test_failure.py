@@ -344,7 +344,8 @@ def is_one_of_two_ranks(port: int, prefix: str, settle_s: float, work: str) -> N
             raise ERRORS[work]
 
 
-def test_sigterm_ends_all_ranks_with_one_line(start: Start) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_all_ranks_ends_them_with_one_line(number: signal.Signals, start: Start) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
     programs = [
         start(is_one_of_two_ranks, server.port, "a", 9.0, "start-up", rank=rank, SETTLE_S=9.0) for rank in range(2)
@@ -353,11 +354,11 @@ def test_sigterm_ends_all_ranks_with_one_line(start: Start) -> None:
         program.wait_for("waiting")
     begin = time.monotonic()
     for program in programs:
-        program.process.terminate()
-    assert [program.exit_code for program in programs] == [143, 143]
+        os.kill(program.process.pid or 0, number)
+    assert [program.exit_code for program in programs] == [128 + number] * 2
     assert time.monotonic() - begin < 5
     texts = [program.text.removeprefix("running\nwaiting\n") for program in programs]
-    assert sorted(texts, key=len) == ["", f"titanlite: rank {int(texts[1] != '')} was ended by SIGTERM\n"]
+    assert sorted(texts, key=len) == ["", f"titanlite: rank {int(texts[1] != '')} was ended by {number.name}\n"]
 
 
 def test_a_rank_that_has_finished_does_not_wait_for_one_that_fails(start: Start) -> None:

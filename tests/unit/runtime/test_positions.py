@@ -43,9 +43,9 @@ def test_the_rank_that_others_wait_for_is_named(ranks: list[Seen], text: str) ->
 
 
 def test_the_store_may_be_lost() -> None:
-    text = describe({0: seen(5), 1: seen(5)}, 1, 1000.0, store_is_lost=True)
+    text = describe({0: seen(5, alive_s_ago=13), 1: seen(5)}, 1, 1000.0, store_is_lost=True)
     assert "launcher or rank 0 has ended" in text
-    assert text.endswith("; rank 0 was last seen in step 7 (saving) on node5, up to 0.5 s before")
+    assert text.endswith("; rank 0 was last seen in step 7 (saving) on node5, 13.0 s before")
     unseen = describe({0: Seen(), 1: seen(5)}, 1, 1000.0, store_is_lost=True)
     assert unseen == text.partition("; rank 0 was")[0]
 
