@@ -14,6 +14,7 @@ from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.python_stdlib import PythonStdlib
 from titanlite.data.tokenizer import Tokenizer, tokenizer_file
 from titanlite.runtime.cache import built_once, cache_folder, content_key, file_facts
+from titanlite.runtime.durability import replace_file
 
 logger = logging.getLogger("titanlite")
 
@@ -28,7 +29,8 @@ QUICKSTART_VOCAB_SIZE = 4096
 def train_bpe(texts: Iterator[str], vocab_size: int, folder: Path) -> int:
     """Write tokenizer.json and tokenizer_config.json into `folder`; return the number of tokens, at most vocab_size.
 
-    The tokenizer encodes every text, and decoding restores it exactly. The same texts give the same files.
+    The tokenizer encodes every text, and decoding restores it exactly. The same texts give the same files. Raises
+    OSError.
     """
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -40,7 +42,8 @@ def train_bpe(texts: Iterator[str], vocab_size: int, folder: Path) -> int:
         show_progress=sys.stderr.isatty(),
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    # Not Tokenizer.save: its error on a full disk is a plain Exception.
+    replace_file(folder / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}, indent=2) + "\n")
     return int(tokenizer.get_vocab_size())
 

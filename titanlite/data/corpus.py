@@ -92,7 +92,7 @@ def _build(source: TextSource, max_piece_bytes: int, what: str, into: Path) -> N
         scanned = _scan(source, files, max_piece_bytes, what)
         while rows := list(islice(scanned, FLUSH_PIECES)):
             block = np.array(rows, dtype="<i8")
-            block.tofile(out)
+            out.write(block.data)  # the error of tofile() does not say why
             pieces += len(block)
             sizes = np.where(block[:, _LENGTH] < 0, block[:, _SIZE], block[:, _LENGTH])
             text_bytes += int(sizes.sum())

@@ -179,7 +179,7 @@ def write_json(file: Path, content: Any) -> None:
     try:
         file.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write {file}: {error}") from None
+        raise UserError(f"cannot write {file}: {error.strerror or error}; fix this, or choose another path") from None
 
 
 def require_new(out: Path) -> None:
@@ -192,7 +192,7 @@ def cannot_write(out: Path, error: OSError) -> UserError:
     """The error of an output folder that could not be created or written."""
     if file := next((path for path in (out, *out.parents) if path.is_file()), None):
         return UserError(f"{file} is a file: choose a new folder for --out")
-    return UserError(f"cannot write {out}: {error}")
+    return UserError(f"cannot write {out}: {error.strerror or error}; fix this, or choose another --out")
 
 
 @contextlib.contextmanager

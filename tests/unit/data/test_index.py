@@ -2,6 +2,7 @@
 
 import logging
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -66,6 +67,17 @@ def test_an_index_is_built_once(write_jsonl: Callable[..., Path], monkeypatch: p
     assert np.array_equal(first.records, second.records)
     assert isinstance(second.records, np.memmap)
     assert second.records.dtype == np.int64
+
+
+def test_a_full_disk_is_named(write_jsonl: Callable[..., Path]) -> None:
+    rows = write_jsonl([f"row {n}" for n in range(100)])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # as on a full disk, a write fails in the middle
+    try:
+        with pytest.raises(UserError, match="File too large"):
+            open_index(SourceConfig(kind="jsonl", path=str(rows)), 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def flip(file: Path) -> None:

@@ -1,3 +1,4 @@
+import resource
 import sys
 import tomllib
 from collections.abc import Callable
@@ -81,6 +82,19 @@ def test_an_output_folder_that_cannot_be_written(
     with pytest.raises(UserError, match=r"/file is a file: choose a new folder for --out"):
         command([str(config), "--out", str(tmp_path / "file" / "out")])
     assert (tmp_path / "file").read_text() == "precious"
+
+
+@pytest.mark.parametrize("command", [tokenize_here, train_tokenizer.main])
+def test_a_full_disk(command: Callable[[list[str]], None], config: Path, tmp_path: Path) -> None:
+    tokenize_here([str(config), "--out", str(tmp_path / "first")])  # builds the index
+    out, before = tmp_path / "out", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, before[1]))  # as on a full disk, a write fails in the middle
+    try:
+        with pytest.raises(UserError) as caught:
+            command([str(config), "--out", str(out)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert str(caught.value) == f"cannot write {out}: File too large; fix this, or choose another --out"
 
 
 def test_an_output_folder_that_is_a_file(config: Path, tmp_path: Path) -> None:
