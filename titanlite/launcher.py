@@ -12,9 +12,8 @@ import sys
 from titanlite.runtime.errors import UsageError, integer_variable
 from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.gpus import usable_gpus
+from titanlite.runtime.signal_thread import stop_signals
 
-FORWARDED_SIGNALS = "SIGTERM,SIGINT,SIGUSR1"
-"""Signals that torchrun forwards to the ranks, which save and exit. Not SIGHUP, so that nohup works."""
 OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 """Variables of a rank, which the environment of a container may have."""
 
@@ -35,7 +34,8 @@ def main() -> None:
         run_module("titanlite.train", arguments)
     else:
         nodes = options or ["--standalone"]
-        ranks = [f"--nproc-per-node={processes}", f"--signals-to-handle={FORWARDED_SIGNALS}"]
+        signals = ",".join(number.name for number in stop_signals())  # torchrun forwards them: the ranks save and exit
+        ranks = [f"--nproc-per-node={processes}", f"--signals-to-handle={signals}"]
         run_module("titanlite.torchrun", [*nodes, *ranks, "-m", "titanlite.train", *arguments])
 
 

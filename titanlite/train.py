@@ -191,7 +191,7 @@ def stoppable(run: Run, failure: FailureReport) -> Iterator[None]:
     if run.checkpoints is None:
         yield
         return
-    run.stop.activate(failure.explain_sigterm)
+    run.stop.activate(failure.explain_sigterm, failure.end_by_signal)
     with closing(run.checkpoints):
         yield
 

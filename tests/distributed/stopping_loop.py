@@ -29,7 +29,7 @@ def main() -> None:
         group = init_process_group(world, failure.store, comm)
         control = Agreement(dist.new_group(backend="gloo"), 1)
         request = StopRequest()
-        request.activate(failure.explain_sigterm)
+        request.activate(failure.explain_sigterm, failure.end_by_signal)
         step = stop = 0
         while not stop:
             step += 1

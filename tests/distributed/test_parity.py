@@ -28,7 +28,7 @@ from titanlite.batch import Batch
 from titanlite.models import init
 from titanlite.models.layers import RMSNorm
 from titanlite.optim.optimizer import GatedOptimizer
-from titanlite.parallel import clip
+from titanlite.parallel import clip, data
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.tools.parity import __main__ as command
 from titanlite.tools.parity import compare, measure, reference
@@ -270,12 +270,18 @@ def clip_of_own(parts: Sequence[nn.Module], max_norm: float, norm_type: Any) -> 
         clip.clip_grad_norm_(parts, max_norm, norm_type, None)
 
 
+def reduced_in_the_dtype_of_computation() -> AbstractContextManager[Any]:
+    original = data.MixedPrecisionPolicy
+    return patch.object(data, "MixedPrecisionPolicy", lambda **dtypes: original(param_dtype=dtypes["param_dtype"]))
+
+
 PLANTED = {
     "average": (changed(averaging_reduction), "step 1, gradient of "),
     "step 2": (gradients_wrong_from_step_2, "step 2, loss"),
     "init": (later_blocks_shifted, "initial weights: tok_embeddings.weight"),
     "update": (larger_updates_on_rank_1, "update of tok_embeddings.weight, given equal gradients: "),
     "clip": (clipped_to_own_norms, "update of tok_embeddings.weight, given equal gradients: "),
+    "dtype": (reduced_in_the_dtype_of_computation, "dtypes of parameters/compute/reduction: float32/bfloat16/bfloat16"),
 }
 
 
@@ -291,10 +297,13 @@ def test_a_planted_mistake_is_the_first_difference(
 ) -> None:
     monkeypatch.setattr(compare, "measure_layouts", partial(planted_on_ranks, name=name))
     settings = ["--optimizer.name", "AdamW", "--training.max_norm", "1.0", "--shrink", "--layouts", "1x1x2x1"]
+    # In float64, all dtypes are equal.
+    dtypes = ["--training.dtype", "float32", "--training.mixed_precision_param", "bfloat16"] if name == "dtype" else []
     with pytest.raises(SystemExit):
-        command.main([str(config_file), *settings])
+        command.main([str(config_file), *settings, *dtypes])
     printed = capsys.readouterr().out
-    assert f"1 of 2 layouts differ; the first: 1x1x2x1, float64: {PLANTED[name][1]}" in printed
+    dtype = "float32/bfloat16/float32" if dtypes else "float64"
+    assert f"1 of 2 layouts differ; the first: 1x1x2x1, {dtype}: {PLANTED[name][1]}" in printed
 
 
 @pytest.mark.slow

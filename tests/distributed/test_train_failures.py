@@ -188,7 +188,7 @@ def test_programming_error_is_reported_only_by_its_rank(
 @pytest.mark.slow
 @needs_proc
 def test_ranks_without_a_launcher_also_end(tmp_path: Path, start: Starter) -> None:
-    """Rank 0 hosts the store, and no launcher stops the others: they report the lost connection in one line."""
+    """Rank 0 hosts the store, and no launcher stops the others: only rank 0 prints."""
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "FAULT": "step"}
     programs = [
         start(
@@ -203,8 +203,7 @@ def test_ranks_without_a_launcher_also_end(tmp_path: Path, start: Starter) -> No
     assert seconds_to_end(programs[1]) < SOON_S
     assert [program.wait() for program in programs] == [1, 1]
     assert [own_tracebacks(program.output) for program in programs] == [1, 0]
-    lost = r"^titanlite: the launcher or rank 0 has ended.* last seen in step \d .*\n\(rank 1 lost the connection: "
-    assert len(re.findall(lost, programs[1].output, re.MULTILINE)) == 1, programs[1].output
+    assert "titanlite: " not in programs[1].output, programs[1].output
     for program in programs:
         assert_all_gone(program)
 
@@ -347,8 +346,8 @@ def interrupt(program: Program) -> None:
     """
     program.process.send_signal(signal.SIGINT)
     assert seconds_to_end(program) < SOON_S
-    assert program.output.count("titanlite: interrupted") == 1, program.output
-    assert len(re.findall("^titanlite: ", program.output, re.MULTILINE)) == 1, program.output
+    (line,) = re.findall("^titanlite: .*", program.output, re.MULTILINE)
+    assert re.fullmatch(r"titanlite: (interrupted|rank \d was ended by SIGINT)", line)
     assert own_tracebacks(program.output) == 0, program.output
 
 

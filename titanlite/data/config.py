@@ -38,8 +38,8 @@ class DataConfig:
     max_bad_rows: int = ranged(100, "0 stops at the first bad row", least=0)
     """With on_bad_row = "skip": the run stops if more rows than this are bad."""
     num_workers: int = ranged(-1, "0 prepares data in a thread", least=0, unset=-1)
-    """Processes per rank that tokenize and pack. 0: a thread of the training process. -1: 1 on CUDA if a source holds
-    text, else 0."""
+    """Processes per rank that tokenize and pack, at most one for each stream of the rank. 0: a thread of the training
+    process. -1: 1 on CUDA if a source holds text, else 0."""
     ledger: bool = False
     """Whether to record the origin of each sequence in <dump_folder>/ledger."""
     sources: tuple[SourceConfig, ...] = (SourceConfig(),)

@@ -27,9 +27,17 @@ MAX_DIFFERENCES = 5
 class RanksError(UserError):
     """At least one rank failed. Raised on all ranks with the same text: the error of the lowest failed rank."""
 
+    is_shared = True
+
+
+class DifferentRanksError(UsageError):
+    """Facts differ between ranks that must be equal. Raised on all ranks with the same text."""
+
+    is_shared = True
+
 
 def require_equal(name: str, facts: Mapping[str, str], world: World, store: dist.Store, timeout_s: int) -> None:
-    """Raise UsageError, with the same text on all ranks, unless all ranks give the same facts. Waits for all ranks.
+    """Raise DifferentRanksError on all ranks unless all ranks give the same facts. Waits for all ranks.
 
     name: of this comparison, unique in the run. facts: name -> value, as shown in the message. Each rank sends a hash;
     ranks send their facts only if the hashes differ. Rank 0 logs a warning about modules that only some ranks have
@@ -58,7 +66,7 @@ def require_equal(name: str, facts: Mapping[str, str], world: World, store: dist
         log.warning("modules that only some ranks have imported are not compared: %s", modules)
     if lines:
         head = "the ranks differ, so nothing was trained; make them equal on all nodes, and start again:"
-        raise UsageError("\n".join([head, *lines]))
+        raise DifferentRanksError("\n".join([head, *lines]))
 
 
 def decide_on_rank_0(

@@ -10,6 +10,9 @@ from typing import Any
 class UserError(Exception):
     """An error that the user can fix. It is shown without a traceback."""
 
+    is_shared = False
+    """Whether it is raised on all ranks with the same text, which rank 0 then prints."""
+
 
 class UsageError(UserError):
     """Wrong command-line arguments or an invalid configuration. The process exits with code 2."""

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, Self
 
 from titanlite.runtime.deadline import ANSWER_S, SETTLE_S, call_within
 from titanlite.runtime.errors import DataError, LateRanksError, UsageError, UserError
+from titanlite.runtime.signal_thread import STOP_SIGNALS, leave_to_thread, receive_in_thread, stop_signals
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -40,6 +40,8 @@ NODE_ORDER_WAIT_S = 2.0
 # name the silent rank as the cause. It exits earlier if the error is printed and the launcher has sent SIGTERM.
 SILENT_WAIT_S = 5.0
 SILENT_POLL_S = 0.1
+# How often a thread looks for the error of another rank. After it is printed, the main thread has SILENT_WAIT_S to end.
+FOLLOW_S = 0.5
 # After SIGTERM, the main thread has this time to notice a lost rank. Launchers kill 30 s after SIGTERM.
 BUSY_WAIT_S = 10.0
 # An interrupted rank waits until the other ranks are interrupted too, so that they do not see a lost connection.
@@ -75,6 +77,7 @@ class FailureReport:
         self.positions: Positions | None = None
         self._ending = threading.Lock()  # held by the thread that ends the process
         self._terminated = threading.Event()
+        self._signal = 0  # that has set _terminated
         self._rank = os.environ.get("RANK", "0")
         self._local_rank = os.environ.get("LOCAL_RANK", "0")
 
@@ -85,8 +88,8 @@ class FailureReport:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or isinstance(error, SystemExit):
-            return
+        if error is None or (isinstance(error, SystemExit) and self.store is None):
+            return  # --help, for example; once ranks are connected, an exit is an error like any other
         signal.alarm(LAST_RESORT_S)
         self._ending.acquire()
         detail = self._detail(error)
@@ -95,42 +98,79 @@ class FailureReport:
             if not isinstance(error, UserError) and message.startswith(f"rank {self._rank} failed"):
                 _print_error("".join(traceback.format_exception(kind, error, trace)))
             self._print(message, detail)
+        self._wait_for_ranks()
         end_process(2 if isinstance(error, UsageError) else 1)
 
     def connected(self, positions: Positions) -> None:
         """Report failures together with the other ranks from now on. For the main thread only.
 
-        A launcher sends SIGTERM to the ranks of its node once one of them has ended. From now on, a SIGTERM therefore
-        ends the process within a second or, if another rank has ended, after an explanation; so does SIGUSR1, by which
-        schedulers warn.
+        A launcher sends SIGTERM to the ranks of its node once one of them has ended. From now on, a signal therefore
+        ends the process within a second or, if another rank has ended, after an explanation.
         """
         self.positions, self.store = positions, positions.background
         if positions.size > 1:
             signal.set_wakeup_fd(receive_in_thread(self._receive, "titanlite-signals"))
-            leave_to_thread(signal.SIGTERM)
-            leave_to_thread(signal.SIGUSR1)
+            for number in stop_signals():
+                leave_to_thread(number)
+            threading.Thread(target=self._follow, name="titanlite-follow", daemon=True).start()
 
     def _receive(self, number: int) -> None:
         """Handle a signal, in a thread of its own. StopRequest.activate replaces this."""
-        _end_if_interrupted(number)
-        if number in (signal.SIGTERM, signal.SIGUSR1):
-            self._terminated.set()
-            # Taken before looking for lost ranks: others may end meanwhile, which the main thread must not explain.
+        if number not in STOP_SIGNALS:
+            return
+        self._note_signal(number)
+        # Taken before looking for lost ranks: others may end meanwhile, which the main thread must not explain.
+        if self._ending.acquire(blocking=False):
+            if self._has_lost_rank(SETTLE_S):
+                self._explain_and_end()
+            self.end_by_signal(number, f"rank {self._rank} was ended by {signal.Signals(number).name}")
+
+    def _note_signal(self, number: int) -> None:
+        self._signal = number
+        self._terminated.set()
+
+    def end_by_signal(self, number: int, message: str) -> NoReturn:
+        """End the process, with a line of the first rank that is ended, and tell the others. For a thread."""
+        self._leave()
+        if (detail := self._register()) != "silent":
+            self._print(message, detail)
+        time.sleep(INTERRUPTED_WAIT_S)
+        self._wait_for_ranks()
+        os._exit(128 + number)
+
+    def _follow(self) -> None:
+        """Run the thread that ends the process after the error of another rank is printed.
+
+        The main thread may wait for that rank without noticing that it has ended.
+        """
+        assert self.store is not None
+        with suppress(RuntimeError):  # the store is lost, which the main thread or Positions notices
+            while not self.store.check([FIRST_FAILURE]) or self.store.get(FIRST_FAILURE).decode() != PRINTED:
+                time.sleep(FOLLOW_S)
+            time.sleep(SILENT_WAIT_S)
             if self._ending.acquire(blocking=False):
-                if self._has_lost_rank(SETTLE_S):
-                    self._explain_and_end()
                 self._leave()
-                if self._register() == "full":
-                    self._print(f"rank {self._rank} was ended by {signal.Signals(number).name}", "full")
-                time.sleep(INTERRUPTED_WAIT_S)
-                os._exit(128 + number)
+                self._wait_for_ranks()
+                end_process(1)
+
+    def _wait_for_ranks(self) -> None:
+        """Wait until the other ranks need the store no more, if it ends with this process: without torchrun, on rank 0.
+
+        Else they would print that the store is lost.
+        """
+        if self.positions is None or self._rank != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return
+        end = time.monotonic() + 2 * SILENT_WAIT_S
+        with suppress(RuntimeError):
+            while time.monotonic() < end and self.positions.is_needed():
+                time.sleep(SILENT_POLL_S)
 
     def explain_sigterm(self) -> None:
         """Print why the launcher has sent SIGTERM, if a rank of this node has ended without a message. For a thread.
 
         The main thread continues, and may complete a save. If it is busy, the launcher kills it before it can explain.
         """
-        self._terminated.set()
+        self._note_signal(signal.SIGTERM)
         if self.positions is not None and self._has_lost_rank(BUSY_WAIT_S):
             with self._ending:
                 if self._register() == "full":
@@ -150,9 +190,11 @@ class FailureReport:
         detail = self._register()
         if detail != "silent" or self._takes_over():
             self._print(self.positions.explain(), detail)
+            self._wait_for_ranks()
             end_process(1)
         self._leave()
-        end_process(128 + signal.SIGTERM if self._terminated.is_set() else 1)
+        self._wait_for_ranks()
+        end_process(128 + self._signal if self._signal else 1)
 
     def _has_lost_rank(self, within_s: float) -> bool:
         """Whether a rank has failed, or one of this node gives no sign of life for so long, or the store is lost."""
@@ -169,6 +211,7 @@ class FailureReport:
             while (now := time.monotonic()) < end:
                 first = self._first_failure()
                 if first == PRINTED:
+                    self._leave()
                     self._terminated.wait(end - now)
                     return False
                 if first and self.positions is not None and self.positions.silent([int(first)], SETTLE_S):
@@ -176,6 +219,7 @@ class FailureReport:
                     if self.store.compare_set(FIRST_FAILURE, first, self._rank).decode() == self._rank:
                         return True
                 time.sleep(SILENT_POLL_S)
+            return self._register() == "full"  # no rank has registered
         return False
 
     def _first_failure(self) -> str:
@@ -237,6 +281,8 @@ class FailureReport:
             if self._rank != "0":
                 time.sleep(UNCONNECTED_WAIT_S + (NODE_ORDER_WAIT_S if self._local_rank != "0" else 0.0))
             return "full"
+        if isinstance(error, UserError) and error.is_shared and self._rank != "0":
+            return "silent"
         return self._register(error.sequence if isinstance(error, DataError) else None)
 
     def _register(self, sequence: int | None = None) -> Detail:
@@ -330,45 +376,12 @@ def raise_on_interrupt() -> None:
         signal.set_wakeup_fd(-1)
 
 
-def receive_in_thread(receive: Callable[[int], None], name: str) -> int:
-    """Start a thread that calls `receive` with each signal; returns the descriptor for signal.set_wakeup_fd.
-
-    Python's handlers only run between bytecode instructions of the main thread, not while it blocks inside a library,
-    such as in a collective with ranks that have ended.
-    """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-
-    def read() -> None:
-        while True:
-            for number in os.read(reader, 64):
-                receive(number)
-
-    threading.Thread(target=read, name=name, daemon=True).start()
-    return writer
-
-
-def leave_to_thread(signum: signal.Signals) -> None:
-    """Let the thread of receive_in_thread handle a signal. For the main thread only."""
-    signal.signal(signum, _do_nothing)
-    signal.siginterrupt(signum, False)  # restart system calls: libraries may not expect interruptions
-
-
-def _do_nothing(signum: int, frame: FrameType | None) -> None:
-    """Python's handler, without which the signal's number is not written to the thread's descriptor."""
-
-
-def end_by_signal(number: int, message: str) -> NoReturn:
-    """End the process at once, with a line from rank 0."""
-    if os.environ.get("RANK", "0") == "0":
-        os.write(2, f"\ntitanlite: {message}\n".encode())
-    time.sleep(INTERRUPTED_WAIT_S)
-    os._exit(128 + number)
-
-
 def _end_if_interrupted(number: int) -> None:
     if number == signal.SIGINT:
-        end_by_signal(number, "interrupted")
+        if os.environ.get("RANK", "0") == "0":
+            os.write(2, b"\ntitanlite: interrupted\n")
+        time.sleep(INTERRUPTED_WAIT_S)
+        os._exit(128 + number)
 
 
 def _block_main_thread(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001

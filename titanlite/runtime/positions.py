@@ -118,6 +118,14 @@ class Positions:
         """Tell the other ranks that this one ends by itself. Raises RuntimeError."""
         self.background.set(f"finished/{self._rank}", "")
 
+    def is_needed(self) -> bool:
+        """Whether another rank that has not called `leave` gives signs of life, or starts. Raises RuntimeError."""
+        with self._guard:
+            now = time.monotonic()
+            others = [(rank, each) for rank, each in self._seen.items() if rank != self._rank]
+            living = [rank for rank, each in others if each.beats == 0 or now - each.alive_at <= 4 * INTERVAL_S]
+        return any(not self.background.check([f"finished/{rank}"]) for rank in living)
+
     def silent(self, ranks: Iterable[int], within_s: float) -> list[int]:
         """Return those of `ranks` that give no sign of life within `within_s`, as soon as the others have given one.
 

@@ -11,20 +11,19 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from titanlite.runtime.failure import end_by_signal, leave_to_thread, receive_in_thread
+from titanlite.runtime.signal_thread import STOP_SIGNALS, leave_to_thread, receive_in_thread, stop_signals
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # A signal often arrives twice: from a terminal or a scheduler, and forwarded by torchrun.
 SAME_SIGNAL_S = 1.0
 
 
 class StopRequest:
-    """The first SIGTERM, SIGINT or SIGUSR1 since `activate`, recorded without ending the process.
+    """The first SIGTERM, SIGINT, SIGUSR1 or SIGHUP since `activate`, recorded without ending the process.
 
     A second SIGTERM or SIGINT, more than SAME_SIGNAL_S after the first of these two, ends the process at once, with
-    exit code 143 or 130 and one line from rank 0. SIGUSR1 is a scheduler's early warning: the first SIGTERM after it
-    repeats the request and does not end the process. Before `activate`, signals keep their handlers: see
-    end_on_interrupt and FailureReport.connected.
+    exit code 143 or 130 and one line from the first rank. SIGUSR1 is a scheduler's early warning, and SIGHUP the end of
+    a terminal: the first SIGTERM after them repeats the request and does not end the process. Before `activate`,
+    signals keep their handlers: see end_on_interrupt and FailureReport.connected.
     """
 
     def __init__(self) -> None:
@@ -37,30 +36,31 @@ class StopRequest:
         """The signal's name, such as "SIGTERM"; None: no request."""
         return signal.Signals(self.number).name if self.number else None
 
-    def activate(self, on_sigterm: Callable[[], None]) -> None:
+    def activate(self, on_sigterm: Callable[[], None], end: Callable[[int, str], None]) -> None:
         """Start to record signals. To be called once, from the main thread.
 
-        on_sigterm: called at each SIGTERM, in a thread of its own, after it is recorded.
+        on_sigterm: called at each SIGTERM, in a thread of its own, after it is recorded. end: ends the process, given
+        the number of the second signal and a message.
         """
-        descriptor = receive_in_thread(partial(self._receive, on_sigterm), "titanlite-stop-request")
+        descriptor = receive_in_thread(partial(self._receive, on_sigterm, end), "titanlite-stop-request")
         # This order loses no signal: until the new descriptor is set, the thread of end_on_interrupt ends the process
         # on SIGINT, and SIGTERM has its default action, or that of FailureReport.connected. Afterwards, the threads of
         # these two receive no more signals.
         leave_to_thread(signal.SIGINT)
         signal.set_wakeup_fd(descriptor)
-        leave_to_thread(signal.SIGTERM)
-        leave_to_thread(signal.SIGUSR1)
+        for number in stop_signals():
+            leave_to_thread(number)
 
-    def _receive(self, on_sigterm: Callable[[], None], number: int) -> None:
+    def _receive(self, on_sigterm: Callable[[], None], end: Callable[[int, str], None], number: int) -> None:
         if number not in STOP_SIGNALS:
             return
         self.number = self.number or number
-        if number == signal.SIGUSR1:
+        if number in (signal.SIGUSR1, signal.SIGHUP):
             return
         now = time.monotonic()
         if self._requested_at is None:
             self._requested_at = now
         elif now - self._requested_at > SAME_SIGNAL_S:
-            end_by_signal(number, f"second {signal.Signals(number).name}: exiting at once")
+            end(number, f"second {signal.Signals(number).name}: exiting at once")
         if number == signal.SIGTERM:
             threading.Thread(target=on_sigterm, name="titanlite-sigterm", daemon=True).start()

@@ -18,6 +18,7 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 
+from tests.distributed.program import free_port
 from titanlite.runtime import failure, positions
 from titanlite.runtime.agreement import RanksError
 from titanlite.runtime.errors import ConfigError, LateRanksError, Problem, UserError
@@ -34,6 +35,7 @@ ERRORS: dict[str, BaseException] = {
     "bug": ValueError("planted"),
     "lost": RuntimeError("Connection closed by peer"),
     "exit": SystemExit(3),
+    "shared": RanksError("rank 1: no space left"),
 }
 
 C10D_WARNING = re.compile(r"(?m)^(\[rank\d+\]:)?\[W.*\[c10d\].*\n(^(Exception raised|frame #|<omitting).*\n)*\n?")
@@ -103,6 +105,7 @@ def run(
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # even if the tests run under nohup
     print("running", flush=True)
     function(*args)
 
@@ -132,7 +135,7 @@ def printed(program: Program) -> str:
 def test_exit_code_and_message_of_each_kind_of_error(start: Start) -> None:
     programs = {error: start(fails, error) for error in ERRORS}
     codes = {error: program.exit_code for error, program in programs.items()}
-    assert codes == {"user": 1, "config": 2, "bug": 1, "lost": 1, "exit": 3}
+    assert codes == {"user": 1, "config": 2, "bug": 1, "lost": 1, "exit": 3, "shared": 1}
     texts = {error: printed(program) for error, program in programs.items()}
     assert texts["user"] == "titanlite: no such corpus\n"
     assert re.fullmatch(
@@ -158,10 +161,10 @@ def test_without_an_error_nothing_is_printed(start: Start) -> None:
 @pytest.mark.slow
 def test_once_connected_only_the_first_failed_rank_prints(start: Start) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    errors = ("bug", "user", "config")
+    errors = ("bug", "user", "config", "exit")
     firsts = {error: start(fails, error, server.port, error, rank=1) for error in errors}
     codes = {error: first.exit_code for error, first in firsts.items()}
-    assert codes == {"bug": 1, "user": 1, "config": 2}
+    assert codes == {"bug": 1, "user": 1, "config": 2, "exit": 1}
     # Other ranks fail with the same error, a consequence, or an unrelated error.
     others = {
         error: [start(fails, other, server.port, error, rank=rank) for rank, other in ((0, error), (2, "lost"))]
@@ -171,6 +174,18 @@ def test_once_connected_only_the_first_failed_rank_prints(start: Start) -> None:
         assert str(ERRORS[error]) in printed(firsts[error])
         assert [printed(other) for other in others[error]] == ["", ""]
         assert [other.exit_code for other in others[error]] == [codes[error], 1]
+
+
+def test_rank_0_prints_an_error_that_all_ranks_raise(start: Start) -> None:
+    """On its node the user looks first. If it does not come, another rank prints."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    others = [start(fails, "shared", server.port, "both", rank=1, SILENT_WAIT_S=30.0)]
+    others += [start(fails, "shared", server.port, "without rank 0", rank=rank) for rank in (1, 2)]
+    assert sorted(printed(other) for other in others[1:]) == ["", "titanlite: rank 1: no space left\n"]
+    first = start(fails, "shared", server.port, "both")
+    assert printed(first) == "titanlite: rank 1: no space left\n"
+    others[0].process.terminate()
+    assert printed(others[0]) == ""
 
 
 def test_silent_ranks_exit_after_the_rank_that_prints(start: Start) -> None:
@@ -333,8 +348,14 @@ def is_one_of_two_ranks(port: int, prefix: str, settle_s: float, work: str) -> N
     positions.INTERVAL_S, positions.SETTLE_S = 0.1, settle_s
     rank = int(os.environ["RANK"])
     with FailureReport() as report:
-        store = dist.PrefixStore(prefix, connect(port))
+        # "host": rank 0 hosts the store, as without torchrun
+        server = dist.TCPStore("127.0.0.1", port, is_master=True) if prefix == "host" and rank == 0 else connect(port)
+        store = dist.PrefixStore(prefix, server)
         report.connected(Positions(store, rank, 2, range(2), None, 100.0, report.end_from_thread))
+        if prefix == "host":
+            store.wait([f"alive/{1 - rank}"], timedelta(seconds=30))
+        if work == "lost" and prefix == "host":
+            store.wait([failure.FIRST_FAILURE], timedelta(seconds=30))
         print("waiting", flush=True)
         if work == "start-up":
             store.wait(["a key that is never set"], timedelta(seconds=100))
@@ -344,7 +365,7 @@ def is_one_of_two_ranks(port: int, prefix: str, settle_s: float, work: str) -> N
             raise ERRORS[work]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_to_all_ranks_ends_them_with_one_line(number: signal.Signals, start: Start) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
     programs = [
@@ -359,6 +380,35 @@ def test_a_signal_to_all_ranks_ends_them_with_one_line(number: signal.Signals, s
     assert time.monotonic() - begin < 5
     texts = [program.text.removeprefix("running\nwaiting\n") for program in programs]
     assert sorted(texts, key=len) == ["", f"titanlite: rank {int(texts[1] != '')} was ended by {number.name}\n"]
+
+
+def test_a_signal_to_one_rank_is_named_and_ends_the_others(start: Start) -> None:
+    """Also if the main threads of the others are blocked."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    programs = [start(is_one_of_two_ranks, server.port, "a", 9.0, "start-up", rank=rank) for rank in range(2)]
+    for program in programs:
+        program.wait_for("waiting")
+    begin = time.monotonic()
+    os.kill(programs[1].process.pid or 0, signal.SIGINT)
+    assert [program.exit_code for program in programs] == [1, 130]
+    assert time.monotonic() - begin < 10
+    assert [program.text for program in programs] == [
+        "running\nwaiting\n",
+        "running\nwaiting\ntitanlite: rank 1 was ended by SIGINT\n",
+    ]
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+def test_a_failed_rank_keeps_its_store_until_the_others_end(blocked: bool, start: Start) -> None:
+    """Rank 0 hosts the store and fails; rank 1 fails as a consequence, or is blocked. It prints nothing."""
+    port = free_port()
+    works = ("bug", "start-up" if blocked else "lost")
+    programs = [start(is_one_of_two_ranks, port, "host", 9.0, work, rank=rank) for rank, work in enumerate(works)]
+    begin = time.monotonic()
+    assert [program.exit_code for program in programs] == [1, 1]
+    assert time.monotonic() - begin < 10
+    assert programs[0].text.endswith("titanlite: rank 0 failed: ValueError: planted\n")
+    assert "titanlite: " not in programs[1].text
 
 
 def test_a_rank_that_has_finished_does_not_wait_for_one_that_fails(start: Start) -> None:

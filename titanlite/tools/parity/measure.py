@@ -26,6 +26,7 @@ from titanlite.models.init import local_region
 from titanlite.optim.registry import build_optimizer
 from titanlite.optim.schedule import build_schedule
 from titanlite.parallel.clip import clip_grad_norm_
+from titanlite.parallel.data import running_dtypes
 from titanlite.parallel.mesh import Mesh
 from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import UserError
@@ -56,15 +57,17 @@ class Step:
 @dataclass(frozen=True)
 class Measurement:
     """The steps of one layout in one pass. weights: name -> hash of the full initial parameter. updates: as
-    Step.gradients, of the change of the parameters by the configuration's own optimizer; only in the float64 pass."""
+    Step.gradients, of the change of the parameters by the configuration's own optimizer; only in the float64 pass.
+    dtypes: of parameters, computation and reductions, as they run."""
 
     weights: dict[str, str]
     steps: list[Step]
     updates: dict[str, float | None] = field(default_factory=dict)
+    dtypes: list[str] = field(default_factory=list)
 
     @staticmethod
     def of_json(value: Any) -> "Measurement":
-        return Measurement(value["weights"], [Step(**step) for step in value["steps"]], value["updates"])
+        return Measurement(**{**value, "steps": [Step(**step) for step in value["steps"]]})
 
 
 def own_dtypes(config: JobConfig) -> tuple[str, str, str]:
@@ -134,7 +137,9 @@ def measure_layout(config: JobConfig, mesh: Mesh, steps: int, folder: Path, own:
                     differences_from(gradients, gradient_file(folder, step)),
                 )
             )
-        return Measurement(weights, measured, {} if own is None else measure_updates(trainer, own, steps, folder))
+        updates = {} if own is None else measure_updates(trainer, own, steps, folder)
+        dtypes = [f"{dtype}".removeprefix("torch.") for dtype in running_dtypes(trainer.model_parts[0])]
+        return Measurement(weights, measured, updates, dtypes)
     finally:
         loader.close()
 

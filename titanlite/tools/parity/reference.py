@@ -34,6 +34,7 @@ from titanlite.tools.parity.measure import (
     gradient_file,
     hash_of,
     mask_and_hash,
+    own_dtypes,
     own_sequences,
     passes,
     read_tensors,
@@ -87,7 +88,10 @@ def _measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, 
     finally:
         loader.close()
     updates = [measure_updates(config, steps, Path(folder)), *({} for _ in weights[1:])]
-    measurements = [Measurement(hashes, measured, own) for hashes, own in zip(weights, updates, strict=True)]
+    measurements = [
+        Measurement(hashes, measured, own, list(own_dtypes(settings)))
+        for hashes, own, settings in zip(weights, updates, passes(config), strict=True)
+    ]
     return {"measurements": [asdict(one) for one in measurements], "imprecise": watch.found}
 
 

@@ -83,7 +83,8 @@ def merge_ranks(ranks: Sequence[Measurement]) -> Measurement:
     for rank in ranks:
         _merge_hashes(weights, rank.weights)
     steps = [_merge_steps(steps) for steps in zip(*(rank.steps for rank in ranks), strict=True)]
-    return Measurement(weights, steps, _merge_norms([rank.updates for rank in ranks]))
+    dtypes = ranks[0].dtypes if all(rank.dtypes == ranks[0].dtypes for rank in ranks) else [RANKS_DISAGREE]
+    return Measurement(weights, steps, _merge_norms([rank.updates for rank in ranks]), dtypes)
 
 
 def _merge_hashes(merged: dict[str, str], found: Mapping[str, str]) -> None:
@@ -173,6 +174,9 @@ def differences(
     measured: Measurement, reference: Measurement, errors: Sequence[StepErrors], bounds: Bounds
 ) -> Iterator[str]:
     """All differences, causes before effects."""
+    if measured.dtypes != reference.dtypes:
+        running, configured = ("/".join(each.dtypes) for each in (measured, reference))
+        yield f"dtypes of parameters/compute/reduction: {running}, and the configuration has {configured}"
     yield from _different_hashes("initial weights: {}", measured.weights, reference.weights)
     for index, (step, expected, error) in enumerate(zip(measured.steps, reference.steps, errors, strict=True)):
         at = f"step {index + 1}"

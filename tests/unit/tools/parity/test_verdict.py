@@ -9,6 +9,7 @@ import pytest
 from titanlite.tools.parity.measure import Measurement, Step
 from titanlite.tools.parity.verdict import (
     FLOAT64_BOUND,
+    RANKS_DISAGREE,
     Bounds,
     dead_parameters,
     errors_of,
@@ -21,6 +22,7 @@ from titanlite.tools.parity.verdict import (
 REFERENCE = Measurement(
     {"a": "hash a", "b": "hash b", "c": "hash c"},
     [Step(2.0, 5.0, 7, False, {"0": "row 0", "1": "row 1"}, {"a": 3.0, "b": 4.0, "c": 1e-9})],
+    dtypes=["float32", "bfloat16", "float32"],
 )
 SAME = replace(REFERENCE, steps=[replace(REFERENCE.steps[0], gradients={"a": 0.0, "b": 0.0, "c": 0.0})])
 EXACT = Bounds(FLOAT64_BOUND)
@@ -39,6 +41,10 @@ def test_equal_measurements_agree() -> None:
 @pytest.mark.parametrize(
     ("measured", "first"),
     [
+        (
+            replace(SAME, dtypes=["float32", "bfloat16", "bfloat16"]),
+            "dtypes of parameters/compute/reduction: float32/bfloat16/bfloat16, and the configuration has float32/bfl",
+        ),
         (replace(SAME, weights={**SAME.weights, "b": "x"}), "initial weights: b"),
         (replace(SAME, weights={"a": "hash a", "c": "hash c"}), "initial weights: b is missing on all ranks"),
         (replace(SAME, weights={**SAME.weights, "d": "x"}), "initial weights: d is missing in the reference"),
@@ -66,7 +72,7 @@ def test_causes_come_before_effects() -> None:
     step = replace(
         SAME.steps[0], rows={}, num_valid=1, loss=9.0, gradients={"a": 1.0, "b": 1.0, "c": 1.0}, grad_norm=9.0
     )
-    everything = Measurement({**SAME.weights, "a": "x"}, [step])
+    everything = replace(SAME, weights={**SAME.weights, "a": "x"}, steps=[step])
     fixes = ["weights", "rows", "num_valid", "loss", "gradients", "grad_norm"]
     starts = ["initial weights", "step 1, tokens", "step 1, valid", "step 1, loss", "step 1, gradient", "step 1, grad "]
     for fix, start in zip(fixes, starts, strict=True):
@@ -100,12 +106,12 @@ def test_bounds_of_own_dtypes_follow_from_the_one_process_run() -> None:
 
 
 def test_ranks_are_merged() -> None:
-    first = Measurement({"a": "x"}, [Step(1.0, 5.0, 7, False, {"0": "r"}, {"a": 0.5})])
-    second = Measurement({"a": "x", "b": "y"}, [Step(0.5, 5.0, 7, True, {"1": "s"}, {"a": 0.25, "b": 1.0})])
-    merged = merge_ranks([first, second])
-    assert merged == Measurement(
-        {"a": "x", "b": "y"}, [Step(1.5, 5.0, 7, True, {"0": "r", "1": "s"}, {"a": 0.5, "b": 1.0})]
-    )
+    dtypes = ["float32"] * 3
+    first = Measurement({"a": "x"}, [Step(1.0, 5.0, 7, False, {"0": "r"}, {"a": 0.5})], {}, dtypes)
+    second = Measurement({"a": "x", "b": "y"}, [Step(0.5, 5.0, 7, True, {"1": "s"}, {"a": 0.25, "b": 1.0})], {}, dtypes)
+    steps = [Step(1.5, 5.0, 7, True, {"0": "r", "1": "s"}, {"a": 0.5, "b": 1.0})]
+    assert merge_ranks([first, second]) == Measurement({"a": "x", "b": "y"}, steps, {}, dtypes)
+    assert merge_ranks([first, replace(second, dtypes=["float64"] * 3)]).dtypes == [RANKS_DISAGREE]
 
 
 @pytest.mark.parametrize(
