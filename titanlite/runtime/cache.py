@@ -1,5 +1,6 @@
 """Caches: on disk, built by one process for all; and in memory, least recently used entries evicted first."""
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -122,9 +123,10 @@ def built_once(folder: Path, what: str, build: Callable[[Path], None]) -> Path:
                     sync_file(path)  # else a power failure after the rename could leave incomplete files
                 os.rename(temporary, folder)
     except OSError as error:
+        place = "with more space" if error.errno == errno.ENOSPC else "that is writable and supports file locks"
         raise UserError(
-            f"cannot build {what} in {folder.parent}: {error}; set the environment variable TITANLITE_CACHE to a "
-            "writable folder on a file system with file locks"
+            f"cannot build {what} in {folder.parent}: {error}; set the environment variable "
+            f"TITANLITE_CACHE to a folder {place}"
         ) from error
     return folder
 

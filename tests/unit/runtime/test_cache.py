@@ -1,5 +1,6 @@
 """Verified files: large ones are hashed once, by one process at a time. Folders of the cache with damaged files."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -122,6 +123,14 @@ def test_a_folder_with_a_damaged_file_is_built_again(
         assert built_once(folder, "a thing", build) == folder
         assert [(folder / name).read_text() for name in ("one", "two")] == ["1", "2"]
         assert caplog.messages == [f"a thing in {folder} is damaged and is built again"]
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "one"))
+
+    with pytest.raises(UserError, match=r"No space left on device: '.*one'; set .* TITANLITE_CACHE to .* more space"):
+        built_once(tmp_path / "thing", "a thing", fail)
 
 
 @pytest.mark.timeout(20)
