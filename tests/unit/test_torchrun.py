@@ -1,5 +1,7 @@
 """torchrun with the checks and messages of titanlite.torchrun: exit codes, and errors in one line."""
 
+import signal
+import sys
 from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
@@ -53,6 +55,26 @@ def test_a_launcher_waits_only_briefly_for_other_nodes(monkeypatch: pytest.Monke
     with pytest.raises(RuntimeError):
         torchrun.launch(parse_args(["--standalone", "-m", "titanlite.train"]))
     assert found == [torchrun.EXIT_BARRIER_S]
+
+
+@pytest.mark.parametrize(
+    ("handler", "options", "expected"),
+    [
+        (signal.SIG_DFL, [], "SIGTERM,SIGINT,SIGUSR1,SIGHUP"),
+        (signal.SIG_IGN, [], "SIGTERM,SIGINT,SIGUSR1"),  # under nohup
+        (signal.SIG_DFL, ["--signals-to-handle", "SIGTERM"], "SIGTERM"),
+    ],
+)
+def test_signals_are_forwarded(
+    handler: signal.Handlers, options: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(signal, "getsignal", lambda _number: handler)
+    monkeypatch.setattr(torchrun, "launch", lambda arguments: found.append(arguments.signals_to_handle))
+    monkeypatch.setattr(torchrun, "raise_on_interrupt", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["torchrun", "--standalone", *options, "script.py"])
+    torchrun.main()
+    assert found == [expected]
 
 
 def launch(error: BaseException, monkeypatch: pytest.MonkeyPatch, code: int | None = None) -> None:
