@@ -23,6 +23,7 @@ from functools import partial
 
 import torch
 from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed.elastic.agent.server.api import logger as agent_logger
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -111,6 +112,8 @@ def launch(arguments: Namespace) -> None:
     """
     agent = partial(LocalElasticAgent, exit_barrier_timeout=EXIT_BARRIER_S)
     api.LocalElasticAgent = agent  # type: ignore[misc, assignment]
+    # Not an error: the launcher of another node has left first. The traceback would hide how training has ended.
+    agent_logger.addFilter(lambda record: not record.getMessage().startswith("Error waiting on exit barrier"))
     try:
         run(arguments)
     except ChildFailedError as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed.elastic.agent.server import api as agent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
@@ -75,6 +76,18 @@ def test_signals_are_forwarded(
     monkeypatch.setattr(sys, "argv", ["torchrun", "--standalone", *options, "script.py"])
     torchrun.main()
     assert found == [expected]
+
+
+def test_a_launcher_that_ends_last_prints_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(_arguments: Namespace) -> None:
+        agent.logger.warning("Received 15 death signal")
+        agent.logger.error("Error waiting on exit barrier. Elapsed: %s seconds", 1.5)
+
+    monkeypatch.setattr(torchrun, "run", run)
+    torchrun.launch(parse_args(["--standalone", "-m", "titanlite.train"]))
+    assert caplog.messages == ["Received 15 death signal"]
 
 
 def launch(error: BaseException, monkeypatch: pytest.MonkeyPatch, code: int | None = None) -> None:
