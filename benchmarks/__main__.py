@@ -2,10 +2,15 @@
 
 import ast
 import importlib
+import inspect
 import sys
+from functools import wraps
 from pathlib import Path
 
 import tyro
+
+from titanlite.runtime.errors import UsageError
+from titanlite.runtime.failure import FailureReport
 
 
 def benchmarks() -> dict[str, str]:
@@ -26,10 +31,22 @@ def main() -> None:
         print("\n".join(f"  {each:{max(map(len, known))}}  {line}" for each, line in known.items()))
         return
     if name not in known:
-        raise SystemExit(f"unknown benchmark {name!r}: choose one of {', '.join(known)}")
+        raise UsageError(f"unknown benchmark {name!r}: choose one of {', '.join(known)}")
     module = importlib.import_module(f"benchmarks.{name}")
-    tyro.cli(module.main, prog=f"python -m benchmarks {name}", description=module.__doc__, args=arguments)
+
+    @wraps(module.main)
+    def checked(*args: object, **options: object) -> None:
+        given = inspect.signature(module.main).bind(*args, **options).arguments
+        for option in ("rounds", "steps"):
+            if given.get(option, 1) < 1:
+                raise UsageError(f"--{option} {given[option]}: set a positive number")
+        if given.get("json") is not None:
+            given["json"].mkdir(parents=True, exist_ok=True)  # else an error would come after the measurement
+        module.main(**given)
+
+    tyro.cli(checked, prog=f"python -m benchmarks {name}", description=module.__doc__, args=arguments)
 
 
 if __name__ == "__main__":
-    main()
+    with FailureReport():
+        main()

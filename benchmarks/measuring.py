@@ -21,6 +21,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.models.registry import resolve_model
 from titanlite.parallel.mesh import Mesh
 from titanlite.runtime.distributed import World
+from titanlite.runtime.errors import UsageError
 from titanlite.runtime.memory import peak_memory_bytes
 from titanlite.trainer import Trainer
 
@@ -105,7 +106,9 @@ def case(layout: Layout, accumulation: int = 1, settings: Sequence[str] = ()) ->
     settings: replace those of this function.
     """
     ranks, own = LAYOUTS[layout]
-    rows = 8 // (accumulation * (ranks if layout.startswith("dp_") else 1))
+    rows, rest = divmod(8, accumulation * (ranks if layout.startswith("dp_") else 1))
+    if rest:
+        raise UsageError(f"accumulation {accumulation} does not divide the 8 sequences of a step of {layout}")
     batch = (f"training.local_batch_size={rows}", "training.global_batch_size=8", "training.seq_len=256")
     return ranks, ["model.vocab_size=4096", *batch, *own, *settings]
 

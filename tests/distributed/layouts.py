@@ -86,6 +86,7 @@ TIED = ("model.tie_embeddings=true",)
 FULL_LOGITS = ("parallelism.loss_parallel=false",)
 EVERY, LAST = ("parallelism.gradient_sync=every",), ("parallelism.gradient_sync=last",)
 PAIRS = ("parallelism.pp_microbatch_size=2",)
+CHUNKS = ("loss.chunk_tokens=7",)  # several, also where "auto" makes one
 FOUR_KV_HEADS = ("model.n_kv_heads=4",)
 
 
@@ -107,8 +108,8 @@ QUICK = (
     Layout((1, 1, 1, 1), (*COMPILE, *BY_OP, *TIED)),
     Layout((1, 2, 1, 1), (*EVERY,), accumulation=3, rows=24),
     Layout((1, 1, 2, 1), (*QWEN3, *TIED, *FULL)),
-    Layout((1, 1, 1, 2), (*TIED, *FULL_LOGITS, *FULL)),
-    Layout((2, 1, 1, 1), (*schedule("1F1B"), *EVERY, *PAIRS), accumulation=3, rows=24),
+    Layout((1, 1, 1, 2), (*TIED, *FULL_LOGITS, *FULL, *CHUNKS)),
+    Layout((2, 1, 1, 1), (*schedule("1F1B"), *EVERY, *PAIRS, *CHUNKS), accumulation=3, rows=24),
     Layout((2, 1, 1, 1), (*QWEN3, *schedule("Interleaved1F1B"))),
 )
 """One and two ranks."""
@@ -119,7 +120,7 @@ SLOW = (
     Layout((1, 1, 1, 1), (*COMPILE, *FULL)),
     Layout((1, 2, 1, 1), (*COMPILE, *BY_LAYER, *TIED)),
     Layout((1, 1, 2, 1), (*COMPILE, *BY_OP, *LAST), accumulation=3, rows=24),
-    Layout((1, 1, 1, 2), BY_OP, accumulation=3, rows=24),
+    Layout((1, 1, 1, 2), (*BY_OP, *CHUNKS), accumulation=3, rows=24),
     Layout((2, 1, 1, 1), (*schedule("GPipe"), *split("layers.1"))),
     # the last stage has only the norm and the head
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *depth(3), *split("norm"), *COMPILE)),

@@ -11,6 +11,7 @@ from benchmarks import growth, memory, step
 from benchmarks.__main__ import benchmarks, main
 from benchmarks.measuring import case, configuration
 from titanlite.planning.estimate import estimate
+from titanlite.runtime.errors import UsageError
 from titanlite.runtime.launch import run_ranks
 
 TINY = ("model.n_layers=2", "model.dim=32", "model.n_heads=2", "model.n_kv_heads=2", "model.ffn_dim=64")
@@ -50,8 +51,12 @@ def test_a_benchmark_lists_its_options(
 
 
 def test_an_unknown_benchmark_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit, match=r"unknown benchmark 'stop': choose one of .*step"):
+    with pytest.raises(UsageError, match=r"unknown benchmark 'stop': choose one of .*step"):
         run(monkeypatch, "stop")
+    with pytest.raises(UsageError, match="--rounds 0: set a positive number"):
+        run(monkeypatch, "step", "--rounds", "0")
+    with pytest.raises(UsageError, match="accumulation 3 does not divide the 8 sequences"):
+        case("dp_shard", 3)
 
 
 @pytest.mark.slow

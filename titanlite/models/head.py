@@ -19,7 +19,8 @@ CHUNK_BYTES = 128 * 2**20
 """Largest logits of an automatic chunk."""
 CPU_CHUNK_TOKENS = 256
 """Largest automatic chunk on a CPU, whose caches are faster with smaller ones (docs/LOG.md)."""
-
+PART_IDS = 4096
+"""Ids whose gradients, in a narrower dtype than their sum, exist at the same time."""
 
 Exponentials = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """The function exponentials_, or its compiled form."""
@@ -31,7 +32,7 @@ class LossConfig:
 
     chunk_tokens: int | Literal["auto"] = ranged("auto", 'set a positive number, or "auto"', least=1, unset="auto")
     """Tokens whose logits exist at the same time. auto: as many as take 128 MiB in the dtype of the loss, at least
-    float32; on a CPU at most 256."""
+    float32; on a CPU at most 256. With a narrower compute dtype, two copies in this dtype exist beside them."""
 
 
 @dataclass(frozen=True)
@@ -225,8 +226,10 @@ class Gradients:
             scaled = (self._inputs[tokens] * factor).to(self._of.dtype)
             if self._weight.dtype == scaled.dtype:
                 self._weight.addmm_(differences.T, scaled)
-            else:
-                self._weight += differences.T @ scaled
+                return
+            parts = zip(self._weight.split(PART_IDS), differences.split(PART_IDS, 1), strict=True)
+            for of_part, of_logits in parts:
+                of_part += of_logits.T @ scaled
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of x and of the weight, in their dtypes. With a cut vocabulary, x's is a part of a sum."""

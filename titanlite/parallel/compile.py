@@ -63,12 +63,14 @@ def compiles_blocks(section: CompileConfig) -> bool:
 def apply_compile(model: nn.Module, plan: Plan, section: CompileConfig) -> list[str]:
     """Compile each block's forward and the loss in place, without renaming parameters; return descriptions for the
     start log."""
+    applied = []
     if section.enable and "loss" in section.components:
         for head in (module for module in model.modules() if isinstance(module, OutputLayer)):
             head.exponentials = torch.compile(exponentials_, backend=section.backend)
-    if not compiles_blocks(section):
-        return []
-    for name in plan.blocks:
-        block = model.get_submodule(name)
-        block.forward = torch.compile(block.forward, backend=section.backend, fullgraph=True)
-    return [f"compile ({section.backend}) to each block"]
+            applied.append(f"compile ({section.backend}) to the loss")
+    if compiles_blocks(section):
+        for name in plan.blocks:
+            block = model.get_submodule(name)
+            block.forward = torch.compile(block.forward, backend=section.backend, fullgraph=True)
+        applied.append(f"compile ({section.backend}) to each block")
+    return applied

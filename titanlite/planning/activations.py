@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from titanlite.models.attention import MaskForm
 from titanlite.models.family import DecoderConfig, Plan
+from titanlite.models.head import PART_IDS
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,11 @@ def activation_bytes(config: DecoderConfig, plan: Plan, shape: MicrobatchShape) 
     row_outputs = 2 * (gathered + (residual if tp > 1 else 0))  # of wo and w2, before and after the reduction
     own_ids = -(-config.vocab_size // tp)
     columns = own_ids if shape.shard_logits else config.vocab_size
-    # logits in the wide dtype and, if it differs, in the compute dtype
-    chunk = min(shape.loss_chunk, positions) * columns * (wide if wide == size else wide + size)
+    # logits in the wide dtype and, if it differs, logits and their gradients in the compute dtype
+    chunk = min(shape.loss_chunk, positions) * columns * (wide if wide == size else wide + 2 * size)
+    if wide != size:  # the gradient of the head's weight: added up in the wide dtype in parts, at the end in both
+        part = min(PART_IDS, own_ids) * config.dim * (size + wide)
+        chunk = max(chunk + part + own_ids * config.dim * (wide - size), own_ids * config.dim * wide)
     head_gradients = gathered + own_ids * config.dim * size
     return ActivationBytes(
         # two norms, the inputs of wq, wk, wv and of w1, w3, attention, and of SwiGLU: both inputs, silu, the product
@@ -85,7 +89,7 @@ def activation_bytes(config: DecoderConfig, plan: Plan, shape: MicrobatchShape) 
         block_backward=2 * hidden + 2 * residual,
         embedding=positions * 8,
         head=norm + (gathered if shape.recomputes_logits else head_gradients),
-        loss=chunk + own_ids * config.dim * (wide - size) + (head_gradients if shape.recomputes_logits else 0),
+        loss=chunk + (head_gradients if shape.recomputes_logits else 0),
         documents=_document_bytes(config, shape, wide),
     )
 

@@ -1,5 +1,6 @@
 """Build one rank's part of the model on the meta device, split and parallelized as in training, without allocation."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class ModelPart:
 @contextmanager
 def simulated_mesh(config: JobConfig, world_size: int, rank: int = 0) -> Iterator[Mesh]:
     """The mesh of a simulated world with only this process, as `rank`. Collectives return at once and move no data."""
+    excepthook = sys.excepthook  # which torch replaces by one that writes the rank before each line
     dist.init_process_group("fake", rank=rank, world_size=world_size)
     try:
         mesh = Mesh(config.parallelism, World(rank, rank, world_size, "cpu"))
@@ -75,6 +77,7 @@ def simulated_mesh(config: JobConfig, world_size: int, rank: int = 0) -> Iterato
         yield mesh
     finally:
         dist.destroy_process_group()
+        sys.excepthook = excepthook
 
 
 def build_stage(config: JobConfig, mesh: Mesh, index: int) -> Stage:

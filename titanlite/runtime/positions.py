@@ -123,7 +123,7 @@ class Positions:
         with self._guard:
             now = time.monotonic()
             others = [(rank, each) for rank, each in self._seen.items() if rank != self._rank]
-            living = [rank for rank, each in others if each.beats == 0 or now - each.alive_at <= 4 * INTERVAL_S]
+            living = [rank for rank, each in others if each.beats == 0 or now - each.alive_at <= SETTLE_S]
         return any(not self.background.check([f"finished/{rank}"]) for rank in living)
 
     def silent(self, ranks: Iterable[int], within_s: float) -> list[int]:

@@ -63,7 +63,7 @@ from titanlite.tools.command import (
 from titanlite.tools.saved_run import SavedRun, open_run, reading
 from titanlite.validation import Evaluator, build_token_bytes, why_no_bytes
 
-SECTIONS = ("validation", "data", "training", "parallelism", "compile", "comm")
+SECTIONS = ("validation", "data", "training", "parallelism", "compile", "loss", "comm")
 """Sections whose keys may be overridden; the model, its tokenizer and its training stay as saved."""
 BATCH_KEYS = ("data.num_streams", "training.global_batch_size", "training.local_batch_size")
 DATA = "--data"
@@ -138,7 +138,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[Options, list[str]]:
         key = word[2:].partition("=")[0]
         if word.startswith("--") and key.partition(".")[0] not in SECTIONS:
             rule = f"a key of a section that evaluation depends on: {', '.join(SECTIONS)}"
-            problems.append(Problem(key, "", rule, "leave it out: the run's saved value is used"))
+            problems.append(Problem(key, None, rule, "leave it out: the run's saved value is used"))
     if problems:
         raise ConfigError(problems)
     return options, overrides

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import titanlite
+from tests.distributed.test_plan_memory import memory_events
 from tests.plain_loss import cross_entropy_by_row
 from titanlite.batch import IGNORE_INDEX
-from titanlite.models.head import CHUNK_BYTES, CPU_CHUNK_TOKENS, OutputLayer, tokens_per_chunk
+from titanlite.models.head import CHUNK_BYTES, CPU_CHUNK_TOKENS, PART_IDS, OutputLayer, tokens_per_chunk
 
 ROWS, SEQ_LEN, DIM, VOCAB_SIZE = 3, 37, 24, 101
 FORMS = pytest.mark.parametrize("recomputes", [False, True], ids=["at once", "recomputed"])
@@ -146,6 +149,22 @@ def test_automatic_chunks_stay_below_the_limit(token_bytes: int, device: str) ->
     assert chunk == 1 or chunk * token_bytes <= CHUNK_BYTES
     assert chunk <= CPU_CHUNK_TOKENS or device != "cpu"
     assert tokens_per_chunk(5, token_bytes, device) == 5
+
+
+@FORMS
+def test_peak_memory_in_bfloat16(recomputes: bool) -> None:
+    """Beside the sum of the weight's gradients in float32: a chunk and the gradients of PART_IDS ids; at the end, the
+    gradient in bfloat16."""
+    ids, dim, chunk = 8 * PART_IDS, 64, 16
+    head = OutputLayer(dim, ids).to(torch.bfloat16)
+    head.chunk_tokens, head.recomputes = chunk, recomputes
+    x = torch.randn(1, 4 * chunk, dim).to(torch.bfloat16).requires_grad_()
+    labels = torch.arange(4 * chunk).unsqueeze(0)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        head(x, labels, torch.tensor([4 * chunk])).sum().backward()
+    peak = max(accumulate(size for _, size in memory_events(profiler)))
+    during = chunk * ids * (4 + 2 * 2) + PART_IDS * dim * (4 + 2)
+    assert peak <= 1.15 * (ids * dim * 4 + max(during, ids * dim * 2))
 
 
 @FORMS
