@@ -1,9 +1,16 @@
-"""Cleanup of metrics.jsonl before a resumed run appends to it."""
+"""Cleanup of metrics.jsonl before a resumed run appends to it; its numbers by key."""
 
+import json
+from array import array
+from bisect import bisect_left
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlite.metrics.validation import is_validation
+import numpy as np
+import numpy.typing as npt
+
+from titanlite.metrics.validation import PREFIX, is_validation
 from titanlite.runtime.durability import replace_file
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import open_regular
@@ -91,3 +98,70 @@ def _row_of(line: bytes) -> dict[str, Any] | None:
         return None
     step = row.get("step")
     return row if type(step) is int and 0 < step < 2**63 else None
+
+
+@dataclass(frozen=True)
+class Series:
+    """The values of one key. steps: ascending. values: at these steps; NaN and infinities where the rows have them."""
+
+    steps: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float64]
+
+
+_Columns = dict[str, tuple["array[int]", "array[float]"]]
+_DECODER = json.JSONDecoder()  # json.loads with options would build one per line
+_NON_FINITE = {text: float(text) for text in ("NaN", "Infinity", "-Infinity")}
+
+
+def read_series(path: Path) -> dict[str, Series]:
+    """The numbers in the file at `path` by key, also while a run writes it; {} if it does not exist.
+
+    A row of an earlier step than the row before it supersedes all later steps. Lines that are not valid rows are left
+    out, and their number is logged, except that of an unfinished last line. A million rows take about ten seconds.
+    Raises UserError if the file cannot be read.
+    """
+    columns: _Columns = {}
+    last = {False: 0, True: 0}  # the last step, by whether the row is of a validation
+    unreadable = 0
+    for line in _content(path).splitlines(keepends=True):
+        row = _numbers_of(line)
+        if row is None:
+            unreadable += line.endswith(b"\n")
+            continue
+        step, kind = int(row.pop("step")), is_validation(row)
+        if step <= last[kind]:
+            _remove_from(columns, step, PREFIX if kind else "")
+        last[kind] = step
+        for key, value in row.items():
+            if key not in columns:
+                columns[key] = array("q"), array("d")
+            steps, values = columns[key]
+            steps.append(step)
+            values.append(value)
+    if unreadable:
+        log.warning("%s: %d lines are not valid rows and were left out", path, unreadable)
+    return {
+        key: Series(np.frombuffer(steps, np.int64), np.frombuffer(values))
+        for key, (steps, values) in columns.items()
+        if steps
+    }
+
+
+def _numbers_of(line: bytes) -> dict[str, float] | None:
+    """As _row_of, but only the numbers, and ten times as fast: it does not look for repeated names."""
+    try:
+        row = _DECODER.decode(line.decode())
+        if type(row) is not dict or type(row.get("step")) is not int or not 0 < row["step"] < 2**53:
+            return None
+        numbers = {key: _NON_FINITE.get(value) if type(value) is str else value for key, value in row.items()}
+        return {key: float(value) for key, value in numbers.items() if type(value) in (int, float)}
+    except (ValueError, OverflowError, RecursionError):
+        return None
+
+
+def _remove_from(columns: _Columns, first: int, prefix: str) -> None:
+    """Remove the values of steps from `first` on, of all keys with the prefix."""
+    for key, (steps, values) in columns.items():
+        if key.startswith(prefix):
+            begin = bisect_left(steps, first)
+            del steps[begin:], values[begin:]
