@@ -38,7 +38,6 @@ from titanlite.metrics.history import has_validation, keep_rows
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.sinks import Sinks, build_sinks
 from titanlite.metrics.slow_ranks import Place, SlowRanks
-from titanlite.metrics.starts import note_start
 from titanlite.models.attention import pin_kernels
 from titanlite.models.init import INIT_VERSION
 from titanlite.models.randomness import DRAW_VERSION
@@ -149,7 +148,7 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
         start = checkpoints.resume()
         trainer.step = start.step
         describe_schedule_change(config, start)
-    prepare_outputs(config, mesh, start, tokenizer)
+    prepare_outputs(config, world, start, tokenizer)
     sinks = build_sinks(
         config.metrics,
         config.job.dump_folder,
@@ -346,28 +345,26 @@ def describe_schedule_change(config: JobConfig, start: Start) -> None:
         )
 
 
-def prepare_outputs(config: JobConfig, mesh: Mesh, start: Start, tokenizer: Tokenizer | None) -> None:
-    """Write the resolved configuration, the tokenizer and a line of starts.jsonl into the dump folder.
+def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: Tokenizer | None) -> None:
+    """Write the resolved configuration and the tokenizer into the dump folder.
 
     A new run renames the files of an earlier run there. A resumed run removes ledger rows of later steps.
     """
-    world, folder = mesh.world, config.job.dump_folder
     if not start.resumes:
         outputs = [CONFIG_COPY, TOKENIZER_FOLDER, METRICS_FILE, STARTS_FILE, LEDGER_FOLDER, RECORD_FOLDER]
         outputs.append(config.metrics.folder)
-        prepare_dump_folder(folder, outputs, world.rank)
+        prepare_dump_folder(config.job.dump_folder, outputs, world.rank)
     else:
-        for file in ledger_files(folder)[world.rank :: world.size]:
+        for file in ledger_files(config.job.dump_folder)[world.rank :: world.size]:
             keep_rows(file, start.step)
     if world.rank == 0:
         # without options that apply to this start only
         checkpoint = replace(config.checkpoint, load_step=-1, accept_changes=())
         later = replace(config, job=replace(config.job, take_over=False), checkpoint=checkpoint)
         try:
-            replace_file(Path(folder, CONFIG_COPY), dump_config(later).encode())  # follows no link
+            replace_file(Path(config.job.dump_folder, CONFIG_COPY), dump_config(later).encode())  # follows no link
             if tokenizer is not None:
-                tokenizer.save(Path(folder, TOKENIZER_FOLDER))
-            note_start(folder, start.step, mesh.degrees)
+                tokenizer.save(Path(config.job.dump_folder, TOKENIZER_FOLDER))
         except OSError as error:
             raise UserError(
                 f"job.dump_folder: cannot write {error.filename2 or error.filename}: {error.strerror}; fix this, or "

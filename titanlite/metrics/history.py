@@ -1,5 +1,6 @@
 """Cleanup of metrics.jsonl before a resumed run appends to it; its numbers by key."""
 
+import io
 import json
 from array import array
 from bisect import bisect_left
@@ -123,21 +124,22 @@ def read_series(path: Path) -> dict[str, Series]:
     columns: _Columns = {}
     last = {False: 0, True: 0}  # the last step, by whether the row is of a validation
     unreadable = 0
-    for line in _content(path).splitlines(keepends=True):
-        row = _numbers_of(line)
+    for line in io.BytesIO(_content(path)):
+        row = _decoded(line)
         if row is None:
             unreadable += line.endswith(b"\n")
             continue
-        step, kind = int(row.pop("step")), is_validation(row)
+        step, kind = row.pop("step"), is_validation(row)
         if step <= last[kind]:
             _remove_from(columns, step, PREFIX if kind else "")
         last[kind] = step
         for key, value in row.items():
-            if key not in columns:
-                columns[key] = array("q"), array("d")
-            steps, values = columns[key]
-            steps.append(step)
-            values.append(value)
+            number = value if type(value) is float else _number(value)
+            if number is not None:
+                if key not in columns:
+                    columns[key] = array("q"), array("d")
+                columns[key][0].append(step)
+                columns[key][1].append(number)
     if unreadable:
         log.warning("%s: %d lines are not valid rows and were left out", path, unreadable)
     return {
@@ -147,16 +149,21 @@ def read_series(path: Path) -> dict[str, Series]:
     }
 
 
-def _numbers_of(line: bytes) -> dict[str, float] | None:
-    """As _row_of, but only the numbers, and ten times as fast: it does not look for repeated names."""
+def _decoded(line: bytes) -> dict[str, Any] | None:
+    """As _row_of, but five times as fast: it does not look for repeated names, nesting and infinite numbers."""
     try:
         row = _DECODER.decode(line.decode())
-        if type(row) is not dict or type(row.get("step")) is not int or not 0 < row["step"] < 2**53:
-            return None
-        numbers = {key: _NON_FINITE.get(value) if type(value) is str else value for key, value in row.items()}
-        return {key: float(value) for key, value in numbers.items() if type(value) in (int, float)}
-    except (ValueError, OverflowError, RecursionError):
+    except (ValueError, RecursionError):
         return None
+    is_row = type(row) is dict and type(row.get("step")) is int and 0 < row["step"] < 2**63
+    return row if is_row else None
+
+
+def _number(value: object) -> float | None:
+    """The number that a value of a row means, if any."""
+    if type(value) is int:
+        return float(value) if abs(value) < 2**1000 else None
+    return _NON_FINITE.get(value) if type(value) is str else None
 
 
 def _remove_from(columns: _Columns, first: int, prefix: str) -> None:

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import TypedDict
 
 from titanlite.metrics.config import STARTS_FILE
+from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import open_regular, open_to_append
 from titanlite.runtime.json_files import JsonError, parse_json
 
 
 @dataclass(frozen=True)
 class Started:
-    """One start. step: from which it resumed; 0: a new run. time: ISO 8601 with the offset from UTC, after the model
-    was built. mesh: degree of each axis."""
+    """One start. step: from which it resumed; 0: a new run. time: ISO 8601 with the offset from UTC, before its
+    first step. mesh: degree of each axis."""
 
     step: int
     time: str
@@ -34,14 +35,18 @@ class _Line(TypedDict):
 
 
 def note_start(dump_folder: str | Path, step: int, mesh: Mapping[str, int]) -> None:
-    """Append a line. Raises OSError."""
+    """Append a line. Raises UserError."""
+    path = Path(dump_folder, STARTS_FILE)
     line = json.dumps(asdict(Started(step, datetime.now().astimezone().isoformat(timespec="seconds"), mesh)))
-    with open_to_append(Path(dump_folder, STARTS_FILE)) as file:
-        is_truncated = False
-        if file.seek(0, os.SEEK_END):
-            file.seek(-1, os.SEEK_END)
-            is_truncated = file.read() != b"\n"  # by a full disk or a power failure
-        file.write(f"{chr(10) * is_truncated}{line}\n".encode())
+    try:
+        with open_to_append(path) as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":  # truncated by a full disk or a power failure
+                    line = f"\n{line}"
+            file.write(f"{line}\n".encode())
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}; fix this and start again") from None
 
 
 def read_starts(dump_folder: Path) -> list[Started]:

@@ -9,7 +9,6 @@ from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.start import Start
 from titanlite.config.load import CONFIG_COPY
 from titanlite.config.schema import JobConfig, JobSection
-from titanlite.parallel.mesh import Mesh
 from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import UserError
 
@@ -40,4 +39,4 @@ def test_a_folder_in_place_of_the_configuration_is_an_error(tmp_path: Path) -> N
     config = JobConfig(job=JobSection(dump_folder=str(tmp_path)))
     message = f"job.dump_folder: cannot write {tmp_path / CONFIG_COPY}: Is a directory; fix this, or give another"
     with pytest.raises(UserError, match=message):
-        prepare_outputs(config, Mesh(config.parallelism, World(0, 0, 1, "cpu")), Start(5, (), {}, resumes=True), None)
+        prepare_outputs(config, World(0, 0, 1, "cpu"), Start(5, (), {}, resumes=True), None)

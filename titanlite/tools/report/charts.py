@@ -74,7 +74,7 @@ def charts_of(runs: Sequence[RunFiles]) -> list[Chart]:
     ]
     norms = _curves(runs, "grad_norm")
     limits = {number: run.config.get("training.max_norm") for number, run in enumerate(runs)}
-    shown = {number: limit for number, limit in limits.items() if type(limit) in (int, float) and limit > 0}
+    shown = {number: limit for number, limit in limits.items() if isinstance(limit, int | float) and limit > 0}
     charts = [
         Chart("loss", "Loss", [*losses, *validations], "log", smooth=True, wide=True, note="cross-entropy per token"),
         Chart("grad_norm", "Gradient norm", norms, "log", _clipped(norms, shown), smooth=True, limits=shown),
@@ -126,7 +126,7 @@ def _by_source(runs: Sequence[RunFiles], prefix: str, title: str) -> list[Chart]
 def _clipped(norms: Sequence[Curve], limits: Mapping[int, float]) -> str:
     """The share of logged steps with a clipped gradient, by run."""
     shares = [f"{np.mean(curve.series.values > limits[curve.number]):.0%}" for curve in norms if curve.number in limits]
-    return f"dashed: training.max_norm; above it in {', '.join(shares)} of the logged steps" if shares else ""
+    return f"dashed: training.max_norm, clipped in {', '.join(shares)} of the steps" if shares else ""
 
 
 def thinned(series: Series) -> Series:
@@ -135,7 +135,7 @@ def thinned(series: Series) -> Series:
     if len(steps) > 2 * BUCKETS:
         first, span = steps[0], steps[-1] - steps[0] + 1
         buckets = ((steps - first) * (BUCKETS / span)).astype(np.int64)
-        begins = np.flatnonzero(np.diff(buckets, prepend=-1))
+        begins = np.flatnonzero(np.diff(buckets, prepend=-1)).tolist()
         ends = [*begins[1:], len(steps)]
         kept = sorted({row for begin, end in zip(begins, ends, strict=True) for row in _extremes(values, begin, end)})
         steps, values = steps[kept], values[kept]
@@ -184,8 +184,8 @@ class Drawing:
         text = re.sub(r' (?:xmlns|xmlns:xlink|version)="[^"]*"', "", text)
         text = re.sub(r'<svg width="[^"]*" height="[^"]*"|<svg height="[^"]*"', '<svg role="img"', text, count=1)
         text = re.sub(r'<g id="[^"]*"', "<g", text)
-        text = re.sub(r"(\d\.\d\d)\d+", r"\1", text)
-        text = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", text)
+        text = re.sub(r'="[^"]*"', lambda value: re.sub(r"(\d\.\d\d)\d+", r"\1", value[0]), text)
+        text = re.sub(r"font-family: [^;]*; ", "", text)
         return re.sub(r"#[0-9a-f]{6}", lambda color: VARIABLES.get(color[0], color[0]), text)
 
     def png(self, chart: Chart, path: Path) -> None:
@@ -193,12 +193,10 @@ class Drawing:
         self._save(chart, path, "png")
 
     def _save(self, chart: Chart, target: io.StringIO | Path, kind: str) -> None:
-        settings = {
-            **{"svg.fonttype": "none", "svg.hashsalt": chart.key, "text.parse_math": False, "font.size": 8},
-            **{"text.color": INK, "axes.labelcolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED},
-            **{"axes.edgecolor": MUTED, "axes.linewidth": 0.6, "xtick.major.width": 0.6, "ytick.major.width": 0.6},
-            **{"axes.spines.top": False, "axes.spines.right": False, "path.simplify_threshold": 0.2},
-        }
+        settings: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": chart.key, "text.parse_math": False}
+        settings |= {"font.size": 8, "axes.linewidth": 0.6, "xtick.major.width": 0.6, "ytick.major.width": 0.6}
+        settings |= {"text.color": INK, "axes.labelcolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED}
+        settings |= {"axes.edgecolor": MUTED, "axes.spines.top": False, "axes.spines.right": False}
         with self._matplotlib.rc_context(settings), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing from")  # of a name; the browser has the glyph
             figure = self._figure(chart, has_title=kind == "png")
@@ -245,7 +243,7 @@ class Drawing:
         points = thinned(curve.series)
         if curve.dots:
             size = 3 if len(points.steps) <= 60 else 0
-            style |= {"linestyle": (0, (4, 2)), "marker": "o", "markersize": size}
+            style |= {"linestyle": (0, (4, 2)), "marker": "o", "markersize": size, "clip_on": False}
         elif len(points.steps) == 1:
             style |= {"marker": "o", "markersize": 3}
         axes.plot(
@@ -268,7 +266,7 @@ class Drawing:
         elif chart.scale == "zero":
             axes.set_ylim(0, 1.08 * highest if highest > 0 else 1)
         axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: number_text(value)))
-        axes.xaxis.set_major_locator(ticker.MaxNLocator(8 if chart.wide else 5, integer=True))
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(10 if chart.wide else 5, integer=True, steps=[1, 2, 5, 10]))
         axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: number_text(value)))
 
     def _draw_strip(self, axes: Any, marked: Sequence[RunFiles]) -> None:
@@ -280,6 +278,8 @@ class Drawing:
                     for event in run.events
                     if event.kind == kind
                 }
+                if not pixels:
+                    continue  # an empty line that is not clipped would widen the margins
                 options = {"color": color, "marker": marker, "markersize": 4.5, "linestyle": "", "clip_on": False}
                 axes.plot(list(pixels.values()), [row] * len(pixels), **options)
         axes.set_ylim(len(marked) - 0.4, -0.6)
@@ -326,7 +326,10 @@ def _dashes(number: int) -> str:
 
 
 def number_text(value: float) -> str:
-    """A number on an axis: 0.0015, 120,000, 3e-05."""
+    """A short number: 0.0015, 3e-05, 1,250, 120k, 1.5M, 2.1T."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / size:,.4g}{letter}"
     return f"{value:,.0f}" if abs(value) >= 1000 and math.isclose(value, round(value)) else f"{value:.4g}"
 
 
@@ -335,9 +338,7 @@ def shortened(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length // 2 - 1]}…{text[-(length - length // 2) :]}"
 
 
-VARIABLES = {
-    **{color: f"var(--c{number})" for number, color in enumerate(COLORS)},
-    **{color: f"var(--m{number})" for number, (_, color) in enumerate(MARKS.values())},
-    **{INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)"},
-}
+VARIABLES = {color: f"var(--c{number})" for number, color in enumerate(COLORS)}
+VARIABLES |= {color: f"var(--m{number})" for number, (_, color) in enumerate(MARKS.values())}
+VARIABLES |= {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)"}
 """Color -> the variable of the page's style that replaces it in SVG."""

@@ -1,5 +1,6 @@
 """The page of a report: one HTML file, without scripts, that loads nothing."""
 
+import os
 from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import groupby
@@ -9,13 +10,13 @@ import numpy as np
 from titanlite.config.fields import literal
 from titanlite.metrics.history import Series
 from titanlite.runtime.text import counted
-from titanlite.tools.report.charts import COLORS, DARK_COLORS, DASHES, GRID, INK, MARKS, MUTED, Chart
+from titanlite.tools.report.charts import COLORS, DARK_COLORS, DASHES, GRID, INK, MARKS, MUTED, Chart, number_text
 from titanlite.tools.report.runs import Event, Goodput, Kind, RunFiles, differing_keys, mesh_text
 
 FIRST_LINE = "<!doctype html><!-- titanlite report -->"
 """Of each report: only such a file is replaced."""
 
-MAX_EVENTS = 30
+MAX_EVENTS = 20
 MAX_SAMPLES = 12
 """Per run and prompt: the first, the last, and others at even distances."""
 
@@ -65,10 +66,10 @@ def figures_of(run: RunFiles) -> dict[str, str]:
     validation = series.get("validation/loss")
     found = {
         "Steps": f"{run.last_step:,}" + (f" of {total:,}" if type(total) is int else ""),
-        "Tokens": _last(series, "tokens_seen", "{:,.0f}"),
+        "Tokens": number_text(series["tokens_seen"].values[-1]) if "tokens_seen" in series else "",
         "Training loss": _last(series, "loss", "{:.4f}"),
         "Validation loss": _last(series, "validation/loss", "{:.4f}"),
-        "Best validation": _best(validation) if validation else "",
+        "Best validation loss": _best(validation) if validation else "",
         "Bits per byte": _last(series, "validation/bits_per_byte", "{:.4f}"),
         "Tokens/s (median)": _of(series, "tokens_per_second", np.nanmedian, "{:,.0f}"),
         "MFU (median)": _of(series, "mfu", np.nanmedian, "{:.1%}"),
@@ -93,6 +94,8 @@ def _best(validation: Series) -> str:
     if np.isnan(validation.values).all():
         return ""
     row = int(np.nanargmin(validation.values))
+    if row == len(validation.values) - 1:
+        return ""
     return f"{validation.values[row]:.4f} (step {validation.steps[row]:,})"
 
 
@@ -103,11 +106,11 @@ def _summary(runs: Sequence[RunFiles]) -> str:
     if len(runs) == 1:
         tiles = "".join(f"<div><dt>{escape(key)}</dt><dd>{escape(text)}</dd></div>" for key, text in figures[0].items())
         return f'<section><dl class="tiles">{tiles}</dl>{note}</section>'
-    titles = [title for title in figures[0] | dict(pair for found in figures for pair in found.items())]
+    titles = dict.fromkeys(title for found in figures for title in found)
     head = "".join(f'<th class="number">{escape(title)}</th>' for title in titles)
     rows = "".join(
         f"<tr><th>{_name(runs, number)}</th>"
-        + "".join(f'<td class="number">{escape(found.get(title, "–"))}</td>' for title in titles)
+        + "".join(f'<td class="number">{escape(found.get(title, ""))}</td>' for title in titles)
         + "</tr>"
         for number, found in enumerate(figures)
     )
@@ -135,7 +138,7 @@ def _differences(runs: Sequence[RunFiles]) -> str:
 
 
 def _value(config: Mapping[str, object], key: str) -> str:
-    return escape(literal(config[key])) if key in config else "–"
+    return escape(literal(config[key])) if key in config else ""
 
 
 def _charts(charts: Sequence[Chart], drawings: Sequence[str], kinds: Sequence[Kind]) -> str:
@@ -195,7 +198,7 @@ def _goodput_row(name: str, goodput: Goodput) -> str:
 def duration(seconds: float) -> str:
     """Seconds in the two largest units: 42 s, 3 min 7 s, 5 h 2 min, 2 d 3 h."""
     units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-    rest, words = round(seconds), []
+    rest, words = round(seconds), list[str]()
     for unit, size in units:
         count, rest = divmod(rest, size)
         if count or words or unit == "s":
@@ -208,7 +211,7 @@ def _events(runs: Sequence[RunFiles]) -> str:
     for number, run in enumerate(runs):
         shown = _most_important(run.events)
         rows += [
-            f'<tr><td class="number">{event.step:,}</td><td>{_mark(event.kind)}{event.kind}</td>'
+            f'<tr><td class="number">{event.step:,}</td><td class="kind">{_mark(event.kind)}{event.kind}</td>'
             + (f"<td>{_name(runs, number)}</td>" if len(runs) > 1 else "")
             + f"<td>{escape(event.text)}</td></tr>"
             for event in shown
@@ -220,8 +223,8 @@ def _events(runs: Sequence[RunFiles]) -> str:
         return ""
     head = "<th>Run</th>" if len(runs) > 1 else ""
     return (
-        f'<section><h2>Events</h2><div class="scroll"><table><thead><tr><th class="number">Step</th><th>Event</th>{head}'
-        f"<th>What</th></tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
+        f'<section><h2>Events</h2><div class="scroll"><table><thead><tr><th class="number narrow">Step</th><th class="narrow">Event</th>'
+        f"{head}<th>What</th></tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
     )
 
 
@@ -256,7 +259,7 @@ def _samples(runs: Sequence[RunFiles]) -> str:
 
 def _configurations(runs: Sequence[RunFiles]) -> str:
     parts = [
-        f"<details><summary>{_name(runs, number)} <span>{escape(str(run.folder))}</span></summary>"
+        f"<details><summary>{_name(runs, number)} <span>{escape(os.path.realpath(run.folder))}</span></summary>"
         f"<pre>{escape(run.config_text)}</pre></details>"
         for number, run in enumerate(runs)
         if run.config_text
@@ -296,9 +299,8 @@ h3{font-size:13px;font-weight:600;margin:20px 0 6px}
 header p{margin:4px 0 0;color:var(--muted)}
 .note,.legend{color:var(--muted);font-size:12.5px;margin:0 0 12px}
 .legend>span{margin-right:18px;white-space:nowrap}
-.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(150px,1fr));gap:1px;margin:24px 0 0;
-background:var(--grid);border:1px solid var(--grid);border-radius:6px;overflow:hidden}
-.tiles div{background:var(--page);padding:10px 14px}
+.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(150px,1fr));gap:0 24px;margin:24px 0 0}
+.tiles div{border-top:1px solid var(--grid);padding:10px 0 14px}
 dt{color:var(--muted);font-size:12px}
 dd{margin:2px 0 0;font-size:16px;font-weight:600;font-variant-numeric:tabular-nums}
 .charts{display:grid;grid-template-columns:repeat(2,minmax(0,1fr));gap:28px 24px}
@@ -314,6 +316,7 @@ th,td{text-align:left;vertical-align:top;padding:6px 16px 6px 0;border-bottom:1p
 thead th{color:var(--muted);font-size:12px}
 tbody th{font-weight:600;white-space:nowrap}
 .number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+.kind{white-space:nowrap}.narrow{width:1%}td{min-width:60px}
 code,pre{font:12px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 pre{margin:0;white-space:pre-wrap;overflow-wrap:anywhere}
 .swatch{display:inline-block;width:16px;height:0;margin-right:8px;vertical-align:middle}

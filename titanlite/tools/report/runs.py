@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -20,7 +21,6 @@ from titanlite.runtime.files import open_regular
 from titanlite.runtime.json_files import JsonError, parse_json
 from titanlite.runtime.logging import log
 from titanlite.runtime.positions import FAULTS_FOLDER
-from titanlite.runtime.text import counted
 
 SAMPLES_FILE = "samples.jsonl"
 
@@ -172,7 +172,7 @@ def mesh_text(mesh: Mapping[str, int]) -> str:
 
 def _events_of_starts(starts: Sequence[Started]) -> list[Event]:
     events = []
-    for before, start in zip(starts, starts[1:], strict=False):
+    for before, start in pairwise(starts):
         text = f"resumed from step {start.step:,}, {start.moment:%Y-%m-%d %H:%M:%S}"
         if start.mesh == before.mesh:
             events.append(Event("restart", start.step, text))
@@ -192,8 +192,8 @@ def _skipped(series: Mapping[str, Series]) -> list[Event]:
     for row in np.flatnonzero(counts.values > before):
         count, step = int(counts.values[row] - before[row]), int(counts.steps[row])
         since = int(counts.steps[row - 1]) + 1 if row else 1
-        steps = f"step {step:,}" if since == step else f"steps {since:,} to {step:,}"
-        events.append(Event("skipped steps", step, f"{counted(count, 'skipped step')} of {steps}"))
+        text = f"step {step:,}" if since == step else f"{count:,} of the steps {since:,} to {step:,}"
+        events.append(Event("skipped steps", step, f"{text} skipped"))
     return events
 
 
