@@ -62,7 +62,7 @@ def require_report_or_new(path: Path) -> None:
     try:
         with path.open(encoding="utf-8") as file:
             is_report = file.read(len(FIRST_LINE)) == FIRST_LINE
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     except (OSError, ValueError):
         is_report = False

@@ -221,11 +221,10 @@ def _events(runs: Sequence[RunFiles]) -> str:
             rows.append(f'<tr><td colspan="{columns}">{escape(run.name)}: {counted(hidden, "more event")}</td></tr>')
     if not rows:
         return ""
-    head = "<th>Run</th>" if len(runs) > 1 else ""
-    return (
-        f'<section><h2>Events</h2><div class="scroll"><table><thead><tr><th class="number narrow">Step</th><th class="narrow">Event</th>'
-        f"{head}<th>What</th></tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
-    )
+    head = '<th class="number narrow">Step</th><th class="narrow">Event</th>'
+    head += "<th>Run</th><th>What</th>" if len(runs) > 1 else "<th>What</th>"
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return f'<section><h2>Events</h2><div class="scroll">{table}</div></section>'
 
 
 def _most_important(events: Sequence[Event]) -> list[Event]:
