@@ -74,10 +74,11 @@ def charts_of(runs: Sequence[RunFiles]) -> list[Chart]:
     ]
     norms = _curves(runs, "grad_norm")
     limits = {number: run.config.get("training.max_norm") for number, run in enumerate(runs)}
+    note = "before clipping; dashed: training.max_norm"
     shown = {number: limit for number, limit in limits.items() if isinstance(limit, int | float) and limit > 0}
     charts = [
         Chart("loss", "Loss", [*losses, *validations], "log", smooth=True, wide=True, note="cross-entropy per token"),
-        Chart("grad_norm", "Gradient norm", norms, "log", _clipped(norms, shown), smooth=True, limits=shown),
+        Chart("grad_norm", "Gradient norm", norms, "log", note, smooth=True, limits=shown),
         Chart("lr", "Learning rate", _curves(runs, "lr")),
         Chart("tokens_per_second", "Tokens per second", _curves(runs, "tokens_per_second"), note="all ranks"),
         Chart("data_wait", "Waiting for data", _data_wait(runs), note="% of the step time, slowest rank"),
@@ -121,12 +122,6 @@ def _by_source(runs: Sequence[RunFiles], prefix: str, title: str) -> list[Chart]
         )
         for number, key in enumerate(keys)
     ]
-
-
-def _clipped(norms: Sequence[Curve], limits: Mapping[int, float]) -> str:
-    """The share of logged steps with a clipped gradient, by run."""
-    shares = [f"{np.mean(curve.series.values > limits[curve.number]):.0%}" for curve in norms if curve.number in limits]
-    return f"dashed: training.max_norm, clipped in {', '.join(shares)} of the steps" if shares else ""
 
 
 def thinned(series: Series) -> Series:
@@ -232,7 +227,9 @@ class Drawing:
             axes.tick_params(axis="x", length=0, labelbottom=False)
             self._draw_strip(rows[1, 0], marked)
         rows[-1, 0].set_xlabel("step", labelpad=1)
-        self._legend(axes, chart)
+        # The page has the colors of the runs in its summary; a PNG stands alone.
+        if chart.wide or has_title or len(self._runs) == 1:
+            self._legend(axes, chart)
         if has_title:
             figure.suptitle(f"{chart.title}{f' ({chart.note})' * bool(chart.note)}", x=0.01, ha="left", fontsize=9)
         return figure
@@ -327,8 +324,8 @@ def _dashes(number: int) -> str:
 
 def number_text(value: float) -> str:
     """A short number: 0.0015, 3e-05, 1,250, 120k, 1.5M, 2.1T."""
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= max(size, 1e4):
             return f"{value / size:,.4g}{letter}"
     return f"{value:,.0f}" if abs(value) >= 1000 and math.isclose(value, round(value)) else f"{value:.4g}"
 

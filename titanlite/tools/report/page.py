@@ -10,7 +10,18 @@ import numpy as np
 from titanlite.config.fields import literal
 from titanlite.metrics.history import Series
 from titanlite.runtime.text import counted
-from titanlite.tools.report.charts import COLORS, DARK_COLORS, DASHES, GRID, INK, MARKS, MUTED, Chart, number_text
+from titanlite.tools.report.charts import (
+    COLORS,
+    DARK_COLORS,
+    DASHES,
+    GRID,
+    INK,
+    MARKS,
+    MIN_SMOOTHED,
+    MUTED,
+    Chart,
+    number_text,
+)
 from titanlite.tools.report.runs import Event, Goodput, Kind, RunFiles, differing_keys, mesh_text
 
 FIRST_LINE = "<!doctype html><!-- titanlite report -->"
@@ -75,11 +86,18 @@ def figures_of(run: RunFiles) -> dict[str, str]:
         "MFU (median)": _of(series, "mfu", np.nanmedian, "{:.1%}"),
         "Peak memory": _last(series, "memory_gib", "{:.2f} GiB"),
         "Skipped steps": _last(series, "skipped_steps", "{:,.0f}"),
-        "Bad rows": _last(series, "bad_rows", "{:,.0f}"),
+        "Bad rows": _last(series, "bad_rows", "{:,.0f}").removeprefix("0"),
+        "Clipped steps": _clipped(run),
         "Starts": f"{len(run.starts):,}" if run.starts else "",
         "Mesh": mesh_text(run.starts[-1].mesh) if run.starts else "",
     }
     return {title: text for title, text in found.items() if text}
+
+
+def _clipped(run: RunFiles) -> str:
+    """The share of logged steps whose gradient was clipped."""
+    norms, limit = run.series.get("grad_norm"), run.config.get("training.max_norm")
+    return f"{np.mean(norms.values > limit):.0%}" if norms and isinstance(limit, int | float) and limit > 0 else ""
 
 
 def _last(series: Mapping[str, Series], key: str, form: str) -> str:
@@ -114,8 +132,8 @@ def _summary(runs: Sequence[RunFiles]) -> str:
         + "</tr>"
         for number, found in enumerate(figures)
     )
-    table = f'<div class="scroll"><table><thead><tr><th>Run</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-    return f"<section><h2>Summary</h2>{table}{note}</section>"
+    table = f'<table class="summary"><thead><tr><th>Run</th>{head}</tr></thead><tbody>{rows}</tbody></table>'
+    return f'<section><h2>Summary</h2><div class="scroll">{table}</div>{note}</section>'
 
 
 def _differences(runs: Sequence[RunFiles]) -> str:
@@ -150,12 +168,11 @@ def _charts(charts: Sequence[Chart], drawings: Sequence[str], kinds: Sequence[Ki
         for chart, drawing in zip(charts, drawings, strict=True)
     )
     legend = "".join(f"<span>{_mark(kind)}{kind}</span>" for kind in MARKS if kind in kinds)
-    smoothed = any(chart.smooth for chart in charts)
-    note = "Pale: all logged steps. Strong: their running mean. " if smoothed else ""
-    return (
-        f'<section><h2>Curves</h2><p class="legend"><span>{note}</span>{legend}</p>'
-        f'<div class="charts">{figures}</div></section>'
-    )
+    curves = [curve for chart in charts if chart.smooth for curve in chart.curves]
+    if any(len(curve.series.steps) >= MIN_SMOOTHED for curve in curves):
+        legend = f"<span>Pale: all logged steps. Strong: their running mean.</span>{legend}"
+    legend = f'<p class="legend">{legend}</p>' if legend else ""
+    return f'<section><h2>Curves</h2>{legend}<div class="charts">{figures}</div></section>'
 
 
 SYMBOLS: Mapping[Kind, str] = {
@@ -246,7 +263,7 @@ def _samples(runs: Sequence[RunFiles]) -> str:
             samples = [sample for _, _, sample in of_run]
             last = len(samples) - 1
             chosen = sorted({round(last * n / (MAX_SAMPLES - 1)) for n in range(MAX_SAMPLES)})
-            name = f"<td>{_name(runs, number)}</td>" if len(runs) > 1 else ""
+            name = f'<td class="narrow kind">{_name(runs, number)}</td>' if len(runs) > 1 else ""
             parts += [
                 f'<tr>{name}<td class="number">{samples[row]["step"]:,}</td>'
                 f"<td><pre>{escape(samples[row]['text'].removeprefix(prompt))}</pre></td></tr>"
@@ -315,7 +332,9 @@ th,td{text-align:left;vertical-align:top;padding:6px 16px 6px 0;border-bottom:1p
 thead th{color:var(--muted);font-size:12px}
 tbody th{font-weight:600;white-space:nowrap}
 .number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-.kind{white-space:nowrap}.narrow{width:1%}td{min-width:60px}
+.kind{white-space:nowrap}.summary th,.summary td{padding-right:0;padding-left:12px}
+.summary tr>:first-child{padding-left:0}.summary thead th{white-space:normal;vertical-align:bottom}
+.narrow{width:1%}td{min-width:60px}
 code,pre{font:12px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 pre{margin:0;white-space:pre-wrap;overflow-wrap:anywhere}
 .swatch{display:inline-block;width:16px;height:0;margin-right:8px;vertical-align:middle}
@@ -331,6 +350,7 @@ details{border-top:1px solid var(--grid);padding:8px 0}
 details pre{background:var(--soft);border-radius:6px;padding:12px 16px;margin-top:8px}
 summary{cursor:pointer;font-weight:600}summary span{color:var(--muted);font-weight:400}
 @media (max-width:720px){.charts{grid-template-columns:1fr}main{padding:20px 14px}}
-@media print{main{max-width:none;padding:0}body{font-size:11px}h2{break-after:avoid}tr{break-inside:avoid}}
+@media print{main{max-width:none;padding:0}body{font-size:11px}h2{break-after:avoid}tr{break-inside:avoid}
+table{font-size:9.5px}.scroll{overflow:visible}.summary .number{white-space:normal}}
 """
 )

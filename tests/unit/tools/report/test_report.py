@@ -16,7 +16,17 @@ import pytest
 from titanlite.metrics.history import Series
 from titanlite.runtime.errors import UsageError, UserError
 from titanlite.tools.report.__main__ import main
-from titanlite.tools.report.charts import BUCKETS, COLORS, VARIABLES, Chart, Curve, Drawing, running_mean, thinned
+from titanlite.tools.report.charts import (
+    BUCKETS,
+    COLORS,
+    VARIABLES,
+    Chart,
+    Curve,
+    Drawing,
+    number_text,
+    running_mean,
+    thinned,
+)
 from titanlite.tools.report.page import MAX_EVENTS, duration
 from titanlite.tools.report.runs import differing_keys, distinct_names, read_runs
 
@@ -124,6 +134,7 @@ def test_a_report_of_two_runs(tmp_path: Path) -> None:
     assert "optimizer.lr0.0010.002" in checked.text.replace("\n", "")
     assert "job.dump_folder" not in page.partition("Resolved configuration")[0]
     assert "3.2500" in checked.text
+    assert "100%" in checked.text  # clipped: all norms are above training.max_norm
     assert not any(color in page.partition("</style>")[2] for color in COLORS)  # variables, for the dark style
 
 
@@ -251,6 +262,13 @@ def test_many_events_are_counted(tmp_path: Path) -> None:
     rows = [row(step, skipped_steps=step) for step in range(1, MAX_EVENTS + 6)]
     page = Checker(report(write_run(tmp_path / "run", rows), out=tmp_path / "r.html"))
     assert "5 more events" in page.text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0.0015, "0.0015"), (3e-5, "3e-05"), (1250.0, "1,250"), (122_880, "122.9k"), (2.5e12, "2.5T")]
+)
+def test_short_numbers(number: float, text: str) -> None:
+    assert number_text(number) == text
 
 
 @pytest.mark.parametrize(
