@@ -87,7 +87,7 @@ class Checker(HTMLParser):
 
     def __init__(self, page: str) -> None:
         super().__init__()
-        self.text, self.stack = "", list[str]()
+        self.text, self.drawn, self.stack = "", list[str](), list[str]()
         self.feed(page)
         assert self.stack == []
 
@@ -112,22 +112,31 @@ class Checker(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.stack and self.stack[-1] != "style":
             self.text += data
+        if self.stack and self.stack[-1] == "text":
+            self.drawn.append(data)
 
 
 def test_a_report_of_two_runs(tmp_path: Path) -> None:
     rows = [row(step, skipped_steps=int(step >= 20), **{"loss/web": 2.0, "loss/<code>": 1.0}) for step in range(1, 41)]
     rows.insert(30, {"step": 30, "validation/loss": 3.25, "validation/time_s": 4.0})
-    sample = {"step": 20, "prompt": "Once <b>", "text": "Once <b> upon & a time"}
+    sample = {"step": 20, "prompt": "Once <b>", "text": "Once <b> upon <script>a</script> time"}
     first = write_run(
         tmp_path / "one" / NASTY, rows, starts=[(0, 0, 1), (10, 100, 1), (20, 150, 2)], samples=[sample], faults=[90]
     )
     second = write_run(tmp_path / "two" / NASTY, rows[:10], lr=2e-3)
     page = report(first, second, out=tmp_path / "out" / "report.html")
     checked = Checker(page)
+    assert f"one/{NASTY}" in checked.drawn  # a legend
     assert "http" not in page
     assert "@import" not in page
     assert page.count("url(#") >= 1  # clipping inside of the drawings
-    for text in (f"one/{NASTY}", f"two/{NASTY}", "Prompt Once <b>", " upon & a time", "Training loss of <code>"):
+    for text in (
+        f"one/{NASTY}",
+        f"two/{NASTY}",
+        "Prompt Once <b>",
+        " upon <script>a</script> time",
+        "Training loss of <code>",
+    ):
         assert text in checked.text, text
     for text in ("restart", "mesh change", "fault", "skipped steps", "step 20 skipped", "one process → dp_shard 2"):
         assert text in checked.text, text
