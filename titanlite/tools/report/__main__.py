@@ -9,8 +9,8 @@ from typing import Annotated
 
 import tyro
 
-from titanlite.runtime.errors import UserError
-from titanlite.tools.command import Folder, read_options, run_command
+from titanlite.runtime.errors import UsageError, UserError
+from titanlite.tools.command import read_options, run_command
 from titanlite.tools.report.charts import Drawing, charts_of
 from titanlite.tools.report.page import FIRST_LINE, page
 from titanlite.tools.report.runs import read_runs
@@ -20,17 +20,22 @@ from titanlite.tools.report.runs import read_runs
 class Options:
     """Write a report of one or several runs: one HTML file with charts, which loads nothing from the network."""
 
-    runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN [RUN ...]")]
+    runs: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]],
+        tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="(required)"),
+    ]
     """dump folders of runs, also of runs in progress"""
     out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("report.html")
     """HTML file to write; an earlier report is replaced"""
-    png: Folder | None = None
+    png: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """also write each chart as a PNG file into this folder"""
 
 
 def main(argv: Sequence[str]) -> None:
     """Write the report. Raises UserError."""
     options = read_options(Options, argv, "report")
+    if not options.runs:
+        raise UsageError("RUN is missing (dump folders of runs)\nsee titanlite report --help")
     require_report_or_new(options.out)
     runs = read_runs(options.runs)
     charts = charts_of(runs)
