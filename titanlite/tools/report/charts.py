@@ -277,7 +277,8 @@ class Drawing:
                 }
                 if not pixels:
                     continue  # an empty line that is not clipped would widen the margins
-                options = {"color": color, "marker": marker, "markersize": 4.5, "linestyle": "", "clip_on": False}
+                size = 9 if marker == "|" else 4.5  # a restart stays visible below a fault of the same step
+                options = {"color": color, "marker": marker, "markersize": size, "linestyle": "", "clip_on": False}
                 axes.plot(list(pixels.values()), [row] * len(pixels), **options)
         axes.set_ylim(len(marked) - 0.4, -0.6)
         names = ["events"] if len(self._runs) == 1 else [shortened(run.name, 16) for run in marked]
