@@ -16,6 +16,7 @@ from titanlite.tools.generate.__main__ import Options as GenerateOptions
 from titanlite.tools.parity.__main__ import Options as ParityOptions
 from titanlite.tools.plan.__main__ import Options as PlanOptions
 from titanlite.tools.replay.__main__ import Options as ReplayOptions
+from titanlite.tools.report.__main__ import Options as ReportOptions
 
 OPTIONS: Mapping[str, Any] = {
     "train": options_type(JobConfig()),
@@ -28,6 +29,7 @@ OPTIONS: Mapping[str, Any] = {
     "tokenize": tokenize.Options,
     "replay": ReplayOptions,
     "ledger": ledger.Options,
+    "report": ReportOptions,
     "train-tokenizer": train_tokenizer.Options,
 }
 """Command -> the dataclass of its options, or a union of them."""

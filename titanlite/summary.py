@@ -49,5 +49,6 @@ def summarize(config: JobConfig, record: Record, steps: int, train_s: float) -> 
     if os.environ.get("WORLD_SIZE", "1") == "1":
         next_steps.append(("on two processes", f"{torchrun} 2 -m titanlite.train {same_config}{new_folder}"))
     next_steps.append(("on your own text", "set data.sources in a TOML file; all keys: titanlite train --help"))
+    next_steps.append(("see its curves", f"titanlite report {shlex.quote(str(folder))}"))
     for number, (title, command) in enumerate(next_steps):
         log.info("%-5s %-16s  %s", "" if number else "Next:", title, command)

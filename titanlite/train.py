@@ -24,6 +24,7 @@ from titanlite.config.command_line import read_command_line
 from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device
 from titanlite.metrics.meter import Record, is_log_step
+from titanlite.metrics.starts import note_start
 from titanlite.planning.batch import agree_on_local_batch_size
 from titanlite.planning.out_of_memory import explained_out_of_memory
 from titanlite.runtime.agreement import require_equal
@@ -87,6 +88,8 @@ def run_job(
             else f"add --training.steps {2 * run.start.step} to the command",
         )
     else:
+        if world.rank == 0:
+            note_start(config.job.dump_folder, run.start.step, run.mesh.degrees)
         start = perf_counter()
         with explained_out_of_memory(config, run.memory, world, lambda: f"in step {run.trainer.step + 1}"):
             record = train(config, run, failure)

@@ -22,6 +22,7 @@ from tests.distributed.recovered import (
 )
 from titanlite.checkpoint.folder import published_steps
 from titanlite.runtime.job_lock import JOB_LOCK_FILE
+from titanlite.tools.report import __main__ as report
 
 SLOW_TRAIN = (str(Path(__file__).with_name("slow_train.py")),)
 FORWARDING = (*TORCHRUN, "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
@@ -101,6 +102,11 @@ def test_signal_saves_once_and_the_next_start_resumes_bit_for_bit(
     assert program.wait() == 0, program.output
     assert starts(program.output) == [last]
     assert_matches_undisturbed(tmp_path / "out", STEPS, undisturbed(STEPS))
+    report.main([str(tmp_path / "out"), "--out", str(tmp_path / "report.html")])
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("resumed from step ") == len(stops)
+    assert f"resumed from step {last}, " in page
+    assert f"<dd>{STEPS} of {STEPS}</dd>" in page
 
 
 @pytest.mark.soak

@@ -20,3 +20,4 @@ def test_two_processes_are_suggested_to_a_run_on_one(
         summarize(JobConfig(), record, 1000, 1.0)
     assert ("on two processes" in caplog.text) == suggested
     assert "on your own text" in caplog.text
+    assert "titanlite report outputs" in caplog.text

@@ -33,7 +33,7 @@ from titanlite.faults.replicas import Replicas
 from titanlite.faults.skipped import SkippedSteps
 from titanlite.hf.folder import PREFIX, ModelFolder
 from titanlite.hf.source import fetch_source
-from titanlite.metrics.config import METRICS_FILE
+from titanlite.metrics.config import METRICS_FILE, STARTS_FILE
 from titanlite.metrics.history import has_validation, keep_rows
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.sinks import Sinks, build_sinks
@@ -351,7 +351,8 @@ def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: To
     A new run renames the files of an earlier run there. A resumed run removes ledger rows of later steps.
     """
     if not start.resumes:
-        outputs = [CONFIG_COPY, TOKENIZER_FOLDER, METRICS_FILE, LEDGER_FOLDER, RECORD_FOLDER, config.metrics.folder]
+        outputs = [CONFIG_COPY, TOKENIZER_FOLDER, METRICS_FILE, STARTS_FILE, LEDGER_FOLDER, RECORD_FOLDER]
+        outputs.append(config.metrics.folder)
         prepare_dump_folder(config.job.dump_folder, outputs, world.rank)
     else:
         for file in ledger_files(config.job.dump_folder)[world.rank :: world.size]:

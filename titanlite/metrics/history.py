@@ -1,9 +1,17 @@
-"""Cleanup of metrics.jsonl before a resumed run appends to it."""
+"""Cleanup of metrics.jsonl before a resumed run appends to it; its numbers by key."""
 
+import io
+import json
+from array import array
+from bisect import bisect_left
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlite.metrics.validation import is_validation
+import numpy as np
+import numpy.typing as npt
+
+from titanlite.metrics.validation import PREFIX, is_validation
 from titanlite.runtime.durability import replace_file
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import open_regular
@@ -91,3 +99,76 @@ def _row_of(line: bytes) -> dict[str, Any] | None:
         return None
     step = row.get("step")
     return row if type(step) is int and 0 < step < 2**63 else None
+
+
+@dataclass(frozen=True)
+class Series:
+    """The values of one key. steps: ascending. values: at these steps; NaN and infinities where the rows have them."""
+
+    steps: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float64]
+
+
+_Columns = dict[str, tuple["array[int]", "array[float]"]]
+_DECODER = json.JSONDecoder()  # json.loads with options would build one per line
+_NON_FINITE = {text: float(text) for text in ("NaN", "Infinity", "-Infinity")}
+
+
+def read_series(path: Path) -> dict[str, Series]:
+    """The numbers in the file at `path` by key, also while a run writes it; {} if it does not exist.
+
+    A row of an earlier step than the row before it supersedes all later steps. Lines that are not valid rows are left
+    out, and their number is logged, except that of an unfinished last line. A million rows take about ten seconds.
+    Raises UserError if the file cannot be read.
+    """
+    columns: _Columns = {}
+    last = {False: 0, True: 0}  # the last step, by whether the row is of a validation
+    unreadable = 0
+    for line in io.BytesIO(_content(path)):
+        row = _decoded(line)
+        if row is None:
+            unreadable += line.endswith(b"\n")
+            continue
+        step, kind = row.pop("step"), is_validation(row)
+        if step <= last[kind]:
+            _remove_from(columns, step, PREFIX if kind else "")
+        last[kind] = step
+        for key, value in row.items():
+            number = value if type(value) is float else _number(value)
+            if number is not None:
+                if key not in columns:
+                    columns[key] = array("q"), array("d")
+                columns[key][0].append(step)
+                columns[key][1].append(number)
+    if unreadable:
+        log.warning("%s: %d lines are not valid rows and were left out", path, unreadable)
+    return {
+        key: Series(np.frombuffer(steps, np.int64), np.frombuffer(values))
+        for key, (steps, values) in columns.items()
+        if steps
+    }
+
+
+def _decoded(line: bytes) -> dict[str, Any] | None:
+    """As _row_of, but five times as fast: it does not look for repeated names, nesting and infinite numbers."""
+    try:
+        row = _DECODER.decode(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    is_row = type(row) is dict and type(row.get("step")) is int and 0 < row["step"] < 2**63
+    return row if is_row else None
+
+
+def _number(value: object) -> float | None:
+    """The number that a value of a row means, if any."""
+    if type(value) is int:
+        return float(value) if abs(value) < 2**1000 else None
+    return _NON_FINITE.get(value) if type(value) is str else None
+
+
+def _remove_from(columns: _Columns, first: int, prefix: str) -> None:
+    """Remove the values of steps from `first` on, of all keys with the prefix."""
+    for key, (steps, values) in columns.items():
+        if key.startswith(prefix):
+            begin = bisect_left(steps, first)
+            del steps[begin:], values[begin:]

@@ -6,11 +6,12 @@ import os
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.seeds import seeds
 from titanlite.metrics import history
-from titanlite.metrics.history import has_validation, keep_rows
+from titanlite.metrics.history import has_validation, keep_rows, read_series
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 
@@ -166,3 +167,38 @@ def test_a_pipe_in_place_of_the_file_is_an_error(tmp_path: Path) -> None:
     for read in (keep_rows, has_validation):
         with pytest.raises(UserError, match=r"cannot read .*metrics.jsonl: not a regular file but a pipe: rename or"):
             read(tmp_path / "metrics.jsonl", 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "steps", "message"),
+    [
+        (row(1) + row(10) + row(20), [1, 10, 20], ""),
+        (row(1) + row(10) + row(20) + row(11, "b"), [1, 10, 11], ""),
+        (row(1) + row(10)[:-7], [1], ""),  # being written
+        (row(1) + row(10)[:-7] + b"\n\xff\n[1]\n" + row(20), [1, 20], "3 lines are not valid rows and were left out"),
+        (b"", [], ""),
+    ],
+)
+def test_numbers_are_read_by_key(
+    content: bytes, steps: list[int], message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert read_series(path) == {}
+    path.write_bytes(content)
+    series = read_series(path)
+    assert set(series) == ({"loss", "grad_norm"} if steps else set())
+    for each in series.values():
+        assert each.steps.tolist() == steps
+    if steps:
+        assert series["loss"].values.tolist() == [1 / step for step in steps]
+        assert np.isnan(series["grad_norm"].values).all()
+    assert message in caplog.text
+    assert bool(caplog.text) == bool(message)
+
+
+def test_superseded_validations_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(row(10) + validation(10) + row(20) + validation(20) + row(11) + validation(10))
+    series = read_series(path)
+    assert series["loss"].steps.tolist() == [10, 11]
+    assert series["validation/loss"].steps.tolist() == [10]

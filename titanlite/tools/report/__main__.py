@@ -1,0 +1,79 @@
+"""Command: write a report of runs, one HTML file with charts."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from titanlite.runtime.errors import UsageError, UserError
+from titanlite.tools.command import read_options, run_command
+from titanlite.tools.report.charts import Drawing, charts_of
+from titanlite.tools.report.page import FIRST_LINE, page
+from titanlite.tools.report.runs import read_runs
+
+
+@dataclass(frozen=True)
+class Options:
+    """Write a report of one or several runs: one HTML file with charts, which loads nothing from the network."""
+
+    runs: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]],
+        tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="(required)"),
+    ]
+    """dump folders of runs, also of runs in progress"""
+    out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("report.html")
+    """HTML file to write; an earlier report is replaced"""
+    png: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """also write each chart as a PNG file into this folder"""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Write the report. Raises UserError."""
+    options = read_options(Options, argv, "report")
+    if not options.runs:
+        raise UsageError("RUN is missing (dump folders of runs)\nsee titanlite report --help")
+    require_report_or_new(options.out)
+    runs = read_runs(options.runs)
+    charts = charts_of(runs)
+    drawing = Drawing(runs)
+    created = f"{datetime.now():%Y-%m-%d %H:%M}"
+    text = page(runs, charts, [drawing.svg(chart) for chart in charts], created)
+    try:
+        temporary = options.out.with_name(f"{options.out.name}.incomplete-{os.getpid()}")
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_text(text, encoding="utf-8", errors="replace")
+            os.replace(temporary, options.out)
+        finally:
+            temporary.unlink(missing_ok=True)
+        if options.png is not None:
+            options.png.mkdir(parents=True, exist_ok=True)
+            for chart in charts:
+                drawing.png(chart, options.png / f"{chart.key}.png")
+    except OSError as error:
+        where = error.filename2 or error.filename or options.out
+        raise UserError(f"cannot write {where}: {error.strerror or error}; fix this, or choose another path") from None
+    print(f"Report: {options.out} ({len(text.encode(errors='replace')) / 1000:,.0f} kB)")
+    if options.png is not None:
+        print(f"Charts: {len(charts)} PNG files in {options.png}")
+
+
+def require_report_or_new(path: Path) -> None:
+    """Raise UserError if another file than a report is at `path`."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            is_report = file.read(len(FIRST_LINE)) == FIRST_LINE
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError):
+        is_report = False
+    if not is_report:
+        raise UserError(f"{path} exists and is not a report, so it is not overwritten: choose another --out")
+
+
+if __name__ == "__main__":
+    run_command(main)

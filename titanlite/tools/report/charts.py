@@ -1,0 +1,342 @@
+"""Charts of a report, drawn by matplotlib without a display: SVG with the page's colors, or PNG."""
+
+import io
+import math
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from titanlite.metrics.history import Series
+from titanlite.runtime.errors import UserError
+from titanlite.tools.report.runs import Kind, RunFiles
+
+COLORS = ("#2f6fb0", "#c2601a", "#2a8758", "#8b4fa6", "#b83a3f", "#7c6a1d", "#1d7f8c", "#6d7480")
+"""Of runs or keys, in this order; then again with other dashes."""
+DARK_COLORS = ("#6ba6e6", "#f0945a", "#5cc08c", "#c08ae0", "#f0797e", "#c9b45a", "#56bfce", "#a3abb8")
+DASHES = ("-", "--", ":")
+INK, MUTED, GRID = "#3c4149", "#7b828d", "#e3e6ea"
+MARKS: Mapping[Kind, tuple[str, str]] = {
+    "restart": ("|", "#4c5667"),
+    "mesh change": ("D", "#7a35b8"),
+    "skipped steps": ("x", "#d07a00"),
+    "fault": ("X", "#d01f2e"),
+}
+"""Kind -> marker of matplotlib, and color."""
+
+BUCKETS = 400
+"""Of the steps of a curve; each keeps its lowest and its highest value, so that spikes stay visible."""
+MIN_SMOOTHED = 100
+"""Values from which a noisy curve has a running mean, over 1/WINDOWS of them."""
+WINDOWS = 50
+LOG_RATIO = 20
+"""Ratio of the largest to the smallest value from which a chart of losses or norms has a logarithmic scale."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line. number: decides its color. dots: few values, such as validations, drawn with markers and dashes."""
+
+    label: str
+    number: int
+    series: Series
+    dots: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart over the steps. key: name of its file. scale: "log" is used only for a large range of positive values;
+    "zero" begins at 0. limits: horizontal lines, number of a run -> value."""
+
+    key: str
+    title: str
+    curves: Sequence[Curve]
+    scale: str = "zero"
+    note: str = ""
+    smooth: bool = False
+    wide: bool = False
+    limits: Mapping[int, float] | None = None
+
+
+def charts_of(runs: Sequence[RunFiles]) -> list[Chart]:
+    """The charts for which at least one run has numbers."""
+    is_one = len(runs) == 1
+    losses = _curves(runs, "loss", "training" if is_one else "")
+    validations = [
+        Curve("validation" if is_one else f"{run.name}, validation", int(is_one) or number, each, dots=True)
+        for number, run in enumerate(runs)
+        if (each := run.series.get("validation/loss"))
+    ]
+    norms = _curves(runs, "grad_norm")
+    limits = {number: run.config.get("training.max_norm") for number, run in enumerate(runs)}
+    note = "before clipping; dashed: training.max_norm"
+    shown = {number: limit for number, limit in limits.items() if isinstance(limit, int | float) and limit > 0}
+    charts = [
+        Chart("loss", "Loss", [*losses, *validations], "log", smooth=True, wide=True, note="cross-entropy per token"),
+        Chart("grad_norm", "Gradient norm", norms, "log", note, smooth=True, limits=shown),
+        Chart("lr", "Learning rate", _curves(runs, "lr")),
+        Chart("tokens_per_second", "Tokens per second", _curves(runs, "tokens_per_second"), note="all ranks"),
+        Chart("data_wait", "Waiting for data", _data_wait(runs), note="% of the step time, slowest rank"),
+        Chart("memory", "Peak memory", _curves(runs, "memory_gib"), note="GiB so far, rank with the most"),
+        Chart("mfu", "Model FLOP/s utilization", _curves(runs, "mfu"), note="fraction of the devices' peak"),
+        *_by_source(runs, "loss/", "Training loss"),
+        *_by_source(runs, "validation/loss/", "Validation loss"),
+    ]
+    return [chart for chart in charts if chart.curves]
+
+
+def _curves(runs: Sequence[RunFiles], key: str, label: str = "") -> list[Curve]:
+    return [Curve(label or run.name, n, run.series[key]) for n, run in enumerate(runs) if key in run.series]
+
+
+def _data_wait(runs: Sequence[RunFiles]) -> list[Curve]:
+    curves = []
+    for number, run in enumerate(runs):
+        waits, times = run.series.get("data_time_s"), run.series.get("step_time_s")
+        if waits and times and len(waits.steps) == len(times.steps):
+            with np.errstate(all="ignore"):
+                curves.append(Curve(run.name, number, Series(waits.steps, 100 * waits.values / times.values)))
+    return curves
+
+
+def _by_source(runs: Sequence[RunFiles], prefix: str, title: str) -> list[Chart]:
+    """One chart with all sources of one run; with several runs, one chart per source."""
+    keys = list(dict.fromkeys(key for run in runs for key in run.series if key.startswith(prefix)))
+    name = prefix.strip("/").replace("/", "_")
+    dots = prefix.startswith("validation")
+    if len(runs) == 1:
+        curves = [Curve(key.removeprefix(prefix), n, runs[0].series[key], dots) for n, key in enumerate(keys)]
+        return [Chart(f"{name}_by_source", f"{title} by source", curves, "log", smooth=True)]
+    return [
+        Chart(
+            f"{name}_source_{number}",
+            f"{title} of {key.removeprefix(prefix)}",
+            [Curve(run.name, n, run.series[key], dots) for n, run in enumerate(runs) if key in run.series],
+            "log",
+            smooth=True,
+        )
+        for number, key in enumerate(keys)
+    ]
+
+
+def thinned(series: Series) -> Series:
+    """The lowest and the highest finite value of each of BUCKETS ranges of steps, and NaN where a range has none."""
+    steps, values = series.steps, np.where(np.isfinite(series.values), series.values, np.nan)
+    if len(steps) > 2 * BUCKETS:
+        first, span = steps[0], steps[-1] - steps[0] + 1
+        buckets = ((steps - first) * (BUCKETS / span)).astype(np.int64)
+        begins = np.flatnonzero(np.diff(buckets, prepend=-1)).tolist()
+        ends = [*begins[1:], len(steps)]
+        kept = sorted({row for begin, end in zip(begins, ends, strict=True) for row in _extremes(values, begin, end)})
+        steps, values = steps[kept], values[kept]
+    return Series(steps, values)
+
+
+def _extremes(values: npt.NDArray[np.float64], begin: int, end: int) -> tuple[int, ...]:
+    part = values[begin:end]
+    if np.isnan(part).all():
+        return (begin,)
+    return begin + int(np.nanargmin(part)), begin + int(np.nanargmax(part))
+
+
+def running_mean(series: Series) -> Series:
+    """The mean over len / WINDOWS values around each one, without values that are not finite."""
+    finite = np.isfinite(series.values)
+    half = max(len(finite) // WINDOWS // 2, 1)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, series.values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    rows = np.arange(len(finite))
+    begins, ends = np.maximum(rows - half, 0), np.minimum(rows + half + 1, len(finite))
+    with np.errstate(all="ignore"):
+        return Series(series.steps, (sums[ends] - sums[begins]) / (counts[ends] - counts[begins]))
+
+
+class Drawing:
+    """matplotlib, for charts over the same steps. Raises UserError if it is not installed."""
+
+    def __init__(self, runs: Sequence[RunFiles]) -> None:
+        try:
+            import matplotlib  # slow to import, and an extra
+            import matplotlib.figure
+            import matplotlib.ticker
+        except ImportError:
+            raise UserError("a report needs matplotlib: pip install 'titanlite[report]'") from None
+        self._matplotlib: Any = matplotlib
+        self._runs = runs
+        self._steps = max((run.last_step for run in runs), default=1)
+
+    def svg(self, chart: Chart) -> str:
+        """An <svg> element for the page: without sizes, names and metadata, with the variables of its colors."""
+        file = io.StringIO()
+        self._save(chart, file, "svg")
+        text = file.getvalue()
+        text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+        text = re.sub(r' (?:xmlns|xmlns:xlink|version)="[^"]*"', "", text)
+        text = re.sub(r'<svg width="[^"]*" height="[^"]*"|<svg height="[^"]*"', '<svg role="img"', text, count=1)
+        text = re.sub(r'<g id="[^"]*"', "<g", text)
+        text = re.sub(r'="[^"]*"', lambda value: re.sub(r"(\d\.\d\d)\d+", r"\1", value[0]), text)
+        text = re.sub(r"font-family: [^;]*; ", "", text)
+        return re.sub(r"#[0-9a-f]{6}", lambda color: VARIABLES.get(color[0], color[0]), text)
+
+    def png(self, chart: Chart, path: Path) -> None:
+        """Write a PNG with its title. Raises OSError."""
+        self._save(chart, path, "png")
+
+    def _save(self, chart: Chart, target: io.StringIO | Path, kind: str) -> None:
+        settings: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": chart.key, "text.parse_math": False}
+        settings |= {"font.size": 8, "axes.linewidth": 0.6, "xtick.major.width": 0.6, "ytick.major.width": 0.6}
+        settings |= {"text.color": INK, "axes.labelcolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED}
+        settings |= {"axes.edgecolor": MUTED, "axes.spines.top": False, "axes.spines.right": False}
+        with self._matplotlib.rc_context(settings), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing from")  # of a name; the browser has the glyph
+            figure = self._figure(chart, has_title=kind == "png")
+            options = {"metadata": dict.fromkeys(("Date", "Creator", "Format", "Type"))} if kind == "svg" else {}
+            figure.savefig(target, format=kind, dpi=160, transparent=kind == "svg", **options)
+
+    def _figure(self, chart: Chart, *, has_title: bool) -> Any:
+        marked = [run for run in self._runs if run.events] if chart.wide else []
+        strip = 0.16 * len(marked) + 0.1 * bool(marked)
+        height = (3.1 if chart.wide else 2.1) + strip + 0.2 * has_title
+        figure = self._matplotlib.figure.Figure((10 if chart.wide else 4.9, height), layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.02, h_pad=0.02, hspace=0.0)
+        rows = figure.subplots(
+            1 + bool(marked),
+            squeeze=False,
+            sharex=True,
+            gridspec_kw={"height_ratios": [height - strip, strip][: 1 + bool(marked)]},
+        )
+        axes = rows[0, 0]
+        axes.set_xlim(0, self._steps)
+        axes.grid(color=GRID, linewidth=0.6)
+        axes.set_axisbelow(True)
+        for curve in chart.curves:
+            self._draw(axes, curve, smooth=chart.smooth)
+        for number, limit in (chart.limits or {}).items():
+            axes.axhline(limit, color=_color(number), linewidth=0.8, linestyle=(0, (4, 3)))
+        if len(self._runs) == 1:
+            for event in self._runs[0].events:
+                if event.kind != "skipped steps":
+                    axes.axvline(event.step, color=MARKS[event.kind][1], linewidth=0.7, alpha=0.6)
+        self._scale(axes, chart)
+        if marked:
+            axes.tick_params(axis="x", length=0, labelbottom=False)
+            self._draw_strip(rows[1, 0], marked)
+        rows[-1, 0].set_xlabel("step", labelpad=1)
+        # The page has the colors of the runs in its summary; a PNG stands alone.
+        if chart.wide or has_title or len(self._runs) == 1:
+            self._legend(axes, chart)
+        if has_title:
+            figure.suptitle(f"{chart.title}{f' ({chart.note})' * bool(chart.note)}", x=0.01, ha="left", fontsize=9)
+        return figure
+
+    def _draw(self, axes: Any, curve: Curve, *, smooth: bool) -> None:
+        style: dict[str, Any] = {"color": _color(curve.number), "linestyle": _dashes(curve.number)}
+        has_mean = smooth and not curve.dots and len(curve.series.steps) >= MIN_SMOOTHED
+        points = thinned(curve.series)
+        if curve.dots:
+            size = 3 if len(points.steps) <= 60 else 0
+            style |= {"linestyle": (0, (4, 2)), "marker": "o", "markersize": size, "clip_on": False}
+        elif len(points.steps) == 1:
+            style |= {"marker": "o", "markersize": 3}
+        axes.plot(
+            points.steps, points.values, linewidth=0.8 if has_mean else 1.2, alpha=0.3 if has_mean else 1, **style
+        )
+        if has_mean:
+            mean = thinned(running_mean(curve.series))
+            axes.plot(mean.steps, mean.values, linewidth=1.4, **style)
+
+    def _scale(self, axes: Any, chart: Chart) -> None:
+        values = np.concatenate([curve.series.values for curve in chart.curves])
+        values = values[np.isfinite(values)]
+        ticker = self._matplotlib.ticker
+        lowest, highest = (values.min(), values.max()) if len(values) else (0.0, 1.0)
+        if chart.scale == "log" and lowest > 0 and highest / lowest > LOG_RATIO:
+            axes.set_yscale("log")
+            subs = (1.0,) if highest / lowest > 1000 else (1.0, 2.0, 5.0)
+            axes.yaxis.set_major_locator(ticker.LogLocator(subs=subs, numticks=8))
+            axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+        elif chart.scale == "zero":
+            axes.set_ylim(0, 1.08 * highest if highest > 0 else 1)
+        axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: number_text(value)))
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(10 if chart.wide else 5, integer=True, steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: number_text(value)))
+
+    def _draw_strip(self, axes: Any, marked: Sequence[RunFiles]) -> None:
+        """A row per run with a symbol per event."""
+        for row, run in enumerate(marked):
+            for kind, (marker, color) in MARKS.items():
+                pixels = {
+                    event.step * 2 * BUCKETS // max(self._steps, 1): event.step
+                    for event in run.events
+                    if event.kind == kind
+                }
+                if not pixels:
+                    continue  # an empty line that is not clipped would widen the margins
+                size = 9 if marker == "|" else 4.5  # a restart stays visible below a fault of the same step
+                options = {"color": color, "marker": marker, "markersize": size, "linestyle": "", "clip_on": False}
+                axes.plot(list(pixels.values()), [row] * len(pixels), **options)
+        axes.set_ylim(len(marked) - 0.4, -0.6)
+        names = ["events"] if len(self._runs) == 1 else [shortened(run.name, 16) for run in marked]
+        axes.set_yticks(range(len(marked)), names, fontsize=7)
+        axes.tick_params(axis="y", length=0)
+        axes.spines["left"].set_visible(False)
+
+    def _legend(self, axes: Any, chart: Chart) -> None:
+        if len(chart.curves) < 2:
+            return
+        lines = self._matplotlib.lines
+        handles, labels = [], []
+        for curve in chart.curves:
+            dashes = (0, (4, 2)) if curve.dots else _dashes(curve.number)
+            if curve.dots and len(self._runs) > 1 and chart.wide:
+                continue  # below, once for all runs
+            handles.append(lines.Line2D([], [], color=_color(curve.number), linestyle=dashes, linewidth=1.4))
+            labels.append(shortened(curve.label, 40 if chart.wide else 24))
+        if chart.wide and len(self._runs) > 1 and any(curve.dots for curve in chart.curves):
+            handles.append(lines.Line2D([], [], color=MUTED, linestyle=(0, (4, 2)), marker="o", markersize=3))
+            labels.append("validation")
+        longest = max(map(len, labels)) + 6
+        axes.legend(
+            handles,
+            # a leading underscore would hide the label
+            [f"\u200b{label}" if label.startswith("_") else label for label in labels],
+            loc="lower left",
+            bbox_to_anchor=(0, 1),
+            ncols=max((130 if chart.wide else 62) // longest, 1),
+            frameon=False,
+            borderaxespad=0.2,
+            borderpad=0.2,
+            handlelength=1.8,
+        )
+
+
+def _color(number: int) -> str:
+    return COLORS[number % len(COLORS)]
+
+
+def _dashes(number: int) -> str:
+    return DASHES[number // len(COLORS) % len(DASHES)]
+
+
+def number_text(value: float) -> str:
+    """A short number: 0.0015, 3e-05, 1,250, 120k, 1.5M, 2.1T."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= max(size, 1e4):
+            return f"{value / size:,.4g}{letter}"
+    return f"{value:,.0f}" if abs(value) >= 1000 and math.isclose(value, round(value)) else f"{value:.4g}"
+
+
+def shortened(text: str, length: int) -> str:
+    """The text, without its middle if it is longer."""
+    return text if len(text) <= length else f"{text[: length // 2 - 1]}…{text[-(length - length // 2) :]}"
+
+
+VARIABLES = {color: f"var(--c{number})" for number, color in enumerate(COLORS)}
+VARIABLES |= {color: f"var(--m{number})" for number, (_, color) in enumerate(MARKS.values())}
+VARIABLES |= {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)"}
+"""Color -> the variable of the page's style that replaces it in SVG."""

@@ -1,0 +1,236 @@
+"""The files of a run that a report shows, also of a run in progress."""
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+
+from titanlite.config.load import CONFIG_COPY
+from titanlite.metrics.config import METRICS_FILE
+from titanlite.metrics.history import Series, read_series
+from titanlite.metrics.starts import Started, read_starts
+from titanlite.runtime.errors import UsageError, UserError
+from titanlite.runtime.files import open_regular
+from titanlite.runtime.json_files import JsonError, parse_json
+from titanlite.runtime.logging import log
+from titanlite.runtime.positions import FAULTS_FOLDER
+
+SAMPLES_FILE = "samples.jsonl"
+
+Kind = Literal["restart", "mesh change", "skipped steps", "fault"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened at a step. text: what, in one line."""
+
+    kind: Kind
+    step: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Seconds from the first start to the last row of metrics.jsonl, by use.
+
+    steps: of the steps that the run kept. other: start-up, saves between log lines, steps that were lost, time between
+    starts.
+    """
+
+    steps: float
+    validation: float
+    other: float
+
+
+class Sample(TypedDict):
+    """A line of samples.jsonl: text that the model generated after a step."""
+
+    step: int
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """A run. name: distinguishes it from the other runs of the report. config: by full key; {} if unknown."""
+
+    name: str
+    folder: Path
+    series: Mapping[str, Series]
+    starts: Sequence[Started]
+    events: Sequence[Event]
+    goodput: Goodput | None
+    samples: Sequence[Sample]
+    config_text: str
+    config: Mapping[str, Any]
+
+    @property
+    def last_step(self) -> int:
+        """The last logged step; 0 before the first one."""
+        return max((int(series.steps[-1]) for series in self.series.values()), default=0)
+
+
+def read_runs(folders: Sequence[Path]) -> list[RunFiles]:
+    """Read the runs. Raises UserError."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"{folder} is not a folder: pass the dump folder of a run")
+        if not (folder / METRICS_FILE).exists() and not (folder / CONFIG_COPY).exists():
+            raise UserError(f"{folder} has neither {METRICS_FILE} nor {CONFIG_COPY}: pass the dump folder of a run")
+    return [_read_run(name, folder) for name, folder in zip(distinct_names(folders), folders, strict=True)]
+
+
+def distinct_names(folders: Sequence[Path]) -> list[str]:
+    """The last parts of each path, as many as distinguish it from the others. Raises UsageError for equal folders."""
+    paths = [Path(os.path.realpath(folder)) for folder in folders]
+    if twice := next((folder for folder, path in zip(folders, paths, strict=True) if paths.count(path) > 1), None):
+        raise UsageError(f"{twice} is given twice: pass each run once")
+    counts = [1] * len(paths)
+    while True:
+        names = ["/".join(path.parts[-count:]) for path, count in zip(paths, counts, strict=True)]
+        if len(set(names)) == len(names):
+            return ["".join(char if char.isprintable() else "\ufffd" for char in name) for name in names]
+        counts = [count + (names.count(name) > 1) for name, count in zip(names, counts, strict=True)]
+
+
+def _read_run(name: str, folder: Path) -> RunFiles:
+    series = read_series(folder / METRICS_FILE)
+    try:
+        starts = read_starts(folder)
+        samples = _read_samples(folder / SAMPLES_FILE)
+        ended = (folder / METRICS_FILE).stat().st_mtime if series else 0.0
+        faults = sorted(path.name for path in (folder / FAULTS_FOLDER).glob("*")) if starts else []
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename or folder}: {error.strerror or error}") from None
+    config_text, config = _read_config(folder / CONFIG_COPY)
+    last_step = max((int(each.steps[-1]) for each in series.values()), default=0)
+    events = [*_events_of_starts(starts), *_skipped(series), *_faults(faults, starts, last_step)]
+    return RunFiles(
+        name,
+        folder,
+        series,
+        starts,
+        sorted(events, key=lambda event: event.step),
+        _goodput(series, starts, ended),
+        samples,
+        config_text,
+        config,
+    )
+
+
+def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
+    """The text of config.toml, and its values by full key. Of any version, so it is not parsed as a configuration."""
+    try:
+        with open_regular(path) as file:
+            text = file.read().decode()
+        return text, dict(_flat(tomllib.loads(text)))
+    except FileNotFoundError:
+        return "", {}
+    except (OSError, ValueError, RecursionError) as error:
+        log.warning("%s cannot be read: %s; the report has no configuration of this run", path, error)
+        return "", {}
+
+
+def _flat(value: Any, key: str = "") -> list[tuple[str, Any]]:
+    """(full key, value) of all keys, as on the command line."""
+    if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+        value = {str(index): row for index, row in enumerate(value)}
+    if not isinstance(value, dict):
+        return [(key, value)]
+    return [pair for name, inner in value.items() for pair in _flat(inner, f"{key}.{name}" if key else name)]
+
+
+def _read_samples(path: Path) -> list[Sample]:
+    """The samples by step. A later sample of the same step and prompt replaces an earlier one. Raises OSError."""
+    try:
+        with open_regular(path) as file:
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return []
+    found: dict[tuple[str, int], Sample] = {}
+    for line in lines:
+        try:
+            sample: Sample = parse_json(line, Sample)
+        except JsonError:
+            continue
+        sample = {key: sample[key] for key in Sample.__annotations__}  # type: ignore[literal-required, assignment]
+        found[sample["prompt"], sample["step"]] = sample
+    return sorted(found.values(), key=lambda sample: sample["step"])
+
+
+def mesh_text(mesh: Mapping[str, int]) -> str:
+    """The axes with more than one rank, such as `dp_shard 2, tp 2`."""
+    return ", ".join(f"{axis} {degree}" for axis, degree in mesh.items() if degree > 1) or "one process"
+
+
+def _events_of_starts(starts: Sequence[Started]) -> list[Event]:
+    events = []
+    for before, start in pairwise(starts):
+        text = f"resumed from step {start.step:,}, {start.moment:%Y-%m-%d %H:%M:%S}"
+        if start.mesh == before.mesh:
+            events.append(Event("restart", start.step, text))
+        else:
+            text = f"{text}; {mesh_text(before.mesh)} → {mesh_text(start.mesh)}"
+            events.append(Event("mesh change", start.step, text))
+    return events
+
+
+def _skipped(series: Mapping[str, Series]) -> list[Event]:
+    """An event per row at which the count of skipped steps has grown."""
+    if "skipped_steps" not in series:
+        return []
+    counts = series["skipped_steps"]
+    before = np.concatenate([[0], counts.values[:-1]])
+    events = []
+    for row in np.flatnonzero(counts.values > before):
+        count, step = int(counts.values[row] - before[row]), int(counts.steps[row])
+        since = int(counts.steps[row - 1]) + 1 if row else 1
+        text = f"step {step:,}" if since == step else f"{count:,} of the steps {since:,} to {step:,}"
+        events.append(Event("skipped steps", step, f"{text} skipped"))
+    return events
+
+
+def _faults(names: Sequence[str], starts: Sequence[Started], last_step: int) -> list[Event]:
+    """Folders of stacks, at the step from which the run resumed afterwards; without a later start, at the last row."""
+    events = []
+    for name in names:
+        try:
+            moment = datetime.strptime(name, "%Y%m%d-%H%M%S").astimezone()  # the folder's name is in local time
+        except ValueError:
+            continue  # a snapshot of the allocator
+        step = next((start.step for start in starts if start.moment > moment), last_step)
+        events.append(Event("fault", step, f"a rank ended or hung, {moment:%Y-%m-%d %H:%M:%S}: {FAULTS_FOLDER}/{name}"))
+    return events
+
+
+def _goodput(series: Mapping[str, Series], starts: Sequence[Started], ended: float) -> Goodput | None:
+    """ended: when the last row was written, in Unix seconds. None if unknown."""
+    if not starts or "step_time_s" not in series:
+        return None
+    first = starts[0]
+    times = series["step_time_s"]
+    steps = np.diff(np.maximum(times.steps, first.step), prepend=first.step)
+    in_steps = float(np.dot(steps, np.nan_to_num(times.values)))
+    validations = series.get("validation/time_s")
+    validation = float(validations.values[validations.steps > first.step].sum()) if validations else 0.0
+    total = ended - first.moment.timestamp()
+    other = total - in_steps - validation
+    # starts.jsonl has full seconds. A copy of metrics.jsonl may have the time of the copying.
+    return Goodput(in_steps, validation, max(other, 0.0)) if other > -1 - 0.01 * total else None
+
+
+def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Keys whose values differ, or that some configurations lack, except job.dump_folder."""
+    keys = dict.fromkeys(key for config in configs for key in config)
+    return [
+        key
+        for key in keys
+        if key != "job.dump_folder" and len({json.dumps(config.get(key), default=str) for config in configs}) > 1
+    ]
