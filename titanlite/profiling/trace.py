@@ -48,7 +48,8 @@ class Profiling:
             self._trace.end_step()
         if self._section.place(step) == self._section.last:
             if self._trace is not None:
-                self._write(TRACES_FOLDER, step, "json.gz", self._trace.write)
+                self._trace.stop()
+                self._write(TRACES_FOLDER, step, "json.gz", self._trace.profiler.export_chrome_trace)
                 self._trace = None
             if self._snapshots:
                 self._write(SNAPSHOTS_FOLDER, step, "pickle", torch.cuda.memory._dump_snapshot)
@@ -109,8 +110,3 @@ class Trace:
         if not self._is_recording:
             self.profiler.start_trace()  # the profiler cannot stop in its warm-up
         self.profiler.stop_trace()
-
-    def write(self, path: str) -> None:
-        """End the recording, and write it in Chrome's format, compressed if the name ends with .gz."""
-        self.stop()
-        self.profiler.export_chrome_trace(path)

@@ -187,13 +187,12 @@ def measure(config: JobConfig, run: Run, options: Options, failure: FailureRepor
         elapsed_s, worked_s = perf_counter() - start, thread_time() - worked_s
         waited_s = run.loader.wait_s - waited_s
     failure.enter(run.trainer.step, "writing the trace")
+    trace.stop()
     path = None
     if rank in config.profiling.ranks:
         path = output_file(Path(config.job.dump_folder), TRACES_FOLDER, run.trainer.step, rank, "json.gz")
         path.parent.mkdir(parents=True, exist_ok=True)
-        trace.write(str(path))
-    else:
-        trace.stop()
+        trace.profiler.export_chrome_trace(str(path))
     on_device = device.type == "cuda"
     events = host_events(trace.profiler.events() or ())
     # On a device, the kernels of a collective run until all ranks have reached it.
