@@ -181,8 +181,7 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
                     assert checkpoints is not None, "signals stop a run without checkpoints at once"
                     checkpoints.stop_after(step, requested)
                     stops = True
-            failure.enter(step, "profiling")
-            run.profiling.after_step(step)
+            run.profiling.after_step(step, failure)
             if last:
                 return record
             if stops:

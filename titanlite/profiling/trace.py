@@ -8,6 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from titanlite.profiling.config import SNAPSHOTS_FOLDER, TRACES_FOLDER, ProfilingConfig
+from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.logging import log
 
 MAX_ALLOCATIONS = 100_000
@@ -42,11 +43,12 @@ class Profiling:
         if self._trace is not None and place > self._section.wait + self._section.warmup:
             self._trace.start_step(step)
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int, failure: FailureReport) -> None:
         """Write what is due after this step, and begin what is due at the next one."""
         if self._trace is not None:
             self._trace.end_step()
-        if self._section.place(step) == self._section.last:
+        if (self._trace is not None or self._snapshots) and self._section.place(step) == self._section.last:
+            failure.enter(step, "profiling")
             if self._trace is not None:
                 self._trace.stop()
                 self._write(TRACES_FOLDER, step, "json.gz", self._trace.profiler.export_chrome_trace)
@@ -56,12 +58,11 @@ class Profiling:
         self.start(step + 1)
 
     def close(self) -> None:
-        """Stop recording. A trace that is not complete is dropped."""
+        """Stop tracing; a trace that is not complete is dropped. Recorded allocations stay, for the snapshot that is
+        written if the memory has run out."""
         if self._trace is not None:
             self._trace.stop()
             self._trace = None
-        if self._snapshots:
-            torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write(self, folder: str, step: int, suffix: str, write: Callable[[str], object]) -> None:
         """Write a file of this rank. A full disk costs the file, not the run."""

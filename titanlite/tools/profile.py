@@ -219,7 +219,7 @@ def take_step(run: Run, failure: FailureReport) -> None:
     failure.enter(trainer.step + 1, "forward, backward and update")
     stats = trainer.train_step(batches)
     run.meter.update(trainer.step, stats, lr=trainer.schedule(trainer.step), data_wait_s=loader.wait_s, bad_rows=0)
-    run.profiling.after_step(trainer.step)
+    run.profiling.after_step(trainer.step, failure)
     if any(run.data_end.after_step()):
         raise UserError(
             f"the data is exhausted after step {trainer.step} of the profile: give fewer --steps, or increase epochs"
