@@ -191,8 +191,11 @@ def measure(config: JobConfig, run: Run, options: Options, failure: FailureRepor
     path = None
     if rank in config.profiling.ranks:
         path = output_file(Path(config.job.dump_folder), TRACES_FOLDER, run.trainer.step, rank, "json.gz")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        trace.profiler.export_chrome_trace(str(path))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            trace.profiler.export_chrome_trace(str(path))
+        except OSError as error:
+            raise cannot_write(path, error) from error
     on_device = device.type == "cuda"
     events = host_events(trace.profiler.events() or ())
     # On a device, the kernels of a collective run until all ranks have reached it.
