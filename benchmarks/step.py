@@ -13,7 +13,6 @@ the trainer waits for text that is tokenized and packed while it trains.
 import gc
 import math
 import os
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
@@ -52,6 +51,7 @@ from titanlite.models.attention import attention_dtype
 from titanlite.models.init import init_parameters_
 from titanlite.models.registry import resolve_model
 from titanlite.precision import DTYPES
+from titanlite.profiling.breakdown import CAUSES, cause_of, host_events, time_by_cause
 from titanlite.runtime.garbage import PacedGarbageCollection
 from titanlite.runtime.launch import run_ranks
 from titanlite.trainer import Trainer
@@ -64,19 +64,6 @@ BARE: dict[Layout, tuple[str, ...]] = {
     "pp": ("",),
 }
 """The bare loops of a layout; "": none exists."""
-CAUSES = {
-    "matrix products": r"aten::(add|b|badd)?mm_?$",
-    "attention": r"aten::_scaled_dot_product",
-    "optimizer": r"aten::_fused_adamw",
-    "communication": r"c10d|_c10d_functional|fsdp::",
-    "rest": r"(?!aten::)|aten::(new_)?empty|aten::(_?unsafe_)?(view|reshape|split|chunk|select|slice|narrow)"
-    r"|aten::(t|transpose|as_strided|expand|permute|detach|alias|unbind|flatten|(un)?squeeze|linear|matmul)$",
-    "copies": r"aten::(.*copy|clone|cat|stack|contiguous|to|_to|zeros?|fill|index|gather|scatter|embedding)",
-    "reductions": r"aten::(sum|mean|amax|max|all|any|.*norm)",
-    "pointwise": r"aten::",
-}
-"""Cause -> pattern of the operations; the first one that matches counts."""
-
 NextStep = Callable[[], list[Batch]]
 """Returns the batches of the next step."""
 
@@ -150,16 +137,8 @@ def profiled(step: Callable[[], object]) -> tuple[list[FunctionEvent], dict[str,
         begin, worked = perf_counter(), thread_time()
         step()
         worked, elapsed = thread_time() - worked, perf_counter() - begin
-    events = list(profiler.events() or ())
-    seconds = dict.fromkeys(CAUSES, 0.0)
-    for event in events:
-        cause = next(cause for cause, pattern in CAUSES.items() if re.match(pattern, event.name))
-        seconds[cause] += event.self_cpu_time_total / 1e6
-    del seconds["rest"]
-    left = elapsed - sum(seconds.values())
-    waited = max(0.0, min(left, elapsed - worked))
-    seconds["communication"] += waited
-    seconds["rest"] = left - waited
+    events = host_events(profiler.events() or ())
+    seconds = time_by_cause(events, elapsed, elapsed - worked)
     return events, {"profiled step (ms)": 1000 * elapsed} | {cause: value / elapsed for cause, value in seconds.items()}
 
 
@@ -168,12 +147,12 @@ def kernels(events: Sequence[FunctionEvent], dtype: torch.dtype) -> tuple[int, C
     flops, calls = 0, list[Callable[[], object]]()
     for event in events:
         shapes: Any = [shape for shape in event.input_shapes if shape]
-        if re.match(CAUSES["matrix products"], event.name):
+        if cause_of(event.name) == "matrix products":
             left, right = shapes[1:3] if "add" in event.name else shapes[:2]
             operands = [torch.randn(shape, dtype=dtype) for shape in (left, right)]
             calls.append(partial(torch.matmul, *operands, out=torch.matmul(*operands)))
             flops += 2 * math.prod(left) * right[-1]
-        elif re.match(CAUSES["attention"], event.name) and "backward" not in event.name:
+        elif cause_of(event.name) == "attention" and "backward" not in event.name:
             wide = attention_dtype("cpu", dtype)
             inputs = [torch.randn(shape, dtype=wide, requires_grad=True) for shape in shapes[:3]]
             calls.append(partial(attention, *inputs))

@@ -13,6 +13,7 @@ COMMANDS = {
     "train": ("titanlite.train", "train a model; on several processes: torchrun -m titanlite.train"),
     "parity": ("titanlite.tools.parity", "compare layouts of a configuration with one process"),
     "plan": ("titanlite.tools.plan", "estimate memory, communication and idle time of a layout"),
+    "profile": ("titanlite.tools.profile", "measure where the time of a configuration's steps goes"),
     "convert": ("titanlite.tools.convert", "convert between runs and Hugging Face model folders"),
     "generate": ("titanlite.tools.generate", "generate text with the model of a run"),
     "evaluate": ("titanlite.tools.evaluate", "compute the loss of a run's model on any data"),

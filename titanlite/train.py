@@ -27,6 +27,7 @@ from titanlite.metrics.meter import Record, is_log_step
 from titanlite.metrics.starts import note_start
 from titanlite.planning.batch import agree_on_local_batch_size
 from titanlite.planning.out_of_memory import explained_out_of_memory
+from titanlite.profiling.regions import region
 from titanlite.runtime.agreement import require_equal
 from titanlite.runtime.distributed import World, connect, world_from_environment
 from titanlite.runtime.environment import raise_open_file_limit
@@ -136,7 +137,9 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
     trainer, loader, checkpoints = run.trainer, run.loader, run.checkpoints
     assert trainer.step < config.training.steps, "no step is left to train"
     first_step, has_validated = trainer.step + 1, False
-    with stoppable(run, failure), PacedGarbageCollection(config.training.gc_freq) as garbage:
+    paced = PacedGarbageCollection(config.training.gc_freq)
+    with stoppable(run, failure), closing(run.profiling), paced as garbage:
+        run.profiling.start(first_step)
         run.meter.start()
         while True:
             failure.enter(trainer.step + 1, "waiting for data")
@@ -181,6 +184,7 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
                     assert checkpoints is not None, "signals stop a run without checkpoints at once"
                     checkpoints.stop_after(step, requested)
                     stops = True
+            run.profiling.after_step(step, failure)
             if last:
                 return record
             if stops:
@@ -205,7 +209,8 @@ def next_batches(run: Run, failure: FailureReport) -> list[Batch]:
     Raises DataError if the data is invalid, after all ranks have recorded their data errors of this step in `failure`.
     """
     try:
-        return [on_device(batch, run.trainer.device) for batch in run.loader.next_step()]
+        with region("data"):
+            return [on_device(batch, run.trainer.device) for batch in run.loader.next_step()]
     except DataError as error:
         failure.note_data_error(error)
         wait_for_ranks(run.trainer)

@@ -16,6 +16,7 @@ from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.parallel.clip import NormType, clip_grad_norm_
 from titanlite.parallel.data import set_gradient_sync
 from titanlite.parallel.mesh import GradientSync
+from titanlite.profiling.regions import region
 
 
 @dataclass(kw_only=True, eq=False)
@@ -51,7 +52,8 @@ class Trainer(ModelOnMesh):
         self.step += 1
         self.optimizer.zero_grad()
         self.compute_time.before_collectives()
-        num_valid = self.count_valid_tokens(batches)
+        with region("reduce"):
+            num_valid = self.count_valid_tokens(batches)
         mean_loss = torch.zeros((), dtype=self.accum_dtype, device=self.device)
         row_losses = []
         by_source = torch.zeros(NUM_TOTALS, self.num_sources, dtype=torch.float64, device=self.device)
@@ -62,7 +64,8 @@ class Trainer(ModelOnMesh):
             row_losses.append(shares)
             if self.num_sources > 1:
                 by_source += totals_by_source(shares * num_valid, batch.labels, batch.sources, self.num_sources)
-        grad_norm, shard_norms = clip_grad_norm_(self.model_parts, self.max_norm, self.norm_type, self.pp_group)
+        with region("clip"):
+            grad_norm, shard_norms = clip_grad_norm_(self.model_parts, self.max_norm, self.norm_type, self.pp_group)
         self.before_update()
         self.optimizer.set_lr(self.schedule(self.step))
         ok = (num_valid > 0) & grad_norm.isfinite()
@@ -71,7 +74,8 @@ class Trainer(ModelOnMesh):
             spike_ratio = self.spikes.ratio(self.step, grad_norm)
             if self.spikes.skips:
                 ok &= spike_ratio <= self.spikes.factor
-        self.optimizer.step_if(ok)
+        with region("update"):
+            self.optimizer.step_if(ok)
         return StepStats(
             mean_loss * self.counts_loss,
             grad_norm,
@@ -98,6 +102,8 @@ class Trainer(ModelOnMesh):
         arguments = self.forward_arguments(batch, num_valid)
         if self.pipeline is not None:
             return self.pipeline.forward_backward(batch.tokens, **arguments)
-        shares: Tensor = self.model_parts[0](batch.tokens, **arguments)
-        shares.sum().backward()
+        with region("forward"):
+            shares: Tensor = self.model_parts[0](batch.tokens, **arguments)
+        with region("backward"):
+            shares.sum().backward()
         return shares.detach()

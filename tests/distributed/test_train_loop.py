@@ -69,6 +69,7 @@ def run_of(config: JobConfig, *sinks: RecordSink) -> Run:
         data_end=DataEnd(None, None),
         skipped=Mock(),
         replicas=Mock(),
+        profiling=Mock(),
         ledger=None,
         mesh=mesh,
         checkpoints=None,

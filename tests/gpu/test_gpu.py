@@ -1,5 +1,7 @@
 """On CUDA devices: the quick start, mixed precision and compilation, no host reads, repeats, NCCL layouts."""
 
+import gzip
+import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -89,6 +91,17 @@ def test_repeats_are_bit_identical(tmp_path: Path) -> None:
         run, _ = train(tmp_path / name, "--training.steps", "12", "--debug.deterministic", "true")
         found.append([(row["loss"], row["grad_norm"]) for row in run])
     assert found[0] == found[1]
+
+
+def test_traces_have_kernels_and_snapshots_are_written(tmp_path: Path) -> None:
+    one_step = ("--profiling.wait", "2", "--profiling.warmup", "1", "--profiling.active", "1")
+    both = ("--profiling.enable_trace", "--profiling.enable_memory_snapshot")
+    train(tmp_path, "--training.steps", "5", *both, *one_step)
+    trace = tmp_path / "out" / "traces" / "step-4" / "rank-0.json.gz"
+    categories = {event.get("cat") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+    assert {"kernel", "user_annotation"} <= categories
+    snapshot = tmp_path / "out" / "memory_snapshots" / "step-4" / "rank-0.pickle"
+    assert snapshot.stat().st_size > 0
 
 
 @dataclass(frozen=True)

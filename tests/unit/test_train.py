@@ -35,7 +35,9 @@ STEP = [
 LOG = ["meter.flush", "sinks.write", "skipped.check"]
 SAVE = ["ledger.write", "replicas.after_step", "checkpoints.after_step"]
 VALIDATE = ["validation.is_due", "mesh.set_timeout", "validation.after_step", "mesh.set_timeout"]
-AFTER = [*SAVE, *VALIDATE]
+PROFILE = "profiling.after_step"
+AFTER = [*SAVE, *VALIDATE, PROFILE]
+END = ["profiling.close", "checkpoints.close"]
 
 
 @pytest.fixture
@@ -81,11 +83,11 @@ def test_calls_of_each_step_are_in_order(run: MagicMock) -> None:
     assert record is not None
     assert record.step == 3
     assert events(run) == [
-        *("stop.activate", "meter.start"),
+        *("stop.activate", "profiling.start", "meter.start"),
         *(*STEP, *LOG, "mesh.set_timeout", *AFTER),
         *(*STEP, *AFTER),
         *(*STEP, *LOG, *AFTER),
-        "checkpoints.close",
+        *END,
     ]
     run.garbage.assert_called_once_with(11)
     paced = run.garbage.return_value.__enter__.return_value
@@ -124,7 +126,8 @@ def test_only_the_rank_that_counts_rows_reports_bad_rows(run: MagicMock) -> None
 def test_optional_parts_may_be_absent(run: MagicMock) -> None:
     run.ledger = run.checkpoints = run.validation = None
     assert train(config(steps=1), run, Mock()) is not None
-    assert events(run) == ["meter.start", *STEP, *LOG, "mesh.set_timeout", "replicas.after_step"]
+    parts = ["profiling.start", "meter.start", *STEP, *LOG, "mesh.set_timeout", "replicas.after_step"]
+    assert events(run) == [*parts, PROFILE, "profiling.close"]
 
 
 def test_the_end_of_the_data_is_the_last_step(run: MagicMock) -> None:
@@ -132,27 +135,27 @@ def test_the_end_of_the_data_is_the_last_step(run: MagicMock) -> None:
     record = train(config(), run, Mock())
     assert record is not None
     assert record.step == 2
-    assert events(run)[-11:] == [*LOG, *AFTER, "checkpoints.close"]
+    assert events(run)[-13:] == [*LOG, *AFTER, *END]
     assert run.checkpoints.after_step.call_args.args == (2, True)
 
 
 def test_a_signal_stops_the_loop_after_the_save_without_validation(run: MagicMock) -> None:
     run.checkpoints.after_step.side_effect = [False, True]
     assert train(config(), run, Mock()) is None
-    assert events(run)[-2:] == ["checkpoints.after_step", "checkpoints.close"]
+    assert events(run)[-4:] == ["checkpoints.after_step", PROFILE, *END]
 
 
 def test_a_signal_in_the_last_step_does_not_skip_its_validation(run: MagicMock) -> None:
     run.checkpoints.after_step.return_value = True
     run.validation.after_step.return_value = 15
     assert train(config(steps=1), run, Mock()) is not None
-    assert events(run)[-5:] == [*VALIDATE, "checkpoints.close"]
+    assert events(run)[-7:] == [*VALIDATE, PROFILE, *END]
 
 
 def test_a_signal_during_validation_saves_the_step(run: MagicMock) -> None:
     run.validation.after_step.side_effect = [0, 15]
     assert train(config(), run, Mock()) is None
-    assert events(run)[-6:] == [*VALIDATE, "checkpoints.stop_after", "checkpoints.close"]
+    assert events(run)[-8:] == [*VALIDATE, "checkpoints.stop_after", PROFILE, *END]
     run.checkpoints.stop_after.assert_called_once_with(2, 15)
 
 
@@ -170,7 +173,7 @@ def test_too_many_bad_rows_stop_the_run_at_the_next_log_step(
         with pytest.raises(UserError, match=rf"max_bad_rows = {max_bad_rows}: {logged[-1]} rows were skipped"):
             train(config(10, max_bad_rows, log_freq), run, Mock())
     assert [call.args[0].bad_rows for call in run.sinks.write.call_args_list] == logged
-    assert events(run)[-1] == "checkpoints.close"
+    assert events(run)[-2:] == END
 
 
 def test_a_data_error_is_noted_before_waiting_for_the_ranks(run: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,6 +185,6 @@ def test_a_data_error_is_noted_before_waiting_for_the_ranks(run: MagicMock, monk
     with pytest.raises(DataError):
         train(config(), run, run.failure)
     found = [name for name in events(run) if name != "failure.enter"]
-    assert found[3:] == ["loader.next_step", "failure.note_data_error", "wait_for_ranks", "checkpoints.close"]
+    assert found[4:] == ["loader.next_step", "failure.note_data_error", "wait_for_ranks", *END]
     run.failure.note_data_error.assert_called_once_with(error)
     run.wait_for_ranks.assert_called_once_with(run.trainer)

@@ -49,6 +49,8 @@ from titanlite.planning.check import check_memory, plan_memory
 from titanlite.planning.memory import Memory
 from titanlite.planning.out_of_memory import explained_out_of_memory
 from titanlite.precision import DTYPES
+from titanlite.profiling.config import SNAPSHOTS_FOLDER, TRACES_FOLDER
+from titanlite.profiling.trace import Profiling
 from titanlite.runtime.agreement import DataEnd, require_equal, run_on_all_ranks, run_on_rank_0
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import World, init_process_group
@@ -81,6 +83,7 @@ class Run:
     data_end: DataEnd
     skipped: SkippedSteps
     replicas: Replicas
+    profiling: Profiling
     ledger: Ledger | None
     mesh: Mesh
     checkpoints: Checkpoints | None
@@ -115,6 +118,7 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     log.info(
         "Building %d-D device mesh with %s, %s", len(mesh.degrees), list(mesh.degrees), list(mesh.degrees.values())
     )
+    profiling = Profiling(config.profiling, config.job.dump_folder, world.rank, world.device)
     parts = build_parts(config, mesh)
     memory = plan_memory(config, mesh, parts)
     if memory is not None:
@@ -176,6 +180,7 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
         data_end,
         skipped,
         replicas,
+        profiling,
         ledger,
         mesh,
         checkpoints,
@@ -352,7 +357,7 @@ def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: To
     """
     if not start.resumes:
         outputs = [CONFIG_COPY, TOKENIZER_FOLDER, METRICS_FILE, STARTS_FILE, LEDGER_FOLDER, RECORD_FOLDER]
-        outputs.append(config.metrics.folder)
+        outputs += [TRACES_FOLDER, SNAPSHOTS_FOLDER, config.metrics.folder]
         prepare_dump_folder(config.job.dump_folder, outputs, world.rank)
     else:
         for file in ledger_files(config.job.dump_folder)[world.rank :: world.size]:

@@ -22,6 +22,7 @@ from titanlite.parallel.mesh import ParallelismConfig, check_parallelism, data_d
 from titanlite.parallel.pipeline import check_pipeline, rows_per_batch, splits_backward
 from titanlite.parallel.recompute import check_activation_checkpoint
 from titanlite.precision import check_precision
+from titanlite.profiling.config import check_profiling
 from titanlite.runtime.errors import Problem, check_ranges, require
 
 MAX_NAME_BYTES = 255
@@ -47,6 +48,7 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, checks
             config.checkpoint, device_type, taken=(*OWN_FILES, *PurePath(config.metrics.folder).parts[:1])
         ),
         *check_metrics(config.metrics),
+        *check_profiling(config.profiling, world_size=world_size, device_type=device_type, steps=config.training.steps),
         *check_ranges(config.loss, "loss"),
         *check_ranges(config.faults, "faults"),
         *check_ranges(config.debug, "debug"),

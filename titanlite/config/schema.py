@@ -16,6 +16,7 @@ from titanlite.parallel.compile import CompileConfig
 from titanlite.parallel.mesh import ParallelismConfig
 from titanlite.parallel.recompute import ActivationCheckpointConfig
 from titanlite.precision import DtypeName
+from titanlite.profiling.config import ProfilingConfig
 from titanlite.runtime.determinism import DebugConfig
 from titanlite.runtime.distributed import CommConfig
 from titanlite.runtime.errors import ranged
@@ -90,5 +91,6 @@ class JobConfig:
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     comm: CommConfig = field(default_factory=CommConfig)

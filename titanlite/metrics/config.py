@@ -8,7 +8,10 @@ from titanlite.runtime.job_lock import JOB_LOCK_FILE
 
 METRICS_FILE = "metrics.jsonl"
 STARTS_FILE = "starts.jsonl"
-OWN_FILES = ("config.toml", "tokenizer", METRICS_FILE, STARTS_FILE, JOB_LOCK_FILE, "ledger", "records", "faults")
+OWN_FILES = (
+    *("config.toml", "tokenizer", METRICS_FILE, STARTS_FILE, JOB_LOCK_FILE, "ledger", "records", "faults"),
+    *("traces", "memory_snapshots"),
+)
 """Files that every run writes into job.dump_folder, in addition to the configured folders."""
 
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.models.family import Plan
 from titanlite.parallel.compile import can_split_compiled_backward
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule, ReshardAfterForward
+from titanlite.profiling.regions import Region, in_region
 from titanlite.runtime.errors import Problem, require
 
 
@@ -40,6 +41,15 @@ SCHEDULES: dict[PipelineSchedule, ScheduleShape] = {
     "ZBVZeroBubble": ScheduleShape(2, "v", splits_backward=True),
     "DualPipeV": ScheduleShape(2, "v", splits_backward=True),
 }
+
+
+STAGE_REGIONS: dict[str, Region] = {
+    "forward_one_chunk": "forward",
+    "backward_one_chunk": "backward",
+    "backward_weight_one_chunk": "backward",
+    "perform_reduce_grad": "reduce",
+}
+"""Method of torch's stages -> its name in a trace."""
 
 
 def num_stages(section: ParallelismConfig) -> int:
@@ -334,6 +344,9 @@ class Pipeline:
             )
             for part, index in zip(model_parts, indexes, strict=True)
         ]
+        for stage in stages:
+            for method, name in STAGE_REGIONS.items():
+                setattr(stage, method, in_region(name, getattr(stage, method)))
         self._device = device
         self._parts = dict(zip(indexes, model_parts, strict=True))
         self._owners = stage_owners(section)
