@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,13 +13,14 @@ import torch.distributed as dist
 
 import titanlite
 from titanlite.assembly.data import build_data, build_tokenizer, build_validation_data, pin_revisions
-from titanlite.assembly.facts import code_facts, content_facts
+from titanlite.assembly.facts import code_facts, config_values, content_facts
 from titanlite.assembly.model import allocate_parts, batch_rows, build_parts, build_trainer, describe_attention
 from titanlite.checkpoint.folder import published_steps
 from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.preflight import imported_from
 from titanlite.checkpoint.start import RunFacts, Start, StartFinder
 from titanlite.checkpoint.state import RunState
+from titanlite.config.fields import literal
 from titanlite.config.load import CONFIG_COPY, dump_config, parse_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.fingerprint import data_fingerprint
@@ -33,7 +35,8 @@ from titanlite.faults.replicas import Replicas
 from titanlite.faults.skipped import SkippedSteps
 from titanlite.hf.folder import PREFIX, ModelFolder
 from titanlite.hf.source import fetch_source
-from titanlite.metrics.config import METRICS_FILE
+from titanlite.metrics.about import AboutRun, git_commit, note_start
+from titanlite.metrics.config import METRICS_FILE, RUN_FILE
 from titanlite.metrics.history import has_validation, keep_rows
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.sinks import Sinks, build_sinks
@@ -128,6 +131,7 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     for line in environment_lines(environment, os.environ):
         log.info("Environment: %s", line)
     meter = build_meter(config, world, mesh, group)
+    hosts = run_on_all_ranks(socket.gethostname, group)
     replicas = Replicas(model_parts, trainer.optimizer, mesh, config.faults.check_replicas_every)
     stages = local_stages(config.parallelism, mesh.coordinate["pp"])
     recorder = build_recorder(config, mesh, trainer, stages, group, environment) if config.faults.record_steps else None
@@ -149,12 +153,15 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
         trainer.step = start.step
         describe_schedule_change(config, start)
     prepare_outputs(config, world, start, tokenizer)
+    resume_step = start.step if start.resumes else 0
     sinks = build_sinks(
         config.metrics,
         config.job.dump_folder,
         world.rank,
         config.training.steps,
-        resume_step=start.step if start.resumes else 0,
+        resume_step=resume_step,
+        resume_tokens=meter.tokens_seen if resume_step else 0,
+        about=describe_run(config, mesh, hosts, resume_step),
     )
     data_end = DataEnd(None, None)
     if any(source.epochs != -1 for source in config.data.sources):
@@ -314,6 +321,30 @@ def about_run(config: JobConfig, tokenizer: Tokenizer | None, sources: Sequence[
     return RunFacts(*(json.loads(json.dumps(part)) for part in (facts, asdict(config), versions)))
 
 
+def describe_run(config: JobConfig, mesh: Mesh, hosts: Sequence[str], resume_step: int) -> AboutRun:
+    """What the loggers record about the run and this start, on rank 0, which notes it in run.json; else empty."""
+    if mesh.world.rank != 0:
+        return AboutRun({}, {}, "")
+    facts = {
+        "git_commit": git_commit(Path.cwd()),
+        "hosts": ", ".join(sorted({*hosts})),
+        "mesh": ", ".join(f"{axis} {degree}" for axis, degree in mesh.degrees.items()),
+        "device": device_name(mesh.world.device),
+        "titanlite": titanlite.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    known = {key: text for key, text in facts.items() if text}
+    run_id = note_start(Path(config.job.dump_folder), resume_step, known)
+    log.info("Run: %s, %s", run_id, ", ".join(f"{key} {text}" for key, text in known.items() if key != "device"))
+    values = dict(config_values(config))
+    return AboutRun(
+        {"run_id": run_id, **known},
+        {key: literal(value) if isinstance(value, tuple) else value for key, value in values.items()},
+        dump_config(config),
+    )
+
+
 def require_no_checkpoints(config: JobConfig) -> None:
     """Raise UserError if the dump folder has checkpoints of a run that this one would not resume."""
     dump_folder = Path(config.job.dump_folder)
@@ -351,8 +382,8 @@ def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: To
     A new run renames the files of an earlier run there. A resumed run removes ledger rows of later steps.
     """
     if not start.resumes:
-        outputs = [CONFIG_COPY, TOKENIZER_FOLDER, METRICS_FILE, LEDGER_FOLDER, RECORD_FOLDER, config.metrics.folder]
-        prepare_dump_folder(config.job.dump_folder, outputs, world.rank)
+        outputs = [CONFIG_COPY, TOKENIZER_FOLDER, METRICS_FILE, RUN_FILE, LEDGER_FOLDER, RECORD_FOLDER]
+        prepare_dump_folder(config.job.dump_folder, [*outputs, config.metrics.folder], world.rank)
     else:
         for file in ledger_files(config.job.dump_folder)[world.rank :: world.size]:
             keep_rows(file, start.step)

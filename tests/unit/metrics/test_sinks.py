@@ -13,9 +13,14 @@ from unittest import mock
 
 import pytest
 
-from titanlite.metrics.config import METRICS_FILE, MetricsConfig, check_metrics
+from titanlite.metrics.about import AboutRun
+from titanlite.metrics.config import METRICS_FILE, LoggerName, MetricsConfig, check_metrics
+from titanlite.metrics.console import ConsoleSink, console_line
+from titanlite.metrics.jsonl import JsonlSink, json_line
 from titanlite.metrics.meter import Record
-from titanlite.metrics.sinks import JsonlSink, Sinks, TensorBoardSink, build_sinks, console_line, json_line
+from titanlite.metrics.sinks import Sinks
+from titanlite.metrics.sinks import build_sinks as build
+from titanlite.metrics.tensorboard import TOKENS_FOLDER, TensorBoardSink
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log, setup_logging
 
@@ -33,6 +38,17 @@ RECORD = Record(
     skipped_steps=0,
     bad_rows=0,
 )
+
+TENSORBOARD: tuple[LoggerName, ...] = ("console", "jsonl", "tensorboard")
+ABOUT = AboutRun(
+    {"run_id": "r-1", "torch": "2"}, {"training.steps": 7, "data.shuffle": True}, "[training]\nsteps = 7\n"
+)
+
+
+def build_sinks(section: MetricsConfig, folder: Path, *, rank: int, total_steps: int, resume_step: int) -> Sinks:
+    """Tokens are 2,048 per step."""
+    tokens = 2048 * resume_step
+    return build(section, folder, rank, total_steps, resume_step=resume_step, resume_tokens=tokens, about=ABOUT)
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +88,7 @@ def test_eta(seconds: float, text: str) -> None:
 
 def test_the_console_has_the_line(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(0)
-    Sinks(1000, ()).write(RECORD)
+    Sinks([ConsoleSink(1000)]).write(RECORD)
     assert capsys.readouterr().out.rstrip("\n").endswith(console_line(RECORD, 1000))
 
 
@@ -181,7 +197,7 @@ def test_a_folder_in_the_way_is_a_clear_error(tmp_path: Path) -> None:
 
 def test_only_rank_0_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(1)
-    sinks = build_sinks(MetricsConfig(enable_tensorboard=True), tmp_path, rank=1, total_steps=10, resume_step=0)
+    sinks = build_sinks(MetricsConfig(loggers=TENSORBOARD), tmp_path, rank=1, total_steps=10, resume_step=0)
     sinks.write(RECORD)
     sinks.close()
     assert list(tmp_path.iterdir()) == []
@@ -198,7 +214,7 @@ def test_tensorboard_has_the_same_names(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
     sinks = build_sinks(
-        MetricsConfig(enable_tensorboard=True, folder="a/b"), tmp_path, rank=0, total_steps=100, resume_step=0
+        MetricsConfig(loggers=TENSORBOARD, folder="a/b"), tmp_path, rank=0, total_steps=100, resume_step=0
     )
     sinks.write(RECORD)
     # before closing: written records are readable immediately
@@ -209,6 +225,11 @@ def test_tensorboard_has_the_same_names(tmp_path: Path) -> None:
     sinks.close()
     assert sorted(events.Tags()["scalars"]) == sorted(set(RECORD.row()) - {"step"})
     assert [event.step for event in events.Scalars("loss")] == [30, 40]
+    assert "steps = 7" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert b"r-1" in events.Tensors("run/text_summary")[0].tensor_proto.string_val[0]
+    assert b"training.steps" in events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    by_tokens = EventAccumulator(str(tmp_path / "a" / "b" / TOKENS_FOLDER)).Reload()
+    assert [event.step for event in by_tokens.Scalars("by_tokens/loss")] == [61440, 61440]
     assert events.Scalars("lr")[0].value == pytest.approx(3e-4)
 
 
@@ -224,7 +245,7 @@ def starts_of(
     from tensorboard.util import tensor_util  # type: ignore[import-untyped]
 
     folder.mkdir(exist_ok=True)
-    section = MetricsConfig(enable_tensorboard=True)
+    section = MetricsConfig(loggers=TENSORBOARD)
     for number, (resume_step, steps) in enumerate(starts):
         # Starts are seconds apart: TensorBoard sorts the files by the time in their names.
         with mock.patch.object(event_file_writer, "time", mock.Mock(time=lambda at=1e9 + number: at)):
@@ -265,8 +286,9 @@ def test_a_resume_without_the_old_files_creates_new_ones(tmp_path: Path, caplog:
 
 def test_tensorboard_is_flushed_with_each_record(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    sink = TensorBoardSink(tmp_path, 0)
-    with mock.patch.object(sink._writer, "flush", wraps=sink._writer.flush) as flush:
+    sink = TensorBoardSink(tmp_path, 0, 0, ABOUT)
+    by_step, _ = sink._writers
+    with mock.patch.object(by_step, "flush", wraps=by_step.flush) as flush:
         for count in (1, 2):
             sink.write(RECORD)
             assert flush.call_count == count
@@ -277,7 +299,7 @@ def test_a_full_disk_ends_only_tensorboard_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("tensorboard")
-    sinks = build_sinks(MetricsConfig(enable_tensorboard=True), tmp_path, rank=0, total_steps=10, resume_step=0)
+    sinks = build_sinks(MetricsConfig(loggers=TENSORBOARD), tmp_path, rank=0, total_steps=10, resume_step=0)
     hook = threading.excepthook
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:  # as on a full disk, a write fails in the middle; TensorBoard's records are longer than those of the JSON file
@@ -299,7 +321,7 @@ def test_a_full_disk_ends_only_tensorboard_with_one_warning(
 def test_tensorboard_that_cannot_start_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("tensorboard")
     (tmp_path / "tb").write_text("a file")
-    sink = TensorBoardSink(tmp_path / "tb", 0)
+    sink = TensorBoardSink(tmp_path / "tb", 0, 0, ABOUT)
     sink.write(RECORD)
     sink.close()
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
