@@ -178,6 +178,9 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
                     assert checkpoints is not None, "signals stop a run without checkpoints at once"
                     checkpoints.stop_after(step, requested)
                     stops = True
+            if run.samples is not None and (last or not stops) and run.samples.is_due(step, last):
+                failure.enter(step, "sampling")
+                run.samples.after_step(step)
             if last:
                 return record
             if stops:

@@ -75,6 +75,7 @@ def run_of(config: JobConfig, *sinks: RecordSink) -> Run:
         stop=StopRequest(),
         start=Start(0, (), {}),
         validation=None,
+        samples=None,
         memory=None,
     )
 

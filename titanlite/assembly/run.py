@@ -33,10 +33,12 @@ from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from titanlite.faults.record import RECORD_FOLDER, StepRecorder
 from titanlite.faults.replicas import Replicas
 from titanlite.faults.skipped import SkippedSteps
+from titanlite.generation.prompts import Prompt, encode_prompts
+from titanlite.generation.samples import Samples
 from titanlite.hf.folder import PREFIX, ModelFolder
 from titanlite.hf.source import fetch_source
 from titanlite.metrics.about import AboutRun, git_commit, note_start
-from titanlite.metrics.config import METRICS_FILE, RUN_FILE
+from titanlite.metrics.config import METRICS_FILE, RUN_FILE, SAMPLES_FILE
 from titanlite.metrics.history import has_validation, keep_rows
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.sinks import Sinks, build_sinks
@@ -73,8 +75,8 @@ class Run:
     """All parts of a run.
 
     checkpoints: None if checkpoint.enable is false. stop: the stop request by signals, not yet active. start: the step
-    and state from which the run starts. validation: None if validation.enable is false. memory: planned for this rank;
-    None if the family cannot be planned.
+    and state from which the run starts. validation: None if validation.enable is false. samples: None without
+    samples.prompts. memory: planned for this rank; None if the family cannot be planned.
     """
 
     trainer: Trainer
@@ -90,6 +92,7 @@ class Run:
     stop: StopRequest
     start: Start
     validation: Validation | None
+    samples: Samples | None
     memory: Memory | None
 
 
@@ -162,6 +165,7 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
         resume_step=resume_step,
         resume_tokens=meter.tokens_seen if resume_step else 0,
         about=describe_run(config, mesh, hosts, resume_step),
+        has_samples=bool(config.samples.prompts),
     )
     data_end = DataEnd(None, None)
     if any(source.epochs != -1 for source in config.data.sources):
@@ -189,6 +193,7 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
         stop,
         start,
         validation,
+        build_samples(config, mesh, trainer, tokenizer, meter, sinks) if config.samples.prompts else None,
         memory,
     )
 
@@ -300,6 +305,35 @@ def build_validation(
     )
 
 
+def build_samples(
+    config: JobConfig, mesh: Mesh, trainer: Trainer, tokenizer: Tokenizer | None, meter: Meter, sinks: Sinks
+) -> Samples:
+    """Build the samples of the run. A collective: creates a process group. Raises ConfigError if a prompt is too long
+    or empty."""
+    assert tokenizer is not None, "see check_samples"
+    family, hyper_parameters = resolve_model(config.model)
+    given = [Prompt(f"samples.prompts, item {index}", text) for index, text in enumerate(config.samples.prompts)]
+    prompts = encode_prompts(
+        given,
+        tokenizer,
+        starts_with_bos=config.data.add_bos,
+        max_new_tokens=1,
+        max_seq_len=hyper_parameters.max_seq_len,
+    )
+    return Samples(
+        config.samples,
+        trainer,
+        family,
+        hyper_parameters,
+        DTYPES[config.training.mixed_precision_param],
+        tokenizer,
+        prompts,
+        mesh.new_group(config.comm.save_timeout_s, keeps_timeout=True),
+        meter,
+        sinks,
+    )
+
+
 def about_run(config: JobConfig, tokenizer: Tokenizer | None, sources: Sequence[Source]) -> RunFacts:
     """Facts about the run that checkpoints store. Call on one process only: it reads samples of the data.
 
@@ -382,7 +416,7 @@ def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: To
     A new run renames the files of an earlier run there. A resumed run removes ledger rows of later steps.
     """
     if not start.resumes:
-        outputs = [CONFIG_COPY, TOKENIZER_FOLDER, METRICS_FILE, RUN_FILE, LEDGER_FOLDER, RECORD_FOLDER]
+        outputs = [CONFIG_COPY, TOKENIZER_FOLDER, METRICS_FILE, RUN_FILE, SAMPLES_FILE, LEDGER_FOLDER, RECORD_FOLDER]
         prepare_dump_folder(config.job.dump_folder, [*outputs, config.metrics.folder], world.rank)
     else:
         for file in ledger_files(config.job.dump_folder)[world.rank :: world.size]:

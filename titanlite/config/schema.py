@@ -6,6 +6,7 @@ from typing import Literal
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.data.config import DataConfig, TokenizerConfig, ValidationConfig
 from titanlite.faults.config import FaultsConfig
+from titanlite.generation.config import SamplesConfig
 from titanlite.metrics.config import MetricsConfig
 from titanlite.models.family import ModelConfig
 from titanlite.models.head import LossConfig
@@ -90,5 +91,6 @@ class JobConfig:
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     comm: CommConfig = field(default_factory=CommConfig)

@@ -4,8 +4,7 @@ import queue
 import threading
 from typing import Protocol
 
-from titanlite.metrics.meter import Record
-from titanlite.metrics.validation import ValidationRecord
+from titanlite.metrics.records import LogRecord
 from titanlite.runtime.logging import log
 
 MAX_PENDING = 10_000
@@ -19,7 +18,7 @@ class Service(Protocol):
 
     def open(self) -> None: ...
 
-    def write(self, record: Record | ValidationRecord) -> None: ...
+    def write(self, record: LogRecord) -> None: ...
 
     def close(self) -> None: ...
 
@@ -33,12 +32,12 @@ class BackgroundSink:
 
     def __init__(self, service: Service) -> None:
         self._name = service.name
-        self._pending: queue.Queue[Record | ValidationRecord | None] = queue.Queue(MAX_PENDING)
+        self._pending: queue.Queue[LogRecord | None] = queue.Queue(MAX_PENDING)
         self._has_failed = False
         self._thread = threading.Thread(target=self._run, args=(service,), name=service.name, daemon=True)
         self._thread.start()
 
-    def write(self, record: Record | ValidationRecord) -> None:
+    def write(self, record: LogRecord) -> None:
         """Queue the record; never waits."""
         self._put(record)
 
@@ -49,7 +48,7 @@ class BackgroundSink:
         if self._thread.is_alive() and not self._has_failed:
             self._warn(f"it has not taken all records within {CLOSE_S:g} s")
 
-    def _put(self, record: Record | ValidationRecord | None) -> None:
+    def _put(self, record: LogRecord | None) -> None:
         if self._has_failed:
             return
         try:
@@ -67,8 +66,8 @@ class BackgroundSink:
             self._warn(describe(error))
 
     def _warn(self, why: str) -> None:
-        self._has_failed = True
         log.warning("%s: %s; the run continues without it, metrics.jsonl has the same numbers", self._name, why)
+        self._has_failed = True
 
 
 def describe(error: Exception) -> str:

@@ -1,6 +1,10 @@
 """The lines of a run's log about its numbers."""
 
+import json
+
 from titanlite.metrics.meter import Record
+from titanlite.metrics.records import LogRecord
+from titanlite.metrics.samples import SamplesRecord
 from titanlite.metrics.validation import ValidationRecord, sum_of
 from titanlite.runtime.logging import log
 
@@ -11,9 +15,12 @@ class ConsoleSink:
     def __init__(self, total_steps: int) -> None:
         self._total_steps = total_steps
 
-    def write(self, record: Record | ValidationRecord) -> None:
+    def write(self, record: LogRecord) -> None:
         if isinstance(record, Record):
             log.info("%s", console_line(record, self._total_steps))
+        elif isinstance(record, SamplesRecord):
+            for prompt, text in record.texts:
+                log.info("sample after step %d: %s", record.step, json.dumps(prompt + text, ensure_ascii=False))
         else:
             log.info("%s", validation_line(record))
 

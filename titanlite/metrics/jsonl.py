@@ -3,10 +3,12 @@
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from titanlite.metrics.meter import Record
-from titanlite.metrics.validation import ValidationRecord
+from titanlite.metrics.records import LogRecord
+from titanlite.metrics.samples import SamplesRecord
 from titanlite.runtime.errors import UserError
 
 
@@ -18,17 +20,21 @@ class JsonlSink:
     see complete lines, also after a crash; only a full disk or a power failure can truncate a line.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *kinds: type[LogRecord]) -> None:
         self._path = path
+        self._kinds = kinds
         try:
             self._file = path.open("ab", buffering=0)
             self._identity = os.fstat(self._file.fileno())
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from None
 
-    def write(self, record: Record | ValidationRecord) -> None:
-        """Append the line. Raises UserError if the file system fails."""
-        line = (json_line(record) + "\n").encode()
+    def write(self, record: LogRecord) -> None:
+        """Append the record's lines, if it is of a kind of this file. Raises UserError if the file system fails."""
+        if not isinstance(record, self._kinds):
+            return
+        lines = record.rows() if isinstance(record, SamplesRecord) else [record.row()]
+        line = "".join(f"{json_line(row)}\n" for row in lines).encode()
         try:
             if not os.path.samestat(os.stat(self._path), self._identity):
                 raise UserError(
@@ -52,11 +58,11 @@ class JsonlSink:
         self._file.close()
 
 
-def json_line(record: Record | ValidationRecord) -> str:
-    """The record as strict JSON on one line."""
+def json_line(row: Mapping[str, Any]) -> str:
+    """The row as strict JSON on one line."""
     # A non-finite float becomes the string that json would write without quotes.
-    row = {
-        key: value if isinstance(value, str) or math.isfinite(value) else json.dumps(value)
-        for key, value in record.row().items()
+    values = {
+        key: json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in row.items()
     }
-    return json.dumps(row, allow_nan=False)
+    return json.dumps(values, allow_nan=False)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from titanlite.metrics.about import AboutRun
 from titanlite.metrics.config import MLFLOW_FOLDER, MetricsConfig
-from titanlite.metrics.meter import Record
-from titanlite.metrics.validation import ValidationRecord
+from titanlite.metrics.records import LogRecord
+from titanlite.metrics.samples import SamplesRecord
 from titanlite.runtime.logging import log
 
 RUN_TAG = "titanlite.run_id"
@@ -64,7 +64,11 @@ class MlflowService:
         client.log_text(self._id, self._about.config_toml, "config.toml")
         log.info("MLflow: run %s at %s", self._id, re.sub("//.*@", "//", self._uri))
 
-    def write(self, record: Record | ValidationRecord) -> None:
+    def write(self, record: LogRecord) -> None:
+        if isinstance(record, SamplesRecord):
+            texts = "\n\n".join(prompt + text for prompt, text in record.texts)
+            self._client.log_text(self._id, texts, f"samples/step-{record.step}.txt")
+            return
         row = {**record.row(), "tokens_seen": record.tokens_seen}
         now = int(time.time() * 1000)
         metrics = [

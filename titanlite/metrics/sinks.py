@@ -6,12 +6,14 @@ from typing import Protocol
 
 from titanlite.metrics.about import AboutRun
 from titanlite.metrics.background import BackgroundSink
-from titanlite.metrics.config import METRICS_FILE, MetricsConfig
+from titanlite.metrics.config import METRICS_FILE, SAMPLES_FILE, MetricsConfig
 from titanlite.metrics.console import ConsoleSink
 from titanlite.metrics.history import keep_rows
 from titanlite.metrics.jsonl import JsonlSink
 from titanlite.metrics.meter import Record
 from titanlite.metrics.mlflow import MlflowService
+from titanlite.metrics.records import LogRecord
+from titanlite.metrics.samples import SamplesRecord, keep_samples
 from titanlite.metrics.tensorboard import TensorBoardSink
 from titanlite.metrics.validation import ValidationRecord
 from titanlite.metrics.wandb import WandbService
@@ -20,7 +22,7 @@ from titanlite.metrics.wandb import WandbService
 class Sink(Protocol):
     """Takes the records of a run, in the order of their steps. Only metrics.jsonl raises, UserError."""
 
-    def write(self, record: Record | ValidationRecord) -> None: ...
+    def write(self, record: LogRecord) -> None: ...
 
     def close(self) -> None: ...
 
@@ -34,7 +36,7 @@ class Sinks:
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = sinks
 
-    def write(self, record: Record | ValidationRecord) -> None:
+    def write(self, record: LogRecord) -> None:
         for sink in self._sinks:
             sink.write(record)
 
@@ -52,6 +54,7 @@ def build_sinks(
     resume_step: int,
     resume_tokens: int,
     about: AboutRun,
+    has_samples: bool,
 ) -> Sinks:
     """Build the loggers on rank 0; none on other ranks.
 
@@ -64,13 +67,16 @@ def build_sinks(
     folder = Path(dump_folder)
     if resume_step:
         keep_rows(folder / METRICS_FILE, resume_step)
+        keep_samples(folder / SAMPLES_FILE, resume_step)
     sinks: list[Sink] = []
     for name in dict.fromkeys(section.loggers):
         match name:
             case "console":
                 sinks.append(ConsoleSink(total_steps))
             case "jsonl":
-                sinks.append(JsonlSink(folder / METRICS_FILE))
+                sinks.append(JsonlSink(folder / METRICS_FILE, Record, ValidationRecord))
+                if has_samples:
+                    sinks.append(JsonlSink(folder / SAMPLES_FILE, SamplesRecord))
             case "tensorboard":
                 sinks.append(TensorBoardSink(folder / section.folder, resume_step, resume_tokens, about))
             case "wandb":

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from titanlite.metrics.about import AboutRun
 from titanlite.metrics.background import describe
-from titanlite.metrics.meter import Record
-from titanlite.metrics.validation import ValidationRecord
+from titanlite.metrics.records import LogRecord
+from titanlite.metrics.samples import SamplesRecord
 from titanlite.runtime.logging import log
 
 WRITER_MODULE = "tensorboard.summary.writer.event_file_writer"
@@ -48,12 +48,17 @@ class TensorBoardSink:
                 by_step._get_file_writer().add_summary(summary)  # add_hparams would begin another folder
             by_step.flush()
 
-    def write(self, record: Record | ValidationRecord) -> None:
+    def write(self, record: LogRecord) -> None:
         """Write and flush the scalars of one step."""
         if not self._writers:
             return
         by_step, by_tokens = self._writers
         with self._warns_once():
+            if isinstance(record, SamplesRecord):
+                texts = (f"```text\n{prompt}{text}\n```" for prompt, text in record.texts)
+                by_step.add_text("samples", "\n\n".join(texts), record.step)
+                by_step.flush()
+                return
             for key, value in record.row().items():
                 if key == "step" or isinstance(value, str):
                     continue

@@ -6,8 +6,8 @@ from typing import Any
 
 from titanlite.metrics.about import AboutRun
 from titanlite.metrics.config import MetricsConfig
-from titanlite.metrics.meter import Record
-from titanlite.metrics.validation import ValidationRecord
+from titanlite.metrics.records import LogRecord
+from titanlite.metrics.samples import SamplesRecord
 from titanlite.runtime.logging import log
 
 
@@ -49,8 +49,12 @@ class WandbService:
         self._run.define_metric("*", step_metric="step")
         log.info("W&B: %s", self._run.dir if self._run.offline else self._run.url)
 
-    def write(self, record: Record | ValidationRecord) -> None:
-        self._run.log({**record.row(), "tokens_seen": record.tokens_seen})
+    def write(self, record: LogRecord) -> None:
+        if isinstance(record, SamplesRecord):
+            table = self._wandb.Table(["prompt", "text"], data=[[*pair] for pair in record.texts])
+            self._run.log({"step": record.step, "samples": table})
+        else:
+            self._run.log({**record.row(), "tokens_seen": record.tokens_seen})
 
     def close(self) -> None:
         self._run.finish()

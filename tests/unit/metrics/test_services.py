@@ -18,6 +18,7 @@ from titanlite.metrics.background import BackgroundSink
 from titanlite.metrics.config import LoggerName, MetricsConfig, check_metrics
 from titanlite.metrics.meter import Record
 from titanlite.metrics.mlflow import MlflowService
+from titanlite.metrics.samples import SamplesRecord
 from titanlite.metrics.validation import SetTotals, ValidationRecord
 from titanlite.metrics.wandb import WandbService
 from titanlite.runtime.logging import log
@@ -165,11 +166,13 @@ def test_wandb_offline_has_rows_config_group_and_tags_under_one_id(
         for step in steps:
             sink.write(replace(RECORD, step=step))
         sink.write(ValidationRecord(steps[-1], {"a": SetTotals(20.0, 10, None)}, 1.0, 1280))
+        sink.write(SamplesRecord(steps[-1], (("prompt", "text"),)))
         sink.close()
         time.sleep(1)  # the seconds are in the name of its folder
     assert not warnings_of(caplog)
     rows, runs = history_of(tmp_path)
-    assert [row["step"] for row in rows] == [10, 20, 20, 20, 30, 30]
+    assert [row["step"] for row in rows] == [10, 20, 20, 20, 20, 30, 30, 30]
+    assert any(key.startswith("samples") for key in rows[3])
     assert rows[0]["loss"] == 2.5
     assert rows[0]["slowest_host"] == "node7"
     assert (rows[2]["validation/loss"], rows[2]["tokens_seen"]) == (2.0, 1280)
@@ -204,6 +207,7 @@ def test_mlflow_on_files_has_metrics_params_and_tags_in_one_run(
         for step in steps:
             sink.write(replace(RECORD, step=step, loss=float(step)))
         sink.write(ValidationRecord(steps[-1], {"a": SetTotals(20.0, 10, None)}, 1.0, 1280))
+        sink.write(SamplesRecord(steps[-1], (("prompt", "text"),)))
         sink.close()
     assert not warnings_of(caplog)
     from mlflow import MlflowClient
@@ -218,6 +222,9 @@ def test_mlflow_on_files_has_metrics_params_and_tags_in_one_run(
     assert run.data.metrics["validation.loss"] == 2.0
     assert run.data.metrics["loss.a_b"] == 2.0
     assert run.data.params["training.steps"] == "30"
+    assert [item.path for item in client.list_artifacts(run.info.run_id, "samples")] == [
+        f"samples/step-{step}.txt" for step in (20, 30)
+    ]
     assert {"titanlite.run_id", "git_commit", "hosts", "torch", "group", "t1", "t2"} <= {*run.data.tags}
 
 

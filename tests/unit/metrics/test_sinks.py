@@ -8,6 +8,7 @@ import resource
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -47,8 +48,8 @@ ABOUT = AboutRun(
 
 def build_sinks(section: MetricsConfig, folder: Path, *, rank: int, total_steps: int, resume_step: int) -> Sinks:
     """Tokens are 2,048 per step."""
-    tokens = 2048 * resume_step
-    return build(section, folder, rank, total_steps, resume_step=resume_step, resume_tokens=tokens, about=ABOUT)
+    sinks = partial(build, section, folder, rank, total_steps, about=ABOUT, has_samples=False)
+    return sinks(resume_step=resume_step, resume_tokens=2048 * resume_step)
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +95,7 @@ def test_the_console_has_the_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_rows_are_read_back_exactly(tmp_path: Path) -> None:
     record = replace(RECORD, loss=0.1 + 0.2, grad_norm=5e-324, lr=1 / 3, mfu=2 / 3)
-    sink = JsonlSink(tmp_path / METRICS_FILE)
+    sink = JsonlSink(tmp_path / METRICS_FILE, Record)
     sink.write(RECORD)
     sink.write(record)
     sink.close()
@@ -106,7 +107,7 @@ def test_rows_are_read_back_exactly(tmp_path: Path) -> None:
 
 def test_non_finite_values_round_trip_in_strict_json() -> None:
     record = replace(RECORD, loss=math.nan, grad_norm=math.inf, lr=-math.inf, slowest_host="node7")
-    row = json.loads(json_line(record), parse_constant=refuse_constant)
+    row = json.loads(json_line(record.row()), parse_constant=refuse_constant)
     assert math.isnan(float(row["loss"]))
     assert (float(row["grad_norm"]), float(row["lr"])) == (math.inf, -math.inf)
     assert row["slowest_host"] == "node7"
@@ -114,7 +115,7 @@ def test_non_finite_values_round_trip_in_strict_json() -> None:
 
 def test_each_row_is_one_unbuffered_write(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
-    sink = JsonlSink(path)
+    sink = JsonlSink(path, Record)
     writes = []
 
     class CountingFile:
@@ -130,13 +131,13 @@ def test_each_row_is_one_unbuffered_write(tmp_path: Path) -> None:
     for count in (1, 2, 3):
         sink.write(RECORD)
         assert len(writes) == count
-        assert path.read_bytes() == (json_line(RECORD) + "\n").encode() * count
+        assert path.read_bytes() == (json_line(RECORD.row()) + "\n").encode() * count
     sink.close()
 
 
 def test_a_short_write_is_completed(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
-    sink = JsonlSink(path)
+    sink = JsonlSink(path, Record)
     file = sink._file
 
     class ShortFile:
@@ -146,23 +147,23 @@ def test_a_short_write_is_completed(tmp_path: Path) -> None:
     sink._file = ShortFile()  # type: ignore[assignment]
     sink.write(RECORD)
     file.close()
-    assert path.read_text() == json_line(RECORD) + "\n"
+    assert path.read_text() == json_line(RECORD.row()) + "\n"
 
 
 @pytest.mark.parametrize("content", [b"", b'{"step": 1}\n'])
 def test_intact_files_are_appended_to(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / METRICS_FILE
     path.write_bytes(content)
-    sink = JsonlSink(path)
+    sink = JsonlSink(path, Record)
     sink.write(RECORD)
     sink.close()
-    assert path.read_bytes() == content + (json_line(RECORD) + "\n").encode()
+    assert path.read_bytes() == content + (json_line(RECORD.row()) + "\n").encode()
     assert not caplog.records
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_is_a_clear_error(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path / METRICS_FILE)
+    sink = JsonlSink(tmp_path / METRICS_FILE, Record)
     sink.close()
     sink._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
     with pytest.raises(
@@ -181,7 +182,7 @@ def test_a_folder_that_is_renamed_or_deleted_during_the_run_is_noticed(tmp_path:
         folder = tmp_path / "run"
         folder.mkdir(exist_ok=True)
         (folder / "other").write_text("")
-        sink = JsonlSink(folder / "metrics.jsonl")
+        sink = JsonlSink(folder / "metrics.jsonl", Record)
         sink.write(RECORD)
         change(folder)
         with pytest.raises(UserError, match=message):
@@ -192,7 +193,7 @@ def test_a_folder_that_is_renamed_or_deleted_during_the_run_is_noticed(tmp_path:
 def test_a_folder_in_the_way_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE).mkdir()
     with pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: Is a directory"):
-        JsonlSink(tmp_path / METRICS_FILE)
+        JsonlSink(tmp_path / METRICS_FILE, Record)
 
 
 def test_only_rank_0_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,7 @@ def test_a_source_without_text_keeps_the_bytes_of_other_sources() -> None:
 @pytest.mark.parametrize(("loss", "perplexity"), [(1e6, math.inf), (math.nan, math.nan)])
 def test_non_finite_values_are_written(loss: float, perplexity: float) -> None:
     record = ValidationRecord(1, {"a": SetTotals(loss, 1, 0)}, 1.0, 0)
-    row = json.loads(json_line(record))
+    row = json.loads(json_line(record.row()))
     assert float(row["validation/loss"]) == pytest.approx(loss, nan_ok=True)
     assert float(row["validation/perplexity"]) == pytest.approx(perplexity, nan_ok=True)
 
