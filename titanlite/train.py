@@ -32,7 +32,7 @@ from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import DataError, UserError
 from titanlite.runtime.garbage import PacedGarbageCollection
 from titanlite.runtime.job_lock import job_lock
-from titanlite.runtime.logging import log, setup_logging
+from titanlite.runtime.logging import keep_for_log_file, log, setup_logging
 from titanlite.runtime.positions import Positions
 from titanlite.summary import summarize
 from titanlite.trainer import Trainer
@@ -46,6 +46,8 @@ def main() -> None:
         environment = dict(os.environ)
         world = world_from_environment()
         setup_logging(world.rank)
+        if world.rank == 0:
+            keep_for_log_file()
         config = read_command_line(sys.argv[1:], world_size=world.size, device_type=world.device_type)
         store = connect(world, config.comm)
         positions = Positions(

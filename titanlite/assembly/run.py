@@ -38,7 +38,7 @@ from titanlite.generation.samples import Samples
 from titanlite.hf.folder import PREFIX, ModelFolder
 from titanlite.hf.source import fetch_source
 from titanlite.metrics.about import AboutRun, git_commit, note_start
-from titanlite.metrics.config import METRICS_FILE, RUN_FILE, SAMPLES_FILE
+from titanlite.metrics.config import LOG_FILE, METRICS_FILE, RUN_FILE, SAMPLES_FILE
 from titanlite.metrics.history import has_validation, keep_rows
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.sinks import Sinks, build_sinks
@@ -59,9 +59,9 @@ from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import World, init_process_group
 from titanlite.runtime.dump_folder import prepare_dump_folder
 from titanlite.runtime.durability import replace_file
-from titanlite.runtime.environment import environment_lines
+from titanlite.runtime.environment import environment_lines, overridden
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.logging import log
+from titanlite.runtime.logging import log, open_log_file
 from titanlite.runtime.memory import device_memory_bytes
 from titanlite.runtime.peak_flops import device_peak_flops
 from titanlite.runtime.signals import StopRequest
@@ -131,7 +131,7 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     if attention := describe_attention(config, world.device):
         log.info("Attention: %s", attention)
     describe_batch(config, mesh)
-    for line in environment_lines(environment, os.environ):
+    for line in overridden(environment, os.environ):
         log.info("Environment: %s", line)
     meter = build_meter(config, world, mesh, group)
     hosts = run_on_all_ranks(socket.gethostname, group)
@@ -162,9 +162,10 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
         config.job.dump_folder,
         world.rank,
         config.training.steps,
+        "peak reserved" if world.device_type == "cuda" else "peak RSS",
         resume_step=resume_step,
         resume_tokens=meter.tokens_seen if resume_step else 0,
-        about=describe_run(config, mesh, hosts, resume_step),
+        about=describe_run(config, mesh, hosts, resume_step, environment),
         has_samples=bool(config.samples.prompts),
     )
     data_end = DataEnd(None, None)
@@ -355,7 +356,9 @@ def about_run(config: JobConfig, tokenizer: Tokenizer | None, sources: Sequence[
     return RunFacts(*(json.loads(json.dumps(part)) for part in (facts, asdict(config), versions)))
 
 
-def describe_run(config: JobConfig, mesh: Mesh, hosts: Sequence[str], resume_step: int) -> AboutRun:
+def describe_run(
+    config: JobConfig, mesh: Mesh, hosts: Sequence[str], resume_step: int, environment: Mapping[str, str]
+) -> AboutRun:
     """What the loggers record about the run and this start, on rank 0, which notes it in run.json; else empty."""
     if mesh.world.rank != 0:
         return AboutRun({}, {}, "")
@@ -369,7 +372,8 @@ def describe_run(config: JobConfig, mesh: Mesh, hosts: Sequence[str], resume_ste
         "python": platform.python_version(),
     }
     known = {key: text for key, text in facts.items() if text}
-    run_id = note_start(Path(config.job.dump_folder), resume_step, known)
+    variables = environment_lines(environment, os.environ)
+    run_id = note_start(Path(config.job.dump_folder), resume_step, {**known, "environment": variables})
     log.info("Run: %s, %s", run_id, ", ".join(f"{key} {text}" for key, text in known.items() if key != "device"))
     values = dict(config_values(config))
     return AboutRun(
@@ -416,12 +420,22 @@ def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: To
     A new run renames the files of an earlier run there. A resumed run removes ledger rows of later steps.
     """
     if not start.resumes:
-        outputs = [CONFIG_COPY, TOKENIZER_FOLDER, METRICS_FILE, RUN_FILE, SAMPLES_FILE, LEDGER_FOLDER, RECORD_FOLDER]
+        outputs = [
+            CONFIG_COPY,
+            TOKENIZER_FOLDER,
+            METRICS_FILE,
+            RUN_FILE,
+            SAMPLES_FILE,
+            LOG_FILE,
+            LEDGER_FOLDER,
+            RECORD_FOLDER,
+        ]
         prepare_dump_folder(config.job.dump_folder, [*outputs, config.metrics.folder], world.rank)
     else:
         for file in ledger_files(config.job.dump_folder)[world.rank :: world.size]:
             keep_rows(file, start.step)
     if world.rank == 0:
+        open_log_file(Path(config.job.dump_folder, LOG_FILE))
         # without options that apply to this start only
         checkpoint = replace(config.checkpoint, load_step=-1, accept_changes=())
         later = replace(config, job=replace(config.job, take_over=False), checkpoint=checkpoint)

@@ -10,14 +10,18 @@ from titanlite.runtime.logging import log
 
 
 class ConsoleSink:
-    """Logs each record as one line. total_steps: optimizer steps of the entire run."""
+    """Logs each record as one line.
 
-    def __init__(self, total_steps: int) -> None:
+    total_steps: optimizer steps of the entire run. memory_name: what Record.memory_gib is.
+    """
+
+    def __init__(self, total_steps: int, memory_name: str) -> None:
         self._total_steps = total_steps
+        self._memory_name = memory_name
 
     def write(self, record: LogRecord) -> None:
         if isinstance(record, Record):
-            log.info("%s", console_line(record, self._total_steps))
+            log.info("%s", console_line(record, self._total_steps, self._memory_name))
         elif isinstance(record, SamplesRecord):
             for prompt, text in record.texts:
                 log.info("sample after step %d: %s", record.step, json.dumps(prompt + text, ensure_ascii=False))
@@ -28,7 +32,7 @@ class ConsoleSink:
         """Nothing to close."""
 
 
-def console_line(record: Record, total_steps: int) -> str:
+def console_line(record: Record, total_steps: int, memory_name: str) -> str:
     """The record as one line, without unknown values and without zero counts of skipped steps and bad rows."""
     data_share = record.data_time_s / record.step_time_s
     parts = [
@@ -38,7 +42,7 @@ def console_line(record: Record, total_steps: int) -> str:
         f"lr {record.lr:.3e}",
         f"{record.tokens_per_second:,.0f} tokens/s",
         f"{record.step_time_s:.3f} s/step, {data_share:.1%} waiting for data",
-        f"{record.memory_gib:.2f} GiB",
+        f"{memory_name} {record.memory_gib:.2f} GiB",
     ]
     if record.mfu is not None:
         parts.append(f"MFU {record.mfu:.1%}")

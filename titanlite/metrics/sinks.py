@@ -50,6 +50,7 @@ def build_sinks(
     dump_folder: str | Path,
     rank: int,
     total_steps: int,
+    memory_name: str,
     *,
     resume_step: int,
     resume_tokens: int,
@@ -58,7 +59,8 @@ def build_sinks(
 ) -> Sinks:
     """Build the loggers on rank 0; none on other ranks.
 
-    dump_folder must exist. total_steps: optimizer steps of the entire run, for the console. resume_step: 0 for a new
+    dump_folder must exist. total_steps: optimizer steps of the entire run, for the console. memory_name: what
+    Record.memory_gib is, for the console. resume_step: 0 for a new
     run, whose files do not exist yet (`prepare_dump_folder`); otherwise the step from which this run resumes, after
     resume_tokens: rows of later steps are removed from the files of earlier starts (`keep_rows`, `TensorBoardSink`).
     """
@@ -72,7 +74,7 @@ def build_sinks(
     for name in dict.fromkeys(section.loggers):
         match name:
             case "console":
-                sinks.append(ConsoleSink(total_steps))
+                sinks.append(ConsoleSink(total_steps, memory_name))
             case "jsonl":
                 sinks.append(JsonlSink(folder / METRICS_FILE, Record, ValidationRecord))
                 if has_samples:

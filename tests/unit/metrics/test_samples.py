@@ -9,7 +9,7 @@ from tests.unit.metrics.test_sinks import ABOUT
 from titanlite.metrics.config import MetricsConfig
 from titanlite.metrics.console import ConsoleSink
 from titanlite.metrics.samples import SamplesRecord, keep_samples
-from titanlite.metrics.sinks import build_sinks
+from titanlite.metrics.sinks import Sinks, build_sinks
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log, setup_logging
 
@@ -18,11 +18,25 @@ def record(step: int) -> SamplesRecord:
     return SamplesRecord(step, (("a\n", f"ü{step}"), ("b", "x")))
 
 
+def sinks_of(section: MetricsConfig, folder: Path, resume_step: int) -> Sinks:
+    return build_sinks(
+        *(section, folder, 0, 20, "peak RSS"), resume_step=resume_step, resume_tokens=0, about=ABOUT, has_samples=True
+    )
+
+
 def test_each_prompt_is_a_row_and_a_resumed_run_removes_later_ones(tmp_path: Path) -> None:
     section = MetricsConfig(loggers=("jsonl",))
     for resume_step, steps in ((0, (5, 10, 15)), (10, (15,))):
         sinks = build_sinks(
-            section, tmp_path, 0, 20, resume_step=resume_step, resume_tokens=0, about=ABOUT, has_samples=True
+            section,
+            tmp_path,
+            0,
+            20,
+            "peak RSS",
+            resume_step=resume_step,
+            resume_tokens=0,
+            about=ABOUT,
+            has_samples=True,
         )
         for step in steps:
             sinks.write(record(step))
@@ -47,7 +61,7 @@ def test_the_console_has_a_line_per_prompt(capsys: pytest.CaptureFixture[str], m
     monkeypatch.setattr(log, "handlers", [])
     monkeypatch.setattr(log, "propagate", log.propagate)
     setup_logging(0)
-    ConsoleSink(100).write(record(5))
+    ConsoleSink(100, "peak RSS").write(record(5))
     first, second = capsys.readouterr().out.splitlines()
     assert first.endswith(r'sample after step 5: "a\nü5"')
     assert second.endswith('sample after step 5: "bx"')
@@ -57,7 +71,7 @@ def test_tensorboard_has_the_texts(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
     section = MetricsConfig(loggers=("jsonl", "tensorboard"))
-    sinks = build_sinks(section, tmp_path, 0, 20, resume_step=0, resume_tokens=0, about=ABOUT, has_samples=True)
+    sinks = sinks_of(section, tmp_path, 0)
     sinks.write(record(5))
     sinks.close()
     (event,) = EventAccumulator(str(tmp_path / "tb")).Reload().Tensors("samples/text_summary")

@@ -48,7 +48,7 @@ ABOUT = AboutRun(
 
 def build_sinks(section: MetricsConfig, folder: Path, *, rank: int, total_steps: int, resume_step: int) -> Sinks:
     """Tokens are 2,048 per step."""
-    sinks = partial(build, section, folder, rank, total_steps, about=ABOUT, has_samples=False)
+    sinks = partial(build, section, folder, rank, total_steps, "peak RSS", about=ABOUT, has_samples=False)
     return sinks(resume_step=resume_step, resume_tokens=2048 * resume_step)
 
 
@@ -65,17 +65,17 @@ def refuse_constant(name: str) -> None:
 
 
 def test_console_line() -> None:
-    assert console_line(RECORD, 1000) == (
+    assert console_line(RECORD, 1000, "peak RSS") == (
         "step   30/1000 | loss 7.1235 | grad norm 1.235 | lr 3.000e-04 | 12,346 tokens/s | "
-        "0.160 s/step, 2.5% waiting for data | 1.23 GiB | ETA 2m 35s"
+        "0.160 s/step, 2.5% waiting for data | peak RSS 1.23 GiB | ETA 2m 35s"
     )
 
 
 def test_console_line_with_everything() -> None:
     record = replace(RECORD, mfu=0.4126, skipped_steps=2, bad_rows=3, loss=math.nan)
-    assert console_line(record, 30) == (
+    assert console_line(record, 30, "peak RSS") == (
         "step 30/30 | loss nan | grad norm 1.235 | lr 3.000e-04 | 12,346 tokens/s | "
-        "0.160 s/step, 2.5% waiting for data | 1.23 GiB | MFU 41.3% | skipped steps 2 | bad rows 3 | ETA 0s"
+        "0.160 s/step, 2.5% waiting for data | peak RSS 1.23 GiB | MFU 41.3% | skipped steps 2 | bad rows 3 | ETA 0s"
     )
 
 
@@ -84,13 +84,13 @@ def test_console_line_with_everything() -> None:
     [(0.4, "0s"), (59.4, "59s"), (59.6, "1m 00s"), (3599.7, "1h 00m"), (86399.9, "1d 00h"), (100 * 86400, "100d 00h")],
 )
 def test_eta(seconds: float, text: str) -> None:
-    assert console_line(replace(RECORD, step=1, step_time_s=seconds), 2).endswith(f"ETA {text}")
+    assert console_line(replace(RECORD, step=1, step_time_s=seconds), 2, "peak RSS").endswith(f"ETA {text}")
 
 
 def test_the_console_has_the_line(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(0)
-    Sinks([ConsoleSink(1000)]).write(RECORD)
-    assert capsys.readouterr().out.rstrip("\n").endswith(console_line(RECORD, 1000))
+    Sinks([ConsoleSink(1000, "peak RSS")]).write(RECORD)
+    assert capsys.readouterr().out.rstrip("\n").endswith(console_line(RECORD, 1000, "peak RSS"))
 
 
 def test_rows_are_read_back_exactly(tmp_path: Path) -> None:
