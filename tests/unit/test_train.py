@@ -35,7 +35,8 @@ STEP = [
 LOG = ["meter.flush", "sinks.write", "skipped.check"]
 SAVE = ["ledger.write", "replicas.after_step", "checkpoints.after_step"]
 VALIDATE = ["validation.is_due", "mesh.set_timeout", "validation.after_step", "mesh.set_timeout"]
-AFTER = [*SAVE, *VALIDATE]
+SAMPLE = ["samples.is_due", "samples.after_step"]
+AFTER = [*SAVE, *VALIDATE, *SAMPLE]
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     run.data_end.after_step.return_value = [False]
     run.meter.flush.side_effect = lambda: Mock(step=run.trainer.step, bad_rows=run.trainer.step)
     run.checkpoints.after_step.return_value = False
-    run.validation.is_due.return_value = True
+    run.validation.is_due.return_value = run.samples.is_due.return_value = True
     run.validation.after_step.return_value = 0
     run.attach_mock(MagicMock(), "garbage")
     monkeypatch.setattr(train_module, "PacedGarbageCollection", run.garbage)  # the real one traverses all objects
@@ -92,7 +93,7 @@ def test_calls_of_each_step_are_in_order(run: MagicMock) -> None:
     assert [call.args for call in paced.after_step.call_args_list] == [(1,), (2,)]
     assert [call.args for call in run.checkpoints.after_step.call_args_list] == [(1, False), (2, False), (3, True)]
     assert run.replicas.after_step.call_args_list == run.checkpoints.after_step.call_args_list
-    run.stop.activate.assert_called_once_with(failure.explain_sigterm)
+    run.stop.activate.assert_called_once_with(failure.explain_sigterm, failure.end_by_signal)
     compute_s = run.trainer.compute_time.stop.return_value
     numbers = {"data_wait_s": run.loader.wait_s, "bad_rows": run.loader.bad_rows, "compute_s": compute_s}
     updates = [(call.args[0], call.kwargs) for call in run.meter.update.call_args_list]
@@ -122,7 +123,7 @@ def test_only_the_rank_that_counts_rows_reports_bad_rows(run: MagicMock) -> None
 
 
 def test_optional_parts_may_be_absent(run: MagicMock) -> None:
-    run.ledger = run.checkpoints = run.validation = None
+    run.ledger = run.checkpoints = run.validation = run.samples = None
     assert train(config(steps=1), run, Mock()) is not None
     assert events(run) == ["meter.start", *STEP, *LOG, "mesh.set_timeout", "replicas.after_step"]
 
@@ -132,7 +133,7 @@ def test_the_end_of_the_data_is_the_last_step(run: MagicMock) -> None:
     record = train(config(), run, Mock())
     assert record is not None
     assert record.step == 2
-    assert events(run)[-11:] == [*LOG, *AFTER, "checkpoints.close"]
+    assert events(run)[-13:] == [*LOG, *AFTER, "checkpoints.close"]
     assert run.checkpoints.after_step.call_args.args == (2, True)
 
 
@@ -146,7 +147,7 @@ def test_a_signal_in_the_last_step_does_not_skip_its_validation(run: MagicMock) 
     run.checkpoints.after_step.return_value = True
     run.validation.after_step.return_value = 15
     assert train(config(steps=1), run, Mock()) is not None
-    assert events(run)[-5:] == [*VALIDATE, "checkpoints.close"]
+    assert events(run)[-7:] == [*VALIDATE, *SAMPLE, "checkpoints.close"]
 
 
 def test_a_signal_during_validation_saves_the_step(run: MagicMock) -> None:
