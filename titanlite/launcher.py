@@ -12,7 +12,6 @@ import sys
 from titanlite.runtime.errors import UsageError, integer_variable
 from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.gpus import usable_gpus
-from titanlite.runtime.signal_thread import stop_signals
 
 OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 """Variables of a rank, which the environment of a container may have."""
@@ -34,9 +33,8 @@ def main() -> None:
         run_module("titanlite.train", arguments)
     else:
         nodes = options or ["--standalone"]
-        signals = ",".join(number.name for number in stop_signals())  # torchrun forwards them: the ranks save and exit
-        ranks = [f"--nproc-per-node={processes}", f"--signals-to-handle={signals}"]
-        run_module("titanlite.torchrun", [*nodes, *ranks, "-m", "titanlite.train", *arguments])
+        ranks = f"--nproc-per-node={processes}"
+        run_module("titanlite.torchrun", [*nodes, ranks, "-m", "titanlite.train", *arguments])
 
 
 def split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -23,6 +23,7 @@ from functools import partial
 
 import torch
 from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed.elastic.agent.server.api import logger as agent_logger
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -33,6 +34,7 @@ from torch.distributed.run import determine_local_world_size, get_rdzv_endpoint,
 from titanlite.config.command_line import read_command_line
 from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import ConfigError, UsageError, UserError, require
+from titanlite.runtime.signal_thread import stop_signals
 
 TRAIN = "titanlite.train"
 EXIT_BARRIER_S = 30
@@ -43,7 +45,9 @@ ranks end together; torch's limit is 300 s."""
 def main() -> None:
     """Check the configuration of a training, then run torchrun in this process."""
     with FailureReport():
-        arguments = parse_args(sys.argv[1:])
+        # The ranks save on these signals and exit. By default, torchrun lacks SIGUSR1, and has SIGHUP under nohup.
+        forwarded = ",".join(number.name for number in stop_signals())
+        arguments = parse_args([f"--signals-to-handle={forwarded}", *sys.argv[1:]])
         check(arguments)
         raise_open_file_limit()
         raise_on_interrupt()
@@ -108,6 +112,8 @@ def launch(arguments: Namespace) -> None:
     """
     agent = partial(LocalElasticAgent, exit_barrier_timeout=EXIT_BARRIER_S)
     api.LocalElasticAgent = agent  # type: ignore[misc, assignment]
+    # Not an error: the launcher of another node has left first. The traceback would hide how training has ended.
+    agent_logger.addFilter(lambda record: not record.getMessage().startswith("Error waiting on exit barrier"))
     try:
         run(arguments)
     except ChildFailedError as error:

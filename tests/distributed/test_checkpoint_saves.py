@@ -240,7 +240,7 @@ def ways_out(folder: Path) -> list[list[str]]:
         gate.clear()
         own = folder / f"{number}"
         run = Run(own, async_mode="async")
-        job = SimpleNamespace(checkpoints=run.checkpoints, stop=SimpleNamespace(activate=lambda _: None))
+        job = SimpleNamespace(checkpoints=run.checkpoints, stop=SimpleNamespace(activate=lambda *_: None))
         with suppress(KeyboardInterrupt), stoppable(job, FailureReport()):  # type: ignore[arg-type]
             run.state.update_to(1, "a")
             run.checkpoints.after_step(1, False)

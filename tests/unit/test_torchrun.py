@@ -1,11 +1,14 @@
 """torchrun with the checks and messages of titanlite.torchrun: exit codes, and errors in one line."""
 
+import signal
+import sys
 from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed.elastic.agent.server import api as agent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
@@ -53,6 +56,38 @@ def test_a_launcher_waits_only_briefly_for_other_nodes(monkeypatch: pytest.Monke
     with pytest.raises(RuntimeError):
         torchrun.launch(parse_args(["--standalone", "-m", "titanlite.train"]))
     assert found == [torchrun.EXIT_BARRIER_S]
+
+
+@pytest.mark.parametrize(
+    ("handler", "options", "expected"),
+    [
+        (signal.SIG_DFL, [], "SIGTERM,SIGINT,SIGUSR1,SIGHUP"),
+        (signal.SIG_IGN, [], "SIGTERM,SIGINT,SIGUSR1"),  # under nohup
+        (signal.SIG_DFL, ["--signals-to-handle", "SIGTERM"], "SIGTERM"),
+    ],
+)
+def test_signals_are_forwarded(
+    handler: signal.Handlers, options: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(signal, "getsignal", lambda _number: handler)
+    monkeypatch.setattr(torchrun, "launch", lambda arguments: found.append(arguments.signals_to_handle))
+    monkeypatch.setattr(torchrun, "raise_on_interrupt", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["torchrun", "--standalone", *options, "script.py"])
+    torchrun.main()
+    assert found == [expected]
+
+
+def test_a_launcher_that_ends_last_prints_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(_arguments: Namespace) -> None:
+        agent.logger.warning("Received 15 death signal")
+        agent.logger.error("Error waiting on exit barrier. Elapsed: %s seconds", 1.5)
+
+    monkeypatch.setattr(torchrun, "run", run)
+    torchrun.launch(parse_args(["--standalone", "-m", "titanlite.train"]))
+    assert caplog.messages == ["Received 15 death signal"]
 
 
 def launch(error: BaseException, monkeypatch: pytest.MonkeyPatch, code: int | None = None) -> None:

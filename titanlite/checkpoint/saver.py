@@ -174,26 +174,26 @@ def _make_empty(folder: Path) -> None:
 def probe(folder: Path, needed_bytes: int, group: dist.ProcessGroup) -> None:
     """Write, sync and rename a file as a save does, and read it on every rank. A collective over `group`.
 
-    needed_bytes: size of one checkpoint. Raises UserError on all ranks if rank 0 cannot write, if less space is free,
+    needed_bytes: size of one checkpoint. Raises RanksError if rank 0 cannot write, if less space is free,
     or if a node does not share the folder.
     """
     key = f"checkpoint.folder: {folder}"
     try:
         nonce = run_on_rank_0(lambda: _write_probe(folder, secrets.token_hex(16)), group)
     except RanksError as error:
-        raise UserError(f"{key} cannot be written: {error}; fix this, or choose another job.dump_folder") from None
+        raise RanksError(f"{key} cannot be written: {error}; fix this, or choose another job.dump_folder") from None
     try:
         run_on_all_ranks(lambda: _read_probe(folder, nonce), group)
         free = run_on_rank_0(lambda: shutil.disk_usage(folder).free, group)
     except RanksError as error:
-        raise UserError(
+        raise RanksError(
             f"{key} is not the same folder for all ranks: {error}; choose a job.dump_folder that all nodes share"
         ) from None
     finally:
         if dist.get_rank(group) == 0:
             (folder / _PROBE).unlink(missing_ok=True)
     if free < needed_bytes:
-        raise UserError(
+        raise RanksError(
             f"{key} has {free / 2**20:,.1f} MiB of free space, but a checkpoint of this run needs "
             f"{needed_bytes / 2**20:,.1f} MiB: free space, or choose another job.dump_folder"
         )

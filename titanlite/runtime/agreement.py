@@ -25,7 +25,7 @@ MAX_DIFFERENCES = 5
 
 
 class RanksError(UserError):
-    """At least one rank failed. Raised on all ranks with the same text: the error of the lowest failed rank."""
+    """At least one rank failed. Raised on all ranks with the same text, as a rule that of the lowest failed one."""
 
     is_shared = True
 
