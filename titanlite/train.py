@@ -24,7 +24,6 @@ from titanlite.config.command_line import read_command_line
 from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device
 from titanlite.metrics.meter import Record, is_log_step
-from titanlite.metrics.starts import note_start
 from titanlite.planning.batch import agree_on_local_batch_size
 from titanlite.planning.out_of_memory import explained_out_of_memory
 from titanlite.profiling.regions import region
@@ -34,7 +33,7 @@ from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import DataError, UserError
 from titanlite.runtime.garbage import PacedGarbageCollection
 from titanlite.runtime.job_lock import job_lock
-from titanlite.runtime.logging import log, setup_logging
+from titanlite.runtime.logging import keep_for_log_file, log, setup_logging
 from titanlite.runtime.positions import Positions
 from titanlite.summary import summarize
 from titanlite.trainer import Trainer
@@ -48,6 +47,8 @@ def main() -> None:
         environment = dict(os.environ)
         world = world_from_environment()
         setup_logging(world.rank)
+        if world.rank == 0:
+            keep_for_log_file()
         config = read_command_line(sys.argv[1:], world_size=world.size, device_type=world.device_type)
         store = connect(world, config.comm)
         positions = Positions(
@@ -89,8 +90,6 @@ def run_job(
             else f"add --training.steps {2 * run.start.step} to the command",
         )
     else:
-        if world.rank == 0:
-            note_start(config.job.dump_folder, run.start.step, run.mesh.degrees)
         start = perf_counter()
         with explained_out_of_memory(config, run.memory, world, lambda: f"in step {run.trainer.step + 1}"):
             record = train(config, run, failure)
@@ -184,6 +183,9 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
                     assert checkpoints is not None, "signals stop a run without checkpoints at once"
                     checkpoints.stop_after(step, requested)
                     stops = True
+            if run.samples is not None and (last or not stops) and run.samples.is_due(step, last):
+                failure.enter(step, "sampling")
+                run.samples.after_step(step)
             run.profiling.after_step(step, failure)
             if last:
                 return record

@@ -195,7 +195,7 @@ class Validation:
                 by_source = dict(totals)
             except StoppedError as stopped:
                 return stopped.number
-            self.sinks.write(ValidationRecord(step, by_source, clock()))
+            self.sinks.write(ValidationRecord(step, by_source, clock(), self.meter.tokens_seen))
         return 0
 
     def close(self) -> None:

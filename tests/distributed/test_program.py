@@ -52,7 +52,7 @@ def log_lines(program: Program) -> list[str]:
     """Output lines without times, speeds, folder names and torchrun's messages."""
     text = program.output.replace(str(program.workplace), "FOLDER")
     lines = re.split(r"^[WE]\d{4} .*torch/distributed/elastic", text, maxsplit=1, flags=re.MULTILINE)[0]
-    lines = re.sub(r"^\d\d:\d\d:\d\d ", "", lines, flags=re.MULTILINE)
+    lines = re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", "", lines, flags=re.MULTILINE)
     return re.sub(r"[\d,]+ tokens/s.*", "", lines).splitlines()
 
 

@@ -119,7 +119,7 @@ def test_preempted_job_waits_for_its_ranks_and_does_not_requeue(job: Program) ->
         if "titanlite.torchrun" in command and "/srun" not in command and pid not in job.ranks().values():
             os.kill(pid, signal.SIGTERM)
     assert job.wait() != 0
-    assert "Environment: PYTORCH_ALLOC_CONF=expandable_segments:True" in job.output
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in (job.workplace / "out" / "run.json").read_text()
     assert job.output.count("closing signal SIGTERM") == NODES
     assert requeues(job) == []
     wait_until_all_gone(job)

@@ -46,7 +46,7 @@ def test_one_process_logs_every_step(single: Program) -> None:
     assert found[-1]["loss"] < found[0]["loss"] - 0.1
     assert f"Done: {STEPS} steps" in single.output
     names = sorted(path.name for path in (single.workplace / "out").iterdir())
-    assert names == ["config.toml", "metrics.jsonl", "records", "starts.jsonl"]
+    assert names == ["config.toml", "metrics.jsonl", "records", "run.json", "train.log"]
 
 
 LAYOUTS = [

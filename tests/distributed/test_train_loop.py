@@ -65,7 +65,7 @@ def run_of(config: JobConfig, *sinks: RecordSink) -> Run:
         trainer=trainer,
         loader=StubLoader(dist.get_rank()),  # type: ignore[arg-type]
         meter=meter,
-        sinks=Sinks(config.training.steps, sinks),  # type: ignore[arg-type]
+        sinks=Sinks(sinks),  # type: ignore[arg-type]
         data_end=DataEnd(None, None),
         skipped=Mock(),
         replicas=Mock(),
@@ -76,6 +76,7 @@ def run_of(config: JobConfig, *sinks: RecordSink) -> Run:
         stop=StopRequest(),
         start=Start(0, (), {}),
         validation=None,
+        samples=None,
         memory=None,
     )
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tests.unit.tools.generate.tiny import PROMPTS, tiny
-from titanlite.tools.generate.generation import generate
-from titanlite.tools.generate.kv_cache import remembering
-from titanlite.tools.generate.sampling import Sampling
+from tests.unit.generation.tiny import PROMPTS, tiny
+from titanlite.generation.generate import generate
+from titanlite.generation.kv_cache import remembering
+from titanlite.generation.sampling import Sampling
 
 pytestmark = [
     pytest.mark.gpu,

@@ -35,8 +35,9 @@ STEP = [
 LOG = ["meter.flush", "sinks.write", "skipped.check"]
 SAVE = ["ledger.write", "replicas.after_step", "checkpoints.after_step"]
 VALIDATE = ["validation.is_due", "mesh.set_timeout", "validation.after_step", "mesh.set_timeout"]
+SAMPLE = ["samples.is_due", "samples.after_step"]
 PROFILE = "profiling.after_step"
-AFTER = [*SAVE, *VALIDATE, PROFILE]
+AFTER = [*SAVE, *VALIDATE, *SAMPLE, PROFILE]
 END = ["profiling.close", "checkpoints.close"]
 
 
@@ -56,7 +57,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     run.data_end.after_step.return_value = [False]
     run.meter.flush.side_effect = lambda: Mock(step=run.trainer.step, bad_rows=run.trainer.step)
     run.checkpoints.after_step.return_value = False
-    run.validation.is_due.return_value = True
+    run.validation.is_due.return_value = run.samples.is_due.return_value = True
     run.validation.after_step.return_value = 0
     run.attach_mock(MagicMock(), "garbage")
     monkeypatch.setattr(train_module, "PacedGarbageCollection", run.garbage)  # the real one traverses all objects
@@ -124,7 +125,7 @@ def test_only_the_rank_that_counts_rows_reports_bad_rows(run: MagicMock) -> None
 
 
 def test_optional_parts_may_be_absent(run: MagicMock) -> None:
-    run.ledger = run.checkpoints = run.validation = None
+    run.ledger = run.checkpoints = run.validation = run.samples = None
     assert train(config(steps=1), run, Mock()) is not None
     parts = ["profiling.start", "meter.start", *STEP, *LOG, "mesh.set_timeout", "replicas.after_step"]
     assert events(run) == [*parts, PROFILE, "profiling.close"]
@@ -135,7 +136,7 @@ def test_the_end_of_the_data_is_the_last_step(run: MagicMock) -> None:
     record = train(config(), run, Mock())
     assert record is not None
     assert record.step == 2
-    assert events(run)[-13:] == [*LOG, *AFTER, *END]
+    assert events(run)[-15:] == [*LOG, *AFTER, *END]
     assert run.checkpoints.after_step.call_args.args == (2, True)
 
 
@@ -149,7 +150,7 @@ def test_a_signal_in_the_last_step_does_not_skip_its_validation(run: MagicMock) 
     run.checkpoints.after_step.return_value = True
     run.validation.after_step.return_value = 15
     assert train(config(steps=1), run, Mock()) is not None
-    assert events(run)[-7:] == [*VALIDATE, PROFILE, *END]
+    assert events(run)[-9:] == [*VALIDATE, *SAMPLE, PROFILE, *END]
 
 
 def test_a_signal_during_validation_saves_the_step(run: MagicMock) -> None:

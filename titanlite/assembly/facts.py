@@ -67,7 +67,7 @@ def program_facts(config: JobConfig, world: World, environment: Mapping[str, str
     """The configuration, the code and the environment of this rank. config: resolved. environment: at program start."""
     facts = {
         key: literal(value)
-        for key, value in _config_values(config)
+        for key, value in config_values(config)
         if not any(fnmatch(key, pattern) for pattern in MAY_DIFFER)
     }
     # Ranks that start in different ways would wait for each other: compare how, as the paths may differ.
@@ -114,7 +114,7 @@ def content_facts(
     return facts | {f"weights: {file.name}": sampled_digest(file).hex() for file in weights}
 
 
-def _config_values(config: JobConfig) -> Iterator[tuple[str, Any]]:
+def config_values(config: JobConfig) -> Iterator[tuple[str, Any]]:
     """(full key, value) of all keys, as on the command line."""
     for section, values in fields_of(config).items():
         keys = fields_of(values)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,13 +13,14 @@ import torch.distributed as dist
 
 import titanlite
 from titanlite.assembly.data import build_data, build_tokenizer, build_validation_data, pin_revisions
-from titanlite.assembly.facts import code_facts, content_facts
+from titanlite.assembly.facts import code_facts, config_values, content_facts
 from titanlite.assembly.model import allocate_parts, batch_rows, build_parts, build_trainer, describe_attention
 from titanlite.checkpoint.folder import published_steps
 from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.preflight import imported_from
 from titanlite.checkpoint.start import RunFacts, Start, StartFinder
 from titanlite.checkpoint.state import RunState
+from titanlite.config.fields import literal
 from titanlite.config.load import CONFIG_COPY, dump_config, parse_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.fingerprint import data_fingerprint
@@ -31,9 +33,12 @@ from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from titanlite.faults.record import RECORD_FOLDER, StepRecorder
 from titanlite.faults.replicas import Replicas
 from titanlite.faults.skipped import SkippedSteps
+from titanlite.generation.prompts import Prompt, encode_prompts
+from titanlite.generation.samples import Samples
 from titanlite.hf.folder import PREFIX, ModelFolder
 from titanlite.hf.source import fetch_source
-from titanlite.metrics.config import METRICS_FILE, STARTS_FILE
+from titanlite.metrics.about import AboutRun, git_commit, note_start
+from titanlite.metrics.config import LOG_FILE, METRICS_FILE, RUN_FILE, SAMPLES_FILE
 from titanlite.metrics.history import has_validation, keep_rows
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.sinks import Sinks, build_sinks
@@ -56,9 +61,9 @@ from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import World, init_process_group
 from titanlite.runtime.dump_folder import prepare_dump_folder
 from titanlite.runtime.durability import replace_file
-from titanlite.runtime.environment import environment_lines
+from titanlite.runtime.environment import environment_lines, overridden
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.logging import log
+from titanlite.runtime.logging import log, open_log_file
 from titanlite.runtime.memory import device_memory_bytes
 from titanlite.runtime.peak_flops import device_peak_flops
 from titanlite.runtime.signals import StopRequest
@@ -72,8 +77,8 @@ class Run:
     """All parts of a run.
 
     checkpoints: None if checkpoint.enable is false. stop: the stop request by signals, not yet active. start: the step
-    and state from which the run starts. validation: None if validation.enable is false. memory: planned for this rank;
-    None if the family cannot be planned.
+    and state from which the run starts. validation: None if validation.enable is false. samples: None without
+    samples.prompts. memory: planned for this rank; None if the family cannot be planned.
     """
 
     trainer: Trainer
@@ -90,6 +95,7 @@ class Run:
     stop: StopRequest
     start: Start
     validation: Validation | None
+    samples: Samples | None
     memory: Memory | None
 
 
@@ -129,9 +135,10 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     if attention := describe_attention(config, world.device):
         log.info("Attention: %s", attention)
     describe_batch(config, mesh)
-    for line in environment_lines(environment, os.environ):
+    for line in overridden(environment, os.environ):
         log.info("Environment: %s", line)
     meter = build_meter(config, world, mesh, group)
+    hosts = run_on_all_ranks(socket.gethostname, group)
     replicas = Replicas(model_parts, trainer.optimizer, mesh, config.faults.check_replicas_every)
     stages = local_stages(config.parallelism, mesh.coordinate["pp"])
     recorder = build_recorder(config, mesh, trainer, stages, group, environment) if config.faults.record_steps else None
@@ -153,12 +160,17 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
         trainer.step = start.step
         describe_schedule_change(config, start)
     prepare_outputs(config, world, start, tokenizer)
+    resume_step = start.step if start.resumes else 0
     sinks = build_sinks(
         config.metrics,
         config.job.dump_folder,
         world.rank,
         config.training.steps,
-        resume_step=start.step if start.resumes else 0,
+        "peak reserved" if world.device_type == "cuda" else "peak RSS",
+        resume_step=resume_step,
+        resume_tokens=meter.tokens_seen if resume_step else 0,
+        about=describe_run(config, mesh, hosts, resume_step, environment),
+        has_samples=bool(config.samples.prompts),
     )
     data_end = DataEnd(None, None)
     if any(source.epochs != -1 for source in config.data.sources):
@@ -187,6 +199,7 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
         stop,
         start,
         validation,
+        build_samples(config, mesh, trainer, tokenizer, meter, sinks) if config.samples.prompts else None,
         memory,
     )
 
@@ -298,6 +311,35 @@ def build_validation(
     )
 
 
+def build_samples(
+    config: JobConfig, mesh: Mesh, trainer: Trainer, tokenizer: Tokenizer | None, meter: Meter, sinks: Sinks
+) -> Samples:
+    """Build the samples of the run. A collective: creates a process group. Raises ConfigError if a prompt is too long
+    or empty."""
+    assert tokenizer is not None, "see check_samples"
+    family, hyper_parameters = resolve_model(config.model)
+    given = [Prompt(f"samples.prompts, item {index}", text) for index, text in enumerate(config.samples.prompts)]
+    prompts = encode_prompts(
+        given,
+        tokenizer,
+        starts_with_bos=config.data.add_bos,
+        max_new_tokens=1,
+        max_seq_len=hyper_parameters.max_seq_len,
+    )
+    return Samples(
+        config.samples,
+        trainer,
+        family,
+        hyper_parameters,
+        DTYPES[config.training.mixed_precision_param],
+        tokenizer,
+        prompts,
+        mesh.new_group(config.comm.save_timeout_s, keeps_timeout=True),
+        meter,
+        sinks,
+    )
+
+
 def about_run(config: JobConfig, tokenizer: Tokenizer | None, sources: Sequence[Source]) -> RunFacts:
     """Facts about the run that checkpoints store. Call on one process only: it reads samples of the data.
 
@@ -317,6 +359,34 @@ def about_run(config: JobConfig, tokenizer: Tokenizer | None, sources: Sequence[
     }
     versions = {"titanlite": titanlite.__version__, "torch": torch.__version__, "draws": DRAW_VERSION}
     return RunFacts(*(json.loads(json.dumps(part)) for part in (facts, asdict(config), versions)))
+
+
+def describe_run(
+    config: JobConfig, mesh: Mesh, hosts: Sequence[str], resume_step: int, environment: Mapping[str, str]
+) -> AboutRun:
+    """What the loggers record about the run and this start, on rank 0, which notes it in run.json; else empty."""
+    if mesh.world.rank != 0:
+        return AboutRun({}, {}, "")
+    facts = {
+        "git_commit": git_commit(Path.cwd()),
+        "hosts": ", ".join(sorted({*hosts})),
+        "mesh": ", ".join(f"{axis} {degree}" for axis, degree in mesh.degrees.items()),
+        "device": device_name(mesh.world.device),
+        "titanlite": titanlite.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    known = {key: text for key, text in facts.items() if text}
+    variables = environment_lines(environment, os.environ)
+    noted = {**known, "mesh": dict(mesh.degrees), "environment": variables}
+    run_id = note_start(Path(config.job.dump_folder), resume_step, noted)
+    log.info("Run: %s, %s", run_id, ", ".join(f"{key} {text}" for key, text in known.items() if key != "device"))
+    values = dict(config_values(config))
+    return AboutRun(
+        {"run_id": run_id, **known},
+        {key: literal(value) if isinstance(value, tuple) else value for key, value in values.items()},
+        dump_config(config),
+    )
 
 
 def require_no_checkpoints(config: JobConfig) -> None:
@@ -356,13 +426,14 @@ def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: To
     A new run renames the files of an earlier run there. A resumed run removes ledger rows of later steps.
     """
     if not start.resumes:
-        outputs = [CONFIG_COPY, TOKENIZER_FOLDER, METRICS_FILE, STARTS_FILE, LEDGER_FOLDER, RECORD_FOLDER]
-        outputs += [TRACES_FOLDER, SNAPSHOTS_FOLDER, config.metrics.folder]
+        outputs = [CONFIG_COPY, TOKENIZER_FOLDER, METRICS_FILE, RUN_FILE, SAMPLES_FILE, LOG_FILE, LEDGER_FOLDER]
+        outputs += [RECORD_FOLDER, TRACES_FOLDER, SNAPSHOTS_FOLDER, config.metrics.folder]
         prepare_dump_folder(config.job.dump_folder, outputs, world.rank)
     else:
         for file in ledger_files(config.job.dump_folder)[world.rank :: world.size]:
             keep_rows(file, start.step)
     if world.rank == 0:
+        open_log_file(Path(config.job.dump_folder, LOG_FILE))
         # without options that apply to this start only
         checkpoint = replace(config.checkpoint, load_step=-1, accept_changes=())
         later = replace(config, job=replace(config.job, take_over=False), checkpoint=checkpoint)

@@ -26,7 +26,7 @@ _FRESH = "start a new run from these weights: --checkpoint.initial_load_path FOL
 # Settings that may change without a log line: layout, logging, when a run stops, and those that the facts cover.
 _SILENT = (
     *("job.", "parallelism.", "activation_checkpoint.", "compile.", "comm.", "metrics.", "checkpoint.", "faults."),
-    *("model.", "tokenizer.", "memory.", "loss.", "profiling."),
+    *("model.", "tokenizer.", "memory.", "loss.", "profiling.", "samples."),
 )
 _SILENT_KEYS = {
     *("training.steps", "training.local_batch_size", "training.gc_freq", "data.max_bad_rows"),

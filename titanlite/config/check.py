@@ -11,6 +11,7 @@ from titanlite.config.schema import JobConfig, JobSection, TrainingConfig
 from titanlite.data.check import check_data, check_tokenizer, check_validation
 from titanlite.data.config import PIECE_BYTES_PER_POSITION
 from titanlite.data.kinds import open_source
+from titanlite.generation.config import check_samples
 from titanlite.hf.folder import PREFIX
 from titanlite.hf.source import check_source
 from titanlite.metrics.config import OWN_FILES, check_metrics
@@ -89,6 +90,7 @@ def _check_sources(config: JobConfig, global_batch_size: int, degree: int, *, ch
             has_tokenizer=bool(config.tokenizer.path) or has_text,
             checks_files=checks_files,
         ),
+        *check_samples(config.samples, has_tokenizer=bool(config.tokenizer.path) or has_text),
     ]
 
 

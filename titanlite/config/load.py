@@ -98,6 +98,7 @@ def config_from_values(values: Mapping[str, Mapping[str, Any]], argv: Sequence[s
     arguments = split_arguments(argv)
     tables = {name: dict(table) for name, table in values.items()}
     tables["job"].pop("config_file", None)
+    tables.get("metrics", {}).pop("enable_tensorboard", None)  # of version 0.1
     model = tables["model"]
     tables["model"] = model | model.pop("overrides", {})
     problems = list(arguments.problems)

@@ -6,8 +6,10 @@ KEYS = {
     "training.dataset_path": "data.sources.0.path",
     "training.compile": "compile.enable",
     "model.name": "model.family",
+    "metrics.enable_wandb": "metrics.loggers",
+    "metrics.enable_tensorboard": "metrics.loggers",
 }
-"""Keys with their section, where the name alone means something else."""
+"""Keys with their section, where the name alone means something else, and keys of earlier versions."""
 
 NAMES = {
     # model
@@ -93,6 +95,11 @@ NAMES = {
     "save": "job.dump_folder",
     "logging_steps": "metrics.log_freq",
     "log_interval": "metrics.log_freq",
+    "report_to": "metrics.loggers",
+    "wandb_log": "metrics.loggers",
+    "wandb_project": "metrics.project",
+    "wandb_group": "metrics.group",
+    "tensorboard_dir": "metrics.folder",
     "eval_interval": "validation.interval",
     "eval_steps": "validation.interval",
     "eval_iters": "validation.steps",

@@ -6,6 +6,7 @@ from typing import Literal
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.data.config import DataConfig, TokenizerConfig, ValidationConfig
 from titanlite.faults.config import FaultsConfig
+from titanlite.generation.config import SamplesConfig
 from titanlite.metrics.config import MetricsConfig
 from titanlite.models.family import ModelConfig
 from titanlite.models.head import LossConfig
@@ -92,5 +93,6 @@ class JobConfig:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     comm: CommConfig = field(default_factory=CommConfig)

@@ -1,18 +1,33 @@
 """The [metrics] section."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import PurePath
+from typing import Literal
 
 from titanlite.runtime.errors import Problem, check_ranges, ranged, require
 from titanlite.runtime.job_lock import JOB_LOCK_FILE
 
 METRICS_FILE = "metrics.jsonl"
-STARTS_FILE = "starts.jsonl"
+RUN_FILE = "run.json"
+SAMPLES_FILE = "samples.jsonl"
+LOG_FILE = "train.log"
+WANDB_FOLDER = "wandb"
+MLFLOW_FOLDER = "mlruns"
 OWN_FILES = (
-    *("config.toml", "tokenizer", METRICS_FILE, STARTS_FILE, JOB_LOCK_FILE, "ledger", "records", "faults"),
-    *("traces", "memory_snapshots"),
+    *("config.toml", "tokenizer", METRICS_FILE, RUN_FILE, SAMPLES_FILE, LOG_FILE, JOB_LOCK_FILE),
+    *("ledger", "records", "faults", "traces", "memory_snapshots", WANDB_FOLDER, MLFLOW_FOLDER),
 )
-"""Files that every run writes into job.dump_folder, in addition to the configured folders."""
+"""Files and folders that a run writes into job.dump_folder, in addition to the configured folders."""
+
+LoggerName = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]
+
+PACKAGES = {
+    "tensorboard": ("tensorboard", "pip install tensorboard"),
+    "wandb": ("wandb", "pip install 'titanlite[wandb]'"),
+    "mlflow": ("mlflow", "pip install 'titanlite[mlflow]'"),
+}
+"""Logger -> its package, and how to install it."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +36,16 @@ class MetricsConfig:
 
     log_freq: int = ranged(10, "1 logs every step", least=1)
     """Steps between log lines; step 1 and the last step are always logged."""
-    enable_tensorboard: bool = False
-    """Also write the logged numbers to TensorBoard."""
+    loggers: tuple[LoggerName, ...] = ("console", "jsonl")
+    """Where the numbers go: console, jsonl (metrics.jsonl, required), tensorboard, wandb, mlflow: docs/loggers.md."""
     folder: str = "tb"
     """TensorBoard's folder, inside job.dump_folder."""
+    project: str = ""
+    """Project in W&B, experiment in MLflow. Empty: as their variables say, else titanlite."""
+    group: str = ""
+    """Group of the run in W&B; the tag `group` in MLflow."""
+    tags: tuple[str, ...] = ()
+    """Tags of the run in W&B and MLflow."""
 
 
 def check_metrics(section: MetricsConfig) -> list[Problem]:
@@ -32,8 +53,23 @@ def check_metrics(section: MetricsConfig) -> list[Problem]:
     folder = PurePath(section.folder)
     inside = bool(folder.parts) and not folder.is_absolute() and ".." not in folder.parts
     own = ("checkpoint", *OWN_FILES)
+    missing = [name for name in PACKAGES if name in section.loggers and find_spec(PACKAGES[name][0]) is None]
     return [
         *check_ranges(section, "metrics"),
+        *require(
+            "jsonl" in section.loggers,
+            "metrics.loggers",
+            section.loggers,
+            f'with "jsonl": a resumed run and `titanlite report` read {METRICS_FILE}',
+            f"add it: {[*section.loggers, 'jsonl']}".replace("'", '"'),
+        ),
+        *require(
+            not missing,
+            "metrics.loggers",
+            section.loggers,
+            f"loggers whose packages are installed: {', '.join(missing)} is missing",
+            " and ".join(PACKAGES[name][1] for name in missing),
+        ),
         *require(
             inside,
             "metrics.folder",

@@ -138,6 +138,11 @@ class Meter:
         yield lambda: self._clock() - begin
         self._interval_start += self._clock() - begin
 
+    @property
+    def tokens_seen(self) -> int:
+        """Input positions of all steps so far."""
+        return self._tokens_seen
+
     def state(self) -> MeterState:
         """Totals after the last noted step. Waits for the device; a collective if there are several sources."""
         by_source: dict[str, list[float]] = {}

@@ -42,12 +42,13 @@ def sum_of(sets: Iterable[SetTotals]) -> SetTotals:
 class ValidationRecord:
     """One row of metrics.jsonl: the model after `step`, on each source of the validation data.
 
-    time_s: duration of the validation.
+    time_s: duration of the validation. tokens_seen: see Record; not in the row.
     """
 
     step: int
     by_source: Mapping[str, SetTotals]
     time_s: float
+    tokens_seen: int
 
     def row(self) -> dict[str, int | float]:
         """validation/loss, … and, if there are several sources, validation/loss/NAME, …; without unknown values."""

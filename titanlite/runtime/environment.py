@@ -58,6 +58,12 @@ def environment_lines(before: Mapping[str, str], now: Mapping[str, str]) -> list
     return lines
 
 
+def overridden(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """The lines of `environment_lines` about variables that the user has set and titanlite has changed or removed."""
+    changed = {name: value for name, value in before.items() if now.get(name) != value}
+    return environment_lines(changed, {name: now[name] for name in changed if name in now})
+
+
 def _shown(value: str) -> str:
     """Return `value` on one line, or a placeholder if it may contain a secret."""
     if _SECRET_VALUE.search(value):

@@ -1,23 +1,41 @@
 """The logger "titanlite", for people who watch a run."""
 
+import io
 import logging
+import os
 import sys
+from pathlib import Path
 from typing import TextIO
+
+from titanlite.runtime.files import open_to_append
 
 log = logging.getLogger("titanlite")
 
 
-class _PlainFormatter(logging.Formatter):
-    """Local time and the message; shows the level only for warnings and above."""
+DIM, YELLOW, RED, RESET = "\x1b[2m", "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
-    def __init__(self, origin: str) -> None:
-        super().__init__(datefmt="%H:%M:%S")
+
+class _PlainFormatter(logging.Formatter):
+    """Local date and time, and the message; shows the level only for warnings and above.
+
+    has_colors: the time is dim, the level yellow or red.
+    """
+
+    def __init__(self, origin: str, *, has_colors: bool) -> None:
+        super().__init__(datefmt="%Y-%m-%d %H:%M:%S")
         self._origin = origin
+        self._has_colors = has_colors
 
     def format(self, record: logging.LogRecord) -> str:
-        level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-        line = f"{self.formatTime(record, self.datefmt)} {self._origin}{level}{record.getMessage()}"
+        time, level = self.formatTime(record, self.datefmt), ""
+        if record.levelno >= logging.WARNING:
+            color = RED if record.levelno >= logging.ERROR else YELLOW
+            level = f"{self._colored(f'{record.levelname.lower()}:', color)} "
+        line = f"{self._colored(time, DIM)} {self._origin}{level}{record.getMessage()}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+    def _colored(self, text: str, color: str) -> str:
+        return f"{color}{text}{RESET}" if self._has_colors else text
 
 
 class _Handler(logging.StreamHandler[TextIO]):
@@ -26,6 +44,14 @@ class _Handler(logging.StreamHandler[TextIO]):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         if not isinstance(sys.exception(), OSError):
             super().handleError(record)
+
+
+class _LogFile(_Handler):
+    """Keeps the lines in memory until `open_log_file`. Lines that cannot be written are dropped silently."""
+
+    def __init__(self) -> None:
+        super().__init__(io.StringIO())
+        self.setFormatter(_PlainFormatter("", has_colors=False))
 
 
 def setup_logging(rank: int, stream: TextIO | None = None) -> None:
@@ -40,7 +66,37 @@ def setup_logging(rank: int, stream: TextIO | None = None) -> None:
         handler, level, origin = _Handler(stream or sys.stdout), logging.INFO, ""
     else:
         handler, level, origin = _Handler(sys.stderr), logging.WARNING, f"[rank {rank}] "
-    handler.setFormatter(_PlainFormatter(origin))
+    handler.setFormatter(_PlainFormatter(origin, has_colors=_shows_colors(handler.stream)))
+    for earlier in log.handlers:
+        if isinstance(earlier, _LogFile):
+            earlier.stream.close()
     log.handlers[:] = [handler]
     log.setLevel(level)
     log.propagate = False
+
+
+def keep_for_log_file() -> None:
+    """Keep this process's lines from now on for `open_log_file`, in addition to the stream."""
+    log.addHandler(_LogFile())
+
+
+def open_log_file(path: Path) -> None:
+    """Append the lines since `keep_for_log_file`, and later ones, to the file at `path`, without colors.
+
+    Does nothing without that call. If the file cannot be opened, a warning is logged.
+    """
+    for handler in [handler for handler in log.handlers if isinstance(handler, _LogFile)]:
+        assert isinstance(handler.stream, io.StringIO), "opened twice"
+        try:
+            file = io.TextIOWrapper(open_to_append(path), encoding="utf-8", errors="replace", write_through=True)
+            file.write(handler.stream.getvalue())
+        except OSError as error:
+            log.removeHandler(handler)
+            log.warning("cannot write %s: %s; the run continues without it", path, error.strerror or error)
+        else:
+            handler.setStream(file)
+
+
+def _shows_colors(stream: TextIO) -> bool:
+    """Whether the stream is a terminal, and the user has not set NO_COLOR (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -28,6 +28,7 @@ from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device
+from titanlite.generation.config import SamplesConfig
 from titanlite.metrics.config import MetricsConfig
 from titanlite.metrics.meter import Record
 from titanlite.planning.batch import agree_on_local_batch_size
@@ -154,6 +155,7 @@ def profiled_config(config: JobConfig, steps: int, folder: Path) -> JobConfig:
         checkpoint=CheckpointConfig(),
         validation=replace(config.validation, enable=False),
         metrics=MetricsConfig(),
+        samples=SamplesConfig(),
         data=replace(config.data, ledger=False),
         # This command traces by itself, on all ranks; a memory snapshot is written after the last step.
         profiling=replace(

@@ -22,6 +22,7 @@ from titanlite.config.load import CONFIG_COPY, config_from_values, parse_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, tokenizer_file
+from titanlite.generation.model import empty_model
 from titanlite.models.family import Family, LanguageModel
 from titanlite.models.registry import FAMILIES
 from titanlite.precision import DTYPES
@@ -131,17 +132,6 @@ class SavedRun:
             return prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=self.hyper_parameters.vocab_size)
         except UserError:
             return None
-
-
-def empty_model(family: Family, hyper_parameters: Any, device: torch.device, dtype: torch.dtype) -> LanguageModel:
-    """The full model, with initialized buffers and uninitialized parameters."""
-    with torch.device("meta"):
-        model = family.build(hyper_parameters).to(dtype)
-    model.tie_weights()
-    model.to_empty(device=device)
-    model.tie_weights()
-    model.init_buffers(device)
-    return model
 
 
 def open_run(path: Path, *, verifies: bool = True) -> SavedRun:

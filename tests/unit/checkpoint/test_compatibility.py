@@ -162,7 +162,7 @@ SILENT = {
 }
 SILENT_SECTIONS = {
     *("job", "model", "tokenizer", "parallelism", "activation_checkpoint", "compile", "checkpoint", "metrics", "comm"),
-    *("faults", "memory", "loss", "profiling"),
+    *("faults", "memory", "loss", "profiling", "samples"),
 }
 
 

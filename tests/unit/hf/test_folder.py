@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.unit.hf.making import write_model
+from titanlite.generation.model import empty_model
 from titanlite.hf.folder import open_folder
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import UserError
-from titanlite.tools.saved_run import empty_model
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

@@ -8,14 +8,20 @@ import resource
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from titanlite.metrics.config import METRICS_FILE, MetricsConfig, check_metrics
+from titanlite.metrics.about import AboutRun
+from titanlite.metrics.config import METRICS_FILE, LoggerName, MetricsConfig, check_metrics
+from titanlite.metrics.console import ConsoleSink, console_line
+from titanlite.metrics.jsonl import JsonlSink, json_line
 from titanlite.metrics.meter import Record
-from titanlite.metrics.sinks import JsonlSink, Sinks, TensorBoardSink, build_sinks, console_line, json_line
+from titanlite.metrics.sinks import Sinks
+from titanlite.metrics.sinks import build_sinks as build
+from titanlite.metrics.tensorboard import TOKENS_FOLDER, TensorBoardSink
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log, setup_logging
 
@@ -34,6 +40,17 @@ RECORD = Record(
     bad_rows=0,
 )
 
+TENSORBOARD: tuple[LoggerName, ...] = ("console", "jsonl", "tensorboard")
+ABOUT = AboutRun(
+    {"run_id": "r-1", "torch": "2"}, {"training.steps": 7, "data.shuffle": True}, "[training]\nsteps = 7\n"
+)
+
+
+def build_sinks(section: MetricsConfig, folder: Path, *, rank: int, total_steps: int, resume_step: int) -> Sinks:
+    """Tokens are 2,048 per step."""
+    sinks = partial(build, section, folder, rank, total_steps, "peak RSS", about=ABOUT, has_samples=False)
+    return sinks(resume_step=resume_step, resume_tokens=2048 * resume_step)
+
 
 @pytest.fixture(autouse=True)
 def _own_log() -> Iterator[None]:
@@ -48,17 +65,17 @@ def refuse_constant(name: str) -> None:
 
 
 def test_console_line() -> None:
-    assert console_line(RECORD, 1000) == (
+    assert console_line(RECORD, 1000, "peak RSS") == (
         "step   30/1000 | loss 7.1235 | grad norm 1.235 | lr 3.000e-04 | 12,346 tokens/s | "
-        "0.160 s/step, 2.5% waiting for data | 1.23 GiB | ETA 2m 35s"
+        "0.160 s/step, 2.5% waiting for data | peak RSS 1.23 GiB | ETA 2m 35s"
     )
 
 
 def test_console_line_with_everything() -> None:
     record = replace(RECORD, mfu=0.4126, skipped_steps=2, bad_rows=3, loss=math.nan)
-    assert console_line(record, 30) == (
+    assert console_line(record, 30, "peak RSS") == (
         "step 30/30 | loss nan | grad norm 1.235 | lr 3.000e-04 | 12,346 tokens/s | "
-        "0.160 s/step, 2.5% waiting for data | 1.23 GiB | MFU 41.3% | skipped steps 2 | bad rows 3 | ETA 0s"
+        "0.160 s/step, 2.5% waiting for data | peak RSS 1.23 GiB | MFU 41.3% | skipped steps 2 | bad rows 3 | ETA 0s"
     )
 
 
@@ -67,18 +84,18 @@ def test_console_line_with_everything() -> None:
     [(0.4, "0s"), (59.4, "59s"), (59.6, "1m 00s"), (3599.7, "1h 00m"), (86399.9, "1d 00h"), (100 * 86400, "100d 00h")],
 )
 def test_eta(seconds: float, text: str) -> None:
-    assert console_line(replace(RECORD, step=1, step_time_s=seconds), 2).endswith(f"ETA {text}")
+    assert console_line(replace(RECORD, step=1, step_time_s=seconds), 2, "peak RSS").endswith(f"ETA {text}")
 
 
 def test_the_console_has_the_line(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(0)
-    Sinks(1000, ()).write(RECORD)
-    assert capsys.readouterr().out.rstrip("\n").endswith(console_line(RECORD, 1000))
+    Sinks([ConsoleSink(1000, "peak RSS")]).write(RECORD)
+    assert capsys.readouterr().out.rstrip("\n").endswith(console_line(RECORD, 1000, "peak RSS"))
 
 
 def test_rows_are_read_back_exactly(tmp_path: Path) -> None:
     record = replace(RECORD, loss=0.1 + 0.2, grad_norm=5e-324, lr=1 / 3, mfu=2 / 3)
-    sink = JsonlSink(tmp_path / METRICS_FILE)
+    sink = JsonlSink(tmp_path / METRICS_FILE, Record)
     sink.write(RECORD)
     sink.write(record)
     sink.close()
@@ -90,7 +107,7 @@ def test_rows_are_read_back_exactly(tmp_path: Path) -> None:
 
 def test_non_finite_values_round_trip_in_strict_json() -> None:
     record = replace(RECORD, loss=math.nan, grad_norm=math.inf, lr=-math.inf, slowest_host="node7")
-    row = json.loads(json_line(record), parse_constant=refuse_constant)
+    row = json.loads(json_line(record.row()), parse_constant=refuse_constant)
     assert math.isnan(float(row["loss"]))
     assert (float(row["grad_norm"]), float(row["lr"])) == (math.inf, -math.inf)
     assert row["slowest_host"] == "node7"
@@ -98,7 +115,7 @@ def test_non_finite_values_round_trip_in_strict_json() -> None:
 
 def test_each_row_is_one_unbuffered_write(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
-    sink = JsonlSink(path)
+    sink = JsonlSink(path, Record)
     writes = []
 
     class CountingFile:
@@ -114,13 +131,13 @@ def test_each_row_is_one_unbuffered_write(tmp_path: Path) -> None:
     for count in (1, 2, 3):
         sink.write(RECORD)
         assert len(writes) == count
-        assert path.read_bytes() == (json_line(RECORD) + "\n").encode() * count
+        assert path.read_bytes() == (json_line(RECORD.row()) + "\n").encode() * count
     sink.close()
 
 
 def test_a_short_write_is_completed(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
-    sink = JsonlSink(path)
+    sink = JsonlSink(path, Record)
     file = sink._file
 
     class ShortFile:
@@ -130,23 +147,23 @@ def test_a_short_write_is_completed(tmp_path: Path) -> None:
     sink._file = ShortFile()  # type: ignore[assignment]
     sink.write(RECORD)
     file.close()
-    assert path.read_text() == json_line(RECORD) + "\n"
+    assert path.read_text() == json_line(RECORD.row()) + "\n"
 
 
 @pytest.mark.parametrize("content", [b"", b'{"step": 1}\n'])
 def test_intact_files_are_appended_to(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / METRICS_FILE
     path.write_bytes(content)
-    sink = JsonlSink(path)
+    sink = JsonlSink(path, Record)
     sink.write(RECORD)
     sink.close()
-    assert path.read_bytes() == content + (json_line(RECORD) + "\n").encode()
+    assert path.read_bytes() == content + (json_line(RECORD.row()) + "\n").encode()
     assert not caplog.records
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_is_a_clear_error(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path / METRICS_FILE)
+    sink = JsonlSink(tmp_path / METRICS_FILE, Record)
     sink.close()
     sink._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
     with pytest.raises(
@@ -165,7 +182,7 @@ def test_a_folder_that_is_renamed_or_deleted_during_the_run_is_noticed(tmp_path:
         folder = tmp_path / "run"
         folder.mkdir(exist_ok=True)
         (folder / "other").write_text("")
-        sink = JsonlSink(folder / "metrics.jsonl")
+        sink = JsonlSink(folder / "metrics.jsonl", Record)
         sink.write(RECORD)
         change(folder)
         with pytest.raises(UserError, match=message):
@@ -176,12 +193,12 @@ def test_a_folder_that_is_renamed_or_deleted_during_the_run_is_noticed(tmp_path:
 def test_a_folder_in_the_way_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE).mkdir()
     with pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: Is a directory"):
-        JsonlSink(tmp_path / METRICS_FILE)
+        JsonlSink(tmp_path / METRICS_FILE, Record)
 
 
 def test_only_rank_0_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(1)
-    sinks = build_sinks(MetricsConfig(enable_tensorboard=True), tmp_path, rank=1, total_steps=10, resume_step=0)
+    sinks = build_sinks(MetricsConfig(loggers=TENSORBOARD), tmp_path, rank=1, total_steps=10, resume_step=0)
     sinks.write(RECORD)
     sinks.close()
     assert list(tmp_path.iterdir()) == []
@@ -198,7 +215,7 @@ def test_tensorboard_has_the_same_names(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
     sinks = build_sinks(
-        MetricsConfig(enable_tensorboard=True, folder="a/b"), tmp_path, rank=0, total_steps=100, resume_step=0
+        MetricsConfig(loggers=TENSORBOARD, folder="a/b"), tmp_path, rank=0, total_steps=100, resume_step=0
     )
     sinks.write(RECORD)
     # before closing: written records are readable immediately
@@ -209,6 +226,11 @@ def test_tensorboard_has_the_same_names(tmp_path: Path) -> None:
     sinks.close()
     assert sorted(events.Tags()["scalars"]) == sorted(set(RECORD.row()) - {"step"})
     assert [event.step for event in events.Scalars("loss")] == [30, 40]
+    assert "steps = 7" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert b"r-1" in events.Tensors("run/text_summary")[0].tensor_proto.string_val[0]
+    assert b"training.steps" in events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    by_tokens = EventAccumulator(str(tmp_path / "a" / "b" / TOKENS_FOLDER)).Reload()
+    assert [event.step for event in by_tokens.Scalars("by_tokens/loss")] == [61440, 61440]
     assert events.Scalars("lr")[0].value == pytest.approx(3e-4)
 
 
@@ -224,7 +246,7 @@ def starts_of(
     from tensorboard.util import tensor_util  # type: ignore[import-untyped]
 
     folder.mkdir(exist_ok=True)
-    section = MetricsConfig(enable_tensorboard=True)
+    section = MetricsConfig(loggers=TENSORBOARD)
     for number, (resume_step, steps) in enumerate(starts):
         # Starts are seconds apart: TensorBoard sorts the files by the time in their names.
         with mock.patch.object(event_file_writer, "time", mock.Mock(time=lambda at=1e9 + number: at)):
@@ -265,8 +287,9 @@ def test_a_resume_without_the_old_files_creates_new_ones(tmp_path: Path, caplog:
 
 def test_tensorboard_is_flushed_with_each_record(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    sink = TensorBoardSink(tmp_path, 0)
-    with mock.patch.object(sink._writer, "flush", wraps=sink._writer.flush) as flush:
+    sink = TensorBoardSink(tmp_path, 0, 0, ABOUT)
+    by_step, _ = sink._writers
+    with mock.patch.object(by_step, "flush", wraps=by_step.flush) as flush:
         for count in (1, 2):
             sink.write(RECORD)
             assert flush.call_count == count
@@ -277,7 +300,7 @@ def test_a_full_disk_ends_only_tensorboard_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("tensorboard")
-    sinks = build_sinks(MetricsConfig(enable_tensorboard=True), tmp_path, rank=0, total_steps=10, resume_step=0)
+    sinks = build_sinks(MetricsConfig(loggers=TENSORBOARD), tmp_path, rank=0, total_steps=10, resume_step=0)
     hook = threading.excepthook
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:  # as on a full disk, a write fails in the middle; TensorBoard's records are longer than those of the JSON file
@@ -299,7 +322,7 @@ def test_a_full_disk_ends_only_tensorboard_with_one_warning(
 def test_tensorboard_that_cannot_start_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("tensorboard")
     (tmp_path / "tb").write_text("a file")
-    sink = TensorBoardSink(tmp_path / "tb", 0)
+    sink = TensorBoardSink(tmp_path / "tb", 0, 0, ABOUT)
     sink.write(RECORD)
     sink.close()
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1

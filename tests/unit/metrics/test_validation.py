@@ -5,14 +5,15 @@ import math
 
 import pytest
 
-from titanlite.metrics.sinks import json_line, validation_line
+from titanlite.metrics.console import validation_line
+from titanlite.metrics.jsonl import json_line
 from titanlite.metrics.validation import SetTotals, ValidationRecord, is_validation, sum_of
 
 CODE, TEXT, EMPTY = SetTotals(20.0, 10, 40), SetTotals(90.0, 30, 60), SetTotals(0.0, 0, 0)
 
 
 def test_each_token_has_equal_weight() -> None:
-    row = ValidationRecord(7, {"code": CODE, "text": TEXT, "empty": EMPTY}, 1.5).row()
+    row = ValidationRecord(7, {"code": CODE, "text": TEXT, "empty": EMPTY}, 1.5, 0).row()
     assert row == {
         "step": 7,
         "validation/loss": 110 / 40,
@@ -32,7 +33,7 @@ def test_each_token_has_equal_weight() -> None:
 
 
 def test_a_single_source_has_no_keys_by_source() -> None:
-    row = ValidationRecord(7, {"code": CODE}, 1.5).row()
+    row = ValidationRecord(7, {"code": CODE}, 1.5, 0).row()
     assert not [key for key in row if "code" in key]
 
 
@@ -49,17 +50,17 @@ def test_a_source_without_text_keeps_the_bytes_of_other_sources() -> None:
 
 @pytest.mark.parametrize(("loss", "perplexity"), [(1e6, math.inf), (math.nan, math.nan)])
 def test_non_finite_values_are_written(loss: float, perplexity: float) -> None:
-    record = ValidationRecord(1, {"a": SetTotals(loss, 1, 0)}, 1.0)
-    row = json.loads(json_line(record))
+    record = ValidationRecord(1, {"a": SetTotals(loss, 1, 0)}, 1.0, 0)
+    row = json.loads(json_line(record.row()))
     assert float(row["validation/loss"]) == pytest.approx(loss, nan_ok=True)
     assert float(row["validation/perplexity"]) == pytest.approx(perplexity, nan_ok=True)
 
 
 def test_console_line() -> None:
-    record = ValidationRecord(300, {"code": CODE, "text": TEXT}, 75.0)
+    record = ValidationRecord(300, {"code": CODE, "text": TEXT}, 75.0, 0)
     assert validation_line(record) == (
         "validation after step 300 | loss 2.7500 | perplexity 15.64 | 1.5870 bits per byte | 40 tokens, 1m 15s | "
         "code 2.0000 | text 3.0000"
     )
-    unknown = ValidationRecord(300, {"code": SetTotals(20.0, 10, 0)}, 0.4)
+    unknown = ValidationRecord(300, {"code": SetTotals(20.0, 10, 0)}, 0.4, 0)
     assert validation_line(unknown) == "validation after step 300 | loss 2.0000 | perplexity 7.39 | 10 tokens, 0s"

@@ -16,12 +16,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit.models.shaken import perturbed_model
+from titanlite.generation.generate import generate
+from titanlite.generation.sampling import Sampling
 from titanlite.models.family import Family, LanguageModel, ModelConfig
 from titanlite.models.init import init_parameters_
 from titanlite.models.registry import FAMILIES, check_model
 from titanlite.parallel.tensor import tensor_style
-from titanlite.tools.generate.generation import generate
-from titanlite.tools.generate.sampling import Sampling
 from titanlite.tools.parity.shrink import shrink_model
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from titanlite.runtime.environment import OPEN_FILES, environment_lines, raise_open_file_limit
+from titanlite.runtime.environment import OPEN_FILES, environment_lines, overridden, raise_open_file_limit
 
 
 def test_the_soft_limit_of_open_files_is_raised_to_the_hard_limit() -> None:
@@ -67,3 +67,12 @@ def test_a_name_with_tokenizer_is_not_a_secret() -> None:
 def test_a_value_is_printed_on_one_line() -> None:
     (line,) = environment_lines({}, {"NCCL_DEBUG": "a\nb\x1b[31m"})
     assert line.isprintable()
+
+
+def test_only_changes_of_the_users_values_are_overridden() -> None:
+    before = {"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "INFO", "TORCH_X": "1", "HOME": "/"}
+    now = {"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "WARN", "TORCH_FR_BUFFER_SIZE": "512"}
+    assert overridden(before, now) == [
+        "NCCL_DEBUG=WARN (overridden by titanlite; was INFO)",
+        "TORCH_X removed (was 1)",
+    ]

@@ -2,12 +2,14 @@
 
 import io
 import logging
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from titanlite.runtime.logging import log, setup_logging
+from titanlite.runtime.logging import keep_for_log_file, log, open_log_file, setup_logging
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +31,8 @@ def test_rank_0_logs_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     log_one_line_per_level()
     out, err = capsys.readouterr()
     lines = out.splitlines()
-    assert [line.split(" ", 1)[1] for line in lines] == ["loss 1.2", "warning: slow disk"]
-    assert all(len(line.split(" ", 1)[0].split(":")) == 3 for line in lines)
+    assert [line.split(" ", 2)[2] for line in lines] == ["loss 1.2", "warning: slow disk"]
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", line) for line in lines)
     assert err == ""
 
 
@@ -39,7 +41,7 @@ def test_other_ranks_log_warnings_to_stderr_with_their_rank(capsys: pytest.Captu
     log_one_line_per_level()
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.split(" ", 1)[1] == "[rank 3] warning: slow disk\n"
+    assert err.split(" ", 2)[2] == "[rank 3] warning: slow disk\n"
 
 
 def test_a_second_call_does_not_repeat_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,3 +91,58 @@ def test_a_broken_pipe_is_ignored(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert capsys.readouterr().err == ""
     log.info("%d arguments are missing", "two")
     assert "Logging error" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "variables", "colored"),
+    [
+        (Terminal, {}, True),
+        (Terminal, {"NO_COLOR": "1"}, False),
+        (Terminal, {"TERM": "dumb"}, False),
+        (io.StringIO, {}, False),
+    ],
+)
+def test_only_terminals_have_colors(
+    stream: type[io.StringIO], variables: dict[str, str], colored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    out = stream()
+    setup_logging(0, out)
+    log_one_line_per_level()
+    assert ("\x1b[33mwarning:\x1b[0m slow disk" in out.getvalue()) == colored
+    assert ("\x1b" in out.getvalue()) == colored
+
+
+def test_the_log_file_has_the_lines_since_the_start_and_is_appended_to(tmp_path: Path) -> None:
+    out, path = Terminal(), tmp_path / "train.log"
+    for _ in range(2):
+        setup_logging(0, out)
+        keep_for_log_file()
+        log.info("before")
+        open_log_file(path)
+        log.info("after ü")
+    setup_logging(0, out)  # closes the file
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert [line.split(" ", 2)[2] for line in lines] == ["before", "after ü"] * 2
+    assert "\x1b" not in "".join(lines)
+
+
+def test_a_log_file_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    out = io.StringIO()
+    setup_logging(0, out)
+    keep_for_log_file()
+    open_log_file(tmp_path)
+    log.info("after")
+    assert f"warning: cannot write {tmp_path}: Is a directory" in out.getvalue()
+    assert out.getvalue().endswith("after\n")
+    setup_logging(0, out)
+    open_log_file(tmp_path / "not asked for")
+    assert not list(tmp_path.iterdir())

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titanlite.generation.model import empty_model
 from titanlite.hf.folder import open_folder
 from titanlite.models.family import LanguageModel
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.memory import available_memory_bytes
-from titanlite.tools.saved_run import SavedRun, empty_model
+from titanlite.tools.saved_run import SavedRun
 
 ROWS, SEQ_LEN = 2, 64
 BOUNDS = {torch.float32: 1e-4, torch.float64: 1e-5}

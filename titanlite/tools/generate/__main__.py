@@ -12,15 +12,16 @@ import torch
 import tyro
 
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.generation.decoding import TextStream
+from titanlite.generation.generate import generate
+from titanlite.generation.prompts import Prompt, encode_prompts
+from titanlite.generation.sampling import Sampling
 from titanlite.precision import DTYPES
 from titanlite.runtime.errors import ConfigError, Problem, ranged, require
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.tools.command import Count, OptionalCount, RunFolder, check_options, read_options, run_command
-from titanlite.tools.generate.decoding import TextStream
-from titanlite.tools.generate.generation import generate
 from titanlite.tools.generate.printing import print_texts
-from titanlite.tools.generate.prompts import Prompt, encode_prompts, read_prompts
-from titanlite.tools.generate.sampling import Sampling
+from titanlite.tools.generate.prompts import read_prompts
 from titanlite.tools.saved_run import SavedRun, open_run, reading
 
 DEFAULT_NEW_TOKENS = 200

@@ -3,8 +3,8 @@
 import sys
 from collections.abc import Iterable, Sequence
 
-from titanlite.tools.generate.decoding import TextStream
-from titanlite.tools.generate.prompts import Prompt
+from titanlite.generation.decoding import TextStream
+from titanlite.generation.prompts import Prompt
 
 
 def print_texts(

@@ -13,9 +13,9 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 
 from titanlite.config.load import CONFIG_COPY
+from titanlite.metrics.about import Started, read_starts
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.history import Series, read_series
-from titanlite.metrics.starts import Started, read_starts
 from titanlite.runtime.errors import UsageError, UserError
 from titanlite.runtime.files import open_regular
 from titanlite.runtime.json_files import JsonError, parse_json
@@ -222,7 +222,7 @@ def _goodput(series: Mapping[str, Series], starts: Sequence[Started], ended: flo
     validation = float(validations.values[validations.steps > first.step].sum()) if validations else 0.0
     total = ended - first.moment.timestamp()
     other = total - in_steps - validation
-    # starts.jsonl has full seconds. A copy of metrics.jsonl may have the time of the copying.
+    # run.json has full seconds. A copy of metrics.jsonl may have the time of the copying.
     return Goodput(in_steps, validation, max(other, 0.0)) if other > -1 - 0.01 * total else None
 
 

@@ -11,13 +11,13 @@ import torch
 
 from titanlite.data.bpe import train_bpe
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.generation.decoding import TextStream
+from titanlite.generation.prompts import Prompt, encode_prompts
 from titanlite.models.llama3 import LLAMA3
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.tools.command import read_options
 from titanlite.tools.generate import __main__ as command
-from titanlite.tools.generate.decoding import TextStream
 from titanlite.tools.generate.printing import print_texts
-from titanlite.tools.generate.prompts import Prompt, encode_prompts
 from titanlite.tools.saved_run import SavedRun
 
 BAD = {

@@ -69,7 +69,7 @@ def write_run(
     times = [(step, (BEGIN + timedelta(seconds=after)).isoformat(), ranks) for step, after, ranks in starts]
     lines = [{"step": step, "time": time, "mesh": {"pp": 1, "dp_shard": ranks}} for step, time, ranks in times]
     if lines:
-        (folder / "starts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / "run.json").write_text(json.dumps({"run_id": "a", "starts": lines}))
     for after in faults:
         (folder / "faults" / f"{BEGIN + timedelta(seconds=after):%Y%m%d-%H%M%S}").mkdir(parents=True)
     if samples:

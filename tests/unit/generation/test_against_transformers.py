@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.tools.generate.tiny import CONFIG, PROMPTS, tiny
+from tests.unit.generation.tiny import CONFIG, PROMPTS, tiny
+from titanlite.generation.generate import generate
+from titanlite.generation.sampling import Sampling, probabilities
 from titanlite.models.llama3 import LLAMA3, Llama3
-from titanlite.tools.generate.generation import generate
-from titanlite.tools.generate.sampling import Sampling, probabilities
 
 pytestmark = pytest.mark.slow  # importing transformers takes seconds, so the functions import it
 

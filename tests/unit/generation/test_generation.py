@@ -5,15 +5,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.tools.generate.tiny import CONFIG, PROMPTS, tiny
+from tests.unit.generation.tiny import CONFIG, PROMPTS, tiny
+from titanlite.generation import generate as generation
+from titanlite.generation.generate import generate
+from titanlite.generation.kv_cache import remembering
+from titanlite.generation.sampling import Sampling, choose
 from titanlite.models.attention import attend
 from titanlite.models.family import LanguageModel
 from titanlite.models.layers import Attention
 from titanlite.runtime.errors import UserError
-from titanlite.tools.generate import generation
-from titanlite.tools.generate.generation import generate
-from titanlite.tools.generate.kv_cache import remembering
-from titanlite.tools.generate.sampling import Sampling, choose
 
 NEW = 30
 GREEDY = Sampling()

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from titanlite.generation.kv_cache import remembering
+from titanlite.generation.sampling import Sampling, choose
 from titanlite.models.family import LanguageModel
 from titanlite.runtime.errors import UserError
-from titanlite.tools.generate.kv_cache import remembering
-from titanlite.tools.generate.sampling import Sampling, choose
 
 COLUMNS_AT_ONCE = 512
 """Tokens per prefill step. The logits of all tokens of a prompt at once would take more memory than the model."""

@@ -1,0 +1,241 @@
+"""W&B offline and MLflow on files, the thread that calls them, and services that fail."""
+
+import json
+import logging
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titanlite.metrics import background, config
+from titanlite.metrics.about import AboutRun
+from titanlite.metrics.background import BackgroundSink
+from titanlite.metrics.config import LoggerName, MetricsConfig, check_metrics
+from titanlite.metrics.meter import Record
+from titanlite.metrics.mlflow import MlflowService
+from titanlite.metrics.samples import SamplesRecord
+from titanlite.metrics.validation import SetTotals, ValidationRecord
+from titanlite.metrics.wandb import WandbService
+from titanlite.runtime.logging import log
+
+RECORD = Record(
+    step=10,
+    loss=2.5,
+    grad_norm=1.0,
+    lr=1e-3,
+    num_valid=100,
+    tokens_seen=640,
+    tokens_per_second=1.0,
+    step_time_s=1.0,
+    data_time_s=0.0,
+    memory_gib=1.0,
+    skipped_steps=0,
+    bad_rows=0,
+    slowest_host="node7",
+    by_source={"loss/a&b": 2.0},
+)
+ABOUT = AboutRun(
+    {"run_id": "20261123-120000-abcd", "git_commit": "a" * 40, "hosts": "h1, h2", "torch": "2.11"},
+    {"training.steps": 30, "data.shuffle": True, "job.description": "x" * 10_000},
+    "[training]\nsteps = 30\n",
+)
+SECTION = MetricsConfig(project="p", group="g", tags=("t1", "t2"))
+
+
+@pytest.fixture(autouse=True)
+def _propagating_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "propagate", True)
+    monkeypatch.setattr(log, "level", logging.INFO)
+
+
+class Service:
+    """Notes its calls; fails at the steps in `fails` ("open": at the start), waits for `gate` in each call."""
+
+    name = "Service"
+
+    def __init__(self, *fails: int | str) -> None:
+        self.calls: list[int | str] = []
+        self.fails = fails
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def call(self, name: int | str) -> None:
+        self.gate.wait()
+        if name in self.fails:
+            raise ConnectionError(f"refused\n at {name}")
+        self.calls.append(name)
+
+    def open(self) -> None:
+        self.call("open")
+
+    def write(self, record: Record | ValidationRecord) -> None:
+        self.call(record.step)
+
+    def close(self) -> None:
+        self.call("close")
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_records_arrive_in_order_and_close_waits_for_them(caplog: pytest.LogCaptureFixture) -> None:
+    service = Service()
+    sink = BackgroundSink(service)
+    for step in (1, 2, 3):
+        sink.write(replace(RECORD, step=step))
+    sink.close()
+    assert service.calls == ["open", 1, 2, 3, "close"]
+    assert not warnings_of(caplog)
+
+
+@pytest.mark.parametrize("fails", ["open", 2, "close"])
+def test_a_failure_is_one_warning(fails: int | str, caplog: pytest.LogCaptureFixture) -> None:
+    sink = BackgroundSink(Service(fails))
+    for step in (1, 2, 3, 4):
+        sink.write(replace(RECORD, step=step))
+    sink.close()
+    sink.write(RECORD)
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith(f"Service: ConnectionError: refused at {fails}; the run continues without it")
+
+
+def test_a_service_that_hangs_blocks_no_write_and_is_given_up(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "MAX_PENDING", 3)
+    monkeypatch.setattr(background, "CLOSE_S", 0.1)
+    for count, why in ((2, "within 0.1 s"), (4, "the last 3 records")):
+        caplog.clear()
+        service = Service()
+        service.gate.clear()
+        began = time.perf_counter()
+        sink = BackgroundSink(service)
+        for step in range(count):
+            sink.write(replace(RECORD, step=step))
+        sink.close()
+        assert time.perf_counter() - began < 5
+        (warning,) = warnings_of(caplog)
+        assert why in warning
+        service.gate.set()
+
+
+def payloads(content: bytes) -> Iterator[bytes]:
+    """The records of a file of W&B, in LevelDB's log format: blocks of 32 KiB, fragments with a header of 7 bytes."""
+    position, fragments = 7, b""  # after the file's own header
+    while position + 7 <= len(content):
+        if 2**15 - position % 2**15 < 7:
+            position += 2**15 - position % 2**15
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, position)
+        fragments += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # a full record, or the last fragment of one
+            yield fragments
+            fragments = b""
+
+
+def history_of(folder: Path) -> tuple[list[dict[str, Any]], list[Any]]:
+    """(rows, records of the run) in W&B's offline files, in the order of the starts."""
+    from wandb.proto import wandb_internal_pb2
+
+    rows, runs = [], []
+    for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+        for payload in payloads(file.read_bytes()):
+            record = wandb_internal_pb2.Record.FromString(payload)
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+            elif record.WhichOneof("record_type") == "run":
+                runs.append(record.run)
+    return rows, runs
+
+
+@pytest.mark.slow
+def test_wandb_offline_has_rows_config_group_and_tags_under_one_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for steps in ((10, 20), (20, 30)):  # the second start resumes from step 10
+        sink = BackgroundSink(WandbService(SECTION, tmp_path, ABOUT))
+        for step in steps:
+            sink.write(replace(RECORD, step=step))
+        sink.write(ValidationRecord(steps[-1], {"a": SetTotals(20.0, 10, None)}, 1.0, 1280))
+        sink.write(SamplesRecord(steps[-1], (("prompt", "text"),)))
+        sink.close()
+        time.sleep(1)  # the seconds are in the name of its folder
+    assert not warnings_of(caplog)
+    rows, runs = history_of(tmp_path)
+    assert [row["step"] for row in rows] == [10, 20, 20, 20, 20, 30, 30, 30]
+    assert any(key.startswith("samples") for key in rows[3])
+    assert rows[0]["loss"] == 2.5
+    assert rows[0]["slowest_host"] == "node7"
+    assert (rows[2]["validation/loss"], rows[2]["tokens_seen"]) == (2.0, 1280)
+    assert {run.run_id for run in runs} == {ABOUT.run_id}
+    assert (runs[0].project, runs[0].run_group, [*runs[0].tags]) == ("p", "g", ["t1", "t2"])
+    settings = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
+    assert settings["training.steps"] == 30
+    assert settings["git_commit"] == "a" * 40
+
+
+@pytest.mark.slow
+def test_wandb_without_a_key_asks_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    sink = BackgroundSink(WandbService(SECTION, tmp_path, ABOUT))
+    sink.close()
+    (warning,) = warnings_of(caplog)
+    assert "set WANDB_API_KEY or WANDB_MODE=offline" in warning
+
+
+@pytest.mark.slow
+def test_mlflow_on_files_has_metrics_params_and_tags_in_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for steps, about in (((10, 20), ABOUT), ((20, 30), replace(ABOUT, config={"training.steps": 60}))):
+        sink = BackgroundSink(MlflowService(SECTION, tmp_path, about))
+        for step in steps:
+            sink.write(replace(RECORD, step=step, loss=float(step)))
+        sink.write(ValidationRecord(steps[-1], {"a": SetTotals(20.0, 10, None)}, 1.0, 1280))
+        sink.write(SamplesRecord(steps[-1], (("prompt", "text"),)))
+        sink.close()
+    assert not warnings_of(caplog)
+    from mlflow import MlflowClient
+
+    client = MlflowClient((tmp_path / "mlruns").as_uri())
+    experiment = client.get_experiment_by_name("p")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert sorted((point.step, point.value) for point in history) == [(10, 10), (20, 20), (20, 20), (30, 30)]
+    assert run.data.metrics["validation.loss"] == 2.0
+    assert run.data.metrics["loss.a_b"] == 2.0
+    assert run.data.params["training.steps"] == "30"
+    assert [item.path for item in client.list_artifacts(run.info.run_id, "samples")] == [
+        f"samples/step-{step}.txt" for step in (20, 30)
+    ]
+    assert {"titanlite.run_id", "git_commit", "hosts", "torch", "group", "t1", "t2"} <= {*run.data.tags}
+
+
+def test_a_missing_package_is_a_problem_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: tuple[LoggerName, ...] = ("jsonl", "wandb", "mlflow")
+    assert check_metrics(MetricsConfig(loggers=names)) == []
+    monkeypatch.setattr(config, "find_spec", lambda _: None)
+    (problem,) = check_metrics(MetricsConfig(loggers=names))
+    assert problem.remedy == "pip install 'titanlite[wandb]' and pip install 'titanlite[mlflow]'"
+
+
+def test_jsonl_is_required() -> None:
+    (problem,) = check_metrics(MetricsConfig(loggers=("console",)))
+    assert (problem.key, problem.remedy) == ("metrics.loggers", 'add it: ["console", "jsonl"]')

@@ -1,0 +1,116 @@
+"""What identifies a run and each of its starts: run.json, and the facts that all loggers get."""
+
+import json
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypedDict
+
+from titanlite.metrics.config import RUN_FILE
+from titanlite.runtime.durability import replace_file
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.json_files import JsonError, read_json, read_regular
+from titanlite.runtime.logging import log
+
+_COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
+
+
+class RunJson(TypedDict):
+    """Content of run.json. starts: of each one its step, its time and its facts."""
+
+    run_id: str
+    starts: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Started:
+    """One start. step: from which it resumed; 0: a new run. mesh: degree of each axis."""
+
+    step: int
+    moment: datetime
+    mesh: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class AboutRun:
+    """facts: run_id, git_commit, hosts and versions, without unknown ones. config: full key -> value, resolved.
+    config_toml: the same as a file."""
+
+    facts: Mapping[str, str]
+    config: Mapping[str, bool | int | float | str]
+    config_toml: str
+
+    @property
+    def run_id(self) -> str:
+        return self.facts["run_id"]
+
+
+def note_start(folder: Path, resume_step: int, facts: Mapping[str, Any]) -> str:
+    """Append this start, with its facts, to run.json; return the run's id.
+
+    resume_step: 0 for a new run, which draws an id. A resumed run keeps the id of the file; if the file is lost or
+    damaged, it draws a new one. Raises UserError if the file cannot be written.
+    """
+    now = datetime.now().astimezone()
+    path = folder / RUN_FILE
+    run = RunJson(run_id=f"{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:8]}", starts=[])
+    if resume_step:
+        try:
+            run = read_json(path, RunJson)
+        except (OSError, JsonError):
+            log.warning("%s is lost or damaged: the loggers show this start as another run, %s", path, run["run_id"])
+    run["starts"].append({"step": resume_step, "time": now.isoformat(timespec="seconds"), **facts})
+    try:
+        replace_file(path, (json.dumps(run, indent=1) + "\n").encode())
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+    return run["run_id"]
+
+
+def read_starts(folder: Path) -> list[Started]:
+    """The starts of a run, in order; [] if run.json is damaged or of an older version. Raises OSError."""
+    try:
+        starts = read_json(folder / RUN_FILE, RunJson)["starts"]
+        found = [Started(each["step"], datetime.fromisoformat(each["time"]), each["mesh"]) for each in starts]
+    except FileNotFoundError:
+        return []
+    except (JsonError, KeyError, TypeError, ValueError):
+        log.warning("%s is damaged: its starts are left out", folder / RUN_FILE)
+        return []
+    return found
+
+
+def git_commit(folder: Path) -> str | None:
+    """The commit that is checked out in the repository of `folder`; None outside of a repository.
+
+    Reads git's files and starts no process: git may be missing, and runs what a repository configures. Uncommitted
+    changes are not seen. None as well if HEAD is in a format that only git reads (reftable).
+    """
+    try:
+        top = next(place for place in (folder, *folder.parents) if (place / ".git").exists())
+        store = top / ".git"
+        if store.is_file():  # a worktree or a submodule
+            store = top / _text(store).removeprefix("gitdir: ")
+        head = _text(store / "HEAD")
+        if head.startswith("ref: "):
+            head = _commit_of(store, head.removeprefix("ref: "))
+    except (StopIteration, OSError, JsonError, UnicodeDecodeError):
+        return None
+    return head if _COMMIT.fullmatch(head) else None
+
+
+def _commit_of(store: Path, ref: str) -> str:
+    """The commit of a branch. Raises OSError."""
+    shared = store / _text(store / "commondir") if (store / "commondir").exists() else store
+    for place in (store, shared):
+        if (place / ref).is_file():
+            return _text(place / ref)
+    lines = (line.split() for line in _text(shared / "packed-refs").splitlines())
+    return next((words[0] for words in lines if words[1:] == [ref]), "")
+
+
+def _text(path: Path) -> str:
+    return read_regular(path).decode().strip()

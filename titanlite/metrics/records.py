@@ -1,0 +1,7 @@
+"""What loggers take."""
+
+from titanlite.metrics.meter import Record
+from titanlite.metrics.samples import SamplesRecord
+from titanlite.metrics.validation import ValidationRecord
+
+LogRecord = Record | ValidationRecord | SamplesRecord
