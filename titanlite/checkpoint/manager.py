@@ -17,7 +17,6 @@ from titanlite.checkpoint.saver import Saver
 from titanlite.checkpoint.start import Start, StartFinder
 from titanlite.checkpoint.state import STREAMS
 from titanlite.runtime.agreement import Agreement, RanksError, warn_on_rank_0
-from titanlite.runtime.errors import UserError
 from titanlite.runtime.signals import StopRequest
 
 _AFTER_FAILURE = "earlier checkpoints are still valid. Fix the cause and restart"
@@ -104,7 +103,7 @@ class Checkpoints:
             self._save_last(step)
 
     def _save_last(self, step: int) -> None:
-        """Save the last step, or the step at which a signal stops training. Raises UserError if the save fails."""
+        """Save the last step, or the step at which a signal stops training. Raises RanksError if the save fails."""
         assert self._saver is not None
         self._control.finish()
         self.close()
@@ -115,12 +114,12 @@ class Checkpoints:
             else:
                 self._saver.save(self._draft(step, "full"), self._full())
         except RanksError as error:
-            raise UserError(f"{error}; {_AFTER_FAILURE}: the run resumes from the latest checkpoint") from None
+            raise RanksError(f"{error}; {_AFTER_FAILURE}: the run resumes from the latest checkpoint") from None
 
     def _fail(self, failure: str) -> None:
-        """Raise UserError or warn, according to on_save_error."""
+        """Raise RanksError or warn, according to on_save_error."""
         if self._section.on_save_error == "stop":
-            raise UserError(
+            raise RanksError(
                 f'{failure}; {_AFTER_FAILURE}, or set checkpoint.on_save_error = "continue" to keep training after '
                 "failed saves"
             )

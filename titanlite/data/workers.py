@@ -36,6 +36,7 @@ from titanlite.data.preparation import (
 )
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import DataError, UserError
+from titanlite.runtime.signal_thread import STOP_SIGNALS
 
 T = TypeVar("T")
 
@@ -288,7 +289,7 @@ class _Collected(logging.Handler):
 
 def main() -> None:
     """Prepare steps until standard output or standard input is closed."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the rank may train on after a stop request; it kills its workers later
     frames = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # keep printed output out of the frames

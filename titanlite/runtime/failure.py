@@ -131,9 +131,11 @@ class FailureReport:
 
     def end_by_signal(self, number: int, message: str) -> NoReturn:
         """End the process, with a line of the first rank that is ended, and tell the others. For a thread."""
+        self._ending.acquire(blocking=False)  # the main thread stops: see enter
         self._leave()
         if (detail := self._register()) != "silent":
-            self._print(message, detail)
+            with suppress(RuntimeError):  # a pipe that is full and not read
+                call_within(ANSWER_S, lambda: self._print(message, detail))
         time.sleep(INTERRUPTED_WAIT_S)
         self._wait_for_ranks()
         os._exit(128 + number)
@@ -149,6 +151,7 @@ class FailureReport:
                 time.sleep(FOLLOW_S)
             time.sleep(SILENT_WAIT_S)
             if self._ending.acquire(blocking=False):
+                signal.alarm(LAST_RESORT_S)
                 self._leave()
                 self._wait_for_ranks()
                 end_process(1)
@@ -187,6 +190,7 @@ class FailureReport:
 
     def _explain_and_end(self) -> NoReturn:
         assert self.positions is not None
+        signal.alarm(LAST_RESORT_S)
         detail = self._register()
         if detail != "silent" or self._takes_over():
             self._print(self.positions.explain(), detail)
@@ -244,9 +248,11 @@ class FailureReport:
                 call_within(ANSWER_S, self.positions.leave)
 
     def enter(self, step: int, phase: str) -> None:
-        """Note that this rank enters a phase of a step, for messages of other ranks."""
-        if self.positions is not None:
-            self.positions.enter(step, phase)
+        """Note that this rank enters a phase of a step, for messages of other ranks. Does not return once a thread ends
+        the process: no step and no line follows its message."""
+        with self._ending:
+            if self.positions is not None:
+                self.positions.enter(step, phase)
 
     def _describe(self, error: BaseException, detail: Detail) -> str:
         """The message of a rank that prints. A lost or slow connection is explained by the positions of the ranks."""

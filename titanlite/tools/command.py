@@ -19,6 +19,7 @@ import tyro
 
 from titanlite.runtime.errors import Problem, UsageError, UserError, check_ranges, require
 from titanlite.runtime.failure import describe_user_error, raise_on_interrupt
+from titanlite.runtime.signal_thread import stop_signals
 
 ConfigFile = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG")]
 RunFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
@@ -30,9 +31,10 @@ OptionalCount = Annotated[int | None, tyro.conf.arg(metavar="N")]
 
 def run_command(main: Callable[[Sequence[str]], None]) -> None:
     """Run `main` on the command line and exit: 0, 1 after an error, 2 after a usage or configuration error, 130 after
-    Ctrl-C, 143 after SIGTERM."""
+    Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
     code = 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that temporary files are removed
+    for number in {signal.SIGTERM, signal.SIGHUP} & {*stop_signals()}:
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # removes temporary files
     try:
         raise_on_interrupt()
         main(sys.argv[1:])

@@ -1,6 +1,7 @@
 """Worker processes: the same steps, states and errors as from the thread, and no hang if a worker dies."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.workers import WorkerPool
 from titanlite.runtime.errors import DataError, UserError
+from titanlite.runtime.signal_thread import STOP_SIGNALS
 
 WORDS = ["the", "model", "reads", "a", "few", "words", "and", "learns", "which", "of", "them", "follow"]
 
@@ -154,9 +156,18 @@ def test_workers_refuse_other_files_than_those_of_the_loader(
 
 
 def test_a_worker_exits_when_its_pipe_closes() -> None:
-    """Workers ignore SIGTERM, because a rank that receives it trains one more step. The closed pipe stops them."""
+    """Workers ignore signals that stop training, because the rank trains one more step. The closed pipe stops them."""
     worker = subprocess.Popen([sys.executable, "-m", "titanlite.data.workers"], stdin=subprocess.PIPE)
     assert worker.stdin is not None
+    expected = sum(1 << number - 1 for number in STOP_SIGNALS)
+    end = time.monotonic() + 20
+    while sys.platform == "linux" and time.monotonic() < end:
+        (mask,) = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{worker.pid}/status").read_text())
+        if int(mask, 16) & expected == expected:
+            break
+        time.sleep(0.01)
+    else:
+        assert sys.platform != "linux", "the signals are not ignored"
     worker.stdin.close()
     assert worker.wait(20) == 0
 

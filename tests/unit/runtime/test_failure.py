@@ -357,6 +357,10 @@ def is_one_of_two_ranks(port: int, prefix: str, settle_s: float, work: str) -> N
         if work == "lost" and prefix == "host":
             store.wait([failure.FIRST_FAILURE], timedelta(seconds=30))
         print("waiting", flush=True)
+        while work == "steps":
+            report.enter(1, "step")
+            print("step", flush=True)
+            time.sleep(0.01)
         if work == "start-up":
             store.wait(["a key that is never set"], timedelta(seconds=100))
         elif work == "finished":
@@ -396,6 +400,38 @@ def test_a_signal_to_one_rank_is_named_and_ends_the_others(start: Start) -> None
         "running\nwaiting\n",
         "running\nwaiting\ntitanlite: rank 1 was ended by SIGINT\n",
     ]
+
+
+def test_no_step_follows_the_message_of_a_signal(start: Start) -> None:
+    """Rank 0 hosts the store, and waits for the other rank before it ends."""
+    port = free_port()
+    works = ("steps", "start-up")
+    programs = [start(is_one_of_two_ranks, port, "host", 9.0, work, rank=rank) for rank, work in enumerate(works)]
+    for program, begun in zip(programs, ("step", "waiting"), strict=True):
+        program.wait_for(begun)
+    os.kill(programs[0].process.pid or 0, signal.SIGTERM)
+    assert [program.exit_code for program in programs] == [143, 1]
+    assert programs[0].text.endswith("step\ntitanlite: rank 0 was ended by SIGTERM\n")
+
+
+def is_ended_with_a_full_pipe() -> None:
+    _, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(4096))
+    os.set_blocking(writer, True)
+    sys.stderr = os.fdopen(writer, "w")
+    with FailureReport() as report:
+        report.store = dist.HashStore()
+        report.end_by_signal(signal.SIGTERM, "second SIGTERM: exiting at once")
+
+
+def test_a_signal_ends_the_process_even_if_printing_blocks(start: Start) -> None:
+    program = start(is_ended_with_a_full_pipe)
+    begin = time.monotonic()
+    assert program.exit_code == 143
+    assert time.monotonic() - begin < 30
 
 
 @pytest.mark.parametrize("blocked", [False, True])

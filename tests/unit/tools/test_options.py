@@ -157,7 +157,7 @@ def test_output_files(tmp_path: Path) -> None:
 
 def test_ctrl_c_raises_once_a_command_has_started(capsys: pytest.CaptureFixture[str]) -> None:
     """It ends the process at once only while modules are imported: later, temporary files are removed."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     removed: list[str] = []
 
     def main(_: object) -> None:
@@ -194,6 +194,7 @@ def test_ctrl_c_raises_once_a_command_has_started(capsys: pytest.CaptureFixture[
         (BrokenPipeError(), 1, ""),
         (OSError(errno.ENAMETOOLONG, "", "qq"), 1, "titanlite: the path qq is too long: choose a shorter one\n"),
         (signal.SIGTERM, 143, ""),
+        (signal.SIGHUP, 129, ""),
     ],
 )
 def test_exit_codes(
@@ -210,12 +211,14 @@ def test_exit_codes(
             raise error
 
     monkeypatch.setattr(os, "dup2", lambda *_: None)  # would redirect the output of pytest
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # even if the tests run under nohup
     try:
         with pytest.raises(SystemExit) as caught:
             run_command(main)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     assert caught.value.code == code
     assert capsys.readouterr().err.startswith(text)
     assert sys.exc_info()[0] is None
