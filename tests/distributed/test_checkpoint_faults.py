@@ -377,7 +377,7 @@ def judge_failed(outcome: Outcome) -> tuple[str, str]:
         f"it is published: {names}": f"step-{FAILING}" in names,
         f"something is left: {names}": any(name.startswith(".") for name in names),
         f"logged {counts}": counts != [int(not stops), 0],  # once, by rank 0
-        f"errors {kinds} {texts}": set(kinds) != ({"UserError"} if stops else {""}),
+        f"errors {kinds} {texts}": set(kinds) != ({"RanksError"} if stops else {""}),
         f"texts {texts}": stops and not all(re.match(message, text) for text in texts),
         f"no remedy: {texts}": stops and not all("earlier checkpoints are still valid" in text for text in texts),
         f"steps {steps}": max(steps) > last if stops else steps != [SURVIVING.steps] * WORLD,
@@ -469,7 +469,7 @@ def test_unusable_folder_is_rejected_at_the_start_on_all_ranks(parent: Parent, t
     (tmp_path / "read-only").mkdir(mode=0o555)
     one, other = parent(on_ranks, probes, WORLD, tmp_path)
     good, below, apart, huge, little, enough, no_space, read_only = one
-    key = "UserError: checkpoint.folder: "
+    key = "RanksError: checkpoint.folder: "
     assert (good, enough) == ("nothing", "nothing")
     assert below.startswith(f"{key}{tmp_path / 'file' / 'below'} cannot be written: rank 0: ")
     assert "Not a directory" in below

@@ -165,7 +165,7 @@ def test_invalid_arguments_raise_config_errors(trained: Path, tmp_path: Path) ->
     assert "text and jsonl" in config_error(run, "--data", str(trained))
     assert "--steps = 0" in config_error(run, "--steps", "0")
     assert "--json = " in config_error(run, "--json", str(tmp_path / "nowhere" / "file"))
-    assert "model.dim = " in config_error(run, "--model.dim", "3")
+    assert "  model.dim\n    rule:   a key of a section" in config_error(run, "--model.dim", "3")
     assert "data.packing = 'most'" in config_error(run, "--data.packing", "most")
     assert "validation.sources.0.path = ''" in config_error(run, "--validation.sources.0.kind", "jsonl")
     assert "model.max_seq_len" in config_error(run, "--training.seq_len", "1000000")

@@ -100,7 +100,7 @@ def test_the_command(ranks: int, tmp_path: Path) -> None:
     operations = re.search(r"^operation .*\n((?:\S.* +[\d,.]+ +[\d.]+% +[\d,]+\n)+)\n", report, re.MULTILINE)
     assert operations is not None
     assert operations[1].count("\n") == 3
-    assert "aten::mm" in operations[1]
+    assert "::" in operations[1]
     assert bool(re.search(r"^communication by rank: [\d.]+% \(rank \d\)", report, re.MULTILINE)) == (ranks == 2)
     trace = Path(re.findall(r"^trace: (\S+)", report, re.MULTILINE)[0])
     assert regions_of(trace)["ProfilerStep"] == 1

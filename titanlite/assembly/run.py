@@ -379,7 +379,8 @@ def describe_run(
     known = {key: text for key, text in facts.items() if text}
     variables = environment_lines(environment, os.environ)
     noted = {**known, "mesh": dict(mesh.degrees), "environment": variables}
-    run_id = note_start(Path(config.job.dump_folder), resume_step, noted)
+    trains = resume_step < config.training.steps
+    run_id = note_start(Path(config.job.dump_folder), resume_step, noted, trains=trains)
     log.info("Run: %s, %s", run_id, ", ".join(f"{key} {text}" for key, text in known.items() if key != "device"))
     values = dict(config_values(config))
     return AboutRun(

@@ -48,8 +48,8 @@ class AboutRun:
         return self.facts["run_id"]
 
 
-def note_start(folder: Path, resume_step: int, facts: Mapping[str, Any]) -> str:
-    """Append this start, with its facts, to run.json; return the run's id.
+def note_start(folder: Path, resume_step: int, facts: Mapping[str, Any], *, trains: bool = True) -> str:
+    """Append this start, with its facts, to run.json; return the run's id. trains: False changes no file.
 
     resume_step: 0 for a new run, which draws an id. A resumed run keeps the id of the file; if the file is lost or
     damaged, it draws a new one. Raises UserError if the file cannot be written.
@@ -62,6 +62,8 @@ def note_start(folder: Path, resume_step: int, facts: Mapping[str, Any]) -> str:
             run = read_json(path, RunJson)
         except (OSError, JsonError):
             log.warning("%s is lost or damaged: the loggers show this start as another run, %s", path, run["run_id"])
+    if not trains:
+        return run["run_id"]
     run["starts"].append({"step": resume_step, "time": now.isoformat(timespec="seconds"), **facts})
     try:
         replace_file(path, (json.dumps(run, indent=1) + "\n").encode())
