@@ -269,7 +269,8 @@ def test_an_error_is_printed_even_if_the_store_does_not_answer(start: Start) -> 
     assert program.exit_code == 1
 
 
-def fails_with_a_full_pipe() -> None:
+def block_stderr() -> None:
+    """Make stderr a full pipe that is not read."""
     _, writer = os.pipe()
     os.set_blocking(writer, False)
     with suppress(BlockingIOError):
@@ -277,6 +278,10 @@ def fails_with_a_full_pipe() -> None:
             os.write(writer, bytes(4096))
     os.set_blocking(writer, True)
     sys.stderr = os.fdopen(writer, "w")
+
+
+def fails_with_a_full_pipe() -> None:
+    block_stderr()
     with FailureReport():
         raise ERRORS["bug"]
 
@@ -415,13 +420,7 @@ def test_no_step_follows_the_message_of_a_signal(start: Start) -> None:
 
 
 def is_ended_with_a_full_pipe() -> None:
-    _, writer = os.pipe()
-    os.set_blocking(writer, False)
-    with suppress(BlockingIOError):
-        while True:
-            os.write(writer, bytes(4096))
-    os.set_blocking(writer, True)
-    sys.stderr = os.fdopen(writer, "w")
+    block_stderr()
     with FailureReport() as report:
         report.store = dist.HashStore()
         report.end_by_signal(signal.SIGTERM, "second SIGTERM: exiting at once")
