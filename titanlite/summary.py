@@ -2,8 +2,15 @@
 
 import os
 import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+from titanlite.config.check import check_config
 from titanlite.config.load import CONFIG_COPY
 from titanlite.config.schema import JobConfig
 from titanlite.data.sources.python_stdlib import PythonStdlib
@@ -12,15 +19,14 @@ from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.meter import Record
 from titanlite.runtime.logging import log
 
+RUN_TRAIN = "TITANLITE_RUN_TRAIN"
+"""Environment variable: how the user has called run_train.sh, which sets it."""
+
 
 def summarize(config: JobConfig, record: Record, steps: int, train_s: float) -> None:
     """Log the summary. steps, train_s: of this start."""
     tokens = steps * config.training.global_batch_size * config.training.seq_len
     folder = Path(config.job.dump_folder)
-    same_config = shlex.quote(str(folder / CONFIG_COPY))  # includes command-line overrides
-    processes = os.environ.get("LOCAL_WORLD_SIZE", "1")  # set by torchrun
-    torchrun = "torchrun --standalone --nproc-per-node"
-    train = "titanlite train" if processes == "1" else f"{torchrun} {processes} -m titanlite.train"
     log.info(
         "Done: %d steps, %s tokens, final loss %.4f, %s tokens/s",
         record.step,
@@ -33,22 +39,74 @@ def summarize(config: JobConfig, record: Record, steps: int, train_s: float) -> 
             "%d of %d steps were skipped: they did not change the weights, see the warnings above",
             *(record.skipped_steps, record.step),
         )
+    if not config.checkpoint.enable:
+        log.warning("The weights were not saved: checkpoint.enable = false")
     log.info("Outputs: %s (a row per logged step), %s (the configuration)", folder / METRICS_FILE, folder / CONFIG_COPY)
-    data_exhausted = record.step < config.training.steps
-    new_folder = ""
-    next_steps = []
+    for number, (title, command) in enumerate(next_commands(config, record)):
+        log.info("%-5s %-16s  %s", "" if number else "Next:", title, command)
+
+
+def next_commands(config: JobConfig, record: Record) -> Iterator[tuple[str, str]]:
+    """(purpose, command) of what can follow on this run, to be pasted in the folder where the run was started."""
+    folder = Path(config.job.dump_folder)
+    same_config = shlex.quote(str(folder / CONFIG_COPY))  # includes command-line overrides
+    processes, all_processes = (int(os.environ.get(name, "1")) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    train, is_one_node = train_command(processes), processes == all_processes
     if config.checkpoint.enable:
-        new_folder = f" --job.dump_folder {shlex.quote(f'{folder}-2')}"
         if (folder / TOKENIZER_FOLDER).exists():
             python_source = any(source.kind == PythonStdlib.kind for source in config.data.sources)
             # Without a trailing space, which most tokenizers join to the next word.
             prompt = "def __init__(self" if python_source else "The"
-            next_steps.append(("generate text", f'titanlite generate {shlex.quote(str(folder))} --prompt "{prompt}"'))
-    if not data_exhausted and not config.checkpoint.last_save_model_only:
-        next_steps.append(("train longer", f"{train} {same_config} --training.steps {4 * record.step}"))
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        next_steps.append(("on two processes", f"{torchrun} 2 -m titanlite.train {same_config}{new_folder}"))
-    next_steps.append(("on your own text", "set data.sources in a TOML file; all keys: titanlite train --help"))
-    next_steps.append(("see its curves", f"titanlite report {shlex.quote(str(folder))}"))
-    for number, (title, command) in enumerate(next_steps):
-        log.info("%-5s %-16s  %s", "" if number else "Next:", title, command)
+            yield "generate text", f'{titanlite()} generate {shlex.quote(str(folder))} --prompt "{prompt}"'
+        data_exhausted = record.step < config.training.steps
+        if is_one_node and not data_exhausted and not config.checkpoint.last_save_model_only:
+            yield "train longer", f"{train} {same_config} --training.steps {4 * record.step}"
+    elif is_one_node:
+        yield "train and save", f"{train} {same_config} --checkpoint.enable"
+    if all_processes == 1 and (batch := batch_on_two_processes(config)) is not None:
+        new_folder = f"--job.dump_folder {shlex.quote(f'{folder}-2')}"
+        yield "on two processes", f"{train_command(2)} {same_config} {new_folder}{batch}"
+    yield "on your own text", f"set data.sources in a TOML file; all keys: {titanlite()} train --help"
+    yield "see its curves", f"{titanlite()} report {shlex.quote(str(folder))}"
+
+
+def batch_on_two_processes(config: JobConfig) -> str | None:
+    """The option that the configuration needs on two processes of this machine, or ""; None if it does not fit them."""
+    if torch.cuda.device_count() == 1:
+        return None
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = config.training.local_batch_size
+    for fewer, option in ((rows, ""), (rows // 2, f" --training.local_batch_size {rows // 2}")):
+        smaller = replace(config, training=replace(config.training, local_batch_size=fewer))
+        if not check_config(smaller, world_size=2, device_type=device_type, checks_files=False):
+            return option
+    return None
+
+
+def train_command(processes: int) -> str:
+    """The command of a training on this many processes of this machine, by the program that has started this run."""
+    if script := os.environ.get(RUN_TRAIN):
+        variables = {name: os.environ.get(name, "") for name in ("PYTHON", "DEVICE", "NGPU")}
+        if processes > 1 or variables["NGPU"]:
+            variables["NGPU"] = str(processes)
+        given = [f"{name}={shlex.quote(value)}" for name, value in variables.items() if value]
+        return " ".join([*given, shlex.quote(script)])
+    if processes == 1:
+        return f"{titanlite()} train"
+    python = program(Path(sys.executable).name)
+    return f"{python} -m titanlite.torchrun --standalone --nproc-per-node {processes} -m titanlite.train"
+
+
+def titanlite() -> str:
+    """The command `titanlite` of this Python."""
+    if Path(sys.executable).with_name("titanlite").exists():
+        return program("titanlite")
+    return f"{program(Path(sys.executable).name)} -m titanlite"
+
+
+def program(name: str) -> str:
+    """A program beside this Python: its name if the user's shell finds it there, else its path."""
+    path = Path(sys.executable).with_name(name)
+    if RUN_TRAIN not in os.environ and shutil.which(name) == str(path):  # run_train.sh may extend PATH
+        return name
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))

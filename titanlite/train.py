@@ -90,6 +90,8 @@ def run_job(
             else f"add --training.steps {2 * run.start.step} to the command",
         )
     else:
+        if not config.checkpoint.enable:
+            log.warning("Checkpoints: none, since checkpoint.enable = false: the weights are lost when the run ends")
         start = perf_counter()
         with explained_out_of_memory(config, run.memory, world, lambda: f"in step {run.trainer.step + 1}"):
             record = train(config, run, failure)

@@ -2,10 +2,8 @@
 
 import logging
 import re
-import shlex
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,9 +50,9 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_command_printed_at_the_end_of_a_run_works(trained: Path) -> None:
-    printed = re.search(r"Next: generate text +titanlite (.*)", (trained / "output").read_text())
+    printed = re.search(r"Next: generate text +(.*)", (trained / "output").read_text())
     assert printed is not None
-    command = f"{shlex.quote(sys.executable)} -m titanlite {printed[1]}"  # the script need not be on PATH
+    command = printed[1]
     environment = clean_environment() | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
         command, shell=True, cwd=trained, env=environment, capture_output=True, text=True, timeout=300

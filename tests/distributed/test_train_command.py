@@ -45,6 +45,8 @@ def test_one_process_logs_every_step(single: Program) -> None:
     assert [row["lr"] for row in found[:2]] == pytest.approx([0.005, 0.01])
     assert found[-1]["loss"] < found[0]["loss"] - 0.1
     assert f"Done: {STEPS} steps" in single.output
+    assert "warning: Checkpoints: none, since checkpoint.enable = false: " in single.output
+    assert "warning: The weights were not saved: " in single.output
     names = sorted(path.name for path in (single.workplace / "out").iterdir())
     assert names == ["config.toml", "metrics.jsonl", "records", "run.json", "train.log"]
 

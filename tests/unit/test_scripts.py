@@ -42,7 +42,7 @@ case "$*" in
     shift 2
     printf '%s\\n' "$@"
     echo "in $PWD"
-    for name in PYTHONSAFEPATH CUDA_VISIBLE_DEVICES; do echo "$name=${!name-unset}"; done ;;
+    for name in PYTHONSAFEPATH CUDA_VISIBLE_DEVICES TITANLITE_RUN_TRAIN; do echo "$name=${!name-unset}"; done ;;
 esac
 """
 
@@ -115,6 +115,7 @@ def test_complete_active_python_runs_the_launcher_without_set_up(checkout: Check
         *[str(checkout.bin / "python3"), "--", "--job.config_file", config],
         *["--training.steps", "50", "--job.description", "two words"],
         *[f"in {checkout.cwd}", "PYTHONSAFEPATH=1", "CUDA_VISIBLE_DEVICES=unset"],
+        f"TITANLITE_RUN_TRAIN={checkout.repo / 'run_train.sh'}",
     ]
     assert not checkout.venv.exists()
 
@@ -124,6 +125,14 @@ def test_called_through_a_symlink(checkout: Checkout) -> None:
     link.symlink_to(checkout.repo / "run_train.sh")
     done = subprocess.run([link], env=checkout.environment, capture_output=True, text=True, timeout=60)
     assert str(checkout.repo / "configs" / "quickstart.toml") in done.stdout
+
+
+def test_the_run_knows_how_the_script_was_called(checkout: Checkout) -> None:
+    for command in (["./run_train.sh"], ["bash", "run_train.sh"]):
+        done = subprocess.run(
+            command, cwd=checkout.repo, env=checkout.environment, capture_output=True, text=True, timeout=60
+        )
+        assert done.stdout.splitlines()[-1] == "TITANLITE_RUN_TRAIN=./run_train.sh"
 
 
 @pytest.mark.parametrize(

@@ -23,15 +23,16 @@ def pin_revisions(config: JobConfig, world: World, store: dist.Store) -> JobConf
 
     Rank 0 queries the hub and shares the commits through the store. Raises ConfigError.
     """
-    sections = (config.data, config.validation)
-    sources = [source for section in sections for source in section.sources]
-    if not any(KINDS[source.kind].has_revision for source in sources):
+    sections = {"data": config.data.sources, "validation": config.validation.sources}
+    keyed = [(f"{name}.sources.{n}", source) for name, sources in sections.items() for n, source in enumerate(sources)]
+    if not any(KINDS[source.kind].has_revision for _, source in keyed):
         return config
     if world.rank == 0:
-        store.set("hub_commits", json.dumps([open_source(source).pinned_revision() for source in sources]))
+        store.set("hub_commits", json.dumps([open_source(source).pinned_revision(key) for key, source in keyed]))
     commits = json.loads(store.get("hub_commits"))
     pinned = [
-        replace(source, revision=commit) if commit else source for source, commit in zip(sources, commits, strict=True)
+        replace(source, revision=commit) if commit else source
+        for (_, source), commit in zip(keyed, commits, strict=True)
     ]
     count = len(config.data.sources)
     return replace(

@@ -426,13 +426,14 @@ from titanlite.runtime.errors import ConfigError
 from tests.unit.data.test_hub import texts_of
 
 source = SourceConfig(kind="hf", path="user/dataset")
-pinned = replace(source, revision=HuggingFace(source).pinned_revision())
+pinned = replace(source, revision=HuggingFace(source).pinned_revision("data.sources.3"))
 division = Division(HuggingFace(pinned), 3, (7,))
 found = texts_of(pinned, 3, epoch=1, seed=7)
 faults = []
-for change in ({"path": "user/missing"}, {"subset": "german"}, {"split": "dev"}, {"path": "user/script"}):
+changes = [{"path": "user/missing"}, {"subset": "german"}, {"split": "dev"}, {"path": "user/script"}, {"field": "body"}]
+for change in changes:
     try:
-        HuggingFace(replace(source, **change)).pinned_revision()
+        HuggingFace(replace(source, **change)).pinned_revision("data.sources.3")
     except ConfigError as error:
         faults.append(str(error))
 print(json.dumps([pinned.revision, division.description, found, faults]))
@@ -466,6 +467,7 @@ def test_a_hub_with_temporary_failures(dataset: Path, tmp_path: Path) -> None:
     assert "write split = 'train' or 'test'" in faults[2]
     assert "HF_TOKEN" in faults[0]
     assert "scripts are no longer supported" in faults[3]
+    assert "add --data.sources.3.field text" in faults[4]
     for place in [tmp_path / "home", tmp_path / "cache"]:
         assert not any(b"hf_canary" in file.read_bytes() for file in place.rglob("*") if file.is_file())
     assert "hf_canary" not in done.stdout + done.stderr

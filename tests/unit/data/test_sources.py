@@ -1,9 +1,13 @@
+import gzip
+import json
 import os
 import sysconfig
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from titanlite.data.check import check_source
@@ -102,6 +106,49 @@ def test_the_error_for_a_missing_file_names_the_absolute_path(tmp_path: Path, mo
     (problem,) = problems(SourceConfig(kind="text", path="data/*.txt"), "data.sources.3")
     assert (problem.key, problem.value) == ("data.sources.3.path", "data/*.txt")
     assert str(tmp_path / "data" / "*.txt") in problem.remedy
+
+
+ROWS = [{"n": 1, "content": "one", "title": "x"}, {"n": 2, "content": "two", "title": "y"}]
+
+
+def write_rows(file: Path) -> Path:
+    """Write ROWS in the format of the file's name."""
+    lines = "".join(f"{json.dumps(row)}\n" for row in ROWS)
+    if file.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(ROWS), file)
+    elif file.suffix == ".gz":
+        file.write_bytes(gzip.compress(lines.encode()))
+    else:
+        file.write_text(lines)
+    return file
+
+
+@pytest.mark.usefixtures("hugging_face_home")
+@pytest.mark.parametrize("name", ["train.jsonl", "train.jsonl.gz", "train.parquet"])
+@pytest.mark.parametrize("is_hf", [False, True])
+def test_a_missing_field_is_reported_with_the_fields_of_text(is_hf: bool, name: str, tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    file = write_rows(tmp_path / "corpus" / name)
+    source = SourceConfig("hf" if is_hf else name.split(".")[1], str(file.parent))
+    for key in ("data.sources.2", "validation.sources.0"):
+        (problem,) = problems(source, key)
+        assert (problem.key, problem.value) == (f"{key}.field", "text")
+        assert problem.remedy.startswith(f"{file}: field 'text' is missing; the ")
+        assert f'write field = "content", or add --{key}.field content; other fields' in problem.remedy
+    assert keys(replace(source, field="n")) == ["data.sources.0.field"]
+    assert keys(replace(source, field="title")) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "valid"),
+    [('{"text": "x"}', True), ("no JSON", True), ("", True), ('{"n": 1}\n{"text": "x"}', True), ('{"n": 1}', False)],
+)
+def test_single_bad_rows_are_not_problems_of_the_field(first: str, valid: bool, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(f"{first}\n")
+    (tmp_path / "b.jsonl").write_text('{"content": "x"}')
+    found = problems(SourceConfig("jsonl", str(tmp_path)))
+    assert [problem.key for problem in found] == ([] if valid else ["data.sources.0.field"])
+    assert valid or "use files that have a field of text" in found[0].remedy
 
 
 def test_an_interpreter_without_library_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

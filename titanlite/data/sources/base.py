@@ -7,17 +7,18 @@ in files that can be indexed.
 import glob
 import json
 import os
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import IO, Any, ClassVar, Literal, NamedTuple
 
 import xxhash
 
 from titanlite.data.sources.config import SourceConfig
-from titanlite.data.sources.pieces import BadRowError, Piece
+from titanlite.data.sources.pieces import BadRowError, FieldError, Piece
 from titanlite.runtime.cache import built_once, cache_folder, content_key, file_facts
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.files import open_regular
@@ -131,8 +132,9 @@ class Source(ABC):
         """
         return []
 
-    def pinned_revision(self) -> str:
-        """The commit that `revision` resolves to now, so that all ranks and later starts read the same data.
+    def pinned_revision(self, key: str) -> str:  # noqa: ARG002
+        """The commit that `revision` of the table at `key` resolves to now, so that all ranks and later starts read
+        the same data.
 
         "" if the source has no revision. Raises ConfigError.
         """
@@ -210,6 +212,33 @@ def sampled_digest(file: Path) -> bytes:
             return digest.digest()
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error}") from error
+
+
+def field_problem(key: str, field: str, where: str, fault: FieldError) -> Problem:
+    """The Problem of the field of the text, of the table at `key`. where: the file."""
+    remedy = "use files that have a field of text"
+    if fault.texts:
+        first, *others = fault.texts
+        remedy = f"write field = {json.dumps(first, ensure_ascii=False)}, or add --{key}.field {shlex.quote(first)}"
+        remedy += f"; other fields of text: {', '.join(map(repr, others[:7]))}" if others else ""
+    return Problem(f"{key}.field", field, "a field that contains text", f"{where}: {fault}; {remedy}")
+
+
+def check_first_file(
+    source: Source, key: str, field: str, fault_in: Callable[[IO[bytes]], BadRowError | None]
+) -> list[Problem]:
+    """Problems of the field of the text in the source's first file. fault_in: finds the fault of an open file.
+
+    Other faults of rows are reported when a row is needed, by data.on_bad_row.
+    """
+    file = source.files()[0]
+    try:
+        with open_regular(file) as opened:
+            fault = fault_in(opened)
+    except OSError as error:
+        remedy = f"{file} cannot be read: {error.strerror or error}; fix this, or the path"
+        return [Problem(f"{key}.path", source.config.path, "readable files", remedy)]
+    return [field_problem(key, field, str(file), fault)] if isinstance(fault, FieldError) else []
 
 
 class TextSource(Source):

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,12 @@ class HuggingFace(TextSource, StreamedSource):
     def check_content(self, key: str, *, vocab_size: int, needs_documents: bool) -> list[Problem]:  # noqa: ARG002
         return check_hub(self.config, key)
 
-    def pinned_revision(self) -> str:
-        return "" if hub_folder(self.config) is not None else self.found.commit
+    def pinned_revision(self, key: str) -> str:
+        if hub_folder(self.config) is not None:
+            return ""
+        commit = hub_files(self.config, key).commit
+        hub_files(replace(self.config, revision=commit), key)  # checks the field
+        return commit
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -179,7 +184,8 @@ class HuggingFace(TextSource, StreamedSource):
 def _require_text(name: str, field: str, features: Any) -> None:
     """Raise UserError unless `datasets` reads the field as text."""
     if field not in features:
-        raise UserError(f"{name}: field {field!r} is missing; the data has {', '.join(map(repr, list(features)[:8]))}")
+        present = ", ".join(map(repr, list(features)[:8]))
+        raise UserError(f"{name}: field {field!r} is missing; the data has {present}: write one of them as field")
     if getattr(features[field], "dtype", "") not in ("string", "large_string"):
         raise UserError(f"{name}: field {field!r} is not text in all rows: `datasets` reads it as {features[field]}")
 

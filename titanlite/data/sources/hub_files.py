@@ -2,15 +2,14 @@
 
 import os
 import re
-from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from titanlite.data.sources.base import cached_json
+from titanlite.data.sources.base import cached_json, field_problem
 from titanlite.data.sources.config import SourceConfig
-from titanlite.data.sources.jsonl import GZIP_DAMAGE, json_row, open_lines
-from titanlite.data.sources.parquet import open_parquet, text_type
-from titanlite.data.sources.pieces import BadRowError
+from titanlite.data.sources.jsonl import rows_fault
+from titanlite.data.sources.parquet import column_fault
+from titanlite.data.sources.pieces import BadRowError, FieldError
 from titanlite.runtime.errors import ConfigError, Problem, require
 from titanlite.runtime.files import open_regular
 from titanlite.runtime.retry import http_status, is_transient, reason
@@ -26,8 +25,6 @@ STREAMED_SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json", ".jsonl.gz", ".nd
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 DATASET_RULE = 'a folder in the layout of the hub, or the name of a dataset on it, like "user/dataset"'
 FULL_COMMIT = re.compile("[0-9a-f]{40}")
-CHECKED_ROWS = 100
-"""JSON lines: rows of the first file that are checked for the field before a run starts."""
 
 
 class HubFiles(NamedTuple):
@@ -68,16 +65,16 @@ def check_hub(source: SourceConfig, key: str) -> list[Problem]:
     return []
 
 
-def hub_files(source: SourceConfig) -> HubFiles:
-    """The data files of an hf source. Raises ConfigError. The cache folder stores the list of files of a commit."""
+def hub_files(source: SourceConfig, key: str = "data.sources") -> HubFiles:
+    """The data files of the hf source at `key`. Raises ConfigError. The cache folder stores the files of a commit."""
     if not FULL_COMMIT.fullmatch(source.revision):
-        return _resolve(source, "data.sources")
+        return _resolve(source, key)
     data = [os.environ.get("HF_ENDPOINT", ""), source.path, source.revision, source.subset, source_split(source)]
     checked = [source.field or "text", source.streaming]
 
     def resolve() -> HubFiles:
-        found = _resolve(source, "data.sources")
-        _check_fields(source, "data.sources", found)
+        found = _resolve(source, key)
+        _check_fields(source, key, found)
         return found
 
     facts = [FORMAT_VERSION, data, checked]
@@ -182,46 +179,19 @@ def _require_inside(source: SourceConfig, key: str, files: tuple[str, ...]) -> N
 def _check_fields(source: SourceConfig, key: str, found: HubFiles) -> None:
     """Raise ConfigError if the first file has no text in the field. A corrupted file gives bad rows later instead."""
     file, field = found.files[0], source.field or "text"
+    fault: BadRowError | None = None
     try:
-        if file.lower().endswith(".parquet"):
-            fault = _parquet_fault(file, field)
-        elif file.lower().endswith(STREAMED_SUFFIXES):
-            fault = _json_fault(file, field)
-        else:
-            fault = ""
+        with open_file(file) as opened:
+            if file.lower().endswith(".parquet"):
+                fault = column_fault(opened, field)
+            elif file.lower().endswith(STREAMED_SUFFIXES):
+                fault = rows_fault(opened, file, field)
     except OSError as error:
         raise _config_error(key, "path", source.path, "readable files", f"{file}: {reason(error)}") from error
-    if fault:
-        raise _config_error(key, "field", source.field, "a field that contains text", f"{file}: {fault}")
-
-
-def _parquet_fault(file: str, field: str) -> str:
-    """The fault of the text column; "" if it has no fault, or if the file cannot be read."""
-    with open_file(file) as opened:
-        try:
-            schema = open_parquet(opened).schema_arrow
-        except (BadRowError, OSError):
-            return ""
-    try:
-        text_type(schema, field)
-    except BadRowError as bad:
-        return str(bad)
-    return ""
-
-
-def _json_fault(file: str, field: str) -> str:
-    """The fault of the first row if no checked row has text; "" otherwise, and for a file without rows."""
-    first = ""
-    with open_file(file) as opened, open_lines(opened, file) as lines:
-        try:
-            for line in islice(filter(bytes.strip, lines), CHECKED_ROWS):
-                row = json_row(line, field)
-                if isinstance(row, bytes):
-                    return ""
-                first = first or str(row)
-        except GZIP_DAMAGE:
-            return ""
-    return first
+    if isinstance(fault, FieldError):
+        raise ConfigError([field_problem(key, field, file, fault)])
+    if fault is not None:
+        raise _config_error(key, "field", field, "a field that contains text", f"{file}: {fault}")
 
 
 def _config_error(key: str, name: str, value: Any, rule: str, remedy: str) -> ConfigError:

@@ -9,17 +9,32 @@ import logging
 import os
 import zlib
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from titanlite.data.sources.base import TextSource
+from titanlite.data.sources.base import TextSource, check_first_file
 from titanlite.data.sources.config import SourceConfig
-from titanlite.data.sources.pieces import BAD_FILE, BadRowError, Piece, lines, mapped, no_lines, read_range, utf8_text
+from titanlite.data.sources.pieces import (
+    BAD_FILE,
+    BadRowError,
+    FieldError,
+    Piece,
+    lines,
+    mapped,
+    no_lines,
+    read_range,
+    utf8_text,
+)
 from titanlite.runtime.cache import Recent, built_once, cache_folder, content_key, file_facts
+from titanlite.runtime.errors import Problem
 from titanlite.runtime.files import open_regular
 
 CACHE_BYTES = 64 * 2**20
 """Memory for the texts of cut rows, so that a long row is not parsed again for each piece."""
+
+CHECKED_ROWS = 100
+"""Rows of the first file that are checked for the field before a run starts."""
 
 BYTE_ORDER_MARK = "\ufeff"
 """Written before the first line by some programs; not part of the JSON."""
@@ -57,6 +72,10 @@ class Jsonl(TextSource):
         self.field = config.field or "text"
         self._cut_texts: Recent[tuple[Path, int], bytes] = Recent(CACHE_BYTES, len)
         self._unpacked: dict[Path, Unpacked] = {}
+
+    def check_content(self, key: str, *, vocab_size: int, needs_documents: bool) -> list[Problem]:  # noqa: ARG002
+        name = self.files()[0].name
+        return check_first_file(self, key, self.field, lambda opened: rows_fault(opened, name, self.field))
 
     def settings(self) -> dict[str, Any]:
         return {"field": self.field}
@@ -106,16 +125,21 @@ def json_text(line: bytes, field: str) -> bytes:
         raise BadRowError(f"not a JSON object but {_json_type(row)}")
     if field not in row:
         present = ", ".join(repr(name) for name in list(row)[:8]) or "no field"
-        raise BadRowError(f"field {field!r} is missing; the row has {present}")
+        raise FieldError(f"field {field!r} is missing; the row has {present}", _texts(row))
     text = row[field]
     if not isinstance(text, str):
-        raise BadRowError(f"field {field!r} is not text but {_json_type(text)}")
+        raise FieldError(f"field {field!r} is not text but {_json_type(text)}", _texts(row))
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise BadRowError(
             f"field {field!r} has an unpaired surrogate, \\u{ord(text[error.start]):04x}, at character {error.start}"
         ) from None
+
+
+def _texts(row: dict[str, Any]) -> list[str]:
+    """The fields that hold text."""
+    return [name for name, value in row.items() if isinstance(value, str)]
 
 
 def json_row(line: bytes, field: str) -> bytes | BadRowError:
@@ -138,6 +162,21 @@ def _parse(line: bytes) -> Any:
 def _json_type(value: Any) -> str:
     names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
+
+
+def rows_fault(opened: IO[bytes], name: str, field: str) -> BadRowError | None:
+    """The fault of the first row of an open file if no checked row has text; None for a file without rows."""
+    first: BadRowError | None = None
+    with open_lines(opened, name) as lines:
+        try:
+            for line in islice(filter(bytes.strip, lines), CHECKED_ROWS):
+                row = json_row(line, field)
+                if isinstance(row, bytes):
+                    return None
+                first = first or row
+        except GZIP_DAMAGE:
+            return None
+    return first
 
 
 def is_gzip(name: str) -> bool:

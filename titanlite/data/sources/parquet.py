@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from titanlite.data.sources.base import TextSource
+from titanlite.data.sources.base import TextSource, check_first_file
 from titanlite.data.sources.config import SourceConfig
-from titanlite.data.sources.pieces import BAD_FILE, BadRowError, Piece, utf8_text
+from titanlite.data.sources.pieces import BAD_FILE, BadRowError, FieldError, Piece, utf8_text
 from titanlite.runtime.cache import Recent
+from titanlite.runtime.errors import Problem
 from titanlite.runtime.files import open_regular
 from titanlite.runtime.retry import is_transient
 
@@ -33,6 +34,9 @@ class Parquet(TextSource):
         super().__init__(config)
         self.field = config.field or "text"
         self._row_groups: Recent[tuple[Path, int], Any] = Recent(CACHE_BYTES, lambda column: int(column.nbytes))
+
+    def check_content(self, key: str, *, vocab_size: int, needs_documents: bool) -> list[Problem]:  # noqa: ARG002
+        return check_first_file(self, key, self.field, lambda opened: column_fault(opened, self.field))
 
     def settings(self) -> dict[str, Any]:
         return {"field": self.field}
@@ -109,16 +113,41 @@ def _load(path: Path, group: int, field: str) -> Any:
 
 def text_type(schema: Any, field: str) -> Any:
     """The Arrow type of a text column's values. Raises BadRowError if the column is missing or not text."""
-    import pyarrow
-
     if schema.names.count(field) != 1:
         fault = "not unique" if field in schema.names else "missing"
-        raise BadRowError(f"field {field!r} is {fault}; the file has {', '.join(map(repr, schema.names[:8]))}")
+        present = ", ".join(map(repr, schema.names[:8]))
+        raise FieldError(f"field {field!r} is {fault}; the file has {present}", _texts(schema))
     kind = schema.field(field).type
-    value_kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    value_kind = _value_type(kind)
     if str(value_kind) not in TEXT_TYPES:
-        raise BadRowError(f"field {field!r} is not text but {kind}")
+        raise FieldError(f"field {field!r} is not text but {kind}", _texts(schema))
     return value_kind
+
+
+def _value_type(kind: Any) -> Any:
+    """The type of the values of a column, which may be dictionary-encoded."""
+    import pyarrow
+
+    return kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+
+
+def _texts(schema: Any) -> list[str]:
+    """The columns of text with a unique name."""
+    texts = [column.name for column in schema if str(_value_type(column.type)) in TEXT_TYPES]
+    return [name for name in texts if schema.names.count(name) == 1]
+
+
+def column_fault(opened: IO[bytes], field: str) -> BadRowError | None:
+    """The fault of the text column of an open file; None also if the file cannot be read as Parquet."""
+    try:
+        schema = open_parquet(opened).schema_arrow
+    except (BadRowError, OSError):
+        return None
+    try:
+        text_type(schema, field)
+    except BadRowError as bad:
+        return bad
+    return None
 
 
 def as_bytes(column: Any, value_kind: Any) -> Any:

@@ -45,6 +45,14 @@ class BadRowError(Exception):
     """A bad row. The text is only the reason; the consumer applies data.on_bad_row."""
 
 
+class FieldError(BadRowError):
+    """The field of the text is missing or holds no text. texts: the fields that hold text."""
+
+    def __init__(self, reason: str, texts: Sequence[str]) -> None:
+        super().__init__(reason)
+        self.texts = tuple(texts)
+
+
 class TokenPiece(NamedTuple):
     """The tokens of a piece, 1-D. starts: the indices at which documents start."""
 
