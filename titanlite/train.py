@@ -163,7 +163,8 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
             last = any(run.data_end.after_step()) or step == config.training.steps
             if last or is_log_step(step, log_freq=config.metrics.log_freq, total_steps=config.training.steps):
                 failure.enter(step, "logging")
-                record = run.meter.flush()
+                epochs = loader.epochs()
+                record = run.meter.flush(epochs if trainer.counts_rows else [0.0] * len(epochs))
                 run.sinks.write(record)
                 run.skipped.check()
                 require_few_bad_rows(record, config.data.max_bad_rows)

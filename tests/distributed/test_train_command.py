@@ -5,15 +5,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.distributed.program import CONFIG, PATIENCE_S, Program, Starter, own_tracebacks, rows, start_program
-from tests.distributed.reference import GLOBAL_BATCH, SEQ_LEN
+from tests.distributed.reference import GLOBAL_BATCH, SEQ_LEN, TOKENS
 
 STEPS = 6
+EPOCH = f"epoch/tokens {TOKENS}"
 KEYS = [
     *["step", "loss", "grad_norm", "lr", "num_valid", "tokens_seen", "tokens_per_second", "step_time_s", "data_time_s"],
-    *["memory_gib", "skipped_steps", "bad_rows"],
+    *["memory_gib", "skipped_steps", "bad_rows", EPOCH],
 ]
 SLOWEST = ["slowest_rank", "slowest_host", "slowest_ratio"]
 """Keys of runs on several ranks."""
@@ -43,6 +45,10 @@ def test_one_process_logs_every_step(single: Program) -> None:
         assert (row["skipped_steps"], row["bad_rows"]) == (0, 0)
         assert 0 < row["data_time_s"] < row["step_time_s"]
     assert [row["lr"] for row in found[:2]] == pytest.approx([0.005, 0.01])
+    windows = (len(np.load(TOKENS)) - 1) // SEQ_LEN
+    assert [row[EPOCH] for row in found] == [row["step"] * GLOBAL_BATCH / windows for row in found]
+    assert f" | epoch {found[-1][EPOCH]:.2f} | " in single.output
+    assert f"read {found[-1][EPOCH]:.2f} times in {STEPS} steps" in single.output
     assert found[-1]["loss"] < found[0]["loss"] - 0.1
     assert f"Done: {STEPS} steps" in single.output
     assert "warning: Checkpoints: none, since checkpoint.enable = false: " in single.output
@@ -63,7 +69,7 @@ def test_two_ranks_match_one_process(layout: dict[str, int], single: Program, tm
     program = start(tmp_path, *arguments, "--training.local_batch_size", "4", ranks=2)
     assert program.wait() == 0, program.output
     found, expected = rows(tmp_path / "out"), rows(single.workplace / "out")
-    assert [list(row) for row in found] == [KEYS + SLOWEST] * STEPS
+    assert [list(row) for row in found] == [[*KEYS[:-1], *SLOWEST, EPOCH]] * STEPS
     assert all(row["slowest_ratio"] >= 1 and row["slowest_host"] == socket.gethostname() for row in found)
     assert found[0]["loss"] == pytest.approx(expected[0]["loss"], rel=1e-14, abs=0)
     for row, expected_row in zip(found, expected, strict=True):
@@ -86,6 +92,22 @@ def test_written_config_repeats_the_run_and_keeps_earlier_files(tmp_path: Path, 
     assert (folder / "config.toml").read_bytes() == earlier["config.toml"]
     renamed = "has files of an earlier run; renamed to config.toml.1, metrics.jsonl.1"
     assert [program.output.count(renamed) for program in (first, second)] == [0, 1]
+
+
+@pytest.mark.slow
+def test_a_run_of_tokens_resumes_with_more_tokens(tmp_path: Path, start: Starter) -> None:
+    """3 steps, of which the last one is not full; then 5 by the same command with more tokens."""
+    per_step = GLOBAL_BATCH * SEQ_LEN
+    starts = (("first", 2 * per_step + 1, 3), ("again", 3 * per_step, 3), ("longer", 5 * per_step, 5))
+    for name, tokens, steps in starts:
+        tokens_and_saves = ("--training.tokens", str(tokens), "--checkpoint.enable")
+        program = start(tmp_path, *tokens_and_saves, "--lr_schedule.warmup_tokens", str(per_step + 1), name=name)
+        assert program.wait() == 0, program.output
+        assert [row["step"] for row in rows(tmp_path / "out")] == list(range(1, steps + 1))
+        assert f"steps {steps} ({steps * per_step:,} tokens), warm-up 2" in program.output
+        assert ("Nothing to do" in program.output) == (name == "again")
+        assert "warmup" not in program.output
+        assert f"\nsteps = {steps}\ntokens = -1\n" in (tmp_path / "out" / "config.toml").read_text()
 
 
 WRONG = [

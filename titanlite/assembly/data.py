@@ -54,6 +54,8 @@ def build_data(config: JobConfig, mesh: Mesh, tokenizer: Tokenizer | None) -> Lo
     """Build this data rank's loader, and the index of the data on first use."""
     loader = loader_of(config, config.data, mesh, tokenizer)
     log.info("Data: %s", loader.description)
+    if mesh.world.rank == 0:  # takes time, and only rank 0 logs
+        log.info("Epochs: %s", loader.describe_epochs(config.training.steps))
     return loader
 
 

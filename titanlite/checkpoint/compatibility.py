@@ -23,7 +23,8 @@ _REMOVED = (
 )
 _FRESH = "start a new run from these weights: --checkpoint.initial_load_path FOLDER --job.dump_folder ANOTHER"
 
-# Settings that may change without a log line: layout, logging, when a run stops, and those that the facts cover.
+# Settings that may change without a log line: layout, logging, when a run stops, those that the facts cover, and those
+# that are resolved to others.
 _SILENT = (
     *("job.", "parallelism.", "activation_checkpoint.", "compile.", "comm.", "metrics.", "checkpoint.", "faults."),
     *("model.", "tokenizer.", "memory.", "loss.", "profiling.", "samples."),
@@ -33,6 +34,7 @@ _SILENT_KEYS = {
     *("training.seq_len", "training.dtype", "optimizer.name", "data.num_streams", "data.sources", "data.shuffle"),
     *("data.seed", "data.max_piece_bytes", "data.packing", "data.document_mask", "data.add_bos", "data.add_eos"),
     *("data.num_workers", "data.ledger", "validation.enable", "validation.interval"),
+    *("training.tokens", "lr_schedule.warmup_tokens", "lr_schedule.warmup_ratio", "lr_schedule.decay_tokens"),
 }
 
 

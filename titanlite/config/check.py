@@ -7,6 +7,7 @@ from pathlib import Path, PurePath
 
 from titanlite.checkpoint.config import check_checkpoint
 from titanlite.checkpoint.preflight import check_start, imported_from
+from titanlite.config.lengths import resolve_lengths
 from titanlite.config.schema import JobConfig, JobSection, TrainingConfig
 from titanlite.data.check import check_data, check_tokenizer, check_validation
 from titanlite.data.config import PIECE_BYTES_PER_POSITION
@@ -49,7 +50,7 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, checks
             config.checkpoint, device_type, taken=(*OWN_FILES, *PurePath(config.metrics.folder).parts[:1])
         ),
         *check_metrics(config.metrics),
-        *check_profiling(config.profiling, world_size=world_size, device_type=device_type, steps=config.training.steps),
+        *check_profiling(config.profiling, world_size=world_size, device_type=device_type, steps=facts.training.steps),
         *check_ranges(config.loss, "loss"),
         *check_ranges(config.faults, "faults"),
         *check_ranges(config.debug, "debug"),
@@ -143,7 +144,7 @@ def _check_layout(config: JobConfig, facts: JobConfig, world_size: int, degree: 
 
 
 def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> JobConfig:
-    """Replace every -1 and "auto" by its value, except training.local_batch_size, which does not affect numbers.
+    """Replace every -1, "auto" and number of tokens, except training.local_batch_size, which does not affect numbers.
 
     The layout must fit `world_size`. Layout keys are not replaced: they may differ between starts.
     """
@@ -165,7 +166,7 @@ def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> J
         # Kernels are launched by the training process, whose interpreter a thread would share.
         launches = device_type == "cuda" and any(open_source(source).holds == "text" for source in data.sources)
         data = replace(data, num_workers=int(launches))
-    return replace(config, training=training, data=data)
+    return resolve_lengths(replace(config, training=training, data=data))
 
 
 def check_path_lengths(config: JobConfig) -> list[Problem]:

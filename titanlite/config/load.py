@@ -21,6 +21,7 @@ from titanlite.config.fields import (
     types_of,
     value_from_text,
 )
+from titanlite.config.lengths import check_lengths, override_lengths
 from titanlite.config.other_names import KEYS, NAMES
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import ModelConfig
@@ -167,8 +168,10 @@ def _parse(argv: Sequence[str]) -> Parsed:
     tables = sections_of(content or {}, problems)
     family = arguments.texts.get("model.family") or tables.get("model", {}).get("family", ModelConfig.family)
     family = family if isinstance(family, str) and family in FAMILIES else None
+    override_lengths(tables, arguments.texts)
     found = [put_argument(tables, key, text, family) for key, text in arguments.texts.items()]
     problems += [problem for problem in found if problem]
+    problems += check_lengths(tables)
     sections = {name: build_section(name, tables.get(name, {}), family, problems) for name in SECTIONS}
     return Parsed(JobConfig(**sections), problems, content is not None)
 

@@ -44,6 +44,8 @@ class TrainingConfig:
 
     steps: int = ranged(1000, "set a positive number", least=1)
     """Total optimizer steps of the run."""
+    tokens: int = ranged(-1, "leave it out to give training.steps", least=1, unset=-1)
+    """Total tokens of the run in place of steps, rounded up to full steps of global_batch_size x seq_len."""
     seq_len: int = ranged(2048, "set a positive number", least=1)
     """Tokens per sequence."""
     local_batch_size: int = ranged(8, "set a positive number; -1: as many as fit", least=1, unset=-1)

@@ -210,6 +210,13 @@ class Blocks:
         number = place.epoch * len(self._division.units) + unit
         return unit < len(self._division.units) and (number - self._stream) % self._division.groups == 0
 
+    def epochs(self, place: Place) -> float:
+        """The part of the source in the units before that of `place`. Streams that share a unit have a part of it."""
+        division = self._division
+        number = place.epoch * len(division.units) + Position.of(place.position).unit
+        passed = (number - self._stream % division.groups) // division.groups
+        return passed / (division.sharers * len(division.units))
+
     def block(self, place: Place) -> Block:
         """The block at `place`, its pieces in the order of consumption; empty after the end of a unit."""
         unit, row, _ = Position.of(place.position)
@@ -308,6 +315,9 @@ class BlockPieces:
 
     def has(self, place: Place) -> bool:
         return self._blocks.has(place)
+
+    def epochs(self, place: Place) -> float:
+        return self._blocks.epochs(place)
 
     def number(self, place: Place) -> int:
         """Ledger number of the piece: file, row, part of the row, packed."""

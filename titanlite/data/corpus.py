@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from titanlite.data.sources.pieces import (
     ENDS_DOCUMENT,
     STARTS_DOCUMENT,
     BadRowError,
+    EpochSize,
     Piece,
     TokenPiece,
 )
@@ -37,6 +38,10 @@ FLUSH_PIECES = 2**16
 
 BYTES_PER_TOKEN = 3
 """Approximate value for English and code; it only decides how far to read ahead."""
+
+SAMPLED_BYTES = 2**18
+MIN_SAMPLED_PIECES = 4
+"""Text that is tokenized at the start to estimate the tokens of an epoch: tenths of a second."""
 
 logger = logging.getLogger("titanlite")
 
@@ -219,6 +224,18 @@ class TextCorpus:
         self.description = texts.description
         self._texts = texts
         self._encoder = encoder
+
+    def epoch_size(self, seq_len: int, packing: Literal["concatenate", "none"]) -> EpochSize | None:
+        """Estimate the size of an epoch from evenly spaced pieces; None if none of them has tokens."""
+        count = min(self.count, max(MIN_SAMPLED_PIECES, SAMPLED_BYTES * self.count // self.size))
+        sample = [n * self.count // count for n in range(count)]
+        lengths = [len(piece.tokens) for piece in self.fetch(sample) if isinstance(piece, TokenPiece)]
+        if not sum(lengths):
+            return None
+        alone = sum(-(-(length - 1) // seq_len) for length in lengths if length > 1)
+        sequences = sum(lengths) / seq_len if packing == "concatenate" else alone
+        scale = self.size / sum(map(self._texts.num_bytes, sample))
+        return EpochSize(round(sum(lengths) * scale), sequences * scale, is_exact=count == self.count)
 
     def ahead(self, pieces: Iterator[int], num_tokens: int) -> list[int]:
         taken, num_bytes = list[int](), 0

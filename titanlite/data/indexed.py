@@ -44,6 +44,10 @@ class IndexedPieces:
     def has(self, place: Place) -> bool:
         return place.position < self._corpus.count
 
+    def epochs(self, place: Place) -> float:
+        passed = (place.epoch * self._corpus.count + place.position - self._stream) // self._num_streams
+        return passed / self._corpus.count
+
     def number(self, place: Place) -> int:
         if self._looked_up[0] != place:  # called twice for each window
             self._looked_up = (place, self._permutation.piece(*place))

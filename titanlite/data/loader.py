@@ -42,7 +42,7 @@ class Loader:
         self.sources = [open_source(source) for source in assignment.section.sources]
         content = content_keys(self.sources, tokenizer)  # before the files are opened
         sources = Sources(assignment, self.sources, tokenizer)
-        self._locate = sources.locate
+        self._locate, self._epoch_sizes, self._shares = sources.locate, sources.epoch_sizes, sources.mixture.shares
         self.num_streams = num_streams = assignment.section.num_streams
         self._global_batch_size = assignment.global_batch_size
         assert num_streams % data_degree == 0
@@ -173,6 +173,26 @@ class Loader:
         self._preparation.load_state(own, num_returned)
         self._producer.load_state(own, num_returned)
         self._set_progress(num_returned, own, self._preparation.ended())
+
+    def epochs(self) -> list[float]:
+        """For each source, the epochs in the steps returned; the sum over the data ranks is that of the run.
+
+        Pieces that are not read to their end do not count; of a streamed source, only files and row groups do.
+        """
+        return self._preparation.epochs(self._states)
+
+    def describe_epochs(self, steps: int) -> str:
+        """Tokens of an epoch of each source, and how often a run of `steps` reads it. Tokenizes a sample of text."""
+        parts = []
+        for name, share, size in zip(self.source_names, self._shares, self._epoch_sizes(), strict=True):
+            if size is None or not size.sequences:
+                parts.append(f"{name}: the number of tokens is unknown")
+                continue
+            about = "" if size.is_exact else "about "
+            tokens = size.tokens if size.is_exact else round(size.tokens, 3 - len(str(size.tokens)))
+            times = steps * self._global_batch_size * share / size.sequences
+            parts.append(f"{name}: {about}{tokens:,} tokens, read {times:,.2f} times in {steps:,} steps")
+        return "; ".join(parts)
 
     def describe(self, state: Tensor) -> str:
         """Format the sequence number and the epochs of a state of all streams, in one line.

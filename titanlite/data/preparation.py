@@ -15,7 +15,7 @@ from titanlite.data.indexed import IndexedPieces
 from titanlite.data.order import Mixture, Permutation
 from titanlite.data.sources.base import Source, StreamedSource, TextSource
 from titanlite.data.sources.config import SourceConfig
-from titanlite.data.sources.pieces import Corpus, StreamPieces
+from titanlite.data.sources.pieces import Corpus, EpochSize, StreamPieces
 from titanlite.data.sources.tokens import Tokens, WindowCorpus
 from titanlite.data.streams import BadRowPolicy, Origin, Row, SourceStream, Stream
 from titanlite.data.tokenizer import Tokenizer
@@ -52,13 +52,15 @@ class SourceOrder(NamedTuple):
     """A source in the order in which streams read it.
 
     size: in Source.size_unit. description: one line for the log. pieces: of a stream, by its number. locate: file and
-    row of a piece, by its ledger number. check_unchanged: raises UserError if a file that was read has changed.
+    row of a piece, by its ledger number. epoch_size: None if it is unknown; may read a sample. check_unchanged: raises
+    UserError if a file that was read has changed.
     """
 
     size: int
     description: str
     pieces: Callable[[int], StreamPieces]
     locate: Callable[[int], str]
+    epoch_size: Callable[[], EpochSize | None] = lambda: None
     check_unchanged: Callable[[], None] = lambda: None
 
 
@@ -85,6 +87,10 @@ class Sources:
     def locate(self, origin: Origin) -> str:
         """File and row of a sequence's first token, for messages."""
         return "no data left" if origin.piece < 0 else self._open[origin.source].locate(origin.piece)
+
+    def epoch_sizes(self) -> list[EpochSize | None]:
+        """For each source, the size of an epoch; None if it is unknown. Reads a sample of text."""
+        return [source.epoch_size() for source in self._open]
 
     def check_unchanged(self) -> None:
         """Raise UserError if a token file that was read since the last call has changed since it was opened."""
@@ -115,10 +121,11 @@ def open_order(source: Source, number: int, assignment: Assignment, tokenizer: T
     section = assignment.section
     seeds = (section.seed, number) if section.shuffle else ()
     corpus: Corpus
+    epoch_size: Callable[[], EpochSize | None]
     checks = []
     if isinstance(source, Tokens):
-        corpus = WindowCorpus(source, assignment.seq_len, assignment.vocab_size, documents=section.document_mask)
-        checks = [corpus.check_unchanged]
+        windows = WindowCorpus(source, assignment.seq_len, assignment.vocab_size, documents=section.document_mask)
+        corpus, epoch_size, checks = windows, windows.epoch_size, [windows.check_unchanged]
     else:
         assert tokenizer is not None, "sources of text need a tokenizer"
         encoder = Encoder(tokenizer, add_bos=section.add_bos, add_eos=section.add_eos)
@@ -127,7 +134,8 @@ def open_order(source: Source, number: int, assignment: Assignment, tokenizer: T
             blocks = partial(BlockPieces, division, encoder=encoder, max_piece_bytes=section.max_piece_bytes)
             return SourceOrder(1, division.description, blocks, division.locate)  # a placeholder: the size is unknown
         assert isinstance(source, TextSource)
-        corpus = TextCorpus(Texts([source], section.max_piece_bytes), encoder)
+        texts = TextCorpus(Texts([source], section.max_piece_bytes), encoder)
+        corpus, epoch_size = texts, partial(texts.epoch_size, assignment.seq_len, section.packing)
     if corpus.size == 0 or corpus.count == 0:
         # Each empty or corrupted file is one piece, whose error names the reason.
         bad = [str(found) for found in corpus.fetch(range(min(1, corpus.count))) if isinstance(found, Exception)]
@@ -143,7 +151,7 @@ def open_order(source: Source, number: int, assignment: Assignment, tokenizer: T
         epochs=source.config.epochs,
     )
     note = f", {source.shuffling_note}" if section.shuffle and source.shuffling_note else ""
-    return SourceOrder(corpus.size, corpus.description + note, pieces, corpus.locate, *checks)
+    return SourceOrder(corpus.size, corpus.description + note, pieces, corpus.locate, epoch_size, *checks)
 
 
 class PreparedStep(NamedTuple):
@@ -180,6 +188,11 @@ class Preparation:
     def states(self) -> Int64s:
         """Current states: (streams, values of a stream's state)."""
         return np.array([stream.state() for stream in self._streams.values()], np.int64)
+
+    def epochs(self, states: Int64s) -> list[float]:
+        """For each source, the part that these streams have read at `states`, see StreamPieces.epochs."""
+        parts = [stream.epochs(values) for stream, values in zip(self._streams.values(), states.tolist(), strict=True)]
+        return [sum(of_streams) for of_streams in zip(*parts, strict=True)]
 
     def ended(self) -> Int64s:
         """(sources,): 1 if the source is exhausted in all of these streams."""

@@ -115,6 +115,10 @@ class SourceStream:
     def state(self) -> SourceState:
         return SourceState(*self._place, self._offset, self.sequences, self._bad_rows)
 
+    def epochs(self, state: SourceState) -> float:
+        """The part of the source that this stream has read at `state`, see StreamPieces.epochs."""
+        return self._pieces.epochs(Place(state.epoch, state.position))
+
     def load_state(self, state: SourceState) -> None:
         """Continue at `state`; tokenizes one piece again. Raises UserError if the source has no such piece."""
         self._place = Place(state.epoch, state.position)
@@ -272,9 +276,16 @@ class Stream:
 
     def load_state(self, values: Sequence[int]) -> None:
         """Continue at the state `values`. Raises UserError if a source has no such piece."""
+        for source, state in zip(self._sources, self._split(values), strict=True):
+            source.load_state(state)
+
+    def epochs(self, values: Sequence[int]) -> list[float]:
+        """For each source, the part that this stream has read at the state `values`, see StreamPieces.epochs."""
+        return [source.epochs(state) for source, state in zip(self._sources, self._split(values), strict=True)]
+
+    def _split(self, values: Sequence[int]) -> list[SourceState]:
         size = len(SourceState._fields)
-        for n, source in enumerate(self._sources):
-            source.load_state(SourceState(*values[n * size : (n + 1) * size]))
+        return [SourceState(*values[n * size : (n + 1) * size]) for n in range(len(self._sources))]
 
     def next_sequence(self, row: Row) -> Origin:
         """Write the next sequence into `row` and return its origin. Raises UserError."""

@@ -50,6 +50,8 @@ def console_line(record: Record, total_steps: int, memory_name: str) -> str:
         parts.append(f"skipped steps {record.skipped_steps}")
     if record.bad_rows > 0:
         parts.append(f"bad rows {record.bad_rows}")
+    if record.epochs:
+        parts.append(f"epoch {max(record.epochs.values()):.2f}")
     parts.append(f"ETA {_duration((total_steps - record.step) * record.step_time_s)}")
     return " | ".join(parts)
 

@@ -52,6 +52,8 @@ class Record:
     slowest_ratio: float | None = None
     """Compute time of the slowest rank by the median of its pipeline stage, each the median over the interval. See
     ComputeTime."""
+    epochs: Mapping[str, float] = field(default_factory=dict)
+    """epoch/NAME: by source, how often it has been read so far."""
     by_source: Mapping[str, float] = field(default_factory=dict)
     """By source, if there are several. loss/NAME: mean cross-entropy per valid token of the source since the last row,
     without skipped steps; absent if the source had no valid token. share/NAME: the source's fraction of all sequences
@@ -60,8 +62,8 @@ class Record:
     def row(self) -> dict[str, int | float | str]:
         """Key -> value in the order of the fields, without unknown values."""
         row = {key: value for key, value in asdict(self).items() if value is not None}
-        by_source = row.pop("by_source")
-        return {**row, **by_source}
+        epochs, by_source = row.pop("epochs"), row.pop("by_source")
+        return {**row, **epochs, **by_source}
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,8 @@ class Meter:
         self._slow_ranks = slow_ranks
         self._clock = clock
         self._skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
-        self._sources = tuple(sources) if len(sources) > 1 else ()
+        self._names = tuple(sources)
+        self._sources = self._names if len(sources) > 1 else ()
         self._by_source = torch.zeros(NUM_TOTALS, len(self._sources), dtype=torch.float64, device=device)
         self._tokens_seen = 0
         self._last: tuple[int, StepStats, float] | None = None
@@ -192,21 +195,23 @@ class Meter:
         self._bad_rows = bad_rows
         self._compute_s.append(compute_s)
 
-    def flush(self) -> Record:
+    def flush(self, epochs: Sequence[float] = ()) -> Record:
         """End the interval; return the record of the last noted step, the same on all ranks except for times.
 
+        epochs: this data rank's, by source; they are summed over ranks, so ranks other than the data leader pass 0.
         A collective over the group. The host waits for the device here only, so the measured time is that of the steps.
         """
         assert self._last is not None, "flush without a step"
         assert self._num_steps > 0, "flush without a step since the last one"
         step, stats, lr = self._last
-        ranks = self._gather(stats)
+        ranks = self._gather(stats, epochs)
         now = self._clock()
 
         columns = list(zip(*ranks, strict=True))
         mean_loss, grad_norm, num_valid, skipped_steps, data_time_s, memory, bad_rows, compute_s = columns[:8]
         step_time_s = (now - self._interval_start) / self._num_steps
         tokens_per_second = self._tokens_per_step / step_time_s
+        of_sources = [sum(column) for column in columns[8:]]
         flops = tokens_per_second * self._flops_per_token
         slowest = self._slow_ranks.compare(self._num_steps, compute_s) if self._slow_ranks else None
         record = Record(
@@ -226,7 +231,8 @@ class Meter:
             slowest_rank=slowest.rank if slowest else None,
             slowest_host=slowest.host if slowest else None,
             slowest_ratio=slowest.ratio if slowest else None,
-            by_source=self._describe_sources([sum(column) for column in columns[8:]]),
+            epochs={f"epoch/{name}": epoch for name, epoch in zip(self._names, of_sources, strict=False) if epochs},
+            by_source=self._describe_sources(of_sources[len(epochs) :]),
         )
         self._by_source[:2] = 0
         self._interval_start = now
@@ -244,7 +250,7 @@ class Meter:
             f"share/{name}": number / sum(sequences) for name, _, _, number in by_source if sum(sequences)
         }
 
-    def _gather(self, stats: StepStats) -> list[list[float]]:
+    def _gather(self, stats: StepStats, epochs: Sequence[float]) -> list[list[float]]:
         """One row per rank, in float64 (counts are exact up to 2^53): values on the device, then those on the host."""
         on_device = (stats.mean_loss, stats.grad_norm, stats.num_valid, self._skipped_steps)
         on_host = (
@@ -252,6 +258,7 @@ class Meter:
             float(peak_memory_bytes(self._device)),
             float(self._bad_rows),
             median(self._compute_s),
+            *epochs,
         )
         local = torch.cat(
             [

@@ -5,19 +5,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from titanlite.runtime.errors import Problem, check_ranges, ranged, require
+from titanlite.runtime.errors import Problem, check_ranges, ranged
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Warm-up, constant learning rate, decay. Steps count from 1; step 1 has a learning rate above 0."""
+    """Warm-up, constant learning rate, decay. Steps count from 1; step 1 has a learning rate above 0.
+
+    At most one key of each length is given, in steps, tokens or as a ratio.
+    """
 
     warmup_steps: int = ranged(100, "0 starts at the full learning rate", least=0)
     """Steps of linear warm-up; may exceed training.steps."""
+    warmup_tokens: int = ranged(-1, "leave it out to give warmup_steps", least=0, unset=-1)
+    """Tokens of the warm-up in place of warmup_steps, rounded up to full steps."""
+    warmup_ratio: float = ranged(-1.0, "0.01 warms up for a hundredth of the run", least=0, most=1, unset=-1)
+    """Fraction of training.steps in place of warmup_steps."""
     decay: Literal["none", "linear", "cosine", "sqrt"] = "linear"
     """Shape of the decay from optimizer.lr to min_lr_factor x optimizer.lr; none keeps optimizer.lr."""
     decay_steps: int = ranged(-1, "leave it out to decay over all steps after the warm-up", least=1, unset=-1)
     """Length of the decay in steps, right after the warm-up, independent of training.steps; -1: see decay_ratio."""
+    decay_tokens: int = ranged(-1, "leave it out to give decay_steps", least=1, unset=-1)
+    """Tokens of the decay in place of decay_steps, rounded up to full steps."""
     decay_ratio: float = ranged(-1.0, "0.2 decays over the last fifth of the run", above=0, most=1, unset=-1)
     """Length of the decay as a fraction of training.steps, at the end of the run; -1: all steps after the warm-up."""
     min_lr_factor: float = ranged(0.1, "0.1 ends at a tenth of optimizer.lr", least=0, most=1)
@@ -36,17 +45,7 @@ DECAY_SHAPES: dict[str, Callable[[float], float]] = {
 
 def check_schedule(section: ScheduleConfig) -> list[Problem]:
     """Check [lr_schedule]. warmup_steps may exceed training.steps, so that a shortened run keeps its warm-up."""
-    key = "lr_schedule"
-    problems = check_ranges(section, key)
-    if section.decay_steps != -1 and section.decay_ratio != -1.0:
-        problems += require(
-            False,
-            f"{key}.decay_ratio",
-            section.decay_ratio,
-            f"either decay_ratio or {key}.decay_steps = {section.decay_steps}, not both",
-            f"leave out {key}.decay_ratio or {key}.decay_steps",
-        )
-    return problems
+    return check_ranges(section, "lr_schedule")
 
 
 def depends_on_steps(section: ScheduleConfig) -> bool:
@@ -59,7 +58,10 @@ def depends_on_steps(section: ScheduleConfig) -> bool:
 
 
 def build_schedule(section: ScheduleConfig, peak_lr: float, steps: int) -> Callable[[int], float]:
-    """Learning rate as a function of the step, from 1: `peak_lr` times the smaller of warm-up and decay."""
+    """Learning rate as a function of the step, from 1: `peak_lr` times the smaller of warm-up and decay.
+
+    section: with tokens and the ratio of the warm-up resolved to steps.
+    """
     shape = DECAY_SHAPES[section.decay]
     if section.decay_steps != -1:
         start, length = section.warmup_steps, section.decay_steps

@@ -159,6 +159,7 @@ SILENT = {
     *("data.num_streams", "data.shuffle", "data.seed", "data.max_piece_bytes", "data.add_bos", "data.add_eos"),
     *("data.max_bad_rows", "data.sources", "data.packing", "data.document_mask", "data.num_workers", "data.ledger"),
     *("optimizer.name", "validation.enable", "validation.interval"),
+    *("training.tokens", "lr_schedule.warmup_tokens", "lr_schedule.warmup_ratio", "lr_schedule.decay_tokens"),
 }
 SILENT_SECTIONS = {
     *("job", "model", "tokenizer", "parallelism", "activation_checkpoint", "compile", "checkpoint", "metrics", "comm"),

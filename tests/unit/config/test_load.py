@@ -11,6 +11,7 @@ import pytest
 from tests.seeds import seeds
 from titanlite.config.check import resolve_config
 from titanlite.config.fields import SECTIONS, alternatives, literal, row_type, section_types, types_of
+from titanlite.config.lengths import LENGTHS, UNSET
 from titanlite.config.load import dump_config, load_config, parse_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.config import DataConfig
@@ -238,7 +239,10 @@ def any_config(choose: random.Random) -> JobConfig:
             overrides = {key: value for key, value in values.items() if key not in names and choose.random() < 0.5}
             sections[name] = ModelConfig(values["family"], values["flavor"], overrides)
         else:
-            sections[name] = section_type(**any_values(types_of(section_type), choose))
+            values = any_values(types_of(section_type), choose)
+            others = {key for keys in LENGTHS for key in keys[1:]}
+            values |= {key: type(values[key])(UNSET) for key in values if f"{name}.{key}" in others}
+            sections[name] = section_type(**values)
     return JobConfig(**sections)
 
 

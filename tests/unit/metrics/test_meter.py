@@ -136,7 +136,8 @@ def test_the_keys_of_a_row(group: dist.ProcessGroup) -> None:
     clock.now += 1.0
     meter.update(1, stats_of(1.0), lr=0.1, data_wait_s=0.0, bad_rows=0)
     row = meter.flush().row()
-    assert list(row) == [field.name for field in fields(Record) if field.name not in ("by_source", *SLOWEST)] == KEYS
+    left_out = ("epochs", "by_source", *SLOWEST)
+    assert list(row) == [field.name for field in fields(Record) if field.name not in left_out] == KEYS
     assert row["mfu"] == pytest.approx(512 * 1e6 / 1e12)
 
 
@@ -298,6 +299,18 @@ def test_state_by_source_is_matched_by_name(group: dist.ProcessGroup) -> None:
     assert meter.state().by_source == {"b": [4.0, 5.0, 6.0], "new": [0.0, 0.0, 0.0]}
 
 
+@pytest.mark.parametrize("sources", [("a",), ("a", "b")])
+def test_epochs_of_each_source(group: dist.ProcessGroup, sources: tuple[str, ...]) -> None:
+    clock = Clock()
+    meter = meter_of(group, clock, sources=sources)
+    clock.now += 1.0
+    by_source = [[2.0, 3.0], [2.0, 1.0], [1.0, 3.0]] if len(sources) > 1 else [[0.0]] * 3
+    meter.update(1, stats_of(1.0, by_source=by_source), lr=0.1, data_wait_s=0.0, bad_rows=0)
+    row = meter.flush([0.5, 2.25][: len(sources)]).row()
+    expected = {"epoch/a": 0.5, "epoch/b": 2.25, "loss/a": 1.0, "loss/b": 3.0, "share/a": 0.25, "share/b": 0.75}
+    assert {key: row[key] for key in row if "/" in key} == (expected if len(sources) > 1 else {"epoch/a": 0.5})
+
+
 def test_a_flush_without_a_step_fails_an_assertion(group: dist.ProcessGroup) -> None:
     clock = Clock()
     meter = meter_of(group, clock)
@@ -314,7 +327,7 @@ def _flush_on_a_rank() -> dict[str, Any]:
     group = dist.group.WORLD
     assert group is not None
     places = [Place(f"node{rank}", 0) for rank in range(2)]
-    meter = meter_of(group, clock, peak_flops=1e9, slow_ranks=SlowRanks(places, group))
+    meter = meter_of(group, clock, peak_flops=1e9, sources=("one",), slow_ranks=SlowRanks(places, group))
     records: list[Record] = []
     memory = mock.patch.object(meter_module, "peak_memory_bytes", return_value=(1 + rank) * 2**29)
     with memory, Operations() as operations:
@@ -330,7 +343,7 @@ def _flush_on_a_rank() -> dict[str, Any]:
                     bad_rows=step * (rank + 1),
                     compute_s=compute_s + 0.1 * rank * step,
                 )
-            records.append(meter.flush())
+            records.append(meter.flush([0.25 * step * (rank + 1)]))
     return {"rows": [record.row() for record in records], "collectives": operations.collectives()}
 
 
@@ -346,6 +359,7 @@ def test_two_ranks_report_the_values_of_the_mesh() -> None:
     assert row["data_time_s"] == pytest.approx(0.3)
     assert row["memory_gib"] == 1.0
     assert row["bad_rows"] == 2 + 4
+    assert row["epoch/one"] == 0.5 + 1.0
     assert (row["slowest_rank"], row["slowest_host"], row["slowest_ratio"]) == (1, "node1", pytest.approx(3.5))
     assert row["mfu"] == pytest.approx(512 / 0.5 * 1e6 / (2 * 1e9))
 

@@ -72,10 +72,12 @@ def test_console_line() -> None:
 
 
 def test_console_line_with_everything() -> None:
-    record = replace(RECORD, mfu=0.4126, skipped_steps=2, bad_rows=3, loss=math.nan)
+    epochs = {"epoch/a": 0.2, "epoch/b": 1.257}
+    record = replace(RECORD, mfu=0.4126, skipped_steps=2, bad_rows=3, loss=math.nan, epochs=epochs)
     assert console_line(record, 30, "peak RSS") == (
         "step 30/30 | loss nan | grad norm 1.235 | lr 3.000e-04 | 12,346 tokens/s | "
-        "0.160 s/step, 2.5% waiting for data | peak RSS 1.23 GiB | MFU 41.3% | skipped steps 2 | bad rows 3 | ETA 0s"
+        "0.160 s/step, 2.5% waiting for data | peak RSS 1.23 GiB | MFU 41.3% | skipped steps 2 | bad rows 3 | "
+        "epoch 1.26 | ETA 0s"
     )
 
 

@@ -66,6 +66,14 @@ EMPTY_PIECE = TokenPiece(EMPTY, EMPTY)
 """A piece without tokens."""
 
 
+class EpochSize(NamedTuple):
+    """Tokens and sequences of an epoch. is_exact: whether they are counted, not estimated from a sample."""
+
+    tokens: int
+    sequences: float
+    is_exact: bool
+
+
 class Corpus(Protocol):
     """The numbered pieces of a source.
 
@@ -123,6 +131,10 @@ class StreamPieces(Protocol):
 
     def has(self, place: Place) -> bool:
         """Whether `place` is valid for this stream."""
+        ...
+
+    def epochs(self, place: Place) -> float:
+        """The part of the source that this stream has read before `place`: the sum over all streams is in epochs."""
         ...
 
     def number(self, place: Place) -> int:

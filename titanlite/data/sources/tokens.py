@@ -18,7 +18,7 @@ import numpy.typing as npt
 from titanlite.data.sources.arrays import ArrayFile
 from titanlite.data.sources.base import Source
 from titanlite.data.sources.config import SourceConfig
-from titanlite.data.sources.pieces import EMPTY, TokenPiece
+from titanlite.data.sources.pieces import EMPTY, EpochSize, TokenPiece
 from titanlite.runtime.cache import file_facts, has_hash
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.json_files import JsonError, parse_json, read_regular
@@ -134,6 +134,9 @@ class WindowCorpus:
             f"{seq_len} tokens"
             + (f" ({unused:,} tokens at the ends of files fill no window and are not used)" if unused else "")
         )
+
+    def epoch_size(self) -> EpochSize:
+        return EpochSize(self.size, self.count, is_exact=True)
 
     def ahead(self, pieces: Iterator[int], num_tokens: int) -> list[int]:  # noqa: ARG002
         return [next(pieces)]

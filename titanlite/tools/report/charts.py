@@ -86,6 +86,7 @@ def charts_of(runs: Sequence[RunFiles]) -> list[Chart]:
         Chart("mfu", "Model FLOP/s utilization", _curves(runs, "mfu"), note="fraction of the devices' peak"),
         *_by_source(runs, "loss/", "Training loss"),
         *_by_source(runs, "validation/loss/", "Validation loss"),
+        *_by_source(runs, "epoch/", "Epochs", "zero"),
     ]
     return [chart for chart in charts if chart.curves]
 
@@ -104,21 +105,21 @@ def _data_wait(runs: Sequence[RunFiles]) -> list[Curve]:
     return curves
 
 
-def _by_source(runs: Sequence[RunFiles], prefix: str, title: str) -> list[Chart]:
+def _by_source(runs: Sequence[RunFiles], prefix: str, title: str, scale: str = "log") -> list[Chart]:
     """One chart with all sources of one run; with several runs, one chart per source."""
     keys = list(dict.fromkeys(key for run in runs for key in run.series if key.startswith(prefix)))
     name = prefix.strip("/").replace("/", "_")
     dots = prefix.startswith("validation")
     if len(runs) == 1:
         curves = [Curve(key.removeprefix(prefix), n, runs[0].series[key], dots) for n, key in enumerate(keys)]
-        return [Chart(f"{name}_by_source", f"{title} by source", curves, "log", smooth=True)]
+        return [Chart(f"{name}_by_source", f"{title} by source", curves, scale, smooth=scale == "log")]
     return [
         Chart(
             f"{name}_source_{number}",
             f"{title} of {key.removeprefix(prefix)}",
             [Curve(run.name, n, run.series[key], dots) for n, run in enumerate(runs) if key in run.series],
-            "log",
-            smooth=True,
+            scale,
+            smooth=scale == "log",
         )
         for number, key in enumerate(keys)
     ]

@@ -1,0 +1,99 @@
+"""Lengths in tokens and as ratios: resolved to steps, one key each, overridden by the command line."""
+
+from pathlib import Path
+
+import pytest
+
+from titanlite.config.load import dump_config, load_config, parse_config
+from titanlite.config.schema import JobConfig
+from titanlite.runtime.errors import ConfigError
+
+BATCH = "[training]\nseq_len = 10\nlocal_batch_size = 2\n"
+"""20 tokens per step on one process."""
+
+
+def loaded(tmp_path: Path, toml: str, *argv: str, world_size: int = 1) -> JobConfig:
+    file = tmp_path / "config.toml"
+    file.write_text(toml)
+    return load_config([str(file), *argv], world_size=world_size, device_type="cpu")
+
+
+@pytest.mark.parametrize(("tokens", "steps"), [(1, 1), (20, 1), (21, 2), (4000, 200), (10**13, 5 * 10**11)])
+def test_tokens_are_rounded_up_to_steps(tokens: int, steps: int, tmp_path: Path) -> None:
+    config = loaded(tmp_path, f"{BATCH}tokens = {tokens}")
+    assert (config.training.steps, config.training.tokens) == (steps, -1)
+    assert f"\nsteps = {steps}\ntokens = -1\n" in dump_config(config)
+
+
+def test_the_batch_of_all_ranks_counts(tmp_path: Path) -> None:
+    assert loaded(tmp_path, f"{BATCH}tokens = 4000", world_size=2).training.steps == 100
+
+
+def test_warm_up_and_decay_in_tokens_and_ratios(tmp_path: Path) -> None:
+    tokens = loaded(tmp_path, f"{BATCH}[lr_schedule]\nwarmup_tokens = 99\ndecay_tokens = 1").lr_schedule
+    assert (tokens.warmup_steps, tokens.warmup_tokens, tokens.decay_steps, tokens.decay_tokens) == (5, -1, 1, -1)
+    schedule = "[lr_schedule]\nwarmup_ratio = 0.1\ndecay_ratio = 0.2"
+    ratio = loaded(tmp_path, f"{BATCH}tokens = 4000\n{schedule}").lr_schedule
+    assert (ratio.warmup_steps, ratio.warmup_ratio, ratio.decay_ratio) == (20, -1.0, 0.2)
+    assert loaded(tmp_path, f"{BATCH}[lr_schedule]\nwarmup_tokens = 0").lr_schedule.warmup_steps == 0
+
+
+def test_the_written_configuration_gives_the_same_steps(tmp_path: Path) -> None:
+    config = loaded(tmp_path, f"{BATCH}tokens = 4001\n[lr_schedule]\nwarmup_ratio = 0.5\ndecay_tokens = 30")
+    again = loaded(tmp_path, dump_config(config))
+    assert dump_config(again) == dump_config(config)
+    assert (again.training.steps, again.lr_schedule.warmup_steps, again.lr_schedule.decay_steps) == (201, 100, 2)
+
+
+@pytest.mark.parametrize(
+    ("in_file", "argument", "steps"),
+    [
+        ("steps = 7", ["--training.tokens", "4000"], 200),
+        ("tokens = 4000", ["--training.steps", "7"], 7),
+        ("tokens = 4000", ["--training.tokens=-1"], 1000),
+        ("steps = 7", ["--training.tokens=-1"], 7),
+    ],
+)
+def test_the_command_line_overrides_a_length_by_another_key(
+    in_file: str, argument: list[str], steps: int, tmp_path: Path
+) -> None:
+    assert loaded(tmp_path, f"{BATCH}{in_file}", *argument).training.steps == steps
+
+
+def test_each_length_is_overridden_on_its_own(tmp_path: Path) -> None:
+    schedule = "[lr_schedule]\nwarmup_steps = 30\ndecay_ratio = 0.5"
+    found = loaded(tmp_path, f"{BATCH}{schedule}", "--lr_schedule.decay_tokens", "40").lr_schedule
+    assert (found.warmup_steps, found.decay_steps, found.decay_ratio) == (30, 2, -1.0)
+
+
+SEVERAL = [
+    ("[training]\nsteps = 5\ntokens = 6", [], "training.tokens"),
+    ("", ["--training.steps", "5", "--training.tokens", "6"], "training.tokens"),
+    ("[lr_schedule]\nwarmup_steps = 5\nwarmup_ratio = 0.5", [], "lr_schedule.warmup_ratio"),
+    ("[lr_schedule]\nwarmup_tokens = 5\nwarmup_ratio = 0.5", [], "lr_schedule.warmup_ratio"),
+    ("[lr_schedule]\ndecay_tokens = 5\ndecay_ratio = 0.5", [], "lr_schedule.decay_ratio"),
+]
+
+
+@pytest.mark.parametrize(("toml", "argv", "key"), SEVERAL)
+def test_a_length_with_several_values_is_one_problem(toml: str, argv: list[str], key: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        loaded(tmp_path, toml, *argv)
+    (problem,) = caught.value.problems
+    assert problem.key == key
+    assert problem.rule.startswith("only one of ")
+    assert problem.remedy.startswith("leave out all of ")
+
+
+def test_values_out_of_range_are_reported_with_their_own_key(tmp_path: Path) -> None:
+    for key, value in (("training.tokens", "0"), ("lr_schedule.warmup_ratio", "1e308"), ("training.seq_len", "0")):
+        tokens = [] if key == "training.tokens" else ["--training.tokens", "100"]
+        with pytest.raises(ConfigError) as caught:
+            loaded(tmp_path, "", f"--{key}", value, *tokens)
+        assert [problem.key for problem in caught.value.problems] == [key]
+
+
+def test_unresolved_lengths_are_read_as_given() -> None:
+    config, problems = parse_config(["--training.tokens", "100"])
+    assert problems == []
+    assert (config.training.steps, config.training.tokens) == (JobConfig().training.steps, 100)
