@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from tests.distributed.layouts import BOUNDS, QUICK, SIXTEEN, SLOW, SOAK, Layout, measure_all
+from tests.distributed.layouts import ALL, BOUNDS, Layout, measure_all
 from titanlite.runtime.launch import run_ranks
 
 
@@ -22,9 +22,8 @@ def main() -> None:
     most = int(sys.argv[1]) if len(sys.argv) > 1 else 16
     print(f"| pp x dp_replicate x dp_shard x tp | ranks | schedule | with | {' | '.join(BOUNDS)} |")
     print("|---|---|---|---|" + "---|" * len(BOUNDS))
-    table = (*QUICK, *SLOW, *SOAK, *SIXTEEN)
-    for size in sorted({layout.world_size for layout in table if layout.world_size <= most}):
-        layouts = [layout for layout in table if layout.world_size == size]
+    for size in sorted({layout.world_size for layout in ALL if layout.world_size <= most}):
+        layouts = [layout for layout in ALL if layout.world_size == size]
         found = {dtype: run_ranks(errors, size, layouts, dtype, timeout_s=1800.0) for dtype in BOUNDS}
         for index, layout in enumerate(layouts):
             worst = []

@@ -167,15 +167,16 @@ SOAK = (
 )
 """Two to eight ranks: more layouts, too slow for the default suite."""
 
+SIXTEEN = (Layout((2, 2, 2, 2), (*schedule("Interleaved1F1B"), *BY_OP, *PAIRS), accumulation=3, rows=48),)
+
+ALL = (*QUICK, *SLOW, *THREE_AXES, *SOAK, *SIXTEEN)
+
 
 def is_supported(layout: Layout) -> bool:
     """Whether this torch supports the layout. Before 2.13: no V schedules, no compiled blocks with split backward."""
     shape = next(shape for name, shape in SCHEDULES.items() if name == (layout.schedule or "1F1B"))
     compiled_and_split = shape.splits_backward and COMPILE[0] in layout.settings
     return torch.__version__ >= "2.13" or (shape.placement != "v" and not compiled_and_split)
-
-
-SIXTEEN = (Layout((2, 2, 2, 2), (*schedule("Interleaved1F1B"), *BY_OP, *PAIRS), accumulation=3, rows=48),)
 
 
 @dataclass(frozen=True)

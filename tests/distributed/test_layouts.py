@@ -10,6 +10,7 @@ import torch
 
 from tests.distributed.gradients import build_on_mesh, local_batches
 from tests.distributed.layouts import (
+    ALL,
     BOUNDS,
     LEARNING_RATE,
     QUICK,
@@ -74,14 +75,13 @@ def test_all_axes_at_once_on_sixteen_ranks() -> None:
 
 
 def test_layout_tables_cover_schedules_meshes_and_accumulation() -> None:
-    layouts = (*QUICK, *SLOW, *THREE_AXES, *SOAK, *SIXTEEN)
-    assert len(layouts) == len(set(layouts)) >= 41
-    assert {layout.world_size for layout in layouts} == {1, 2, 4, 8, 16}
-    schedules = [layout.schedule for layout in layouts]
+    assert len(ALL) == len(set(ALL)) >= 44
+    assert {layout.world_size for layout in ALL} == {1, 2, 4, 8, 16}
+    schedules = [layout.schedule for layout in ALL]
     for name in PipelineSchedule.__args__:
         assert schedules.count(name) >= 2, name
-    assert {(1, 2, 2, 2), (1, 1, 2, 4), (1, 2, 1, 4), (2, 2, 2, 2)} <= {layout.axes for layout in layouts}
-    assert {layout.accumulation for layout in layouts} == {1, 3}
+    assert {(1, 2, 2, 2), (1, 1, 2, 4), (1, 2, 1, 4), (2, 2, 2, 2)} <= {layout.axes for layout in ALL}
+    assert {layout.accumulation for layout in ALL} == {1, 3}
 
 
 REPEATED = (
