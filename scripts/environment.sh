@@ -90,7 +90,7 @@ set_up_venv() {
         die "$venv has no working Python: delete it, and start again"
     fi
     "$python" -P -m pip --version >/dev/null 2>&1 || "$python" -P -m ensurepip >&2 || die "$venv has no pip: install it there"
-    (cd "$repo" && "$python" -P -m pip install --disable-pip-version-check --editable ".${extras:+[$extras]}") >&2 ||
+    (cd "$repo" && "$python" -P -m pip install --disable-pip-version-check --editable ".[report${extras:+,$extras}]") >&2 ||
         die "pip could not install titanlite into ${venv##*/}, see the error above: fix it, and start again${untested:+. $untested}"
     make_torchrun
     missing=$(check "$python" missing "$@")

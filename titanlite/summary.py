@@ -52,9 +52,9 @@ def next_commands(config: JobConfig, record: Record) -> Iterator[tuple[str, str]
     same_config = shlex.quote(str(folder / CONFIG_COPY))  # includes command-line overrides
     processes, all_processes = (int(os.environ.get(name, "1")) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     train, is_one_node = train_command(processes), processes == all_processes
+    python_source = any(source.kind == PythonStdlib.kind for source in config.data.sources)
     if config.checkpoint.enable:
         if (folder / TOKENIZER_FOLDER).exists():
-            python_source = any(source.kind == PythonStdlib.kind for source in config.data.sources)
             # Without a trailing space, which most tokenizers join to the next word.
             prompt = "def __init__(self" if python_source else "The"
             yield "generate text", f'{titanlite()} generate {shlex.quote(str(folder))} --prompt "{prompt}"'
@@ -66,7 +66,8 @@ def next_commands(config: JobConfig, record: Record) -> Iterator[tuple[str, str]
     if all_processes == 1 and (batch := batch_on_two_processes(config)) is not None:
         new_folder = f"--job.dump_folder {shlex.quote(f'{folder}-2')}"
         yield "on two processes", f"{train_command(2)} {same_config} {new_folder}{batch}"
-    yield "on your own text", f"set data.sources in a TOML file; all keys: {titanlite()} train --help"
+    if python_source:
+        yield "on your own text", f"set data.sources in a TOML file; all keys: {titanlite()} train --help"
     yield "see its curves", f"{titanlite()} report {shlex.quote(str(folder))}"
 
 

@@ -203,7 +203,7 @@ def test_set_up_runs_once_and_prints_one_line(checkout: Checkout) -> None:
     assert done.stdout.startswith(f"{checkout.venv / 'bin' / 'python'}\n")
     calls = checkout.calls()
     assert (
-        f"{checkout.venv}/bin/python -P -m pip install --disable-pip-version-check --editable .\n{checkout.repo}\n"
+        f"{checkout.venv}/bin/python -P -m pip install --disable-pip-version-check --editable .[report]\n{checkout.repo}\n"
         in calls
     )
     assert not (checkout.repo / ".venv.incomplete").exists()

@@ -11,6 +11,8 @@ import pytest
 
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.config.schema import JobConfig, TrainingConfig
+from titanlite.data.config import DataConfig
+from titanlite.data.sources.config import SourceConfig
 from titanlite.parallel.mesh import ParallelismConfig
 from titanlite.summary import next_commands, summarize
 
@@ -54,6 +56,12 @@ def test_a_run_with_checkpoints_can_generate_and_train_longer() -> None:
         "on your own text": "set data.sources in a TOML file; all keys: titanlite train --help",
         "see its curves": "titanlite report outputs",
     }
+
+
+@pytest.mark.usefixtures("on_path")
+def test_only_a_run_on_the_python_library_suggests_own_text() -> None:
+    own = DataConfig(sources=(SourceConfig("text", "corpus.txt"),))
+    assert set(commands(SAVING)) - set(commands(replace(SAVING, data=own))) == {"on your own text"}
 
 
 @pytest.mark.usefixtures("on_path")

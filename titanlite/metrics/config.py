@@ -24,8 +24,8 @@ LoggerName = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]
 
 PACKAGES = {
     "tensorboard": ("tensorboard", "pip install tensorboard"),
-    "wandb": ("wandb", "pip install 'titanlite[wandb]'"),
-    "mlflow": ("mlflow", "pip install 'titanlite[mlflow]'"),
+    "wandb": ("wandb", "pip install 'wandb>=0.31'"),
+    "mlflow": ("mlflow", "pip install 'mlflow-skinny>=3'"),
 }
 """Logger -> its package, and how to install it."""
 

@@ -233,7 +233,7 @@ def test_a_missing_package_is_a_problem_with_the_command(monkeypatch: pytest.Mon
     assert check_metrics(MetricsConfig(loggers=names)) == []
     monkeypatch.setattr(config, "find_spec", lambda _: None)
     (problem,) = check_metrics(MetricsConfig(loggers=names))
-    assert problem.remedy == "pip install 'titanlite[wandb]' and pip install 'titanlite[mlflow]'"
+    assert problem.remedy == "pip install 'wandb>=0.31' and pip install 'mlflow-skinny>=3'"
 
 
 def test_jsonl_is_required() -> None:

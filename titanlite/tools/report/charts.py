@@ -166,7 +166,7 @@ class Drawing:
             import matplotlib.figure
             import matplotlib.ticker
         except ImportError:
-            raise UserError("a report needs matplotlib: pip install 'titanlite[report]'") from None
+            raise UserError("a report needs matplotlib: pip install matplotlib") from None
         self._matplotlib: Any = matplotlib
         self._runs = runs
         self._steps = max((run.last_step for run in runs), default=1)
