@@ -202,10 +202,8 @@ def test_set_up_runs_once_and_prints_one_line(checkout: Checkout) -> None:
     assert f"pip install -e '{checkout.repo}'" in done.stderr
     assert done.stdout.startswith(f"{checkout.venv / 'bin' / 'python'}\n")
     calls = checkout.calls()
-    assert (
-        f"{checkout.venv}/bin/python -P -m pip install --disable-pip-version-check --editable .[report]\n{checkout.repo}\n"
-        in calls
-    )
+    install = "-P -m pip install --disable-pip-version-check --editable .[report]"
+    assert f"{checkout.venv}/bin/python {install}\n{checkout.repo}\n" in calls
     assert not (checkout.repo / ".venv.incomplete").exists()
     again = checkout.run()
     assert again.stderr == ""
