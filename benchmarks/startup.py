@@ -65,7 +65,7 @@ def measure(command: tuple[str | Path, ...], processes: int, checkout: Path, fol
     output = ""
     for line in process.stdout:
         output += line
-        if "step 1/1" in line:
+        if " 1/1 " in line:
             first_step = perf_counter() - start
     if process.wait() != 0:
         raise SystemExit(f"{program} of {checkout} failed:\n{output}")

@@ -1,8 +1,11 @@
 """Evaluation: the loss of a model over validation data, each token once, independent of the mesh."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -39,6 +42,31 @@ def why_no_bytes(tokenizer: Tokenizer | None) -> str:
     return "there is no tokenizer" if tokenizer is None else "the tokenizer is not byte-level"
 
 
+PROGRESS_EVERY_S = 30.0
+"""Seconds between log lines during a validation."""
+
+
+class Progress:
+    """Logs how many batches of a validation have been computed, at most every PROGRESS_EVERY_S.
+
+    Counts on the host, which may be ahead of the device. names: of the sources. steps: as for Evaluator.totals.
+    """
+
+    def __init__(self, names: Sequence[str], steps: int, clock: Callable[[], float] = perf_counter) -> None:
+        self._names = names
+        self._limit = "" if steps < 0 else f" of at most {steps:,}"
+        self._clock = clock
+        self._start = self._last = clock()
+
+    def after_batch(self, name: str, number: int) -> None:
+        """Note that `number` global batches of the source are done."""
+        now = self._clock()
+        if now - self._last >= PROGRESS_EVERY_S:
+            self._last = now
+            source = f"source {self._names.index(name) + 1} of {len(self._names)}, {name}"
+            log.info("validation: %s: batch %s%s, after %.0f s", source, f"{number:,}", self._limit, now - self._start)
+
+
 class StoppedError(Exception):
     """All ranks have agreed to stop. number: of the signal that requested it."""
 
@@ -59,22 +87,31 @@ class Evaluator:
     token_bytes: Tensor | None
     stop: StopRequest
 
-    def totals(self, loader: Loader, *, steps: int, failure: FailureReport) -> tuple[SetTotals, int]:
+    def totals(
+        self,
+        loader: Loader,
+        *,
+        steps: int,
+        failure: FailureReport,
+        after_batch: Callable[[int], None] = lambda _: None,
+    ) -> tuple[SetTotals, int]:
         """(totals over the loader's data, number of rows skipped as bad).
 
-        steps: maximum number of steps of the loader; -1: all. The loader must be at its beginning, and is reset to it
-        afterwards. Weights, gradients, random state and the position in the training data do not change. One host read,
-        at the end. Raises StoppedError on all ranks if a rank has a stop request. Raises DataError if this rank's data
-        is invalid, after `failure` has collected the data errors of all ranks in this step.
+        steps: maximum number of steps of the loader; -1: all. after_batch: called with the number of each step, from 1.
+        The loader must be at its beginning, and is reset to it afterwards. Weights, gradients, random state and the
+        position in the training data do not change. One host read, at the end. Raises StoppedError on all ranks if a
+        rank has a stop request. Raises DataError if this rank's data is invalid, after `failure` has collected the data
+        errors of all ranks in this step.
         """
         model = self.model
         # loss_sum, num_valid, num_bytes, bad_rows; the counts are exact up to 2^53.
         totals = torch.zeros(4, dtype=torch.float64, device=model.device)
         try:
             with forward_only(model):
-                for batches in self._batches(loader, steps, failure):
+                for number, batches in enumerate(self._batches(loader, steps, failure), start=1):
                     for batch in batches:
                         totals[:3] += self._totals_of(on_device(batch, model.device))
+                    after_batch(number)
             totals[:3] *= model.counts_loss
             totals[3] += loader.bad_rows * model.counts_rows
         finally:
@@ -92,9 +129,10 @@ class Evaluator:
         After the last loader, raises UserError on all ranks if there were more than `max_bad_rows` bad rows in total,
         or no token to predict.
         """
-        bad_rows, any_valid = 0, False
+        bad_rows, any_valid, progress = 0, False, Progress(list(loaders), steps)
         for name, loader in loaders.items():
-            totals, bad = self.totals(loader, steps=steps, failure=failure)
+            after_batch = partial(progress.after_batch, name)
+            totals, bad = self.totals(loader, steps=steps, failure=failure, after_batch=after_batch)
             bad_rows += bad
             any_valid |= totals.num_valid > 0
             yield name, totals
@@ -194,6 +232,11 @@ class Validation:
                 )
                 by_source = dict(totals)
             except StoppedError as stopped:
+                name = signal.Signals(stopped.number).name
+                log.info(
+                    "validation after step %d: cut by %s after %.0f s, without a result; the next start repeats it",
+                    *(step, name, clock()),
+                )
                 return stopped.number
             self.sinks.write(ValidationRecord(step, by_source, clock(), self.meter.tokens_seen))
         return 0

@@ -80,7 +80,7 @@ def saved_steps(output: str) -> list[int]:
 
 def trained_steps(output: str) -> list[int]:
     """Steps of all log lines of steps."""
-    return [int(step) for step in re.findall(r" step +(\d+)/", output)]
+    return [int(step) for step in re.findall(r":\d\d +(\d+)/\d+ ", output)]
 
 
 def stopped(output: str) -> list[tuple[str, int]]:

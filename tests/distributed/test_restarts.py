@@ -48,7 +48,7 @@ def wait_for_steps(program: Program, number: int, starts: int = 1) -> None:
 
     def trains() -> bool:
         parts = program.output.split(START)
-        return len(parts) > starts and len(re.findall(r" step +\d+/", parts[-1])) >= number
+        return len(parts) > starts and len(re.findall(r":\d\d +\d+/\d+ ", parts[-1])) >= number
 
     wait_until(trains, program, PATIENCE_S)
 

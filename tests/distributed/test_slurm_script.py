@@ -89,7 +89,7 @@ def wait_until_all_gone(job: Program) -> None:
 
 @pytest.mark.soak
 def test_two_nodes_finish_training_after_a_killed_rank(job: Program, undisturbed: Undisturbed) -> None:
-    job.wait_for("step +3/")
+    job.wait_for(r" 3/\d")
     assert sorted(job.ranks()) == [0, 1]
     os.kill(job.ranks()[1], signal.SIGKILL)
     assert job.wait() == 0, job.output
@@ -102,7 +102,7 @@ def test_two_nodes_finish_training_after_a_killed_rank(job: Program, undisturbed
 
 @pytest.mark.soak
 def test_job_is_requeued_after_the_warning_and_the_end_of_its_ranks(job: Program) -> None:
-    job.wait_for("step +3/")
+    job.wait_for(r" 3/\d")
     job.process.send_signal(signal.SIGUSR1)
     assert job.wait() != 0
     (job_id,) = re.findall(r"requeueing job (\d+)", job.output)
@@ -112,7 +112,7 @@ def test_job_is_requeued_after_the_warning_and_the_end_of_its_ranks(job: Program
 
 @pytest.mark.slow
 def test_preempted_job_waits_for_its_ranks_and_does_not_requeue(job: Program) -> None:
-    job.wait_for("step +3/")
+    job.wait_for(r" 3/\d")
     job.process.send_signal(signal.SIGTERM)
     for pid in job.processes():
         command = read(Path(f"/proc/{pid}/cmdline"))  # srun's arguments include those of torchrun

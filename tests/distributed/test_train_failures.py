@@ -123,7 +123,7 @@ def test_a_token_file_that_shrinks_during_training_is_named_once(tmp_path: Path,
     np.save(file, np.zeros(2**18, np.uint16))
     data = ["--data.sources.0.path", str(file), "--training.steps", "100000", "--metrics.log_freq", "1"]
     program = start(tmp_path, *data, ranks=2)
-    program.wait_for("step +3/")
+    program.wait_for(r" 3/\d")
     os.truncate(file, 1000)
     program.wait_for("^titanlite: ")
     assert seconds_to_end(program) < SOON_S
@@ -232,7 +232,7 @@ def test_a_rank_that_is_killed_or_hangs_is_named(fault: str, resumes: bool, tmp_
     if resumes:
         assert start(tmp_path, *settings, "--training.steps", "1", name="first").wait() == 0
     program = start(tmp_path, *settings, ranks=2, program=FAULTY, environment=faults)
-    program.wait_for("step 2/" if fault != "stop-save" else "step 3/")
+    program.wait_for(r" 2/\d" if fault != "stop-save" else r" 3/\d")
     begin = time.monotonic()
     while 0 in program.ranks():
         program.process.poll()
@@ -307,7 +307,7 @@ def test_a_rank_0_that_is_stopped_with_the_store_is_named(tmp_path: Path, start:
         )
         for rank in range(2)
     ]
-    programs[0].wait_for("step 2/")
+    programs[0].wait_for(r" 2/\d")
     assert seconds_to_end(programs[1]) < 1 + 3 + 5
     assert programs[1].wait() == 1
     stopped = r"^titanlite: the launcher or rank 0 has ended, is stopped, .* in step 3 \(forward, backward and update\)"
@@ -364,7 +364,7 @@ def wait_until(program: Program, ranks: int, library: str) -> None:
 @pytest.mark.slow
 def test_ctrl_c_ends_one_process(tmp_path: Path, start: Starter) -> None:
     program = start(tmp_path, *LONG, launcher=PYTHON)
-    program.wait_for("step +3/")
+    program.wait_for(r" 3/\d")
     interrupt(program)
     assert program.wait() == 130
     assert "Traceback" not in program.output
@@ -376,7 +376,7 @@ def test_ctrl_c_ends_one_process(tmp_path: Path, start: Starter) -> None:
 @pytest.mark.slow
 def test_ctrl_c_ends_all_ranks(tmp_path: Path, start: Starter) -> None:
     program = start(tmp_path, *LONG, ranks=2, launcher=TORCHRUN)
-    program.wait_for("step +3/")
+    program.wait_for(r" 3/\d")
     assert len(program.workers("libtorch")) == 2
     interrupt(program)
     assert program.wait() != 0
@@ -410,7 +410,7 @@ def test_ctrl_c_ends_a_rank_that_waits_for_the_others(tmp_path: Path, start: Sta
 @pytest.mark.slow
 def test_ranks_end_with_a_terminated_launcher(tmp_path: Path, start: Starter) -> None:
     program = start(tmp_path, *LONG, ranks=2, launcher=TORCHRUN)
-    program.wait_for("step +3/")
+    program.wait_for(r" 3/\d")
     os.kill(program.process.pid, signal.SIGTERM)
     assert seconds_to_end(program) < SOON_S
     assert_all_gone(program)

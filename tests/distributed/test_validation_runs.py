@@ -1,9 +1,11 @@
 """Runs with validation: training as without it, and one row per validation in spite of interruptions."""
 
 import signal
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from tests.distributed.program import Starter
 from tests.distributed.reference import TOKENS
 from tests.distributed.resuming import Outcome, Start, numbers, start_runs
 from tests.distributed.test_resume import write_text
+from titanlite import validation
 from titanlite.assembly.run import Run
 
 pytestmark = pytest.mark.slow
@@ -54,6 +57,11 @@ def request_stop(run: Run, step: int) -> None:
     loader.next_step = next_step_with_request  # type: ignore[method-assign]
 
 
+def impatient() -> AbstractContextManager[Any]:
+    """Log progress after each batch."""
+    return mock.patch.object(validation, "PROGRESS_EVERY_S", 0.0)
+
+
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != TIME} for row in numbers(folder)]
 
@@ -68,7 +76,7 @@ def test_validation_does_not_affect_training_and_is_logged_once_per_step(tmp_pat
             Start(on, ranks=2, run="uninterrupted"),
             Start(on, ranks=2, run="killed", kill=(4, 1)),
             Start(on, ranks=2, run="killed"),
-            Start(on, ranks=2, run="stopped", spoil=partial(request_stop, step=3)),
+            Start(on, ranks=2, run="stopped", spoil=partial(request_stop, step=3), around=impatient),
             Start(on, ranks=2, run="stopped", spoil=partial(request_stop, step=8)),
             Start(on, ranks=2, run="stopped"),
             Start(on, ranks=2, run="stopped"),
@@ -88,6 +96,13 @@ def test_validation_does_not_affect_training_and_is_logged_once_per_step(tmp_pat
     assert [row["step"] for row in validated] == [3, 6, 8]
     assert [row["validation/num_valid"] for row in validated] == [332 + 19] * 3
     assert len({row["validation/loss/other"] for row in validated}) == 3
+    cut = "after 0 s, without a result; the next start repeats it"
+    assert first.logged(f"validation after step 3: cut by SIGTERM {cut}")
+    assert second.logged(f"validation after step 8: cut by SIGTERM {cut}")
+    assert not any(found.logged("cut by") for found in (uninterrupted, resumed, third, fourth))
+    progress = [line.partition(": batch ")[0] for line in first.lines if ": batch " in line]
+    # 332 tokens are 21 windows of two batches; the signal comes before the first batch of the other source
+    assert progress == ["validation: source 1 of 2, held_out"] * 2
     assert has_stopped(first, 3)
     assert second.step == 3
     assert has_stopped(second, 8) == has_stopped(third, 8) is False  # the run is finished

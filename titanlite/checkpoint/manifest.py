@@ -14,7 +14,7 @@ from titanlite.runtime.durability import write_file
 from titanlite.runtime.json_files import JsonError, parse_json, read_regular
 
 MANIFEST_FILE = "MANIFEST.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Incremented with every change that older versions of titanlite cannot read."""
 
 
@@ -125,6 +125,7 @@ class _Counts(TypedDict):
     tokens_seen: int
     skipped_steps: int
     by_source: NotRequired[dict[str, list[float]]]
+    interval: NotRequired[list[float]]
 
 
 class _Content(TypedDict):

@@ -8,20 +8,31 @@ from titanlite.metrics.samples import SamplesRecord
 from titanlite.metrics.validation import ValidationRecord, sum_of
 from titanlite.runtime.logging import log
 
+HEADER_EVERY = 20
+"""Rows between headers."""
+
 
 class ConsoleSink:
-    """Logs each record as one line.
+    """Logs training records as a table, with a header at the start and after every 20 rows; others as a line each.
 
-    total_steps: optimizer steps of the entire run. memory_name: what Record.memory_gib is.
+    With the date, a row has at most 100 characters, unless it has rare parts or numbers of unusual size. total_steps:
+    optimizer steps of the entire run. memory_name: what Record.memory_gib is.
     """
 
     def __init__(self, total_steps: int, memory_name: str) -> None:
         self._total_steps = total_steps
         self._memory_name = memory_name
+        self._num_rows = 0
 
     def write(self, record: LogRecord) -> None:
         if isinstance(record, Record):
-            log.info("%s", console_line(record, self._total_steps, self._memory_name))
+            header, row = table_lines(record, self._total_steps)
+            if self._num_rows == 0:
+                log.info("Columns: mean = loss since the last row, wait = for data, GiB = %s", self._memory_name)
+            if self._num_rows % HEADER_EVERY == 0:
+                log.info("%s", header)
+            log.info("%s", row)
+            self._num_rows += 1
         elif isinstance(record, SamplesRecord):
             for prompt, text in record.texts:
                 log.info("sample after step %d: %s", record.step, json.dumps(prompt + text, ensure_ascii=False))
@@ -32,45 +43,57 @@ class ConsoleSink:
         """Nothing to close."""
 
 
-def console_line(record: Record, total_steps: int, memory_name: str) -> str:
-    """The record as one line, without unknown values and without zero counts of skipped steps and bad rows."""
-    data_share = record.data_time_s / record.step_time_s
-    parts = [
-        f"step {record.step:>{len(str(total_steps))}}/{total_steps}",
-        f"loss {record.loss:.4f}",
-        f"grad norm {record.grad_norm:.4g}",
-        f"lr {record.lr:.3e}",
-        f"{record.tokens_per_second:,.0f} tokens/s",
-        f"{record.step_time_s:.3f} s/step, {data_share:.1%} waiting for data",
-        f"{memory_name} {record.memory_gib:.2f} GiB",
+def table_lines(record: Record, total_steps: int) -> tuple[str, str]:
+    """(header, row) of a training record. Counts of skipped steps and bad rows follow the columns unless they are 0."""
+    step = f"{record.step}/{total_steps}"
+    columns = [
+        ("step", 2 * len(str(total_steps)) + 1, step),
+        ("loss", 6, _loss(record.loss)),
+        ("mean", 6, "-" if record.interval_loss is None else _loss(record.interval_loss)),
+        ("norm", 6, _three_digits(record.grad_norm)),
+        ("lr", 7, f"{record.lr:.2e}".replace("e-0", "e-").replace("e+0", "e+")),
+        ("tok/s", 5, _with_unit(record.tokens_per_second)),
+        ("wait", 4, f"{record.data_time_s / record.step_time_s:.0%}"),
+        ("GiB", 5, _three_digits(record.memory_gib)),
+        *([("MFU", 5, f"{record.mfu:.1%}")] if record.mfu is not None else []),
+        *([("epoch", 5, f"{max(record.epochs.values()):.2f}")] if record.epochs else []),
+        ("ETA", 6, _duration((total_steps - record.step) * record.step_time_s).replace(" ", "")),
     ]
-    if record.mfu is not None:
-        parts.append(f"MFU {record.mfu:.1%}")
-    if record.skipped_steps > 0:
-        parts.append(f"skipped steps {record.skipped_steps}")
-    if record.bad_rows > 0:
-        parts.append(f"bad rows {record.bad_rows}")
-    if record.epochs:
-        parts.append(f"epoch {max(record.epochs.values()):.2f}")
-    parts.append(f"ETA {_duration((total_steps - record.step) * record.step_time_s)}")
-    return " | ".join(parts)
+    rare = [("skipped steps", record.skipped_steps), ("bad rows", record.bad_rows)]
+    header = " ".join(f"{name:>{width}}" for name, width, _ in columns)
+    row = " ".join(f"{text:>{width}}" for _, width, text in columns)
+    return header, "".join([row, *(f" | {name} {count}" for name, count in rare if count)])
+
+
+def _loss(loss: float) -> str:
+    """Six characters below 100."""
+    return f"{loss:.4f}" if loss < 9.99995 else f"{loss:.3f}"
+
+
+def _three_digits(value: float) -> str:
+    """0.0123, 1.20, 12.0, 120; four digits up to 9999."""
+    return f"{value:.0f}" if 999.5 <= value < 10_000 else f"{value:#.3g}".rstrip(".")
+
+
+def _with_unit(value: float) -> str:
+    """At most five characters: 709, 12.3k, 1.23M."""
+    for unit in ("", "k", "M"):
+        if value < 999.5:
+            return _three_digits(value) + unit
+        value /= 1000
+    return f"{_three_digits(value)}G"
 
 
 def validation_line(record: ValidationRecord) -> str:
     """The record as one line, with the loss of each source if there are several."""
     total = sum_of(record.by_source.values())
     numbers = total.numbers()
-    parts = [
-        f"validation after step {record.step}",
-        f"loss {numbers['loss']:.4f}",
-        f"perplexity {numbers['perplexity']:,.2f}",
-    ]
+    parts = [f"loss {numbers['loss']:.4f}", f"perplexity {numbers['perplexity']:,.2f}"]
     if "bits_per_byte" in numbers:
-        parts.append(f"{numbers['bits_per_byte']:.4f} bits per byte")
-    parts.append(f"{total.num_valid:,} tokens, {_duration(record.time_s)}")
+        parts.append(f"{numbers['bits_per_byte']:.4f} bits/byte")
     of_sources = {name: totals.numbers() for name, totals in record.by_source.items() if len(record.by_source) > 1}
     parts += [f"{name} {found['loss']:.4f}" for name, found in of_sources.items() if found]
-    return " | ".join(parts)
+    return f"validation after step {record.step}: {', '.join(parts)} ({_duration(record.time_s)})"
 
 
 def _duration(seconds: float) -> str:

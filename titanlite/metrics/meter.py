@@ -20,7 +20,7 @@ class Record:
     """One row of metrics.jsonl, over the entire mesh. Field names are the keys there and the tags in TensorBoard."""
 
     step: int
-    """Optimizer step, from 1. loss, grad_norm, lr and num_valid are those of this step, not means over the interval."""
+    """Optimizer step, from 1. loss, grad_norm, lr and num_valid are those of this step, not of the interval."""
     loss: float
     """Mean cross-entropy per valid token."""
     grad_norm: float
@@ -43,6 +43,8 @@ class Record:
     """Steps so far whose update was skipped (no valid token, or a gradient norm that is not finite)."""
     bad_rows: int
     """Rows so far that were skipped as bad, over all data ranks."""
+    interval_loss: float | None = None
+    """Mean cross-entropy per valid token since the last row, without skipped steps; None if all were skipped."""
     mfu: float | None = None
     """Model FLOP/s as a fraction of the devices' peak; None if the peak is unknown."""
     slowest_rank: int | None = None
@@ -77,6 +79,8 @@ class MeterState:
     by_source: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """NUM_TOTALS numbers by name of the source: losses and tokens since the last log line, sequences of the entire run.
     Empty if there is only one source."""
+    interval: Sequence[float] = field(default_factory=lambda: [0.0, 0.0])
+    """Sum of losses and number of tokens since the last log line, without skipped steps."""
 
 
 def is_log_step(step: int, *, log_freq: int, total_steps: int) -> bool:
@@ -114,6 +118,7 @@ class Meter:
         self._slow_ranks = slow_ranks
         self._clock = clock
         self._skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self._interval = torch.zeros(2, dtype=torch.float64, device=device)
         self._names = tuple(sources)
         self._sources = self._names if len(sources) > 1 else ()
         self._by_source = torch.zeros(NUM_TOTALS, len(self._sources), dtype=torch.float64, device=device)
@@ -147,13 +152,12 @@ class Meter:
         return self._tokens_seen
 
     def state(self) -> MeterState:
-        """Totals after the last noted step. Waits for the device; a collective if there are several sources."""
-        by_source: dict[str, list[float]] = {}
-        if self._sources:
-            totals = self._by_source.clone()
-            dist.all_reduce(totals, group=self._group)
-            by_source = dict(zip(self._sources, totals.T.tolist(), strict=True))
-        return MeterState(self._tokens_seen, int(self._skipped_steps.item()), by_source)
+        """Totals after the last noted step. A collective that waits for the device."""
+        totals = torch.cat([self._interval, self._by_source.T.flatten()])
+        dist.all_reduce(totals, group=self._group)
+        values = totals.tolist()
+        by_source = {name: values[2 + n * NUM_TOTALS :][:NUM_TOTALS] for n, name in enumerate(self._sources)}
+        return MeterState(self._tokens_seen, int(self._skipped_steps.item()), by_source, values[:2])
 
     def load_state(self, state: MeterState) -> None:
         """Continue from the totals of an earlier start, whose batch size may have differed. Call before any step.
@@ -163,7 +167,10 @@ class Meter:
         assert self._last is None, "load_state after a step"
         self._tokens_seen = state.tokens_seen
         self._skipped_steps.fill_(state.skipped_steps)
-        if self._sources and self._group.rank() == 0:  # the totals are over all ranks, so only rank 0 adds them
+        if self._group.rank() != 0:  # the sums are over all ranks, so only rank 0 adds them
+            return
+        self._interval.copy_(torch.tensor(state.interval, dtype=torch.float64))
+        if self._sources:
             zeros = (0.0,) * NUM_TOTALS
             totals = [state.by_source.get(name, zeros) for name in self._sources]
             self._by_source.copy_(torch.tensor(totals, dtype=torch.float64).T)
@@ -187,9 +194,12 @@ class Meter:
         self._num_steps += 1
         self._tokens_seen += self._tokens_per_step
         self._skipped_steps += stats.skipped
+        # The loss of a skipped step may not be finite; its sequences count, since they are consumed.
+        skipped, num_valid = stats.skipped.bool(), stats.num_valid.to(torch.float64)
+        counted = num_valid * (self._group.rank() == 0)  # the same number on all ranks, so only rank 0 counts it
+        self._interval += torch.where(skipped, 0.0, torch.stack([stats.mean_loss * num_valid, counted]))
         if self._sources:
-            # The loss of a skipped step may not be finite; its sequences count, since they are consumed.
-            self._by_source[:2] += torch.where(stats.skipped.bool(), 0.0, stats.by_source[:2])
+            self._by_source[:2] += torch.where(skipped, 0.0, stats.by_source[:2])
             self._by_source[2] += stats.by_source[2]
         self._data_wait_s = data_wait_s
         self._bad_rows = bad_rows
@@ -209,9 +219,10 @@ class Meter:
 
         columns = list(zip(*ranks, strict=True))
         mean_loss, grad_norm, num_valid, skipped_steps, data_time_s, memory, bad_rows, compute_s = columns[:8]
+        loss_sum, num_counted = (sum(column) for column in columns[8:10])
+        of_epochs, by_source = columns[10 : 10 + len(epochs)], columns[10 + len(epochs) :]
         step_time_s = (now - self._interval_start) / self._num_steps
         tokens_per_second = self._tokens_per_step / step_time_s
-        of_sources = [sum(column) for column in columns[8:]]
         flops = tokens_per_second * self._flops_per_token
         slowest = self._slow_ranks.compare(self._num_steps, compute_s) if self._slow_ranks else None
         record = Record(
@@ -227,13 +238,15 @@ class Meter:
             memory_gib=max(memory) / 2**30,
             skipped_steps=int(skipped_steps[0]),
             bad_rows=int(sum(bad_rows)),
+            interval_loss=loss_sum / num_counted if num_counted else None,
             mfu=None if self._mesh_peak_flops is None else flops / self._mesh_peak_flops,
             slowest_rank=slowest.rank if slowest else None,
             slowest_host=slowest.host if slowest else None,
             slowest_ratio=slowest.ratio if slowest else None,
-            epochs={f"epoch/{name}": epoch for name, epoch in zip(self._names, of_sources, strict=False) if epochs},
-            by_source=self._describe_sources(of_sources[len(epochs) :]),
+            epochs={f"epoch/{name}": sum(parts) for name, parts in zip(self._names, of_epochs, strict=False)},
+            by_source=self._describe_sources([sum(column) for column in by_source]),
         )
+        self._interval.zero_()
         self._by_source[:2] = 0
         self._interval_start = now
         self._num_steps = 0
@@ -258,12 +271,13 @@ class Meter:
             float(peak_memory_bytes(self._device)),
             float(self._bad_rows),
             median(self._compute_s),
-            *epochs,
         )
         local = torch.cat(
             [
                 torch.stack([value.detach().to(torch.float64) for value in on_device]),
                 torch.tensor(on_host, dtype=torch.float64, device=self._device),
+                self._interval,
+                torch.tensor(epochs, dtype=torch.float64, device=self._device),
                 self._by_source.flatten(),
             ]
         )

@@ -22,7 +22,7 @@ from titanlite.checkpoint.folder import (
     step_folder,
     supersede_after,
 )
-from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch, UnknownFormatError
+from titanlite.checkpoint.manifest import FORMAT_VERSION, MANIFEST_FILE, Branch, UnknownFormatError
 
 FOREIGN_FOLDERS = [
     *("step-007", "step-7x", "my-step-50-gold", "step--1", "step-+7", "step-", "step-7 ", "step-7\n", "step-7.5"),
@@ -274,7 +274,7 @@ def test_retention_settings(tmp_path: Path, latest: int, every: int, keep: tuple
 
 
 def test_a_newer_format_is_not_deleted_or_reported_as_corrupted(tmp_path: Path) -> None:
-    make(tmp_path, 5, format=2)
+    make(tmp_path, 5, format=FORMAT_VERSION + 1)
     make(tmp_path, 10)
     assert retain(tmp_path, keep_latest_k=1, keep_every=0, keep=()) == []
     assert clear_leftovers(tmp_path) == []

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import re
 import resource
 import threading
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import pytest
 
 from titanlite.metrics.about import AboutRun
 from titanlite.metrics.config import METRICS_FILE, LoggerName, MetricsConfig, check_metrics
-from titanlite.metrics.console import ConsoleSink, console_line
+from titanlite.metrics.console import ConsoleSink, table_lines
 from titanlite.metrics.jsonl import JsonlSink, json_line
 from titanlite.metrics.meter import Record
 from titanlite.metrics.sinks import Sinks
@@ -64,35 +65,63 @@ def refuse_constant(name: str) -> None:
     raise AssertionError(f"{name} is not JSON")
 
 
-def test_console_line() -> None:
-    assert console_line(RECORD, 1000, "peak RSS") == (
-        "step   30/1000 | loss 7.1235 | grad norm 1.235 | lr 3.000e-04 | 12,346 tokens/s | "
-        "0.160 s/step, 2.5% waiting for data | peak RSS 1.23 GiB | ETA 2m 35s"
+PREFIX = "2026-11-23 04:35:06 "
+
+
+def test_a_row_is_aligned_with_its_header() -> None:
+    record = replace(RECORD, interval_loss=7.65432, mfu=0.4126, epochs={"epoch/a": 0.2, "epoch/b": 1.257})
+    assert table_lines(record, 1000) == (
+        "     step   loss   mean   norm      lr tok/s wait   GiB   MFU epoch    ETA",
+        "  30/1000 7.1235 7.6543   1.23 3.00e-4 12.3k   2%  1.23 41.3%  1.26  2m35s",
     )
 
 
-def test_console_line_with_everything() -> None:
-    epochs = {"epoch/a": 0.2, "epoch/b": 1.257}
-    record = replace(RECORD, mfu=0.4126, skipped_steps=2, bad_rows=3, loss=math.nan, epochs=epochs)
-    assert console_line(record, 30, "peak RSS") == (
-        "step 30/30 | loss nan | grad norm 1.235 | lr 3.000e-04 | 12,346 tokens/s | "
-        "0.160 s/step, 2.5% waiting for data | peak RSS 1.23 GiB | MFU 41.3% | skipped steps 2 | bad rows 3 | "
-        "epoch 1.26 | ETA 0s"
+def test_unknown_values_are_left_out_and_rare_ones_are_appended() -> None:
+    record = replace(RECORD, skipped_steps=2, bad_rows=3, loss=math.nan)
+    assert table_lines(record, 30) == (
+        " step   loss   mean   norm      lr tok/s wait   GiB    ETA",
+        "30/30    nan      -   1.23 3.00e-4 12.3k   2%  1.23     0s | skipped steps 2 | bad rows 3",
     )
+
+
+def test_usual_numbers_keep_the_width_and_large_runs_fit_into_100_characters() -> None:
+    usual: list[dict[str, float]] = [
+        {"loss": 11.93456, "interval_loss": 9.99999, "grad_norm": 0.0512, "tokens_per_second": 999_999, "mfu": 0.05},
+        {"loss": 0.5, "interval_loss": 12.0, "grad_norm": 99.99, "tokens_per_second": 63.21, "memory_gib": 139.9},
+        {"grad_norm": 1234.5, "tokens_per_second": 9.9999e8, "step": 999_000, "step_time_s": 99.96, "lr": 9.996e-4},
+        {"memory_gib": 0.63},
+        {"step": 1, "step_time_s": 0.01234, "data_time_s": 0.01234},
+        {"step": 999_999, "grad_norm": 999.9, "lr": 1e-9},
+    ]
+    most = replace(RECORD, interval_loss=7.0, mfu=0.4, epochs={"epoch/a": 1.0})
+    for changes in usual:
+        header, row = table_lines(replace(most, **changes), 999_999)  # type: ignore[arg-type]
+        assert len(header) == len(row) <= 100 - len(PREFIX), row
+        # a column ends where its name ends
+        assert [match.end() for match in re.finditer(r"\S+", row)] == [
+            match.end() for match in re.finditer(r"\S+", header)
+        ], row
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.4, "0s"), (59.4, "59s"), (59.6, "1m 00s"), (3599.7, "1h 00m"), (86399.9, "1d 00h"), (100 * 86400, "100d 00h")],
+    [(0.4, "0s"), (59.4, "59s"), (59.6, "1m00s"), (3599.7, "1h00m"), (86399.9, "1d00h"), (100 * 86400, "100d00h")],
 )
 def test_eta(seconds: float, text: str) -> None:
-    assert console_line(replace(RECORD, step=1, step_time_s=seconds), 2, "peak RSS").endswith(f"ETA {text}")
+    _, row = table_lines(replace(RECORD, step=1, step_time_s=seconds), 2)
+    assert row.endswith(f" {text}")
 
 
-def test_the_console_has_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_console_has_a_header_after_every_20_rows(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(0)
-    Sinks([ConsoleSink(1000, "peak RSS")]).write(RECORD)
-    assert capsys.readouterr().out.rstrip("\n").endswith(console_line(RECORD, 1000, "peak RSS"))
+    sinks = Sinks([ConsoleSink(1000, "peak RSS")])
+    for _ in range(21):
+        sinks.write(RECORD)
+    header, row = table_lines(RECORD, 1000)
+    legend = "Columns: mean = loss since the last row, wait = for data, GiB = peak RSS"
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[len(PREFIX) :] for line in lines] == [legend, header, *[row] * 20, header, row]
+    assert max(map(len, lines)) <= 100
 
 
 def test_rows_are_read_back_exactly(tmp_path: Path) -> None:
@@ -209,7 +238,7 @@ def test_only_rank_0_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     sinks.write(RECORD)
     sinks.close()
     assert [path.name for path in tmp_path.iterdir()] == [METRICS_FILE]
-    assert "step 30/10" in capsys.readouterr().out
+    assert " 30/10 " in capsys.readouterr().out
 
 
 def test_tensorboard_has_the_same_names(tmp_path: Path) -> None:

@@ -59,8 +59,7 @@ def test_non_finite_values_are_written(loss: float, perplexity: float) -> None:
 def test_console_line() -> None:
     record = ValidationRecord(300, {"code": CODE, "text": TEXT}, 75.0, 0)
     assert validation_line(record) == (
-        "validation after step 300 | loss 2.7500 | perplexity 15.64 | 1.5870 bits per byte | 40 tokens, 1m 15s | "
-        "code 2.0000 | text 3.0000"
+        "validation after step 300: loss 2.7500, perplexity 15.64, 1.5870 bits/byte, code 2.0000, text 3.0000 (1m 15s)"
     )
     unknown = ValidationRecord(300, {"code": SetTotals(20.0, 10, 0)}, 0.4, 0)
-    assert validation_line(unknown) == "validation after step 300 | loss 2.0000 | perplexity 7.39 | 10 tokens, 0s"
+    assert validation_line(unknown) == "validation after step 300: loss 2.0000, perplexity 7.39 (0s)"
