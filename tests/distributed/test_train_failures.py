@@ -85,6 +85,11 @@ def single_with_a_bad_row(tokenizer: Path, tmp_path_factory: pytest.TempPathFact
     return program
 
 
+def log_of(program: Program) -> list[str]:
+    """Lines of train.log."""
+    return (program.workplace / "out" / "train.log").read_text().splitlines()
+
+
 def assert_bad_row_is_reported_once(program: Program, file: Path) -> None:
     message = re.findall(r"^titanlite: bad row: (.*)$", program.output, re.MULTILINE)
     assert len(message) == 1, program.output
@@ -92,6 +97,7 @@ def assert_bad_row_is_reported_once(program: Program, file: Path) -> None:
     assert f"line {BAD_ROW + 1}" in message[0]
     assert "invalid JSON at character 9: Unterminated string" in message[0]
     assert program.output.count(", line ") == 1
+    assert log_of(program)[-1].endswith(f" error: bad row: {message[0]}")
     assert own_tracebacks(program.output) == 0
 
 
@@ -179,6 +185,8 @@ def test_programming_error_is_reported_only_by_its_rank(
     ]
     assert own_tracebacks(program.output) == 1
     assert program.output.count("ValueError: planted") == 2
+    assert log_of(program)[-1].endswith(" error: rank 1 failed: ValueError: planted")
+    assert sum("planted" in line or "Traceback" in line for line in log_of(program)) == 1
     if launcher is not None:  # torchrun names the rank whose process ended first
         assert re.search(r"Root Cause(.*\n)+?  rank      : 1 ", program.output)
     assert program.wait() == 1

@@ -63,7 +63,7 @@ from titanlite.runtime.dump_folder import prepare_dump_folder
 from titanlite.runtime.durability import replace_file
 from titanlite.runtime.environment import environment_lines, overridden
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.logging import log, open_log_file
+from titanlite.runtime.logging import append_errors_to, log, open_log_file
 from titanlite.runtime.memory import device_memory_bytes
 from titanlite.runtime.peak_flops import device_peak_flops
 from titanlite.runtime.signals import StopRequest
@@ -433,6 +433,7 @@ def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: To
     else:
         for file in ledger_files(config.job.dump_folder)[world.rank :: world.size]:
             keep_rows(file, start.step)
+    append_errors_to(Path(config.job.dump_folder, LOG_FILE))
     if world.rank == 0:
         open_log_file(Path(config.job.dump_folder, LOG_FILE))
         # without options that apply to this start only

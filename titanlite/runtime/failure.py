@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, Self
 
 from titanlite.runtime.deadline import ANSWER_S, SETTLE_S, call_within
 from titanlite.runtime.errors import DataError, LateRanksError, UsageError, UserError
+from titanlite.runtime.logging import log_last_error
 from titanlite.runtime.signal_thread import STOP_SIGNALS, leave_to_thread, receive_in_thread, stop_signals
 
 if TYPE_CHECKING:
@@ -240,6 +241,7 @@ class FailureReport:
             with suppress(RuntimeError):
                 call_within(ANSWER_S, lambda: store.set(FIRST_FAILURE, PRINTED))
             self._leave()
+        log_last_error(message)  # last, since the file system may hang
 
     def _leave(self) -> None:
         """Tell the other ranks that this one ends: they do not wait for it."""

@@ -4,6 +4,7 @@ import io
 import logging
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -11,6 +12,7 @@ from titanlite.runtime.files import open_to_append
 
 log = logging.getLogger("titanlite")
 
+_error_file: Path | None = None
 
 DIM, YELLOW, RED, RESET = "\x1b[2m", "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
@@ -95,6 +97,25 @@ def open_log_file(path: Path) -> None:
             log.warning("cannot write %s: %s; the run continues without it", path, error.strerror or error)
         else:
             handler.setStream(file)
+
+
+def append_errors_to(path: Path) -> None:
+    """Set the log file for `log_last_error` in this process."""
+    global _error_file
+    _error_file = path
+
+
+def log_last_error(message: str) -> None:
+    """Append the error that ends this process to the log file of the run, which rank 0 may have open, and only there.
+
+    Does nothing if the run has no log file yet, or none on this node, or if it cannot be written.
+    """
+    record = logging.LogRecord(log.name, logging.ERROR, "", 0, message, None, None)
+    line = f"{_PlainFormatter('', has_colors=False).format(record)}\n"
+    with suppress(OSError):
+        if _error_file is not None and _error_file.exists():
+            with open_to_append(_error_file) as file:
+                file.write(line.encode(errors="replace"))
 
 
 def _shows_colors(stream: TextIO) -> bool:

@@ -61,5 +61,7 @@ def test_console_line() -> None:
     assert validation_line(record) == (
         "validation after step 300: loss 2.7500, perplexity 15.64, 1.5870 bits/byte, code 2.0000, text 3.0000 (1m 15s)"
     )
+    early = ValidationRecord(300, {"code": SetTotals(80.0, 10, 0)}, 0.4, 0)
+    assert validation_line(early) == "validation after step 300: loss 8.0000, perplexity 2,981 (0s)"
     unknown = ValidationRecord(300, {"code": SetTotals(20.0, 10, 0)}, 0.4, 0)
     assert validation_line(unknown) == "validation after step 300: loss 2.0000, perplexity 7.39 (0s)"

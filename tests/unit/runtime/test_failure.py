@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -24,6 +25,7 @@ from titanlite.runtime.agreement import RanksError
 from titanlite.runtime.errors import ConfigError, LateRanksError, Problem, UserError
 from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.launch import fork_context
+from titanlite.runtime.logging import append_errors_to
 from titanlite.runtime.positions import Positions
 
 WAITS = {"SILENT_WAIT_S": 0.5}
@@ -291,6 +293,20 @@ def test_a_failed_process_exits_even_if_printing_blocks(start: Start) -> None:
     begin = time.monotonic()
     assert program.exit_code == -signal.SIGALRM
     assert time.monotonic() - begin < 30
+
+
+def fails_on_a_full_disk(log_file: Path) -> None:
+    append_errors_to(log_file)
+    with FailureReport():
+        log_file.write_text("x" * 100_000)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_does_not_hide_the_message(start: Start, tmp_path: Path) -> None:
+    program = start(fails_on_a_full_disk, tmp_path / "train.log")
+    assert program.exit_code == 1
+    assert printed(program).endswith("titanlite: rank 0 failed: OSError: [Errno 28] No space left on device\n")
 
 
 def fails_with_broken_streams(what: str) -> None:

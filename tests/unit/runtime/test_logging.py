@@ -3,13 +3,21 @@
 import io
 import logging
 import re
+import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from titanlite.runtime.logging import keep_for_log_file, log, open_log_file, setup_logging
+from titanlite.runtime.logging import (
+    append_errors_to,
+    keep_for_log_file,
+    log,
+    log_last_error,
+    open_log_file,
+    setup_logging,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -146,3 +154,44 @@ def test_a_log_file_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     setup_logging(0, out)
     open_log_file(tmp_path / "not asked for")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def error_file(tmp_path: Path) -> Iterator[Path]:
+    """The file for the last error, which does not exist yet."""
+    path = tmp_path / "train.log"
+    append_errors_to(path)
+    yield path
+    append_errors_to(Path())
+
+
+def test_the_last_error_is_appended_if_the_run_has_a_log_file(
+    error_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log_last_error("too early")
+    assert not error_file.exists()
+    setup_logging(0)
+    keep_for_log_file()
+    open_log_file(error_file)
+    log.info("step")
+    log_last_error("rank 3 failed: \udcff\nfix it")
+    setup_logging(0)  # closes the file
+    step, error, more = error_file.read_text().splitlines()
+    assert re.fullmatch(r"[\d-]+ [\d:]+ step", step)
+    assert re.fullmatch(r"[\d-]+ [\d:]+ error: rank 3 failed: \?", error)
+    assert more == "fix it"
+    assert "rank 3" not in capsys.readouterr().out
+
+
+def test_a_last_error_that_cannot_be_written_is_dropped(error_file: Path) -> None:
+    error_file.write_text("full\n")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:  # as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5, before[1]))
+        log_last_error("lost")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert error_file.read_text() == "full\n"
+    error_file.unlink()
+    error_file.mkdir()
+    log_last_error("lost")
