@@ -60,6 +60,7 @@ def test_one_process_logs_every_step(single: Program) -> None:
 LAYOUTS = [
     pytest.param({"dp_shard": 2}, id="sharded"),
     pytest.param({"dp_replicate": 2}, id="replicated", marks=pytest.mark.slow),
+    pytest.param({"tp": 2}, id="the same rows on both ranks", marks=pytest.mark.slow),
 ]
 
 

@@ -32,7 +32,7 @@ STEP = [
     "meter.update",
     "data_end.after_step",
 ]
-LOG = ["meter.flush", "sinks.write", "skipped.check"]
+LOG = ["loader.epochs", "meter.flush", "sinks.write", "skipped.check"]
 SAVE = ["ledger.write", "replicas.after_step", "checkpoints.after_step"]
 VALIDATE = ["validation.is_due", "mesh.set_timeout", "validation.after_step", "mesh.set_timeout"]
 SAMPLE = ["samples.is_due", "samples.after_step"]
@@ -136,7 +136,7 @@ def test_the_end_of_the_data_is_the_last_step(run: MagicMock) -> None:
     record = train(config(), run, Mock())
     assert record is not None
     assert record.step == 2
-    assert events(run)[-15:] == [*LOG, *AFTER, *END]
+    assert events(run)[-16:] == [*LOG, *AFTER, *END]
     assert run.checkpoints.after_step.call_args.args == (2, True)
 
 
