@@ -1,9 +1,10 @@
 """JSON lines: a document is the text in one field of one line's object.
 
-Gzip files are unpacked once, into the cache folder, so that any line can be read separately.
+Compressed files are unpacked once, into the cache folder, so that any line can be read separately.
 """
 
 import gzip
+import io
 import json
 import logging
 import os
@@ -29,6 +30,7 @@ from titanlite.data.sources.pieces import (
 from titanlite.runtime.cache import Recent, built_once, cache_folder, content_key, file_facts
 from titanlite.runtime.errors import Problem
 from titanlite.runtime.files import open_regular
+from titanlite.runtime.retry import is_transient
 
 CACHE_BYTES = 64 * 2**20
 """Memory for the texts of cut rows, so that a long row is not parsed again for each piece."""
@@ -42,8 +44,11 @@ BYTE_ORDER_MARK = "\ufeff"
 UNPACKED_VERSION = 1
 CHUNK_BYTES = 2**16
 
-GZIP_DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile)
-"""Exceptions of truncated or corrupt gzip data."""
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+"""Suffix -> name of a compression that can be read."""
+
+UNPACKING_ERRORS = (EOFError, zlib.error, OSError)
+"""Exceptions of truncated or corrupt compressed data, among other errors: see is_damage."""
 
 logger = logging.getLogger("titanlite")
 
@@ -59,12 +64,15 @@ class Unpacked(NamedTuple):
 class Jsonl(TextSource):
     """A piece is a line (offset, size) and a part of its decoded text (begin, length).
 
-    A gzip file is read from its unpacked content. If the data is corrupted, one bad row follows the complete lines.
+    A compressed file is read from its unpacked content. If it is damaged, one bad row follows the complete lines.
     """
 
     kind = "jsonl"
     keys = ("field",)
-    suffixes = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+    suffixes = (
+        *(".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".json.gz"),
+        *(".jsonl.zst", ".ndjson.zst", ".json.zst"),
+    )
     row_name = "line"
 
     def __init__(self, config: SourceConfig) -> None:
@@ -98,8 +106,8 @@ class Jsonl(TextSource):
                 yield Piece(file, 1, 0, len(data), flags=BAD_FILE)
 
     def _content(self, path: Path) -> Unpacked:
-        """The lines of a file, unpacked if it is a gzip file."""
-        if not is_gzip(path.name):
+        """The lines of a file, unpacked if it is compressed."""
+        if not compression(path.name):
             return Unpacked(path, 0, "")
         if path not in self._unpacked:
             self._unpacked[path] = unpacked(path)
@@ -174,23 +182,47 @@ def rows_fault(opened: IO[bytes], name: str, field: str) -> BadRowError | None:
                 if isinstance(row, bytes):
                     return None
                 first = first or row
-        except GZIP_DAMAGE:
-            return None
+        except UNPACKING_ERRORS as error:
+            if is_damage(error):
+                return None
+            raise
     return first
 
 
-def is_gzip(name: str) -> bool:
-    """Whether a file of this name holds gzip data."""
-    return name.lower().endswith(".gz")
+def compression(name: str) -> str:
+    """The compression of a file of this name; "" if it is not compressed."""
+    return next((kind for suffix, kind in COMPRESSIONS.items() if name.lower().endswith(suffix)), "")
 
 
-def open_lines(opened: IO[bytes], name: str) -> IO[bytes]:
-    """Open the lines of an open file, unpacked if its name is that of a gzip file. Reading may raise GZIP_DAMAGE."""
-    return gzip.open(opened, "rb") if is_gzip(name) else opened  # type: ignore[return-value]
+def open_lines(opened: IO[bytes], name: str) -> io.BufferedIOBase:
+    """Open the lines of an open file, unpacked if its name is that of a compressed file.
+
+    Reading may raise UNPACKING_ERRORS. Up to CHUNK_BYTES before damaged zstd data are lost: pyarrow does not return
+    them.
+    """
+    kind = compression(name)
+    if kind == "gzip":
+        return gzip.open(opened, "rb")
+    if kind == "zstd":
+        import pyarrow
+
+        stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(opened, "r"), "zstd")
+        return io.BufferedReader(stream, CHUNK_BYTES)
+    return opened  # type: ignore[return-value]
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether one of UNPACKING_ERRORS means damaged data. Other errors are of the system or of a connection.
+
+    pyarrow raises OSError without an errno.
+    """
+    if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
+        return type(error) is OSError and error.errno is None and not is_transient(error)
+    return True
 
 
 def unpacked(path: Path) -> Unpacked:
-    """Find the content of a gzip file in the cache, or unpack it; other processes wait for the one that unpacks.
+    """Find the content of a compressed file in the cache, or unpack it; other processes wait for the one that unpacks.
 
     Truncated or corrupt data gives the complete lines before the damage. Raises UserError if the cache folder cannot be
     written, and OSError if the file cannot be read.
@@ -213,21 +245,24 @@ def _unpack(path: Path, into: Path, folder: Path) -> None:
 def _copy_lines(path: Path, out: IO[bytes]) -> tuple[int, str]:
     """Unpack `path` into `out`, up to the last complete line before any damage. Returns number of lines and damage."""
     lines, complete_bytes = 0, 0
-    with open_regular(path) as opened, gzip.open(opened, "rb") as packed:
+    with open_regular(path) as opened, open_lines(opened, path.name) as packed:
         try:
             while chunk := packed.read1(CHUNK_BYTES):
                 lines += chunk.count(b"\n")
                 if b"\n" in chunk:
                     complete_bytes = out.tell() + chunk.rindex(b"\n") + 1
                 out.write(chunk)
-        except GZIP_DAMAGE as error:
+        except UNPACKING_ERRORS as error:
+            if not is_damage(error):
+                raise
             out.truncate(complete_bytes)
             out.seek(complete_bytes)
-            return lines, damage_after(lines, error)
+            return lines, damage_after(lines, error, path.name)
     return lines, ""
 
 
-def damage_after(lines: int, error: BaseException) -> str:
-    """Describe the damage of gzip data after `lines` readable lines."""
-    fault = "ends early" if isinstance(error, EOFError) else f"is corrupt ({' '.join(str(error).split())})"
-    return f"the gzip data {fault} after line {lines}"
+def damage_after(lines: int, error: Exception, name: str) -> str:
+    """Describe the damage of compressed data after `lines` readable lines. name: of the file."""
+    is_short = isinstance(error, EOFError) or "Truncated" in str(error)
+    fault = "ends early" if is_short else f"is corrupt ({' '.join(str(error).split())})"
+    return f"the {compression(name)} data {fault} after line {lines}"
