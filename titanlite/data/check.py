@@ -1,6 +1,9 @@
 """Checks of the [data], [validation] and [tokenizer] sections before a run starts."""
 
-from collections.abc import Sequence
+import os
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -10,12 +13,34 @@ from titanlite.data.config import DataConfig, TokenizerConfig, ValidationConfig
 from titanlite.data.kinds import KINDS, open_source
 from titanlite.data.sources.base import Source
 from titanlite.data.sources.config import SourceConfig
+from titanlite.data.sources.jsonl import COMPRESSIONS, Jsonl
+from titanlite.data.sources.parquet import Parquet
 from titanlite.data.sources.python_stdlib import PythonStdlib
+from titanlite.data.sources.tables import Arrow, Csv
+from titanlite.data.sources.text import Text
 from titanlite.data.sources.tokens import Tokens, manifests_of
 from titanlite.data.tokenizer import Tokenizer, tokenizer_file
 from titanlite.runtime.errors import Problem, UserError, check_ranges, require
 
 TRAIN_TOKENIZER = "titanlite train-tokenizer CONFIG --out DIR"
+
+PACKED = {
+    ".gz": ("gzip", "gunzip -k"),
+    ".zst": ("zstd", "zstd -d"),
+    ".bz2": ("bzip2", "bunzip2 -k"),
+    ".xz": ("xz", "unxz -k"),
+    ".lz4": ("lz4", "lz4 -dm"),
+}
+"""Suffix -> name of a compression, and the command that unpacks files."""
+
+READS = {
+    Text.kind: (Jsonl.kind, Csv.kind),
+    Jsonl.kind: (Text.kind, *COMPRESSIONS),
+    Parquet.kind: (),
+    Csv.kind: (Text.kind, *COMPRESSIONS),
+    Arrow.kind: (),
+}
+"""Kinds of files -> the other kinds and compressions that it can read if the path selects such files."""
 
 
 def check_data(
@@ -56,6 +81,7 @@ def check_source(
     source = open_source(config)
     problems = [*_check_keys(config, key), *source.check_keys(key)]
     if checks_files:
+        problems = problems or _check_formats(source, key)
         problems = problems or source.check_files(key)
         problems = problems or source.check_content(key, vocab_size=vocab_size, needs_documents=section.document_mask)
     return problems + require(
@@ -65,6 +91,53 @@ def check_source(
         f"not valid for token files ({key}): each sequence is a window of a file",
         'write packing = "concatenate", or use the text instead of token files',
     )
+
+
+def _check_formats(source: Source, key: str) -> list[Problem]:
+    """A problem if file names show another kind or a compression: of the selected files, or of all files in a folder
+    without files of this kind. Reports the most frequent one."""
+    if source.kind not in READS:
+        return []
+    is_selected = bool(source.files())
+    files = source.files() or list(_files_below(source.config.path))
+    formats = {file: _other_format(file.name, source, is_selected) for file in files}
+    if any(file.name.lower().endswith(source.suffixes) for file in files):  # the others may be a README
+        formats = {file: "" if found in KINDS else found for file, found in formats.items()}
+    counts = Counter(formats.values())
+    if is_selected:
+        del counts[""]
+    found = counts.most_common(1)[0][0] if counts else ""
+    if not found:
+        return []
+    first = min(file for file in files if formats[file] == found)
+    if found in KINDS:
+        remedy = f'write kind = "{found}", or add --{key}.kind {found}'
+        return [Problem(f"{key}.kind", source.kind, f"the kind of the files, such as {first}", remedy)]
+    name, command = PACKED[found]
+    rule = f"files that kind = {source.kind!r} can read; {first} is compressed with {name}"
+    unpack = f"find {shlex.quote(str(first.parent))} -name '*{found}' -exec {command} {{}} +"
+    remedy = f"select unpacked files; to unpack these: {unpack}"
+    return [Problem(f"{key}.path", source.config.path, rule, remedy)]
+
+
+def _files_below(folder: str) -> Iterator[Path]:
+    """The files below a folder, without hidden ones; none if it is not a folder."""
+    for parent, folders, names in os.walk(os.path.expanduser(folder) if folder else os.devnull):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(parent, name).absolute() for name in names if not name.startswith("."))
+
+
+def _other_format(name: str, source: Source, is_selected: bool) -> str:
+    """The kind or the compression (a key of PACKED) that a file's name shows; "" if the source may read it.
+
+    is_selected: whether the path selects this file. Such a file may have any other suffix.
+    """
+    name, reads = name.lower(), READS[source.kind]
+    if name.endswith(source.suffixes):
+        return ""
+    packed = next((suffix for suffix in PACKED if name.endswith(suffix) and suffix not in reads), "")
+    kind = next((kind for kind, other in KINDS.items() if other.needs_path and name.endswith(other.suffixes)), "")
+    return kind if kind and (packed or not is_selected or kind not in reads) else packed
 
 
 def _check_keys(config: SourceConfig, key: str) -> list[Problem]:

@@ -20,6 +20,7 @@ from titanlite.runtime.errors import DataError
 
 STREAMS, SEQ_LEN, MAX_PIECE_BYTES = 4, 8, 200
 GOOD = [json.dumps({"text": f"the model reads row {n}"}).encode() for n in range(12)]
+CSV_ROWS = [b'"the model,\nreads"', *(b"the model reads row %d" % n for n in range(1, 6))]
 LINE = b'{"text": "half a line of gzip'
 
 
@@ -86,6 +87,17 @@ def parquet_cases(kind: str, streaming: bool) -> Iterator[Case]:
         yield case("empty file", b"", (1, "the file is empty"))
 
 
+def csv_and_arrow_cases() -> Iterator[Case]:
+    """test_tables.py has the other faults."""
+    bad = "the row that ends at line 6 has 2 values, but the header has 1"
+    data = lines(b"text", *CSV_ROWS[:3], b"two,values", *CSV_ROWS[3:6])
+    yield Case("csv", "corrupt line", data, ((4, bad),))
+    missing = "field 'text' is missing; the header has 'body'"
+    yield Case("csv", "missing field", lines(b"body", *CSV_ROWS), ((1, missing),))
+    yield Case("arrow", "null", table("good", None, "good"), ((2, "field 'text' is not text but null"),))
+    yield Case("arrow", "non-UTF-8", broken_utf8(), ((2, "unpaired surrogate"),))
+
+
 def cases() -> Iterator[Case]:
     yield Case("text", "non-UTF-8", lines(b"good", b"caf\xe9", b"good"), ((2, "invalid UTF-8 at byte 3"),))
     yield Case("text", "empty file", b"", ((1, "the file is empty"),))
@@ -97,6 +109,7 @@ def cases() -> Iterator[Case]:
     for kind in ("jsonl.zst", "hf jsonl.zst"):
         cut_off = zstd(lines(*GOOD[:5]) + LINE)[:-8]
         yield Case(kind, "truncated zst", cut_off, ((1, "the zstd data ends early after line 0"),))
+    yield from csv_and_arrow_cases()
     yield from parquet_cases("parquet", streaming=True)
     yield from parquet_cases("hf parquet", streaming=True)
     yield from parquet_cases("hf parquet", streaming=False)
@@ -106,7 +119,10 @@ pytestmark = pytest.mark.usefixtures("hugging_face_home", "cached_hub_files")
 
 
 def write(file: Path, data: bytes | pa.Table) -> None:
-    if isinstance(data, pa.Table):
+    if isinstance(data, pa.Table) and file.suffix == ".arrow":
+        with pa.ipc.new_stream(str(file), data.schema) as out:
+            out.write_table(data)
+    elif isinstance(data, pa.Table):
         pq.write_table(data, file)
     elif file.suffix == ".gz" and data[:2] != b"\x1f\x8b":
         file.write_bytes(gzip.compress(data))
@@ -120,7 +136,11 @@ def source_of(case: Case, folder: Path) -> SourceConfig:
     """Write the three files of the case and return their source."""
     folder.mkdir()
     suffix = {"text": "txt"}.get(case.kind, case.kind.removeprefix("hf "))
-    rows: bytes | pa.Table = table(*(f"row {n}" for n in range(6))) if suffix == "parquet" else lines(*GOOD[:6])
+    rows: bytes | pa.Table = lines(*GOOD[:6])
+    if suffix in ("parquet", "arrow"):
+        rows = table(*(f"row {n}" for n in range(6)))
+    elif suffix == "csv":
+        rows = lines(b"text", *CSV_ROWS)
     for name, data in (("a", rows), ("b", case.data), ("c", rows)):
         write(folder / f"train-{name}.{suffix}", data)
     kind = "hf" if case.kind.startswith("hf") else case.kind.partition(".")[0]

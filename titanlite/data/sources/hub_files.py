@@ -48,7 +48,7 @@ def check_hub_name(source: SourceConfig, key: str) -> list[Problem]:
         return require(not source.revision, f"{key}.revision", source.revision, "only for a name on the hub", remedy)
     full = Path(os.path.expanduser(source.path)).absolute()
     if full.is_file():
-        remedy = 'write its folder, or read the file with kind = "jsonl" or "parquet"'
+        remedy = 'write its folder, or read the file with kind = "jsonl", "parquet", "csv" or "arrow"'
         return [Problem(f"{key}.path", source.path, rule, remedy)]
     remedy = f"there is no folder {full}: fix the path (relative to the current folder) or the dataset name"
     return require(bool(HUB_NAME.fullmatch(source.path)), f"{key}.path", source.path, rule, remedy)

@@ -9,10 +9,10 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, ClassVar, NamedTuple
 
 from titanlite.data.sources.base import TextSource, check_first_file
 from titanlite.data.sources.config import SourceConfig
@@ -69,7 +69,7 @@ class Jsonl(TextSource):
 
     kind = "jsonl"
     keys = ("field",)
-    suffixes = (
+    suffixes: ClassVar[tuple[str, ...]] = (
         *(".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".json.gz"),
         *(".jsonl.zst", ".ndjson.zst", ".json.zst"),
     )
@@ -106,12 +106,27 @@ class Jsonl(TextSource):
                 yield Piece(file, 1, 0, len(data), flags=BAD_FILE)
 
     def _content(self, path: Path) -> Unpacked:
-        """The lines of a file, unpacked if it is compressed."""
-        if not compression(path.name):
+        """The lines of a file, in the cache folder if it is not a file of lines itself."""
+        if not self._is_copied(path):
             return Unpacked(path, 0, "")
         if path not in self._unpacked:
-            self._unpacked[path] = unpacked(path)
+            self._unpacked[path] = unpacked(path, self._copy_facts(), self._copy_lines)
         return self._unpacked[path]
+
+    def _is_copied(self, path: Path) -> bool:
+        """Whether the lines are in the cache folder."""
+        return bool(compression(path.name))
+
+    def _copy_facts(self) -> list[Any]:
+        """Settings that decide the lines in the cache folder."""
+        return []
+
+    def _copy_lines(self, path: Path, out: IO[bytes]) -> tuple[int, str]:
+        """Write the lines of `path` into `out`, up to the last complete line before any damage.
+
+        Returns the number of lines, and the damage.
+        """
+        return unpack_lines(path, out)
 
     def read(self, path: Path, piece: Piece) -> str:
         content = self._content(path)
@@ -123,7 +138,10 @@ class Jsonl(TextSource):
         return utf8_text(text[piece.begin : piece.begin + piece.length])
 
     def _read_text(self, path: Path, piece: Piece) -> bytes:
-        return json_text(read_range(path, piece.offset, piece.size), self.field)
+        return self._text_of(read_range(path, piece.offset, piece.size))
+
+    def _text_of(self, line: bytes) -> bytes:
+        return json_text(line, self.field)
 
 
 def json_text(line: bytes, field: str) -> bytes:
@@ -221,28 +239,32 @@ def is_damage(error: Exception) -> bool:
     return True
 
 
-def unpacked(path: Path) -> Unpacked:
-    """Find the content of a compressed file in the cache, or unpack it; other processes wait for the one that unpacks.
+CopyLines = Callable[[Path, IO[bytes]], tuple[int, str]]
+"""See Jsonl._copy_lines."""
 
-    Truncated or corrupt data gives the complete lines before the damage. Raises UserError if the cache folder cannot be
-    written, and OSError if the file cannot be read.
+
+def unpacked(path: Path, facts: list[Any], copy_lines: CopyLines) -> Unpacked:
+    """Find the lines of a file in the cache, or write them; other processes wait for the one that does.
+
+    facts: settings of copy_lines. Truncated or corrupt data gives the complete lines before the damage. Raises
+    UserError if the cache folder cannot be written, and OSError if the file cannot be read.
     """
-    folder = cache_folder() / "unpacked" / content_key(["unpacked", UNPACKED_VERSION, file_facts([path])])
-    built_once(folder, f"the unpacked {path}", lambda into: _unpack(path, into, folder))
+    folder = cache_folder() / "unpacked" / content_key(["unpacked", UNPACKED_VERSION, file_facts([path]), *facts])
+    built_once(folder, f"the unpacked {path}", lambda into: _unpack(path, into, folder, copy_lines))
     meta = json.loads((folder / "meta.json").read_text())
     return Unpacked(folder / "content", meta["lines"], meta["damage"])
 
 
-def _unpack(path: Path, into: Path, folder: Path) -> None:
+def _unpack(path: Path, into: Path, folder: Path, copy_lines: CopyLines) -> None:
     with open(into / "content", "wb") as out:
-        lines, damage = _copy_lines(path, out)
+        lines, damage = copy_lines(path, out)
         size = out.tell()
     (into / "meta.json").write_text(json.dumps({"lines": lines, "damage": damage}))
     sizes = [f"{count / 2**20:,.1f} MiB" for count in (os.path.getsize(path), size)]
     logger.info("unpacked %s (%s) into %s (%s)%s", path, sizes[0], folder, sizes[1], damage and f": {damage}")
 
 
-def _copy_lines(path: Path, out: IO[bytes]) -> tuple[int, str]:
+def unpack_lines(path: Path, out: IO[bytes]) -> tuple[int, str]:
     """Unpack `path` into `out`, up to the last complete line before any damage. Returns number of lines and damage."""
     lines, complete_bytes = 0, 0
     with open_regular(path) as opened, open_lines(opened, path.name) as packed:
