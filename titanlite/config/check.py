@@ -9,6 +9,7 @@ from titanlite.checkpoint.config import check_checkpoint
 from titanlite.checkpoint.preflight import check_start, imported_from
 from titanlite.config.lengths import resolve_lengths
 from titanlite.config.schema import JobConfig, JobSection, TrainingConfig
+from titanlite.data.bpe import kept_tokenizer
 from titanlite.data.check import check_data, check_tokenizer, check_validation
 from titanlite.data.config import PIECE_BYTES_PER_POSITION
 from titanlite.data.kinds import open_source
@@ -65,7 +66,10 @@ def _check_places(config: JobConfig) -> list[Problem]:
     return [
         *check_job(config.job),
         *check_tokenizer(
-            config.tokenizer, sources=config.data.sources, vocab_size=model.vocab_size, add_bos=config.data.add_bos
+            config.tokenizer,
+            config.data,
+            config.validation.sources if config.validation.enable else (),
+            vocab_size=model.vocab_size,
         ),
         *check_start(config.checkpoint, config.job.dump_folder),
         *(check_source(imported, family, model) if imported else ()),
@@ -76,6 +80,9 @@ def _check_sources(config: JobConfig, global_batch_size: int, degree: int, *, ch
     """Problems of the keys of [data] and [validation]. degree: number of data-parallel ranks."""
     _, model = resolve_model(config.model)
     has_text = any(open_source(source).holds == "text" for source in config.data.sources)
+    # Without files, token files may have a tokenizer.
+    has_kept = not checks_files or kept_tokenizer(config.data.sources) is not None
+    has_tokenizer = bool(config.tokenizer.path) or has_text or has_kept
     return [
         *check_data(
             config.data,
@@ -88,10 +95,10 @@ def _check_sources(config: JobConfig, global_batch_size: int, degree: int, *, ch
             config.validation,
             config.data,
             vocab_size=model.vocab_size,
-            has_tokenizer=bool(config.tokenizer.path) or has_text,
+            has_tokenizer=has_tokenizer,
             checks_files=checks_files,
         ),
-        *check_samples(config.samples, has_tokenizer=bool(config.tokenizer.path) or has_text),
+        *check_samples(config.samples, has_tokenizer=has_tokenizer),
     ]
 
 

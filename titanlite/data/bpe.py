@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +13,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from titanlite.data.config import TokenizerConfig
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.python_stdlib import PythonStdlib
-from titanlite.data.tokenizer import Tokenizer, tokenizer_file
+from titanlite.data.sources.tokens import MANIFEST, Tokens
+from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, tokenizer_file
 from titanlite.runtime.cache import built_once, cache_folder, content_key, file_facts
 from titanlite.runtime.durability import replace_file
 
@@ -68,14 +70,31 @@ def train_on_python_stdlib(vocab_size: int) -> Path:
 def prepare_tokenizer(
     section: TokenizerConfig, sources: Sequence[SourceConfig], *, vocab_size: int
 ) -> Tokenizer | None:
-    """The tokenizer of a run; None if all sources are tokens and tokenizer.path is empty.
+    """The tokenizer of a run: of tokenizer.path, else the one kept with the token files; None if all sources are tokens
+    without a tokenizer.
 
-    For python-stdlib sources without a path, the first process that needs a tokenizer trains one of
+    For python-stdlib sources without either, the first process that needs a tokenizer trains one of
     min(4096, vocab_size) tokens on the standard library's training split and stores it in the cache folder. Raises
     UserError.
     """
     if section.path:
         return Tokenizer(tokenizer_file(section.path), bos=section.bos, eos=section.eos)
+    if kept := kept_tokenizer(sources):
+        return Tokenizer(kept)
     if any(source.kind == PythonStdlib.kind for source in sources):
         return Tokenizer(train_on_python_stdlib(min(QUICKSTART_VOCAB_SIZE, vocab_size)))
+    return None
+
+
+def kept_tokenizer(sources: Sequence[SourceConfig]) -> Path | None:
+    """The tokenizer.json kept with the first token files of these sources that have one, else None.
+
+    `titanlite tokenize` writes it into the folder of tokens.json. A link to a file that does not exist counts, too.
+    """
+    for source in sources:
+        if source.kind == Tokens.kind:
+            for folder in dict.fromkeys(file.parent for file in Tokens(source).files()):
+                file = folder / TOKENIZER_FOLDER / "tokenizer.json"
+                if os.path.lexists(file) and os.path.lexists(folder / MANIFEST):
+                    return file
     return None

@@ -1,19 +1,46 @@
 """Checks of the [data], [validation] and [tokenizer] sections before a run starts."""
 
-from collections.abc import Sequence
+import os
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
-from titanlite.data.bpe import MIN_VOCAB_SIZE, QUICKSTART_VOCAB_SIZE
+from titanlite.data.bpe import MIN_VOCAB_SIZE, QUICKSTART_VOCAB_SIZE, kept_tokenizer
 from titanlite.data.config import DataConfig, TokenizerConfig, ValidationConfig
 from titanlite.data.kinds import KINDS, open_source
 from titanlite.data.sources.base import Source
 from titanlite.data.sources.config import SourceConfig
+from titanlite.data.sources.jsonl import COMPRESSIONS, Jsonl
+from titanlite.data.sources.parquet import Parquet
 from titanlite.data.sources.python_stdlib import PythonStdlib
-from titanlite.data.sources.tokens import manifests_of
+from titanlite.data.sources.tables import Arrow, Csv
+from titanlite.data.sources.text import Text
+from titanlite.data.sources.tokens import Tokens, manifests_of
 from titanlite.data.tokenizer import Tokenizer, tokenizer_file
 from titanlite.runtime.errors import Problem, UserError, check_ranges, require
 
 TRAIN_TOKENIZER = "titanlite train-tokenizer CONFIG --out DIR"
+
+PACKED = {
+    ".gz": ("gzip", "gunzip -k"),
+    ".zst": ("zstd", "zstd -d"),
+    ".bz2": ("bzip2", "bunzip2 -k"),
+    ".xz": ("xz", "unxz -k"),
+    ".lz4": ("lz4", "lz4 -dm"),
+}
+"""Suffix -> name of a compression, and the command that unpacks files."""
+
+READS = {
+    Text.kind: (Jsonl.kind, Csv.kind),
+    Jsonl.kind: (Text.kind, *COMPRESSIONS),
+    Parquet.kind: (),
+    Csv.kind: (Text.kind, *COMPRESSIONS),
+    Arrow.kind: (),
+}
+"""Kinds of files -> the other kinds and compressions that it can read if the path selects such files."""
 
 
 def check_data(
@@ -54,6 +81,7 @@ def check_source(
     source = open_source(config)
     problems = [*_check_keys(config, key), *source.check_keys(key)]
     if checks_files:
+        problems = problems or _check_formats(source, key)
         problems = problems or source.check_files(key)
         problems = problems or source.check_content(key, vocab_size=vocab_size, needs_documents=section.document_mask)
     return problems + require(
@@ -63,6 +91,53 @@ def check_source(
         f"not valid for token files ({key}): each sequence is a window of a file",
         'write packing = "concatenate", or use the text instead of token files',
     )
+
+
+def _check_formats(source: Source, key: str) -> list[Problem]:
+    """A problem if file names show another kind or a compression: of the selected files, or of all files in a folder
+    without files of this kind. Reports the most frequent one."""
+    if source.kind not in READS:
+        return []
+    is_selected = bool(source.files())
+    files = source.files() or list(_files_below(source.config.path))
+    formats = {file: _other_format(file.name, source, is_selected) for file in files}
+    if any(file.name.lower().endswith(source.suffixes) for file in files):  # the others may be a README
+        formats = {file: "" if found in KINDS else found for file, found in formats.items()}
+    counts = Counter(formats.values())
+    if is_selected:
+        del counts[""]
+    found = counts.most_common(1)[0][0] if counts else ""
+    if not found:
+        return []
+    first = min(file for file in files if formats[file] == found)
+    if found in KINDS:
+        remedy = f'write kind = "{found}", or add --{key}.kind {found}'
+        return [Problem(f"{key}.kind", source.kind, f"the kind of the files, such as {first}", remedy)]
+    name, command = PACKED[found]
+    rule = f"files that kind = {source.kind!r} can read; {first} is compressed with {name}"
+    unpack = f"find {shlex.quote(str(first.parent))} -name '*{found}' -exec {command} {{}} +"
+    remedy = f"select unpacked files; to unpack these: {unpack}"
+    return [Problem(f"{key}.path", source.config.path, rule, remedy)]
+
+
+def _files_below(folder: str) -> Iterator[Path]:
+    """The files below a folder, without hidden ones; none if it is not a folder."""
+    for parent, folders, names in os.walk(os.path.expanduser(folder) if folder else os.devnull):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(parent, name).absolute() for name in names if not name.startswith("."))
+
+
+def _other_format(name: str, source: Source, is_selected: bool) -> str:
+    """The kind or the compression (a key of PACKED) that a file's name shows; "" if the source may read it.
+
+    is_selected: whether the path selects this file. Such a file may have any other suffix.
+    """
+    name, reads = name.lower(), READS[source.kind]
+    if name.endswith(source.suffixes):
+        return ""
+    packed = next((suffix for suffix in PACKED if name.endswith(suffix) and suffix not in reads), "")
+    kind = next((kind for kind, other in KINDS.items() if other.needs_path and name.endswith(other.suffixes)), "")
+    return kind if kind and (packed or not is_selected or kind not in reads) else packed
 
 
 def _check_keys(config: SourceConfig, key: str) -> list[Problem]:
@@ -103,11 +178,15 @@ def _check_weights(sources: Sequence[SourceConfig]) -> list[Problem]:
 
 
 def check_tokenizer(
-    section: TokenizerConfig, *, sources: Sequence[SourceConfig], vocab_size: int, add_bos: bool
+    section: TokenizerConfig, data: DataConfig, held_out: Sequence[SourceConfig] = (), *, vocab_size: int
 ) -> list[Problem]:
-    """Load the tokenizer; problems of the [tokenizer] section. vocab_size: the model's; 0 or less: unknown."""
+    """Load the tokenizer; problems of the [tokenizer] section, and of token files that another tokenizer has written.
+
+    held_out: the sources of validation. vocab_size: the model's; 0 or less: unknown.
+    """
     if not section.path:
-        return _check_without_path(section, sources, vocab_size, add_bos)
+        kept = kept_tokenizer(data.sources)
+        return _check_kept(section, data, held_out, kept) if kept else _check_without_path(section, data, vocab_size)
     file = tokenizer_file(section.path)
     if not file.is_file():
         rule = "a tokenizer.json, or a folder that holds one"
@@ -123,62 +202,111 @@ def check_tokenizer(
     for name, text in (("bos", section.bos), ("eos", section.eos)):
         rule, remedy = "a token of the vocabulary", f"write a token of {file}, or leave {name} out"
         problems += require(not text or tokenizer.is_token(text), f"tokenizer.{name}", text, rule, remedy)
-    if add_bos and not section.bos and tokenizer.bos_id is None:
+    if data.add_bos and not section.bos and tokenizer.bos_id is None:
         rule = "requires a tokenizer with a known BOS token"
         problems.append(Problem("data.add_bos", True, rule, "write tokenizer.bos, or data.add_bos = false"))
     if 0 < vocab_size < tokenizer.vocab_size:
         rule = f"at least {tokenizer.vocab_size}, the vocabulary size of {file}"
         remedy = f"write vocab_size = {tokenizer.vocab_size} in [model], or use another tokenizer.path"
         problems.append(Problem("model.vocab_size", vocab_size, rule, remedy))
-    return problems or _check_made_by(section, sources)
+    if problems or all(source.kind != Tokens.kind for source in (*data.sources, *held_out)):
+        return problems  # loading a large tokenizer again takes a second
+    configured = Tokenizer(file, bos=section.bos, eos=section.eos)
+    return _check_made_by(section, configured, data, held_out) + _check_written_with(data)
 
 
-def _check_made_by(section: TokenizerConfig, sources: Sequence[SourceConfig]) -> list[Problem]:
-    """A problem if token files name another tokenizer than the configured one. Ignores unreadable manifests."""
+def _check_kept(
+    section: TokenizerConfig, data: DataConfig, held_out: Sequence[SourceConfig], file: Path
+) -> list[Problem]:
+    """Problems of `file`, the tokenizer in the folder of token files, which the run uses."""
+    if problems := _check_no_separators(section):
+        return problems
     try:
-        manifests = [manifests_of(source.files()) for source in map(open_source, sources) if source.holds == "tokens"]
-    except UserError:
-        return []
-    made_by = {folder: manifest["tokenizer"] for found in manifests for folder, manifest in found.items()}
-    if not made_by:
-        return []
-    configured = Tokenizer(tokenizer_file(section.path), bos=section.bos, eos=section.eos)
-    for folder, maker in made_by.items():
-        if maker["fingerprint"] != configured.fingerprint:
-            rule = f"the tokenizer, BOS and EOS of the token files in {folder}: {maker['description']}"
-            remedy = f"[tokenizer] is {configured.description}: use the tokenizer of the token files, or leave it out"
-            return [Problem("tokenizer.path", section.path, rule, remedy)]
+        tokenizer = Tokenizer(file)
+    except UserError as error:
+        n, source = next((n, source) for n, source in enumerate(data.sources) if kept_tokenizer([source]))
+        rule = "token files with a tokenizer that the tokenizers library can load"
+        return [Problem(f"data.sources.{n}.path", source.path, rule, f"{error}: copy {file.parent} again")]
+    return _check_made_by(section, tokenizer, data, held_out) + _check_written_with(data)
+
+
+def _check_made_by(
+    section: TokenizerConfig, tokenizer: Tokenizer, data: DataConfig, held_out: Sequence[SourceConfig]
+) -> list[Problem]:
+    """A problem if token files name another tokenizer than the run's. Ignores unreadable manifests."""
+    tables = {f"data.sources.{n}.path": source for n, source in enumerate(data.sources)}
+    tables |= {f"validation.sources.{n}.path": source for n, source in enumerate(held_out)}
+    for key, source in tables.items():
+        for folder, manifest in _manifests(source).items():
+            maker = manifest["tokenizer"]
+            if maker["fingerprint"] == tokenizer.fingerprint:
+                continue
+            if section.path and source in data.sources:
+                rule = f"the tokenizer, BOS and EOS of the token files in {folder}: {maker['description']}"
+                use = "leave [tokenizer] out" if kept_tokenizer([source]) else "use the tokenizer of the token files"
+                return [Problem("tokenizer.path", section.path, rule, f"[tokenizer] is {tokenizer.description}: {use}")]
+            rule = f"token files of the run's tokenizer, {tokenizer.description}"
+            remedy = f"{folder} was written with {maker['description']}: write or copy the entire folder again"
+            return [Problem(key, source.path, rule, remedy)]
     return []
 
 
-def _check_without_path(
-    section: TokenizerConfig, sources: Sequence[SourceConfig], vocab_size: int, add_bos: bool
-) -> list[Problem]:
-    kinds = {source.kind for source in sources}
+def _check_written_with(data: DataConfig) -> list[Problem]:
+    """Problems of data.add_bos and data.add_eos, with which texts must become the tokens in the token files.
+
+    Ignores folders without a tokenizer, and folders that differ from each other.
+    """
+    folders = {
+        folder: manifest["settings"]
+        for source in data.sources
+        if kept_tokenizer([source])
+        for folder, manifest in _manifests(source).items()
+    }
+    problems: list[Problem] = []
+    for name in ("add_bos", "add_eos"):
+        value = getattr(data, name)
+        written = {folder: settings.get(name, value) for folder, settings in folders.items()}
+        if written and value not in written.values():
+            other = "false" if value else "true"
+            rule = f"{other}, as in the token files in {next(iter(written))}"
+            problems.append(Problem(f"data.{name}", value, rule, f"write {name} = {other} in [data]"))
+    return problems
+
+
+def _check_without_path(section: TokenizerConfig, data: DataConfig, vocab_size: int) -> list[Problem]:
+    kinds = {source.kind for source in data.sources}
     needing = sorted(kind for kind in kinds if KINDS[kind].holds == "text" and KINDS[kind] is not PythonStdlib)
     if needing:
         rule = f"required for {' and '.join(needing)} sources"
         remedy = f"write the path of a tokenizer.json, or train one: {TRAIN_TOKENIZER}"
         return [Problem("tokenizer.path", section.path, rule, remedy)]
-    problems: list[Problem] = []
-    for name, text in (("bos", section.bos), ("eos", section.eos)):
-        problems += require(
-            not text,
-            f"tokenizer.{name}",
-            text,
-            "only valid with a tokenizer.path",
-            f"leave {name} out, or write tokenizer.path",
-        )
+    problems = _check_no_separators(section)
     if PythonStdlib.kind in kinds:
-        problems += require(
-            not add_bos, "data.add_bos", add_bos, "false: the tokenizer trained at the start has no BOS", "write false"
-        )
+        rule = "false: the tokenizer trained at the start has no BOS"
+        problems += require(not data.add_bos, "data.add_bos", data.add_bos, rule, "write false")
         if 0 < vocab_size < MIN_VOCAB_SIZE:
             rule = f"at least {MIN_VOCAB_SIZE}: 256 bytes and EOS"
             problems.append(
                 Problem("model.vocab_size", vocab_size, rule, f"write vocab_size = {QUICKSTART_VOCAB_SIZE}")
             )
     return problems
+
+
+def _check_no_separators(section: TokenizerConfig) -> list[Problem]:
+    """Problems of tokenizer.bos and tokenizer.eos without a tokenizer.path."""
+    problems: list[Problem] = []
+    for name, text in (("bos", section.bos), ("eos", section.eos)):
+        remedy = f"leave {name} out, or write tokenizer.path"
+        problems += require(not text, f"tokenizer.{name}", text, "only valid with a tokenizer.path", remedy)
+    return problems
+
+
+def _manifests(source: SourceConfig) -> dict[Path, dict[str, Any]]:
+    """The manifests of a source of token files, by folder; {} for other sources, and if one cannot be read."""
+    try:
+        return manifests_of(Tokens(source).files()) if source.kind == Tokens.kind else {}
+    except UserError:
+        return {}
 
 
 def check_validation(

@@ -68,7 +68,8 @@ class TokenizerConfig:
     """Tokenizer of text sources."""
 
     path: str = ""
-    """A tokenizer.json or its folder. Empty: no tokenizer (kind tokens), or trained on the corpus (python-stdlib)."""
+    """A tokenizer.json or its folder. Empty: the tokenizer in the folder of the token files, if any (kind tokens), or
+    one that is trained on the corpus (python-stdlib)."""
     bos: str = ""
     """Token that starts a document; default: from the tokenizer_config.json beside the tokenizer, if any."""
     eos: str = ""

@@ -9,6 +9,7 @@ from titanlite.data.sources.hf import HuggingFace
 from titanlite.data.sources.jsonl import Jsonl
 from titanlite.data.sources.parquet import Parquet
 from titanlite.data.sources.python_stdlib import PythonStdlib
+from titanlite.data.sources.tables import Arrow, Csv
 from titanlite.data.sources.text import Text
 from titanlite.data.sources.tokens import MANIFEST, Tokens
 from titanlite.runtime.errors import Problem
@@ -17,6 +18,8 @@ KINDS: dict[str, type[Source]] = {
     Text.kind: Text,
     Jsonl.kind: Jsonl,
     Parquet.kind: Parquet,
+    Csv.kind: Csv,
+    Arrow.kind: Arrow,
     HuggingFace.kind: HuggingFace,
     Tokens.kind: Tokens,
     PythonStdlib.kind: PythonStdlib,

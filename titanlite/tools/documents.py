@@ -38,7 +38,7 @@ def config_of_data(
         if needs_tokenizer:
             # An existing tokenizer may be larger than this model's vocabulary; one that is trained here must fit it.
             room = vocab_size if reads_tokens or not config.tokenizer.path else 0
-            problems += check_tokenizer(config.tokenizer, sources=data.sources, vocab_size=room, add_bos=data.add_bos)
+            problems += check_tokenizer(config.tokenizer, data, vocab_size=room)
     problems += check_options(options)
     if problems:
         raise ConfigError(problems)

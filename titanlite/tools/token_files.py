@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titanlite.data.sources.tokens import HEADER_BYTES, MANIFEST, UNFINISHED, documents_file
+from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from titanlite.runtime.cache import hash_of
 from titanlite.runtime.durability import sync_file, sync_folder
 
@@ -23,6 +24,15 @@ def write_unfinished(folder: Path, facts: Mapping[str, Any]) -> None:
     temporary = folder / f"{UNFINISHED}{PARTIAL}"
     temporary.write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
     _publish(temporary, folder / UNFINISHED)
+
+
+def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Keep the tokenizer with the token files. Call before write_manifest: a complete folder has its tokenizer."""
+    kept = folder / TOKENIZER_FOLDER
+    tokenizer.save(kept)
+    for file in kept.iterdir():
+        sync_file(file)
+    sync_folder(kept)
 
 
 def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:

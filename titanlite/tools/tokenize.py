@@ -3,7 +3,7 @@
 import fcntl
 import json
 import os
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ import tyro
 from titanlite.config.fields import literal
 from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import prepare_tokenizer
+from titanlite.data.config import DataConfig
 from titanlite.data.corpus import Texts
 from titanlite.data.kinds import open_source
 from titanlite.data.sources.pieces import ENDS_DOCUMENT
@@ -24,7 +25,7 @@ from titanlite.runtime.text import counted
 from titanlite.tools.command import ConfigFile, Count, Folder, cannot_write, read_options_and_overrides, run_command
 from titanlite.tools.documents import UsableRows, config_of_data, piece_bytes, pieces_with_progress
 from titanlite.tools.encoding import CHUNK_BYTES, Chunk, Job, JobEncoder, encoded
-from titanlite.tools.token_files import PARTIAL, ShardWriter, write_manifest, write_unfinished
+from titanlite.tools.token_files import PARTIAL, ShardWriter, write_manifest, write_tokenizer, write_unfinished
 
 SHARD_TOKENS = 10**8
 
@@ -60,11 +61,21 @@ def main(argv: Sequence[str]) -> None:
     print(
         f"{options.out}: {counted(manifest['tokens'], 'token')} of {counted(manifest['documents'], 'document')}, "
         f"{manifest['dtype']}, {counted(len(manifest['shards']), 'shard')}, from {description}; "
-        f"{counted(manifest['bad_rows'], 'bad row')}\nto use it:\n"
+        f"{counted(manifest['bad_rows'], 'bad row')}\nto use it, instead of [tokenizer] and the sources of text:\n"
     )
-    vocab_size = manifest["tokenizer"]["vocab_size"]
-    path = literal(str(options.out))
-    print(f'[model]\nvocab_size = {vocab_size}\n\n[[data.sources]]\nkind = "tokens"\npath = {path}')
+    print(toml_lines(options.out, manifest))
+
+
+def toml_lines(out: Path, manifest: Mapping[str, Any]) -> str:
+    """The TOML of a run on the token files: vocabulary, source, and the settings that are not the defaults."""
+    settings, default = manifest["settings"], DataConfig()
+    different = [key for key in ("add_bos", "add_eos") if settings[key] != getattr(default, key)]
+    tables = [
+        f"[model]\nvocab_size = {manifest['tokenizer']['vocab_size']}",
+        *(["\n".join(["[data]", *(f"{key} = {literal(settings[key])}" for key in different)])] if different else []),
+        f'[[data.sources]]\nkind = "tokens"\npath = {literal(str(out))}',
+    ]
+    return "\n\n".join(tables)
 
 
 def tokenize(config: JobConfig, out: Path, num_workers: int, shard_tokens: int) -> tuple[dict[str, Any], str]:
@@ -106,6 +117,7 @@ def tokenize(config: JobConfig, out: Path, num_workers: int, shard_tokens: int) 
         raise UserError(f"there is nothing to tokenize: {encoder.texts.description}")
     totals = {name: sum(shard[name] for shard in shards) for name in ("tokens", "documents")}
     manifest = facts | totals | {"bad_rows": rows.bad_rows, "shards": shards}
+    write_tokenizer(out, tokenizer)
     write_manifest(out, manifest)
     return manifest, encoder.texts.description
 

@@ -20,6 +20,7 @@ from titanlite.runtime.errors import DataError
 
 STREAMS, SEQ_LEN, MAX_PIECE_BYTES = 4, 8, 200
 GOOD = [json.dumps({"text": f"the model reads row {n}"}).encode() for n in range(12)]
+CSV_ROWS = [b'"the model,\nreads"', *(b"the model reads row %d" % n for n in range(1, 6))]
 LINE = b'{"text": "half a line of gzip'
 
 
@@ -63,6 +64,14 @@ def json_cases(kind: str) -> Iterator[Case]:
     yield Case(kind, "empty file", b"", ((1, "the file is empty"),))
 
 
+def zstd(data: bytes) -> bytes:
+    """A zstd frame."""
+    out = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(out, "zstd") as packed:
+        packed.write(data)
+    return out.getvalue().to_pybytes()
+
+
 def parquet_cases(kind: str, streaming: bool) -> Iterator[Case]:
     def case(fault: str, data: bytes | pa.Table, *faults: tuple[int, str]) -> Case:
         return Case(kind, fault, data, faults, streaming)
@@ -78,14 +87,29 @@ def parquet_cases(kind: str, streaming: bool) -> Iterator[Case]:
         yield case("empty file", b"", (1, "the file is empty"))
 
 
+def csv_and_arrow_cases() -> Iterator[Case]:
+    """test_tables.py has the other faults."""
+    bad = "the row that ends at line 6 has 2 values, but the header has 1"
+    data = lines(b"text", *CSV_ROWS[:3], b"two,values", *CSV_ROWS[3:6])
+    yield Case("csv", "corrupt line", data, ((4, bad),))
+    missing = "field 'text' is missing; the header has 'body'"
+    yield Case("csv", "missing field", lines(b"body", *CSV_ROWS), ((1, missing),))
+    yield Case("arrow", "null", table("good", None, "good"), ((2, "field 'text' is not text but null"),))
+    yield Case("arrow", "non-UTF-8", broken_utf8(), ((2, "unpaired surrogate"),))
+
+
 def cases() -> Iterator[Case]:
     yield Case("text", "non-UTF-8", lines(b"good", b"caf\xe9", b"good"), ((2, "invalid UTF-8 at byte 3"),))
     yield Case("text", "empty file", b"", ((1, "the file is empty"),))
-    for kind in ("jsonl", "jsonl.gz", "hf jsonl", "hf jsonl.gz"):
+    for kind in ("jsonl", "jsonl.gz", "jsonl.zst", "hf jsonl", "hf jsonl.gz", "hf jsonl.zst"):
         yield from json_cases(kind)
     for kind in ("jsonl.gz", "hf jsonl.gz"):
         cut_off = gzip.compress(lines(*GOOD[:5]) + LINE)[:-8]
         yield Case(kind, "truncated gz", cut_off, ((6, "the gzip data ends early after line 5"),))
+    for kind in ("jsonl.zst", "hf jsonl.zst"):
+        cut_off = zstd(lines(*GOOD[:5]) + LINE)[:-8]
+        yield Case(kind, "truncated zst", cut_off, ((1, "the zstd data ends early after line 0"),))
+    yield from csv_and_arrow_cases()
     yield from parquet_cases("parquet", streaming=True)
     yield from parquet_cases("hf parquet", streaming=True)
     yield from parquet_cases("hf parquet", streaming=False)
@@ -95,10 +119,15 @@ pytestmark = pytest.mark.usefixtures("hugging_face_home", "cached_hub_files")
 
 
 def write(file: Path, data: bytes | pa.Table) -> None:
-    if isinstance(data, pa.Table):
+    if isinstance(data, pa.Table) and file.suffix == ".arrow":
+        with pa.ipc.new_stream(str(file), data.schema) as out:
+            out.write_table(data)
+    elif isinstance(data, pa.Table):
         pq.write_table(data, file)
     elif file.suffix == ".gz" and data[:2] != b"\x1f\x8b":
         file.write_bytes(gzip.compress(data))
+    elif file.suffix == ".zst" and data[:4] != b"\x28\xb5\x2f\xfd":
+        file.write_bytes(zstd(data))
     else:
         file.write_bytes(data)
 
@@ -107,10 +136,14 @@ def source_of(case: Case, folder: Path) -> SourceConfig:
     """Write the three files of the case and return their source."""
     folder.mkdir()
     suffix = {"text": "txt"}.get(case.kind, case.kind.removeprefix("hf "))
-    rows: bytes | pa.Table = table(*(f"row {n}" for n in range(6))) if suffix == "parquet" else lines(*GOOD[:6])
+    rows: bytes | pa.Table = lines(*GOOD[:6])
+    if suffix in ("parquet", "arrow"):
+        rows = table(*(f"row {n}" for n in range(6)))
+    elif suffix == "csv":
+        rows = lines(b"text", *CSV_ROWS)
     for name, data in (("a", rows), ("b", case.data), ("c", rows)):
         write(folder / f"train-{name}.{suffix}", data)
-    kind = "hf" if case.kind.startswith("hf") else case.kind.removesuffix(".gz")
+    kind = "hf" if case.kind.startswith("hf") else case.kind.partition(".")[0]
     document = "line" if kind == "text" else ""
     return SourceConfig(kind, path=str(folder), document=document, epochs=2, streaming=case.streaming)  # type: ignore[arg-type]
 
@@ -137,13 +170,13 @@ def until_error(run: Ranks) -> tuple[int, str]:
     pytest.fail("there was no error")
 
 
-SLOW_KINDS = ("jsonl.gz", "hf jsonl", "hf jsonl.gz", "hf parquet")
-"""Kinds left out of the quick size, except for truncated gz: other kinds cover the same readers."""
+SLOW_KINDS = ("jsonl.gz", "jsonl.zst", "hf jsonl", "hf jsonl.gz", "hf jsonl.zst", "hf parquet")
+"""Kinds left out of the quick size, except for truncated data: other kinds cover the same readers."""
 
 
 def marked_cases() -> Iterator[Any]:
     for case in cases():
-        slow = case.kind in SLOW_KINDS and case.streaming and case.fault != "truncated gz"
+        slow = case.kind in SLOW_KINDS and case.streaming and not case.fault.startswith("truncated")
         yield pytest.param(case, marks=pytest.mark.slow if slow else (), id=str(case))
 
 
@@ -184,6 +217,7 @@ def test_every_fault_has_a_case() -> None:
     assert found == {
         *("corrupt line", "non-UTF-8", "missing field", "wrongly typed field", "null", "empty text", "empty file"),
         "truncated gz",
+        "truncated zst",
     }  # the 10 MB line is valid, and tested below
 
 

@@ -15,6 +15,8 @@ from titanlite.runtime.errors import Problem
         (["a.txt"], "a.txt", "text"),
         (["a.MD"], "a.MD", "text"),
         (["a.jsonl.gz", "b.txt"], "*.gz", "jsonl"),
+        (["a.json.gz", "b.json.gz"], ".", "jsonl"),
+        (["a.jsonl.zst", "b.ndjson.zst", "c.json.zst"], ".", "jsonl"),
         (["below/a.parquet"], ".", "parquet"),
         (["a.npy"], "*", "tokens"),
         (["tokens.json", "tokens-00000.npy", "notes.txt"], ".", "tokens"),

@@ -1,6 +1,8 @@
 """Readers of text, JSON Lines and Parquet: the pieces, their text, and the reasons of bad rows."""
 
+import errno
 import gzip
+import io
 import json
 import logging
 from collections.abc import Callable
@@ -12,7 +14,7 @@ import pytest
 
 from titanlite.data.sources.base import TextSource
 from titanlite.data.sources.config import SourceConfig
-from titanlite.data.sources.jsonl import Jsonl
+from titanlite.data.sources.jsonl import Jsonl, is_damage, open_lines
 from titanlite.data.sources.parquet import Parquet
 from titanlite.data.sources.pieces import ENDS_DOCUMENT, STARTS_DOCUMENT, BadRowError
 from titanlite.data.sources.text import Text
@@ -142,6 +144,16 @@ def test_long_jsonl_text_is_cut_after_decoding(write_jsonl: Callable[..., Path])
     assert rows == [*expected, (2, "short", COMPLETE)]
 
 
+def zst_of(file: Path) -> Path:
+    """Write a file of two zstd frames next to `file`, and return its path."""
+    data = file.read_bytes()
+    packed = file.with_name(file.name + ".zst")
+    with packed.open("wb") as out:
+        for part in (data[:20], data[20:]):
+            out.write(pa.compress(part, "zstd", asbytes=True))
+    return packed
+
+
 def gz_of(file: Path) -> Path:
     """Write a gzip file of two members next to `file`, and return its path."""
     data = file.read_bytes()
@@ -150,12 +162,13 @@ def gz_of(file: Path) -> Path:
     return packed
 
 
-def test_gzipped_jsonl_reads_like_unpacked_jsonl(
-    write_jsonl: Callable[..., Path], caplog: pytest.LogCaptureFixture, cache: Path
+@pytest.mark.parametrize("pack", [gz_of, zst_of])
+def test_compressed_jsonl_reads_like_unpacked_jsonl(
+    pack: Callable[[Path], Path], write_jsonl: Callable[..., Path], caplog: pytest.LogCaptureFixture, cache: Path
 ) -> None:
     file = write_jsonl(["one", b"", "zwei\n€" * 10, b"{", "last"])
     with caplog.at_level(logging.INFO, "titanlite"):
-        packed = gz_of(file)
+        packed = pack(file)
         assert read_all(jsonl("text"), packed, 16) == read_all(jsonl("text"), file, 16)
         reader = jsonl("text")
         assert read_all(reader, packed, 100) == read_all(jsonl("text"), file, 100)
@@ -193,6 +206,30 @@ def test_damaged_gzip_data_is_one_bad_row_after_complete_lines(lines: int, write
     assert rows[-1] == (len(rows), f"BAD the gzip data ends early after line {len(rows) - 1}", COMPLETE ^ 7)
     assert [text for _, text, _ in rows[:-1]] == [f"the text of row {n}" for n in range(len(rows) - 1)]
     assert len(rows) > lines / 4
+
+
+@pytest.mark.parametrize("rows", [1, 5000])
+def test_damaged_zstd_data_is_one_bad_row_after_complete_lines(rows: int, write_jsonl: Callable[..., Path]) -> None:
+    packed = zst_of(write_jsonl([f"the text of row {n}, {n**9}" for n in range(rows)]))
+    content = packed.read_bytes()
+    packed.write_bytes(content[: len(content) * 3 // 4])
+    found = read_all(jsonl("text"), packed)
+    assert found[-1] == (len(found), f"BAD the zstd data ends early after line {len(found) - 1}", COMPLETE ^ 7)
+    assert all(text.startswith(f"the text of row {n},") for n, (_, text, _) in enumerate(found[:-1]))
+    assert len(found) > rows / 4
+    packed.write_bytes(content[:-20] + bytes(20))
+    assert read_all(jsonl("text"), packed)[-1][1].startswith("BAD the zstd data is corrupt (ZSTD decompress failed")
+
+
+def test_a_read_error_of_compressed_data_is_not_damage() -> None:
+    class Failing(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:  # noqa: ARG002
+            raise OSError(errno.EIO, "Input/output error")
+
+    for name in ("rows.jsonl.gz", "rows.jsonl.zst"):
+        with open_lines(Failing(), name) as lines, pytest.raises(OSError, match="Input/output") as raised:
+            lines.read()
+        assert not is_damage(raised.value)
 
 
 def test_an_operating_system_error_is_not_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

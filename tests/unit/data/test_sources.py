@@ -1,6 +1,9 @@
+import bz2
 import gzip
 import json
+import lzma
 import os
+import subprocess
 import sysconfig
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +16,7 @@ import pytest
 from titanlite.data.check import check_source
 from titanlite.data.config import DataConfig
 from titanlite.data.corpus import PieceIndex, open_index
-from titanlite.data.kinds import open_source, source_names, text_sources
+from titanlite.data.kinds import KINDS, open_source, source_names, text_sources
 from titanlite.data.sources.config import SourceConfig
 from titanlite.runtime.errors import Problem
 
@@ -88,7 +91,7 @@ def test_valid_sources(folder: Path) -> None:
         (SourceConfig(kind="python-stdlib", path="F"), "path"),
         (SourceConfig(kind="text"), "path"),
         (SourceConfig(kind="text", path="F/nothing"), "path"),
-        (SourceConfig(kind="parquet", path="F"), "path"),
+        (SourceConfig(kind="parquet", path="F"), "kind"),
         (SourceConfig(kind="tokens", path="F/a.txt"), "path"),
         (SourceConfig(kind="tokens", path="F/tokens.bin"), "dtype"),
         (SourceConfig(kind="tokens", path="F/tokens.npy", dtype="uint16"), "dtype"),
@@ -177,26 +180,89 @@ def test_source_names_are_unique() -> None:
     assert source_names([SourceConfig("jsonl", "x", field=field) for field in "ab"]) == ("jsonl x", "jsonl x 2")
 
 
+@pytest.mark.parametrize(
+    ("kind", "path", "names", "found"),
+    [
+        ("jsonl", ".", "a.csv b.csv README.md", "csv"),
+        ("jsonl", "a.arrow", "a.arrow", "arrow"),
+        ("jsonl", ".", "a.json b.json README.md", None),
+        ("csv", "*", "a.json.gz b.json.gz", "jsonl"),
+        ("parquet", ".", "below/a.jsonl.zst", "jsonl"),
+        ("text", "a.jsonl.gz", "a.jsonl.gz", "jsonl"),
+        ("text", ".", "a.csv", "csv"),
+        ("text", "a.csv", "a.csv", ""),
+        ("jsonl", "*", "a.txt b.gz c.zst", ""),
+        ("parquet", "*", "a.parquet README.md", ""),
+        ("jsonl", "*", "a.jsonl b.jsonl.bz2", "bzip2"),
+        ("text", "*", "a.txt b.txt.xz c.txt.xz d.txt.gz", "xz"),
+        ("text", "a.txt.gz", "a.txt.gz", "gzip"),
+        ("text", ".", "below/a.txt.zst", "zstd"),
+        ("csv", ".", "a.csv.lz4", "lz4"),
+    ],
+)
+def test_other_formats_are_named(kind: str, path: str, names: str, found: str | None, tmp_path: Path) -> None:
+    for name in names.split():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "a"}')
+    source = SourceConfig(kind, str(tmp_path / path))
+    reported = problems(source, "data.sources.1")
+    if found is None:  # no kind is certain
+        (problem,) = reported
+        assert "nothing matches" in problem.remedy
+    elif not found:
+        assert not reported
+    elif found in KINDS:
+        (problem,) = reported
+        assert (problem.key, problem.value) == ("data.sources.1.kind", kind)
+        assert problem.remedy == f'write kind = "{found}", or add --data.sources.1.kind {found}'
+        assert check_source_kind(replace(source, kind=found)) == []
+    else:
+        (problem,) = reported
+        assert (problem.key, problem.value) == ("data.sources.1.path", str(tmp_path / path))
+        assert f"is compressed with {found}" in problem.rule
+
+
+def check_source_kind(source: SourceConfig) -> list[str]:
+    """Keys of the problems of the kind."""
+    return [problem.key for problem in problems(source) if problem.key.endswith("kind")]
+
+
+@pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)])
+def test_the_command_that_unpacks(suffix: str, pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    folder = tmp_path / "my corpus"
+    folder.mkdir()
+    for name in ("a", "b"):
+        (folder / f"{name}.txt{suffix}").write_bytes(pack(name.encode()))
+    source = SourceConfig("text", str(folder))
+    (problem,) = problems(source)
+    subprocess.run(problem.remedy.partition(": ")[2], shell=True, check=True)
+    assert problems(source) == []
+    assert [file.read_text() for file in sorted(folder.glob("*.txt"))] == ["a", "b"]
+
+
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize(
     ("kind", "suffix"),
-    [("text", ".txt"), ("jsonl", ".jsonl"), ("jsonl", ".jsonl.gz"), ("parquet", ".parquet"), ("tokens", ".bin")],
+    [
+        *(("text", ".txt"), ("jsonl", ".jsonl"), ("jsonl", ".jsonl.gz"), ("parquet", ".parquet"), ("tokens", ".bin")),
+        *(("csv", ".csv"), ("arrow", ".arrow")),
+    ],
 )
 def test_pipes_devices_and_dangling_links_are_named(kind: str, suffix: str, tmp_path: Path) -> None:
     """Alone, and among other files, where they would be left out without a word."""
     (tmp_path / f"a{suffix}").write_bytes(b"ab")
     path = tmp_path / f"b{suffix}"
-    dtype = {"dtype": "uint16"} if kind == "tokens" else {}
+    settings = {"tokens": {"dtype": "uint16"}, "csv": {"field": "ab"}}.get(kind, {})
     for target in ("pipe", "/dev/zero", "nowhere"):
         if target == "pipe":
             os.mkfifo(path)
         else:
             path.symlink_to(target)
         for given in (str(path), str(tmp_path), f"{tmp_path}/*{suffix}"):
-            (problem,) = problems(SourceConfig(kind=kind, path=given, **dtype))  # type: ignore[arg-type]
+            (problem,) = problems(SourceConfig(kind=kind, path=given, **settings))  # type: ignore[arg-type]
             assert problem.key == "data.sources.0.path"
             assert problem.remedy.startswith(f"{path} is a ")
         path.unlink()
     path.mkdir()  # a folder whose name has the suffix is not read
-    found = problems(SourceConfig(kind=kind, path=str(tmp_path), **dtype))  # type: ignore[arg-type]
+    found = problems(SourceConfig(kind=kind, path=str(tmp_path), **settings))  # type: ignore[arg-type]
     assert found == []

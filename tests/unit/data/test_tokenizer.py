@@ -127,7 +127,7 @@ def test_vocab_size_is_the_largest_id_plus_one(folder: Path) -> None:
 def keys(
     section: TokenizerConfig, sources: tuple[SourceConfig, ...], vocab_size: int = 300, bos: bool = False
 ) -> list[str]:
-    found = check_tokenizer(section, sources=sources, vocab_size=vocab_size, add_bos=bos)
+    found = check_tokenizer(section, DataConfig(sources=sources, add_bos=bos), vocab_size=vocab_size)
     return [problem.key for problem in found]
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from titanlite.data.bpe import prepare_tokenizer, train_bpe
 from titanlite.data.check import check_tokenizer
 from titanlite.data.config import DataConfig, TokenizerConfig
 from titanlite.data.fingerprint import data_fingerprint, describe_difference
@@ -61,7 +63,7 @@ def run(config: Path, out: Path, *arguments: str, workers: int = 0, shard_tokens
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -351,14 +353,118 @@ def test_a_part_of_a_folder_may_be_used_but_not_by_a_smaller_model(config: Path,
 
 
 def test_the_tokenizer_is_that_of_the_files(config: Path, tmp_path: Path, tokenizer_folder: Path) -> None:
-    sources = (SourceConfig(kind="tokens", path=str(run(config, tmp_path / "out"))),)
-    section = TokenizerConfig(path=str(tokenizer_folder))
-    assert check_tokenizer(section, sources=sources, vocab_size=300, add_bos=False) == []
+    out = run(config, tmp_path / "out")
+    data, section = data_of(out), TokenizerConfig(path=str(tokenizer_folder))
+    assert check_tokenizer(section, data, vocab_size=300) == []
     other = dataclasses.replace(section, eos="a")
-    (problem,) = check_tokenizer(other, sources=sources, vocab_size=300, add_bos=False)
-    assert problem.key == "tokenizer.path"
+    (problem,) = check_tokenizer(other, data, vocab_size=300)
+    assert (problem.key, problem.value) == ("tokenizer.path", str(tokenizer_folder))
     assert "EOS '<|endoftext|>'" in problem.rule
     assert "EOS 'a'" in problem.remedy
+    assert problem.remedy.endswith(": leave [tokenizer] out")
+    shutil.rmtree(out / "tokenizer")
+    (problem,) = check_tokenizer(other, data, vocab_size=300)
+    assert problem.remedy.endswith(": use the tokenizer of the token files")
+
+
+def data_of(*folders: Path, **settings: Any) -> DataConfig:
+    """A [data] section of token files."""
+    return DataConfig(sources=tuple(SourceConfig(kind="tokens", path=str(out)) for out in folders), **settings)
+
+
+def found_tokenizer(data: DataConfig) -> Tokenizer | None:
+    """The tokenizer of a run without tokenizer.path; the configuration must be valid."""
+    assert check_tokenizer(TokenizerConfig(), data, vocab_size=300) == []
+    return prepare_tokenizer(TokenizerConfig(), data.sources, vocab_size=300)
+
+
+def test_the_folder_has_the_tokenizer_with_its_bos_and_eos(config: Path, tmp_path: Path) -> None:
+    out = run(config, tmp_path / "out", "--tokenizer.bos", "the", "--tokenizer.eos", "a", "--data.add_bos")
+    found = found_tokenizer(data_of(out, add_bos=True))
+    assert found is not None
+    manifest = json.loads((out / "tokens.json").read_text())
+    assert found.fingerprint == manifest["tokenizer"]["fingerprint"]
+    tokens = np.load(out / "tokens-00000.npy")
+    assert (tokens[0], tokens[-1]) == (found.bos_id, found.eos_id)
+    shutil.rmtree(out / "tokenizer")  # as older versions wrote it
+    assert found_tokenizer(data_of(out)) is None
+
+
+def test_text_is_encoded_with_the_tokenizer_of_the_token_files(config: Path, tmp_path: Path) -> None:
+    tokens = data_of(run(config, tmp_path / "out"))
+    for kind in ("python-stdlib", "text"):
+        found = found_tokenizer(dataclasses.replace(tokens, sources=(SourceConfig(kind=kind), *tokens.sources)))
+        assert found is not None
+        assert found.arguments["file"] == str(tmp_path / "out" / "tokenizer" / "tokenizer.json")
+
+
+def only_problem(data: DataConfig, *held_out: SourceConfig, **section: str) -> Problem:
+    (problem,) = check_tokenizer(TokenizerConfig(**section), data, held_out, vocab_size=300)
+    return problem
+
+
+def test_settings_that_differ_from_those_of_the_token_files(
+    config: Path, tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    out, other = run(config, tmp_path / "out"), run(config, tmp_path / "other", "--tokenizer.eos", "a")
+    plain = run(config, tmp_path / "plain", "--data.add_eos", "false")
+
+    problem = only_problem(data_of(out, add_eos=False), path=str(tokenizer_folder))
+    assert (problem.key, problem.value) == ("data.add_eos", False)
+    assert problem.rule == f"true, as in the token files in {out}"
+    assert problem.remedy == "write add_eos = true in [data]"
+    assert only_problem(data_of(out, add_bos=True)).remedy == "write add_bos = false in [data]"
+    assert found_tokenizer(data_of(out, plain)) is not None, "one of them agrees"
+    assert only_problem(data_of(out), eos="a").key == "tokenizer.eos"
+
+    problem = only_problem(data_of(out, other))
+    assert (problem.key, problem.value) == ("data.sources.1.path", str(other))
+    assert f"{out}/tokenizer/tokenizer.json: 300 tokens" in problem.rule
+    assert "EOS 'a'" in problem.remedy
+    problem = only_problem(data_of(out), *data_of(out, other).sources)
+    assert (problem.key, problem.value) == ("validation.sources.1.path", str(other))
+
+
+def replace_tokenizer(folder: Path) -> None:
+    train_bpe(iter(["other words"]), 280, folder)
+
+
+def spoil_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{")
+
+
+def unlink_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        (replace_tokenizer, "write or copy the entire folder again"),
+        (spoil_tokenizer, "is not a readable tokenizer.json: "),
+        (unlink_tokenizer, "is not a readable tokenizer.json: "),
+    ],
+)
+def test_a_tokenizer_that_did_not_write_the_files(
+    change: Callable[[Path], None], remedy: str, config: Path, tmp_path: Path
+) -> None:
+    out = run(config, tmp_path / "out")
+    change(out / "tokenizer")
+    problem = only_problem(data_of(out))
+    assert (problem.key, problem.value) == ("data.sources.0.path", str(out))
+    assert remedy in problem.remedy
+
+
+def test_the_printed_lines_have_settings_that_are_not_the_defaults(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = run(config, tmp_path / 'a "b"', "--tokenizer.bos", "the", "--data.add_bos")
+    printed = capsys.readouterr().out
+    assert tomllib.loads(printed[printed.index("[model]") :]) == {
+        "model": {"vocab_size": 300},
+        "data": {"add_bos": True, "sources": [{"kind": "tokens", "path": str(out)}]},
+    }
 
 
 def test_the_tokenizer_of_token_files_is_part_of_the_fingerprint(config: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ class SourceConfig:
     """File, folder or glob (** for any depth). A folder includes all files of the kind below it. hf: a folder, or a
     name on the hub like "user/dataset"."""
     field: str = ""
-    """jsonl, parquet, hf: field of the text; default "text"."""
+    """jsonl, parquet, csv, arrow, hf: field (column) of the text; default "text"."""
     name: str = ""
     """Name in messages; default: the kind and the path."""
     document: Literal["", "file", "paragraph", "line"] = ""

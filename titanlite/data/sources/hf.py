@@ -31,7 +31,7 @@ from titanlite.data.sources.hub_files import (
     open_file,
     source_split,
 )
-from titanlite.data.sources.jsonl import GZIP_DAMAGE, damage_after, json_row, open_lines
+from titanlite.data.sources.jsonl import UNPACKING_ERRORS, damage_after, is_damage, json_row, open_lines
 from titanlite.data.sources.parquet import as_bytes, damage, open_parquet, row_counts, text_of, text_type
 from titanlite.data.sources.pieces import BAD_FILE, BadRowError, Piece, no_lines
 from titanlite.runtime.errors import Problem, UserError
@@ -224,8 +224,10 @@ def _json_rows(unit: Unit, field: str, first: int, share: Share) -> Iterator[Row
                 blank = False
                 if number >= first and share.has(number):
                     yield Row(number, json_row(line.rstrip(b"\r\n"), field))
-        except GZIP_DAMAGE as error:
-            yield Row(number + 1, BadRowError(damage_after(number, error)))
+        except UNPACKING_ERRORS as error:
+            if not is_damage(error):
+                raise
+            yield Row(number + 1, BadRowError(damage_after(number, error, unit.file)))
             return
     if blank:
         yield Row(1, no_lines(number))

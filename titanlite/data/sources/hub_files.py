@@ -7,7 +7,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from titanlite.data.sources.base import cached_json, field_problem
 from titanlite.data.sources.config import SourceConfig
-from titanlite.data.sources.jsonl import rows_fault
+from titanlite.data.sources.jsonl import Jsonl, rows_fault
 from titanlite.data.sources.parquet import column_fault
 from titanlite.data.sources.pieces import BadRowError, FieldError
 from titanlite.runtime.errors import ConfigError, Problem, require
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 
-STREAMED_SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
+STREAMED_SUFFIXES = (".parquet", ".json", *Jsonl.suffixes)
 """Files that can be streamed. `datasets` converts other formats to Arrow files first."""
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -48,7 +48,7 @@ def check_hub_name(source: SourceConfig, key: str) -> list[Problem]:
         return require(not source.revision, f"{key}.revision", source.revision, "only for a name on the hub", remedy)
     full = Path(os.path.expanduser(source.path)).absolute()
     if full.is_file():
-        remedy = 'write its folder, or read the file with kind = "jsonl" or "parquet"'
+        remedy = 'write its folder, or read the file with kind = "jsonl", "parquet", "csv" or "arrow"'
         return [Problem(f"{key}.path", source.path, rule, remedy)]
     remedy = f"there is no folder {full}: fix the path (relative to the current folder) or the dataset name"
     return require(bool(HUB_NAME.fullmatch(source.path)), f"{key}.path", source.path, rule, remedy)

@@ -1,17 +1,18 @@
 """JSON lines: a document is the text in one field of one line's object.
 
-Gzip files are unpacked once, into the cache folder, so that any line can be read separately.
+Compressed files are unpacked once, into the cache folder, so that any line can be read separately.
 """
 
 import gzip
+import io
 import json
 import logging
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, ClassVar, NamedTuple
 
 from titanlite.data.sources.base import TextSource, check_first_file
 from titanlite.data.sources.config import SourceConfig
@@ -29,6 +30,7 @@ from titanlite.data.sources.pieces import (
 from titanlite.runtime.cache import Recent, built_once, cache_folder, content_key, file_facts
 from titanlite.runtime.errors import Problem
 from titanlite.runtime.files import open_regular
+from titanlite.runtime.retry import is_transient
 
 CACHE_BYTES = 64 * 2**20
 """Memory for the texts of cut rows, so that a long row is not parsed again for each piece."""
@@ -42,8 +44,11 @@ BYTE_ORDER_MARK = "\ufeff"
 UNPACKED_VERSION = 1
 CHUNK_BYTES = 2**16
 
-GZIP_DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile)
-"""Exceptions of truncated or corrupt gzip data."""
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+"""Suffix -> name of a compression that can be read."""
+
+UNPACKING_ERRORS = (EOFError, zlib.error, OSError)
+"""Exceptions of truncated or corrupt compressed data, among other errors: see is_damage."""
 
 logger = logging.getLogger("titanlite")
 
@@ -59,12 +64,15 @@ class Unpacked(NamedTuple):
 class Jsonl(TextSource):
     """A piece is a line (offset, size) and a part of its decoded text (begin, length).
 
-    A gzip file is read from its unpacked content. If the data is corrupted, one bad row follows the complete lines.
+    A compressed file is read from its unpacked content. If it is damaged, one bad row follows the complete lines.
     """
 
     kind = "jsonl"
     keys = ("field",)
-    suffixes = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+    suffixes: ClassVar[tuple[str, ...]] = (
+        *(".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".json.gz"),
+        *(".jsonl.zst", ".ndjson.zst", ".json.zst"),
+    )
     row_name = "line"
 
     def __init__(self, config: SourceConfig) -> None:
@@ -98,12 +106,27 @@ class Jsonl(TextSource):
                 yield Piece(file, 1, 0, len(data), flags=BAD_FILE)
 
     def _content(self, path: Path) -> Unpacked:
-        """The lines of a file, unpacked if it is a gzip file."""
-        if not is_gzip(path.name):
+        """The lines of a file, in the cache folder if it is not a file of lines itself."""
+        if not self._is_copied(path):
             return Unpacked(path, 0, "")
         if path not in self._unpacked:
-            self._unpacked[path] = unpacked(path)
+            self._unpacked[path] = unpacked(path, self._copy_facts(), self._copy_lines)
         return self._unpacked[path]
+
+    def _is_copied(self, path: Path) -> bool:
+        """Whether the lines are in the cache folder."""
+        return bool(compression(path.name))
+
+    def _copy_facts(self) -> list[Any]:
+        """Settings that decide the lines in the cache folder."""
+        return []
+
+    def _copy_lines(self, path: Path, out: IO[bytes]) -> tuple[int, str]:
+        """Write the lines of `path` into `out`, up to the last complete line before any damage.
+
+        Returns the number of lines, and the damage.
+        """
+        return unpack_lines(path, out)
 
     def read(self, path: Path, piece: Piece) -> str:
         content = self._content(path)
@@ -115,7 +138,10 @@ class Jsonl(TextSource):
         return utf8_text(text[piece.begin : piece.begin + piece.length])
 
     def _read_text(self, path: Path, piece: Piece) -> bytes:
-        return json_text(read_range(path, piece.offset, piece.size), self.field)
+        return self._text_of(read_range(path, piece.offset, piece.size))
+
+    def _text_of(self, line: bytes) -> bytes:
+        return json_text(line, self.field)
 
 
 def json_text(line: bytes, field: str) -> bytes:
@@ -174,60 +200,91 @@ def rows_fault(opened: IO[bytes], name: str, field: str) -> BadRowError | None:
                 if isinstance(row, bytes):
                     return None
                 first = first or row
-        except GZIP_DAMAGE:
-            return None
+        except UNPACKING_ERRORS as error:
+            if is_damage(error):
+                return None
+            raise
     return first
 
 
-def is_gzip(name: str) -> bool:
-    """Whether a file of this name holds gzip data."""
-    return name.lower().endswith(".gz")
+def compression(name: str) -> str:
+    """The compression of a file of this name; "" if it is not compressed."""
+    return next((kind for suffix, kind in COMPRESSIONS.items() if name.lower().endswith(suffix)), "")
 
 
-def open_lines(opened: IO[bytes], name: str) -> IO[bytes]:
-    """Open the lines of an open file, unpacked if its name is that of a gzip file. Reading may raise GZIP_DAMAGE."""
-    return gzip.open(opened, "rb") if is_gzip(name) else opened  # type: ignore[return-value]
+def open_lines(opened: IO[bytes], name: str) -> io.BufferedIOBase:
+    """Open the lines of an open file, unpacked if its name is that of a compressed file.
 
-
-def unpacked(path: Path) -> Unpacked:
-    """Find the content of a gzip file in the cache, or unpack it; other processes wait for the one that unpacks.
-
-    Truncated or corrupt data gives the complete lines before the damage. Raises UserError if the cache folder cannot be
-    written, and OSError if the file cannot be read.
+    Reading may raise UNPACKING_ERRORS. Up to CHUNK_BYTES before damaged zstd data are lost: pyarrow does not return
+    them.
     """
-    folder = cache_folder() / "unpacked" / content_key(["unpacked", UNPACKED_VERSION, file_facts([path])])
-    built_once(folder, f"the unpacked {path}", lambda into: _unpack(path, into, folder))
+    kind = compression(name)
+    if kind == "gzip":
+        return gzip.open(opened, "rb")
+    if kind == "zstd":
+        import pyarrow
+
+        stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(opened, "r"), "zstd")
+        return io.BufferedReader(stream, CHUNK_BYTES)
+    return opened  # type: ignore[return-value]
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether one of UNPACKING_ERRORS means damaged data. Other errors are of the system or of a connection.
+
+    pyarrow raises OSError without an errno.
+    """
+    if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
+        return type(error) is OSError and error.errno is None and not is_transient(error)
+    return True
+
+
+CopyLines = Callable[[Path, IO[bytes]], tuple[int, str]]
+"""See Jsonl._copy_lines."""
+
+
+def unpacked(path: Path, facts: list[Any], copy_lines: CopyLines) -> Unpacked:
+    """Find the lines of a file in the cache, or write them; other processes wait for the one that does.
+
+    facts: settings of copy_lines. Truncated or corrupt data gives the complete lines before the damage. Raises
+    UserError if the cache folder cannot be written, and OSError if the file cannot be read.
+    """
+    folder = cache_folder() / "unpacked" / content_key(["unpacked", UNPACKED_VERSION, file_facts([path]), *facts])
+    built_once(folder, f"the unpacked {path}", lambda into: _unpack(path, into, folder, copy_lines))
     meta = json.loads((folder / "meta.json").read_text())
     return Unpacked(folder / "content", meta["lines"], meta["damage"])
 
 
-def _unpack(path: Path, into: Path, folder: Path) -> None:
+def _unpack(path: Path, into: Path, folder: Path, copy_lines: CopyLines) -> None:
     with open(into / "content", "wb") as out:
-        lines, damage = _copy_lines(path, out)
+        lines, damage = copy_lines(path, out)
         size = out.tell()
     (into / "meta.json").write_text(json.dumps({"lines": lines, "damage": damage}))
     sizes = [f"{count / 2**20:,.1f} MiB" for count in (os.path.getsize(path), size)]
     logger.info("unpacked %s (%s) into %s (%s)%s", path, sizes[0], folder, sizes[1], damage and f": {damage}")
 
 
-def _copy_lines(path: Path, out: IO[bytes]) -> tuple[int, str]:
+def unpack_lines(path: Path, out: IO[bytes]) -> tuple[int, str]:
     """Unpack `path` into `out`, up to the last complete line before any damage. Returns number of lines and damage."""
     lines, complete_bytes = 0, 0
-    with open_regular(path) as opened, gzip.open(opened, "rb") as packed:
+    with open_regular(path) as opened, open_lines(opened, path.name) as packed:
         try:
             while chunk := packed.read1(CHUNK_BYTES):
                 lines += chunk.count(b"\n")
                 if b"\n" in chunk:
                     complete_bytes = out.tell() + chunk.rindex(b"\n") + 1
                 out.write(chunk)
-        except GZIP_DAMAGE as error:
+        except UNPACKING_ERRORS as error:
+            if not is_damage(error):
+                raise
             out.truncate(complete_bytes)
             out.seek(complete_bytes)
-            return lines, damage_after(lines, error)
+            return lines, damage_after(lines, error, path.name)
     return lines, ""
 
 
-def damage_after(lines: int, error: BaseException) -> str:
-    """Describe the damage of gzip data after `lines` readable lines."""
-    fault = "ends early" if isinstance(error, EOFError) else f"is corrupt ({' '.join(str(error).split())})"
-    return f"the gzip data {fault} after line {lines}"
+def damage_after(lines: int, error: Exception, name: str) -> str:
+    """Describe the damage of compressed data after `lines` readable lines. name: of the file."""
+    is_short = isinstance(error, EOFError) or "Truncated" in str(error)
+    fault = "ends early" if is_short else f"is corrupt ({' '.join(str(error).split())})"
+    return f"the {compression(name)} data {fault} after line {lines}"

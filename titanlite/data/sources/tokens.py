@@ -1,7 +1,7 @@
 """Token files: flat arrays of token ids. A piece is a window of seq_len + 1 tokens, which is one sequence.
 
-A folder written by `titanlite tokenize` also has a manifest, tokens.json, and beside each shard a file of the positions
-at which documents start.
+A folder written by `titanlite tokenize` also has a manifest, tokens.json, beside each shard a file of the positions at
+which documents start, and a copy of the tokenizer.
 """
 
 import os

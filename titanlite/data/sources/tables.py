@@ -1,0 +1,155 @@
+"""CSV and Arrow files: a document is the text in one column of a row.
+
+The column is written once as JSON lines into the cache folder, so that any row can be read separately.
+"""
+
+import csv
+import io
+import json
+import sys
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from titanlite.data.sources.base import check_first_file
+from titanlite.data.sources.jsonl import CHECKED_ROWS, UNPACKING_ERRORS, Jsonl, is_damage, open_lines
+from titanlite.data.sources.parquet import as_bytes, text_type
+from titanlite.data.sources.pieces import BadRowError, FieldError
+from titanlite.runtime.errors import Problem
+from titanlite.runtime.files import open_regular
+
+CONVERSION_ERRORS = (*UNPACKING_ERRORS, ValueError)
+"""Exceptions of damaged data, among other errors: see is_damage. Those of pyarrow are ValueErrors."""
+
+
+class Table(Jsonl):
+    """A piece is a line of the converted file (offset, size) and a part of its text (begin, length).
+
+    Rows are counted from 1, without a header and without blank lines.
+    """
+
+    row_name = "row"
+
+    @abstractmethod
+    def rows(self, opened: IO[bytes], name: str) -> Iterator[str | BadRowError | None]:
+        """Yield the text of each row of an open file, or the reason of a bad row; None: null.
+
+        Raises BadRowError if the column is missing or not text, and CONVERSION_ERRORS.
+        """
+
+    def check_content(self, key: str, *, vocab_size: int, needs_documents: bool) -> list[Problem]:  # noqa: ARG002
+        return check_first_file(self, key, self.field, self._fault_of_first_file)
+
+    def _fault_of_first_file(self, opened: IO[bytes]) -> BadRowError | None:
+        try:
+            next(self.rows(opened, self.files()[0].name), None)
+        except BadRowError as bad:
+            return bad
+        except CONVERSION_ERRORS as error:
+            if not is_damage(error):
+                raise
+        return None
+
+    def _is_copied(self, path: Path) -> bool:  # noqa: ARG002
+        return True
+
+    def _copy_facts(self) -> list[Any]:
+        return [self.kind, self.field]
+
+    def _copy_lines(self, path: Path, out: IO[bytes]) -> tuple[int, str]:
+        count = 0
+        with open_regular(path) as opened:
+            try:
+                for row in self.rows(opened, path.name):
+                    out.write(_json_line(str(row) if isinstance(row, BadRowError) else {self.field: row}))
+                    count += 1
+            except BadRowError as bad:
+                return count, str(bad)
+            except CONVERSION_ERRORS as error:
+                if not is_damage(error):
+                    raise
+                return count, f"the file is damaged after row {count}: {error or 'it ends early'}"
+        return count, ""
+
+    def _text_of(self, line: bytes) -> bytes:
+        if line.startswith(b'"'):
+            raise BadRowError(json.loads(line))
+        return super()._text_of(line)
+
+
+class Csv(Table):
+    """Comma-separated values with a header, in UTF-8; quoted values may contain line ends."""
+
+    kind = "csv"
+    suffixes = (".csv", ".csv.gz", ".csv.zst")
+
+    def rows(self, opened: IO[bytes], name: str) -> Iterator[str | BadRowError | None]:
+        csv.field_size_limit(sys.maxsize)
+        # Invalid UTF-8 becomes surrogates, for which Jsonl reports the row.
+        with (
+            open_lines(opened, name) as unpacked,
+            io.TextIOWrapper(unpacked, "utf-8-sig", "surrogateescape", newline="") as text,  # type: ignore[type-var]
+        ):
+            reader = csv.reader(text, strict=True)
+            header = _next_row(reader)
+            if not isinstance(header, list):
+                raise header or BadRowError("the file is empty")
+            if header.count(self.field) != 1:
+                fault = "not unique" if self.field in header else "missing"
+                present = ", ".join(map(repr, header[:8]))
+                raise FieldError(f"field {self.field!r} is {fault}; the header has {present}", _columns(header, reader))
+            column = header.index(self.field)
+            while (row := _next_row(reader)) is not None:
+                if isinstance(row, list) and len(row) != len(header):
+                    fault = f"{len(row)} values, but the header has {len(header)}"
+                    row = BadRowError(f"the row that ends at line {reader.line_num} has {fault}")
+                yield row[column] if isinstance(row, list) else row
+
+
+def _columns(header: list[str], reader: Any) -> list[str]:
+    """The columns with a unique name; first the one with the longest value in the first rows, which may be the text."""
+    sizes = Counter[str]()
+    for _ in range(CHECKED_ROWS):
+        row = _next_row(reader)
+        for column, value in zip(header, row if isinstance(row, list) else [], strict=False):
+            sizes[column] = max(sizes[column], len(value))
+    unique = [column for column in header if header.count(column) == 1]
+    return sorted(unique, key=lambda column: -sizes[column])
+
+
+def _next_row(reader: Any) -> list[str] | BadRowError | None:
+    """The next row of a CSV file that is not blank, or the reason of a bad row; None at the end."""
+    try:
+        return next(filter(None, reader), None)
+    except csv.Error as error:
+        return BadRowError(f"invalid CSV at line {reader.line_num}: {error}")
+
+
+class Arrow(Table):
+    """Arrow IPC streams, as `datasets` writes them, and Arrow IPC files."""
+
+    kind = "arrow"
+    suffixes = (".arrow",)
+
+    def rows(self, opened: IO[bytes], name: str) -> Iterator[str | BadRowError | None]:  # noqa: ARG002
+        import pyarrow
+
+        try:
+            reader = pyarrow.ipc.open_stream(opened)
+            batches = iter(reader)
+        except pyarrow.ArrowInvalid:
+            reader = pyarrow.ipc.open_file(opened)
+            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+        kind = text_type(reader.schema, self.field)
+        for batch in batches:
+            for text in as_bytes(batch.column(self.field), kind).to_pylist():
+                yield None if text is None else text.decode("utf-8", "surrogateescape")
+
+
+def _json_line(value: Any) -> bytes:
+    try:
+        return json.dumps(value, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:  # surrogates
+        return json.dumps(value).encode() + b"\n"
