@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +29,7 @@ from titanlite.data.corpus import Encoder, open_index
 from titanlite.data.sources import hf
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.hub_files import hub_files
+from titanlite.data.sources.jsonl import Jsonl
 from titanlite.data.sources.pieces import BadRowError, Place, TokenPiece
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import UserError
@@ -382,6 +384,19 @@ def test_datasets_that_cannot_be_converted_to_text(lines: list[str], reason: str
     (tmp_path / "rows" / "train.jsonl").write_text("\n".join(lines))
     with pytest.raises(UserError, match=reason):
         open_index(hf.HuggingFace(source_of(tmp_path / "rows", streaming=False)), 100)
+
+
+def test_zstd_files_are_converted_with_the_package_zstandard(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "train.jsonl.zst").write_bytes(pa.compress(b'{"text": "one"}\n', "zstd", asbytes=True))
+    source = source_of(folder, streaming=False)
+    if find_spec("zstandard"):
+        assert len(open_index(hf.HuggingFace(source), 100)) == 1
+        return
+    with pytest.raises(UserError, match='install the package zstandard, or read local files with kind = "jsonl"'):
+        open_index(hf.HuggingFace(source), 100)
+    assert len(open_index(Jsonl(replace(source, kind="jsonl")), 100)) == 1
 
 
 def origins_of(section: DataConfig, tokenizer: Tokenizer, degree: int, state: torch.Tensor | None, steps: int) -> Any:

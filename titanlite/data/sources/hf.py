@@ -121,10 +121,11 @@ class HuggingFace(TextSource, StreamedSource):
         try:
             builder.download_and_prepare(str(folder), file_format="arrow")
         except Exception as error:  # the library raises many types and wraps the cause
-            raise UserError(
-                f"{self.name} cannot be converted to Arrow files: {reason(error.__cause__ or error)}; set streaming = "
-                "true to read it row by row, with data.on_bad_row for bad rows"
-            ) from error
+            fault = reason(error.__cause__ or error)
+            remedy = "set streaming = true to read it row by row, with data.on_bad_row for bad rows"
+            if "zstd not supported" in fault:  # titanlite streams zstd without this package
+                remedy = 'install the package zstandard, or read local files with kind = "jsonl"'
+            raise UserError(f"{self.name} cannot be converted to Arrow files: {fault}; {remedy}") from error
         _require_text(self.name, self.field, builder.info.features)
         # The split is in the name of the file, between dataset name and shard number.
         prefix = f"{builder.dataset_name}-"
