@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.batch import Batch
@@ -40,7 +41,19 @@ class ModelOnMesh:
         arguments = self.forward_arguments(batch, torch.ones((), dtype=torch.int64, device=self.device))
         arguments.pop("row_keys", None)  # no random numbers without keys
         forward = self.model_parts[0] if self.pipeline is None else self.pipeline.row_losses
-        losses: Tensor = forward(batch.tokens, **arguments)
+        losses: Tensor = forward(self.own_positions(batch.tokens), **arguments)
+        return self.over_positions(losses)
+
+    def own_positions(self, rows: Tensor) -> Tensor:
+        """The columns of `rows`, (rows, seq_len), that are positions of this rank."""
+        cp = self.mesh.degrees["cp"]
+        return rows if cp == 1 else rows.chunk(cp, dim=1)[self.mesh.coordinate["cp"]].contiguous()
+
+    def over_positions(self, losses: Tensor) -> Tensor:
+        """The losses of entire rows, (rows,), from those of this rank's positions. With cp, an all-reduce over it."""
+        if self.mesh.cp_group is not None:
+            losses = losses.contiguous()
+            dist.all_reduce(losses, group=self.mesh.cp_group)
         return losses
 
     def forward_arguments(self, batch: Batch, num_valid: Tensor) -> dict[str, Tensor]:
@@ -49,14 +62,22 @@ class ModelOnMesh:
         num_valid: int64 scalar. It stays an integer until the loss, since FSDP casts floating-point arguments.
         labels and num_valid;
         positions and document_ids if the batch has positions; row_keys if the model draws from them. Models without
-        row_keys draw from torch's generators.
+        row_keys draw from torch's generators. With cp, labels and positions are those of this rank, document_ids those
+        of entire rows, as attention needs them.
         """
         seed_microbatch(self.seed, self.step, batch.sequences.tolist()[0], self.mesh.coordinate["pp"], self.device)
         arguments = document_arguments(batch.positions)
-        arguments |= {"labels": batch.labels, "num_valid": num_valid.expand(len(batch.labels))}
+        arguments |= {"labels": self.own_positions(batch.labels), "num_valid": num_valid.expand(len(batch.labels))}
+        if self.mesh.degrees["cp"] > 1:
+            arguments["positions"] = self.own_positions(arguments.get("positions", positions_of(batch.tokens)))
         if self.model_parts[0].draws:
             arguments["row_keys"] = to_device(row_keys(self.seed, self.step, batch.sequences), self.device)
         return arguments
+
+
+def positions_of(tokens: Tensor) -> Tensor:
+    """Positions of rows of one document each: int64, the shape of `tokens`, (rows, seq_len)."""
+    return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:

@@ -99,11 +99,11 @@ class Trainer(ModelOnMesh):
         The shares of all microbatches and data ranks add up to the mean loss. In a pipeline they are 0 except on the
         last stage.
         """
-        arguments = self.forward_arguments(batch, num_valid)
+        arguments, tokens = self.forward_arguments(batch, num_valid), self.own_positions(batch.tokens)
         if self.pipeline is not None:
-            return self.pipeline.forward_backward(batch.tokens, **arguments)
+            return self.over_positions(self.pipeline.forward_backward(tokens, **arguments))
         with region("forward"):
-            shares: Tensor = self.model_parts[0](batch.tokens, **arguments)
+            shares: Tensor = self.model_parts[0](tokens, **arguments)
         with region("backward"):
             shares.sum().backward()
-        return shares.detach()
+        return self.over_positions(shares.detach())

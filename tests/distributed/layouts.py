@@ -12,7 +12,7 @@ from tests.distributed.gradients import build_on_mesh, compare, difference, has_
 from tests.distributed.reference import global_batch, plain_model, reference_step, small_config
 from tests.plain_loss import cross_entropy_by_row
 from titanlite.config.schema import JobConfig
-from titanlite.parallel.mesh import AXES, DATA_AXES
+from titanlite.parallel.mesh import DATA_AXES, PARAMETER_AXES
 from titanlite.parallel.pipeline import SCHEDULES
 
 BOUNDS = {"float64": 1e-11, "float32": 1e-5}
@@ -25,22 +25,22 @@ class Layout:
     """A mesh and other settings.
 
     axes: pp, dp_replicate, dp_shard, tp. settings: `section.key=value`. accumulation: local batches in an optimizer
-    step. rows: sequences in an optimizer step.
+    step. rows: sequences in an optimizer step. cp: degree of context parallelism.
     """
 
     axes: tuple[int, int, int, int]
     settings: tuple[str, ...] = ()
     accumulation: int = 1
     rows: int = 16
+    cp: int = 1
 
     @property
     def world_size(self) -> int:
-        pp, replicate, shard, tp = self.axes
-        return pp * replicate * shard * tp
+        return math.prod(self.axes) * self.cp
 
     @property
     def name(self) -> str:
-        return " x ".join(str(size) for size in self.axes)
+        return " x ".join(str(size) for size in self.axes) + f", cp {self.cp}" * (self.cp > 1)
 
     @property
     def schedule(self) -> str:
@@ -56,7 +56,7 @@ class Layout:
         return ", ".join([*(f"accumulation {self.accumulation}" for _ in range(self.accumulation > 1)), *chosen])
 
     def config(self, *settings: str) -> JobConfig:
-        degrees = dict(zip(AXES, self.axes, strict=True))
+        degrees = dict(zip(PARAMETER_AXES, self.axes, strict=True)) | {"cp": self.cp}
         data_degree = math.prod(degrees[axis] for axis in DATA_AXES)
         return small_config(
             self.world_size,

@@ -64,6 +64,7 @@ def build_parts(config: JobConfig, mesh: Mesh) -> list[ModelPart]:
             part,
             plan,
             mesh.device_mesh,
+            mesh.cp_group,
             shard_logits=shard_logits(config.parallelism),
             loss=config.loss,
             recompute=config.activation_checkpoint,
@@ -107,7 +108,8 @@ def describe_attention(config: JobConfig, device: torch.device) -> str | None:
     dtype, tp = DTYPES[config.training.mixed_precision_param], config.parallelism.tp
     if config.data.document_mask and mask_form(device.type, dtype, hyper_parameters.head_dim) == "blocks":
         return "FlexAttention"
-    heads = (hyper_parameters.n_heads // tp, hyper_parameters.n_kv_heads // tp)
+    cp = config.parallelism.cp
+    heads = (hyper_parameters.n_heads // (tp * cp), max(hyper_parameters.n_kv_heads // (tp * cp), 1))
     return chosen_kernel(device, dtype, *heads, hyper_parameters.head_dim)
 
 

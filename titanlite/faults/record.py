@@ -24,7 +24,7 @@ from titanlite.batch import StepStats
 from titanlite.data.preparation import Int64s
 from titanlite.faults.replicas import is_replicated
 from titanlite.parallel.clip import NormType
-from titanlite.parallel.mesh import AXES, Mesh
+from titanlite.parallel.mesh import PARAMETER_AXES, Mesh
 from titanlite.runtime.agreement import run_on_all_ranks
 from titanlite.runtime.json_files import parse_json, read_regular
 from titanlite.runtime.logging import log
@@ -112,7 +112,7 @@ class StepRecorder:
         columns = [begins[stage] + index for stage in own for index in range(len(own[stage]))]
         # Ranks that hold the same shard have the same norm of it: the first of them counts.
         counts = [
-            mesh.is_first(axis for axis in AXES if axis != "pp" and is_replicated(parameter, axis))
+            mesh.is_first(axis for axis in PARAMETER_AXES if axis != "pp" and is_replicated(parameter, axis))
             for part in parts.values()
             for parameter in part.parameters()
         ]

@@ -8,7 +8,7 @@ import xxhash
 from torch import Tensor, nn
 
 from titanlite.optim.optimizer import GatedOptimizer
-from titanlite.parallel.mesh import AXES, Mesh
+from titanlite.parallel.mesh import PARAMETER_AXES, Mesh
 from titanlite.runtime.agreement import run_on_all_ranks
 from titanlite.runtime.dtensors import is_dtensor, local_part
 from titanlite.runtime.errors import UserError
@@ -33,7 +33,7 @@ class Replicas:
         self._optimizer = optimizer
         self._mesh = mesh
         self._every = every
-        self._axes = [axis for axis in AXES if axis != "pp" and mesh.degrees[axis] > 1]
+        self._axes = [axis for axis in PARAMETER_AXES if axis != "pp" and mesh.degrees[axis] > 1]
         self._compared = 0
 
     def after_step(self, step: int, last: bool) -> None:

@@ -1,4 +1,4 @@
-"""The device mesh pp x dp_replicate x dp_shard x tp: axes, coordinates of ranks, process groups."""
+"""The device mesh pp x dp_replicate x dp_shard x cp x tp: axes, coordinates of ranks, process groups."""
 
 import math
 from collections.abc import Iterable
@@ -12,10 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from titanlite.runtime.distributed import CommConfig, World, set_timeout
 from titanlite.runtime.errors import Problem, check_ranges, ranged, require
 
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from the outermost to the innermost, whose ranks are adjacent; ParallelismConfig has their degrees."""
 DATA_AXES = ("dp_replicate", "dp_shard")
 """Axes along which ranks read different rows."""
+PARAMETER_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+"""Axes of torch's DeviceMesh, in which dp_shard stands for dp_shard x cp: parameters are sharded over both."""
 
 GradientSync = Literal["every", "last", "hybrid"]
 ReshardAfterForward = Literal["default", "always", "never"]
@@ -33,6 +35,8 @@ class ParallelismConfig:
     dp_shard: int = ranged(-1, "1 switches this axis off", least=1, unset=-1)
     """Ranks over which parameters, gradients and optimizer state are sharded; -1: all ranks that the other degrees
     leave."""
+    cp: int = ranged(1, "1 switches this axis off", least=1)
+    """Context-parallel ranks: each holds a part of the positions of every row, and a shard of the parameters."""
     tp: int = ranged(1, "1 switches this axis off", least=1)
     """Tensor-parallel ranks: each holds a shard of every matrix, and of the sequence between the matrices."""
     loss_parallel: bool = True
@@ -91,9 +95,11 @@ class Mesh:
             self.data_degree *= self.degrees[axis]
             self.data_rank = self.data_rank * self.degrees[axis] + self.coordinate[axis]
         self.device_mesh: DeviceMesh
-        """torch's DeviceMesh with all AXES, also those of size 1. Set by `connect`."""
+        """torch's DeviceMesh with all PARAMETER_AXES, also those of size 1. Set by `connect`."""
         self.data_group: dist.ProcessGroup
         """The ranks of the data axis. Set by `connect`."""
+        self.cp_group: dist.ProcessGroup | None = None
+        """The ranks that hold the other positions of the same rows. Set by `connect` if there are any."""
         self.groups: list[dist.ProcessGroup] = []
 
     def is_first(self, axes: Iterable[str]) -> bool:
@@ -122,18 +128,28 @@ class Mesh:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = timedelta(seconds=section.train_timeout_s)
             override["pp"] = "gloo", options
+        cp = self.degrees["cp"]
+        sizes = self.degrees | {"dp_shard": self.degrees["dp_shard"] * cp}
         mesh = init_device_mesh(
-            self.world.device_type, tuple(self.degrees.values()), mesh_dim_names=AXES, backend_override=override
+            self.world.device_type,
+            tuple(sizes[axis] for axis in PARAMETER_AXES),
+            mesh_dim_names=PARAMETER_AXES,
+            backend_override=override,
         )
         assert dist.group.WORLD is not None
         self.device_mesh = mesh
-        self.data_group = mesh[DATA_AXES]._flatten("dp").get_group()
-        self.groups += [dist.group.WORLD, *(mesh.get_group(axis) for axis in AXES), self.data_group]
+        data_mesh = mesh[DATA_AXES]._flatten("dp" if cp == 1 else "dp_cp")
+        self.groups += [dist.group.WORLD, *(mesh.get_group(axis) for axis in PARAMETER_AXES), data_mesh.get_group()]
+        if cp > 1:
+            both = data_mesh._unflatten(0, (self.data_degree, cp), ("dp", "cp"))
+            data_mesh, self.cp_group = both["dp"], both["cp"].get_group()
+            self.groups += [data_mesh.get_group(), self.cp_group]
+        self.data_group = data_mesh.get_group()
         if section is not None:
             self.set_timeout(section.init_timeout_s)  # the default of a mesh's groups is 30 minutes
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The ranks that differ from this rank on `axis` only."""
+        """The ranks that differ from this rank on `axis` only. axis: of PARAMETER_AXES."""
         found: dist.ProcessGroup = self.device_mesh.get_group(axis)
         return found
 

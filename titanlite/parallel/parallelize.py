@@ -1,11 +1,13 @@
 """Application of all parallelisms to a model, in order; shared by all families."""
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.models.family import LanguageModel, Plan
 from titanlite.models.head import LossConfig, OutputLayer
 from titanlite.parallel.compile import CompileConfig, apply_compile
+from titanlite.parallel.context import apply_context_parallel
 from titanlite.parallel.data import apply_data_parallel
 from titanlite.parallel.mesh import ReshardAfterForward
 from titanlite.parallel.recompute import ActivationCheckpointConfig, apply_recompute, inside_compilation
@@ -16,6 +18,7 @@ def parallelize(
     model: LanguageModel,
     plan: Plan,
     mesh: DeviceMesh,
+    cp_group: dist.ProcessGroup | None,
     *,
     shard_logits: bool,
     loss: LossConfig,
@@ -25,9 +28,10 @@ def parallelize(
     reduce_dtype: torch.dtype,
     reshard_after_forward: ReshardAfterForward,
 ) -> list[str]:
-    """Apply tensor parallelism, recomputation, compilation and data parallelism, in place, on the meta device.
+    """Apply context, tensor and data parallelism, recomputation and compilation, in place, on the meta device.
 
-    model: the full model, or a pipeline stage with the plan of its units. Computes in `param_dtype`, reduces
+    model: the full model, or a pipeline stage with the plan of its units. cp_group: of the ranks that hold other
+    positions of the same rows, if there are any. Computes in `param_dtype`, reduces
     gradients in `reduce_dtype`. Returns descriptions of what was applied, in order, for the start log.
     """
     for head in (module for module in model.modules() if isinstance(module, OutputLayer)):
@@ -37,6 +41,7 @@ def parallelize(
         head.gathers_logits = not shard_logits
     recompute_first = inside_compilation(recompute)
     return [
+        *apply_context_parallel(model, cp_group),
         *apply_tensor_parallel(model, plan, mesh),
         *(apply_recompute(model, plan, recompute) if recompute_first else []),
         *apply_compile(model, plan, compilation),

@@ -140,15 +140,16 @@ def check_pipeline(section: ParallelismConfig, plan: Plan, rows: int, *, documen
         "another schedule, such as Interleaved1F1B, or a newer torch",
     )
     problems += require(
-        not (document_mask and splits_backward(section)) or can_split_compiled_backward(),
+        not ((document_mask or section.cp > 1) and splits_backward(section)) or can_split_compiled_backward(),
         f"{key}.pp_schedule",
         section.pp_schedule,
-        f"with data.document_mask it needs torch 2.13 or newer, and torch is {torch.__version__}: older versions "
+        f"with data.document_mask or cp it needs torch 2.13 or newer, and torch is {torch.__version__}: older versions "
         "cannot split the backward pass of FlexAttention, which is compiled, or request gradients of positions",
         "another schedule, such as Interleaved1F1B, or a newer torch",
     )
+    is_sharded = section.dp_shard * section.cp != 1
     problems += require(
-        not (splits_backward(section) and section.dp_shard != 1 and section.fsdp_reshard_after_forward == "always"),
+        not (is_sharded and splits_backward(section) and section.fsdp_reshard_after_forward == "always"),
         f"{key}.fsdp_reshard_after_forward",
         section.fsdp_reshard_after_forward,
         f"not with {section.pp_schedule}, which computes weight gradients later: torch drops those of freed parameters",
@@ -318,16 +319,18 @@ class Pipeline:
         dtype: torch.dtype,
     ) -> None:
         """
-        rows: sequences of a batch. dim, dtype: width of the residual stream, and the dtype of its computation.
+        rows: sequences of a batch. seq_len: of entire rows. dim, dtype: width of the residual stream, and the dtype of
+        its computation.
         """
         from torch.distributed.pipelining import PipelineStage  # slow to import: see schedule_class
 
         indexes = local_stages(section, mesh["pp"].get_local_rank())
         last = num_stages(section) - 1
         self._microbatch_size = section.pp_microbatch_size
-        tokens = torch.empty(self._microbatch_size, seq_len, dtype=torch.int64, device="meta")
+        own_positions = seq_len // section.cp
+        tokens = torch.empty(self._microbatch_size, own_positions, dtype=torch.int64, device="meta")
         self._boundary = tokens.new_empty(
-            self._microbatch_size, seq_len // section.tp, dim, dtype=dtype, requires_grad=True
+            self._microbatch_size, own_positions // section.tp, dim, dtype=dtype, requires_grad=True
         )
         """Output of a stage for the next stage, on the meta device."""
         shares = tokens.new_empty(len(tokens), dtype=torch.promote_types(dtype, torch.float32), requires_grad=True)

@@ -97,6 +97,7 @@ def build_stage(config: JobConfig, mesh: Mesh, index: int) -> Stage:
         model,
         plan,
         mesh.device_mesh,
+        mesh.cp_group,
         shard_logits=shard_logits(config.parallelism),
         loss=config.loss,
         recompute=config.activation_checkpoint,
@@ -122,7 +123,7 @@ def measure_stage(config: JobConfig, mesh: Mesh, part: ModelPart) -> Stage:
         sum(shard.numel() * shard.element_size() for shard in shards),
         state_bytes(config.optimizer, shards),
         sum(buffer.numel() * wide for buffer in model.buffers()),
-        tuple(_units(model, part.plan, mesh.degrees["dp_shard"])),
+        tuple(_units(model, part.plan, mesh.degrees["dp_shard"] * mesh.degrees["cp"])),
         tuple(part.plan.blocks.values()),
         next(wrapped_modules(model), None) is not None,
     )

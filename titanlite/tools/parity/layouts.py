@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from titanlite.config.check import check_config
 from titanlite.config.schema import JobConfig
-from titanlite.parallel.mesh import AXES, PipelineSchedule
+from titanlite.parallel.mesh import AXES, PARAMETER_AXES, PipelineSchedule
 from titanlite.parallel.pipeline import num_stages
 from titanlite.runtime.errors import Problem
 
@@ -16,8 +16,8 @@ SCHEDULE_NAMES: tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)
 SCHEDULES_PER_PIPELINE = 3
 MAX_RANKS = 64
 """Each rank is a process on this machine."""
-EXAMPLE = "x".join("2" if axis in ("pp", "dp_shard") else "1" for axis in AXES)
-FORM = f"{'x'.join(axis.upper() for axis in AXES)}[:SCHEDULE]"
+EXAMPLE = "x".join("2" if axis in ("pp", "dp_shard") else "1" for axis in PARAMETER_AXES)
+FORM = f"{'x'.join(axis.upper() for axis in PARAMETER_AXES)}[-cpCP][:SCHEDULE]"
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,10 @@ class Layout:
         return math.prod(self.degrees)
 
     def __str__(self) -> str:
-        degrees = "x".join(map(str, self.degrees))
-        return f"{degrees}:{self.schedule}" if self.schedule else degrees
+        degrees = dict(zip(AXES, self.degrees, strict=True))
+        context = f"-cp{degrees['cp']}" if degrees["cp"] > 1 else ""
+        schedule = f":{self.schedule}" if self.schedule else ""
+        return f"{'x'.join(str(degrees[axis]) for axis in PARAMETER_AXES)}{context}{schedule}"
 
 
 ONE_PROCESS = Layout((1,) * len(AXES))
@@ -49,13 +51,14 @@ class Refusal:
 
 def layout_from_text(text: str, own_schedule: PipelineSchedule) -> Layout | Problem:
     """Parse a layout. If a pipeline has no schedule, it uses the configuration's schedule."""
-    found = re.fullmatch(rf"([1-9]\d*(?:x[1-9]\d*){{{len(AXES) - 1}}})(?::(\w+))?", text)
+    found = re.fullmatch(rf"([1-9]\d*(?:x[1-9]\d*){{{len(PARAMETER_AXES) - 1}}})(?:-cp([1-9]\d*))?(?::(\w+))?", text)
     if not found:
         return Problem("--layouts", text, f"{FORM}; degrees are 1 or more", f"write for example {EXAMPLE}")
-    degrees = tuple(map(int, found[1].split("x")))
+    given_degrees = dict(zip(PARAMETER_AXES, map(int, found[1].split("x")), strict=True)) | {"cp": int(found[2] or 1)}
+    degrees = tuple(given_degrees[axis] for axis in AXES)
     if math.prod(degrees) > MAX_RANKS:
         return Problem("--layouts", text, f"at most {MAX_RANKS} ranks, processes on this machine", "use fewer ranks")
-    schedule, has_pipeline = found[2], degrees[AXES.index("pp")] > 1
+    schedule, has_pipeline = found[3], given_degrees["pp"] > 1
     if schedule and not has_pipeline:
         return Problem("--layouts", text, "a schedule needs pp above 1", f"write {text.partition(':')[0]}")
     if schedule and schedule not in SCHEDULE_NAMES:
