@@ -41,6 +41,9 @@ class StubLoader:
         self.bad_rows += 1 + self._rank
         return rank_batches(global_batch("uneven", self._step), self._rank, 2, 2)
 
+    def epochs(self) -> list[float]:
+        return []
+
 
 class RecordSink:
     def __init__(self) -> None:
