@@ -12,7 +12,7 @@ from tests.distributed.gradients import build_on_mesh, compare, difference, has_
 from tests.distributed.reference import global_batch, plain_model, reference_step, small_config
 from tests.plain_loss import cross_entropy_by_row
 from titanlite.config.schema import JobConfig
-from titanlite.parallel.mesh import DATA_AXES, PARAMETER_AXES
+from titanlite.parallel.mesh import AXES, DATA_AXES, PARAMETER_AXES
 from titanlite.parallel.pipeline import SCHEDULES
 
 BOUNDS = {"float64": 1e-11, "float32": 1e-5}
@@ -39,6 +39,12 @@ class Layout:
         return math.prod(self.axes) * self.cp
 
     @property
+    def degrees(self) -> tuple[int, ...]:
+        """In the order of AXES."""
+        degrees = dict(zip(PARAMETER_AXES, self.axes, strict=True)) | {"cp": self.cp}
+        return tuple(degrees[axis] for axis in AXES)
+
+    @property
     def name(self) -> str:
         return " x ".join(str(size) for size in self.axes) + f", cp {self.cp}" * (self.cp > 1)
 
@@ -56,7 +62,7 @@ class Layout:
         return ", ".join([*(f"accumulation {self.accumulation}" for _ in range(self.accumulation > 1)), *chosen])
 
     def config(self, *settings: str) -> JobConfig:
-        degrees = dict(zip(PARAMETER_AXES, self.axes, strict=True)) | {"cp": self.cp}
+        degrees = dict(zip(AXES, self.degrees, strict=True))
         data_degree = math.prod(degrees[axis] for axis in DATA_AXES)
         return small_config(
             self.world_size,
@@ -111,6 +117,7 @@ QUICK = (
     Layout((1, 1, 1, 2), (*TIED, *FULL_LOGITS, *FULL, *CHUNKS)),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *EVERY, *PAIRS, *CHUNKS), accumulation=3, rows=24),
     Layout((2, 1, 1, 1), (*QWEN3, *schedule("Interleaved1F1B"))),
+    Layout((1, 1, 1, 1), CHUNKS, cp=2),
 )
 """One and two ranks."""
 
@@ -139,6 +146,14 @@ SLOW = (
     Layout((2, 1, 2, 1), (*schedule("DualPipeV"), *depth(7))),
     Layout((2, 1, 1, 2), (*schedule("InterleavedZeroBubble"), *FULL, *FULL_LOGITS, *PAIRS), rows=8),
     Layout((4, 1, 1, 1), (*schedule("Interleaved1F1B"), *depth(7), *BY_LAYER)),
+    # context parallelism: each axis beside it, and ranks that share a head of keys
+    Layout((1, 1, 1, 1), (*QWEN3, *FULL), accumulation=3, rows=24, cp=2),
+    Layout((1, 1, 1, 1), (*COMPILE, *BY_OP), cp=2),
+    Layout((1, 1, 2, 1), LAST, accumulation=3, rows=24, cp=2),
+    Layout((1, 2, 1, 1), TIED, cp=2),
+    Layout((1, 1, 1, 2), FULL_LOGITS, cp=2),
+    Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *PAIRS), cp=2),
+    Layout((1, 1, 1, 1), cp=4),
     # hybrid sharding x tensor parallelism
     Layout((1, 2, 2, 2), accumulation=3, rows=24),
     # these two, sharded and replicated, have the same loss curve
@@ -164,10 +179,15 @@ SOAK = (
     Layout((2, 2, 2, 1), (*schedule("Interleaved1F1B"), *EVERY), accumulation=3, rows=48),
     Layout((2, 2, 1, 2), (*schedule("ZBVZeroBubble"), *depth(4), *FULL, *PAIRS)),
     Layout((4, 1, 1, 2), (*schedule("GPipe"), *split("layers.0", "layers.1", "norm"), *PAIRS)),
+    Layout((2, 1, 1, 2), (*schedule("1F1B"), *PAIRS), cp=2),
+    Layout((1, 2, 2, 1), EVERY, accumulation=2, cp=2),
 )
 """Two to eight ranks: more layouts, too slow for the default suite."""
 
-SIXTEEN = (Layout((2, 2, 2, 2), (*schedule("Interleaved1F1B"), *BY_OP, *PAIRS), accumulation=3, rows=48),)
+SIXTEEN = (
+    Layout((2, 2, 2, 2), (*schedule("Interleaved1F1B"), *BY_OP, *PAIRS), accumulation=3, rows=48),
+    Layout((2, 1, 2, 2), (*schedule("Interleaved1F1B"), *BY_OP, *PAIRS), accumulation=3, rows=48, cp=2),
+)
 
 ALL = (*QUICK, *SLOW, *THREE_AXES, *SOAK, *SIXTEEN)
 

@@ -20,11 +20,13 @@ from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.forward import positions_of
 from titanlite.models import decoder
 from titanlite.models.attention import AttentionMask
 from titanlite.models.init import Init
 from titanlite.models.layers import rms_norm
 from titanlite.parallel import clip as clip_module
+from titanlite.parallel import context as context_module
 from titanlite.parallel import tensor as tensor_module
 from titanlite.parallel.clip import GradNorm
 from titanlite.parallel.data import set_gradient_sync, wrapped_modules
@@ -35,6 +37,7 @@ from titanlite.trainer import Trainer
 Change = Callable[[Trainer], None]
 Around = Callable[[], AbstractContextManager[None]]
 
+CP = Layout((1, 1, 1, 1), cp=2)
 PP = Layout((2, 1, 1, 1), PAIRS)
 TP = Layout((1, 1, 1, 2))
 TP_QWEN3 = Layout((1, 1, 1, 2), QWEN3)
@@ -244,6 +247,64 @@ def head_norms_not_summed_over_tp() -> Iterator[None]:
         yield
 
 
+# Context parallelism --------------------------------------------------------------------------------------------------
+
+
+def positions_of_the_first_rank(trainer: Trainer) -> None:
+    """Every rank numbers its positions from 0."""
+    forward_arguments = trainer.forward_arguments
+
+    def from_0(batch: Batch, num_valid: Tensor) -> dict[str, Tensor]:
+        arguments = forward_arguments(batch, num_valid)
+        return arguments | {"positions": positions_of(arguments["labels"])}
+
+    trainer.forward_arguments = from_0  # type: ignore[method-assign]
+
+
+def loss_times_cp(trainer: Trainer) -> None:
+    """Each rank's loss is multiplied by cp, as if gradients were averaged over it."""
+    count = trainer.count_valid_tokens
+    trainer.count_valid_tokens = lambda batches: count(batches) // trainer.mesh.degrees["cp"]  # type: ignore[method-assign]
+
+
+def valid_tokens_of_own_positions(trainer: Trainer) -> None:
+    """Each rank divides by the valid tokens of its own positions."""
+    count = trainer.count_valid_tokens
+    trainer.count_valid_tokens = lambda batches: count(  # type: ignore[method-assign]
+        [batch._replace(labels=trainer.own_positions(batch.labels)) for batch in batches]
+    )
+
+
+def loss_of_own_positions(trainer: Trainer) -> None:
+    """The loss is not summed over the positions of other ranks. The gradients are correct."""
+    trainer.over_positions = lambda losses: losses  # type: ignore[method-assign]
+
+
+def documents_of_own_positions(trainer: Trainer) -> None:
+    """Attention gets the documents of this rank's positions, in place of those of entire rows."""
+    forward_arguments = trainer.forward_arguments
+
+    def repeated(batch: Batch, num_valid: Tensor) -> dict[str, Tensor]:
+        arguments = forward_arguments(batch, num_valid)
+        own = trainer.own_positions(arguments["document_ids"])
+        return arguments | {"document_ids": own.repeat(1, trainer.mesh.degrees["cp"])}
+
+    trainer.forward_arguments = repeated  # type: ignore[method-assign]
+
+
+@contextmanager
+def heads_in_another_order() -> Iterator[None]:
+    """Attention returns the heads of the ranks in reverse order."""
+    exchange = context_module._exchange
+
+    def reversed_heads(x: Tensor, group: dist.ProcessGroup, split: int, join: int) -> Tensor:
+        received = exchange(x, group, split, join)
+        return received if join != 1 else torch.cat(received.chunk(group.size(), dim=1)[::-1], dim=1)
+
+    with replaced(context_module, "_exchange", reversed_heads):
+        yield
+
+
 # The gradient norm ----------------------------------------------------------------------------------------------------
 
 
@@ -412,6 +473,14 @@ OF_TENSORS = (
     Mistake("parameters replicated over tp counted twice in the norm", TP, replicas_counted_twice, NORM, "grad norm: "),
     Mistake("gradient norm not reduced over tp", TP, norm_of_own_shards, NORM, "grad norm: the ranks disagree"),
 )
+OF_CONTEXT = (
+    Mistake("positions not shifted", CP, changed(positions_of_the_first_rank), STEP, "step 1, "),
+    Mistake("loss multiplied by cp", CP, changed(loss_times_cp), STEP, "step 1, "),
+    Mistake("valid tokens of own positions", CP, changed(valid_tokens_of_own_positions), STEP, "valid tokens"),
+    Mistake("loss not summed over positions", CP, changed(loss_of_own_positions), LOSS, "step 1, loss"),
+    Mistake("heads in another order", CP, heads_in_another_order, STEP, "step 1, "),
+    Mistake("documents of own positions", CP, changed(documents_of_own_positions), STEP, documents=True),
+)
 OF_PIPELINES = (
     Mistake("initial weights by torch's random numbers on stages", PP, random_by_torch, WEIGHTS, "initial weights"),
     Mistake("gradient norm not reduced over pp", PP, norm_of_one_stage, NORM, "grad norm: the ranks disagree"),
@@ -432,6 +501,6 @@ OF_DOCUMENTS = tuple(
         ("positions do not restart between documents", changed(positions_do_not_restart), POSITIONS),
     )
 )
-MISTAKES = (*OF_DATA, *OF_TENSORS, *OF_PIPELINES, *OF_DOCUMENTS)
+MISTAKES = (*OF_DATA, *OF_TENSORS, *OF_CONTEXT, *OF_PIPELINES, *OF_DOCUMENTS)
 QUICK = ("torch's default average over the replicas", "gradient norm not reduced over pp")
 """Names of the mistakes in the quick suite."""

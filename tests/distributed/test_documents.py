@@ -28,6 +28,7 @@ QUICK = (
     Layout((1, 1, 1, 1), BY_OP),
     Layout((1, 1, 1, 2), (*QWEN3, *BY_OP)),
     INTERLEAVED,
+    Layout((1, 1, 1, 1), cp=2),
 )
 SLOW = (
     Layout((1, 1, 1, 1), (*COMPILE, *BY_OP)),
@@ -42,6 +43,10 @@ SLOW = (
     Layout((2, 1, 1, 1), (*schedule("DualPipeV"), *FULL)),
     Layout((2, 1, 1, 2), (*schedule("Interleaved1F1B"), *BY_OP)),
     Layout((2, 1, 1, 2), (*schedule("1F1B"), *FULL)),
+    Layout((1, 1, 1, 1), (*COMPILE, *FULL), cp=2),
+    Layout((1, 1, 1, 1), BY_OP, accumulation=2, cp=4),
+    Layout((1, 1, 1, 2), QWEN3, cp=2),
+    Layout((2, 1, 1, 1), (*schedule("1F1B"), *BY_OP), cp=2),
 )
 
 

@@ -23,6 +23,7 @@ LAYOUTS = (
     Layout((1, 1, 2, 1), (*LAST,), accumulation=2),
     Layout((1, 1, 1, 2), accumulation=2),
     Layout((1, 1, 1, 2), (*FULL_LOGITS,)),
+    Layout((1, 1, 1, 1), accumulation=2, cp=2),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *PAIRS)),
     Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), "parallelism.gradient_sync=every"), accumulation=2),
     Layout((2, 1, 1, 1), schedule("InterleavedZeroBubble")),

@@ -184,7 +184,12 @@ def exact(model: Any, tokens: Tensor, limit: int | None) -> list[float]:
     return [loss, targets, num_bytes]
 
 
-TWO = (Layout((1, 1, 2, 1), accumulation=2), Layout((1, 1, 1, 2)), Layout((2, 1, 1, 1), schedule("Interleaved1F1B")))
+TWO = (
+    Layout((1, 1, 2, 1), accumulation=2),
+    Layout((1, 1, 1, 2)),
+    Layout((1, 1, 1, 1), cp=2),
+    Layout((2, 1, 1, 1), schedule("Interleaved1F1B")),
+)
 FOUR = (Layout((1, 2, 2, 1), NEVER, accumulation=2),)
 
 
