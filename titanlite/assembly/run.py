@@ -458,7 +458,7 @@ def describe_batch(config: JobConfig, mesh: Mesh) -> None:
         size = config.parallelism.pp_microbatch_size
         log.info("Pipeline: %s of %s per pass", counted(rows // size, "microbatch"), counted(size, "sequence"))
     log.info(
-        "Batch: local %d, global %d, accumulation %d, sequence length %d, steps %d (%s tokens), warm-up %d",
+        "Batch: local %d, global %d, accumulation %d, sequence length %d, steps %d (%s tokens), warm-up %d%s",
         training.local_batch_size,
         training.global_batch_size,
         training.global_batch_size // (rows * mesh.data_degree),
@@ -466,6 +466,7 @@ def describe_batch(config: JobConfig, mesh: Mesh) -> None:
         training.steps,
         f"{training.steps * training.global_batch_size * training.seq_len:,}",
         config.lr_schedule.warmup_steps,
+        " (longer than the run)" if config.lr_schedule.warmup_steps > training.steps else "",
     )
 
 

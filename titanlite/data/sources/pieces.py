@@ -53,6 +53,10 @@ class FieldError(BadRowError):
         self.texts = tuple(texts)
 
 
+class ArrayError(BadRowError):
+    """The file holds one JSON array, not JSON lines."""
+
+
 class TokenPiece(NamedTuple):
     """The tokens of a piece, 1-D. starts: the indices at which documents start."""
 
@@ -133,8 +137,11 @@ class StreamPieces(Protocol):
         """Whether `place` is valid for this stream."""
         ...
 
-    def epochs(self, place: Place) -> float:
-        """The part of the source that this stream has read before `place`: the sum over all streams is in epochs."""
+    def epochs(self, place: Place, offset: int) -> float:
+        """The part of the source that this stream has read: the sum over all streams is in epochs.
+
+        It has read the pieces before `place`, and `offset` tokens of that one.
+        """
         ...
 
     def number(self, place: Place) -> int:
