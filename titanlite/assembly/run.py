@@ -445,8 +445,8 @@ def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: To
                 tokenizer.save(Path(config.job.dump_folder, TOKENIZER_FOLDER))
         except OSError as error:
             raise UserError(
-                f"job.dump_folder: cannot write {error.filename2 or error.filename}: {error.strerror}; fix this, or "
-                "give another folder with --job.dump_folder"
+                f"job.dump_folder: cannot write {error.filename2 or error.filename or config.job.dump_folder}: "
+                f"{error.strerror}; fix this, or give another folder with --job.dump_folder"
             ) from None
     dist.barrier()
 

@@ -264,7 +264,7 @@ class TextSource(Source):
     row_name: ClassVar[str]
 
     def describe_unread(self) -> str:
-        """Numbers of the files in the source's folder that it does not read, by suffix; "" for a single file or a glob."""
+        """Numbers of the files in the source's folder that it does not read, by suffix; "" for a file or a glob."""
         unread = {*files_below(self.config.path)}.difference(self.files())
         counts = Counter(file.suffix or file.name for file in unread)
         return ", ".join(f"{count} {suffix}" for suffix, count in sorted(counts.items())[:MAX_SUFFIXES])
