@@ -316,7 +316,7 @@ class BlockPieces:
     def has(self, place: Place) -> bool:
         return self._blocks.has(place)
 
-    def epochs(self, place: Place, offset: int) -> float:  # noqa: ARG002
+    def epochs(self, place: Place) -> float:
         return self._blocks.epochs(place)
 
     def number(self, place: Place) -> int:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from titanlite.data.corpus import BYTES_PER_TOKEN
 from titanlite.data.order import Permutation
 from titanlite.data.sources.pieces import Corpus, Place, TokenPiece
 
@@ -45,11 +44,9 @@ class IndexedPieces:
     def has(self, place: Place) -> bool:
         return place.position < self._corpus.count
 
-    def epochs(self, place: Place, offset: int) -> float:
+    def epochs(self, place: Place) -> float:
         passed = (place.epoch * self._corpus.count + place.position - self._stream) // self._num_streams
-        # As if the piece had the mean size: its own is in caches that another thread uses.
-        part = min(1.0, offset * BYTES_PER_TOKEN * self._corpus.count / self._corpus.size)
-        return (passed + part) / self._corpus.count
+        return passed / self._corpus.count
 
     def number(self, place: Place) -> int:
         if self._looked_up[0] != place:  # called twice for each window

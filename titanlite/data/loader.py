@@ -177,8 +177,7 @@ class Loader:
     def epochs(self) -> list[float]:
         """For each source, the epochs in the steps returned; the sum over the data ranks is that of the run.
 
-        The part of a piece that is not read to its end is an estimate; of a streamed source, only files and row groups
-        that are read to their end count.
+        Pieces that are not read to their end do not count; of a streamed source, only files and row groups do.
         """
         return self._preparation.epochs(self._states)
 

@@ -117,7 +117,7 @@ class SourceStream:
 
     def epochs(self, state: SourceState) -> float:
         """The part of the source that this stream has read at `state`, see StreamPieces.epochs."""
-        return self._pieces.epochs(Place(state.epoch, state.position), state.offset)
+        return self._pieces.epochs(Place(state.epoch, state.position))
 
     def load_state(self, state: SourceState) -> None:
         """Continue at `state`; tokenizes one piece again. Raises UserError if the source has no such piece."""

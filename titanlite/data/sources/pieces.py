@@ -137,11 +137,8 @@ class StreamPieces(Protocol):
         """Whether `place` is valid for this stream."""
         ...
 
-    def epochs(self, place: Place, offset: int) -> float:
-        """The part of the source that this stream has read: the sum over all streams is in epochs.
-
-        It has read the pieces before `place`, and `offset` tokens of that one.
-        """
+    def epochs(self, place: Place) -> float:
+        """The part of the source that this stream has read before `place`: the sum over all streams is in epochs."""
         ...
 
     def number(self, place: Place) -> int:
