@@ -90,7 +90,7 @@ def run_job(
             else f"add --training.steps {2 * run.start.step} to the command",
         )
     else:
-        if not config.checkpoint.enable:
+        if not config.checkpoint.enable and world.rank == 0:
             log.warning("Checkpoints: none, since checkpoint.enable = false: the weights are lost when the run ends")
         start = perf_counter()
         with explained_out_of_memory(config, run.memory, world, lambda: f"in step {run.trainer.step + 1}"):
@@ -106,7 +106,8 @@ def run_job(
             if record.step < config.training.steps:
                 ended = run.loader.ended
                 log.info("The data is exhausted after step %d (%s)", record.step, describe_end(config, run, ended))
-            summarize(config, record, record.step - first_step + 1, perf_counter() - start)
+            if world.rank == 0:
+                summarize(config, record, record.step - first_step + 1, perf_counter() - start)
     failure.enter(run.trainer.step, "ending")
     run.loader.close()
     if run.validation is not None:

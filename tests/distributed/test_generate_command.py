@@ -199,9 +199,9 @@ def test_interrupt_and_closed_pipe_stop_generation_and_keep_its_output(trained: 
                 more = interrupted.stdout.read(60)
                 assert more, interrupted.communicate()[1]
                 begun += more
+            interrupted.send_signal(signal.SIGINT)
             assert unread.stdout.read(1) == PROMPT[:1].encode()
             unread.stdout.close()
-            interrupted.send_signal(signal.SIGINT)
             rest, errors = interrupted.communicate(timeout=PATIENCE_S)
             assert unread.wait(PATIENCE_S) == 1
             assert unread.stderr is not None

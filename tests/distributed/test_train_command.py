@@ -75,8 +75,8 @@ def test_two_ranks_match_one_process(layout: dict[str, int], single: Program, tm
     assert found[0]["loss"] == pytest.approx(expected[0]["loss"], rel=1e-14, abs=0)
     for row, expected_row in zip(found, expected, strict=True):
         assert numbers(row) == pytest.approx(numbers(expected_row), rel=1e-10, abs=0)
-    assert program.output.count(f"Done: {STEPS} steps") == 1
-    assert program.output.count(" 1/6 ") == 1
+    for once in (f"Done: {STEPS} steps", " 1/6 ", "warning: Checkpoints: none", "warning: The weights were not saved"):
+        assert program.output.count(once) == 1, once
 
 
 @pytest.mark.slow

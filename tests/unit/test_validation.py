@@ -10,6 +10,7 @@ from titanlite.validation import Progress
 
 def test_progress_is_logged_every_30_s(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log, "propagate", True)
+    monkeypatch.setattr(log, "handlers", [])  # of other tests, which may add caplog's
     caplog.set_level(logging.INFO, log.name)
     now = 100.0
     progress = Progress(["code", "text"], 5000, clock=lambda: now)

@@ -11,6 +11,7 @@ from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.config import DataConfig
 from titanlite.data.kinds import KINDS, open_source, source_names
 from titanlite.data.loader import Loader, build_loader
+from titanlite.data.sources.base import TextSource
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.registry import resolve_model
 from titanlite.parallel.mesh import Mesh
@@ -55,6 +56,9 @@ def build_data(config: JobConfig, mesh: Mesh, tokenizer: Tokenizer | None) -> Lo
     loader = loader_of(config, config.data, mesh, tokenizer)
     log.info("Data: %s", loader.description)
     if mesh.world.rank == 0:  # takes time, and only rank 0 logs
+        for source in loader.sources:
+            if isinstance(source, TextSource) and (unread := source.describe_unread()):
+                log.info("Not read: %s in %s, by kind = %r", unread, source.config.path, source.kind)
         log.info("Epochs: %s", loader.describe_epochs(config.training.steps))
     return loader
 

@@ -445,8 +445,8 @@ def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: To
                 tokenizer.save(Path(config.job.dump_folder, TOKENIZER_FOLDER))
         except OSError as error:
             raise UserError(
-                f"job.dump_folder: cannot write {error.filename2 or error.filename}: {error.strerror}; fix this, or "
-                "give another folder with --job.dump_folder"
+                f"job.dump_folder: cannot write {error.filename2 or error.filename or config.job.dump_folder}: "
+                f"{error.strerror}; fix this, or give another folder with --job.dump_folder"
             ) from None
     dist.barrier()
 
@@ -458,7 +458,7 @@ def describe_batch(config: JobConfig, mesh: Mesh) -> None:
         size = config.parallelism.pp_microbatch_size
         log.info("Pipeline: %s of %s per pass", counted(rows // size, "microbatch"), counted(size, "sequence"))
     log.info(
-        "Batch: local %d, global %d, accumulation %d, sequence length %d, steps %d (%s tokens), warm-up %d",
+        "Batch: local %d, global %d, accumulation %d, sequence length %d, steps %d (%s tokens), warm-up %d%s",
         training.local_batch_size,
         training.global_batch_size,
         training.global_batch_size // (rows * mesh.data_degree),
@@ -466,6 +466,7 @@ def describe_batch(config: JobConfig, mesh: Mesh) -> None:
         training.steps,
         f"{training.steps * training.global_batch_size * training.seq_len:,}",
         config.lr_schedule.warmup_steps,
+        " (longer than the run)" if config.lr_schedule.warmup_steps > training.steps else "",
     )
 
 

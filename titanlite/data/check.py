@@ -1,9 +1,8 @@
 """Checks of the [data], [validation] and [tokenizer] sections before a run starts."""
 
-import os
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from titanlite.data.bpe import MIN_VOCAB_SIZE, QUICKSTART_VOCAB_SIZE, kept_tokenizer
 from titanlite.data.config import DataConfig, TokenizerConfig, ValidationConfig
 from titanlite.data.kinds import KINDS, open_source
-from titanlite.data.sources.base import Source
+from titanlite.data.sources.base import Source, files_below
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.jsonl import COMPRESSIONS, Jsonl
 from titanlite.data.sources.parquet import Parquet
@@ -99,7 +98,7 @@ def _check_formats(source: Source, key: str) -> list[Problem]:
     if source.kind not in READS:
         return []
     is_selected = bool(source.files())
-    files = source.files() or list(_files_below(source.config.path))
+    files = source.files() or list(files_below(source.config.path))
     formats = {file: _other_format(file.name, source, is_selected) for file in files}
     if any(file.name.lower().endswith(source.suffixes) for file in files):  # the others may be a README
         formats = {file: "" if found in KINDS else found for file, found in formats.items()}
@@ -118,13 +117,6 @@ def _check_formats(source: Source, key: str) -> list[Problem]:
     unpack = f"find {shlex.quote(str(first.parent))} -name '*{found}' -exec {command} {{}} +"
     remedy = f"select unpacked files; to unpack these: {unpack}"
     return [Problem(f"{key}.path", source.config.path, rule, remedy)]
-
-
-def _files_below(folder: str) -> Iterator[Path]:
-    """The files below a folder, without hidden ones; none if it is not a folder."""
-    for parent, folders, names in os.walk(os.path.expanduser(folder) if folder else os.devnull):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(parent, name).absolute() for name in names if not name.startswith("."))
 
 
 def _other_format(name: str, source: Source, is_selected: bool) -> str:

@@ -68,7 +68,7 @@ class BadRowPolicy:
     def check(self, bad: BadRowError, count: int) -> None:
         """Raise UserError unless the policy skips the `count`-th bad row."""
         if not self.skip:
-            raise UserError(f'bad row: {bad}; fix the row, or skip bad rows: data.on_bad_row = "skip"')
+            raise UserError(f'bad row: {bad}; fix or delete it, or skip bad rows: data.on_bad_row = "skip"')
         if count > self.limit:
             raise UserError(f"more than data.max_bad_rows = {self.limit} bad rows; the last one: {bad}")
 

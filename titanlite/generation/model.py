@@ -1,5 +1,6 @@
 """A model that is not parallelized: empty, or with the weights of a parallelized one."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ def gather_model(
     model_parts: the parallelized parts of this rank, with sharded parameters, between steps. One parameter at a time
     is gathered, first over dp_shard and tp, then from its pipeline rank to rank 0.
     """
+    # It warns that a parameter sharded over dp_shard and tp takes two all-gathers.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     device = mesh.world.device
     is_first = mesh.world.rank == 0
     with torch.device("meta"):

@@ -9,6 +9,8 @@ from titanlite.runtime.logging import log
 
 MAX_PENDING = 10_000
 CLOSE_S = 60.0
+SHOWN_AFTER_S = 2.0
+"""A longer wait is announced."""
 
 
 class Service(Protocol):
@@ -44,7 +46,10 @@ class BackgroundSink:
     def close(self) -> None:
         """Wait for the pending records, up to CLOSE_S seconds."""
         self._put(None)
-        self._thread.join(0 if self._has_failed else CLOSE_S)
+        self._thread.join(0 if self._has_failed else SHOWN_AFTER_S)
+        if self._thread.is_alive() and not self._has_failed:
+            log.info("%s: waiting up to %g s until it has taken all records", self._name, CLOSE_S)
+            self._thread.join(CLOSE_S)
         if self._thread.is_alive() and not self._has_failed:
             self._warn(f"it has not taken all records within {CLOSE_S:g} s")
 

@@ -187,7 +187,7 @@ def test_a_bad_row_is_found_at_the_same_step_on_every_mesh(case: Case, tmp_path:
     assert failures[0] == failures[1] == failures[2]
     message = failures[0][1]
     assert message.startswith("bad row: ")
-    assert message.endswith('; fix the row, or skip bad rows: data.on_bad_row = "skip"')
+    assert message.endswith('; fix or delete it, or skip bad rows: data.on_bad_row = "skip"')
     if case.streaming:
         where = [f"train-b.{case.kind.split()[-1].replace('text', 'txt')}, ", f" {case.faults[0][0]}: "]
         assert all(part in message for part in where)

@@ -17,6 +17,7 @@ from titanlite.data.check import check_source
 from titanlite.data.config import DataConfig
 from titanlite.data.corpus import PieceIndex, open_index
 from titanlite.data.kinds import KINDS, open_source, source_names, text_sources
+from titanlite.data.sources.base import TextSource
 from titanlite.data.sources.config import SourceConfig
 from titanlite.runtime.errors import Problem
 
@@ -266,3 +267,21 @@ def test_pipes_devices_and_dangling_links_are_named(kind: str, suffix: str, tmp_
     path.mkdir()  # a folder whose name has the suffix is not read
     found = problems(SourceConfig(kind=kind, path=str(tmp_path), **settings))  # type: ignore[arg-type]
     assert found == []
+
+
+def test_a_json_array_is_reported_before_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "my rows.json"
+    file.write_text('\n[\n  {"text": "a"},\n  {"text": "b"}\n]\n')
+    (problem,) = problems(SourceConfig("jsonl", str(file)), "data.sources.0")
+    assert (problem.key, problem.rule) == ("data.sources.0.path", "files with one JSON object per line")
+    assert problem.remedy.endswith(f"jq -c '.[]' '{file}' > lines.jsonl")
+
+
+def test_files_of_a_folder_that_are_not_read_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    for name in ("a.jsonl", "b.csv", "below/c.csv", "below/LICENSE", ".hidden"):
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    for path, unread in ((tmp_path, "2 .csv, 1 LICENSE"), (tmp_path / "a.jsonl", ""), (tmp_path / "*.jsonl", "")):
+        source = open_source(SourceConfig("jsonl", str(path)))
+        assert isinstance(source, TextSource)
+        assert source.describe_unread() == unread

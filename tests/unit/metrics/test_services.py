@@ -110,6 +110,8 @@ def test_a_service_that_hangs_blocks_no_write_and_is_given_up(
 ) -> None:
     monkeypatch.setattr(background, "MAX_PENDING", 3)
     monkeypatch.setattr(background, "CLOSE_S", 0.1)
+    monkeypatch.setattr(background, "SHOWN_AFTER_S", 0.1)
+    caplog.set_level(logging.INFO, "titanlite")
     for count, why in ((2, "within 0.1 s"), (4, "the last 3 records")):
         caplog.clear()
         service = Service()
@@ -122,6 +124,7 @@ def test_a_service_that_hangs_blocks_no_write_and_is_given_up(
         assert time.perf_counter() - began < 5
         (warning,) = warnings_of(caplog)
         assert why in warning
+        assert ("Service: waiting up to 0.1 s" in caplog.text) == (count == 2)
         service.gate.set()
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -18,7 +19,7 @@ from typing import IO, Any, ClassVar, Literal, NamedTuple
 import xxhash
 
 from titanlite.data.sources.config import SourceConfig
-from titanlite.data.sources.pieces import BadRowError, FieldError, Piece
+from titanlite.data.sources.pieces import ArrayError, BadRowError, FieldError, Piece
 from titanlite.runtime.cache import built_once, cache_folder, content_key, file_facts
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.files import open_regular
@@ -224,6 +225,13 @@ def field_problem(key: str, field: str, where: str, fault: FieldError) -> Proble
     return Problem(f"{key}.field", field, "a field that contains text", f"{where}: {fault}; {remedy}")
 
 
+def files_below(folder: str) -> Iterator[Path]:
+    """The files below a folder, without hidden ones; none if it is not a folder."""
+    for parent, folders, names in os.walk(os.path.expanduser(folder) if folder else os.devnull):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(parent, name).absolute() for name in names if not name.startswith("."))
+
+
 def check_first_file(
     source: Source, key: str, field: str, fault_in: Callable[[IO[bytes]], BadRowError | None]
 ) -> list[Problem]:
@@ -238,7 +246,13 @@ def check_first_file(
     except OSError as error:
         remedy = f"{file} cannot be read: {error.strerror or error}; fix this, or the path"
         return [Problem(f"{key}.path", source.config.path, "readable files", remedy)]
+    if isinstance(fault, ArrayError):
+        remedy = f"{file} is a JSON array; to make lines of it: jq -c '.[]' {shlex.quote(str(file))} > lines.jsonl"
+        return [Problem(f"{key}.path", source.config.path, "files with one JSON object per line", remedy)]
     return [field_problem(key, field, str(file), fault)] if isinstance(fault, FieldError) else []
+
+
+MAX_SUFFIXES = 8
 
 
 class TextSource(Source):
@@ -248,6 +262,12 @@ class TextSource(Source):
     """
 
     row_name: ClassVar[str]
+
+    def describe_unread(self) -> str:
+        """Numbers of the files in the source's folder that it does not read, by suffix; "" for a file or a glob."""
+        unread = {*files_below(self.config.path)}.difference(self.files())
+        counts = Counter(file.suffix or file.name for file in unread)
+        return ", ".join(f"{count} {suffix}" for suffix, count in sorted(counts.items())[:MAX_SUFFIXES])
 
     def index_settings(self) -> list[Any]:
         """Keys that decide how files are cut into pieces. A change causes a new index."""

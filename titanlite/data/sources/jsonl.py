@@ -18,6 +18,7 @@ from titanlite.data.sources.base import TextSource, check_first_file
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import (
     BAD_FILE,
+    ArrayError,
     BadRowError,
     FieldError,
     Piece,
@@ -196,6 +197,8 @@ def rows_fault(opened: IO[bytes], name: str, field: str) -> BadRowError | None:
     with open_lines(opened, name) as lines:
         try:
             for line in islice(filter(bytes.strip, lines), CHECKED_ROWS):
+                if first is None and line.lstrip().startswith(b"["):
+                    return ArrayError("the file is a JSON array")
                 row = json_row(line, field)
                 if isinstance(row, bytes):
                     return None

@@ -53,6 +53,10 @@ class FieldError(BadRowError):
         self.texts = tuple(texts)
 
 
+class ArrayError(BadRowError):
+    """The file holds one JSON array, not JSON lines."""
+
+
 class TokenPiece(NamedTuple):
     """The tokens of a piece, 1-D. starts: the indices at which documents start."""
 
