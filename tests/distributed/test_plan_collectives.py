@@ -18,6 +18,7 @@ OPERATIONS = {
     "c10d::_reduce_scatter_base_": "dp_shard reduce-scatter",
     "c10d::allgather_into_tensor_coalesced_": "tp all-gather",
     "c10d::reduce_scatter_tensor_coalesced_": "tp reduce-scatter",
+    "c10d::alltoall_base_": "cp all-to-all",
     "c10d::send": "pp send",
 }
 DEEP = ["model.n_layers=3", "training.local_batch_size=4"]
@@ -37,6 +38,7 @@ LAYOUTS: dict[int, list[list[str]]] = {
         DEEP,
         ["parallelism.fsdp_reshard_after_forward=always", *DEEP],
         TP,
+        ["parallelism.cp=2", *DEEP],
         ["parallelism.loss_parallel=false", "activation_checkpoint.mode=full", *TP],
     ],
     4: [

@@ -47,6 +47,7 @@ KEPT_LAYOUTS = {
     "tp 2": (2, ["parallelism.tp=2"]),
     "tp 2, full logits": (2, ["parallelism.tp=2", "parallelism.loss_parallel=false"]),
     "1 process, qwen3": (1, QWEN3),
+    "cp 2": (2, ["parallelism.cp=2", "parallelism.fsdp_reshard_after_forward=never"]),
 }
 STEP_LAYOUTS = {
     "1 process": (1, []),
@@ -107,7 +108,7 @@ def warm_trainer(config: JobConfig, batches: list[Batch]) -> Trainer:
 
 def forward_loss(trainer: Trainer, batch: Batch) -> Tensor:
     arguments = trainer.forward_arguments(batch, torch.tensor(batch.labels.numel()))
-    loss: Tensor = trainer.model_parts[0](batch.tokens, **arguments).sum()
+    loss: Tensor = trainer.model_parts[0](trainer.own_positions(batch.tokens), **arguments).sum()
     return loss
 
 
@@ -155,7 +156,9 @@ def planned_kept(world_size: int, settings: list[str]) -> int:
     (stage,) = rank.stages
     size = DTYPES[config.training.mixed_precision_param].itemsize
     sharded = shard_logits(config.parallelism)
-    shape = MicrobatchShape(ROWS, SEQ_LEN, config.parallelism.tp, size, 4, CPU_CHUNK_TOKENS, sharded, False)
+    shape = MicrobatchShape(
+        *(ROWS, SEQ_LEN, config.parallelism.cp, config.parallelism.tp, size, 4, CPU_CHUNK_TOKENS, sharded, False)
+    )
     activations = activation_bytes(hyper_parameters, family.plan(hyper_parameters), shape)
     casts = DTYPES[config.training.dtype].itemsize != size
     kept = [casts and keeps_casts(unit, config.activation_checkpoint) for unit in stage.units]
@@ -237,7 +240,7 @@ def test_additional_bytes_of_documents_in_a_row() -> None:
     planned = activation_bytes(
         hyper_parameters,
         family.plan(hyper_parameters),
-        MicrobatchShape(ROWS, SEQ_LEN, 1, size, 4, CPU_CHUNK_TOKENS, False, False, "scores"),
+        MicrobatchShape(ROWS, SEQ_LEN, 1, 1, size, 4, CPU_CHUNK_TOKENS, False, False, "scores"),
     )
     (measured,) = run_ranks(measured_for_documents, 1, cases)
     assert measured == pytest.approx([planned.documents] * len(measured), rel=0.02)
@@ -250,8 +253,8 @@ def test_additional_bytes_of_documents_in_a_row() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-@pytest.mark.parametrize("layout", ["tp 2", pytest.param("tp 2, full logits", marks=pytest.mark.soak)])
-def test_bytes_kept_by_a_microbatch_with_tensor_parallelism(layout: str) -> None:
+@pytest.mark.parametrize("layout", ["tp 2", "cp 2", pytest.param("tp 2, full logits", marks=pytest.mark.soak)])
+def test_bytes_kept_by_a_microbatch_on_two_ranks(layout: str) -> None:
     errors = kept_errors(layout, "float32")
     assert {mode: error for mode, error in errors.items() if abs(error) > 0.02} == {}
 

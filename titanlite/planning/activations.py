@@ -9,8 +9,8 @@ from titanlite.models.head import PART_IDS
 
 @dataclass(frozen=True)
 class MicrobatchShape:
-    """One microbatch on one of `tp` ranks: rows x seq_len positions, in a compute dtype of `element_bytes`, attention
-    in one of `attention_bytes`.
+    """One microbatch on one of cp x tp ranks: rows x seq_len / cp positions, in a compute dtype of `element_bytes`,
+    attention in one of `attention_bytes`.
 
     loss_chunk: positions whose logits exist at the same time. shard_logits: whether each rank has the logits of its
     part of the vocabulary only. recomputes_logits: whether the head's backward pass computes them again, as with a
@@ -19,6 +19,7 @@ class MicrobatchShape:
 
     rows: int
     seq_len: int
+    cp: int
     tp: int
     element_bytes: int
     attention_bytes: int
@@ -56,16 +57,18 @@ def activation_bytes(config: DecoderConfig, plan: Plan, shape: MicrobatchShape) 
     policy "op" also keeps the unreduced outputs of the row layers, which have full size too.
     """
     head_norms = "head_norm" in plan.tensor_styles.values()
-    positions, tp, size = shape.rows * shape.seq_len, shape.tp, shape.element_bytes
-    query_dim, kv_dim = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    positions, tp, size = shape.rows * shape.seq_len // shape.cp, shape.tp, shape.element_bytes
+    # During attention, a rank has entire rows of 1 / cp of the heads, at least one of keys and values.
+    n_kv_heads = max(config.n_kv_heads, shape.cp * tp) if shape.cp > 1 else config.n_kv_heads
+    query_dim, kv_dim = config.n_heads * config.head_dim, n_kv_heads * config.head_dim
     wide = max(size, 4)  # bytes per element of the operations in at least float32
     residual = positions * config.dim * size // tp
     gathered = positions * config.dim * size
     heads = positions * (query_dim + 2 * kv_dim) * size // tp  # queries, keys, values
     attended = positions * query_dim * size // tp
-    # copies in a wider dtype: saved in place of queries, keys and values, and beside the result
+    # copies in a wider dtype: saved in place of queries, keys and values, and beside the result, as after an exchange
     wider = shape.attention_bytes / size
-    attention = int(heads * wider) + attended + (int(attended * wider) if wider > 1 else 0)
+    attention = int(heads * wider) + attended + (int(attended * wider) if wider > 1 or shape.cp > 1 else 0)
     logsumexp = positions * config.n_heads * wide // tp
     hidden = positions * config.ffn_dim * size // tp
     norm = _norm_bytes(config.dim, positions // tp, size, wide)
@@ -96,10 +99,10 @@ def activation_bytes(config: DecoderConfig, plan: Plan, shape: MicrobatchShape) 
 
 def _document_bytes(config: DecoderConfig, shape: MicrobatchShape, wide: int) -> int:
     """Cosines and sines per position, and one element per pair of positions. Block-mask tables are neglected."""
-    if shape.mask is None:
-        return 0
-    pairs = shape.seq_len * shape.attention_bytes if shape.mask == "scores" else 0
-    return shape.rows * shape.seq_len * (2 * config.head_dim * wide + pairs)
+    has_positions = shape.mask is not None or shape.cp > 1
+    tables = shape.seq_len // shape.cp * 2 * config.head_dim * wide if has_positions else 0
+    pairs = shape.seq_len**2 * shape.attention_bytes if shape.mask == "scores" else 0
+    return shape.rows * (tables + pairs)
 
 
 def _norm_bytes(dim: int, vectors: int, size: int, wide: int) -> int:

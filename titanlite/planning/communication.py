@@ -15,14 +15,15 @@ from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputes
 from titanlite.planning.schedule import Action, count_gathers
 from titanlite.planning.stages import Stage
 
-Operation = Literal["all-gather", "reduce-scatter", "all-reduce", "send"]
+Operation = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
 
 
 @dataclass(frozen=True)
 class Traffic:
     """The calls of one operation over one mesh axis, with the total `bytes` of their full tensors.
 
-    The full tensor is the output of an all-gather, the input of a reduce-scatter or all-reduce, the message of a send.
+    The full tensor is the output of an all-gather, the input of a reduce-scatter, all-reduce or all-to-all, the message
+    of a send.
     """
 
     axis: str
@@ -43,9 +44,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class StepShape:
-    """The inputs of the traffic formulas besides the stage. sync: None with a pipeline. microbatches: per optimizer
-    step, of `positions` positions each, `loss_chunk` of them per chunk of the loss. schedule_steps: runs of the
-    actions per optimizer step. device_type: "cuda" or "cpu"."""
+    """The inputs of the traffic formulas besides the stage. sizes: of the mesh axes; dp_shard stands for dp_shard x cp.
+    sync: None with a pipeline. microbatches: per optimizer step, of `positions` positions of this rank each,
+    `loss_chunk` of them per chunk of the loss. exchanged: elements per position that attention exchanges over cp.
+    schedule_steps: runs of the actions per optimizer step. device_type: "cuda" or "cpu"."""
 
     device_type: str
     sizes: Mapping[str, int]
@@ -54,6 +56,7 @@ class StepShape:
     schedule_steps: int
     microbatches: int
     positions: int
+    exchanged: int
     loss_chunk: int
     dim: int
     vocab_size: int
@@ -67,6 +70,7 @@ def stage_traffic(
     """The traffic of one stage. The traffic of a rank is the sum over its stages."""
     found = [
         *_data_parallel(stage, section, shape),
+        *_context_parallel(stage, recompute, shape),
         *_tensor_parallel(stage, section, recompute, shape),
         *_pipeline(stage, section, shape),
     ]
@@ -107,8 +111,8 @@ def _data_parallel(stage: Stage, section: ParallelismConfig, shape: StepShape) -
             shape.actions, stage.index, frees_after_forward=freed, frees_after_backward=frees
         )
         if shape.sync is not None and index == len(stage.units) - 1:
-            # After each microbatch but the last, fully_shard's backward prefetch gathers the last unit again.
-            count += shape.microbatches - 1
+            # With several microbatches, fully_shard's backward prefetch gathers the last unit once more per step.
+            count += shape.microbatches > 1
         gathers, gathered = gathers + count, gathered + count * unit.elements * shape.param_bytes
     sizes = reduced_sizes(stage, shape)
     over_shards, over_replicas = reductions(shape, "dp_shard"), reductions(shape, "dp_replicate")
@@ -118,6 +122,14 @@ def _data_parallel(stage: Stage, section: ParallelismConfig, shape: StepShape) -
         Traffic("dp_shard", "reduce-scatter", len(sizes) * over_shards, gradient * over_shards, shards),
         Traffic("dp_replicate", "all-reduce", len(sizes) * over_replicas, gradient // shards * over_replicas, replicas),
     ]
+
+
+def _context_parallel(stage: Stage, recompute: ActivationCheckpointConfig, shape: StepShape) -> list[Traffic]:
+    """Each block exchanges queries, keys, values and the result of attention per direction, and if it is recomputed."""
+    passes = 2 * len(stage.blocks) + sum(recomputes(recompute, index) for index in stage.blocks)
+    calls = 4 * passes * shape.microbatches
+    size = passes * shape.microbatches * shape.positions * shape.exchanged * shape.param_bytes
+    return [Traffic("cp", "all-to-all", calls, size, shape.sizes["cp"])]
 
 
 def _tensor_parallel(

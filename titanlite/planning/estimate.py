@@ -98,17 +98,19 @@ def _microbatches(config: JobConfig, degree: int) -> tuple[int, int, int]:
 
 def _step_shape(config: JobConfig, mesh: Mesh, actions: Sequence[Action], device_type: str) -> StepShape:
     """actions: of this rank, in one run of the schedule."""
-    training = config.training
+    training, cp, tp = config.training, config.parallelism.cp, config.parallelism.tp
     rows, microbatches, schedule_steps = _microbatches(config, mesh.data_degree)
     _, model = resolve_model(config.model)
+    heads = 2 * (model.n_heads // tp) + 2 * max(model.n_kv_heads // tp, cp)  # of queries, results, keys and values
     return StepShape(
         device_type=device_type,
-        sizes=mesh.degrees,
+        sizes=mesh.degrees | {"dp_shard": mesh.degrees["dp_shard"] * cp},
         sync=resolve_gradient_sync(config.parallelism.gradient_sync, mesh.device_mesh),
         actions=actions,
         schedule_steps=schedule_steps,
         microbatches=microbatches,
-        positions=rows * training.seq_len,
+        positions=rows * training.seq_len // cp,
+        exchanged=heads * model.head_dim,
         loss_chunk=_loss_chunk(config, model.vocab_size, device_type),
         dim=model.dim,
         vocab_size=model.vocab_size,
@@ -129,8 +131,9 @@ def _memory(config: JobConfig, stages: Sequence[Stage], shape: StepShape, device
     family, model = resolve_model(config.model)
     compute_dtype = DTYPES[training.mixed_precision_param]
     microbatch = MicrobatchShape(
-        rows=shape.positions // training.seq_len,
+        rows=shape.positions * section.cp // training.seq_len,
         seq_len=training.seq_len,
+        cp=section.cp,
         tp=section.tp,
         element_bytes=compute_dtype.itemsize,
         attention_bytes=attention_dtype(device_type, compute_dtype).itemsize,

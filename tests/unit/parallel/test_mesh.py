@@ -19,18 +19,17 @@ from titanlite.runtime.distributed import World
 @pytest.mark.parametrize(
     ("section", "world_size", "axes"),
     [
-        (ParallelismConfig(), 1, (1, 1, 1, 1)),
-        (ParallelismConfig(), 4, (1, 1, 4, 1)),
-        (ParallelismConfig(dp_replicate=2), 4, (1, 2, 2, 1)),
-        (ParallelismConfig(dp_replicate=4, dp_shard=1), 4, (1, 4, 1, 1)),
-        (ParallelismConfig(dp_replicate=3), 4, (1, 3, 0, 1)),
-        (ParallelismConfig(pp=2, tp=2), 4, (2, 1, 1, 2)),
-        (ParallelismConfig(pp=2, dp_replicate=2, tp=2), 16, (2, 2, 2, 2)),
+        (ParallelismConfig(), 1, (1, 1, 1, 1, 1)),
+        (ParallelismConfig(), 4, (1, 1, 4, 1, 1)),
+        (ParallelismConfig(dp_replicate=2), 4, (1, 2, 2, 1, 1)),
+        (ParallelismConfig(dp_replicate=4, dp_shard=1), 4, (1, 4, 1, 1, 1)),
+        (ParallelismConfig(dp_replicate=3), 4, (1, 3, 0, 1, 1)),
+        (ParallelismConfig(pp=2, tp=2), 4, (2, 1, 1, 1, 2)),
+        (ParallelismConfig(cp=2), 8, (1, 1, 4, 2, 1)),
+        (ParallelismConfig(pp=2, dp_replicate=2, tp=2), 16, (2, 2, 2, 1, 2)),
     ],
 )
-def test_remaining_ranks_go_to_dp_shard(
-    section: ParallelismConfig, world_size: int, axes: tuple[int, int, int, int]
-) -> None:
+def test_remaining_ranks_go_to_dp_shard(section: ParallelismConfig, world_size: int, axes: tuple[int, ...]) -> None:
     assert tuple(resolve_degrees(section, world_size).values()) == axes
     assert data_degree(section, world_size) == axes[1] * axes[2]
     assert (check_parallelism(section, world_size) == []) is (0 not in axes)
@@ -56,10 +55,12 @@ def test_an_invalid_degree_is_named(section: ParallelismConfig, world_size: int,
 
 def test_the_rule_names_the_product_and_the_world() -> None:
     (problem,) = check_parallelism(ParallelismConfig(dp_replicate=2, dp_shard=2), 2)
-    assert problem.rule == "world size 2 must be equal to pp x dp_replicate x dp_shard x tp = 1 x 2 x 2 x 1 = 4"
+    assert (
+        problem.rule == "world size 2 must be equal to pp x dp_replicate x dp_shard x cp x tp = 1 x 2 x 2 x 1 x 1 = 4"
+    )
     assert problem.remedy.startswith("use 4 processes (NGPU=")
     (problem,) = check_parallelism(ParallelismConfig(tp=3), 2)
-    assert problem.rule == "world size 2 must be divisible by pp x dp_replicate x tp = 1 x 1 x 3 = 3"
+    assert problem.rule == "world size 2 must be divisible by pp x dp_replicate x cp x tp = 1 x 1 x 1 x 3 = 3"
     assert problem.remedy.startswith("use 3 processes or a multiple of it (NGPU=")
     assert problem.remedy.endswith("in titanlite plan: --world-size ...), or change parallelism.tp")
 
@@ -75,7 +76,7 @@ def test_pp_is_the_outermost_axis_and_tp_the_innermost() -> None:
     assert [mesh.data_rank for mesh in found] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert [mesh.is_data_leader for mesh in found] == [True, False, True, *[False] * 5]
     assert [mesh.is_first(["dp_replicate", "dp_shard", "tp"]) for mesh in found] == [True, *[False] * 3] * 2
-    assert found[6].coordinate == {"pp": 1, "dp_replicate": 1, "dp_shard": 0, "tp": 0}
+    assert found[6].coordinate == {"pp": 1, "dp_replicate": 1, "dp_shard": 0, "cp": 0, "tp": 0}
 
 
 def test_data_ranks_are_ordered_by_replica_then_shard() -> None:

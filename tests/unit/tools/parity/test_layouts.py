@@ -22,9 +22,10 @@ SCHEDULES = set(get_args(PipelineSchedule))
 @pytest.mark.parametrize(
     ("text", "layout"),
     [
-        ("1x2x3x4", Layout((1, 2, 3, 4))),
-        ("2x1x2x1", Layout((2, 1, 2, 1), "GPipe")),
-        ("2x1x2x1:ZBVZeroBubble", Layout((2, 1, 2, 1), "ZBVZeroBubble")),
+        ("1x2x3x4", Layout((1, 2, 3, 1, 4))),
+        ("1x1x2x1-cp2", Layout((1, 1, 2, 2, 1))),
+        ("2x1x2x1", Layout((2, 1, 2, 1, 1), "GPipe")),
+        ("2x1x2x1-cp3:ZBVZeroBubble", Layout((2, 1, 2, 3, 1), "ZBVZeroBubble")),
     ],
 )
 def test_a_named_layout(text: str, layout: Layout) -> None:
@@ -39,6 +40,7 @@ def test_a_named_layout(text: str, layout: Layout) -> None:
         ("0x1x1x1", "degrees are 1 or more"),
         ("-1x1x1x1", "degrees are 1 or more"),
         ("2x1x1x1:", "PPxDP_REPLICATE"),
+        ("1x1x1x1-cp0", "[-cpCP]"),
         ("2x1x1x1:1f1b", "the schedules: GPipe"),
         ("1x1x2x1:GPipe", "pp above 1"),
         ("1000000x1x1x1", "at most 64 ranks"),
@@ -55,7 +57,7 @@ def test_candidates_are_all_factorizations_with_all_schedules() -> None:
     found = list(candidate_layouts(12, "DualPipeV"))
     degrees = [x.degrees for x, *_ in found]
     assert all(prod(factors) == 12 for factors in degrees)
-    assert len(degrees) == len(set(degrees)) == 10 * 4  # of 2^2: 10, of 3: 4
+    assert len(degrees) == len(set(degrees)) == 15 * 5  # of 2^2: 15, of 3: 5
     for candidates in found:
         names = [layout.schedule for layout in candidates]
         assert names == [None] if candidates[0].degrees[0] == 1 else set(names) == SCHEDULES
@@ -65,11 +67,11 @@ def test_candidates_are_all_factorizations_with_all_schedules() -> None:
 def test_four_ranks_have_each_factorization_and_each_schedule() -> None:
     accepted, refused = choose_layouts(small_config(1, "model.n_layers=6", "model.n_kv_heads=4"), 4)
     assert refused == []
-    assert len({x.degrees for x in accepted}) == 10
+    assert len({x.degrees for x in accepted}) == 15
     assert {x.schedule for x in accepted} == {None, *SCHEDULES}
     pipelines = [x for x in accepted if x.degrees[0] > 1]
-    assert len(pipelines) == 4 * 3
-    assert sum(x.schedule == "1F1B" for x in pipelines) == 4
+    assert len(pipelines) == 5 * 3
+    assert sum(x.schedule == "1F1B" for x in pipelines) == 5
 
 
 def test_refused_layouts_come_with_the_problems_of_the_checks() -> None:
@@ -84,6 +86,6 @@ def test_refused_layouts_come_with_the_problems_of_the_checks() -> None:
 
 def test_pp_split_stays_only_if_it_matches_the_number_of_stages() -> None:
     config = small_config(1, 'parallelism.pp_split=["layers.1"]')
-    assert config_of(config, Layout((2, 1, 1, 1), "1F1B")).parallelism.pp_split == ("layers.1",)
-    assert config_of(config, Layout((2, 1, 1, 1), "ZBVZeroBubble")).parallelism.pp_split == ()
-    assert config_of(config, Layout((1, 1, 2, 1))).parallelism.pp_split == ()
+    assert config_of(config, Layout((2, 1, 1, 1, 1), "1F1B")).parallelism.pp_split == ("layers.1",)
+    assert config_of(config, Layout((2, 1, 1, 1, 1), "ZBVZeroBubble")).parallelism.pp_split == ()
+    assert config_of(config, Layout((1, 1, 2, 1, 1))).parallelism.pp_split == ()
