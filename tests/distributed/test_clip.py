@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from tests.distributed.gradients import difference, full_tensor
 from tests.pool import run_ranks
 from titanlite.parallel.clip import NormType, clip_grad_norm_
-from titanlite.parallel.mesh import AXES
+from titanlite.parallel.mesh import PARAMETER_AXES
 
 Found = tuple[float, float, str]
 PARAMETERS: dict[str, tuple[int, tuple[str, ...], list[Placement]]] = {
@@ -72,7 +72,7 @@ BOUNDS = {
 
 def all_clipped(sizes: tuple[int, int, int, int]) -> dict[str, list[Found]]:
     """Errors by dtype. max_norm 0.5 clips; 1,000 has no effect; 0 and -1 only measure."""
-    world = init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
+    world = init_device_mesh("cpu", sizes, mesh_dim_names=PARAMETER_AXES)
     return {
         dtype: [
             clipped(world, dtype, max_norm, norm_type)
@@ -116,7 +116,7 @@ def norms_with_a_nan() -> dict[str, list[list[float]]]:
 
 def norms_with_a_nan_over(axis: str) -> list[list[float]]:
     """Norms by norm type and by the rank whose shard of the gradient has a NaN."""
-    world = init_device_mesh("cpu", tuple(2 if name == axis else 1 for name in AXES), mesh_dim_names=AXES)
+    world = init_device_mesh("cpu", tuple(2 if name == axis else 1 for name in PARAMETER_AXES), mesh_dim_names=PARAMETER_AXES)
     found = []
     for norm_type in get_args(NormType):
         found.append([])
