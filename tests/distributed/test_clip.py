@@ -116,7 +116,9 @@ def norms_with_a_nan() -> dict[str, list[list[float]]]:
 
 def norms_with_a_nan_over(axis: str) -> list[list[float]]:
     """Norms by norm type and by the rank whose shard of the gradient has a NaN."""
-    world = init_device_mesh("cpu", tuple(2 if name == axis else 1 for name in PARAMETER_AXES), mesh_dim_names=PARAMETER_AXES)
+    world = init_device_mesh(
+        "cpu", tuple(2 if name == axis else 1 for name in PARAMETER_AXES), mesh_dim_names=PARAMETER_AXES
+    )
     found = []
     for norm_type in get_args(NormType):
         found.append([])
