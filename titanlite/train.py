@@ -27,10 +27,10 @@ from titanlite.metrics.meter import Record, is_log_step
 from titanlite.planning.batch import agree_on_local_batch_size
 from titanlite.planning.out_of_memory import explained_out_of_memory
 from titanlite.profiling.regions import region
-from titanlite.runtime.agreement import require_equal
+from titanlite.runtime.agreement import RanksError, require_equal
 from titanlite.runtime.distributed import World, connect, world_from_environment
 from titanlite.runtime.environment import raise_open_file_limit
-from titanlite.runtime.errors import DataError, UserError
+from titanlite.runtime.errors import DataError
 from titanlite.runtime.garbage import PacedGarbageCollection
 from titanlite.runtime.job_lock import job_lock
 from titanlite.runtime.logging import keep_for_log_file, log, setup_logging
@@ -232,9 +232,9 @@ def wait_for_ranks(trainer: Trainer) -> None:
 
 
 def require_few_bad_rows(record: Record, max_bad_rows: int) -> None:
-    """Raise UserError, on all ranks, if more rows were skipped than allowed."""
+    """Raise RanksError if more rows were skipped than allowed."""
     if record.bad_rows > max_bad_rows:
-        raise UserError(
+        raise RanksError(
             f"data.max_bad_rows = {max_bad_rows}: {record.bad_rows} rows were skipped as bad by step {record.step}; "
             "fix the data, or raise data.max_bad_rows"
         )

@@ -20,7 +20,8 @@ from titanlite.metrics.meter import Meter
 from titanlite.metrics.sinks import Sinks
 from titanlite.metrics.validation import SetTotals, ValidationRecord
 from titanlite.parallel.data import wrapped_modules
-from titanlite.runtime.errors import DataError, UserError
+from titanlite.runtime.agreement import RanksError
+from titanlite.runtime.errors import DataError
 from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.logging import log
 from titanlite.runtime.signals import StopRequest
@@ -126,7 +127,7 @@ class Evaluator:
     ) -> Iterator[tuple[str, SetTotals]]:
         """(name, totals) of one loader after the other; steps and failure: see `totals`.
 
-        After the last loader, raises UserError on all ranks if there were more than `max_bad_rows` bad rows in total,
+        After the last loader, raises RanksError if there were more than `max_bad_rows` bad rows in total,
         or no token to predict.
         """
         bad_rows, any_valid, progress = 0, False, Progress(list(loaders), steps)
@@ -137,12 +138,12 @@ class Evaluator:
             any_valid |= totals.num_valid > 0
             yield name, totals
         if bad_rows > max_bad_rows:
-            raise UserError(
+            raise RanksError(
                 f"data.max_bad_rows = {max_bad_rows}: {bad_rows} rows of the validation data were skipped as bad; fix "
                 "them, or increase data.max_bad_rows"
             )
         if not any_valid:
-            raise UserError("validation.sources: they contain no token to predict; add data")
+            raise RanksError("validation.sources: they contain no token to predict; add data")
 
     def _batches(self, loader: Loader, steps: int, failure: FailureReport) -> Iterator[Sequence[Batch]]:
         """Batches of each step of the loader, until the loaders of all ranks are exhausted."""
@@ -222,7 +223,7 @@ class Validation:
     def after_step(self, step: int, failure: FailureReport) -> int:
         """Validate and write a row; return 0, or the number of the signal that interrupted the validation.
 
-        A collective over all ranks. Raises UserError on all of them if there is no token to predict or there are too
+        A collective over all ranks. Raises RanksError if there is no token to predict or there are too
         many bad rows, DataError as Evaluator.totals does.
         """
         with self.meter.left_out() as clock:

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.parallel.mesh import PARAMETER_AXES, Mesh
-from titanlite.runtime.agreement import run_on_all_ranks
+from titanlite.runtime.agreement import RanksError, run_on_all_ranks
 from titanlite.runtime.dtensors import is_dtensor, local_part
-from titanlite.runtime.errors import UserError
 
 DIGEST_BITS = 62
 """Bits of a digest: its negative is an int64, too."""
@@ -20,7 +19,7 @@ MAX_TENSORS = 5
 """Tensors that a message lists; it counts the others."""
 
 
-class ReplicasError(UserError):
+class ReplicasError(RanksError):
     """Ranks that must hold the same values hold different ones."""
 
 

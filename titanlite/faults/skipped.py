@@ -13,8 +13,7 @@ from titanlite.data.streams import Origin
 from titanlite.faults.config import FaultsConfig
 from titanlite.faults.record import NotedStep, StepRecorder
 from titanlite.faults.spikes import WINDOW
-from titanlite.runtime.agreement import run_on_all_ranks, warn_on_rank_0
-from titanlite.runtime.errors import UserError
+from titanlite.runtime.agreement import RanksError, run_on_all_ranks, warn_on_rank_0
 
 MAX_STEPS = 1000
 """Steps that are kept without a check; each takes 8 bytes per parameter tensor and 4 per sequence of this rank."""
@@ -75,7 +74,7 @@ class SkippedSteps:
     def check(self) -> None:
         """Record the steps since the last call; log or raise if some were skipped or spikes. A collective.
 
-        Waits for the device. Raises UserError on all ranks.
+        Waits for the device. Raises RanksError.
         """
         if not self._steps:
             return
@@ -112,9 +111,9 @@ class SkippedSteps:
         unchanged = "skipped steps did not change the weights"
         if longest > self._section.max_skipped_steps:
             limit = f"faults.max_skipped_steps = {self._section.max_skipped_steps}"
-            raise UserError("\n".join([*lines, f"{limit}: {longest} steps in a row were skipped; {unchanged}"]))
+            raise RanksError("\n".join([*lines, f"{limit}: {longest} steps in a row were skipped; {unchanged}"]))
         if self._section.on_nonfinite == "stop" and any(step.stats.num_valid for step in broken):
-            raise UserError("\n".join([*lines, f'faults.on_nonfinite = "stop"; {unchanged}']))
+            raise RanksError("\n".join([*lines, f'faults.on_nonfinite = "stop"; {unchanged}']))
         if lines:
             warn_on_rank_0("\n".join([*lines, "  training continues"]), self._group)
 

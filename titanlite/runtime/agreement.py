@@ -25,7 +25,7 @@ MAX_DIFFERENCES = 5
 
 
 class RanksError(UserError):
-    """At least one rank failed. Raised on all ranks with the same text, as a rule that of the lowest failed one."""
+    """An error that all ranks raise with the same text. If only some failed, as a rule that of the lowest one."""
 
     is_shared = True
 

@@ -76,7 +76,7 @@ class FailureReport:
     def __init__(self) -> None:
         self.store: dist.Store | None = None
         self.positions: Positions | None = None
-        self._ending = threading.Lock()  # held by the thread that ends the process
+        self._ending = threading.RLock()  # held by the thread that ends the process
         self._terminated = threading.Event()
         self._signal = 0  # that has set _terminated
         self._rank = os.environ.get("RANK", "0")
@@ -121,10 +121,10 @@ class FailureReport:
             return
         self._note_signal(number)
         # Taken before looking for lost ranks: others may end meanwhile, which the main thread must not explain.
-        if self._ending.acquire(blocking=False):
-            if self._has_lost_rank(SETTLE_S):
-                self._explain_and_end()
-            self.end_by_signal(number, f"rank {self._rank} was ended by {signal.Signals(number).name}")
+        self._ending.acquire()
+        if self._has_lost_rank(SETTLE_S):
+            self._explain_and_end()
+        self.end_by_signal(number, f"rank {self._rank} was ended by {signal.Signals(number).name}")
 
     def _note_signal(self, number: int) -> None:
         self._signal = number
@@ -132,7 +132,7 @@ class FailureReport:
 
     def end_by_signal(self, number: int, message: str) -> NoReturn:
         """End the process, with a line of the first rank that is ended, and tell the others. For a thread."""
-        self._ending.acquire(blocking=False)  # the main thread stops: see enter
+        self._ending.acquire(timeout=ANSWER_S)  # the main thread stops: see enter. Another thread may be ending, too
         self._leave()
         if (detail := self._register()) != "silent":
             with suppress(RuntimeError):  # a pipe that is full and not read
@@ -151,11 +151,11 @@ class FailureReport:
             while not self.store.check([FIRST_FAILURE]) or self.store.get(FIRST_FAILURE).decode() != PRINTED:
                 time.sleep(FOLLOW_S)
             time.sleep(SILENT_WAIT_S)
-            if self._ending.acquire(blocking=False):
-                signal.alarm(LAST_RESORT_S)
-                self._leave()
-                self._wait_for_ranks()
-                end_process(1)
+            self._ending.acquire()
+            signal.alarm(LAST_RESORT_S)
+            self._leave()
+            self._wait_for_ranks()
+            end_process(1)
 
     def _wait_for_ranks(self) -> None:
         """Wait until the other ranks need the store no more, if it ends with this process: without torchrun, on rank 0.
@@ -186,8 +186,8 @@ class FailureReport:
 
         The main thread may be blocked in a collective with a long timeout, such as during a save.
         """
-        if self._ending.acquire(blocking=False):
-            self._explain_and_end()
+        self._ending.acquire()
+        self._explain_and_end()
 
     def _explain_and_end(self) -> NoReturn:
         assert self.positions is not None
@@ -252,9 +252,10 @@ class FailureReport:
     def enter(self, step: int, phase: str) -> None:
         """Note that this rank enters a phase of a step, for messages of other ranks. Does not return once a thread ends
         the process: no step and no line follows its message."""
+        if self.positions is not None:
+            self.positions.enter(step, phase)  # without the lock: the store may be slow, or stopped
         with self._ending:
-            if self.positions is not None:
-                self.positions.enter(step, phase)
+            pass
 
     def _describe(self, error: BaseException, detail: Detail) -> str:
         """The message of a rank that prints. A lost or slow connection is explained by the positions of the ranks."""

@@ -378,10 +378,12 @@ def is_one_of_two_ranks(port: int, prefix: str, settle_s: float, work: str) -> N
         if work == "lost" and prefix == "host":
             store.wait([failure.FIRST_FAILURE], timedelta(seconds=30))
         print("waiting", flush=True)
-        while work == "steps":
+        if work == "steps of a slow store":
+            Positions.enter = lambda *position: time.sleep(0.3)  # type: ignore[method-assign]  # noqa: ARG005
+        while work.startswith("steps"):
             report.enter(1, "step")
-            print("step", flush=True)
             time.sleep(0.01)
+            print("step", flush=True)
         if work == "start-up":
             store.wait(["a key that is never set"], timedelta(seconds=100))
         elif work == "finished":
@@ -423,10 +425,12 @@ def test_a_signal_to_one_rank_is_named_and_ends_the_others(start: Start) -> None
     ]
 
 
-def test_no_step_follows_the_message_of_a_signal(start: Start) -> None:
-    """Rank 0 hosts the store, and waits for the other rank before it ends."""
+@pytest.mark.parametrize("work", ["steps", "steps of a slow store"])
+def test_no_step_follows_the_message_of_a_signal(work: str, start: Start) -> None:
+    """Rank 0 hosts the store, and waits for the other rank before it ends. With a slow store, the signal arrives while
+    the main thread notes a position."""
     port = free_port()
-    works = ("steps", "start-up")
+    works = (work, "start-up")
     programs = [start(is_one_of_two_ranks, port, "host", 9.0, work, rank=rank) for rank, work in enumerate(works)]
     for program, begun in zip(programs, ("step", "waiting"), strict=True):
         program.wait_for(begun)
