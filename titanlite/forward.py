@@ -11,7 +11,7 @@ from titanlite.batch import Batch
 from titanlite.models.attention import document_arguments
 from titanlite.models.family import LanguageModel
 from titanlite.models.randomness import row_keys
-from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.mesh import Mesh, part_of_rows
 from titanlite.parallel.pipeline import Pipeline
 from titanlite.runtime.determinism import seed_microbatch
 
@@ -46,8 +46,7 @@ class ModelOnMesh:
 
     def own_positions(self, rows: Tensor) -> Tensor:
         """The columns of `rows`, (rows, seq_len), that are positions of this rank."""
-        cp = self.mesh.degrees["cp"]
-        return rows if cp == 1 else rows.chunk(cp, dim=1)[self.mesh.coordinate["cp"]].contiguous()
+        return part_of_rows(rows, self.mesh.coordinate["cp"], self.mesh.degrees["cp"], self.mesh.context_parallel)
 
     def over_positions(self, losses: Tensor) -> Tensor:
         """The losses of entire rows, (rows,), from those of this rank's positions. With cp, an all-reduce over it."""
@@ -70,6 +69,8 @@ class ModelOnMesh:
         arguments |= {"labels": self.own_positions(batch.labels), "num_valid": num_valid.expand(len(batch.labels))}
         if self.mesh.degrees["cp"] > 1:
             arguments["positions"] = self.own_positions(arguments.get("positions", positions_of(batch.tokens)))
+            if self.mesh.context_parallel == "gather":  # its mask is also that of causal attention
+                arguments.setdefault("document_ids", torch.zeros_like(batch.tokens))
         if self.model_parts[0].draws:
             arguments["row_keys"] = to_device(row_keys(self.seed, self.step, batch.sequences), self.device)
         return arguments

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlite.models.attention import AttentionMask, attention_mask
+from titanlite.models.attention import AttentionMask
 from titanlite.models.decoder import Block
 from titanlite.models.layers import RotaryTables
 from titanlite.models.llama3 import LLAMA3, Llama3, Llama3Config, attention
@@ -56,7 +56,7 @@ class TorchDrawing(Llama3):
     ) -> Tensor:
         rope = self.rope(positions)
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
-        mask = attention_mask(document_ids, x.dtype, self.config.head_dim)
+        mask = self.attention_mask(document_ids, x.dtype, self.config.head_dim)
         for layer in self.layers.values():
             x = layer(x, rope, mask, row_keys)
         x = x if self.norm is None else self.norm(x)

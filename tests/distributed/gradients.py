@@ -55,7 +55,8 @@ def mesh_of(config: JobConfig) -> Mesh:
     world = dist.group.WORLD
     if any(known is not world for known, _ in _meshes):
         _meshes.clear()
-    axes = ParallelismConfig(**{axis: getattr(config.parallelism, axis) for axis in AXES})
+    chosen = {key: getattr(config.parallelism, key) for key in (*AXES, "context_parallel")}
+    axes = ParallelismConfig(**chosen)
     if (world, axes) not in _meshes:
         _meshes[world, axes] = connected_mesh(axes)
     return _meshes[world, axes]

@@ -80,10 +80,12 @@ FULL = ("activation_checkpoint.mode=full",)
 BY_OP = ("activation_checkpoint.mode=selective", "activation_checkpoint.selective_policy=op")
 BY_LAYER = ("activation_checkpoint.mode=selective", "activation_checkpoint.selective_policy=layer")
 QWEN3 = ("model.family=qwen3", "model.head_dim=16")  # its heads are twice as wide as the residual stream
+GATHER = ("parallelism.context_parallel=gather",)
 IMPLIED = (AOT, "activation_checkpoint.mode=selective", QWEN3[1])
 SHORT = {
     QWEN3[0]: "qwen3",
     "compile.enable=true": "compile",
+    GATHER[0]: "gather",
     FULL[0]: "recompute full",
     BY_OP[1]: "recompute op",
     BY_LAYER[1]: "recompute layer",
@@ -118,6 +120,7 @@ QUICK = (
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *EVERY, *PAIRS, *CHUNKS), accumulation=3, rows=24),
     Layout((2, 1, 1, 1), (*QWEN3, *schedule("Interleaved1F1B"))),
     Layout((1, 1, 1, 1), CHUNKS, cp=2),
+    Layout((1, 1, 1, 1), (*GATHER, *QWEN3), accumulation=3, rows=24, cp=2),
 )
 """One and two ranks."""
 
@@ -154,6 +157,10 @@ SLOW = (
     Layout((1, 1, 1, 2), FULL_LOGITS, cp=2),
     Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *PAIRS), cp=2),
     Layout((1, 1, 1, 1), cp=4),
+    Layout((1, 1, 1, 1), (*GATHER, *COMPILE, *BY_OP), cp=2),
+    Layout((1, 1, 1, 1), (*GATHER, *FULL), cp=4),
+    Layout((1, 1, 1, 2), GATHER, cp=2),
+    Layout((2, 1, 1, 1), (*GATHER, *schedule("ZBVZeroBubble"), *depth(3), *PAIRS), cp=2),
     # hybrid sharding x tensor parallelism
     Layout((1, 2, 2, 2), accumulation=3, rows=24),
     # these two, sharded and replicated, have the same loss curve
@@ -181,6 +188,9 @@ SOAK = (
     Layout((4, 1, 1, 2), (*schedule("GPipe"), *split("layers.0", "layers.1", "norm"), *PAIRS)),
     Layout((2, 1, 1, 2), (*schedule("1F1B"), *PAIRS), cp=2),
     Layout((1, 2, 2, 1), EVERY, accumulation=2, cp=2),
+    Layout((1, 1, 2, 1), (*GATHER, *LAST), accumulation=3, rows=24, cp=2),
+    Layout((1, 2, 1, 1), (*GATHER, *TIED), cp=2),
+    Layout((2, 1, 1, 2), (*GATHER, *schedule("1F1B"), *QWEN3, *BY_OP, *PAIRS), cp=2),
 )
 """Two to eight ranks: more layouts, too slow for the default suite."""
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from tests.distributed import gradients
 from tests.distributed.gradients import replaced
-from tests.distributed.layouts import EVERY, LAST, PAIRS, QWEN3, Layout, schedule
+from tests.distributed.layouts import EVERY, GATHER, LAST, PAIRS, QWEN3, Layout, schedule
 from titanlite import trainer as trainer_module
 from titanlite.assembly import model as build_module
 from titanlite.batch import IGNORE_INDEX, Batch
@@ -21,7 +22,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.forward import positions_of
-from titanlite.models import decoder
+from titanlite.models import family
 from titanlite.models.attention import AttentionMask
 from titanlite.models.init import Init
 from titanlite.models.layers import rms_norm
@@ -30,7 +31,7 @@ from titanlite.parallel import context as context_module
 from titanlite.parallel import tensor as tensor_module
 from titanlite.parallel.clip import GradNorm
 from titanlite.parallel.data import set_gradient_sync, wrapped_modules
-from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.mesh import ContextParallel, Mesh
 from titanlite.tools.parity import measure as parity_module
 from titanlite.trainer import Trainer
 
@@ -38,6 +39,7 @@ Change = Callable[[Trainer], None]
 Around = Callable[[], AbstractContextManager[None]]
 
 CP = Layout((1, 1, 1, 1), cp=2)
+CP_GATHER = Layout((1, 1, 1, 1), GATHER, cp=2)
 PP = Layout((2, 1, 1, 1), PAIRS)
 TP = Layout((1, 1, 1, 2))
 TP_QWEN3 = Layout((1, 1, 1, 2), QWEN3)
@@ -305,6 +307,32 @@ def heads_in_another_order() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def masks_of_adjacent_queries() -> Iterator[None]:
+    """The mask is that of queries which follow each other. The rank holds an early and a late part of the row."""
+    part = context_module.part_of_rows
+
+    def adjacent(rows: Tensor, rank: int, cp: int, form: ContextParallel) -> Tensor:
+        del form
+        return part(rows, rank, cp, "heads")
+
+    with replaced(context_module, "part_of_rows", adjacent):
+        yield
+
+
+@contextmanager
+def gradients_of_own_queries() -> Iterator[None]:
+    """The gradients of keys and values are not summed over the queries of other ranks."""
+
+    def own(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        rank, cp = ctx.group.rank(), ctx.group.size()
+        parts = gradient.chunk(2 * cp, dim=2)
+        return torch.cat((parts[rank], parts[2 * cp - 1 - rank]), dim=2), None
+
+    with replaced(context_module._Gather, "backward", staticmethod(own)):
+        yield
+
+
 # The gradient norm ----------------------------------------------------------------------------------------------------
 
 
@@ -382,11 +410,11 @@ def stages_without_sync() -> Iterator[None]:
 
 # Documents ------------------------------------------------------------------------------------------------------------
 
-_attention_mask = decoder.attention_mask
+_attention_mask = family.attention_mask
 
 
 def masked_by(mask: Callable[[Tensor | None, torch.dtype, int], AttentionMask | None]) -> Around:
-    return lambda: replaced(decoder, "attention_mask", mask)
+    return lambda: replaced(family, "attention_mask", mask)
 
 
 def without_mask(ids: Tensor | None, dtype: torch.dtype, head_dim: int) -> None:
@@ -479,6 +507,8 @@ OF_CONTEXT = (
     Mistake("valid tokens of own positions", CP, changed(valid_tokens_of_own_positions), STEP, "valid tokens"),
     Mistake("loss not summed over positions", CP, changed(loss_of_own_positions), LOSS, "step 1, loss"),
     Mistake("heads in another order", CP, heads_in_another_order, STEP, "step 1, "),
+    Mistake("gather: masks of adjacent queries", CP_GATHER, masks_of_adjacent_queries, STEP, "step 1, "),
+    Mistake("gather: gradients of own queries", CP_GATHER, gradients_of_own_queries, GRADIENT, "gradient of"),
     Mistake("documents of own positions", CP, changed(documents_of_own_positions), STEP, documents=True),
 )
 OF_PIPELINES = (

@@ -10,6 +10,7 @@ from tests.distributed.layouts import (
     BY_OP,
     COMPILE,
     FULL,
+    GATHER,
     PAIRS,
     QWEN3,
     TIED,
@@ -29,6 +30,7 @@ QUICK = (
     Layout((1, 1, 1, 2), (*QWEN3, *BY_OP)),
     INTERLEAVED,
     Layout((1, 1, 1, 1), cp=2),
+    Layout((1, 1, 1, 1), GATHER, cp=2),
 )
 SLOW = (
     Layout((1, 1, 1, 1), (*COMPILE, *BY_OP)),
@@ -47,6 +49,9 @@ SLOW = (
     Layout((1, 1, 1, 1), BY_OP, accumulation=2, cp=4),
     Layout((1, 1, 1, 2), QWEN3, cp=2),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *BY_OP), cp=2),
+    Layout((1, 1, 1, 1), (*GATHER, *COMPILE, *FULL), cp=2),
+    Layout((1, 1, 1, 2), (*GATHER, *QWEN3, *BY_OP), cp=2),
+    Layout((2, 1, 1, 1), (*GATHER, *schedule("DualPipeV")), cp=2),
 )
 
 

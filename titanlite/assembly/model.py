@@ -65,6 +65,7 @@ def build_parts(config: JobConfig, mesh: Mesh) -> list[ModelPart]:
             plan,
             mesh.device_mesh,
             mesh.cp_group,
+            context_parallel=mesh.context_parallel,
             shard_logits=shard_logits(config.parallelism),
             loss=config.loss,
             recompute=config.activation_checkpoint,

@@ -61,17 +61,20 @@ def document_arguments(positions: Tensor | None) -> dict[str, Tensor]:
     return {} if positions is None else {"positions": positions, "document_ids": (positions == 0).cumsum(1)}
 
 
-def attention_mask(document_ids: Tensor | None, dtype: torch.dtype, head_dim: int) -> AttentionMask | None:
+def attention_mask(
+    document_ids: Tensor | None, dtype: torch.dtype, head_dim: int, queries: Tensor | None = None
+) -> AttentionMask | None:
     """Build the mask that keeps `attend` within documents; None (causal) if `document_ids` is None.
 
     Build it once per forward pass, for all blocks. document_ids: int64 (batch, seq_len), equal for positions of the
-    same document. dtype, head_dim: of the queries. Does not synchronize with the device.
+    same document. dtype, head_dim: of the queries. queries: int64 (number of queries,), their positions in the row;
+    None: all. Does not synchronize with the device.
     """
     if document_ids is None:
         return None
     if mask_form(document_ids.device.type, dtype, head_dim) == "blocks":
-        return block_mask(document_ids)
-    return additive_mask(document_ids, attention_dtype(document_ids.device.type, dtype))
+        return block_mask(document_ids, queries)
+    return additive_mask(document_ids, attention_dtype(document_ids.device.type, dtype), queries)
 
 
 def attention_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
@@ -89,26 +92,27 @@ def mask_form(device_type: str, dtype: torch.dtype, head_dim: int) -> MaskForm:
     return "blocks" if device_type == "cuda" and dtype != torch.float64 and head_dim >= 16 else "scores"
 
 
-def may_see(document_ids: Tensor) -> Tensor:
+def may_see(document_ids: Tensor, queries: Tensor | None = None) -> Tensor:
     """Boolean mask: a query sees the keys of its own document up to its own position.
 
-    document_ids: see `attention_mask`. Returns bool (batch, 1, seq_len, seq_len): query in the third dimension, key in
-    the fourth.
+    document_ids, queries: see `attention_mask`. Returns bool (batch, 1, queries, seq_len).
     """
-    same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
-    return same.tril().unsqueeze(1)
+    keys = torch.arange(document_ids.shape[1], device=document_ids.device)
+    queries = keys if queries is None else queries
+    same = document_ids[:, queries].unsqueeze(2) == document_ids.unsqueeze(1)
+    return same.logical_and_(queries.unsqueeze(1) >= keys).unsqueeze(1)
 
 
-def additive_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """`may_see` as an additive mask of 0 and -inf: (batch, 1, seq_len, seq_len) in `dtype`.
+def additive_mask(document_ids: Tensor, dtype: torch.dtype, queries: Tensor | None = None) -> Tensor:
+    """`may_see` as an additive mask of 0 and -inf: (batch, 1, queries, seq_len) in `dtype`.
 
     From a boolean mask, torch would build this tensor in each block again, and save it for the backward pass.
     """
-    seen = may_see(document_ids)
+    seen = may_see(document_ids, queries)
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
 
-def block_mask(document_ids: Tensor) -> BlockMask:
+def block_mask(document_ids: Tensor, queries: Tensor | None = None) -> BlockMask:
     """`may_see` for FlexAttention: a function, and the 128 x 128 blocks of scores that are partly or fully visible.
 
     Compiled, since eager mode would materialize the mask of all scores at once.
@@ -116,9 +120,12 @@ def block_mask(document_ids: Tensor) -> BlockMask:
     rows, seq_len = document_ids.shape
 
     def visible(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (document_ids[row, query] == document_ids[row, key])
+        position = query if queries is None else queries[query]
+        return (position >= key) & (document_ids[row, position] == document_ids[row, key])
 
-    built: BlockMask = compiled(create_block_mask)(visible, rows, None, seq_len, seq_len, device=document_ids.device)
+    built: BlockMask = compiled(create_block_mask)(
+        visible, rows, None, seq_len if queries is None else len(queries), seq_len, device=document_ids.device
+    )
     return built
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from titanlite.models.attention import AttentionMask, attention_mask
+from titanlite.models.attention import AttentionMask
 from titanlite.models.family import DecoderConfig, LanguageModel, Plan, TensorStyle
 from titanlite.models.head import OutputLayer
 from titanlite.models.init import Init
@@ -79,7 +79,7 @@ class Decoder(LanguageModel):
         """See LanguageModel. positions: below max_seq_len, for the rotary embeddings."""
         rope = self.rope(positions)
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
-        mask = attention_mask(document_ids, x.dtype, self.config.head_dim)
+        mask = self.attention_mask(document_ids, x.dtype, self.config.head_dim)
         for layer in self.layers.values():
             x = layer(x, rope, mask)
         x = x if self.norm is None else self.norm(x)

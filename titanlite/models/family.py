@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from titanlite.models.attention import AttentionMask, attention_mask
 from titanlite.models.init import Init
 from titanlite.runtime.errors import Problem
 
@@ -77,9 +78,15 @@ class LanguageModel(nn.Module, ABC):
 
     draws: whether forward also takes `row_keys`, int64 (batch,), and draws its random numbers from them with
     models/randomness.py, so that they are the same on every mesh. Without `row_keys` it draws no random numbers.
+    attention_mask: builds the mask of a forward pass, by default that of models/attention.py; context parallelism may
+    replace it by one for the queries of this rank.
     """
 
     draws: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_mask: Callable[[Tensor | None, torch.dtype, int], AttentionMask | None] = attention_mask
 
     @abstractmethod
     def forward(

@@ -179,7 +179,7 @@ class Attention(nn.Module):
     head_norm_eps: if given, each head of queries and keys is normalized (RMSNorm, one weight vector for all query heads
     and one for all key heads) before it is rotated.
     attend: the attention function, by default that of models/attention.py; generation replaces it by one with a KV
-    cache.
+    cache, and context parallelism by one over several ranks.
     """
 
     def __init__(

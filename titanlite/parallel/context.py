@@ -1,38 +1,44 @@
 """Context parallelism: each rank holds a part of the positions of every row. Only attention needs the others.
 
-Around attention, ranks exchange heads for positions (Jacobs et al., "DeepSpeed Ulysses", 2023): each computes entire
-rows with n_heads / cp of the heads, so that masks and kernels do not change. Nothing is divided by cp: each rank has
-the loss of its positions, and gradients are sums over all ranks.
+"heads": around attention, ranks exchange heads for positions (Jacobs et al., "DeepSpeed Ulysses", 2023): each computes
+entire rows with n_heads / cp of the heads, so that masks and kernels do not change. "gather": each rank gathers all
+keys and values for its queries (Grattafiori et al., "The Llama 3 Herd of Models", 2024, section 3.3.2), whose positions
+are an early and a late part of the row, so that all ranks compute equally many scores.
+
+Nothing is divided by cp: each rank has the loss of its positions, and gradients are sums over all ranks.
 """
 
+import math
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from titanlite.models.attention import AttentionMask, attend
-from titanlite.models.family import DecoderConfig
+from titanlite.models.attention import AttentionMask, attend, attention_mask
+from titanlite.models.family import DecoderConfig, LanguageModel
 from titanlite.models.layers import Attention
-from titanlite.parallel.mesh import ParallelismConfig
+from titanlite.parallel.mesh import ContextParallel, ParallelismConfig, part_of_rows
 from titanlite.runtime.errors import Problem, require
 
 
-def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup | None) -> list[str]:
+def apply_context_parallel(model: LanguageModel, group: dist.ProcessGroup | None, form: ContextParallel) -> list[str]:
     """Let the attention of the model see entire rows, in place; return descriptions for the start log.
 
-    group: the ranks of the cp axis, in the order of their positions; None: there is one.
+    group: the ranks of the cp axis, in the order of `part_of_rows`; None: there is one.
     """
     if group is None:
         return []
     for module in model.modules():
         if isinstance(module, Attention):
-            module.attend = partial(attend_over_ranks, group=group)
-    return ["context parallel"]
+            module.attend = partial(attend_over_heads if form == "heads" else attend_to_gathered, group=group)
+    if form == "gather":
+        model.attention_mask = partial(mask_of_own_queries, group=group)
+    return [f"context parallel ({form})"]
 
 
-def attend_over_ranks(
+def attend_over_heads(
     queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None, *, group: dist.ProcessGroup
 ) -> Tensor:
     """`attend` for this rank's positions: (batch, heads, seq_len / cp, head_dim), the result as the queries.
@@ -45,6 +51,34 @@ def attend_over_ranks(
     queries, keys, values = (_Exchange.apply(x, group, 1, 2) for x in (queries, keys, values))  # type: ignore[no-untyped-call]
     attended: Tensor = _Exchange.apply(attend(queries, keys, values, mask), group, 2, 1)  # type: ignore[no-untyped-call]
     return attended
+
+
+def attend_to_gathered(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None, *, group: dist.ProcessGroup
+) -> Tensor:
+    """As attend_over_heads. mask: of this rank's queries and entire rows of keys, see mask_of_own_queries."""
+    keys, values = (_Gather.apply(x, group) for x in (keys, values))  # type: ignore[no-untyped-call]
+    if mask is None or mask.shape[-2] != queries.shape[2]:
+        raise RuntimeError(
+            'the mask is not one of this rank\'s queries: with parallelism.context_parallel = "gather" a family builds '
+            "it with self.attention_mask"
+        )
+    return attend(queries, keys, values, mask)
+
+
+def mask_of_own_queries(
+    document_ids: Tensor | None, dtype: torch.dtype, head_dim: int, *, group: dist.ProcessGroup
+) -> AttentionMask | None:
+    """`attention_mask` of this rank's queries. document_ids: (batch, seq_len), of entire rows."""
+    if document_ids is None:
+        return None
+    positions = torch.arange(document_ids.shape[1], device=document_ids.device).unsqueeze(0)
+    own = part_of_rows(positions, group.rank(), group.size(), "gather").squeeze(0)
+    return attention_mask(document_ids, dtype, head_dim, own)
+
+
+# The collectives are functional ones, which compiled blocks know.
+_operations = torch.ops._c10d_functional
 
 
 class _Exchange(torch.autograd.Function):
@@ -64,10 +98,31 @@ def _exchange(x: Tensor, group: dist.ProcessGroup, split: int, join: int) -> Ten
     size = group.size()
     sent = torch.stack(x.chunk(size, dim=split))  # (cp, …): a part for each rank
     counts = [1] * size
-    # A functional collective, which compiled blocks know.
-    operations = torch.ops._c10d_functional
-    received = operations.wait_tensor(operations.all_to_all_single(sent, counts, counts, group.group_name))
+    received = _operations.wait_tensor(_operations.all_to_all_single(sent, counts, counts, group.group_name))
     return torch.cat(received.unbind(), dim=join)
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather of this rank's positions, the third of four dimensions, into entire rows in their order. The gradient
+    is the sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        cp = group.size()
+        gathered = _operations.wait_tensor(
+            _operations.all_gather_into_tensor(x.contiguous(), cp, group.group_name)  # joined along the rows
+        )
+        early, late = gathered.unflatten(0, (cp, -1)).chunk(2, dim=3)
+        return torch.cat((*early.unbind(), *late.flip(0).unbind()), dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        cp = ctx.group.size()
+        parts = gradient.chunk(2 * cp, dim=2)
+        by_rank = torch.cat([torch.cat((parts[rank], parts[2 * cp - 1 - rank]), dim=2) for rank in range(cp)])
+        own = _operations.reduce_scatter_tensor(by_rank, "sum", cp, ctx.group.group_name)
+        return _operations.wait_tensor(own), None
 
 
 def check_context(section: ParallelismConfig, model: DecoderConfig, seq_len: int) -> list[Problem]:
@@ -75,7 +130,9 @@ def check_context(section: ParallelismConfig, model: DecoderConfig, seq_len: int
     cp, tp = section.cp, section.tp
     if cp <= 1 or tp < 1:
         return []
-    parts = cp * tp
+    gathers = section.context_parallel == "gather"
+    parts = math.lcm(2 * cp, cp * tp) if gathers else cp * tp
+    what = "2 x parallelism.cp, and by cp x tp:" if gathers else "parallelism.cp x tp ="
     n_heads, n_kv_heads = model.n_heads // tp, model.n_kv_heads // tp
     fits = [size for size in range(1, cp) if n_heads % size == 0 and (n_kv_heads % size == 0 or size % n_kv_heads == 0)]
     return [
@@ -83,15 +140,16 @@ def check_context(section: ParallelismConfig, model: DecoderConfig, seq_len: int
             seq_len % parts == 0,
             "training.seq_len",
             seq_len,
-            f"divisible by parallelism.cp x tp = {parts}: each rank holds an equal part of the positions",
+            f"divisible by {what} {parts}: each rank holds an equal part of the positions",
             f"set training.seq_len = {max(seq_len // parts, 1) * parts}",
         ),
         *require(
-            n_heads % cp == 0 and (n_kv_heads % cp == 0 or cp % max(n_kv_heads, 1) == 0),
+            gathers or (n_heads % cp == 0 and (n_kv_heads % cp == 0 or cp % max(n_kv_heads, 1) == 0)),
             "parallelism.cp",
             cp,
             f"divides n_heads / tp = {n_heads}, and divides n_kv_heads / tp = {n_kv_heads} or is a multiple of it: "
             "ranks share the heads during attention",
-            f"parallelism.cp = {max(fits, default=1)}, and the other ranks for dp_shard, tp or pp",
+            f'parallelism.context_parallel = "gather", which does not; or parallelism.cp = {max(fits, default=1)}, and '
+            "the other ranks for dp_shard, tp or pp",
         ),
     ]

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlite.runtime.distributed import CommConfig, World, set_timeout
@@ -20,6 +22,7 @@ PARAMETER_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 """Axes of torch's DeviceMesh, in which dp_shard stands for dp_shard x cp: parameters are sharded over both."""
 
 GradientSync = Literal["every", "last", "hybrid"]
+ContextParallel = Literal["heads", "gather"]
 ReshardAfterForward = Literal["default", "always", "never"]
 PipelineSchedule = Literal[
     "GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
@@ -37,6 +40,9 @@ class ParallelismConfig:
     leave."""
     cp: int = ranged(1, "1 switches this axis off", least=1)
     """Context-parallel ranks: each holds a part of the positions of every row, and a shard of the parameters."""
+    context_parallel: ContextParallel = "heads"
+    """How attention sees the other positions. heads: ranks exchange positions for heads, and each attends over entire
+    rows with some of the heads. gather: each gathers all keys and values, for models with few heads."""
     tp: int = ranged(1, "1 switches this axis off", least=1)
     """Tensor-parallel ranks: each holds a shard of every matrix, and of the sequence between the matrices."""
     loss_parallel: bool = True
@@ -86,6 +92,7 @@ class Mesh:
     def __init__(self, section: ParallelismConfig, world: World) -> None:
         self.world = world
         self.degrees = resolve_degrees(section, world.size)
+        self.context_parallel = section.context_parallel
         self.coordinate: dict[str, int] = {}
         rest = world.rank
         for axis, degree in reversed(self.degrees.items()):  # the last axis varies fastest
@@ -167,6 +174,19 @@ class Mesh:
     def set_timeout(self, seconds: int) -> None:
         """Set the timeout of later collectives in all groups."""
         set_timeout(self.groups, seconds)
+
+
+def part_of_rows(rows: Tensor, rank: int, cp: int, form: ContextParallel) -> Tensor:
+    """The columns of `rows`, (rows, seq_len), that are positions of a rank: (rows, seq_len / cp).
+
+    "gather": of 2 cp parts, number `rank` and number 2 cp - 1 - rank.
+    """
+    if cp == 1:
+        return rows
+    if form == "heads":
+        return rows.chunk(cp, dim=1)[rank].contiguous()
+    parts = rows.chunk(2 * cp, dim=1)
+    return torch.cat((parts[rank], parts[2 * cp - 1 - rank]), dim=1)
 
 
 def shard_logits(section: ParallelismConfig) -> bool:

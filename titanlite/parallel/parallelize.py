@@ -9,7 +9,7 @@ from titanlite.models.head import LossConfig, OutputLayer
 from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.context import apply_context_parallel
 from titanlite.parallel.data import apply_data_parallel
-from titanlite.parallel.mesh import ReshardAfterForward
+from titanlite.parallel.mesh import ContextParallel, ReshardAfterForward
 from titanlite.parallel.recompute import ActivationCheckpointConfig, apply_recompute, inside_compilation
 from titanlite.parallel.tensor import apply_tensor_parallel
 
@@ -20,6 +20,7 @@ def parallelize(
     mesh: DeviceMesh,
     cp_group: dist.ProcessGroup | None,
     *,
+    context_parallel: ContextParallel,
     shard_logits: bool,
     loss: LossConfig,
     recompute: ActivationCheckpointConfig,
@@ -31,8 +32,8 @@ def parallelize(
     """Apply context, tensor and data parallelism, recomputation and compilation, in place, on the meta device.
 
     model: the full model, or a pipeline stage with the plan of its units. cp_group: of the ranks that hold other
-    positions of the same rows, if there are any. Computes in `param_dtype`, reduces
-    gradients in `reduce_dtype`. Returns descriptions of what was applied, in order, for the start log.
+    positions of the same rows, if there are any. Computes in `param_dtype`, reduces gradients in `reduce_dtype`.
+    Returns descriptions of what was applied, in order, for the start log.
     """
     for head in (module for module in model.modules() if isinstance(module, OutputLayer)):
         head.chunk_tokens = loss.chunk_tokens
@@ -41,7 +42,7 @@ def parallelize(
         head.gathers_logits = not shard_logits
     recompute_first = inside_compilation(recompute)
     return [
-        *apply_context_parallel(model, cp_group),
+        *apply_context_parallel(model, cp_group, context_parallel),
         *apply_tensor_parallel(model, plan, mesh),
         *(apply_recompute(model, plan, recompute) if recompute_first else []),
         *apply_compile(model, plan, compilation),

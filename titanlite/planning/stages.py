@@ -98,6 +98,7 @@ def build_stage(config: JobConfig, mesh: Mesh, index: int) -> Stage:
         plan,
         mesh.device_mesh,
         mesh.cp_group,
+        context_parallel=mesh.context_parallel,
         shard_logits=shard_logits(config.parallelism),
         loss=config.loss,
         recompute=config.activation_checkpoint,

@@ -94,38 +94,46 @@ def relative(value: Tensor, expected: Tensor) -> float:
     return ((value - expected).norm() / expected.norm()).item()
 
 
-MASKS: dict[str, Callable[[Tensor, torch.dtype], Any]] = {
+MASKS: dict[str, Callable[[Tensor, torch.dtype, Tensor | None], Any]] = {
     "additive": additive_mask,
-    "blocks": lambda document_ids, _dtype: block_mask(document_ids),
+    "blocks": lambda document_ids, _dtype, queries: block_mask(document_ids, queries),
 }
+
+SOME = torch.cat((torch.arange(3, 10), torch.arange(120, 150)))
+"""Positions of some queries, as one rank of context parallelism has them."""
 
 
 @pytest.mark.usefixtures("composed")
 @pytest.mark.parametrize(
-    ("heads", "form"),
+    ("heads", "form", "queries"),
     [
-        (HEADS[0], "additive"),
-        (HEADS[1], "additive"),
-        pytest.param(HEADS[0], "blocks", marks=pytest.mark.soak),
-        pytest.param(HEADS[1], "blocks", marks=pytest.mark.slow),
+        (HEADS[0], "additive", None),
+        (HEADS[1], "additive", None),
+        (HEADS[1], "additive", SOME),
+        pytest.param(HEADS[0], "blocks", None, marks=pytest.mark.soak),
+        pytest.param(HEADS[1], "blocks", None, marks=pytest.mark.slow),
+        pytest.param(HEADS[1], "blocks", SOME, marks=pytest.mark.slow),
     ],
 )
-def test_every_mask_form_matches_the_definition(heads: tuple[int, int, int], form: str) -> None:
+def test_every_mask_form_matches_the_definition(heads: tuple[int, int, int], form: str, queries: Tensor | None) -> None:
     """Forward and backward; other documents cause no recompilation."""
     for number, starts in enumerate((STARTS, *OTHER_STARTS)):
         document_ids = ids_of(*starts)
         inputs = projections(heads, len(STARTS), torch.float64, grad=True)
         expected = by_definition(*inputs, document_ids)
+        some = inputs[0]
+        if queries is not None:
+            expected, some = expected[:, :, queries], inputs[0][:, :, queries]
         with torch._dynamo.config.patch(error_on_recompile=number > 0):
-            mask = MASKS[form](document_ids, torch.float64)
-            out = attend(*inputs, mask)
+            mask = MASKS[form](document_ids, torch.float64, queries)
+            out = attend(some, *inputs[1:], mask)
         assert relative(out, expected) < 1e-14
         upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         for found, wanted in zip(
             torch.autograd.grad(out, inputs, upstream), torch.autograd.grad(expected, inputs, upstream), strict=True
         ):
             assert relative(found, wanted) < 1e-13
-        if isinstance(mask, BlockMask):
+        if isinstance(mask, BlockMask) and queries is None:
             assert torch.equal(mask.to_dense()[:, 0], visible_blocks(document_ids)), (
                 "blocks without visible scores must be left out"
             )
@@ -157,8 +165,8 @@ def test_choice_of_the_mask_form(
     device: str, dtype: torch.dtype, head_dim: int, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert mask_form(device, dtype, head_dim) == form
-    monkeypatch.setattr(attention, "block_mask", lambda _ids: "blocks")
-    monkeypatch.setattr(attention, "additive_mask", lambda _ids, _dtype: "scores")
+    monkeypatch.setattr(attention, "block_mask", lambda *_: "blocks")
+    monkeypatch.setattr(attention, "additive_mask", lambda *_: "scores")
     with FakeTensorMode():
         document_ids = torch.zeros(2, 8, dtype=torch.int64, device=device)
         assert attention_mask(document_ids, dtype, head_dim) == form
@@ -310,7 +318,7 @@ def test_block_masks_in_recomputed_and_compiled_blocks(
     """As on a GPU: each transformer block gets a BlockMask, and other documents cause no recompilation."""
     document_ids = ids_of([40, 41], [127])
     expected = gradients(small_model(), document_ids)
-    monkeypatch.setattr(attention, "additive_mask", lambda document_ids, _dtype: block_mask(document_ids))
+    monkeypatch.setattr(attention, "additive_mask", lambda document_ids, *_: block_mask(document_ids))
     model, units = small_model(), plan(CONFIG)
     compilation = CompileConfig(enable=compile_blocks, backend="aot_eager")
     by_op = policy.mode == "selective"
