@@ -8,11 +8,13 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from tests.distributed.gradients import build_on_mesh
+from tests.distributed.layouts import GATHER
 from tests.distributed.reference import global_batch, rank_batches, small_config
 from tests.pool import run_ranks
 from titanlite.planning.estimate import estimate
 
-# Data and tensor parallelism call different torch operations, which identifies their axes.
+# Data and tensor parallelism call different torch operations, which identifies their axes. Context parallelism that
+# gathers calls those of tensor parallelism.
 OPERATIONS = {
     "c10d::_allgather_base_": "dp_shard all-gather",
     "c10d::_reduce_scatter_base_": "dp_shard reduce-scatter",
@@ -39,6 +41,7 @@ LAYOUTS: dict[int, list[list[str]]] = {
         ["parallelism.fsdp_reshard_after_forward=always", *DEEP],
         TP,
         ["parallelism.cp=2", *DEEP],
+        ["parallelism.cp=2", "activation_checkpoint.mode=full", *GATHER, *DEEP],
         ["parallelism.loss_parallel=false", "activation_checkpoint.mode=full", *TP],
     ],
     4: [
@@ -74,7 +77,8 @@ def calls_and_bytes(layouts: list[list[str]]) -> list[tuple[dict[str, int], int]
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
             trainer.train_step(batches)
         events = profiler.events()
-        calls = Counter(OPERATIONS[event.name] for event in events if event.name in OPERATIONS)
+        names = (OPERATIONS[event.name] for event in events if event.name in OPERATIONS)
+        calls = Counter(name if config.parallelism.tp > 1 else name.replace("tp", "cp") for name in names)
         inputs = [e.input_shapes[0] for e in events if e.name in ("gloo:all_gather", "gloo:send")]
         found.append((dict(calls), sum(math.prod(shape) for shape in inputs)))
     return found

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from tests.distributed.gradients import build_on_mesh
+from tests.distributed.layouts import GATHER
 from tests.distributed.reference import small_config
 from tests.pool import run_ranks
 from titanlite.batch import Batch
@@ -48,6 +49,7 @@ KEPT_LAYOUTS = {
     "tp 2, full logits": (2, ["parallelism.tp=2", "parallelism.loss_parallel=false"]),
     "1 process, qwen3": (1, QWEN3),
     "cp 2": (2, ["parallelism.cp=2", "parallelism.fsdp_reshard_after_forward=never"]),
+    "cp 2, gather": (2, ["parallelism.cp=2", *GATHER, "parallelism.fsdp_reshard_after_forward=never"]),
 }
 STEP_LAYOUTS = {
     "1 process": (1, []),
@@ -156,8 +158,11 @@ def planned_kept(world_size: int, settings: list[str]) -> int:
     (stage,) = rank.stages
     size = DTYPES[config.training.mixed_precision_param].itemsize
     sharded = shard_logits(config.parallelism)
+    gathers_keys = config.parallelism.context_parallel == "gather"
     shape = MicrobatchShape(
-        *(ROWS, SEQ_LEN, config.parallelism.cp, config.parallelism.tp, size, 4, CPU_CHUNK_TOKENS, sharded, False)
+        *(ROWS, SEQ_LEN, config.parallelism.cp, config.parallelism.tp, size, 4, CPU_CHUNK_TOKENS, sharded, False),
+        mask="scores" if gathers_keys else None,
+        gathers_keys=gathers_keys,
     )
     activations = activation_bytes(hyper_parameters, family.plan(hyper_parameters), shape)
     casts = DTYPES[config.training.dtype].itemsize != size
@@ -253,7 +258,9 @@ def test_additional_bytes_of_documents_in_a_row() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-@pytest.mark.parametrize("layout", ["tp 2", "cp 2", pytest.param("tp 2, full logits", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "layout", ["tp 2", "cp 2", "cp 2, gather", pytest.param("tp 2, full logits", marks=pytest.mark.soak)]
+)
 def test_bytes_kept_by_a_microbatch_on_two_ranks(layout: str) -> None:
     errors = kept_errors(layout, "float32")
     assert {mode: error for mode, error in errors.items() if abs(error) > 0.02} == {}

@@ -107,7 +107,10 @@ def describe_attention(config: JobConfig, device: torch.device) -> str | None:
     if device.type == "cpu" or not isinstance(hyper_parameters, DecoderConfig):
         return None
     dtype, tp = DTYPES[config.training.mixed_precision_param], config.parallelism.tp
-    if config.data.document_mask and mask_form(device.type, dtype, hyper_parameters.head_dim) == "blocks":
+    gathers_keys = config.parallelism.cp > 1 and config.parallelism.context_parallel == "gather"
+    if (config.data.document_mask or gathers_keys) and mask_form(
+        device.type, dtype, hyper_parameters.head_dim
+    ) == "blocks":
         return "FlexAttention"
     cp = config.parallelism.cp
     heads = (hyper_parameters.n_heads // (tp * cp), max(hyper_parameters.n_kv_heads // (tp * cp), 1))

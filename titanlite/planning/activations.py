@@ -14,7 +14,8 @@ class MicrobatchShape:
 
     loss_chunk: positions whose logits exist at the same time. shard_logits: whether each rank has the logits of its
     part of the vocabulary only. recomputes_logits: whether the head's backward pass computes them again, as with a
-    pipeline. mask: the form of the document mask; None: each row is one document.
+    pipeline. mask: the form of the mask; None: causal. gathers_keys: whether each of the cp ranks attends to gathered
+    keys and values, instead of exchanging positions for heads.
     """
 
     rows: int
@@ -27,6 +28,7 @@ class MicrobatchShape:
     shard_logits: bool
     recomputes_logits: bool
     mask: MaskForm | None = None
+    gathers_keys: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class ActivationBytes:
     block: one transformer block; block_by_op: with the recompute policy "op"; block_input: with full recomputation.
     block_backward: additional memory of the backward pass of one block. embedding, head: first and last FSDP unit.
     loss: additional memory while the head computes the loss, or its gradients.
-    documents: document mask and positions, shared by all blocks of a stage.
+    documents: mask and positions, shared by all blocks of a stage.
     """
 
     block: int
@@ -58,17 +60,23 @@ def activation_bytes(config: DecoderConfig, plan: Plan, shape: MicrobatchShape) 
     """
     head_norms = "head_norm" in plan.tensor_styles.values()
     positions, tp, size = shape.rows * shape.seq_len // shape.cp, shape.tp, shape.element_bytes
-    # During attention, a rank has entire rows of 1 / cp of the heads, at least one of keys and values.
-    n_kv_heads = max(config.n_kv_heads, shape.cp * tp) if shape.cp > 1 else config.n_kv_heads
-    query_dim, kv_dim = config.n_heads * config.head_dim, n_kv_heads * config.head_dim
+    exchanges_heads = shape.cp > 1 and not shape.gathers_keys
+    # During attention, a rank has entire rows of 1 / cp of the heads, at least one of keys and values, or entire rows
+    # of keys and values.
+    n_kv_heads = max(config.n_kv_heads, shape.cp * tp) if exchanges_heads else config.n_kv_heads
+    rows_of_keys = shape.cp if shape.gathers_keys else 1
+    query_dim, kv_dim = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     wide = max(size, 4)  # bytes per element of the operations in at least float32
     residual = positions * config.dim * size // tp
     gathered = positions * config.dim * size
     heads = positions * (query_dim + 2 * kv_dim) * size // tp  # queries, keys, values
+    attention_inputs = positions * (query_dim + 2 * rows_of_keys * n_kv_heads * config.head_dim) * size // tp
     attended = positions * query_dim * size // tp
     # copies in a wider dtype: saved in place of queries, keys and values, and beside the result, as after an exchange
     wider = shape.attention_bytes / size
-    attention = int(heads * wider) + attended + (int(attended * wider) if wider > 1 or shape.cp > 1 else 0)
+    attention = (
+        int(attention_inputs * wider) + attended + (int(attended * wider) if wider > 1 or exchanges_heads else 0)
+    )
     logsumexp = positions * config.n_heads * wide // tp
     hidden = positions * config.ffn_dim * size // tp
     norm = _norm_bytes(config.dim, positions // tp, size, wide)
@@ -98,10 +106,11 @@ def activation_bytes(config: DecoderConfig, plan: Plan, shape: MicrobatchShape) 
 
 
 def _document_bytes(config: DecoderConfig, shape: MicrobatchShape, wide: int) -> int:
-    """Cosines and sines per position, and one element per pair of positions. Block-mask tables are neglected."""
+    """Cosines and sines per position, and one element per query and key. Block-mask tables are neglected."""
     has_positions = shape.mask is not None or shape.cp > 1
     tables = shape.seq_len // shape.cp * 2 * config.head_dim * wide if has_positions else 0
-    pairs = shape.seq_len**2 * shape.attention_bytes if shape.mask == "scores" else 0
+    queries = shape.seq_len // (shape.cp if shape.gathers_keys else 1)
+    pairs = queries * shape.seq_len * shape.attention_bytes if shape.mask == "scores" else 0
     return shape.rows * (tables + pairs)
 
 

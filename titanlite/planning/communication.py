@@ -46,8 +46,8 @@ class Traffic:
 class StepShape:
     """The inputs of the traffic formulas besides the stage. sizes: of the mesh axes; dp_shard stands for dp_shard x cp.
     sync: None with a pipeline. microbatches: per optimizer step, of `positions` positions of this rank each,
-    `loss_chunk` of them per chunk of the loss. exchanged: elements per position that attention exchanges over cp.
-    schedule_steps: runs of the actions per optimizer step. device_type: "cuda" or "cpu"."""
+    `loss_chunk` of them per chunk of the loss. exchanged: elements per position that attention exchanges, or gathers,
+    over cp. schedule_steps: runs of the actions per optimizer step. device_type: "cuda" or "cpu"."""
 
     device_type: str
     sizes: Mapping[str, int]
@@ -70,7 +70,7 @@ def stage_traffic(
     """The traffic of one stage. The traffic of a rank is the sum over its stages."""
     found = [
         *_data_parallel(stage, section, shape),
-        *_context_parallel(stage, recompute, shape),
+        *_context_parallel(stage, section, recompute, shape),
         *_tensor_parallel(stage, section, recompute, shape),
         *_pipeline(stage, section, shape),
     ]
@@ -124,12 +124,20 @@ def _data_parallel(stage: Stage, section: ParallelismConfig, shape: StepShape) -
     ]
 
 
-def _context_parallel(stage: Stage, recompute: ActivationCheckpointConfig, shape: StepShape) -> list[Traffic]:
-    """Each block exchanges queries, keys, values and the result of attention per direction, and if it is recomputed."""
-    passes = 2 * len(stage.blocks) + sum(recomputes(recompute, index) for index in stage.blocks)
-    calls = 4 * passes * shape.microbatches
-    size = passes * shape.microbatches * shape.positions * shape.exchanged * shape.param_bytes
-    return [Traffic("cp", "all-to-all", calls, size, shape.sizes["cp"])]
+def _context_parallel(
+    stage: Stage, section: ParallelismConfig, recompute: ActivationCheckpointConfig, shape: StepShape
+) -> list[Traffic]:
+    """Each block exchanges queries, keys, values and the result of attention per direction, and if it is recomputed; or
+    gathers keys and values, also if it is recomputed, and scatters their gradients."""
+    cp, backward = shape.sizes["cp"], len(stage.blocks) * shape.microbatches
+    forward = backward + sum(recomputes(recompute, index) for index in stage.blocks) * shape.microbatches
+    part = shape.positions * shape.exchanged * shape.param_bytes
+    if section.context_parallel == "heads":
+        return [Traffic("cp", "all-to-all", 4 * (forward + backward), (forward + backward) * part, cp)]
+    return [
+        Traffic("cp", "all-gather", 2 * forward, forward * part * cp, cp),
+        Traffic("cp", "reduce-scatter", 2 * backward, backward * part * cp, cp),
+    ]
 
 
 def _tensor_parallel(

@@ -101,7 +101,10 @@ def _step_shape(config: JobConfig, mesh: Mesh, actions: Sequence[Action], device
     training, cp, tp = config.training, config.parallelism.cp, config.parallelism.tp
     rows, microbatches, schedule_steps = _microbatches(config, mesh.data_degree)
     _, model = resolve_model(config.model)
-    heads = 2 * (model.n_heads // tp) + 2 * max(model.n_kv_heads // tp, cp)  # of queries, results, keys and values
+    if config.parallelism.context_parallel == "gather":
+        heads = 2 * (model.n_kv_heads // tp)
+    else:
+        heads = 2 * (model.n_heads // tp) + 2 * max(model.n_kv_heads // tp, cp)  # of queries, results, keys and values
     return StepShape(
         device_type=device_type,
         sizes=mesh.degrees | {"dp_shard": mesh.degrees["dp_shard"] * cp},
@@ -130,6 +133,7 @@ def _memory(config: JobConfig, stages: Sequence[Stage], shape: StepShape, device
     section, training = config.parallelism, config.training
     family, model = resolve_model(config.model)
     compute_dtype = DTYPES[training.mixed_precision_param]
+    gathers_keys = section.cp > 1 and section.context_parallel == "gather"
     microbatch = MicrobatchShape(
         rows=shape.positions * section.cp // training.seq_len,
         seq_len=training.seq_len,
@@ -140,7 +144,10 @@ def _memory(config: JobConfig, stages: Sequence[Stage], shape: StepShape, device
         loss_chunk=shape.loss_chunk,
         shard_logits=shard_logits(section),
         recomputes_logits=section.pp > 1,
-        mask=mask_form(device_type, compute_dtype, model.head_dim) if config.data.document_mask else None,
+        mask=mask_form(device_type, compute_dtype, model.head_dim)
+        if config.data.document_mask or gathers_keys
+        else None,
+        gathers_keys=gathers_keys,
     )
     activations = activation_bytes(model, family.plan(model), microbatch)
     return rank_memory(stages, section, config.activation_checkpoint, config.optimizer, shape, activations)

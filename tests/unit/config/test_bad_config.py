@@ -214,6 +214,9 @@ BAD = [
         argv="--parallelism.cp 3 --training.seq_len 30 --model.n_heads 4 --model.n_kv_heads 2 --model.dim 64"),
     Bad("training.seq_len", "divisible by parallelism.cp x tp = 2", "30", world_size=2,
         argv="--parallelism.cp 2 --training.seq_len 31"),
+    Bad("training.seq_len", "divisible by 2 x parallelism.cp, and by cp x tp: 6", "24", world_size=3,
+        argv="--parallelism.cp 3 --parallelism.context_parallel gather --training.seq_len 27 --model.n_heads 4 "
+             "--model.n_kv_heads 2 --model.dim 64"),
     Bad("parallelism.dp_shard", "-1 or at least 1", "1", argv="--parallelism.dp_shard 0"),
     Bad("parallelism.tp", "at least 1", "1", argv="--parallelism.tp 0"),
     Bad("parallelism.pp", "at least 1", "1", argv="--parallelism.pp -2"),
