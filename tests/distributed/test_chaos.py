@@ -28,6 +28,7 @@ MESHES = (
     Mesh(2, ("--parallelism.tp", "2")),
     Mesh(2, ("--parallelism.dp_replicate", "2")),
     Mesh(2, ("--parallelism.pp", "2")),
+    Mesh(2, ("--parallelism.cp", "2")),
 )
 SHORT = ["a killed rank", "SIGUSR1 to a rank", "a full disk", "a flipped bit"]
 EACH_TWICE = [*FAULTS, *FAULTS]

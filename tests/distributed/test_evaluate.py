@@ -69,13 +69,13 @@ def state_of(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
-def test_numbers_are_those_of_the_validation_in_the_run(trained: Path, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "settings"), [(0, ()), (2, ()), (2, ("--parallelism.cp", "2"))])
+def test_numbers_are_those_of_the_validation_in_the_run(trained: Path, ranks: int, settings: tuple[str, ...]) -> None:
     """A job uses the folder meanwhile; its files do not change."""
     (row,) = (row for row in rows(trained / "out") if "validation/loss" in row)
     with job_lock(str(trained / "out"), 0, take_over=False, environment=os.environ):
         before = state_of(trained / "out")
-        program = start_evaluation(trained, ranks=ranks)
+        program = start_evaluation(trained, *settings, ranks=ranks)
         assert program.wait() == 0, program.output
         assert state_of(trained / "out") == before
     found = result(trained)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.layouts import GATHER
 from tests.distributed.resuming import Outcome, Start, numbers, start_runs
 
 pytestmark = pytest.mark.slow
@@ -16,6 +17,7 @@ ROUND = (
     (2, ("parallelism.dp_shard=2", ASYNC)),
     (4, ("parallelism.tp=2", "parallelism.pp=2", SYNC)),
     (2, ("parallelism.dp_replicate=2", ASYNC)),
+    (2, ("parallelism.cp=2", ASYNC)),
     (1, (SYNC,)),
 )
 INTERLEAVED = (
@@ -27,6 +29,7 @@ INTERLEAVED = (
 FOUR = (
     (4, ("parallelism.dp_replicate=2", "parallelism.dp_shard=2")),
     (4, ("parallelism.dp_shard=2", "parallelism.tp=2", ASYNC)),
+    (4, ("parallelism.dp_replicate=2", "parallelism.cp=2", *GATHER)),
     (4, ("parallelism.pp=2", "parallelism.dp_shard=2", "parallelism.pp_schedule=ZBVZeroBubble")),
     (2, ("parallelism.tp=2", ASYNC)),
 )
