@@ -60,7 +60,7 @@ def all_cases(
         pytest.param(2, "float64", marks=pytest.mark.slow),
         pytest.param(1, "float32", marks=pytest.mark.slow),
         pytest.param(2, "float32", marks=pytest.mark.soak),
-        pytest.param(4, "float64", marks=pytest.mark.slow),
+        pytest.param(4, "float64", marks=pytest.mark.soak),
     ],
 )
 def test_gradients_are_those_of_one_process(world_size: int, dtype: str) -> None:

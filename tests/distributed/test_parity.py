@@ -97,7 +97,7 @@ def test_layouts_of_several_world_sizes_agree(more: str, config_file: Path) -> N
         assert worst <= 1e-11 if one["dtypes"][0] == "float64" else 1e-4 < worst < 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="V schedules need torch 2.12")
 def test_split_backward_passes_work_with_resharded_units(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Stages with several layers and sharded parameters, for which unpatched torch loses gradients."""

@@ -154,7 +154,7 @@ FORGOTTEN = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_each_missing_part_of_the_state_is_detected(tmp_path: Path) -> None:
     """Otherwise the comparisons above would test nothing."""
     drawing = ("model.family=drawing",)

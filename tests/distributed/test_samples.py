@@ -87,8 +87,11 @@ def run(layouts: Sequence[Layout]) -> list[list[tuple[str, str]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layouts",
-    [[layout for layout in QUICK if layout.world_size == 2], FOUR, [Layout((1, 1, 1, 1), COMPILE)]],
-    ids=["two ranks", "four ranks", "compiled"],
+    [
+        pytest.param([layout for layout in QUICK if layout.world_size == 2], id="two ranks"),
+        pytest.param(FOUR, id="four ranks", marks=pytest.mark.soak),
+        pytest.param([Layout((1, 1, 1, 1), COMPILE)], id="compiled"),
+    ],
 )
 def test_samples_are_those_of_one_process_and_do_not_change_training(layouts: Sequence[Layout]) -> None:
     ranks = run_ranks(run, layouts[0].world_size, layouts)

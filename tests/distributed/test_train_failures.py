@@ -228,7 +228,11 @@ CHECKPOINTS = ["--checkpoint.enable", "true", "--checkpoint.interval", "1"]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "resumes"),
-    [("kill", False), ("hang-data", True), ("stop-save", False), pytest.param("hang", False, marks=pytest.mark.soak)],
+    [
+        ("kill", False),
+        ("stop-save", False),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in (("hang-data", True), ("hang", False))),
+    ],
 )
 def test_a_rank_that_is_killed_or_hangs_is_named(fault: str, resumes: bool, tmp_path: Path, start: Starter) -> None:
     """One message, by a rank that waits for it, and an exit within 5 s after the timeout; files show where ranks are.

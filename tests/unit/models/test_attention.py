@@ -297,8 +297,8 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 POLICIES = [
-    pytest.param(ActivationCheckpointConfig(), 1, id="none"),
-    pytest.param(ActivationCheckpointConfig("full"), 2, id="full"),
+    pytest.param(ActivationCheckpointConfig(), 1, id="none", marks=pytest.mark.soak),
+    pytest.param(ActivationCheckpointConfig("full"), 2, id="full", marks=pytest.mark.soak),
     pytest.param(ActivationCheckpointConfig("selective", "op"), 1, id="op"),
 ]
 """The policy, and how often each block computes its attention."""
