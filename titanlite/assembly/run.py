@@ -236,7 +236,10 @@ def fetch_imported(config: JobConfig, world: World, store: dist.Store) -> ModelF
     if not config.checkpoint.initial_load_path.startswith(PREFIX):
         return None
     source = imported_from(config.checkpoint, config.job.dump_folder)
-    return fetch_source(source, *resolve_model(config.model), world, store, config.comm.init_timeout_s)
+    return fetch_source(
+        *(source, *resolve_model(config.model), world, store, config.comm.init_timeout_s),
+        accepts_rope="rope" in config.checkpoint.accept_changes,
+    )
 
 
 def build_recorder(

@@ -17,6 +17,14 @@ _REMEDIES = {
     "streams_version": "resume with a titanlite of that version",
     "imported_from": "an import holds weights only: start a new run from them, see the last line",
 }
+# Hyper-parameters that older checkpoints do not have, and the value they trained with.
+_ADDED_TO_MODEL = {
+    "rope_scaling_factor": 1.0,
+    "rope_beta_fast": 32.0,
+    "rope_beta_slow": 1.0,
+    "rope_original_seq_len": 32_768,
+}
+_ACCEPTED = "accepted change since the checkpoint"
 _REMOVED = (
     "a source cannot be removed, also not with checkpoint.accept_changes: keep it; with a small weight, and weights of "
     "the others, it is rarely used"
@@ -55,12 +63,18 @@ def check_facts(
             found = [f"data: {line}" for line in describe_difference(before, after)]
             if num_sources(after) < num_sources(before):
                 is_accepted, remedy = False, _REMOVED
+        elif name == "model":
+            added = {key: value for key, value in _ADDED_TO_MODEL.items() if key in now.get(name, {})}
+            found = list(differences(added | saved.get(name, {}), now.get(name), name))
+            rope = [line for line in found if line.startswith("model.rope_")] if "rope" in accepted else []
+            lines += [f"{_ACCEPTED}: {line}" for line in rope]
+            found = [line for line in found if line not in rope]
         else:
             found = list(differences(saved.get(name), now.get(name), name))
         if not found:
             continue
         if is_accepted:
-            lines += [f"accepted change since the checkpoint: {line}" for line in found]
+            lines += [f"{_ACCEPTED}: {line}" for line in found]
         else:
             refused.append("\n".join([*(f"  {line}" for line in found), f"    remedy: {remedy}"]))
     if refused:

@@ -8,7 +8,7 @@ from typing import Literal
 from titanlite.runtime.errors import Problem, check_ranges, ranged, require
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
-Changeable = Literal["data", "tokenizer", "init_version"]
+Changeable = Literal["data", "tokenizer", "init_version", "rope"]
 """Facts that accept_changes can accept; the resumed run then differs from an uninterrupted one."""
 Verify = Literal["full", "size", "off"]
 
@@ -46,7 +46,8 @@ class CheckpointConfig:
     last_save_model_only: bool = False
     """Save the last step without optimizer and position in the data: smaller, but no run can resume from it."""
     accept_changes: tuple[Changeable, ...] = ()
-    """Differences from the checkpoint to accept: data, tokenizer, init_version."""
+    """Differences from the checkpoint, or from an imported model, to accept. rope: the keys model.rope_*, as in a run
+    that extends the context."""
 
 
 def check_checkpoint(section: CheckpointConfig, device_type: str, taken: Collection[str] = ()) -> list[Problem]:

@@ -9,7 +9,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -192,6 +192,9 @@ class StartFinder:
         read = run_on_all_ranks(fill, self.group)
         fingerprint = run_on_rank_0(folder.tokenizer_fingerprint, self.group)
         self._warn_of_tokenizer(fingerprint, folder.name)
+        theirs = {"family": folder.family.name, **asdict(folder.hyper_parameters)}
+        for line in differences(theirs, self.about.facts["model"], "model"):
+            log.info("Changed from the imported model: %s", line.replace("in the checkpoint", "there"))
         log.info(
             "Start: new run at step 0 with the weights of %s, %s, %.1f MiB read by rank 0, %.2f s",
             *(folder.name, folder.describe(next(iter(tensors.values())).dtype)),

@@ -73,7 +73,11 @@ def _check_places(config: JobConfig) -> list[Problem]:
             vocab_size=model.vocab_size,
         ),
         *check_start(config.checkpoint, config.job.dump_folder),
-        *(check_source(imported, family, model) if imported else ()),
+        *(
+            check_source(imported, family, model, accepts_rope="rope" in config.checkpoint.accept_changes)
+            if imported
+            else ()
+        ),
     ]
 
 

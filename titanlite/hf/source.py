@@ -39,8 +39,8 @@ def open_source(text: str) -> ModelFolder:
     return open_snapshot(model, download(model))
 
 
-def check_source(text: str, family: Family, hyper_parameters: Any) -> list[Problem]:
-    """Check initial_load_path with local files only. text: including "hf:"."""
+def check_source(text: str, family: Family, hyper_parameters: Any, *, accepts_rope: bool = False) -> list[Problem]:
+    """Check initial_load_path with local files only. text: including "hf:". accepts_rope: see check_model."""
     where = text.removeprefix(PREFIX)
     path = Path(where)
     if where.startswith("~"):
@@ -54,11 +54,16 @@ def check_source(text: str, family: Family, hyper_parameters: Any) -> list[Probl
         folder = open_folder(text, path)
     except UserError as error:
         return [Problem(KEY, text, RULE, f"fix this folder, or choose another one: {error}")]
-    return check_model(folder, family, hyper_parameters)
+    return check_model(folder, family, hyper_parameters, accepts_rope=accepts_rope)
 
 
-def check_model(folder: ModelFolder, family: Family, hyper_parameters: Any) -> list[Problem]:
-    """One problem for each hyper-parameter of [model] that differs from the folder's model."""
+def check_model(
+    folder: ModelFolder, family: Family, hyper_parameters: Any, *, accepts_rope: bool = False
+) -> list[Problem]:
+    """One problem for each hyper-parameter of [model] that differs from the folder's model.
+
+    accepts_rope: those of rotary embeddings, rope_*, may differ.
+    """
     rule = f"that of {CONFIG_FILE} in {folder.name}"
     if folder.family.name != family.name:
         remedy = f'write family = "{folder.family.name}" in [model]'
@@ -66,17 +71,27 @@ def check_model(folder: ModelFolder, family: Family, hyper_parameters: Any) -> l
     problems = []
     for field in fields(hyper_parameters):
         ours, theirs = getattr(hyper_parameters, field.name), getattr(folder.hyper_parameters, field.name)
-        if ours != theirs and field.name not in _MAY_DIFFER:
+        is_rope = field.name.startswith("rope_")
+        if ours != theirs and field.name not in _MAY_DIFFER and not (is_rope and accepts_rope):
             value = str(theirs).lower() if isinstance(theirs, bool) else repr(theirs)
             remedy = f"write {field.name} = {value} in [model]"
             if field.name == "vocab_size":
                 remedy += ", and use the folder's tokenizer: the embedding has one row for each of its tokens"
+            if is_rope:
+                remedy += '; to extend the context: checkpoint.accept_changes = ["rope"]'
             problems.append(Problem(f"model.{field.name}", ours, f"{rule}, {value}", remedy))
     return problems
 
 
 def fetch_source(
-    text: str, family: Family, hyper_parameters: Any, world: World, store: dist.Store, timeout_s: int
+    text: str,
+    family: Family,
+    hyper_parameters: Any,
+    world: World,
+    store: dist.Store,
+    timeout_s: int,
+    *,
+    accepts_rope: bool = False,
 ) -> ModelFolder | None:
     """Open the folder with the initial weights on each rank's node, after a download if needed; None if `text` is "".
 
@@ -102,7 +117,7 @@ def fetch_source(
         # Wait for the other nodes: a long download must not exceed the time limit of the next exchange.
         store.set(f"ready/{world.rank}", "")
         _wait(store, "ready", range(world.size), timeout_s)
-    problems = check_model(folder, family, hyper_parameters)
+    problems = check_model(folder, family, hyper_parameters, accepts_rope=accepts_rope)
     if problems:
         raise ConfigError(problems)
     return folder

@@ -87,10 +87,10 @@ def refuse_invalid(problems: Sequence[Problem], names: Mapping[str, str]) -> Non
         raise UserError(f"config.json: {names.get(name, name)} = {first.value!r}: {first.rule} (as {first.key})")
 
 
-def rope_fields(fields: Mapping[str, Any], scaled: str | None) -> tuple[float, Mapping[str, Any]]:
+def rope_fields(fields: Mapping[str, Any], scaled: str) -> tuple[float, Mapping[str, Any]]:
     """(theta, fields of the scaling or {}), from rope_parameters (transformers 5) or rope_theta and rope_scaling.
 
-    scaled: the supported type of scaling, or None. Raises UserError for any other type.
+    scaled: the supported type of scaling. Raises UserError for any other type.
     """
     # If both are present, transformers takes rope_scaling.
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
@@ -99,8 +99,7 @@ def rope_fields(fields: Mapping[str, Any], scaled: str | None) -> tuple[float, M
     refuse_other(found, {"partial_rotary_factor": 1.0})
     kind = found.get("rope_type") or found.get("type") or "default"
     if kind not in ("default", scaled):
-        types = " and ".join(repr(one) for one in ("default", scaled) if one)
-        raise UserError(f"config.json: {name}.rope_type = {kind!r}: this family supports only {types}")
+        raise UserError(f"config.json: {name}.rope_type = {kind!r}: this family supports only 'default' and {scaled!r}")
     if found.get("rope_theta") is None:
         raise UserError(
             "config.json: rope_theta is missing: add the value that the model was trained with; transformers would "

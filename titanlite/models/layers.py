@@ -6,7 +6,7 @@ Operations in higher precision use promote_types(dtype, float32), so a float64 m
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,20 @@ from torch.nn import functional
 from titanlite.models.attention import AttentionMask, attend
 
 
+class RopeScaling(Protocol):
+    """A scaling of rotary wavelengths, for contexts longer than in pretraining."""
+
+    @property
+    def table_factor(self) -> float:
+        """Factor of all cosines and sines."""
+
+    def apply(self, inv_freq: Tensor) -> Tensor:
+        """Scale `inv_freq`, theta^(-2 i / head_dim) radians per position, (head_dim / 2,); same shape and dtype."""
+
+
 @dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's scaling of rotary wavelengths for contexts longer than in pretraining.
+class Llama3Scaling:
+    """Llama 3.1's scaling.
 
     Source: Grattafiori et al., "The Llama 3 Herd of Models" (2024), and the code published with its weights.
     factor: by which long wavelengths are multiplied; 1 changes nothing.
@@ -29,13 +40,46 @@ class RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_seq_len: int
+    table_factor: ClassVar[float] = 1.0
 
     def apply(self, inv_freq: Tensor) -> Tensor:
-        """Scale `inv_freq`, in radians per position; same shape and dtype."""
         turns = inv_freq * (self.original_seq_len / (2 * math.pi))  # full turns within the original context
         unscaled = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         unscaled = unscaled.clamp(0.0, 1.0)
         return inv_freq * (unscaled + (1.0 - unscaled) / self.factor)
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN's scaling (Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", 2023).
+
+    factor: by which long wavelengths are multiplied. theta: base of the wavelengths. beta_fast, beta_slow: pairs that
+    make more than beta_fast turns within original_seq_len are unchanged, those with less than beta_slow are multiplied
+    by `factor`, those between are interpolated linearly in their index, from whole indexes on, as in the code
+    published with the paper. Attention scores grow by table_factor^2.
+    """
+
+    factor: float
+    theta: float
+    beta_fast: float
+    beta_slow: float
+    original_seq_len: int
+
+    @property
+    def table_factor(self) -> float:
+        return 0.1 * math.log(self.factor) + 1.0
+
+    def apply(self, inv_freq: Tensor) -> Tensor:
+        pairs = len(inv_freq)
+        first = max(math.floor(self._index(self.beta_fast, pairs)), 0)
+        last = min(math.ceil(self._index(self.beta_slow, pairs)), 2 * pairs - 1)
+        stretched = torch.arange(pairs, dtype=inv_freq.dtype) - first
+        stretched = (stretched / (last - first if last > first else 0.001)).clamp(0.0, 1.0)
+        return inv_freq * (1.0 - stretched) + inv_freq / self.factor * stretched
+
+    def _index(self, turns: float, pairs: int) -> float:
+        """The index of the pair, as a real number, that makes so many turns within original_seq_len."""
+        return pairs * math.log(self.original_seq_len / (turns * 2 * math.pi)) / math.log(self.theta)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -84,7 +128,8 @@ class _RMSNormOnCPU(torch.autograd.Function):
 
 
 class RotaryTables:
-    """Cosines and sines of one forward pass: (seq_len or more, head_dim), or (batch, seq_len, head_dim).
+    """Cosines and sines of one forward pass: (seq_len or more, head_dim), or (batch, seq_len, head_dim). A scaling may
+    multiply them by a factor.
 
     The columns i and i + head_dim / 2 have the same angle, and the sines of the first half are negative.
 
@@ -111,7 +156,8 @@ class RotaryTables:
 
 
 class _Rotation(torch.autograd.Function):
-    """x * cos + swap(x) * sin, where swap exchanges the halves of a head. Backward rotates back.
+    """x * cos + swap(x) * sin, where swap exchanges the halves of a head. Backward rotates back (and multiplies by the
+    same factor).
 
     Half of the time of plain operations on a CPU, whose gradients are padded with zeros and added.
     """
@@ -159,7 +205,8 @@ class RotaryEmbedding(nn.Module):
         inv_freq = inv_freq if self.scaling is None else self.scaling.apply(inv_freq)
         positions = torch.arange(self.max_seq_len, dtype=torch.float64, device="cpu")
         angles = torch.outer(positions, inv_freq)
-        cos, sin = angles.cos(), angles.sin()
+        factor = 1.0 if self.scaling is None else self.scaling.table_factor
+        cos, sin = angles.cos() * factor, angles.sin() * factor
         self.cos = torch.cat((cos, cos), dim=-1).to(device=device, dtype=dtype)
         self.sin = torch.cat((-sin, sin), dim=-1).to(device=device, dtype=dtype)
 

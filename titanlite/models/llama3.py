@@ -28,7 +28,7 @@ from titanlite.models.hugging_face import (
     refuse_other,
     rope_fields,
 )
-from titanlite.models.layers import Attention, RopeScaling
+from titanlite.models.layers import Attention, Llama3Scaling
 from titanlite.runtime.errors import Problem, require
 
 
@@ -108,7 +108,7 @@ class Llama3(Decoder):
     """The decoder with Llama 3.1's rotary scaling."""
 
     def __init__(self, config: Llama3Config) -> None:
-        scaling = RopeScaling(
+        scaling = Llama3Scaling(
             config.rope_scaling_factor,
             config.rope_low_freq_factor,
             config.rope_high_freq_factor,

@@ -1,13 +1,22 @@
 """Qwen3, dense (Qwen Team, "Qwen3 Technical Report", 2025): the decoder with an independent head width, and with
 RMSNorm on each head of queries and keys before the rotation."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, get_type_hints
 
 from titanlite.models.decoder import TENSOR_STYLES as DECODER_STYLES
-from titanlite.models.decoder import Decoder, check_decoder, check_sizes, decoder_plan, flops_per_token, init
+from titanlite.models.decoder import (
+    Decoder,
+    check_decoder,
+    check_positive,
+    check_sizes,
+    decoder_plan,
+    flops_per_token,
+    init,
+)
 from titanlite.models.family import DecoderConfig, Family, HuggingFace, Plan, TensorStyle
 from titanlite.models.hugging_face import BLOCK_NAMES as DECODER_BLOCK_NAMES
 from titanlite.models.hugging_face import (
@@ -20,7 +29,7 @@ from titanlite.models.hugging_face import (
     refuse_other,
     rope_fields,
 )
-from titanlite.models.layers import Attention
+from titanlite.models.layers import Attention, YarnScaling
 from titanlite.runtime.errors import Problem, require
 
 
@@ -46,6 +55,14 @@ class Qwen3Config(DecoderConfig):
     """Added to the mean square in RMSNorm, also for queries and keys."""
     rope_theta: float = 1_000_000.0
     """Base of the rotary wavelengths."""
+    rope_scaling_factor: float = 1.0
+    """Factor by which YaRN stretches long rotary wavelengths; 1.0: no scaling."""
+    rope_beta_fast: float = 32.0
+    """Pairs that make more turns than this within rope_original_seq_len are not stretched."""
+    rope_beta_slow: float = 1.0
+    """Pairs that make fewer turns than this within rope_original_seq_len are stretched by the full factor."""
+    rope_original_seq_len: int = 32_768
+    """Context length before the scaling."""
     max_seq_len: int = 40_960
     """Maximum sequence length, and the length of the rotary tables."""
     tie_embeddings: bool = False
@@ -74,10 +91,18 @@ the same.
 
 
 class Qwen3(Decoder):
-    """The decoder with an independent head width, and with RMSNorm on each head of queries and keys."""
+    """The decoder with an independent head width, RMSNorm on each head of queries and keys, and YaRN if its factor is
+    above 1."""
 
     def __init__(self, config: Qwen3Config) -> None:
-        super().__init__(config, partial(attention, config))
+        scaling = YarnScaling(
+            config.rope_scaling_factor,
+            config.rope_theta,
+            config.rope_beta_fast,
+            config.rope_beta_slow,
+            config.rope_original_seq_len,
+        )
+        super().__init__(config, partial(attention, config), scaling if config.rope_scaling_factor > 1.0 else None)
 
 
 def attention(config: Qwen3Config) -> Attention:
@@ -107,7 +132,40 @@ def check(config: Qwen3Config, seq_len: int, tp: int, pp: int) -> list[Problem]:
             "even, since rotary embeddings rotate pairs",
             f"{config.head_dim + 1}, or 128 as in all Qwen3 models",
         ),
+        *_check_scaling(config),
     ]
+
+
+def _check_scaling(config: Qwen3Config) -> list[Problem]:
+    slow, fast = config.rope_beta_slow, config.rope_beta_fast
+    return [
+        *check_sizes(config, ["rope_original_seq_len"]),
+        *check_positive(config, ["rope_beta_fast", "rope_beta_slow"], "Qwen3"),
+        *require(
+            1.0 <= config.rope_scaling_factor < math.inf,
+            "model.rope_scaling_factor",
+            config.rope_scaling_factor,
+            "at least 1 and finite",
+            "1.0 for no scaling, 4.0 for contexts of 131,072 tokens",
+        ),
+        *require(
+            slow < fast,
+            "model.rope_beta_slow",
+            slow,
+            f"below model.rope_beta_fast = {fast}",
+            "1.0 and 32.0 are what Qwen3 uses",
+        ),
+    ]
+
+
+SCALING_FIELDS = {
+    "rope_scaling_factor": "factor",
+    "rope_beta_fast": "beta_fast",
+    "rope_beta_slow": "beta_slow",
+    "rope_original_seq_len": "original_max_position_embeddings",
+}
+SUPPORTED_SCALING = {"attention_factor": None, "mscale": None, "mscale_all_dim": None, "truncate": True}
+"""Fields of YaRN in config.json that other models change."""
 
 
 BLOCK_NAMES = {
@@ -122,7 +180,12 @@ def names(config: Qwen3Config) -> dict[str, str]:
 
 
 def config_json(config: Qwen3Config) -> dict[str, Any]:
-    return decoder_json(config) | {"rope_scaling": None, "use_sliding_window": False}
+    """Fields of config.json; those of the scaling are left out if the factor is 1."""
+    scaling = {"rope_type": "yarn"} | {theirs: getattr(config, ours) for ours, theirs in SCALING_FIELDS.items()}
+    return decoder_json(config) | {
+        "rope_scaling": None if config.rope_scaling_factor == 1.0 else scaling,
+        "use_sliding_window": False,
+    }
 
 
 def config_from_json(fields: Mapping[str, Any]) -> Qwen3Config:
@@ -130,11 +193,18 @@ def config_from_json(fields: Mapping[str, Any]) -> Qwen3Config:
     refuse_other(fields, {"use_sliding_window": False})
     for kind in read_field(fields, "layer_types", list, []):
         refuse_other({"layer_types": kind}, {"layer_types": "full_attention"})
-    theta, _ = rope_fields(fields, None)
+    theta, scaling = rope_fields(fields, "yarn")
+    refuse_other(scaling, SUPPORTED_SCALING)
+    kinds = get_type_hints(Qwen3Config)
+    optional = {name: getattr(Qwen3Config, name) for name in ("rope_beta_fast", "rope_beta_slow")}
+    present = SCALING_FIELDS if scaling else {}
+    scaling_values = {
+        ours: read_field(scaling, theirs, kinds[ours], optional.get(ours)) for ours, theirs in present.items()
+    }
     # The default, 128, is also that of transformers.
     head_dim = read_field(fields, "head_dim", int, Qwen3Config.head_dim)
-    config = Qwen3Config(head_dim=head_dim, rope_theta=theta, **decoder_values(fields))
-    refuse_invalid(check(config, 1, 1, 1), FIELDS)
+    config = Qwen3Config(head_dim=head_dim, rope_theta=theta, **decoder_values(fields), **scaling_values)
+    refuse_invalid(check(config, 1, 1, 1), FIELDS | SCALING_FIELDS)
     return config
 
 

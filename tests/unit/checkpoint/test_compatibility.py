@@ -58,6 +58,8 @@ FACTS: dict[str, Any] = {
     "streams_version": 1,
     "init_version": 1,
 }
+ACCEPTED = [name for name in get_args(Changeable) if name != "rope"]
+"""Facts whose changes can be accepted."""
 CHANGED: dict[str, Any] = {
     "model": FACTS["model"] | {"dim": 128},
     "seq_len": 1024,
@@ -95,7 +97,7 @@ def test_one_difference_raises_with_both_values_and_a_remedy(name: str) -> None:
     for part in [*EXPECTED[name], "remedy: ", "--checkpoint.initial_load_path", "--job.dump_folder"]:
         assert part in text
     assert text.count("remedy") == 1
-    assert ("accept_changes" in text) == (name in get_args(Changeable))
+    assert ("accept_changes" in text) == (name in ACCEPTED)
 
 
 def test_one_error_lists_all_differences() -> None:
@@ -106,7 +108,23 @@ def test_one_error_lists_all_differences() -> None:
     assert str(caught.value).count("remedy") == len(FACTS)
 
 
-@pytest.mark.parametrize("name", get_args(Changeable))
+def test_rotary_embeddings_may_change_if_accepted() -> None:
+    """Older checkpoints do not have the keys of YaRN: they trained without it."""
+    qwen3 = FACTS | {"model": {"family": "qwen3", "rope_theta": 1e6}}
+    yarn = {"rope_scaling_factor": 1.0, "rope_beta_fast": 32.0, "rope_beta_slow": 1.0, "rope_original_seq_len": 32_768}
+    newer = qwen3 | {"model": qwen3["model"] | yarn}
+    assert check_facts(qwen3, newer, (), "here") == []
+    longer = newer | {"model": newer["model"] | {"rope_scaling_factor": 4.0}}
+    with pytest.raises(UserError, match=r"model\.rope_scaling_factor: 1\.0 in the checkpoint, 4\.0 now"):
+        check_facts(qwen3, longer, (), "here")
+    (line,) = check_facts(qwen3, longer, ["rope"], "here")
+    assert line == "accepted change since the checkpoint: model.rope_scaling_factor: 1.0 in the checkpoint, 4.0 now"
+    with pytest.raises(UserError, match=r"model\.family") as caught:
+        check_facts(FACTS, longer, ["rope"], "here")
+    assert "rope" not in str(caught.value).partition("remedy")[0]
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
 def test_an_accepted_change_is_logged_and_others_still_raise(name: Any) -> None:
     (line,) = check_facts(FACTS, FACTS | {name: CHANGED[name]}, [name], "here")
     assert line.startswith(f"accepted change since the checkpoint: {name}")

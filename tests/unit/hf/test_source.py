@@ -54,7 +54,11 @@ def test_the_configuration_check_reports_problems_of_a_folder(tmp_path: Path) ->
     ]
     assert found[0].rule == f"that of config.json in {text}, 131"
     assert found[0].remedy.startswith("write vocab_size = 131 in [model], and use the folder's tokenizer")
-    assert found[1].remedy == "write rope_theta = 500000.0 in [model]"
+    assert found[1].remedy == (
+        'write rope_theta = 500000.0 in [model]; to extend the context: checkpoint.accept_changes = ["rope"]'
+    )
+    longer = replace(config, vocab_size=140, rope_theta=1e4)
+    assert [problem.key for problem in check_source(text, LLAMA3, longer, accepts_rope=True)] == ["model.vocab_size"]
     assert found[2].remedy == "write tie_embeddings = false in [model]"
     (problem,) = check_source(text, replace(LLAMA3, name="other"), config)
     assert (problem.key, problem.remedy) == ("model.family", 'write family = "llama3" in [model]')

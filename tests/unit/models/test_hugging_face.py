@@ -1,6 +1,7 @@
 """Reading config.json, and errors that name a missing, invalid or unsupported field."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,6 +46,7 @@ def test_published_folders(family: str) -> None:
 
 SCALING = json.loads(LLAMA_3_2_1B)["rope_scaling"]
 QWEN3_ROPE = {"rope_type": "default", "rope_theta": 1e6}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}  # as in Qwen3's model cards
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,20 @@ QWEN3_ROPE = {"rope_type": "default", "rope_theta": 1e6}
 )
 def test_equivalent_forms(family: str, changes: dict[str, Any]) -> None:
     assert read(family, changes) == read(family)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": YARN},
+        {"rope_scaling": {("type" if name == "rope_type" else name): value for name, value in YARN.items()}},
+        {"rope_scaling": YARN | {"beta_fast": 32, "beta_slow": 1.0, "truncate": True, "attention_factor": None}},
+        {"rope_scaling": None, "rope_theta": None, "rope_parameters": YARN | {"rope_theta": 1e6}},
+    ],
+    ids=str,
+)
+def test_qwen3_with_yarn(changes: dict[str, Any]) -> None:
+    assert read("qwen3", changes) == replace(read("qwen3"), rope_scaling_factor=4.0)
 
 
 def test_older_llamas_are_unscaled_and_share_no_heads() -> None:
@@ -90,7 +106,6 @@ WRONG: list[tuple[str, Any]] = [
     ("quantization_config", {"bits": 4}),
     ("partial_rotary_factor", 0.5),
     ("rope_scaling", "llama3"),
-    ("rope_scaling", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}),
     ("rope_scaling", {"type": "linear", "factor": 2.0}),
     ("rope_scaling", {"rope_type": ["llama3"]}),
     ("rope_parameters", [1]),
@@ -121,7 +136,21 @@ def test_a_wrong_field_is_named(family: str) -> None:
         ("llama3", {"rope_scaling": SCALING | {"low_freq_factor": 4.0}}, "low_freq_factor"),
         ("llama3", {"rope_scaling": SCALING | {"factor": float("nan")}}, "factor"),
         ("llama3", {"rope_scaling": SCALING | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("llama3", {"rope_scaling": YARN}, "rope_scaling.rope_type = 'yarn'"),
         ("qwen3", {"rope_scaling": SCALING}, "rope_scaling.rope_type = 'llama3'"),
+        *(
+            ("qwen3", {"rope_scaling": YARN | {name: value}}, name)
+            for name, value in {
+                "attention_factor": 1.5,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.0,
+                "truncate": False,
+                "factor": 0.5,
+                "beta_slow": 32.0,
+                "beta_fast": "32",
+                "original_max_position_embeddings": None,
+            }.items()
+        ),
         ("qwen3", {"rope_theta": None, "rope_parameters": {"full_attention": QWEN3_ROPE}}, "rope_theta is missing"),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = 'sliding_attention'"),

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tests.unit.models.shaken import perturbed_model
 from titanlite.models.attention import may_see
 from titanlite.models.init import init_parameters_
-from titanlite.models.layers import RopeScaling, RotaryEmbedding, RotaryTables
+from titanlite.models.layers import Llama3Scaling, RotaryEmbedding, RotaryTables
 from titanlite.models.llama3 import LLAMA3, Llama3, Llama3Config
 
 CONFIG = Llama3Config(
@@ -197,7 +197,7 @@ def test_rotary_tables_are_in_float32_or_better(dtype: torch.dtype) -> None:
 
 def test_rotation_in_bfloat16_rounds_once() -> None:
     """Computed in float32: equal to the exact result rounded to bfloat16, except for rounding ties."""
-    rope = RotaryEmbedding(16, 4096, 500_000.0, RopeScaling(1.0, 1.0, 4.0, 8192))
+    rope = RotaryEmbedding(16, 4096, 500_000.0, Llama3Scaling(1.0, 1.0, 4.0, 8192))
     rope.init_buffers(CPU, torch.float64)
     x = torch.randn(1, 4096, 2, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     exact = rope(None).rotate(x.double()).bfloat16()
@@ -211,13 +211,13 @@ def test_rotary_frequencies_of_llama_3_1() -> None:
     """With the hyper-parameters of 8B, each branch of the rule: unchanged, interpolated, scaled."""
     config = Llama3Config(4096, 32, 32, 8, 14_336, 128_256, rope_scaling_factor=8.0)
     plain = 500_000.0 ** -(torch.arange(0, 128, 2, dtype=torch.float64) / 128)
-    scaled = RopeScaling(8.0, 1.0, 4.0, 8192).apply(plain)
+    scaled = Llama3Scaling(8.0, 1.0, 4.0, 8192).apply(plain)
     torch.testing.assert_close(scaled.tolist(), _reference_frequencies(config), rtol=1e-14, atol=0.0)
     ratios = plain / scaled
     assert (ratios[:28] - 1).abs().max() < 1e-14  # wavelengths up to 2,048
     assert ((ratios[29:35] > 1) & (ratios[29:35] < 8)).all()
     assert (ratios[36:] - 8).abs().max() < 1e-13  # wavelengths above 8,192
-    assert torch.equal(RopeScaling(1.0, 1.0, 4.0, 8192).apply(plain), plain)
+    assert torch.equal(Llama3Scaling(1.0, 1.0, 4.0, 8192).apply(plain), plain)
 
 
 @pytest.fixture

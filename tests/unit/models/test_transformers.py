@@ -37,6 +37,13 @@ SCALED = replace(
     rope_original_seq_len=32,
 )
 QWEN3 = Qwen3Config(32, 2, 4, 2, 48, VOCAB_SIZE, head_dim=16, norm_eps=1e-3, rope_theta=1000.0, max_seq_len=64)
+YARN = replace(
+    QWEN3,
+    rope_scaling_factor=8.0,
+    rope_beta_fast=4.0,
+    rope_beta_slow=0.5,
+    rope_original_seq_len=32,
+)
 CASES = {
     "llama3": ("llama3", LLAMA3),
     "llama3, tied": ("llama3", replace(LLAMA3, tie_embeddings=True)),
@@ -48,6 +55,9 @@ CASES = {
     "qwen3, tied": ("qwen3", replace(QWEN3, tie_embeddings=True)),
     "qwen3, narrow heads": ("qwen3", replace(QWEN3, head_dim=6)),
     "qwen3, no shared heads": ("qwen3", replace(QWEN3, n_kv_heads=4)),
+    "qwen3, scaled": ("qwen3", YARN),
+    "qwen3, scaled in one step": ("qwen3", replace(YARN, rope_beta_fast=0.6, rope_beta_slow=0.55)),
+    "qwen3, published scaling": ("qwen3", replace(QWEN3, head_dim=64, rope_theta=1e6, rope_scaling_factor=4.0)),
 }
 every_case = pytest.mark.parametrize(("name", "config"), CASES.values(), ids=CASES)
 MODULES = ("models.llama.modeling_llama", "models.qwen3.modeling_qwen3", "modeling_rope_utils")
@@ -168,6 +178,17 @@ def other_theta(model: nn.Module) -> None:
     model.init_buffers(torch.device("cpu"))
 
 
+def unscaled_attention(model: nn.Module) -> None:
+    """Cosines and sines without the factor of YaRN."""
+    model.rope.cos /= model.rope.scaling.table_factor
+    model.rope.sin /= model.rope.scaling.table_factor
+
+
+def other_range(model: nn.Module) -> None:
+    model.rope.scaling = replace(model.rope.scaling, beta_fast=2.0)
+    model.init_buffers(torch.device("cpu"))
+
+
 def other_eps(model: nn.Module) -> None:
     model.norm.eps = 1.001e-3
 
@@ -188,6 +209,8 @@ MISTAKES = {
     ),
     "another rotary base": ("qwen3", other_theta),
     "another epsilon": ("qwen3", other_eps),
+    "attention is not scaled": ("yarn", unscaled_attention),
+    "another range of pairs": ("yarn", other_range),
     "something in float32": ("llama3", in_single_precision),
 }
 
@@ -197,16 +220,17 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_detected(mistake: str) -> None:
     name, change = MISTAKES[mistake]
-    found = differences(FAMILIES[name], {"llama3": SCALED, "qwen3": QWEN3}[name], change)
+    family, config = {"llama3": ("llama3", SCALED), "qwen3": ("qwen3", QWEN3), "yarn": ("qwen3", YARN)}[name]
+    found = differences(FAMILIES[family], config, change)
     assert found["logits"] > 10 * EXACT
     assert max(found.values()) > 100 * EXACT
 
 
 def test_rotary_scaling_changes_the_logits() -> None:
     """Otherwise the scaled cases would not test the scaling."""
-    family = FAMILIES["llama3"]
-    plain, scaled = (perturbed_model(family, config)(batch()[0]) for config in (LLAMA3, SCALED))
-    assert relative(plain, scaled) > 1e-3
+    for name, configs in {"llama3": (LLAMA3, SCALED), "qwen3": (QWEN3, YARN)}.items():
+        plain, scaled = (perturbed_model(FAMILIES[name], config)(batch()[0]) for config in configs)
+        assert relative(plain, scaled) > 1e-3
 
 
 class Warnings(logging.Handler):
