@@ -55,7 +55,7 @@ class YarnScaling:
 
     factor: by which long wavelengths are multiplied. theta: base of the wavelengths. beta_fast, beta_slow: pairs that
     make more than beta_fast turns within original_seq_len are unchanged, those with less than beta_slow are multiplied
-    by `factor`, those between are interpolated linearly in their index, from whole indexes on, as in the code
+    by `factor`, those between are interpolated linearly in their index, between integer indexes, as in the code
     published with the paper. Attention scores grow by table_factor^2.
     """
 
