@@ -1,8 +1,10 @@
 """Parts that the benchmarks share: a trainer on random tokens, the peak of the memory, and the report."""
 
+import ctypes
 import json
 import os
 import platform
+import resource
 import shlex
 import statistics
 import sys
@@ -25,6 +27,7 @@ from titanlite.runtime.errors import UsageError
 from titanlite.runtime.memory import peak_memory_bytes
 from titanlite.trainer import Trainer
 
+_M_MMAP_THRESHOLD = -3  # of malloc.h
 CPU = torch.device("cpu")
 MIB = 2**20
 Layout = Literal["single", "dp_shard", "dp_replicate", "tp", "pp"]
@@ -98,6 +101,14 @@ def reset_peak() -> int:
     """
     Path("/proc/self/clear_refs").write_text("5")
     return peak_memory_bytes(CPU)
+
+
+def give_memory_back() -> None:
+    """Make the C library (glibc) give freed memory of this process back at once, if it is a page or more.
+
+    Then the resident memory is that of living tensors. By default, freed buffers below 32 MiB are kept.
+    """
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, resource.getpagesize())
 
 
 def case(layout: Layout, accumulation: int = 1, settings: Sequence[str] = ()) -> tuple[int, list[str]]:

@@ -1,4 +1,4 @@
-"""The benchmarks: that each starts, and what step, memory and growth write, at a tiny size."""
+"""The benchmarks: that each starts, and what step, memory, growth and context write, at a tiny size."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import growth, memory, step
+from benchmarks import context, growth, memory, step
 from benchmarks.__main__ import benchmarks, main
 from benchmarks.measuring import case, configuration
 from titanlite.planning.estimate import estimate
@@ -98,3 +98,13 @@ def test_report_of_growth(tmp_path: Path) -> None:
     for row in rows:
         assert set(row) == {"axis", "size", "tokens/s", "peak (MiB)", "plan (MiB)"}
         assert len(row["tokens/s"]) == len(row["peak (MiB)"]) == 2
+
+
+def test_report_of_context(tmp_path: Path) -> None:
+    tiny = ("model.n_layers=1", "model.dim=64", "model.ffn_dim=64", "model.vocab_size=512", "model.max_seq_len=64")
+    context.main(64, (32,), rounds=1, steps=1, settings=tiny, json=tmp_path)
+    peaks, speeds = tables(tmp_path / "context.json").values()
+    assert [row["layout"] for row in peaks] == ["cp 1", "cp 2", "cp 2, gather", "cp 4", "tp 2"]
+    assert peaks[0]["cp 1 / this"] == 1.0
+    assert [row["relative to dp_shard 2"] for row in speeds[:1]] == [[1.0]]
+    assert all(tokens > 0 for row in speeds for tokens in row["tokens/s"])

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks import context
 from tests.distributed.gradients import build_on_mesh
 from tests.distributed.layouts import GATHER
 from tests.distributed.reference import small_config
@@ -87,7 +88,7 @@ def configuration(world_size: int, settings: list[str], microbatches: int) -> tu
     """(configuration, a rank's batches of a step with `microbatches` forward passes)"""
     axes = small_config(world_size, *SHAPE, *settings).parallelism
     rows = microbatches * (axes.pp_microbatch_size if axes.pp > 1 else ROWS)
-    batch = rows * world_size // (axes.pp * axes.tp)
+    batch = rows * world_size // (axes.pp * axes.tp * axes.cp)
     config = small_config(world_size, *SHAPE, "optimizer.name=AdamW", f"training.global_batch_size={batch}", *settings)
     tokens = torch.randint(VOCAB_SIZE, (rows, SEQ_LEN + 1), generator=torch.Generator().manual_seed(0))
     full = Batch(
@@ -271,3 +272,13 @@ def test_bytes_kept_by_a_microbatch_on_two_ranks(layout: str) -> None:
 def test_peak_of_a_step_is_close_to_the_plan(layout: str) -> None:
     for mode, errors in peak_errors(layout, "float32").items():
         assert all(-0.25 < error < 0.5 for error in errors), (mode, errors)
+
+
+@pytest.mark.slow
+def test_peak_of_a_step_on_long_rows_falls_with_cp_as_planned() -> None:
+    """Rows of 4,096 tokens, so that parameters hardly count: by the resident memory, in processes of their own."""
+    small = ("model.dim=128", "model.n_heads=2", "model.n_kv_heads=2", "model.ffn_dim=384", "model.vocab_size=512")
+    rows = ("training.local_batch_size=4", "training.global_batch_size=4")
+    found = {layout: context.peaks(layout, 4096, (*small, *rows)) for layout in ("cp 1", "cp 2")}
+    assert {layout: plan / peak - 1 for layout, (peak, plan) in found.items() if abs(plan / peak - 1) > 0.05} == {}
+    assert found["cp 1"][0] / found["cp 2"][0] > 1.7
