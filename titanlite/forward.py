@@ -64,10 +64,12 @@ class ModelOnMesh:
         row_keys draw from torch's generators. With cp, labels and positions are those of this rank, document_ids those
         of entire rows, as attention needs them.
         """
-        seed_microbatch(self.seed, self.step, batch.sequences.tolist()[0], self.mesh.coordinate["pp"], self.device)
+        coordinate, cp = self.mesh.coordinate, self.mesh.degrees["cp"]
+        part = coordinate["pp"] * cp + coordinate["cp"]
+        seed_microbatch(self.seed, self.step, batch.sequences.tolist()[0], part, self.device)
         arguments = document_arguments(batch.positions)
         arguments |= {"labels": self.own_positions(batch.labels), "num_valid": num_valid.expand(len(batch.labels))}
-        if self.mesh.degrees["cp"] > 1:
+        if cp > 1:
             arguments["positions"] = self.own_positions(arguments.get("positions", positions_of(batch.tokens)))
             if self.mesh.context_parallel == "gather":  # its mask is also that of causal attention
                 arguments.setdefault("document_ids", torch.zeros_like(batch.tokens))

@@ -88,8 +88,9 @@ REPEATED = (
     Layout((1, 1, 2, 2), ("optimizer.name=AdamW",), accumulation=2),
     Layout((2, 1, 1, 2), ("optimizer.name=AdamW", "parallelism.pp_schedule=Interleaved1F1B")),
     Layout((1, 2, 2, 1), ("optimizer.name=AdamW",), accumulation=2),
+    Layout((1, 1, 2, 1), ("optimizer.name=AdamW",), cp=2),
 )
-"""FSDP x TP, PP x TP, hybrid sharding."""
+"""FSDP x TP, PP x TP, hybrid sharding, FSDP x CP."""
 
 
 def digests(repeats: int) -> list[list[str]]:

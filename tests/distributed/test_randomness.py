@@ -13,6 +13,7 @@ from tests.distributed.layouts import BOUNDS, COMPILE, FULL, Layout, depth, is_s
 from tests.distributed.reference import global_batch, reference_step
 from tests.pool import run_ranks
 from titanlite import forward as forward_module
+from titanlite.runtime.errors import ConfigError
 from titanlite.trainer import Trainer
 
 pytestmark = pytest.mark.slow
@@ -71,6 +72,18 @@ def test_draws_by_row_key_are_equal_on_every_layout(layouts: Sequence[Layout]) -
     for rank, errors in enumerate(run_ranks(drawn_by_key, usable[0].world_size, usable)):
         for layout, error in zip(usable, errors, strict=True):
             assert error <= BOUNDS["float64"], f"rank {rank}, {layout}"
+
+
+def refusal(layout: Layout) -> str:
+    with drawing_families(), pytest.raises(ConfigError) as raised:
+        build_on_mesh(layout.config("model.family=drawing"))
+    return str(raised.value)
+
+
+def test_draws_by_row_key_are_refused_with_context_parallelism() -> None:
+    """Each rank would draw the numbers of the first positions."""
+    for text in run_ranks(refusal, 2, Layout((1, 1, 1, 1), cp=2)):
+        assert "parallelism.cp = 2\n    rule:   1 with Drawing, which draws random numbers by row key" in text
 
 
 def test_each_input_of_a_draw_changes_the_loss() -> None:

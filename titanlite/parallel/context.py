@@ -20,16 +20,20 @@ from titanlite.models.attention import AttentionMask, attend, attention_mask
 from titanlite.models.family import DecoderConfig, LanguageModel
 from titanlite.models.layers import Attention
 from titanlite.parallel.mesh import ContextParallel, ParallelismConfig, part_of_rows
-from titanlite.runtime.errors import Problem, require
+from titanlite.runtime.errors import ConfigError, Problem, require
 
 
 def apply_context_parallel(model: LanguageModel, group: dist.ProcessGroup | None, form: ContextParallel) -> list[str]:
     """Let the attention of the model see entire rows, in place; return descriptions for the start log.
 
-    group: the ranks of the cp axis, in the order of `part_of_rows`; None: there is one.
+    group: the ranks of the cp axis, in the order of `part_of_rows`; None: there is one. Raises ConfigError for a model
+    that draws by row key, since all ranks would draw the numbers of the first positions.
     """
     if group is None:
         return []
+    if model.draws:
+        rule = f"1 with {type(model).__name__}, which draws random numbers by row key: each rank has a part of the row"
+        raise ConfigError([Problem("parallelism.cp", group.size(), rule, "use dp_shard, or a model without draws")])
     for module in model.modules():
         if isinstance(module, Attention):
             module.attend = partial(attend_over_heads if form == "heads" else attend_to_gathered, group=group)
