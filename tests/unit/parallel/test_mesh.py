@@ -1,16 +1,19 @@
 """Degrees and axes of the mesh for a world size."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+import torch
 
 from titanlite.parallel import mesh
 from titanlite.parallel.mesh import (
+    ContextParallel,
     Mesh,
     ParallelismConfig,
     check_parallelism,
     data_degree,
+    part_of_rows,
     resolve_degrees,
 )
 from titanlite.runtime.distributed import World
@@ -92,10 +95,23 @@ def test_an_added_axis_is_supported(reads_other_rows: bool, monkeypatch: pytest.
     monkeypatch.setattr(mesh, "AXES", ("pp", "dp_replicate", "dp_shard", "new", "tp"))
     data_axes = ("dp_replicate", "dp_shard", "new") if reads_other_rows else ("dp_replicate", "dp_shard")
     monkeypatch.setattr(mesh, "DATA_AXES", data_axes)
-    section: Any = SimpleNamespace(pp=2, dp_replicate=2, dp_shard=2, new=2, tp=2)
+    section: Any = SimpleNamespace(pp=2, dp_replicate=2, dp_shard=2, new=2, tp=2, context_parallel="heads")
     ranks = [Mesh(section, World(rank, rank, 32, "cpu")) for rank in range(32)]
     degree = 8 if reads_other_rows else 4
     assert {one.data_degree for one in ranks} == {degree}
     assert sorted(one.data_rank for one in ranks if one.is_data_leader) == list(range(degree))
     counting = [(one.coordinate["pp"], one.data_rank) for one in ranks if one.is_loss_leader]
     assert sorted(counting) == [(stage, data_rank) for stage in range(2) for data_rank in range(degree)]
+
+
+@pytest.mark.parametrize("form", get_args(ContextParallel))
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_each_position_is_on_one_rank(form: ContextParallel, cp: int) -> None:
+    """With "gather", all ranks have equally many pairs of a query and a key before it."""
+    rows = torch.arange(16).repeat(3, 1)
+    parts = [part_of_rows(rows, rank, cp, form) for rank in range(cp)]
+    assert all(part.is_contiguous() and part.shape == (3, 16 // cp) for part in parts)
+    assert sorted(torch.cat(parts, dim=1)[1].tolist()) == list(range(16))
+    if form == "gather":
+        assert len({int(part[0].sum()) for part in parts}) == 1
+        assert all(part[0].equal(part[0].sort().values) for part in parts)
