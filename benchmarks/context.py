@@ -1,33 +1,39 @@
 """Memory and speed of long sequences: context parallelism beside sharded and tensor parallelism.
 
 A model of 2 layers, width 256, heads of 64 and a vocabulary of 1,024, on random tokens without documents. Every
-measurement runs in new processes, as in the benchmark "memory"; all layouts use all cores. The first table has one row
-of `seq_len` tokens: the peak of the resident memory in a step over that before it, of the rank with the highest one, if
-freed memory is given back at once. The second table has two rows of each of `speed_seq_lens`, on two ranks.
+measurement runs in new processes, as in the benchmark "memory". The first table has one row of `seq_len` tokens: the
+peak of the memory in a step over that before it, of the rank with the highest one. The second table has two rows of
+each of `speed_seq_lens`, on two ranks.
+
+On CPUs, all layouts use all cores, and the peak is that of the resident memory if freed memory is given back at once.
+With --device cuda each rank has a GPU, and layouts with more ranks than GPUs are left out.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.measuring import (
-    CPU,
     MIB,
     Row,
     build,
     configuration,
     give_memory_back,
+    peak_bytes,
     ratios,
     report,
     reset_peak,
     threads_per_process,
+    use_device,
+    wait_for_all,
 )
 from benchmarks.memory import measure_all
 from titanlite.planning.estimate import estimate
+from titanlite.runtime.errors import UsageError
 from titanlite.runtime.launch import run_ranks
-from titanlite.runtime.memory import peak_memory_bytes
 
 MODEL = (
     *("model.n_layers=2", "model.dim=256", "model.n_heads=4", "model.n_kv_heads=4", "model.ffn_dim=768"),
@@ -42,6 +48,7 @@ LAYOUTS = {
     "dp_shard 2": (2, ("parallelism.dp_shard=2",)),
 }
 """Layout -> number of ranks, settings."""
+MEMORY_LAYOUTS = ("cp 1", "cp 2", "cp 2, gather", "cp 4", "tp 2")
 
 
 def case(layout: str, rows: int, seq_len: int, settings: tuple[str, ...]) -> tuple[int, list[str]]:
@@ -52,23 +59,26 @@ def case(layout: str, rows: int, seq_len: int, settings: tuple[str, ...]) -> tup
     return ranks, [*MODEL, *batch, *own, *settings]
 
 
-def measured_peak(settings: Sequence[str], threads: int) -> int:
+def measured_peak(settings: Sequence[str], threads: int, device_type: str) -> int:
     """Peak bytes of the second step on this rank, over parameters, optimizer state and buffers."""
     give_memory_back()
     torch.set_num_threads(threads)
-    trainer, batches = build(configuration(settings, dist.get_world_size()))
+    device = use_device(device_type)
+    trainer, batches = build(configuration(settings, dist.get_world_size(), device_type), device)
     trainer.train_step(batches)
     trainer.optimizer.zero_grad()
-    before = reset_peak()
+    wait_for_all(device)
+    before = reset_peak(device)
     trainer.train_step(batches)
-    return peak_memory_bytes(CPU) - before
+    wait_for_all(device)
+    return peak_bytes(device) - before
 
 
-def peaks(layout: str, seq_len: int, settings: tuple[str, ...]) -> tuple[float, float]:
+def peaks(layout: str, seq_len: int, settings: tuple[str, ...], device_type: str) -> tuple[float, float]:
     """(measured, planned) of the rank that needs most, in MiB"""
     ranks, chosen = case(layout, 1, seq_len, settings)
-    found = run_ranks(measured_peak, ranks, chosen, threads_per_process(ranks), timeout_s=3600)
-    plan = estimate(configuration(chosen, ranks), ranks, device_type="cpu").largest.memory
+    found = run_ranks(measured_peak, ranks, chosen, threads_per_process(ranks), device_type, timeout_s=3600)
+    plan = estimate(configuration(chosen, ranks, device_type), ranks, device_type=device_type).largest.memory
     return max(found) / MIB, (plan.total - plan.parameters - plan.optimizer - plan.buffers) / MIB
 
 
@@ -78,11 +88,15 @@ def main(
     rounds: int = 3,
     steps: int = 2,
     settings: tuple[str, ...] = (),
+    device: Literal["cpu", "cuda"] = "cpu",
     json: Path | None = None,
 ) -> None:
     """settings: of the configuration, such as model.n_layers=1. json: folder of context.json."""
-    layouts = ("cp 1", "cp 2", "cp 2, gather", "cp 4", "tp 2")
-    memory = {layout: peaks(layout, seq_len, settings) for layout in layouts}
+    gpus = torch.cuda.device_count()
+    if device == "cuda" and gpus < 2:
+        raise UsageError(f"--device cuda needs two GPUs, and this machine has {gpus}: leave it out to measure on CPUs")
+    layouts = [name for name in MEMORY_LAYOUTS if device == "cpu" or LAYOUTS[name][0] <= gpus]
+    memory = {layout: peaks(layout, seq_len, settings, device) for layout in layouts}
     first: list[Row] = [
         {"layout": layout, "peak (MiB)": peak, "cp 1 / this": memory["cp 1"][0] / peak, "plan (MiB)": plan}
         for layout, (peak, plan) in memory.items()
@@ -92,6 +106,7 @@ def main(
         {(length, layout): case(layout, 2, length, settings) for length in speed_seq_lens for layout in on_two_ranks},
         rounds,
         steps,
+        device,
     )
     second: list[Row] = [
         {

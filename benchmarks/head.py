@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.measuring import CPU, MIB, Row, ratios, report, reset_peak
+from benchmarks.measuring import MIB, Row, peak_bytes, ratios, report, reset_peak
 from titanlite.models.head import OutputLayer
 from titanlite.runtime.launch import run_ranks
-from titanlite.runtime.memory import peak_memory_bytes
 
 CASES = ("all logits", "gradients in forward", "logits again in backward")
 
@@ -46,7 +45,7 @@ def measure(case: str, vocab_size: int, dim: int, tokens: int, dtype: str, round
         begin = time.thread_time()
         shares(case, head, x, labels, num_valid).sum().backward()
         seconds.append(time.thread_time() - begin)
-    return (peak_memory_bytes(CPU) - start) / MIB, seconds
+    return (peak_bytes() - start) / MIB, seconds
 
 
 def main(

@@ -20,9 +20,11 @@ from titanlite.assembly.model import batch_rows, build_model, build_trainer
 from titanlite.batch import Batch
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
+from titanlite.forward import on_device
+from titanlite.models.attention import pin_kernels
 from titanlite.models.registry import resolve_model
 from titanlite.parallel.mesh import Mesh
-from titanlite.runtime.distributed import World
+from titanlite.runtime.distributed import CommConfig, World, init_process_group
 from titanlite.runtime.errors import UsageError
 from titanlite.runtime.memory import peak_memory_bytes
 from titanlite.trainer import Trainer
@@ -94,13 +96,36 @@ def threads_per_process(processes: int) -> int:
     return max(1, (os.cpu_count() or 1) // processes)
 
 
-def reset_peak() -> int:
-    """Set the peak of this process's resident memory, which peak_memory_bytes returns, to its present size; return it.
+def reset_peak(device: torch.device = CPU) -> int:
+    """Set the peak that peak_bytes returns to the present size; return it. CPU: Linux only."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
+    return peak_bytes(device)
 
-    Bytes. Linux only.
-    """
-    Path("/proc/self/clear_refs").write_text("5")
-    return peak_memory_bytes(CPU)
+
+def peak_bytes(device: torch.device = CPU) -> int:
+    """Peak since reset_peak, in bytes: of the resident memory of this process, or of the tensors on its GPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_memory_bytes(device)
+
+
+def wait_for_all(device: torch.device) -> None:
+    """Return when all ranks have computed what they launched on their devices."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    dist.barrier()
+
+
+def use_device(device_type: str) -> torch.device:
+    """This rank's device. The process group of run_ranks, for CPUs only, is replaced by the one of training."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    world = World(rank, rank, size, device_type)
+    pin_kernels(world.device)
+    init_process_group(world, store, CommConfig())
+    return world.device
 
 
 def give_memory_back() -> None:
@@ -124,18 +149,19 @@ def case(layout: Layout, accumulation: int = 1, settings: Sequence[str] = ()) ->
     return ranks, ["model.vocab_size=4096", *batch, *own, *settings]
 
 
-def configuration(settings: Sequence[str], world_size: int) -> JobConfig:
+def configuration(settings: Sequence[str], world_size: int, device_type: str = "cpu") -> JobConfig:
     """The configuration with `settings`, each "section.key=value"; the last one of a key counts."""
     values = dict(setting.split("=", 1) for setting in settings)
-    return load_config([f"--{key}={value}" for key, value in values.items()], world_size=world_size, device_type="cpu")
+    arguments = [f"--{key}={value}" for key, value in values.items()]
+    return load_config(arguments, world_size=world_size, device_type=device_type)
 
 
-def build(config: JobConfig) -> tuple[Trainer, list[Batch]]:
-    """The trainer of this rank, and the microbatches of a step on random tokens."""
+def build(config: JobConfig, device: torch.device = CPU) -> tuple[Trainer, list[Batch]]:
+    """The trainer of this rank, and the microbatches of a step on random tokens. Both are on the device."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    mesh = Mesh(config.parallelism, World(rank, rank, size, "cpu"))
+    mesh = Mesh(config.parallelism, World(rank, rank, size, device.type))
     mesh.connect(config.comm)
-    trainer = build_trainer(config, build_model(config, mesh, CPU), mesh, CPU)
+    trainer = build_trainer(config, build_model(config, mesh, device), mesh, device)
     rows = batch_rows(config, mesh)
     count = config.training.global_batch_size // mesh.data_degree // rows
     tokens = torch.randint(
@@ -144,4 +170,5 @@ def build(config: JobConfig) -> tuple[Trainer, list[Batch]]:
         generator=torch.Generator().manual_seed(mesh.data_rank),
     )
     numbers = torch.arange(rows)
-    return trainer, [Batch(inputs, labels, numbers, torch.zeros_like(numbers)) for inputs, labels in tokens]
+    batches = [Batch(inputs, labels, numbers, torch.zeros_like(numbers)) for inputs, labels in tokens]
+    return trainer, [on_device(batch, device) for batch in batches]

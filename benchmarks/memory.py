@@ -16,48 +16,54 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.measuring import (
-    CPU,
     MIB,
     Layout,
     Row,
     build,
     case,
     configuration,
+    peak_bytes,
     report,
     reset_peak,
     threads_per_process,
+    use_device,
+    wait_for_all,
 )
 from titanlite.planning.estimate import estimate
 from titanlite.runtime.launch import run_ranks
-from titanlite.runtime.memory import peak_memory_bytes
 
 
-def measure(settings: Sequence[str], steps: int, threads: int) -> tuple[float, float]:
+def measure(settings: Sequence[str], steps: int, threads: int, device_type: str) -> tuple[float, float]:
     """(tokens per second of all ranks, after two steps of warm-up; peak of this rank in MiB)"""
     torch.set_num_threads(threads)
-    config = configuration(settings, dist.get_world_size())
-    start = reset_peak()
-    trainer, batches = build(config)
+    device = use_device(device_type)
+    config = configuration(settings, dist.get_world_size(), device_type)
+    start = reset_peak(device)
+    trainer, batches = build(config, device)
     for _ in range(2):
         trainer.train_step(batches)
-    dist.barrier()
+    wait_for_all(device)
     begin = perf_counter()
     for _ in range(steps):
         trainer.train_step(batches)
-    dist.barrier()
+    wait_for_all(device)
     tokens = steps * config.training.global_batch_size * config.training.seq_len
-    return tokens / (perf_counter() - begin), (peak_memory_bytes(CPU) - start) / MIB
+    return tokens / (perf_counter() - begin), (peak_bytes(device) - start) / MIB
 
 
-def measure_all(cases: Mapping[Any, tuple[int, Sequence[str]]], rounds: int, steps: int) -> dict[Any, dict[str, Any]]:
+def measure_all(
+    cases: Mapping[Any, tuple[int, Sequence[str]]], rounds: int, steps: int, device_type: str = "cpu"
+) -> dict[Any, dict[str, Any]]:
     """By case, which is (number of ranks, settings): speed and peak of each round, and the plan."""
     found: dict[Any, dict[str, Any]] = {}
     for name, (ranks, settings) in cases.items():
-        plan = estimate(configuration(settings, ranks), ranks, device_type="cpu").largest.memory.total
+        config = configuration(settings, ranks, device_type)
+        plan = estimate(config, ranks, device_type=device_type).largest.memory.total
         found[name] = {"tokens/s": [], "peak (MiB)": [], "plan (MiB)": plan / MIB}
     for _ in range(rounds):
         for name, (ranks, settings) in cases.items():
-            measured = run_ranks(measure, ranks, settings, steps, threads_per_process(ranks), timeout_s=3600)
+            arguments = (settings, steps, threads_per_process(ranks), device_type)
+            measured = run_ranks(measure, ranks, *arguments, timeout_s=3600)
             speeds, peaks = zip(*measured, strict=True)
             found[name]["tokens/s"].append(speeds[0])
             found[name]["peak (MiB)"].append(max(peaks))

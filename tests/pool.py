@@ -3,6 +3,7 @@
 `run_ranks` has the contract of titanlite.runtime.launch.run_ranks, but reuses processes for 1, 2 and 4 ranks.
 """
 
+import faulthandler
 import gc
 import json
 import logging
@@ -108,6 +109,7 @@ def _serve(rank: int, world_size: int, folder: str, connection: Connection) -> N
     threading.Thread(target=launch.end_with_parent, daemon=True).start()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
+    faulthandler.enable()  # else a crash in native code leaves only an exit code
     gc.freeze()  # exclude the imported modules from garbage collections
     before = _State()
     case = 0

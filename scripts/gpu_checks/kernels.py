@@ -16,6 +16,7 @@ from titanlite.models.head import OutputLayer
 from titanlite.models.layers import FeedForward, RMSNorm, RotaryEmbedding
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.registry import build_optimizer
+from titanlite.parallel.mesh import part_of_rows
 
 CHECK = "2 kernels"
 SUMS = 256
@@ -84,6 +85,7 @@ def kernels(setup: Setup) -> dict[str, Kernel]:
     labels[:, ::7] = -1
     heads = ((2, 4, seq_len, head_dim), (2, 2, seq_len, head_dim), (2, 2, seq_len, head_dim))
     head = ((2, rows, dim), (vocab, dim))
+    own = part_of_rows(torch.arange(seq_len).unsqueeze(0), 0, 2, "gather").squeeze(0)
     with torch.device("meta"):  # their weights are inputs of the kernels
         feed_forward, output, norm = FeedForward(dim, wide), OutputLayer(dim, vocab), RMSNorm(dim, 1e-5)
     output.chunk_tokens = 48  # does not divide the tokens
@@ -96,6 +98,12 @@ def kernels(setup: Setup) -> dict[str, Kernel]:
             lambda q, k, v: attend(q, k, v, attention_mask(ids.to(device), q.dtype, q.shape[-1])),
             partial(_attention, ids),
             heads,
+            4,
+        ),
+        "attention, documents, own queries": Kernel(  # of a rank of context parallelism
+            lambda q, k, v: attend(q, k, v, attention_mask(ids.to(device), q.dtype, q.shape[-1], own.to(device))),
+            partial(_attention, ids, own=own),
+            ((2, 4, len(own), head_dim), *heads[1:]),
             4,
         ),
         "rotary embedding": Kernel(rope(None).rotate, partial(_rotate, angles), ((2, seq_len, 4, head_dim),), 2),
@@ -124,11 +132,12 @@ def _document_ids(seq_len: int) -> Tensor:
     return document_arguments(positions)["document_ids"]
 
 
-def _attention(ids: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _attention(ids: Tensor, queries: Tensor, keys: Tensor, values: Tensor, own: Tensor | slice = slice(None)) -> Tensor:
     groups = queries.shape[1] // keys.shape[1]
     keys, values = (tensor.repeat_interleave(groups, 1) for tensor in (keys, values))
     seq_len = ids.shape[1]
     seen = torch.ones(seq_len, seq_len, dtype=torch.bool).tril() & (ids.unsqueeze(2) == ids.unsqueeze(1))
+    seen = seen[:, own]
     scores = queries @ keys.transpose(-2, -1) / math.sqrt(queries.shape[-1])
     return scores.masked_fill(~seen.unsqueeze(1), -torch.inf).softmax(-1) @ values
 

@@ -29,6 +29,7 @@ from gpu_checks.workload import (
     step_errors,
 )
 from titanlite.assembly.model import batch_rows, build_model, build_trainer
+from titanlite.batch import Batch
 from titanlite.config.schema import JobConfig
 from titanlite.models.attention import pin_kernels
 from titanlite.models.registry import resolve_model
@@ -50,6 +51,8 @@ LAYOUTS = {
     "dp_replicate 2": ["parallelism.dp_replicate=2", "parallelism.dp_shard=1"],
     "tp 2": ["parallelism.tp=2", "parallelism.dp_shard=1"],
     "pp 2": ["parallelism.pp=2", "parallelism.dp_shard=1", "training.local_batch_size=8"],
+    "cp 2": ["parallelism.cp=2", "parallelism.dp_shard=1"],
+    "cp 2, gather": ["parallelism.cp=2", "parallelism.context_parallel=gather", "parallelism.dp_shard=1"],
 }
 NCCL_ON_ONE_GPU: dict[str, Variables] = {
     "NCCL_MULTI_RANK_GPU_ENABLE": lambda _rank: {"NCCL_MULTI_RANK_GPU_ENABLE": "1"},
@@ -164,7 +167,7 @@ def compare(setup: Setup, transport: str, environment: Variables, settings: list
         errors |= {name: max(error, errors.get(name, 0.0)) for name, error in rank_errors.items()}
         names |= set(rank_names)
     config = layout_config(setup, settings)
-    missing = reference(config, random_batch(config, ROWS)).gradients.keys() - names
+    missing = reference(config, layout_batch(config)).gradients.keys() - names
     if missing:
         raise WrongError(f"no rank has a gradient of {min(missing)}")
     return require_errors(errors, dict.fromkeys(errors, BOUNDS["float64"]))
@@ -175,6 +178,11 @@ def layout_config(setup: Setup, settings: list[str]) -> JobConfig:
     return configure(setup, *sizes, *dtypes("float64"), "training.max_norm=0.0", *settings, world_size=2)
 
 
+def layout_batch(config: JobConfig) -> Batch:
+    """The global batch. With cp, its rows have documents."""
+    return random_batch(config, ROWS, documents=(5, 11) if config.parallelism.cp > 1 else ())
+
+
 def rank_step(send: Send, setup: Setup, rank: int, store: str, transport: str, settings: list[str]) -> None:
     """A step on this rank; sends its errors and the names of its parameters."""
     config = layout_config(setup, settings)
@@ -182,7 +190,7 @@ def rank_step(send: Send, setup: Setup, rank: int, store: str, transport: str, s
     mesh = Mesh(config.parallelism, world)
     mesh.connect(config.comm)
     trainer = build_trainer(config, build_model(config, mesh, world.device), mesh, world.device)
-    batch = random_batch(config, ROWS)
+    batch = layout_batch(config)
     parts = ROWS // mesh.data_degree // batch_rows(config, mesh)
     own = on_this_device(trainer, split(batch, parts, mesh.data_rank, mesh.data_degree))
     stats = trainer.train_step(own)

@@ -68,7 +68,7 @@ def test_a_wrong_gradient_in_a_pipeline_is_found_by_its_largest_element(tmp_path
 
 @pytest.mark.slow
 def test_without_checkpoints_the_replay_starts_from_the_initial_weights(tmp_path: Path) -> None:
-    layout = ("--parallelism.dp_replicate=2", "--parallelism.dp_shard=2")
+    layout = ("--parallelism.dp_replicate=2", "--parallelism.cp=2")
     run = start_program(tmp_path, "--training.local_batch_size", "4", "--faults.record_steps", "2", *layout, ranks=4)
     assert run.wait() == 0, run.output
     code, output = replayed(tmp_path, "--step", "6")

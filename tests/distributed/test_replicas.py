@@ -29,6 +29,11 @@ CASES: dict[str, list[tuple[Flip, str]]] = {
         (("layers.0.attention.wq.weight", (1, 3)), ""),  # both replicas of the shard
         (("layers.1.ffn_norm.weight", (0, 1, 2, 3)), ""),
     ],
+    "dp_replicate=2 cp=2": [  # parameters are sharded over the ranks of cp
+        (("norm.weight", (3,)), "norm.weight: rank 3 differs from rank 1"),
+        (("tok_embeddings.weight/exp_avg", (0,)), "tok_embeddings.weight/exp_avg: rank 2 differs from rank 0"),
+        (("layers.0.attention.wq.weight", (1, 3)), ""),  # both replicas of the shard
+    ],
     "dp_shard=2 tp=2": [
         (("norm.weight", (3,)), "norm.weight: rank 3 differs from rank 2"),
         (("output.weight", (3,)), ""),  # no rank has the same shard
@@ -77,7 +82,7 @@ def flip_last_bit(local: Tensor) -> None:
     ("ranks", "layouts"),
     [
         (2, ["dp_replicate=2"]),
-        pytest.param(4, ["dp_replicate=2 tp=2"], marks=pytest.mark.slow),
+        pytest.param(4, ["dp_replicate=2 tp=2", "dp_replicate=2 cp=2"], marks=pytest.mark.slow),
         pytest.param(4, ["dp_shard=2 tp=2", "dp_replicate=4"], marks=pytest.mark.soak),
     ],
 )

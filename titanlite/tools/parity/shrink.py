@@ -83,7 +83,7 @@ def shrink_config(config: JobConfig, ranks: int) -> JobConfig:
     local = 2 * ranks if config.parallelism.gradient_sync == "every" else 1
     training = replace(
         training,
-        seq_len=size_alike(training.seq_len, SHRUNK_SEQ_LEN, ranks),
+        seq_len=size_alike(training.seq_len, SHRUNK_SEQ_LEN, 2 * ranks),  # "gather" halves the part of a rank
         local_batch_size=local,
         global_batch_size=max(2, local) * ranks,
     )

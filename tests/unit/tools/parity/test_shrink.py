@@ -7,7 +7,7 @@ import pytest
 from tests.distributed.reference import small_config
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES, check_model, resolve_model
-from titanlite.tools.parity.layouts import ONE_PROCESS, candidate_layouts, check_layout
+from titanlite.tools.parity.layouts import ONE_PROCESS, Layout, candidate_layouts, check_layout, layout_from_text
 from titanlite.tools.parity.shrink import (
     comparable_config,
     describe_shrinking,
@@ -62,6 +62,17 @@ def test_a_shrunk_batch_fits_every_layout(ranks: int, sync: str) -> None:
         if check_layout(small, layout)
     }
     assert refused == {}
+
+
+@pytest.mark.parametrize("form", ["heads", "gather"])
+def test_a_shrunk_sequence_is_divided_over_three_ranks(form: str) -> None:
+    settings = ("training.seq_len=768", f"parallelism.context_parallel={form}", "model.n_heads=3", "model.n_kv_heads=3")
+    config = small_config(1, *settings, "model.dim=24", "model.max_seq_len=768")
+    small = resolved_config(shrink_config(comparable_config(config, 3), 3))
+    assert small.training.seq_len < 48
+    layout = layout_from_text("1x1x1x1-cp3", "1F1B")
+    assert isinstance(layout, Layout)
+    assert check_layout(small, layout) == []
 
 
 def test_shrinking_lists_its_changes_and_keeps_the_rest() -> None:
