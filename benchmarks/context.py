@@ -74,7 +74,7 @@ def measured_peak(settings: Sequence[str], threads: int, device_type: str) -> in
     return peak_bytes(device) - before
 
 
-def peaks(layout: str, seq_len: int, settings: tuple[str, ...], device_type: str) -> tuple[float, float]:
+def peaks(layout: str, seq_len: int, settings: tuple[str, ...], device_type: str = "cpu") -> tuple[float, float]:
     """(measured, planned) of the rank that needs most, in MiB"""
     ranks, chosen = case(layout, 1, seq_len, settings)
     found = run_ranks(measured_peak, ranks, chosen, threads_per_process(ranks), device_type, timeout_s=3600)
