@@ -80,10 +80,15 @@ FULL = ("activation_checkpoint.mode=full",)
 BY_OP = ("activation_checkpoint.mode=selective", "activation_checkpoint.selective_policy=op")
 BY_LAYER = ("activation_checkpoint.mode=selective", "activation_checkpoint.selective_policy=layer")
 QWEN3 = ("model.family=qwen3", "model.head_dim=16")  # its heads are twice as wide as the residual stream
+EXPERTS = (
+    *("model.family=qwen3_moe", "model.head_dim=16", "model.n_experts=6", "model.n_active_experts=2"),
+    "model.balance_loss=0.5",
+)
 GATHER = ("parallelism.context_parallel=gather",)
-IMPLIED = (AOT, "activation_checkpoint.mode=selective", QWEN3[1])
+IMPLIED = (AOT, "activation_checkpoint.mode=selective", QWEN3[1], *EXPERTS[1:])
 SHORT = {
     QWEN3[0]: "qwen3",
+    EXPERTS[0]: "qwen3_moe",
     "compile.enable=true": "compile",
     GATHER[0]: "gather",
     FULL[0]: "recompute full",
@@ -119,6 +124,9 @@ QUICK = (
     Layout((1, 1, 1, 2), (*TIED, *FULL_LOGITS, *FULL, *CHUNKS)),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *EVERY, *PAIRS, *CHUNKS), accumulation=3, rows=24),
     Layout((2, 1, 1, 1), (*QWEN3, *schedule("Interleaved1F1B"))),
+    Layout((1, 1, 1, 1), (*EXPERTS, *FULL), accumulation=3, rows=24),
+    Layout((1, 1, 2, 1), (*EXPERTS, *BY_OP), accumulation=3, rows=24),
+    Layout((1, 1, 1, 2), EXPERTS),
     Layout((1, 1, 1, 1), CHUNKS, cp=2),
     Layout((1, 1, 1, 1), (*GATHER, *QWEN3), accumulation=3, rows=24, cp=2),
 )
@@ -161,6 +169,11 @@ SLOW = (
     Layout((1, 1, 1, 1), (*GATHER, *FULL), cp=4),
     Layout((1, 1, 1, 2), GATHER, cp=2),
     Layout((2, 1, 1, 1), (*GATHER, *schedule("ZBVZeroBubble"), *depth(3), *PAIRS), cp=2),
+    # experts, with the rows of the balance loss on several ranks and on several stages
+    Layout((2, 1, 1, 1), (*EXPERTS, *schedule("ZBVZeroBubble"), *depth(3), *FULL)),
+    Layout((1, 1, 1, 1), (*EXPERTS, *GATHER, *FULL), cp=2),
+    Layout((1, 2, 1, 1), (*EXPERTS, *LAST), accumulation=3, rows=24, cp=2),
+    Layout((1, 1, 1, 2), (*EXPERTS, *FULL), cp=2),
     # hybrid sharding x tensor parallelism
     Layout((1, 2, 2, 2), accumulation=3, rows=24),
     # these two, sharded and replicated, have the same loss curve

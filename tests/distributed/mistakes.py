@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from tests.distributed import gradients
 from tests.distributed.gradients import replaced
-from tests.distributed.layouts import EVERY, GATHER, LAST, PAIRS, QWEN3, Layout, schedule
+from tests.distributed.layouts import EVERY, EXPERTS, GATHER, LAST, PAIRS, QWEN3, Layout, schedule
 from titanlite import trainer as trainer_module
 from titanlite.assembly import model as build_module
 from titanlite.batch import IGNORE_INDEX, Batch
@@ -24,6 +24,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.forward import positions_of
 from titanlite.models import family
 from titanlite.models.attention import AttentionMask
+from titanlite.models.experts import MixtureOfExperts, Router, probabilities
 from titanlite.models.init import Init
 from titanlite.models.layers import rms_norm
 from titanlite.parallel import clip as clip_module
@@ -42,6 +43,9 @@ CP = Layout((1, 1, 1, 1), cp=2)
 CP_GATHER = Layout((1, 1, 1, 1), GATHER, cp=2)
 PP = Layout((2, 1, 1, 1), PAIRS)
 TP = Layout((1, 1, 1, 2))
+TP_EXPERTS = Layout((1, 1, 1, 2), EXPERTS)
+SHARD_EXPERTS = Layout((1, 1, 2, 1), EXPERTS)
+CP_EXPERTS = Layout((1, 1, 1, 1), EXPERTS, cp=2)
 TP_QWEN3 = Layout((1, 1, 1, 2), QWEN3)
 REPLICATE = Layout((1, 2, 1, 1), LAST, accumulation=2)
 REPLICATE_EVERY = Layout((1, 2, 1, 1), EVERY, accumulation=2)
@@ -452,6 +456,39 @@ def positions_do_not_restart(trainer: Trainer) -> None:
 
 # The table ------------------------------------------------------------------------------------------------------------
 
+
+def mixtures(trainer: Trainer) -> Iterator[MixtureOfExperts]:
+    return (each for part in trainer.model_parts for each in part.modules() if isinstance(each, MixtureOfExperts))
+
+
+def balance_of_each_rank(trainer: Trainer) -> None:
+    for mixture in mixtures(trainer):
+        mixture.balance_share = 1.0
+
+
+def balance_of_own_positions(trainer: Trainer) -> None:
+    """Each rank balances its own part of a row."""
+    for mixture in mixtures(trainer):
+        mixture.row_group = None
+
+
+def balance_of_own_rows(trainer: Trainer) -> None:
+    """The mean is over the rows of a rank instead of those of the global batch."""
+    for mixture in mixtures(trainer):
+        mixture.rows_per_step //= trainer.mesh.data_degree
+
+
+@contextmanager
+def router_not_summed_over_tp() -> Iterator[None]:
+    def route(router: Router, group: dist.ProcessGroup, x: Tensor) -> Tensor:
+        del group
+        return probabilities(x, router.weight.to_local())  # type: ignore[operator]
+
+    styles = tensor_module._STYLES
+    with patch.dict(styles, {"router": (*styles["router"][:2], route)}):
+        yield
+
+
 GRADIENT = {"gradient", "grad norm"}
 NORM = {"grad norm"}
 LOSS = {"loss"}
@@ -511,6 +548,12 @@ OF_CONTEXT = (
     Mistake("gather: gradients of own queries", CP_GATHER, gradients_of_own_queries, GRADIENT, "gradient of"),
     Mistake("documents of own positions", CP, changed(documents_of_own_positions), STEP, documents=True),
 )
+OF_EXPERTS = (
+    Mistake("balance loss counted on each tp rank", TP_EXPERTS, changed(balance_of_each_rank), GRADIENT, "gradient of"),
+    Mistake("router's gradient not summed over tp", TP_EXPERTS, router_not_summed_over_tp, GRADIENT, "gradient of"),
+    Mistake("balance of own positions", CP_EXPERTS, changed(balance_of_own_positions), GRADIENT, "gradient of"),
+    Mistake("balance over the rows of a rank", SHARD_EXPERTS, changed(balance_of_own_rows), GRADIENT, "gradient of"),
+)
 OF_PIPELINES = (
     Mistake("initial weights by torch's random numbers on stages", PP, random_by_torch, WEIGHTS, "initial weights"),
     Mistake("gradient norm not reduced over pp", PP, norm_of_one_stage, NORM, "grad norm: the ranks disagree"),
@@ -531,6 +574,6 @@ OF_DOCUMENTS = tuple(
         ("positions do not restart between documents", changed(positions_do_not_restart), POSITIONS),
     )
 )
-MISTAKES = (*OF_DATA, *OF_TENSORS, *OF_CONTEXT, *OF_PIPELINES, *OF_DOCUMENTS)
+MISTAKES = (*OF_DATA, *OF_TENSORS, *OF_CONTEXT, *OF_EXPERTS, *OF_PIPELINES, *OF_DOCUMENTS)
 QUICK = ("torch's default average over the replicas", "gradient norm not reduced over pp")
 """Names of the mistakes in the quick suite."""

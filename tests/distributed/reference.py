@@ -11,6 +11,7 @@ from torch import Tensor
 from titanlite.batch import Batch
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
+from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.family import LanguageModel
 from titanlite.models.init import init_parameters_
 from titanlite.models.randomness import row_keys
@@ -96,6 +97,8 @@ def plain_model(config: JobConfig) -> LanguageModel:
     model.tie_weights()
     model.init_buffers(torch.device("cpu"))
     init_parameters_(model, config.debug.seed, lambda name: family.init(hyper_parameters, name))
+    for mixture in (module for module in model.modules() if isinstance(module, MixtureOfExperts)):
+        mixture.rows_per_step = config.training.global_batch_size
     return model
 
 

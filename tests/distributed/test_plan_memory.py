@@ -34,6 +34,7 @@ ROWS, SEQ_LEN, VOCAB_SIZE = 2, 256, 512
 SHAPE = ["model.dim=128", "model.n_layers=4", "model.n_heads=4", "model.ffn_dim=384", f"model.vocab_size={VOCAB_SIZE}"]
 SHAPE += [f"model.max_seq_len={SEQ_LEN}", f"training.seq_len={SEQ_LEN}", f"training.local_batch_size={ROWS}"]
 QWEN3 = ["model.family=qwen3", "model.head_dim=64"]  # heads twice as wide as the residual stream, normalized
+EXPERTS = ["model.family=qwen3_moe", "model.n_experts=8", "model.n_active_experts=2", "model.ffn_dim=192"]
 DTYPE = {
     "float32": ["training.dtype=float32"],
     "bfloat16": ["training.dtype=float32", "training.mixed_precision_param=bfloat16"],
@@ -49,12 +50,15 @@ KEPT_LAYOUTS = {
     "tp 2": (2, ["parallelism.tp=2"]),
     "tp 2, full logits": (2, ["parallelism.tp=2", "parallelism.loss_parallel=false"]),
     "1 process, qwen3": (1, QWEN3),
+    "1 process, experts": (1, EXPERTS),
+    "tp 2, experts": (2, [*EXPERTS, "parallelism.tp=2"]),
     "cp 2": (2, ["parallelism.cp=2", "parallelism.fsdp_reshard_after_forward=never"]),
     "cp 2, gather": (2, ["parallelism.cp=2", *GATHER, "parallelism.fsdp_reshard_after_forward=never"]),
 }
 STEP_LAYOUTS = {
     "1 process": (1, []),
     "tp 2": (2, ["parallelism.tp=2"]),
+    "1 process, experts": (1, EXPERTS),
     "dp_shard 2": (2, ["parallelism.dp_shard=2"]),
     "dp_shard 2, sync last": (2, ["parallelism.dp_shard=2", "parallelism.gradient_sync=last"]),
     "dp_replicate 2": (2, ["parallelism.dp_replicate=2", "parallelism.dp_shard=1"]),
@@ -229,6 +233,8 @@ def peak_errors(layout: str, dtype: str) -> dict[str, list[float]]:
         ("1 process", "float32"),
         pytest.param("1 process", "bfloat16", marks=pytest.mark.soak),
         pytest.param("1 process, qwen3", "bfloat16", marks=pytest.mark.soak),
+        ("1 process, experts", "float32"),
+        pytest.param("1 process, experts", "bfloat16", marks=pytest.mark.soak),
     ],
 )
 def test_bytes_kept_by_a_microbatch_in_one_process(layout: str, dtype: str) -> None:
@@ -260,7 +266,13 @@ def test_additional_bytes_of_documents_in_a_row() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize(
-    "layout", ["tp 2", "cp 2", "cp 2, gather", pytest.param("tp 2, full logits", marks=pytest.mark.soak)]
+    "layout",
+    [
+        "tp 2",
+        "cp 2",
+        "cp 2, gather",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("tp 2, full logits", "tp 2, experts")),
+    ],
 )
 def test_bytes_kept_by_a_microbatch_on_two_ranks(layout: str) -> None:
     errors = kept_errors(layout, "float32")
@@ -268,7 +280,9 @@ def test_bytes_kept_by_a_microbatch_on_two_ranks(layout: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["dp_shard 2", "pp 2, 1F1B"])
+@pytest.mark.parametrize(
+    "layout", ["dp_shard 2", "pp 2, 1F1B", pytest.param("1 process, experts", marks=pytest.mark.soak)]
+)
 def test_peak_of_a_step_is_close_to_the_plan(layout: str) -> None:
     for mode, errors in peak_errors(layout, "float32").items():
         assert all(-0.25 < error < 0.5 for error in errors), (mode, errors)

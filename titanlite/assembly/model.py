@@ -66,6 +66,7 @@ def build_parts(config: JobConfig, mesh: Mesh) -> list[ModelPart]:
             mesh.device_mesh,
             mesh.cp_group,
             context_parallel=mesh.context_parallel,
+            rows_per_step=training.global_batch_size,
             shard_logits=shard_logits(config.parallelism),
             loss=config.loss,
             recompute=config.activation_checkpoint,

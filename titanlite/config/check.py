@@ -152,7 +152,12 @@ def _check_layout(config: JobConfig, facts: JobConfig, world_size: int, degree: 
             pp_schedule=section.pp_schedule,
             splits_backward=splits,
         ),
-        *check_compile(config.compile, pp_schedule=section.pp_schedule, splits_backward=splits),
+        *check_compile(
+            config.compile,
+            pp_schedule=section.pp_schedule,
+            splits_backward=splits,
+            has_experts=getattr(model, "n_experts", 1) > 1,
+        ),
     ]
 
 

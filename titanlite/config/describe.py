@@ -4,7 +4,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from titanlite.config.fields import SECTIONS, alternatives, fields_of, literal, row_type, section_types, types_of
@@ -55,10 +55,12 @@ def describe_config(config: JobConfig) -> list[Section]:
 
 
 def field_texts(section_type: type) -> dict[str, str]:
-    """Field -> the string below it in the source, as one line."""
+    """Field -> the string below it in the source, as one line; also of fields that are inherited."""
+    texts: dict[str, str] = {}
+    for base in (base for base in section_type.__bases__ if is_dataclass(base)):
+        texts |= field_texts(base)
     tree = ast.parse(textwrap.dedent(inspect.getsource(section_type))).body[0]
     assert isinstance(tree, ast.ClassDef)
-    texts = {}
     for field, below in zip(tree.body, tree.body[1:], strict=False):
         if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
             continue

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from titanlite.data.tokenizer import CHAT_TEMPLATE, Tokenizer
-from titanlite.hf.safetensors import SUFFIX, StoredTensor, read_box_, read_header, read_object
+from titanlite.hf.safetensors import SUFFIX, StoredStack, StoredTensor, read_box_, read_header, read_object
 from titanlite.models.family import Family
+from titanlite.models.hugging_face import stored_names
 from titanlite.models.init import local_region
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import UserError
@@ -43,15 +44,17 @@ _MAX_FAULTS = 8
 class ModelFolder:
     """A validated model folder.
 
-    name: as given by the user. tensors: all stored tensors, by titanlite's parameter names. tied: the stored copy of a
-    tied embedding, if any. computed: names of stored tensors that are not read, since they follow from config.json.
+    name: as given by the user. tensors: by titanlite's parameter names. num_tensors: how many are stored. tied: the
+    stored copy of a tied embedding, if any. computed: names of stored tensors that are not read, since they follow from
+    config.json.
     """
 
     name: str
     path: Path
     family: Family
     hyper_parameters: Any
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, StoredTensor | StoredStack]
+    num_tensors: int
     tied: StoredTensor | None
     computed: tuple[str, ...]
 
@@ -69,7 +72,7 @@ class ModelFolder:
         ours = str(dtype).removeprefix("torch.")
         conversion = f"{ours}" if stored == ours else f"converted from {stored} to {ours}"
         ignored = f", {len(self.computed)} rotary tables ignored" if self.computed else ""
-        return f"{len(self.tensors)} tensors, {conversion}{ignored}"
+        return f"{self.num_tensors} tensors, {conversion}{ignored}"
 
     @property
     def tokenizer_file(self) -> Path | None:
@@ -93,12 +96,9 @@ class ModelFolder:
             local, shape, offset = local_region(parameter)
             stored = self.tensors[name]
             assert shape == stored.shape, f"{name} has shape {shape} in the model and {stored.shape} in {self.name}"
-            try:
-                read_box_(local, stored, offset)
-                if self.tied is not None and names[name] == EMBEDDING:
-                    self._require_equal(self.tied, local, offset)
-            except OSError as error:
-                raise UserError(f"{stored.file} cannot be read: {error.strerror or error}") from None
+            read_box_(local, stored, offset)
+            if self.tied is not None and names[name] == EMBEDDING:
+                self._require_equal(self.tied, local, offset)
             num_bytes += local.numel() * stored.dtype.itemsize
         return num_bytes
 
@@ -126,7 +126,8 @@ def open_folder(name: str, path: Path, inside: Path | None = None) -> ModelFolde
     family, hyper_parameters = _model_of(name, fields, len(found))
     names = family.hugging_face.names(hyper_parameters)
     tied = None
-    if EMBEDDING in names.values() and OUTPUT not in names.values():
+    stored = [theirs for name in names.values() for theirs in stored_names(name)]
+    if EMBEDDING in stored and OUTPUT not in stored:
         tied = found.pop(OUTPUT, None)
     computed = tuple(stored_name for stored_name in found if _ROTARY_TABLE.fullmatch(stored_name))
     faults = list(_faults(found, names, _shapes(family, hyper_parameters), computed))
@@ -137,8 +138,11 @@ def open_folder(name: str, path: Path, inside: Path | None = None) -> ModelFolde
     if faults:
         more = [f"and {len(faults) - _MAX_FAULTS} more"] if len(faults) > _MAX_FAULTS else []
         raise UserError("\n".join([f"{name} does not match its {CONFIG_FILE}:", *faults[:_MAX_FAULTS], *more]))
-    tensors = {ours: found[theirs] for ours, theirs in names.items()}
-    return ModelFolder(name, path, family, hyper_parameters, tensors, tied, computed)
+    tensors = {
+        ours: found[theirs] if isinstance(theirs, str) else StoredStack(tuple(found[each] for each in theirs))
+        for ours, theirs in names.items()
+    }
+    return ModelFolder(name, path, family, hyper_parameters, tensors, len(stored), tied, computed)
 
 
 class _Files:
@@ -275,17 +279,20 @@ def _shapes(family: Family, hyper_parameters: Any) -> dict[str, tuple[int, ...]]
 
 def _faults(
     found: Mapping[str, StoredTensor],
-    names: Mapping[str, str],
+    names: Mapping[str, str | tuple[str, ...]],
     shapes: Mapping[str, tuple[int, ...]],
     computed: Collection[str],
 ) -> Iterator[str]:
-    for ours, theirs in names.items():
-        if theirs not in found:
-            yield f"{theirs} is missing"
-            continue
-        shape, expected = found[theirs].shape, shapes[ours]
-        if shape != expected:
-            transposed = ": it is transposed" if len(shape) > 1 and shape == expected[::-1] else ""
-            yield f"{theirs} has shape {shape}; by {CONFIG_FILE} it must be {expected}{transposed}"
-    expected_names = {*names.values(), *computed}
+    expected_names = set(computed)
+    for ours, name in names.items():
+        expected_names.update(stored_names(name))
+        expected = shapes[ours] if isinstance(name, str) else shapes[ours][1:]
+        for theirs in stored_names(name):
+            if theirs not in found:
+                yield f"{theirs} is missing"
+                continue
+            shape = found[theirs].shape
+            if shape != expected:
+                transposed = ": it is transposed" if len(shape) > 1 and shape == expected[::-1] else ""
+                yield f"{theirs} has shape {shape}; by {CONFIG_FILE} it must be {expected}{transposed}"
     yield from (f"{theirs} is not a tensor of this model" for theirs in found if theirs not in expected_names)

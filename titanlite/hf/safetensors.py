@@ -10,6 +10,7 @@ import reprlib
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -51,6 +52,22 @@ class StoredTensor:
     @property
     def num_bytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StoredStack:
+    """Tensors of equal shape in files that are one tensor, stacked along its first dimension."""
+
+    tensors: tuple[StoredTensor, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The smallest dtype that has all values."""
+        return reduce(torch.promote_types, (tensor.dtype for tensor in self.tensors))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.tensors), *self.tensors[0].shape)
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -143,29 +160,36 @@ def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
 
 
-def read_box_(out: Tensor, stored: StoredTensor, offset: Sequence[int]) -> None:
+def read_box_(out: Tensor, stored: StoredTensor | StoredStack, offset: Sequence[int]) -> None:
     """Fill `out`, with its dtype and on its device, with the box at `offset` of a stored tensor.
 
-    Reads no other bytes of the file. Raises UserError if the file was truncated meanwhile; OSError.
+    Reads no other bytes of the file. Raises UserError if the file cannot be read, or was truncated meanwhile.
     """
     if out.numel() == 0:
+        return
+    if isinstance(stored, StoredStack):
+        for part, tensor in zip(out, stored.tensors[offset[0] : offset[0] + len(out)], strict=True):
+            read_box_(part, tensor, offset[1:])
         return
     width = stored.dtype.itemsize
     buffer = torch.empty(min(_BLOCK_BYTES // width, out.numel()), dtype=stored.dtype, device="cpu")
     raw = memoryview(buffer.view(torch.uint8).numpy().data)
     flat = out.view(-1) if out.is_contiguous() else torch.empty(out.numel(), dtype=out.dtype, device=out.device)
     filled = done = 0
-    with open_regular(stored.file) as file:
-        for first, count in _runs(stored.shape, out.shape, offset):
-            while count:
-                taken = min(count, buffer.numel() - filled)
-                part = raw[filled * width : (filled + taken) * width]
-                if read_at(file.fileno(), part, stored.start + first * width) < len(part):
-                    raise UserError(f"{stored.file} was truncated while it was read")
-                filled, first, count = filled + taken, first + taken, count - taken
-                if filled == min(buffer.numel(), out.numel() - done):
-                    flat[done : done + filled].copy_(buffer[:filled])
-                    filled, done = 0, done + filled
+    try:
+        with open_regular(stored.file) as file:
+            for first, count in _runs(stored.shape, out.shape, offset):
+                while count:
+                    taken = min(count, buffer.numel() - filled)
+                    part = raw[filled * width : (filled + taken) * width]
+                    if read_at(file.fileno(), part, stored.start + first * width) < len(part):
+                        raise UserError(f"{stored.file} was truncated while it was read")
+                    filled, first, count = filled + taken, first + taken, count - taken
+                    if filled == min(buffer.numel(), out.numel() - done):
+                        flat[done : done + filled].copy_(buffer[:filled])
+                        filled, done = 0, done + filled
+    except OSError as error:
+        raise UserError(f"{stored.file} cannot be read: {error.strerror or error}") from None
     if not out.is_contiguous():
         out.copy_(flat.view(out.shape))
 

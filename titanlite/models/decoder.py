@@ -3,6 +3,7 @@ SwiGLU. The file of a family adds its specifics."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,12 @@ from titanlite.runtime.errors import Problem, require
 class Block(nn.Module):
     """Pre-norm transformer block: x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
-    def __init__(self, config: DecoderConfig, attention: Attention) -> None:
+    def __init__(self, config: DecoderConfig, attention: Attention, feed_forward: nn.Module) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = attention
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
-        self.feed_forward = FeedForward(config.dim, config.ffn_dim)
+        self.feed_forward = feed_forward
 
     def forward(self, x: Tensor, rope: RotaryTables, mask: AttentionMask | None) -> Tensor:
         """x: (batch, seq_len, dim); mask: see Attention. Returns the same shape."""
@@ -35,19 +36,27 @@ class Block(nn.Module):
 class Decoder(LanguageModel):
     """Pre-norm decoder. Weights are uninitialized; buffers are undefined until `init_buffers`.
 
-    attention: returns the attention module of one block. scaling: of the rotary wavelengths; None for no scaling.
+    attention, feed_forward: return these modules of one block; None: SwiGLU. scaling: of the rotary wavelengths; None
+    for no scaling.
     `layers` is keyed "0" … "n_layers - 1", so that a pipeline stage with some of the layers has the same names.
     """
 
     def __init__(
-        self, config: DecoderConfig, attention: Callable[[], Attention], scaling: RopeScaling | None = None
+        self,
+        config: DecoderConfig,
+        attention: Callable[[], Attention],
+        scaling: RopeScaling | None = None,
+        feed_forward: Callable[[], nn.Module] | None = None,
     ) -> None:
         super().__init__()
         self.config = config
+        feed_forward = feed_forward or partial(FeedForward, config.dim, config.ffn_dim)
         # nn.Embedding(...) does the same, but on the meta device it imports torch._dynamo, which takes half a second
         embeddings = torch.randn(config.vocab_size, config.dim)
         self.tok_embeddings: nn.Embedding | None = nn.Embedding.from_pretrained(embeddings, freeze=False)
-        self.layers = nn.ModuleDict({str(index): Block(config, attention()) for index in range(config.n_layers)})
+        self.layers = nn.ModuleDict(
+            {str(index): Block(config, attention(), feed_forward()) for index in range(config.n_layers)}
+        )
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
         self.output: OutputLayer | None = OutputLayer(config.dim, config.vocab_size)
         self.rope = RotaryEmbedding(config.head_dim, config.max_seq_len, config.rope_theta, scaling)
@@ -98,7 +107,9 @@ def init(config: DecoderConfig, name: str) -> Init:
         return Init("ones")
     if module in ("wo", "w2"):
         return Init("normal", 0.02 / math.sqrt(2 * config.n_layers))
-    assert module in ("tok_embeddings", "output", "wq", "wk", "wv", "w1", "w3"), f"no initial distribution for {name}"
+    assert module in ("tok_embeddings", "output", "wq", "wk", "wv", "w1", "w3", "router"), (
+        f"no initial distribution for {name}"
+    )
     return Init("normal", 0.02)
 
 
@@ -135,12 +146,13 @@ def decoder_plan(config: DecoderConfig, tensor_styles: Mapping[str, TensorStyle]
 
 
 def num_matmul_parameters(config: DecoderConfig) -> int:
-    """Number of weights in matrix products: all but the norms and the embedding lookup.
+    """Number of weights that multiply a token: all but the norms, the embedding, and the experts that it does not use.
 
     The output layer counts, tied or not.
     """
     attention = 2 * config.dim * (config.n_heads + config.n_kv_heads) * config.head_dim
-    feed_forward = 3 * config.dim * config.ffn_dim
+    n_experts, n_active = config.n_experts, config.n_active_experts
+    feed_forward = 3 * config.dim * config.ffn_dim * n_active + (config.dim * n_experts if n_experts > 1 else 0)
     return config.n_layers * (attention + feed_forward) + config.vocab_size * config.dim
 
 

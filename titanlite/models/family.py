@@ -39,9 +39,11 @@ class DecoderConfig:
     rope_theta: float
     max_seq_len: int
     tie_embeddings: bool
+    n_experts: int = 1
+    n_active_experts: int = 1
 
 
-TensorStyle = Literal["vocabulary", "norm", "head_norm", "gather", "column", "row", "logits"]
+TensorStyle = Literal["vocabulary", "norm", "head_norm", "gather", "column", "row", "router", "experts", "logits"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Plan:
         "gather": a module with parallel layers inside; its first input is gathered along seq_len.
         "column": a linear layer sharded by output features. "row": a linear layer sharded by input features; its output
         is summed and sharded along seq_len.
+        "router": a replicated router. "experts": experts, each sharded by hidden features; their output is summed and
+        sharded along seq_len.
         "logits": the output layer, sharded by output features (the vocabulary); its input is gathered.
     may_skip_parameters: whether a microbatch may leave a parameter without a gradient on some rank.
     """
@@ -128,11 +132,12 @@ class LanguageModel(nn.Module, ABC):
 class HuggingFace:
     """A family in the format of Hugging Face's `transformers`.
 
-    Weights are identical in both formats: (out, in), rotary pairs half a head apart. Only their names differ.
+    Weights are identical in both formats: (out, in), rotary pairs half a head apart. Only their names differ, and
+    parameters that are stacked here are stored one by one there.
 
     model_type, architecture: the family's model_type and model class in config.json.
-    names(config): maps each parameter of the full model to its name in transformers; a tied parameter appears once,
-    under its first name.
+    names(config): maps each parameter of the full model to its name in transformers, or to those of its parts along the
+    first dimension, in order; a tied parameter appears once, under its first name.
     config_json(config): the fields of config.json for the hyper-parameters.
     config_from_json(fields): the hyper-parameters in config.json. Raises UserError with the field's name if a field is
     missing, or has a value that the family does not support.
@@ -140,7 +145,7 @@ class HuggingFace:
 
     model_type: str
     architecture: str
-    names: Callable[[Any], dict[str, str]]
+    names: Callable[[Any], dict[str, str | tuple[str, ...]]]
     config_json: Callable[[Any], dict[str, Any]]
     config_from_json: Callable[[Mapping[str, Any]], Any]
 

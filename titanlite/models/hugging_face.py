@@ -6,6 +6,8 @@ A missing field, or a value that no decoder here supports, raises UserError.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from titanlite.models.family import DecoderConfig
 from titanlite.runtime.errors import Problem, UserError
 
@@ -108,7 +110,7 @@ def rope_fields(fields: Mapping[str, Any], scaled: str) -> tuple[float, Mapping[
     return read_field(found, "rope_theta", float), found if kind == scaled else {}
 
 
-def parameter_names(config: DecoderConfig, block_names: Mapping[str, str]) -> dict[str, str]:
+def parameter_names(config: DecoderConfig, block_names: Mapping[str, str]) -> dict[str, str | tuple[str, ...]]:
     """Names of all parameters in transformers, by their names in titanlite. block_names: of the modules of a block."""
     modules = {
         f"layers.{index}.{ours}": f"model.layers.{index}.{theirs}"
@@ -117,6 +119,16 @@ def parameter_names(config: DecoderConfig, block_names: Mapping[str, str]) -> di
     }
     modules |= {ours: theirs for ours, theirs in MODULE_NAMES.items() if ours != "output" or not config.tie_embeddings}
     return {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in modules.items()}
+
+
+def stored_names(name: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The names of the stored tensors of a parameter, of which HuggingFace.names has one or several."""
+    return (name,) if isinstance(name, str) else name
+
+
+def stored_tensors(parameter: Tensor, name: str | tuple[str, ...]) -> dict[str, Tensor]:
+    """The stored tensors of a parameter by their names, as views."""
+    return {name: parameter} if isinstance(name, str) else dict(zip(name, parameter.unbind(), strict=True))
 
 
 def decoder_json(config: DecoderConfig) -> dict[str, Any]:

@@ -186,7 +186,7 @@ SCALING_FIELDS = {
 }
 
 
-def names(config: Llama3Config) -> dict[str, str]:
+def names(config: Llama3Config) -> dict[str, str | tuple[str, ...]]:
     return parameter_names(config, BLOCK_NAMES)
 
 

@@ -2,10 +2,12 @@
 RMSNorm on each head of queries and keys before the rotation."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_type_hints
+
+from torch import nn
 
 from titanlite.models.decoder import TENSOR_STYLES as DECODER_STYLES
 from titanlite.models.decoder import (
@@ -94,7 +96,7 @@ class Qwen3(Decoder):
     """The decoder with an independent head width, RMSNorm on each head of queries and keys, and YaRN if its factor is
     above 1."""
 
-    def __init__(self, config: Qwen3Config) -> None:
+    def __init__(self, config: Qwen3Config, feed_forward: Callable[[], nn.Module] | None = None) -> None:
         scaling = YarnScaling(
             config.rope_scaling_factor,
             config.rope_theta,
@@ -102,7 +104,8 @@ class Qwen3(Decoder):
             config.rope_beta_slow,
             config.rope_original_seq_len,
         )
-        super().__init__(config, partial(attention, config), scaling if config.rope_scaling_factor > 1.0 else None)
+        used = scaling if config.rope_scaling_factor > 1.0 else None
+        super().__init__(config, partial(attention, config), used, feed_forward)
 
 
 def attention(config: Qwen3Config) -> Attention:
@@ -175,7 +178,7 @@ BLOCK_NAMES = {
 }
 
 
-def names(config: Qwen3Config) -> dict[str, str]:
+def names(config: Qwen3Config) -> dict[str, str | tuple[str, ...]]:
     return parameter_names(config, BLOCK_NAMES)
 
 
@@ -190,6 +193,13 @@ def config_json(config: Qwen3Config) -> dict[str, Any]:
 
 def config_from_json(fields: Mapping[str, Any]) -> Qwen3Config:
     """Hyper-parameters in config.json. Raises UserError if a field is missing, invalid or not supported."""
+    config = Qwen3Config(**values_from_json(fields))
+    refuse_invalid(check(config, 1, 1, 1), FIELDS | SCALING_FIELDS)
+    return config
+
+
+def values_from_json(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of config_from_json, not yet checked."""
     refuse_other(fields, {"use_sliding_window": False})
     for kind in read_field(fields, "layer_types", list, []):
         refuse_other({"layer_types": kind}, {"layer_types": "full_attention"})
@@ -203,9 +213,7 @@ def config_from_json(fields: Mapping[str, Any]) -> Qwen3Config:
     }
     # The default, 128, is also that of transformers.
     head_dim = read_field(fields, "head_dim", int, Qwen3Config.head_dim)
-    config = Qwen3Config(head_dim=head_dim, rope_theta=theta, **decoder_values(fields), **scaling_values)
-    refuse_invalid(check(config, 1, 1, 1), FIELDS | SCALING_FIELDS)
-    return config
+    return decoder_values(fields) | {"head_dim": head_dim, "rope_theta": theta} | scaling_values
 
 
 QWEN3 = Family(

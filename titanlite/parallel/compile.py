@@ -23,10 +23,13 @@ class CompileConfig:
     """model: each transformer block separately; loss: the cross-entropy."""
 
 
-def check_compile(section: CompileConfig, *, pp_schedule: str, splits_backward: bool) -> list[Problem]:
+def check_compile(
+    section: CompileConfig, *, pp_schedule: str, splits_backward: bool, has_experts: bool
+) -> list[Problem]:
     """Check that the backend exists, and that this torch can compile blocks under `pp_schedule`.
 
-    splits_backward: whether that schedule computes gradients of weights separately from those of inputs.
+    splits_backward: whether that schedule computes gradients of weights separately from those of inputs. has_experts:
+    whether blocks have experts, whose sizes depend on the data.
     """
     if not section.enable:
         return []
@@ -38,6 +41,13 @@ def check_compile(section: CompileConfig, *, pp_schedule: str, splits_backward: 
             section.backend,
             f"one of {', '.join(backends)}",
             'compile.backend = "inductor"',
+        ),
+        *require(
+            not (has_experts and compiles_blocks(section)),
+            "compile.components",
+            list(section.components),
+            "without model for a mixture of experts, whose blocks are not compiled yet",
+            'compile.components = ["loss"], or compile.enable = false',
         ),
         *require(
             not (splits_backward and compiles_blocks(section)) or can_split_compiled_backward(),

@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.family import LanguageModel, Plan
 from titanlite.models.head import LossConfig, OutputLayer
 from titanlite.parallel.compile import CompileConfig, apply_compile
@@ -21,6 +22,7 @@ def parallelize(
     cp_group: dist.ProcessGroup | None,
     *,
     context_parallel: ContextParallel,
+    rows_per_step: int,
     shard_logits: bool,
     loss: LossConfig,
     recompute: ActivationCheckpointConfig,
@@ -32,7 +34,8 @@ def parallelize(
     """Apply context, tensor and data parallelism, recomputation and compilation, in place, on the meta device.
 
     model: the full model, or a pipeline stage with the plan of its units. cp_group: of the ranks that hold other
-    positions of the same rows, if there are any. Computes in `param_dtype`, reduces gradients in `reduce_dtype`.
+    positions of the same rows, if there are any. rows_per_step: rows of the global batch. Computes in `param_dtype`,
+    reduces gradients in `reduce_dtype`.
     Returns descriptions of what was applied, in order, for the start log.
     """
     for head in (module for module in model.modules() if isinstance(module, OutputLayer)):
@@ -40,6 +43,9 @@ def parallelize(
         # A pipeline has several microbatches in flight: the gradients of each would take too much memory.
         head.recomputes = mesh["pp"].size() > 1
         head.gathers_logits = not shard_logits
+    for mixture in (module for module in model.modules() if isinstance(module, MixtureOfExperts)):
+        mixture.rows_per_step, mixture.row_group = rows_per_step, cp_group
+        mixture.balance_share = float(mesh["tp"].get_local_rank() == 0)  # all ranks of tp route the same positions
     recompute_first = inside_compilation(recompute)
     return [
         *apply_context_parallel(model, cp_group, context_parallel),

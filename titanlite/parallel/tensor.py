@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
+from titanlite.models.experts import Experts, Router, probabilities, weighted_experts
 from titanlite.models.family import LanguageModel, Plan, TensorStyle
 from titanlite.models.layers import RMSNorm, rms_norm
 
@@ -53,11 +54,13 @@ def _apply(style: TensorStyle, name: str, module: nn.Module, axis: DeviceMesh) -
         module.register_forward_pre_hook(partial(_gather_input, group=axis.get_group()))
     if style == "gather":
         return
-    kind, placement, forward = _STYLES[style]
-    names, (weight, *_) = zip(*module.named_parameters(recurse=False), strict=True)
+    kind, placements, forward = _STYLES[style]
+    parameters = dict(module.named_parameters(recurse=False))
     assert isinstance(module, kind), f'{name}: tensor style "{style}" is for {kind.__name__}'
-    assert names == ("weight",), f'{name}: tensor style "{style}" is for modules with a weight and nothing else'
-    module.weight = nn.Parameter(distribute_tensor(weight, axis, [placement]))
+    assert parameters.keys() == placements.keys(), f'{name}: tensor style "{style}" is for {list(placements)} only'
+    for own_name, parameter in parameters.items():
+        sharded = nn.Parameter(distribute_tensor(parameter, axis, [placements[own_name]]))
+        setattr(module, own_name, sharded)
     if forward is not None:
         module.forward = partial(forward, module, axis.get_group())
 
@@ -85,15 +88,28 @@ def _project_and_sum(linear: nn.Linear, group: dist.ProcessGroup, x: Tensor) -> 
     return _scatter(functional.linear(x, _local(linear.weight)), group)
 
 
-_STYLES: dict[TensorStyle, tuple[type[nn.Module], Placement, Callable[..., Tensor] | None]] = {
-    "vocabulary": (nn.Embedding, Shard(0), _look_up),
-    "norm": (RMSNorm, Replicate(), _normalize),
-    "head_norm": (RMSNorm, Replicate(), _normalize),
-    "column": (nn.Linear, Shard(0), _project),
-    "row": (nn.Linear, Shard(1), _project_and_sum),
-    "logits": (nn.Linear, Shard(0), None),
+def _route(router: Router, group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    del group
+    # Its gradient comes through this rank's part of the experts: a part of a sum.
+    return probabilities(x, _local(router.weight, Partial()))
+
+
+def _experts_and_sum(experts: Experts, group: dist.ProcessGroup, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    matrices = (_local(experts.w1), _local(experts.w2), _local(experts.w3))
+    return _scatter(weighted_experts(x, chosen, weights, *matrices), group)
+
+
+_STYLES: dict[TensorStyle, tuple[type[nn.Module], dict[str, Placement], Callable[..., Tensor] | None]] = {
+    "vocabulary": (nn.Embedding, {"weight": Shard(0)}, _look_up),
+    "norm": (RMSNorm, {"weight": Replicate()}, _normalize),
+    "head_norm": (RMSNorm, {"weight": Replicate()}, _normalize),
+    "column": (nn.Linear, {"weight": Shard(0)}, _project),
+    "row": (nn.Linear, {"weight": Shard(1)}, _project_and_sum),
+    "router": (Router, {"weight": Replicate()}, _route),
+    "experts": (Experts, {"w1": Shard(1), "w2": Shard(2), "w3": Shard(1)}, _experts_and_sum),
+    "logits": (nn.Linear, {"weight": Shard(0)}, None),
 }
-"""Style -> type of the module, placement of its weight over tp, and its forward (None: it keeps its own)."""
+"""Style -> type of the module, placements of its parameters over tp, and its forward (None: it keeps its own)."""
 
 
 def _local(weight: Tensor, gradient: Placement | None = None) -> Tensor:

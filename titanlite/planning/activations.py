@@ -78,11 +78,18 @@ def activation_bytes(config: DecoderConfig, plan: Plan, shape: MicrobatchShape) 
         int(attention_inputs * wider) + attended + (int(attended * wider) if wider > 1 or exchanges_heads else 0)
     )
     logsumexp = positions * config.n_heads * wide // tp
-    hidden = positions * config.ffn_dim * size // tp
+    n_active = config.n_active_experts
+    hidden = n_active * positions * config.ffn_dim * size // tp
     norm = _norm_bytes(config.dim, positions // tp, size, wide)
     normed_heads = positions * (config.n_heads + config.n_kv_heads) // tp if head_norms else 0
     head_norm = _norm_bytes(config.head_dim, normed_heads, size, wide)
-    row_outputs = 2 * (gathered + (residual if tp > 1 else 0))  # of wo and w2, before and after the reduction
+    # of wo and w2, before and after the reduction
+    row_outputs = (1 + n_active) * gathered + (2 * residual if tp > 1 else 0)
+    has_experts = config.n_experts > 1
+    scores = positions * config.n_experts * wide if has_experts else 0
+    # the rows by expert, their results by position in the wide dtype; per choice three indexes and two weights
+    routed = n_active * positions * (config.dim * (size + wide) + 3 * 8 + 2 * wide) if has_experts else 0
+    wide_input = positions * config.dim * wide if has_experts and wide != size else 0
     own_ids = -(-config.vocab_size // tp)
     columns = own_ids if shape.shard_logits else config.vocab_size
     # logits in the wide dtype and, if it differs, logits and their gradients in the compute dtype
@@ -93,11 +100,12 @@ def activation_bytes(config: DecoderConfig, plan: Plan, shape: MicrobatchShape) 
     head_gradients = gathered + own_ids * config.dim * size
     return ActivationBytes(
         # two norms, the inputs of wq, wk, wv and of w1, w3, attention, and of SwiGLU: both inputs, silu, the product
-        block=2 * norm + head_norm + 2 * gathered + attention + logsumexp + 4 * hidden,
-        block_by_op=residual + heads + int(attended * wider) + logsumexp + 2 * hidden + row_outputs,
+        block=2 * norm + head_norm + 2 * gathered + attention + logsumexp + 4 * hidden + scores + routed + wide_input,
+        block_by_op=residual + heads + int(attended * wider) + logsumexp + 2 * hidden + row_outputs + scores,
         block_input=residual,
-        # in the backward pass of w2: the gradients of both factors, and of the residual stream
-        block_backward=2 * hidden + 2 * residual,
+        # in the backward pass of w2: the gradients of both factors, and of the residual stream; of experts, also those
+        # of their results by position and by expert
+        block_backward=2 * hidden + 2 * residual + routed,
         embedding=positions * 8,
         head=norm + (gathered if shape.recomputes_logits else head_gradients),
         loss=chunk + (head_gradients if shape.recomputes_logits else 0),

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from titanlite.models.family import Family
+from titanlite.models.hugging_face import stored_tensors
 from titanlite.models.registry import FAMILIES
 from titanlite.tools.parity.shrink import shrink_model
 
@@ -39,7 +40,9 @@ def write_model(
     found = FAMILIES[family]
     config = tiny(found, **changes)
     names = found.hugging_face.names(config)
-    tensors = {names[name]: tensor.to(dtype) for name, tensor in weights(found, config).items()}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in weights(found, config).items():
+        tensors |= {theirs: part.clone() for theirs, part in stored_tensors(tensor.to(dtype), names[name]).items()}
     folder.mkdir(parents=True)
     about = {"model_type": found.hugging_face.model_type, "architectures": [found.hugging_face.architecture]}
     (folder / "config.json").write_text(json.dumps(about | found.hugging_face.config_json(config)))

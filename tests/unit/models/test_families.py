@@ -1,12 +1,9 @@
 """Tests of every model family in the registry; a new family is added by its entry there."""
 
-import ast
-import inspect
 import json
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,9 +13,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit.models.shaken import perturbed_model
+from titanlite.config.describe import field_texts
 from titanlite.generation.generate import generate
 from titanlite.generation.sampling import Sampling
 from titanlite.models.family import Family, LanguageModel, ModelConfig
+from titanlite.models.hugging_face import stored_names
 from titanlite.models.init import init_parameters_
 from titanlite.models.registry import FAMILIES, check_model
 from titanlite.parallel.tensor import tensor_style
@@ -47,14 +46,8 @@ def some_tokens(*shape: int) -> Tensor:
 
 @every_family
 def test_every_hyper_parameter_is_documented(family: Family) -> None:
-    """Every field is followed by a string that documents it."""
-    body = ast.parse(inspect.getsource(family.config_type)).body[0].body  # type: ignore[attr-defined]
-    documented = [
-        node.target.id
-        for node, after in pairwise(body)
-        if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-    ]
-    assert documented == [field.name for field in fields(family.config_type)]
+    """Every field is followed by a string that documents it, there or in the class that it is inherited from."""
+    assert field_texts(family.config_type).keys() == {field.name for field in fields(family.config_type)}
 
 
 @every_family
@@ -72,7 +65,7 @@ def test_every_flavor_is_valid_and_built_without_memory(name: str, flavor: str) 
     config = family.flavors[flavor]
     model = on_meta(family, replace(config, n_layers=2))
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    assert family.check(config, 1024, 4, 1) == []
+    assert family.check(config, 1024, 2, 1) == []
 
 
 @tied_or_not
@@ -118,7 +111,7 @@ def test_initial_distributions_by_role(family: Family) -> None:
         if "norm" in name:
             assert init.kind == "ones"
         else:
-            std = residual if name.endswith(("wo.weight", "w2.weight")) else 0.02
+            std = residual if name.removesuffix(".weight").endswith(("wo", "w2")) else 0.02
             assert (init.kind, init.std) == ("normal", pytest.approx(std))
     with pytest.raises(AssertionError, match="no initial distribution"):
         family.init(config, "layers.0.attention.wx.weight")
@@ -165,7 +158,10 @@ def test_a_model_from_the_meta_device_is_the_same(family: Family, tied: bool) ->
 
 @every_family
 def test_packed_documents_equal_separate_documents(family: Family) -> None:
-    model = perturbed_model(family, small(family))
+    config = small(family)
+    if config.n_experts > 1:  # the balance loss depends on what a row is
+        config = replace(config, balance_loss=0.0)
+    model = perturbed_model(family, config)
     lengths = [3, 10, 1, 6]
     tokens = some_tokens(1, sum(lengths))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -191,7 +187,9 @@ def test_cached_generation_equals_a_full_forward_pass(family: Family) -> None:
 
 @every_family
 def test_a_bfloat16_model_computes_in_bfloat16_outside_float32_islands(family: Family) -> None:
-    exact, rounded = perturbed_model(family, small(family)), perturbed_model(family, small(family)).bfloat16()
+    config = small(family)
+    config = replace(config, n_active_experts=config.n_experts) if config.n_experts > 1 else config  # no near ties
+    exact, rounded = perturbed_model(family, config), perturbed_model(family, config).bfloat16()
     rounded.init_buffers(CPU)
     with torch.no_grad():
         for left, right in zip(exact.parameters(), rounded.parameters(), strict=True):
@@ -207,7 +205,8 @@ def test_each_parameter_has_one_name_in_transformers(family: Family, tied: bool)
     config = small(family, tie_embeddings=tied)
     names = family.hugging_face.names(config)
     assert names.keys() == dict(on_meta(family, config).named_parameters()).keys()
-    assert len(set(names.values())) == len(names)
+    stored = [theirs for name in names.values() for theirs in stored_names(name)]
+    assert len(set(stored)) == len(stored)
 
 
 @pytest.mark.parametrize(("name", "flavor"), FLAVORS)

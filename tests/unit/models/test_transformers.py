@@ -21,8 +21,10 @@ from tests.plain_loss import cross_entropy_by_row
 from tests.unit.models.shaken import perturbed_model
 from titanlite.batch import IGNORE_INDEX
 from titanlite.models.family import Family, LanguageModel
+from titanlite.models.hugging_face import stored_tensors
 from titanlite.models.llama3 import Llama3Config
 from titanlite.models.qwen3 import Qwen3Config
+from titanlite.models.qwen3_moe import Qwen3MoeConfig
 from titanlite.models.registry import FAMILIES
 
 EXACT, UNPATCHED = 1e-10, 1e-5
@@ -44,6 +46,16 @@ YARN = replace(
     rope_beta_slow=0.5,
     rope_original_seq_len=32,
 )
+EXPERTS = Qwen3MoeConfig(
+    *(32, 2, 4, 2, 24, VOCAB_SIZE),
+    head_dim=16,
+    norm_eps=1e-3,
+    rope_theta=1000.0,
+    max_seq_len=64,
+    n_experts=6,
+    n_active_experts=3,
+    balance_loss=0.0,  # transformers does not add its own
+)
 CASES = {
     "llama3": ("llama3", LLAMA3),
     "llama3, tied": ("llama3", replace(LLAMA3, tie_embeddings=True)),
@@ -58,9 +70,16 @@ CASES = {
     "qwen3, scaled": ("qwen3", YARN),
     "qwen3, scaled in one step": ("qwen3", replace(YARN, rope_beta_fast=0.6, rope_beta_slow=0.55)),
     "qwen3, published scaling": ("qwen3", replace(QWEN3, head_dim=64, rope_theta=1e6, rope_scaling_factor=4.0)),
+    "qwen3_moe": ("qwen3_moe", EXPERTS),
+    "qwen3_moe, tied": ("qwen3_moe", replace(EXPERTS, tie_embeddings=True)),
+    "qwen3_moe, two active": ("qwen3_moe", replace(EXPERTS, n_active_experts=2)),
+    "qwen3_moe, all active": ("qwen3_moe", replace(EXPERTS, n_active_experts=6)),
 }
 every_case = pytest.mark.parametrize(("name", "config"), CASES.values(), ids=CASES)
-MODULES = ("models.llama.modeling_llama", "models.qwen3.modeling_qwen3", "modeling_rope_utils")
+MODULES = (
+    *("models.llama.modeling_llama", "models.qwen3.modeling_qwen3", "models.qwen3_moe.modeling_qwen3_moe"),
+    "modeling_rope_utils",
+)
 
 
 class WideTorch:
@@ -81,18 +100,37 @@ def float64_islands() -> Iterator[None]:
         one.stop()
 
 
-def transformers_model(family: Family, config: Any, model: LanguageModel, names: dict[str, str]) -> nn.Module:
+def stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Views of a transformers model's tensors by their names in files: it stacks the matrices of experts."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, _, stack = name.rpartition(".")
+        kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(stack)
+        if kinds is None:
+            found[name] = tensor
+            continue
+        for index, expert in enumerate(tensor.unbind()):
+            matrices = zip(kinds, expert.chunk(len(kinds)), strict=True)
+            found |= {f"{prefix}.{index}.{kind}.weight": matrix for kind, matrix in matrices}
+    return found
+
+
+def transformers_model(family: Family, config: Any, model: LanguageModel) -> nn.Module:
     """The transformers model that our config.json describes, with our weights under its parameter names."""
     import transformers  # imported here: it takes seconds, which test collection does not need
 
-    fields = family.hugging_face.config_json(config) | {"attn_implementation": "eager"}
+    # transformers' default for experts does not compute in float64
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    fields = family.hugging_face.config_json(config) | eager
     other = getattr(transformers, family.hugging_face.architecture)(
         transformers.AutoConfig.for_model(family.hugging_face.model_type, **fields)
     )
     other = other.to(torch.float64)
-    weights = {names[name]: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    names, weights = family.hugging_face.names(config), dict[str, Tensor]()
+    for name, parameter in model.named_parameters():
+        weights |= stored_tensors(parameter.detach(), names[name])
     with torch.no_grad():
-        parameters = dict(other.named_parameters())
+        parameters = stored(dict(other.named_parameters()))
         assert parameters.keys() == weights.keys()
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
@@ -116,7 +154,7 @@ def relative(value: Tensor, expected: Tensor) -> float:
 def differences(family: Family, config: Any, change: Callable[[nn.Module], None] | None = None) -> dict[str, float]:
     """Relative errors of logits, loss and each gradient, by our parameter names. change: applied to our model."""
     model = perturbed_model(family, config)
-    other = transformers_model(family, config, model, family.hugging_face.names(config))
+    other = transformers_model(family, config, model)
     if change is not None:
         change(model)
     tokens, labels = batch()
@@ -126,10 +164,11 @@ def differences(family: Family, config: Any, change: Callable[[nn.Module], None]
     mean = F.cross_entropy(expected.flatten(0, 1), labels.flatten())  # the mean over all valid tokens
     loss.backward()
     mean.backward()
-    gradients = dict(other.named_parameters())
+    gradients = stored({name: parameter.grad for name, parameter in other.named_parameters()})
     found = {"logits": relative(logits, expected), "loss": relative(loss, mean)}
-    for name, other_name in family.hugging_face.names(config).items():
-        found[name] = relative(model.get_parameter(name).grad, gradients[other_name].grad)
+    for name, stored_name in family.hugging_face.names(config).items():
+        parts = stored_tensors(model.get_parameter(name).grad, stored_name)
+        found[name] = relative(torch.stack([*parts.values()]), torch.stack([gradients[part] for part in parts]))
     return found
 
 

@@ -13,6 +13,7 @@ from titanlite.checkpoint.state import first_not_finite
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.hf.folder import CONFIG_FILE, GENERATION_FILE, INDEX_FILE, SINGLE_FILE
 from titanlite.hf.safetensors import SUFFIX, write_tensors
+from titanlite.models.hugging_face import stored_names, stored_tensors
 from titanlite.runtime.durability import sync_file, sync_folder
 from titanlite.runtime.errors import UserError
 from titanlite.tools.saved_run import SavedRun
@@ -71,12 +72,26 @@ def _write_weights(run: SavedRun, folder: Path, dtype: torch.dtype, shard_bytes:
         tensors = {name: torch.empty(shapes[name], dtype=dtype) for name in shard}
         run.load(tensors)
         _require_finite(tensors, dtype)
-        write_tensors(folder / file, {names[name]: tensor for name, tensor in tensors.items()})
+        write_tensors(folder / file, _stored(tensors, names))
         del tensors
     if count > 1:
-        weight_map = {names[name]: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        weight_map = {
+            theirs: file
+            for file, shard in zip(files, shards, strict=True)
+            for name in shard
+            for theirs in stored_names(names[name])
+        }
         _write_json(folder / INDEX_FILE, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
     return files
+
+
+def _stored(tensors: Mapping[str, Tensor], names: Mapping[str, str | tuple[str, ...]]) -> dict[str, Tensor]:
+    """The tensors as they are stored. The library refuses tensors that share memory, so parts are copied."""
+    stored: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        parts = stored_tensors(tensor, names[name])
+        stored |= parts if len(parts) == 1 else {theirs: part.clone() for theirs, part in parts.items()}
+    return stored
 
 
 def _shards(sizes: Mapping[str, int], limit: int) -> Iterator[Sequence[str]]:

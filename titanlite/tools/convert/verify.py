@@ -103,8 +103,8 @@ def _require_same_bits(own: LanguageModel, folder: Path) -> None:
 def _logits_of_folder(folder: Path, compute: torch.dtype, tokens: Tensor) -> tuple[str, Tensor]:
     """(program that computed them, logits). Uses transformers (4.56 or newer) if installed, as it shares no code with
     titanlite."""
+    found = open_folder(folder.name, folder)
     if not _has_transformers():
-        found = open_folder(folder.name, folder)
         model = empty_model(found.family, found.hyper_parameters, _CPU, compute).eval()
         found.fill_({name: parameter.data for name, parameter in model.named_parameters()})
         return "titanlite (transformers is not installed)", model(tokens)
@@ -113,7 +113,11 @@ def _logits_of_folder(folder: Path, compute: torch.dtype, tokens: Tensor) -> tup
     library_logging: Any = transformers.utils.logging
     library_logging.disable_progress_bar()
     try:
-        theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=compute)
+        # its default for experts does not compute in float64
+        options = {"experts_implementation": "eager"} if getattr(found.hyper_parameters, "n_experts", 1) > 1 else {}
+        theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, dtype=compute, **options
+        )
     except Exception as error:  # the library raises many kinds
         raise UserError(
             f"transformers {transformers.__version__} cannot load the exported folder, which was deleted "

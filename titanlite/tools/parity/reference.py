@@ -16,6 +16,7 @@ from titanlite.assembly.data import build_data, build_tokenizer
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.config.schema import JobConfig
 from titanlite.models.attention import document_arguments
+from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.family import LanguageModel
 from titanlite.models.init import init_parameters_
 from titanlite.models.randomness import row_keys
@@ -169,4 +170,6 @@ def plain_model(config: JobConfig) -> LanguageModel:
     model.tie_weights()
     model.init_buffers(CPU)
     init_parameters_(model, config.debug.seed, lambda name: family.init(hyper_parameters, name))
+    for mixture in (module for module in model.modules() if isinstance(module, MixtureOfExperts)):
+        mixture.rows_per_step = config.training.global_batch_size
     return model

@@ -1,0 +1,126 @@
+"""Mixture of experts against plain formulas: choice, ties, weights, the balance loss and its gradient."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from titanlite.models.experts import Experts, MixtureOfExperts, Router, balance, feed_forward, grouped_feed_forward
+
+DIM, HIDDEN, N_EXPERTS, N_ACTIVE = 6, 10, 5, 2
+
+
+def mixture(balance_loss: float = 0.0) -> MixtureOfExperts:
+    model = MixtureOfExperts(DIM, HIDDEN, N_EXPERTS, N_ACTIVE, balance_loss).double()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, generator=generator)
+    return model
+
+
+def rows() -> Tensor:
+    return torch.randn(3, 7, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+
+
+def plain(model: MixtureOfExperts, x: Tensor) -> Tensor:
+    """All experts on all positions, weighted by 0 where they are not chosen."""
+    probabilities = (x @ model.router.weight.T).softmax(-1)
+    chosen = torch.zeros_like(probabilities).scatter(-1, probabilities.topk(N_ACTIVE).indices, 1.0)
+    weights = chosen * probabilities
+    weights = weights / weights.sum(-1, keepdim=True)
+    hidden = functional.silu(torch.einsum("btd,ehd->bteh", x, model.experts.w1))
+    hidden = hidden * torch.einsum("btd,ehd->bteh", x, model.experts.w3)
+    return torch.einsum("bteh,edh,bte->btd", hidden, model.experts.w2, weights)
+
+
+def gradients(out: Tensor, model: MixtureOfExperts, x: Tensor) -> list[Tensor]:
+    upstream = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(2))
+    return list(torch.autograd.grad(out, [x, *model.parameters()], upstream))
+
+
+def test_results_and_gradients_are_those_of_plain_formulas() -> None:
+    model, x = mixture(), rows()
+    out, expected = model(x), plain(model, x)
+    assert torch.allclose(out, expected, rtol=0, atol=1e-12)
+    for found, right in zip(gradients(out, model, x), gradients(expected, model, x), strict=True):
+        assert ((found - right).norm() / right.norm()).item() < 1e-13
+
+
+def test_ties_go_to_the_experts_with_the_lowest_indexes() -> None:
+    model = mixture()
+    seen: list[Tensor] = []
+    model.experts.register_forward_pre_hook(lambda _, args: seen.extend(args[1:]))
+    with torch.no_grad():
+        model.router.weight.zero_()
+        model(rows())
+    chosen, weights = seen
+    assert chosen.unique().tolist() == [0, 1]
+    assert torch.equal(weights, torch.full_like(weights, 0.5))
+
+
+def test_an_expert_without_positions_has_a_gradient_of_zero() -> None:
+    model, x = mixture(), rows()
+    with torch.no_grad():
+        model.router.weight.zero_()
+    model(x).sum().backward()
+    gradient = model.experts.w1.grad
+    assert gradient is not None
+    assert gradient[:2].abs().sum(dim=(1, 2)).min() > 0
+    assert torch.equal(gradient[2:], torch.zeros_like(gradient[2:]))
+
+
+def test_the_router_computes_in_float32_for_a_bfloat16_model() -> None:
+    router = Router(DIM, N_EXPERTS).bfloat16()
+    assert router(rows().bfloat16()).dtype == torch.float32
+    experts = Experts(N_EXPERTS, DIM, HIDDEN).bfloat16()
+    chosen = torch.zeros(3, 7, 1, dtype=torch.int64)
+    assert experts(rows().bfloat16(), chosen, torch.ones(3, 7, 1)).dtype == torch.bfloat16
+
+
+def test_grouped_products_are_those_of_a_loop() -> None:
+    """In sizes that the kernels of GPUs accept; the third expert has no rows."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((24, 16), (4, 32, 16), (4, 16, 32), (4, 32, 16))
+    inputs = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+    rows, *matrices = inputs
+    counts = torch.tensor([7, 12, 0, 5])
+    upstream = torch.randn(24, 16, generator=generator)
+    found, expected = (
+        [out.detach(), *torch.autograd.grad(out, inputs, upstream)]
+        for out in (function(rows, counts, *matrices) for function in (grouped_feed_forward, feed_forward))
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-4)
+
+
+def test_balance_loss_of_a_row() -> None:
+    equal = torch.full((1, 6, 3), 1 / 3, dtype=torch.float64)
+    in_turn = torch.arange(6).view(1, 6, 1) % 3
+    assert balance(equal, in_turn, None).item() == pytest.approx(1.0)
+    one = torch.zeros(1, 6, 3, dtype=torch.float64)
+    one[..., 0] = 1.0
+    assert balance(one, torch.zeros_like(in_turn), None).item() == pytest.approx(3.0)
+
+
+def test_backward_adds_the_gradient_of_the_balance_loss_and_forward_does_not_change() -> None:
+    with_loss, without, x = mixture(0.3), mixture(), rows()
+    with_loss.rows_per_step = 8
+    assert torch.equal(with_loss(x), without(x))
+    probabilities = (x @ without.router.weight.T).softmax(-1)
+    chosen = torch.zeros_like(probabilities).scatter(-1, probabilities.topk(N_ACTIVE).indices, 1.0)
+    shares = chosen.sum(1) / (N_ACTIVE * x.shape[1])
+    loss = 0.3 / 8 * N_EXPERTS * (shares * probabilities.mean(1)).sum()
+    of_loss = torch.autograd.grad(loss, [x, without.router.weight])
+    found, base = gradients(with_loss(x), with_loss, x), gradients(without(x), without, x)
+    for index, added in enumerate(of_loss):
+        assert added.norm() > 1e-6 * base[index].norm()
+        assert ((found[index] - (base[index] + added)).norm() / base[index].norm()).item() < 1e-14
+    for one, other in zip(found[2:], base[2:], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_without_gradients_there_is_no_balance_loss() -> None:
+    model = mixture(0.3)
+    model.row_group = "not a group"  # type: ignore[assignment]
+    with torch.no_grad():
+        model(rows())
