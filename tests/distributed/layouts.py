@@ -82,7 +82,7 @@ BY_LAYER = ("activation_checkpoint.mode=selective", "activation_checkpoint.selec
 QWEN3 = ("model.family=qwen3", "model.head_dim=16")  # its heads are twice as wide as the residual stream
 EXPERTS = (
     *("model.family=qwen3_moe", "model.head_dim=16", "model.n_experts=6", "model.n_active_experts=2"),
-    "model.balance_loss=0.5",
+    *("model.balance_loss=0.5", "model.z_loss=0.1"),
 )
 GATHER = ("parallelism.context_parallel=gather",)
 IMPLIED = (AOT, "activation_checkpoint.mode=selective", QWEN3[1], *EXPERTS[1:])

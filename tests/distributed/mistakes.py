@@ -24,7 +24,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.forward import positions_of
 from titanlite.models import family
 from titanlite.models.attention import AttentionMask
-from titanlite.models.experts import MixtureOfExperts, Router, probabilities
+from titanlite.models.experts import MixtureOfExperts, Router, router_scores
 from titanlite.models.init import Init
 from titanlite.models.layers import rms_norm
 from titanlite.parallel import clip as clip_module
@@ -463,7 +463,7 @@ def mixtures(trainer: Trainer) -> Iterator[MixtureOfExperts]:
 
 def balance_of_each_rank(trainer: Trainer) -> None:
     for mixture in mixtures(trainer):
-        mixture.balance_share = 1.0
+        mixture.own_share = 1.0
 
 
 def balance_of_own_positions(trainer: Trainer) -> None:
@@ -482,7 +482,7 @@ def balance_of_own_rows(trainer: Trainer) -> None:
 def router_not_summed_over_tp() -> Iterator[None]:
     def route(router: Router, group: dist.ProcessGroup, x: Tensor) -> Tensor:
         del group
-        return probabilities(x, router.weight.to_local())  # type: ignore[operator]
+        return router_scores(x, router.weight.to_local())  # type: ignore[operator]
 
     styles = tensor_module._STYLES
     with patch.dict(styles, {"router": (*styles["router"][:2], route)}):

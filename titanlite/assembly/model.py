@@ -9,6 +9,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.faults.spikes import SpikeGate
 from titanlite.forward import ModelOnMesh
 from titanlite.models.attention import chosen_kernel, mask_form
+from titanlite.models.decoder import describe_size
 from titanlite.models.family import DecoderConfig, LanguageModel
 from titanlite.models.init import init_parameters_
 from titanlite.models.registry import resolve_model
@@ -53,7 +54,8 @@ def build_parts(config: JobConfig, mesh: Mesh) -> list[ModelPart]:
         part.tie_weights()
         if not parts:
             count = sum(parameter.numel() for parameter in part.parameters())
-            log.info("Model: %s %s, %s parameters", family.name, config.model.flavor, f"{count:,}")
+            size = describe_size(count, hyper_parameters)
+            log.info("Model: %s %s, %s", family.name, config.model.flavor, size)
         plan = family.plan(hyper_parameters)
         if config.parallelism.pp > 1:
             stages = split_stages(part, plan, config.parallelism)

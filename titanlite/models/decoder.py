@@ -3,7 +3,7 @@ SwiGLU. The file of a family adds its specifics."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,15 @@ from titanlite.runtime.errors import Problem, require
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block: x + attention(norm(x)), then x + feed_forward(norm(x))."""
+    """Pre-norm transformer block: x + attention(norm(x)), then x + feed_forward(norm(x)). feed_forward: by default
+    SwiGLU."""
 
-    def __init__(self, config: DecoderConfig, attention: Attention, feed_forward: nn.Module) -> None:
+    def __init__(self, config: DecoderConfig, attention: Attention, feed_forward: nn.Module | None = None) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = attention
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
-        self.feed_forward = feed_forward
+        self.feed_forward = feed_forward or FeedForward(config.dim, config.ffn_dim)
 
     def forward(self, x: Tensor, rope: RotaryTables, mask: AttentionMask | None) -> Tensor:
         """x: (batch, seq_len, dim); mask: see Attention. Returns the same shape."""
@@ -50,12 +51,14 @@ class Decoder(LanguageModel):
     ) -> None:
         super().__init__()
         self.config = config
-        feed_forward = feed_forward or partial(FeedForward, config.dim, config.ffn_dim)
         # nn.Embedding(...) does the same, but on the meta device it imports torch._dynamo, which takes half a second
         embeddings = torch.randn(config.vocab_size, config.dim)
         self.tok_embeddings: nn.Embedding | None = nn.Embedding.from_pretrained(embeddings, freeze=False)
         self.layers = nn.ModuleDict(
-            {str(index): Block(config, attention(), feed_forward()) for index in range(config.n_layers)}
+            {
+                str(index): Block(config, attention(), feed_forward() if feed_forward else None)
+                for index in range(config.n_layers)
+            }
         )
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
         self.output: OutputLayer | None = OutputLayer(config.dim, config.vocab_size)
@@ -154,6 +157,16 @@ def num_matmul_parameters(config: DecoderConfig) -> int:
     n_experts, n_active = config.n_experts, config.n_active_experts
     feed_forward = 3 * config.dim * config.ffn_dim * n_active + (config.dim * n_experts if n_experts > 1 else 0)
     return config.n_layers * (attention + feed_forward) + config.vocab_size * config.dim
+
+
+def describe_size(num_parameters: int, config: Any) -> str:
+    """The number of parameters, and without the experts that a token does not use if there are any. config: of any
+    family."""
+    text = f"{num_parameters:,} parameters"
+    if not isinstance(config, DecoderConfig) or config.n_experts == config.n_active_experts:
+        return text
+    idle = config.n_layers * 3 * config.dim * config.ffn_dim * (config.n_experts - config.n_active_experts)
+    return f"{text}, {num_parameters - idle:,} of them active"
 
 
 def flops_per_token(config: DecoderConfig, seq_len: int) -> int:

@@ -14,19 +14,19 @@ from torch.nn import functional
 
 
 class Router(nn.Linear):
-    """The probability of each expert: softmax(weight x), in promote_types(x.dtype, float32)."""
+    """The score of each expert: weight x, in promote_types(x.dtype, float32)."""
 
     def __init__(self, dim: int, n_experts: int) -> None:
         super().__init__(dim, n_experts, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (batch, seq_len, dim). Returns (batch, seq_len, n_experts)."""
-        return probabilities(x, self.weight)
+        return router_scores(x, self.weight)
 
 
-def probabilities(x: Tensor, weight: Tensor) -> Tensor:
+def router_scores(x: Tensor, weight: Tensor) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
-    return functional.linear(x.to(wide), weight.to(wide)).softmax(dim=-1)
+    return functional.linear(x.to(wide), weight.to(wide))
 
 
 class Experts(nn.Module):
@@ -90,20 +90,23 @@ def _swiglu(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, w1: Tensor, 
 class MixtureOfExperts(nn.Module):
     """Feed-forward layer of `n_experts` experts, of which each position uses the `n_active` most probable.
 
-    Their weights are their probabilities, divided by the sum over the chosen ones. balance_loss: coefficient of the
-    balance loss, whose gradient each backward pass adds.
+    The probabilities are the softmax of the router's scores. The weights of the chosen experts are their probabilities,
+    divided by their sum. balance_loss, z_loss: coefficients of these losses, whose gradients each backward pass adds.
 
-    rows_per_step: rows of the global batch, over which the balance loss is a mean. balance_share: share of this rank in
-    the balance loss of its positions; 0 if another rank has the same ones. row_group: the ranks that hold the other
-    positions of the same rows, if there are any. Parallelism sets them.
+    rows_per_step: rows of the global batch, over which these losses are means. own_share: share of this rank in the
+    losses of its positions; 0 if another rank has the same ones. row_group: the ranks that hold the other positions of
+    the same rows, if there are any. Parallelism sets them.
     """
 
-    def __init__(self, dim: int, hidden_dim: int, n_experts: int, n_active: int, balance_loss: float) -> None:
+    def __init__(
+        self, dim: int, hidden_dim: int, n_experts: int, n_active: int, balance_loss: float, z_loss: float
+    ) -> None:
         super().__init__()
         self.n_active = n_active
         self.balance_loss = balance_loss
+        self.z_loss = z_loss
         self.rows_per_step = 1
-        self.balance_share = 1.0
+        self.own_share = 1.0
         self.row_group: dist.ProcessGroup | None = None
         self.router = Router(dim, n_experts)
         self.experts = Experts(n_experts, dim, hidden_dim)
@@ -111,27 +114,37 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: (batch, seq_len, dim). Returns the same shape."""
         scores: Tensor = self.router(x)
+        probabilities = scores.softmax(dim=-1)
         # a copy, as a view would keep the indices of all experts
-        chosen = scores.detach().sort(dim=-1, descending=True, stable=True).indices[..., : self.n_active].clone()
-        weights = scores.gather(-1, chosen)
+        chosen = probabilities.detach().sort(dim=-1, descending=True, stable=True).indices[..., : self.n_active].clone()
+        weights = probabilities.gather(-1, chosen)
         weights = weights / weights.sum(dim=-1, keepdim=True)
-        if self.balance_loss and torch.is_grad_enabled():
-            factor = self.balance_loss * self.balance_share / self.rows_per_step
-            weights = _AddLoss.apply(weights, factor * balance(scores, chosen, self.row_group).sum())  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled():
+            if self.balance_loss:
+                weights = self._add(weights, self.balance_loss * balance(probabilities, chosen, self.row_group))
+            if self.z_loss:
+                seq_len = scores.shape[1] * (1 if self.row_group is None else self.row_group.size())
+                weights = self._add(weights, self.z_loss / seq_len * scores.logsumexp(dim=-1).square().sum(dim=1))
         out: Tensor = self.experts(x, chosen, weights)
         return out
 
+    def _add(self, weights: Tensor, losses: Tensor) -> Tensor:
+        """Return the weights, whose backward pass adds the gradient of the mean of losses, (batch,), of rows."""
+        loss = losses.sum() * (self.own_share / self.rows_per_step)
+        added: Tensor = _AddLoss.apply(weights, loss)  # type: ignore[no-untyped-call]
+        return added
 
-def balance(scores: Tensor, chosen: Tensor, row_group: dist.ProcessGroup | None) -> Tensor:
+
+def balance(probabilities: Tensor, chosen: Tensor, row_group: dist.ProcessGroup | None) -> Tensor:
     """Balance loss of each row, (batch,): the sum over the experts of f P, where P is the mean probability of an expert
     in the row, and f its share of the row's choices times the number of experts; 1 if all are equal.
 
     Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), equations 17 to 20, with probabilities that add up to 1.
-    scores: (batch, seq_len, n_experts); chosen: (batch, seq_len, n_active). row_group: an all-reduce over it adds the
-    other positions of the rows; the gradient is that of the own ones, so that of all ranks add up to the loss's.
+    probabilities: (batch, seq_len, n_experts); chosen: (batch, seq_len, n_active). row_group: an all-reduce over it
+    adds the other positions of the rows; the gradient is that of the own ones, and all ranks' add up to the loss's.
     """
-    n_experts, n_active = scores.shape[-1], chosen.shape[-1]
-    mass, seq_len = scores.sum(dim=1), scores.shape[1]
+    _, seq_len, n_experts = probabilities.shape
+    n_active, mass = chosen.shape[-1], probabilities.sum(dim=1)
     choices = chosen.flatten(1)
     counts = torch.zeros_like(mass).scatter_add(1, choices, torch.ones_like(choices, dtype=mass.dtype))
     if row_group is not None:

@@ -26,6 +26,8 @@ class Qwen3MoeConfig(Qwen3Config):
     """Experts that process each position: the most probable ones."""
     balance_loss: float = 0.001
     """Coefficient of the balance loss of each block, a mean over the rows of the global batch; 0.0: none."""
+    z_loss: float = 0.0
+    """Coefficient of the z-loss of each router: the mean square of the logarithm of the sum of its exponentials."""
 
 
 _30B = Qwen3MoeConfig(dim=2048, n_layers=48, n_heads=32, n_kv_heads=4, ffn_dim=768, vocab_size=151_936)
@@ -59,6 +61,7 @@ class Qwen3Moe(Qwen3):
             config.n_experts,
             config.n_active_experts,
             config.balance_loss,
+            config.z_loss,
         )
         super().__init__(config, experts)
 
@@ -91,6 +94,13 @@ def check(config: Qwen3MoeConfig, seq_len: int, tp: int, pp: int) -> list[Proble
             config.balance_loss,
             "at least 0 and finite",
             "0.001 is what Qwen3 uses; 0.0: no balance loss",
+        ),
+        *require(
+            0.0 <= config.z_loss < float("inf"),
+            "model.z_loss",
+            config.z_loss,
+            "at least 0 and finite",
+            "0.0 is what Qwen3 uses: no z-loss; 0.001 is usual",
         ),
     ]
 

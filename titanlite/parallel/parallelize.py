@@ -45,7 +45,7 @@ def parallelize(
         head.gathers_logits = not shard_logits
     for mixture in (module for module in model.modules() if isinstance(module, MixtureOfExperts)):
         mixture.rows_per_step, mixture.row_group = rows_per_step, cp_group
-        mixture.balance_share = float(mesh["tp"].get_local_rank() == 0)  # all ranks of tp route the same positions
+        mixture.own_share = float(mesh["tp"].get_local_rank() == 0)  # all ranks of tp route the same positions
     recompute_first = inside_compilation(recompute)
     return [
         *apply_context_parallel(model, cp_group, context_parallel),

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
-from titanlite.models.experts import Experts, Router, probabilities, weighted_experts
+from titanlite.models.experts import Experts, Router, router_scores, weighted_experts
 from titanlite.models.family import LanguageModel, Plan, TensorStyle
 from titanlite.models.layers import RMSNorm, rms_norm
 
@@ -91,7 +91,7 @@ def _project_and_sum(linear: nn.Linear, group: dist.ProcessGroup, x: Tensor) -> 
 def _route(router: Router, group: dist.ProcessGroup, x: Tensor) -> Tensor:
     del group
     # Its gradient comes through this rank's part of the experts: a part of a sum.
-    return probabilities(x, _local(router.weight, Partial()))
+    return router_scores(x, _local(router.weight, Partial()))
 
 
 def _experts_and_sum(experts: Experts, group: dist.ProcessGroup, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

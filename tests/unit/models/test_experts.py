@@ -10,8 +10,8 @@ from titanlite.models.experts import Experts, MixtureOfExperts, Router, balance,
 DIM, HIDDEN, N_EXPERTS, N_ACTIVE = 6, 10, 5, 2
 
 
-def mixture(balance_loss: float = 0.0) -> MixtureOfExperts:
-    model = MixtureOfExperts(DIM, HIDDEN, N_EXPERTS, N_ACTIVE, balance_loss).double()
+def mixture(balance_loss: float = 0.0, z_loss: float = 0.0) -> MixtureOfExperts:
+    model = MixtureOfExperts(DIM, HIDDEN, N_EXPERTS, N_ACTIVE, balance_loss, z_loss).double()
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, generator=generator)
@@ -102,14 +102,15 @@ def test_balance_loss_of_a_row() -> None:
     assert balance(one, torch.zeros_like(in_turn), None).item() == pytest.approx(3.0)
 
 
-def test_backward_adds_the_gradient_of_the_balance_loss_and_forward_does_not_change() -> None:
-    with_loss, without, x = mixture(0.3), mixture(), rows()
+def test_backward_adds_the_gradients_of_the_router_losses_and_forward_does_not_change() -> None:
+    with_loss, without, x = mixture(0.3, 0.05), mixture(), rows()
     with_loss.rows_per_step = 8
     assert torch.equal(with_loss(x), without(x))
     probabilities = (x @ without.router.weight.T).softmax(-1)
     chosen = torch.zeros_like(probabilities).scatter(-1, probabilities.topk(N_ACTIVE).indices, 1.0)
     shares = chosen.sum(1) / (N_ACTIVE * x.shape[1])
     loss = 0.3 / 8 * N_EXPERTS * (shares * probabilities.mean(1)).sum()
+    loss = loss + 0.05 / 8 * (x @ without.router.weight.T).exp().sum(-1).log().square().mean(1).sum()
     of_loss = torch.autograd.grad(loss, [x, without.router.weight])
     found, base = gradients(with_loss(x), with_loss, x), gradients(without(x), without, x)
     for index, added in enumerate(of_loss):
@@ -120,7 +121,7 @@ def test_backward_adds_the_gradient_of_the_balance_loss_and_forward_does_not_cha
 
 
 def test_without_gradients_there_is_no_balance_loss() -> None:
-    model = mixture(0.3)
+    model = mixture(0.3, 0.05)
     model.row_group = "not a group"  # type: ignore[assignment]
     with torch.no_grad():
         model(rows())

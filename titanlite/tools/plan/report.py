@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 from titanlite.config.schema import JobConfig
+from titanlite.models.decoder import describe_size
+from titanlite.models.registry import resolve_model
 from titanlite.planning.estimate import Estimate, RankPlan
 from titanlite.planning.remedies import remedies
 from titanlite.runtime.memory import GIB, USABLE
@@ -14,9 +16,10 @@ def report(config: JobConfig, plan: Estimate, device_memory_gib: float) -> str:
     """The report that `titanlite plan` prints: model, mesh, memory and work per rank; last, whether it fits."""
     training, section = config.training, config.parallelism
     axes = " x ".join(f"{axis} {size}" for axis, size in plan.axes.items())
+    _, hyper_parameters = resolve_model(config.model)
     parameters = sum(stage.num_parameters for rank in plan.ranks for stage in rank.stages)
     lines = [
-        f"Model: {config.model.family} {config.model.flavor}, {parameters:,} parameters",
+        f"Model: {config.model.family} {config.model.flavor}, {describe_size(parameters, hyper_parameters)}",
         f"Mesh: {axes} = {math.prod(plan.axes.values()):,} ranks",
         f"Dtypes: parameters {training.dtype}, compute {training.mixed_precision_param}, "
         f"gradient reduction {training.mixed_precision_reduce}",
