@@ -165,7 +165,8 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
             if last or is_log_step(step, log_freq=config.metrics.log_freq, total_steps=config.training.steps):
                 failure.enter(step, "logging")
                 epochs = loader.epochs()
-                record = run.meter.flush(epochs if trainer.counts_rows else [0.0] * len(epochs))
+                own_epochs = epochs if trainer.counts_rows else [0.0] * len(epochs)
+                record = run.meter.flush(own_epochs, run.expert_loads.flush())
                 run.sinks.write(record)
                 run.skipped.check()
                 require_few_bad_rows(record, config.data.max_bad_rows)

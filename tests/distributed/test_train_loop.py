@@ -14,7 +14,7 @@ from tests.distributed.reference import global_batch, rank_batches, reference_st
 from tests.distributed.test_step import OperationCount
 from tests.pool import run_ranks
 from titanlite import train
-from titanlite.assembly.run import Run
+from titanlite.assembly.run import Run, build_expert_loads
 from titanlite.batch import Batch
 from titanlite.checkpoint.start import Start
 from titanlite.config.schema import JobConfig
@@ -68,6 +68,7 @@ def run_of(config: JobConfig, *sinks: RecordSink) -> Run:
         trainer=trainer,
         loader=StubLoader(dist.get_rank()),  # type: ignore[arg-type]
         meter=meter,
+        expert_loads=build_expert_loads(config, mesh, trainer),
         sinks=Sinks(sinks),  # type: ignore[arg-type]
         data_end=DataEnd(None, None),
         skipped=Mock(),

@@ -39,6 +39,7 @@ from titanlite.hf.folder import PREFIX, ModelFolder
 from titanlite.hf.source import fetch_source
 from titanlite.metrics.about import AboutRun, git_commit, note_start
 from titanlite.metrics.config import LOG_FILE, METRICS_FILE, RUN_FILE, SAMPLES_FILE
+from titanlite.metrics.experts import ExpertLoads
 from titanlite.metrics.history import has_validation, keep_rows
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.sinks import Sinks, build_sinks
@@ -84,6 +85,7 @@ class Run:
     trainer: Trainer
     loader: Loader
     meter: Meter
+    expert_loads: ExpertLoads
     sinks: Sinks
     data_end: DataEnd
     skipped: SkippedSteps
@@ -188,6 +190,7 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
         trainer,
         loader,
         meter,
+        build_expert_loads(config, mesh, trainer),
         sinks,
         data_end,
         skipped,
@@ -282,6 +285,18 @@ def build_meter(config: JobConfig, world: World, mesh: Mesh, group: dist.Process
         peak_flops=device_peak_flops(world.device, DTYPES[config.training.mixed_precision_param]),
         sources=source_names(config.data.sources),
         slow_ranks=SlowRanks(places, group),
+    )
+
+
+def build_expert_loads(config: JobConfig, mesh: Mesh, trainer: Trainer) -> ExpertLoads:
+    """Build the reader of the experts' loads."""
+    family, hyper_parameters = resolve_model(config.model)
+    return ExpertLoads(
+        trainer.model_parts,
+        trainer.device,
+        counts=mesh.is_first(["tp"]),
+        num_blocks=len(family.plan(hyper_parameters).blocks),
+        n_experts=getattr(hyper_parameters, "n_experts", 1),
     )
 
 

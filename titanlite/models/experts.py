@@ -49,16 +49,45 @@ class Experts(nn.Module):
 
 def weighted_experts(x: Tensor, chosen: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
     """Experts.forward with these weight matrices; with a part of the hidden features, a part of a sum."""
-    n_active = chosen.shape[-1]
     experts = chosen.flatten()
     order = experts.argsort(stable=True)  # by expert, then by position
-    rows = x.flatten(0, -2)[order // n_active]
-    counts = torch.zeros(len(w1), dtype=torch.int64, device=x.device).scatter_add(0, experts, torch.ones_like(experts))
-    processed = feed_forward(rows, counts, w1, w2, w3)
-    # By position again: a gather in both directions, whose order of summation is fixed.
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-    by_position = processed[inverse].view(*chosen.shape, -1)
-    return (by_position.to(weights.dtype) * weights.unsqueeze(-1)).sum(dim=-2).to(x.dtype)
+    counts = torch.zeros(len(w1), dtype=torch.int64, device=x.device).scatter_add(0, experts, torch.ones_like(experts))
+    rows: Tensor = _ByExpert.apply(x.flatten(0, -2), order, inverse)  # type: ignore[no-untyped-call]
+    processed = feed_forward(rows, counts, w1, w2, w3)
+    results: Tensor = _ByPosition.apply(processed, order, inverse)  # type: ignore[no-untyped-call]
+    results = results.view(*chosen.shape, -1)
+    return (results.to(weights.dtype) * weights.unsqueeze(-1)).sum(dim=-2).to(x.dtype)
+
+
+class _ByExpert(torch.autograd.Function):
+    """The input of each choice: (positions, dim) -> (choices, dim), by expert. The gradients of the choices of a
+    position are added up in their order; torch's own gradient of an index adds them up as threads arrive."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.n_active = len(order) // len(x)
+        return x[order // ctx.n_active]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return gradient[inverse].unflatten(0, (-1, ctx.n_active)).sum(dim=1), None, None
+
+
+class _ByPosition(torch.autograd.Function):
+    """The results of choices, (choices, dim): by expert -> by position."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return x[inverse]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        return gradient[order], None, None
 
 
 def feed_forward(rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
@@ -95,7 +124,9 @@ class MixtureOfExperts(nn.Module):
 
     rows_per_step: rows of the global batch, over which these losses are means. own_share: share of this rank in the
     losses of its positions; 0 if another rank has the same ones. row_group: the ranks that hold the other positions of
-    the same rows, if there are any. Parallelism sets them.
+    the same rows, if there are any. block: index of the block in the full model. Parallelism sets them.
+
+    load: positions of this rank that chose each expert, int64 (n_experts,), in all backward passes since it was None.
     """
 
     def __init__(
@@ -107,6 +138,8 @@ class MixtureOfExperts(nn.Module):
         self.z_loss = z_loss
         self.rows_per_step = 1
         self.own_share = 1.0
+        self.block = 0
+        self.load: Tensor | None = None
         self.row_group: dist.ProcessGroup | None = None
         self.router = Router(dim, n_experts)
         self.experts = Experts(n_experts, dim, hidden_dim)
@@ -120,33 +153,41 @@ class MixtureOfExperts(nn.Module):
         weights = probabilities.gather(-1, chosen)
         weights = weights / weights.sum(dim=-1, keepdim=True)
         if torch.is_grad_enabled():
-            if self.balance_loss:
-                weights = self._add(weights, self.balance_loss * balance(probabilities, chosen, self.row_group))
-            if self.z_loss:
-                seq_len = scores.shape[1] * (1 if self.row_group is None else self.row_group.size())
-                weights = self._add(weights, self.z_loss / seq_len * scores.logsumexp(dim=-1).square().sum(dim=1))
+            counts = count_choices(chosen, scores.shape[-1])
+            loss = self._losses(scores, probabilities, counts).sum() * (self.own_share / self.rows_per_step)
+            weights = _InBackward.apply(weights, loss, counts.sum(dim=0), self)  # type: ignore[no-untyped-call]
         out: Tensor = self.experts(x, chosen, weights)
         return out
 
-    def _add(self, weights: Tensor, losses: Tensor) -> Tensor:
-        """Return the weights, whose backward pass adds the gradient of the mean of losses, (batch,), of rows."""
-        loss = losses.sum() * (self.own_share / self.rows_per_step)
-        added: Tensor = _AddLoss.apply(weights, loss)  # type: ignore[no-untyped-call]
-        return added
+    def _losses(self, scores: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
+        """The router's losses of each row, (batch,); with several ranks per row, the z-loss of the own positions."""
+        losses = scores.new_zeros(len(scores))
+        if self.balance_loss:
+            losses = losses + self.balance_loss * balance(probabilities, counts, self.n_active, self.row_group)
+        if self.z_loss:
+            seq_len = scores.shape[1] * (1 if self.row_group is None else self.row_group.size())
+            losses = losses + self.z_loss / seq_len * scores.logsumexp(dim=-1).square().sum(dim=1)
+        return losses
 
 
-def balance(probabilities: Tensor, chosen: Tensor, row_group: dist.ProcessGroup | None) -> Tensor:
+def count_choices(chosen: Tensor, n_experts: int) -> Tensor:
+    """How many positions of each row chose each expert: int64 (batch, n_experts)."""
+    choices = chosen.flatten(1)
+    counts = torch.zeros(len(chosen), n_experts, dtype=torch.int64, device=chosen.device)
+    return counts.scatter_add(1, choices, torch.ones_like(choices))
+
+
+def balance(probabilities: Tensor, counts: Tensor, n_active: int, row_group: dist.ProcessGroup | None) -> Tensor:
     """Balance loss of each row, (batch,): the sum over the experts of f P, where P is the mean probability of an expert
     in the row, and f its share of the row's choices times the number of experts; 1 if all are equal.
 
     Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), equations 17 to 20, with probabilities that add up to 1.
-    probabilities: (batch, seq_len, n_experts); chosen: (batch, seq_len, n_active). row_group: an all-reduce over it
+    probabilities: (batch, seq_len, n_experts); counts: of choices, (batch, n_experts). row_group: an all-reduce over it
     adds the other positions of the rows; the gradient is that of the own ones, and all ranks' add up to the loss's.
     """
     _, seq_len, n_experts = probabilities.shape
-    n_active, mass = chosen.shape[-1], probabilities.sum(dim=1)
-    choices = chosen.flatten(1)
-    counts = torch.zeros_like(mass).scatter_add(1, choices, torch.ones_like(choices, dtype=mass.dtype))
+    mass = probabilities.sum(dim=1)
+    counts = counts.to(mass.dtype)
     if row_group is not None:
         both = torch.stack((counts, mass.detach()))
         dist.all_reduce(both, group=row_group)
@@ -154,15 +195,19 @@ def balance(probabilities: Tensor, chosen: Tensor, row_group: dist.ProcessGroup 
     return (counts * (n_experts / (n_active * seq_len)) * (mass / seq_len)).sum(dim=-1)
 
 
-class _AddLoss(torch.autograd.Function):
-    """The identity of x; the backward pass also differentiates `loss`, a scalar, with weight 1."""
+class _InBackward(torch.autograd.Function):
+    """The identity of x. Each backward pass also differentiates `loss`, a scalar, with weight 1, and adds `counts` to
+    the mixture's load: once, even if the forward pass is computed again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        ctx.save_for_backward(torch.ones_like(loss))
+    def forward(ctx: Any, x: Tensor, loss: Tensor, counts: Tensor, mixture: MixtureOfExperts) -> Tensor:
+        ctx.mixture = mixture
+        ctx.save_for_backward(torch.ones_like(loss), counts)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        (one,) = ctx.saved_tensors
-        return gradient, one
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        one, counts = ctx.saved_tensors
+        mixture = ctx.mixture
+        mixture.load = counts if mixture.load is None else mixture.load + counts
+        return gradient, one, None, None

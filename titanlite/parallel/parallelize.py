@@ -43,9 +43,11 @@ def parallelize(
         # A pipeline has several microbatches in flight: the gradients of each would take too much memory.
         head.recomputes = mesh["pp"].size() > 1
         head.gathers_logits = not shard_logits
-    for mixture in (module for module in model.modules() if isinstance(module, MixtureOfExperts)):
-        mixture.rows_per_step, mixture.row_group = rows_per_step, cp_group
-        mixture.own_share = float(mesh["tp"].get_local_rank() == 0)  # all ranks of tp route the same positions
+    for name, index in plan.blocks.items():
+        for mixture in model.get_submodule(name).modules():
+            if isinstance(mixture, MixtureOfExperts):
+                mixture.block, mixture.rows_per_step, mixture.row_group = index, rows_per_step, cp_group
+                mixture.own_share = float(mesh["tp"].get_local_rank() == 0)  # all ranks of tp route the same positions
     recompute_first = inside_compilation(recompute)
     return [
         *apply_context_parallel(model, cp_group, context_parallel),

@@ -5,7 +5,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from titanlite.models.experts import Experts, MixtureOfExperts, Router, balance, feed_forward, grouped_feed_forward
+from titanlite.models.experts import (
+    Experts,
+    MixtureOfExperts,
+    Router,
+    balance,
+    count_choices,
+    feed_forward,
+    grouped_feed_forward,
+)
 
 DIM, HIDDEN, N_EXPERTS, N_ACTIVE = 6, 10, 5, 2
 
@@ -93,13 +101,30 @@ def test_grouped_products_are_those_of_a_loop() -> None:
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-4)
 
 
+def test_gradients_repeat_bit_for_bit_on_several_threads() -> None:
+    generator = torch.Generator().manual_seed(0)
+    model = MixtureOfExperts(64, 8, 8, 5, 0.0, 0.0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, generator=generator)
+    x = torch.randn(1, 4096, 64, generator=generator, requires_grad=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        first, *others = (torch.autograd.grad(model(x).square().sum(), x)[0] for _ in range(4))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(first, other) for other in others)
+
+
 def test_balance_loss_of_a_row() -> None:
     equal = torch.full((1, 6, 3), 1 / 3, dtype=torch.float64)
     in_turn = torch.arange(6).view(1, 6, 1) % 3
-    assert balance(equal, in_turn, None).item() == pytest.approx(1.0)
+    counts = count_choices(in_turn, 3)
+    assert counts.tolist() == [[2, 2, 2]]
+    assert balance(equal, counts, 1, None).item() == pytest.approx(1.0)
     one = torch.zeros(1, 6, 3, dtype=torch.float64)
     one[..., 0] = 1.0
-    assert balance(one, torch.zeros_like(in_turn), None).item() == pytest.approx(3.0)
+    assert balance(one, count_choices(torch.zeros_like(in_turn), 3), 1, None).item() == pytest.approx(3.0)
 
 
 def test_backward_adds_the_gradients_of_the_router_losses_and_forward_does_not_change() -> None:
