@@ -8,6 +8,7 @@ import resource
 import shlex
 import statistics
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -118,9 +119,14 @@ def wait_for_all(device: torch.device) -> None:
 
 
 def use_device(device_type: str) -> torch.device:
-    """This rank's device. The process group of run_ranks, for CPUs only, is replaced by the one of training."""
+    """This rank's device. For GPUs, the process group of run_ranks is replaced by the one of training."""
+    if device_type == "cpu":
+        return CPU
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
+    store.add("connected", 1)
+    while store.add("connected", 0) < size:  # else a rank would close connections that others still establish
+        time.sleep(0.01)
     dist.destroy_process_group()
     world = World(rank, rank, size, device_type)
     pin_kernels(world.device)
