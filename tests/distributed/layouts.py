@@ -124,8 +124,6 @@ QUICK = (
     Layout((1, 1, 1, 2), (*TIED, *FULL_LOGITS, *FULL, *CHUNKS)),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *EVERY, *PAIRS, *CHUNKS), accumulation=3, rows=24),
     Layout((2, 1, 1, 1), (*QWEN3, *schedule("Interleaved1F1B"))),
-    Layout((1, 1, 1, 1), (*EXPERTS, *FULL), accumulation=3, rows=24),
-    Layout((1, 1, 2, 1), (*EXPERTS, *BY_OP), accumulation=3, rows=24),
     Layout((1, 1, 1, 2), EXPERTS),
     Layout((1, 1, 1, 1), CHUNKS, cp=2),
     Layout((1, 1, 1, 1), (*GATHER, *QWEN3), accumulation=3, rows=24, cp=2),
@@ -170,6 +168,8 @@ SLOW = (
     Layout((1, 1, 1, 2), GATHER, cp=2),
     Layout((2, 1, 1, 1), (*GATHER, *schedule("ZBVZeroBubble"), *depth(3), *PAIRS), cp=2),
     # experts, with the rows of the balance loss on several ranks and on several stages
+    Layout((1, 1, 1, 1), (*EXPERTS, *FULL), accumulation=3, rows=24),
+    Layout((1, 1, 2, 1), (*EXPERTS, *BY_OP), accumulation=3, rows=24),
     Layout((2, 1, 1, 1), (*EXPERTS, *schedule("ZBVZeroBubble"), *depth(3), *FULL)),
     Layout((1, 1, 1, 1), (*EXPERTS, *GATHER, *FULL), cp=2),
     Layout((1, 2, 1, 1), (*EXPERTS, *LAST), accumulation=3, rows=24, cp=2),

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed.gradients import build_on_mesh, local_batches
-from tests.distributed.layouts import BY_OP, EXPERTS, FULL, GATHER, Layout, depth, schedule
+from tests.distributed.layouts import EXPERTS, FULL, GATHER, Layout, depth, schedule
 from tests.distributed.reference import GLOBAL_BATCH, SEQ_LEN, global_batch, plain_model
 from tests.pool import run_ranks
 from titanlite.metrics.experts import ExpertLoads
@@ -14,11 +14,8 @@ from titanlite.models.experts import MixtureOfExperts
 N_EXPERTS, N_ACTIVE = 6, 2
 LAYOUTS = (
     Layout((1, 1, 1, 1), (*EXPERTS, *FULL), accumulation=4),
-    Layout((1, 2, 1, 1), EXPERTS, accumulation=2),
-    Layout((1, 1, 2, 1), (*EXPERTS, *BY_OP)),
     Layout((1, 1, 1, 2), (*EXPERTS, *FULL)),
     Layout((1, 1, 1, 1), (*EXPERTS, *GATHER, *FULL), cp=2),
-    Layout((2, 1, 1, 1), (*EXPERTS, *schedule("1F1B"))),
     Layout((2, 1, 1, 1), (*EXPERTS, *schedule("ZBVZeroBubble"), *depth(3), *FULL)),
 )
 

@@ -32,7 +32,7 @@ STEP = [
     "meter.update",
     "data_end.after_step",
 ]
-LOG = ["loader.epochs", "meter.flush", "sinks.write", "skipped.check"]
+LOG = ["loader.epochs", "expert_loads.flush", "meter.flush", "sinks.write", "skipped.check"]
 SAVE = ["ledger.write", "replicas.after_step", "checkpoints.after_step"]
 VALIDATE = ["validation.is_due", "mesh.set_timeout", "validation.after_step", "mesh.set_timeout"]
 SAMPLE = ["samples.is_due", "samples.after_step"]
@@ -55,7 +55,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     run.trainer.train_step.side_effect = count
     run.loader.next_step.return_value = []
     run.data_end.after_step.return_value = [False]
-    run.meter.flush.side_effect = lambda _: Mock(step=run.trainer.step, bad_rows=run.trainer.step)
+    run.meter.flush.side_effect = lambda _epochs, _loads: Mock(step=run.trainer.step, bad_rows=run.trainer.step)
     run.checkpoints.after_step.return_value = False
     run.validation.is_due.return_value = run.samples.is_due.return_value = True
     run.validation.after_step.return_value = 0
