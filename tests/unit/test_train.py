@@ -136,7 +136,7 @@ def test_the_end_of_the_data_is_the_last_step(run: MagicMock) -> None:
     record = train(config(), run, Mock())
     assert record is not None
     assert record.step == 2
-    assert events(run)[-16:] == [*LOG, *AFTER, *END]
+    assert events(run)[-17:] == [*LOG, *AFTER, *END]
     assert run.checkpoints.after_step.call_args.args == (2, True)
 
 
