@@ -231,13 +231,14 @@ def test_run_starts_from_the_weights_or_the_full_state_of_another_run(tmp_path: 
         file.write_bytes(file.read_bytes()[:-1] + b"?")
     damaged = f"checkpoint.initial_load_path={tmp_path / 'damaged'}"
     names = ["model", "plain", "all", "all plain", "cut", "float32", "vocabulary", "shape", "fallen back"]
-    names += ["named", "renamed", "none valid", "nothing"]
+    names += ["named", "renamed", "none valid", "nothing", "rotary"]
     settings: list[tuple[str, ...]] = [
         *((path,), (path, disabled), (path, full), (path, full, disabled), (path, full)),
         *((path, "training.dtype=float32"), (path, "model.vocab_size=140"), (path, full, "model.ffn_dim=64")),
         *((damaged, full), (f"{damaged}/step-4",), (f"checkpoint.initial_load_path={tmp_path / 'gold'}", full)),
         (f"checkpoint.initial_load_path={tmp_path / 'broken'}",),
         (f"checkpoint.initial_load_path={tmp_path / 'nowhere'}",),
+        (path, "model.rope_theta=20000.0"),
     ]
     starts = [
         Start((*EIGHT, steps, *case), run=name, kill=(7, 0) if name == "cut" else None)
@@ -256,6 +257,10 @@ def test_run_starts_from_the_weights_or_the_full_state_of_another_run(tmp_path: 
         assert found[name].rows == longer.rows
         assert found[name].logged(f"with the weights of step 4 in {folder}/step-4, verified in full")
         assert [row["step"] for row in numbers(tmp_path / name)] == list(range(1, 9))
+    assert found["rotary"].logged(
+        "Changed from the model of the weights: model.rope_theta: 500000.0 in the checkpoint, 20000.0 now"
+    )
+    assert not found["model"].logged("Changed from the model of the weights")
     for name in ("all", "all plain"):
         assert (found[name].error, found[name].step) == ("", 4)
         assert found[name].begin == source.end

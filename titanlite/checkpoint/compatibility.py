@@ -64,11 +64,13 @@ def check_facts(
             if num_sources(after) < num_sources(before):
                 is_accepted, remedy = False, _REMOVED
         elif name == "model":
-            added = {key: value for key, value in _ADDED_TO_MODEL.items() if key in now.get(name, {})}
-            found = list(differences(added | saved.get(name, {}), now.get(name), name))
-            rope = [line for line in found if line.startswith("model.rope_")] if "rope" in accepted else []
-            lines += [f"{_ACCEPTED}: {line}" for line in rope]
-            found = [line for line in found if line not in rope]
+            found = model_differences(saved, now)
+            rope = [line for line in found if line.startswith("model.rope_")]
+            if "rope" in accepted:
+                lines += [f"{_ACCEPTED}: {line}" for line in rope]
+                found = [line for line in found if line not in rope]
+            elif rope:
+                remedy += '; to extend the context: checkpoint.accept_changes = ["rope"]'
         else:
             found = list(differences(saved.get(name), now.get(name), name))
         if not found:
@@ -84,6 +86,14 @@ def check_facts(
             + f"\n  or {_FRESH}"
         )
     return lines
+
+
+def model_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """One line per hyper-parameter of the model that differs. saved, now: facts of a manifest. Values of
+    hyper-parameters that are newer than the checkpoint are those that it was trained with."""
+    hyper_parameters = now.get("model", {})
+    added = {key: value for key, value in _ADDED_TO_MODEL.items() if key in hyper_parameters}
+    return list(differences(added | saved.get("model", {}), hyper_parameters, "model"))
 
 
 def differences(saved: Any, now: Any, name: str) -> Iterator[str]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from titanlite.checkpoint.compatibility import changed_settings, check_facts, differences
+from titanlite.checkpoint.compatibility import changed_settings, check_facts, differences, model_differences
 from titanlite.checkpoint.config import CheckpointConfig, Verify
 from titanlite.checkpoint.file_records import InvalidCheckpointError, check_file
 from titanlite.checkpoint.folder import (
@@ -164,9 +164,11 @@ class StartFinder:
 
     def _load_weights(self, found: Found) -> None:
         tensors, facts = self.state.model(), found.manifest.facts
-        changes = differences(facts.get("model"), self.about.facts.get("model"), "model")
+        changes = model_differences(facts, self.about.facts)
         for line in check_tensors(found.path, tensors, self.group, changes):
             log.info("%s", line)
+        for line in changes:
+            log.info("Changed from the model of the weights: %s", line)
         self._warn_of_tokenizer(facts.get("tokenizer"), str(found.path))
         load(found, tensors, self.group)
         log.info(

@@ -115,7 +115,10 @@ def test_rotary_embeddings_may_change_if_accepted() -> None:
     newer = qwen3 | {"model": qwen3["model"] | yarn}
     assert check_facts(qwen3, newer, (), "here") == []
     longer = newer | {"model": newer["model"] | {"rope_scaling_factor": 4.0}}
-    with pytest.raises(UserError, match=r"model\.rope_scaling_factor: 1\.0 in the checkpoint, 4\.0 now"):
+    text = (
+        r"(?s)model\.rope_scaling_factor: 1\.0 in the checkpoint, 4\.0 now.*checkpoint\.accept_changes = \[\"rope\"\]"
+    )
+    with pytest.raises(UserError, match=text):
         check_facts(qwen3, longer, (), "here")
     (line,) = check_facts(qwen3, longer, ["rope"], "here")
     assert line == "accepted change since the checkpoint: model.rope_scaling_factor: 1.0 in the checkpoint, 4.0 now"
