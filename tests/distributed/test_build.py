@@ -30,7 +30,7 @@ def timeouts_of_a_run(folder: str) -> tuple[list[float], list[float], bool]:
     """(group timeouts in s after the build, timeouts in training, whether the model uses only these groups)"""
     validation = ("enable=true", "sources.0.kind=tokens", f"sources.0.path={TOKENS}")
     settings = (*(f"validation.{setting}" for setting in validation), "checkpoint.enable=true")
-    run = build(folder, "parallelism.dp_replicate=2", "comm.init_timeout_s=77", *settings)
+    run = build(folder, "parallelism.dp_replicate=2", "parallelism.cp=2", "comm.init_timeout_s=77", *settings)
 
     def timeouts() -> list[float]:
         backends = [group._get_backend(torch.device("cpu")) for group in run.mesh.groups]
@@ -43,6 +43,7 @@ def timeouts_of_a_run(folder: str) -> tuple[list[float], list[float], bool]:
         for parameter in run.trainer.model_parts[0].parameters()
         for group in parameter.device_mesh.get_all_groups()
     }
+    used |= {run.mesh.data_group.group_name, getattr(run.mesh.cp_group, "group_name", "no group of cp")}
     run.loader.close()
     run.sinks.close()
     return at_start, timeouts(), used <= {group.group_name for group in run.mesh.groups}
