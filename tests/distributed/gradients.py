@@ -55,7 +55,7 @@ def mesh_of(config: JobConfig) -> Mesh:
     world = dist.group.WORLD
     if any(known is not world for known, _ in _meshes):
         _meshes.clear()
-    chosen = {key: getattr(config.parallelism, key) for key in (*AXES, "context_parallel")}
+    chosen = {key: getattr(config.parallelism, key) for key in (*AXES, "ep", "context_parallel")}
     axes = ParallelismConfig(**chosen)
     if (world, axes) not in _meshes:
         _meshes[world, axes] = connected_mesh(axes)

@@ -65,9 +65,7 @@ def build_parts(config: JobConfig, mesh: Mesh) -> list[ModelPart]:
         applied = parallelize(
             part,
             plan,
-            mesh.device_mesh,
-            mesh.cp_group,
-            context_parallel=mesh.context_parallel,
+            mesh,
             rows_per_step=training.global_batch_size,
             shard_logits=shard_logits(config.parallelism),
             loss=config.loss,

@@ -22,7 +22,7 @@ from titanlite.optim.registry import check_optimizer
 from titanlite.optim.schedule import check_schedule
 from titanlite.parallel.compile import check_compile, compiles_blocks
 from titanlite.parallel.context import check_context
-from titanlite.parallel.mesh import ParallelismConfig, check_parallelism, data_degree, resolve_degrees
+from titanlite.parallel.mesh import ParallelismConfig, check_experts, check_parallelism, data_degree, resolve_degrees
 from titanlite.parallel.pipeline import check_pipeline, rows_per_batch, splits_backward
 from titanlite.parallel.recompute import check_activation_checkpoint
 from titanlite.precision import check_precision
@@ -135,6 +135,7 @@ def _check_layout(config: JobConfig, facts: JobConfig, world_size: int, degree: 
     problems += [*batch_problems, *check_parallelism(section, world_size)]
     if model_is_valid:
         problems += check_context(section, model, training.seq_len)
+        problems += check_experts(section, model.n_experts)
         rows = 0  # unknown
         if degree and not batch_problems:
             rows_per_step = facts.training.global_batch_size // degree

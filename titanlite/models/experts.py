@@ -5,7 +5,7 @@ results of the experts of a position are added up in the order of their choice.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,22 @@ def router_scores(x: Tensor, weight: Tensor) -> Tensor:
     return functional.linear(x.to(wide), weight.to(wide))
 
 
+class FeedForward(Protocol):
+    """SwiGLU of each row by its expert. rows: (rows, dim), sorted by expert; counts: of rows, int64 (n_experts,)."""
+
+    def __call__(self, rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor: ...
+
+
 class Experts(nn.Module):
-    """SwiGLU layers, stacked: w2[e](silu(w1[e] x) * w3[e] x) for expert e."""
+    """SwiGLU layers, stacked: w2[e](silu(w1[e] x) * w3[e] x) for expert e.
+
+    feed_forward: computes them. Expert parallelism replaces it by one that exchanges rows between ranks.
+    """
 
     def __init__(self, n_experts: int, dim: int, hidden_dim: int) -> None:
         super().__init__()
+        self.n_experts = n_experts
+        self.feed_forward: FeedForward = feed_forward
         self.w1 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
@@ -44,20 +55,23 @@ class Experts(nn.Module):
         x: (batch, seq_len, dim); chosen: int64 (batch, seq_len, n_active), the experts of each position; weights: their
         weights, of the same shape, in promote_types(x.dtype, float32). Returns the shape and dtype of x.
         """
-        return weighted_experts(x, chosen, weights, self.w1, self.w2, self.w3)
+        return self.weighted(x, chosen, weights, self.w1, self.w2, self.w3)
+
+    def weighted(self, x: Tensor, chosen: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+        """`forward` with these weight matrices; with a part of the hidden features, a part of a sum."""
+        experts = chosen.flatten()
+        order = experts.argsort(stable=True)  # by expert, then by position
+        inverse = inverse_permutation(order)
+        counts = torch.zeros(self.n_experts, dtype=torch.int64, device=x.device)
+        counts = counts.scatter_add(0, experts, torch.ones_like(experts))
+        rows: Tensor = _ByExpert.apply(x.flatten(0, -2), order, inverse)  # type: ignore[no-untyped-call]
+        results = permuted(self.feed_forward(rows, counts, w1, w2, w3), inverse, order).view(*chosen.shape, -1)
+        return (results.to(weights.dtype) * weights.unsqueeze(-1)).sum(dim=-2).to(x.dtype)
 
 
-def weighted_experts(x: Tensor, chosen: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-    """Experts.forward with these weight matrices; with a part of the hidden features, a part of a sum."""
-    experts = chosen.flatten()
-    order = experts.argsort(stable=True)  # by expert, then by position
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-    counts = torch.zeros(len(w1), dtype=torch.int64, device=x.device).scatter_add(0, experts, torch.ones_like(experts))
-    rows: Tensor = _ByExpert.apply(x.flatten(0, -2), order, inverse)  # type: ignore[no-untyped-call]
-    processed = feed_forward(rows, counts, w1, w2, w3)
-    results: Tensor = _ByPosition.apply(processed, order, inverse)  # type: ignore[no-untyped-call]
-    results = results.view(*chosen.shape, -1)
-    return (results.to(weights.dtype) * weights.unsqueeze(-1)).sum(dim=-2).to(x.dtype)
+def inverse_permutation(order: Tensor) -> Tensor:
+    """The permutation that undoes `order`, int64 (n,)."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 class _ByExpert(torch.autograd.Function):
@@ -76,25 +90,26 @@ class _ByExpert(torch.autograd.Function):
         return gradient[inverse].unflatten(0, (-1, ctx.n_active)).sum(dim=1), None, None
 
 
-class _ByPosition(torch.autograd.Function):
-    """The results of choices, (choices, dim): by expert -> by position."""
+def permuted(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """x[order] of the rows of x; inverse: of `order`, which its gradient uses."""
+    result: Tensor = _Permuted.apply(x, order, inverse)  # type: ignore[no-untyped-call]
+    return result
 
+
+class _Permuted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        return x[inverse]
+        ctx.save_for_backward(inverse)
+        return x[order]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (order,) = ctx.saved_tensors
-        return gradient[order], None, None
+        (inverse,) = ctx.saved_tensors
+        return gradient[inverse], None, None
 
 
 def feed_forward(rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-    """SwiGLU of each row by its expert. rows: (rows, dim), sorted by expert; counts: int64 (n_experts,).
-
-    In bfloat16 on CUDA the host does not read the counts.
-    """
+    """The FeedForward of experts that are all on this rank. In bfloat16 on CUDA the host does not read the counts."""
     if rows.device.type == "cuda" and rows.dtype == torch.bfloat16:
         return grouped_feed_forward(rows, counts, w1, w2, w3)
     parts = rows.split(counts.tolist())
@@ -103,7 +118,7 @@ def feed_forward(rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tenso
 
 
 def grouped_feed_forward(rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-    """feed_forward by torch's grouped matrix products."""
+    """`feed_forward` by torch's grouped matrix products."""
     offsets = counts.cumsum(0, dtype=torch.int32)
 
     def product(x: Tensor, weight: Tensor) -> Tensor:

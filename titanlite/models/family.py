@@ -43,7 +43,7 @@ class DecoderConfig:
     n_active_experts: int = 1
 
 
-TensorStyle = Literal["vocabulary", "norm", "head_norm", "gather", "column", "row", "router", "experts", "logits"]
+TensorStyle = Literal["vocabulary", "norm", "head_norm", "gather", "column", "row", "router", "logits"]
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Plan:
         "gather": a module with parallel layers inside; its first input is gathered along seq_len.
         "column": a linear layer sharded by output features. "row": a linear layer sharded by input features; its output
         is summed and sharded along seq_len.
-        "router": a replicated router. "experts": experts, each sharded by hidden features; their output is summed and
-        sharded along seq_len.
+        "router": a replicated router. Experts need no style: their hidden features are sharded, and their output is
+        summed and sharded along seq_len.
         "logits": the output layer, sharded by output features (the vocabulary); its input is gathered.
     may_skip_parameters: whether a microbatch may leave a parameter without a gradient on some rank.
     """

@@ -69,7 +69,6 @@ class Qwen3Moe(Qwen3):
 TENSOR_STYLES: dict[str, TensorStyle] = {
     **{name: style for name, style in qwen3.TENSOR_STYLES.items() if ".feed_forward." not in name},
     "layers.*.feed_forward.router": "router",
-    "layers.*.feed_forward.experts": "experts",
 }
 
 

@@ -5,14 +5,16 @@ backward, so reductions must not divide again.
 """
 
 from collections.abc import Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
+from titanlite.models.experts import Experts
 from titanlite.models.family import Plan
 from titanlite.parallel.mesh import GradientSync, ReshardAfterForward
 from titanlite.runtime.dtensors import local_part
@@ -25,6 +27,7 @@ def apply_data_parallel(
     model: nn.Module,
     plan: Plan,
     mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None,
     *,
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
@@ -33,7 +36,8 @@ def apply_data_parallel(
     """Wrap the plan's FSDP units and then the root, in place; return descriptions for the start log.
 
     Mesh axes: dp_replicate and dp_shard. Both larger than 1: hybrid sharding; dp_shard alone: `fully_shard`; else
-    `replicate`. If dp_replicate, dp_shard and tp are 1, there is nothing to reduce, and `replicate` would copy each
+    `replicate`. The experts of a unit are wrapped separately if they are sharded over ep: over dp_replicate and
+    expert_shard of `expert_mesh`. If dp_replicate, dp_shard and tp are 1, there is nothing to reduce, and `replicate` would copy each
     gradient several times (docs/LOG.md): the model is not wrapped, and its parameters are cast if necessary. Exceptions
     are a reduce_dtype other than that of the parameters, in which gradients accumulate, and a pipeline with casts:
     each microbatch in flight would keep its own cast parameters.
@@ -49,6 +53,11 @@ def apply_data_parallel(
             cast_parameters(model, param_dtype)
             return [f"a cast of parameters to {param_dtype}"]
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+
+    def shard(module: nn.Module | list[nn.Module], over: DeviceMesh, reshard: bool) -> None:
+        by_shape = partial(sharded_dimension, ranks=over.size(-1))
+        fully_shard(module, mesh=over, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=by_shape)
+
     units = [[model.get_submodule(name) for name in unit] for unit in plan.units]
     if shards == 1:
         size = sum(part.numel() * part.element_size() for part in map(local_part, model.parameters()))
@@ -57,13 +66,17 @@ def apply_data_parallel(
         replicate(model, mesh=mesh["dp_replicate"], mp_policy=policy)
         applied = "replicate"
     else:
-        data_mesh = mesh["dp_replicate", "dp_shard"] if replicas > 1 else mesh["dp_shard"]
+        replicated = ("dp_replicate",) if replicas > 1 else ()
+        data_mesh = mesh[(*replicated, "dp_shard")]
         for index, unit in enumerate(units):
             is_last = index == len(units) - 1
             # Backward needs the last unit first: freeing it would only add an all-gather.
             reshard = reshard_after_forward == "always" or (reshard_after_forward == "default" and not is_last)
-            fully_shard(unit, mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshard)
-        fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward == "always")
+            if expert_mesh is not None:
+                for experts in (module for part in unit for module in part.modules() if isinstance(module, Experts)):
+                    shard(experts, expert_mesh[(*replicated, "expert_shard")], reshard)
+            shard(unit, data_mesh, reshard)
+        shard(model, data_mesh, reshard_after_forward == "always")
         applied = "hybrid fully_shard" if replicas > 1 else "fully_shard"
     for module in wrapped_modules(model):
         # Plain sums on every backend. The factor alone fails on gloo, and the setters apply to one module only.
@@ -78,6 +91,15 @@ def apply_data_parallel(
                 "parameters of this model may get no gradient: install torch 2.13 or newer"
             )
     return [applied]
+
+
+def sharded_dimension(parameter: nn.Parameter, *, ranks: int) -> Shard | None:
+    """The dimension along which `ranks` ranks shard a parameter. None: the first.
+
+    Of stacked experts, the second if there are not equally many per rank: some ranks would hold no expert.
+    """
+    n_experts, *others = local_part(parameter).shape
+    return Shard(1) if len(others) == 2 and n_experts % ranks and others[0] % ranks == 0 else None
 
 
 def replicates_at_once(device_type: str, parameter_bytes: int) -> bool:

@@ -43,6 +43,9 @@ class ParallelismConfig:
     context_parallel: ContextParallel = "heads"
     """How attention sees the other positions. heads: ranks exchange positions for heads, and each attends over entire
     rows with some of the heads. gather: each gathers all keys and values, for models with few heads."""
+    ep: int = ranged(1, "1 gives each rank all experts", least=1)
+    """Expert-parallel ranks, among those of dp_shard x cp: each holds a part of the experts, to which the others send
+    the positions that chose them."""
     tp: int = ranged(1, "1 switches this axis off", least=1)
     """Tensor-parallel ranks: each holds a shard of every matrix, and of the sequence between the matrices."""
     loss_parallel: bool = True
@@ -105,6 +108,10 @@ class Mesh:
         """torch's DeviceMesh with all PARAMETER_AXES, also those of size 1. Set by `connect`."""
         self.data_group: dist.ProcessGroup
         """The ranks of the data axis. Set by `connect`."""
+        self.ep = section.ep
+        self.expert_mesh: DeviceMesh | None = None
+        """The mesh of the experts, if ep > 1: device_mesh with (expert_shard, ep) in place of dp_shard. Set by
+        `connect`."""
         self.cp_group: dist.ProcessGroup | None = None
         """The ranks that hold the other positions of the same rows. Set by `connect` if there are any."""
         self.groups: list[dist.ProcessGroup] = []
@@ -152,6 +159,10 @@ class Mesh:
             data_mesh, self.cp_group = both["dp"], both["cp"].get_group()
             self.groups += [data_mesh.get_group(), self.cp_group]
         self.data_group = data_mesh.get_group()
+        if self.ep > 1:
+            shards = sizes["dp_shard"] // self.ep, self.ep
+            self.expert_mesh = mesh._unflatten("dp_shard", shards, ("expert_shard", "ep"))
+            self.groups += [self.expert_mesh.get_group(axis) for axis in ("expert_shard", "ep")]
         if section is not None:
             self.set_timeout(section.init_timeout_s)  # the default of a mesh's groups is 30 minutes
 
@@ -201,6 +212,15 @@ def check_parallelism(section: ParallelismConfig, world_size: int) -> list[Probl
     if problems:
         return problems
     sizes = resolve_degrees(section, world_size)
+    shards = sizes["dp_shard"] * sizes["cp"]
+    if shards % section.ep:
+        problems += require(
+            False,
+            f"{key}.ep",
+            section.ep,
+            f"divides dp_shard x cp = {shards}: experts are dealt out over these ranks",
+            f"set {key}.ep = {math.gcd(shards, section.ep)}, or change {key}.dp_shard",
+        )
     if math.prod(sizes.values()) != world_size:
         given = [axis for axis in AXES if getattr(section, axis) != -1]
         degrees = [getattr(section, axis) for axis in given]
@@ -218,3 +238,17 @@ def check_parallelism(section: ParallelismConfig, world_size: int) -> list[Probl
             + (f"or change {key}.{at_fault}" if section.dp_shard == -1 else f"or set {key}.dp_shard = -1 (automatic)"),
         )
     return problems
+
+
+def check_experts(section: ParallelismConfig, n_experts: int) -> list[Problem]:
+    """Problems between ep and the number of experts of a block, 1 for a model without experts."""
+    ep = section.ep
+    fits = [size for size in range(1, ep) if n_experts % size == 0]
+    what = f"divides model.n_experts = {n_experts}" if n_experts > 1 else "1 for a model without experts"
+    return require(
+        ep == 1 or (n_experts > 1 and n_experts % max(ep, 1) == 0),
+        "parallelism.ep",
+        ep,
+        what,
+        f"set parallelism.ep = {max(fits, default=1) if n_experts > 1 else 1}",
+    )

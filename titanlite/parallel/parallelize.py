@@ -1,8 +1,6 @@
 """Application of all parallelisms to a model, in order; shared by all families."""
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.family import LanguageModel, Plan
@@ -10,7 +8,8 @@ from titanlite.models.head import LossConfig, OutputLayer
 from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.context import apply_context_parallel
 from titanlite.parallel.data import apply_data_parallel
-from titanlite.parallel.mesh import ContextParallel, ReshardAfterForward
+from titanlite.parallel.expert import apply_expert_parallel
+from titanlite.parallel.mesh import Mesh, ReshardAfterForward
 from titanlite.parallel.recompute import ActivationCheckpointConfig, apply_recompute, inside_compilation
 from titanlite.parallel.tensor import apply_tensor_parallel
 
@@ -18,10 +17,8 @@ from titanlite.parallel.tensor import apply_tensor_parallel
 def parallelize(
     model: LanguageModel,
     plan: Plan,
-    mesh: DeviceMesh,
-    cp_group: dist.ProcessGroup | None,
+    mesh: Mesh,
     *,
-    context_parallel: ContextParallel,
     rows_per_step: int,
     shard_logits: bool,
     loss: LossConfig,
@@ -31,34 +28,35 @@ def parallelize(
     reduce_dtype: torch.dtype,
     reshard_after_forward: ReshardAfterForward,
 ) -> list[str]:
-    """Apply context, tensor and data parallelism, recomputation and compilation, in place, on the meta device.
+    """Apply context, expert, tensor and data parallelism, recomputation and compilation, in place, on the meta device.
 
-    model: the full model, or a pipeline stage with the plan of its units. cp_group: of the ranks that hold other
-    positions of the same rows, if there are any. rows_per_step: rows of the global batch. Computes in `param_dtype`,
-    reduces gradients in `reduce_dtype`.
+    model: the full model, or a pipeline stage with the plan of its units. mesh: connected. rows_per_step: rows of the
+    global batch. Computes in `param_dtype`, reduces gradients in `reduce_dtype`.
     Returns descriptions of what was applied, in order, for the start log.
     """
     for head in (module for module in model.modules() if isinstance(module, OutputLayer)):
         head.chunk_tokens = loss.chunk_tokens
         # A pipeline has several microbatches in flight: the gradients of each would take too much memory.
-        head.recomputes = mesh["pp"].size() > 1
+        head.recomputes = mesh.degrees["pp"] > 1
         head.gathers_logits = not shard_logits
     for name, index in plan.blocks.items():
         for mixture in model.get_submodule(name).modules():
             if isinstance(mixture, MixtureOfExperts):
-                mixture.block, mixture.rows_per_step, mixture.row_group = index, rows_per_step, cp_group
-                mixture.own_share = float(mesh["tp"].get_local_rank() == 0)  # all ranks of tp route the same positions
+                mixture.block, mixture.rows_per_step, mixture.row_group = index, rows_per_step, mesh.cp_group
+                mixture.own_share = float(mesh.coordinate["tp"] == 0)  # all ranks of tp route the same positions
     recompute_first = inside_compilation(recompute)
     return [
-        *apply_context_parallel(model, cp_group, context_parallel),
-        *apply_tensor_parallel(model, plan, mesh),
+        *apply_context_parallel(model, mesh.cp_group, mesh.context_parallel),
+        *apply_expert_parallel(model, mesh.device_mesh, mesh.expert_mesh),
+        *apply_tensor_parallel(model, plan, mesh.device_mesh),
         *(apply_recompute(model, plan, recompute) if recompute_first else []),
         *apply_compile(model, plan, compilation),
         *(apply_recompute(model, plan, recompute) if not recompute_first else []),
         *apply_data_parallel(
             model,
             plan,
-            mesh,
+            mesh.device_mesh,
+            mesh.expert_mesh,
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
             reshard_after_forward=reshard_after_forward,

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
-from titanlite.models.experts import Experts, Router, router_scores, weighted_experts
+from titanlite.models.experts import Router, router_scores
 from titanlite.models.family import LanguageModel, Plan, TensorStyle
 from titanlite.models.layers import RMSNorm, rms_norm
 
@@ -66,37 +66,32 @@ def _apply(style: TensorStyle, name: str, module: nn.Module, axis: DeviceMesh) -
 
 
 def _look_up(embedding: nn.Embedding, group: dist.ProcessGroup, tokens: Tensor) -> Tensor:
-    weight = _local(embedding.weight)
+    weight = local_weight(embedding.weight)
     rows = -(-embedding.num_embeddings // group.size())
     ids = tokens - rows * group.rank()
     elsewhere = (ids < 0) | (ids >= len(weight))
     found = functional.embedding(ids.masked_fill(elsewhere, 0), weight)
-    return _scatter(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), group)
+    return summed_part(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), group)
 
 
 def _normalize(norm: RMSNorm, group: dist.ProcessGroup, x: Tensor) -> Tensor:
     del group
-    return rms_norm(x, _local(norm.weight, Partial()), norm.eps)
+    return rms_norm(x, local_weight(norm.weight, Partial()), norm.eps)
 
 
 def _project(linear: nn.Linear, group: dist.ProcessGroup, x: Tensor) -> Tensor:
     del group
-    return functional.linear(x, _local(linear.weight))
+    return functional.linear(x, local_weight(linear.weight))
 
 
 def _project_and_sum(linear: nn.Linear, group: dist.ProcessGroup, x: Tensor) -> Tensor:
-    return _scatter(functional.linear(x, _local(linear.weight)), group)
+    return summed_part(functional.linear(x, local_weight(linear.weight)), group)
 
 
 def _route(router: Router, group: dist.ProcessGroup, x: Tensor) -> Tensor:
     del group
     # Its gradient comes through this rank's part of the experts: a part of a sum.
-    return router_scores(x, _local(router.weight, Partial()))
-
-
-def _experts_and_sum(experts: Experts, group: dist.ProcessGroup, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    matrices = (_local(experts.w1), _local(experts.w2), _local(experts.w3))
-    return _scatter(weighted_experts(x, chosen, weights, *matrices), group)
+    return router_scores(x, local_weight(router.weight, Partial()))
 
 
 _STYLES: dict[TensorStyle, tuple[type[nn.Module], dict[str, Placement], Callable[..., Tensor] | None]] = {
@@ -106,13 +101,12 @@ _STYLES: dict[TensorStyle, tuple[type[nn.Module], dict[str, Placement], Callable
     "column": (nn.Linear, {"weight": Shard(0)}, _project),
     "row": (nn.Linear, {"weight": Shard(1)}, _project_and_sum),
     "router": (Router, {"weight": Replicate()}, _route),
-    "experts": (Experts, {"w1": Shard(1), "w2": Shard(2), "w3": Shard(1)}, _experts_and_sum),
     "logits": (nn.Linear, {"weight": Shard(0)}, None),
 }
 """Style -> type of the module, placements of its parameters over tp, and its forward (None: it keeps its own)."""
 
 
-def _local(weight: Tensor, gradient: Placement | None = None) -> Tensor:
+def local_weight(weight: Tensor, gradient: Placement | None = None) -> Tensor:
     """This rank's part of a weight. gradient: its placement, by default that of the weight."""
     assert isinstance(weight, DTensor)
     local: Tensor = weight.to_local(grad_placements=None if gradient is None else [gradient])
@@ -124,7 +118,7 @@ def _gather_input(_module: nn.Module, args: tuple[Any, ...], group: dist.Process
     return _Gather.apply(args[0], group), *args[1:]  # type: ignore[no-untyped-call]
 
 
-def _scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def summed_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum `x`, (batch, seq_len, dim), over the ranks; returns this rank's part of the sequence."""
     part: Tensor = _Scatter.apply(x, group)  # type: ignore[no-untyped-call]
     return part

@@ -96,9 +96,7 @@ def build_stage(config: JobConfig, mesh: Mesh, index: int) -> Stage:
     parallelize(
         model,
         plan,
-        mesh.device_mesh,
-        mesh.cp_group,
-        context_parallel=mesh.context_parallel,
+        mesh,
         rows_per_step=config.training.global_batch_size,
         shard_logits=shard_logits(config.parallelism),
         loss=config.loss,

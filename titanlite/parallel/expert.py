@@ -1,0 +1,95 @@
+"""Expert parallelism: each rank of the ep axis holds some of the experts, and the rows of each choice travel to them.
+
+The hidden features of the experts are sharded over tp. Rows travel by all-to-all (Lepikhin et al., "GShard", 2020);
+none is dropped or padded, so the host reads once per layer how many rows each rank sends and receives.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from titanlite.models.experts import Experts, feed_forward, inverse_permutation, permuted
+from titanlite.models.family import LanguageModel
+from titanlite.parallel.tensor import local_weight, summed_part
+
+FEATURES = {"w1": 1, "w2": 2, "w3": 1}
+"""Dimension of the hidden features of each weight, (experts, features, features)."""
+
+
+def apply_expert_parallel(model: LanguageModel, mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> list[str]:
+    """Shard all experts over ep, and their hidden features over tp, in place; return descriptions for the start log.
+
+    mesh: with the axis tp. expert_mesh: with the axes ep and tp; None: without ep. Parameters become DTensors of these
+    axes. A rank's gradient of its experts is the sum over all rows of the ranks of ep.
+    """
+    tp = mesh["tp"].size() > 1
+    if not tp and expert_mesh is None:
+        return []
+    axes = (("ep",) if expert_mesh is not None else ()) + (("tp",) if tp else ())
+    over = (mesh if expert_mesh is None else expert_mesh)[axes]
+    found = [module for module in model.modules() if isinstance(module, Experts)]
+    for experts in found:
+        for name, features in FEATURES.items():
+            placements = [Shard(0 if axis == "ep" else features) for axis in axes]
+            sharded = nn.Parameter(distribute_tensor(getattr(experts, name), over, placements))
+            setattr(experts, name, sharded)
+        if expert_mesh is not None:
+            experts.feed_forward = partial(exchanged_feed_forward, group=expert_mesh.get_group("ep"))
+        experts.forward = partial(_forward, experts, mesh.get_group("tp") if tp else None)  # type: ignore[method-assign]
+    return ["expert parallel"] if found and expert_mesh is not None else []
+
+
+def _forward(experts: Experts, tp: dist.ProcessGroup | None, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    matrices = (local_weight(experts.w1), local_weight(experts.w2), local_weight(experts.w3))
+    result = experts.weighted(x, chosen, weights, *matrices)
+    return result if tp is None else summed_part(result, tp)
+
+
+def exchanged_feed_forward(
+    rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, *, group: dist.ProcessGroup
+) -> Tensor:
+    """The FeedForward of experts of which each rank of `group` has an equal number, in the order of the ranks.
+
+    w1, w2, w3: those of this rank. Results return in the order of `rows`.
+    """
+    size = group.size()
+    sent = counts.view(size, -1)  # (ep, experts of each)
+    received = _exchange(sent, [1] * size, [1] * size, group)  # (ep, own experts): of the rows of each rank
+    to, origin = torch.stack((sent.sum(dim=1), received.sum(dim=1))).tolist()  # the host waits for the device
+    arrived = _exchanged(rows, to, origin, group)  # by rank, then by expert
+    experts = torch.arange(received.shape[1], device=rows.device).repeat(size)
+    experts = experts.repeat_interleave(received.flatten(), output_size=sum(origin))
+    order = experts.argsort(stable=True)
+    inverse = inverse_permutation(order)
+    results = feed_forward(permuted(arrived, order, inverse), received.sum(dim=0), w1, w2, w3)
+    return _exchanged(permuted(results, inverse, order), origin, to, group)
+
+
+def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """The rows that all ranks have for this one. sent, received: numbers of rows for and from each rank."""
+    result: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.arguments = received, sent, group
+        return _exchange(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(gradient, *ctx.arguments), None, None, None
+
+
+def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    operations = torch.ops._c10d_functional  # functional collectives, which the recompute policies know
+    result: Tensor = operations.wait_tensor(
+        operations.all_to_all_single(rows.contiguous(), received, sent, group.group_name)
+    )
+    return result
