@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from tests.distributed.gradients import build_on_mesh
-from tests.distributed.layouts import GATHER
+from tests.distributed.layouts import EXPERTS, GATHER
 from tests.distributed.reference import global_batch, rank_batches, small_config
 from tests.pool import run_ranks
 from titanlite.planning.estimate import estimate
 
 # Data and tensor parallelism call different torch operations, which identifies their axes. Context parallelism that
-# gathers calls those of tensor parallelism.
+# gathers calls those of tensor parallelism. Expert parallelism calls those of the other two.
 OPERATIONS = {
     "c10d::_allgather_base_": "dp_shard all-gather",
     "c10d::_reduce_scatter_base_": "dp_shard reduce-scatter",
@@ -23,8 +23,10 @@ OPERATIONS = {
     "c10d::alltoall_base_": "cp all-to-all",
     "c10d::send": "pp send",
 }
+SAME_OPERATIONS = {"expert_shard": "dp_shard", "ep": "cp"}
 DEEP = ["model.n_layers=3", "training.local_batch_size=4"]
 TP = ["parallelism.tp=2", "training.local_batch_size=8", "model.vocab_size=132"]
+EP = ["parallelism.ep=2", *EXPERTS, "training.local_batch_size=4"]
 PP = ["parallelism.pp=2", *DEEP, "model.n_layers=9"]
 
 SOAK = [
@@ -43,6 +45,7 @@ LAYOUTS: dict[int, list[list[str]]] = {
         ["parallelism.cp=2", *DEEP],
         ["parallelism.cp=2", "activation_checkpoint.mode=full", *GATHER, *DEEP],
         ["parallelism.loss_parallel=false", "activation_checkpoint.mode=full", *TP],
+        ["parallelism.cp=2", "activation_checkpoint.mode=full", *EP],
     ],
     4: [
         ["parallelism.tp=2", "training.dtype=float32", "training.mixed_precision_param=bfloat16", *DEEP],
@@ -59,6 +62,8 @@ LAYOUTS: dict[int, list[list[str]]] = {
             )
         ],
         ["parallelism.gradient_sync=every", "parallelism.tp=2", *PP],
+        EP,
+        [*PP, *EP],
     ],
 }
 
@@ -98,9 +103,11 @@ def test_calls_and_bytes_match_a_real_step(world_size: int, layouts: list[list[s
         for pp_rank, rank in enumerate(plan.ranks):
             calls, elements = ranks[pp_rank * world_size // len(plan.ranks)][number]
             parts = [part for part in rank.traffic if part.operation != "all-reduce"]
-            planned = {f"{part.axis} {part.operation}": part.calls for part in parts}
+            planned: Counter[str] = Counter()
+            for part in parts:
+                planned[f"{SAME_OPERATIONS.get(part.axis, part.axis)} {part.operation}"] += part.calls
             assert {key: count for key, count in calls.items() if key in planned} == planned, (settings, pp_rank)
             # In an all-gather over n ranks, each rank contributes 1/n of the output.
-            shares = {"all-gather": 2, "send": 1}
-            contributed = [part.bytes / shares[part.operation] for part in parts if part.operation in shares]
-            assert sum(contributed) == elements * size, (settings, pp_rank)
+            contributed = sum(part.bytes / part.ranks for part in parts if part.operation == "all-gather")
+            sent = sum(part.bytes for part in parts if part.operation == "send")
+            assert contributed + sent == elements * size, (settings, pp_rank)

@@ -8,7 +8,7 @@ import xxhash
 from torch import Tensor, nn
 
 from titanlite.optim.optimizer import GatedOptimizer
-from titanlite.parallel.mesh import PARAMETER_AXES, Mesh
+from titanlite.parallel.mesh import EXPERT_AXES, PARAMETER_AXES, Mesh
 from titanlite.runtime.agreement import RanksError, run_on_all_ranks
 from titanlite.runtime.dtensors import is_dtensor, local_part
 
@@ -107,8 +107,9 @@ def is_replicated(tensor: Tensor, axis: str) -> bool:
     """Whether all ranks of a mesh axis hold the same values of the tensor."""
     if not is_dtensor(tensor):
         return True
-    names = tensor.device_mesh.mesh_dim_names or ()
-    return axis not in names or tensor.placements[names.index(axis)].is_replicate()
+    placements = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True))
+    axes = EXPERT_AXES if axis == "dp_shard" and "ep" in placements else (axis,)
+    return all(name not in placements or placements[name].is_replicate() for name in axes)
 
 
 def has_fast_hash(local: Tensor) -> bool:

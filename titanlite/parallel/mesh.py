@@ -20,6 +20,10 @@ DATA_AXES = ("dp_replicate", "dp_shard")
 """Axes along which ranks read different rows."""
 PARAMETER_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 """Axes of torch's DeviceMesh, in which dp_shard stands for dp_shard x cp: parameters are sharded over both."""
+EXPERT_AXES = ("expert_shard", "ep")
+"""Axes that stand for dp_shard in the DeviceMesh of the experts, if ep > 1."""
+LAYOUT = (*AXES, "ep")
+"""Keys of the degrees in ParallelismConfig."""
 
 GradientSync = Literal["every", "last", "hybrid"]
 ContextParallel = Literal["heads", "gather"]
@@ -110,7 +114,7 @@ class Mesh:
         """The ranks of the data axis. Set by `connect`."""
         self.ep = section.ep
         self.expert_mesh: DeviceMesh | None = None
-        """The mesh of the experts, if ep > 1: device_mesh with (expert_shard, ep) in place of dp_shard. Set by
+        """The mesh of the experts, if ep > 1: device_mesh with EXPERT_AXES in place of dp_shard. Set by
         `connect`."""
         self.cp_group: dist.ProcessGroup | None = None
         """The ranks that hold the other positions of the same rows. Set by `connect` if there are any."""
@@ -161,8 +165,8 @@ class Mesh:
         self.data_group = data_mesh.get_group()
         if self.ep > 1:
             shards = sizes["dp_shard"] // self.ep, self.ep
-            self.expert_mesh = mesh._unflatten("dp_shard", shards, ("expert_shard", "ep"))
-            self.groups += [self.expert_mesh.get_group(axis) for axis in ("expert_shard", "ep")]
+            self.expert_mesh = mesh._unflatten("dp_shard", shards, EXPERT_AXES)
+            self.groups += [self.expert_mesh.get_group(axis) for axis in EXPERT_AXES]
         if section is not None:
             self.set_timeout(section.init_timeout_s)  # the default of a mesh's groups is 30 minutes
 

@@ -47,7 +47,7 @@ class StepShape:
     """The inputs of the traffic formulas besides the stage. sizes: of the mesh axes; dp_shard stands for dp_shard x cp.
     sync: None with a pipeline. microbatches: per optimizer step, of `positions` positions of this rank each,
     `loss_chunk` of them per chunk of the loss. exchanged: elements per position that attention exchanges, or gathers,
-    over cp. schedule_steps: runs of the actions per optimizer step. device_type: "cuda" or "cpu"."""
+    over cp. n_experts, n_active: experts of a block, and those of a position. schedule_steps: runs of the actions per optimizer step. device_type: "cuda" or "cpu"."""
 
     device_type: str
     sizes: Mapping[str, int]
@@ -57,6 +57,8 @@ class StepShape:
     microbatches: int
     positions: int
     exchanged: int
+    n_experts: int
+    n_active: int
     loss_chunk: int
     dim: int
     vocab_size: int
@@ -71,6 +73,7 @@ def stage_traffic(
     found = [
         *_data_parallel(stage, section, shape),
         *_context_parallel(stage, section, recompute, shape),
+        *_expert_parallel(stage, section, recompute, shape),
         *_tensor_parallel(stage, section, recompute, shape),
         *_pipeline(stage, section, shape),
     ]
@@ -93,8 +96,8 @@ def frees_after_forward(stage: Stage, section: ParallelismConfig, unit: int) -> 
 
 def reduced_sizes(stage: Stage, shape: StepShape) -> list[int]:
     """Elements of the gradients that are reduced in one call, for each call of a reduction of the stage."""
-    sizes = [unit.elements for unit in stage.units]
     at_once = shape.sizes["dp_shard"] == 1 and replicates_at_once(shape.device_type, stage.parameter_bytes)
+    sizes = [size for unit in stage.units for size in (unit.elements, unit.experts) if size]
     return [sum(sizes)] if at_once else sizes
 
 
@@ -102,7 +105,8 @@ def _data_parallel(stage: Stage, section: ParallelismConfig, shape: StepShape) -
     if not stage.wrapped:
         return []
     shards, replicas = shape.sizes["dp_shard"], shape.sizes["dp_replicate"]
-    gathers = gathered = 0
+    expert_shards = shards // section.ep
+    gathers = gathered = expert_gathers = gathered_experts = 0
     syncs = range(shape.microbatches if shape.sync in ("every", "hybrid") else 0)
     frees = dict.fromkeys(syncs, True) | ({shape.microbatches - 1: True} if shape.sync else {})
     for index, unit in enumerate(stage.units):
@@ -114,13 +118,22 @@ def _data_parallel(stage: Stage, section: ParallelismConfig, shape: StepShape) -
             # With several microbatches, fully_shard's backward prefetch gathers the last unit once more per step.
             count += shape.microbatches > 1
         gathers, gathered = gathers + count, gathered + count * unit.elements * shape.param_bytes
-    sizes = reduced_sizes(stage, shape)
+        if unit.experts:
+            expert_gathers += count
+            gathered_experts += count * unit.experts * shape.param_bytes
+    calls = len(reduced_sizes(stage, shape))
+    of_experts = [unit.experts for unit in stage.units if unit.experts]
     over_shards, over_replicas = reductions(shape, "dp_shard"), reductions(shape, "dp_replicate")
-    gradient = sum(sizes) * shape.reduce_bytes
+    gradient = sum(unit.elements for unit in stage.units) * shape.reduce_bytes
+    expert_gradient = sum(of_experts) * shape.reduce_bytes
+    replicated = (gradient // shards + expert_gradient // expert_shards) * over_replicas
+    own_calls, expert_calls = (calls - len(of_experts)) * over_shards, len(of_experts) * over_shards
     return [
         Traffic("dp_shard", "all-gather", gathers, gathered, shards),
-        Traffic("dp_shard", "reduce-scatter", len(sizes) * over_shards, gradient * over_shards, shards),
-        Traffic("dp_replicate", "all-reduce", len(sizes) * over_replicas, gradient // shards * over_replicas, replicas),
+        Traffic("dp_shard", "reduce-scatter", own_calls, gradient * over_shards, shards),
+        Traffic("expert_shard", "all-gather", expert_gathers, gathered_experts, expert_shards),
+        Traffic("expert_shard", "reduce-scatter", expert_calls, expert_gradient * over_shards, expert_shards),
+        Traffic("dp_replicate", "all-reduce", calls * over_replicas, replicated, replicas),
     ]
 
 
@@ -138,6 +151,18 @@ def _context_parallel(
         Traffic("cp", "all-gather", 2 * forward, forward * part * cp, cp),
         Traffic("cp", "reduce-scatter", 2 * backward, backward * part * cp, cp),
     ]
+
+
+def _expert_parallel(
+    stage: Stage, section: ParallelismConfig, recompute: ActivationCheckpointConfig, shape: StepShape
+) -> list[Traffic]:
+    """Each block sends counts and the rows of all choices, and results return, also if it is recomputed; their
+    gradients take both ways once. Bytes if all experts are chosen equally often."""
+    backward = len(stage.blocks) * shape.microbatches
+    forward = backward + sum(recomputes(recompute, index) for index in stage.blocks) * shape.microbatches
+    rows = shape.positions * shape.n_active * shape.dim * shape.param_bytes
+    exchanged = forward * (2 * rows + shape.n_experts * 8) + backward * 2 * rows
+    return [Traffic("ep", "all-to-all", 3 * forward + 2 * backward, exchanged, section.ep)]
 
 
 def _tensor_parallel(

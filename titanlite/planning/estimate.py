@@ -114,6 +114,8 @@ def _step_shape(config: JobConfig, mesh: Mesh, actions: Sequence[Action], device
         microbatches=microbatches,
         positions=rows * training.seq_len // cp,
         exchanged=heads * model.head_dim,
+        n_experts=model.n_experts,
+        n_active=model.n_active_experts,
         loss_chunk=_loss_chunk(config, model.vocab_size, device_type),
         dim=model.dim,
         vocab_size=model.vocab_size,

@@ -128,7 +128,7 @@ def data_parallel_bytes(
     collective's buffer). Gradients: those of the stage if reduced once per step, otherwise those of one call; plus
     those of one call in both dtypes as input of the reduction, while the previous reduction may still run.
     """
-    sizes = [unit.elements for unit in stage.units]
+    sizes = [unit.size for unit in stage.units]
     largest = max(reduced_sizes(stage, shape))
     if not stage.wrapped:
         return 0 if sum(sizes) * shape.param_bytes == stage.parameter_bytes else cast_bytes(stage, recompute, shape)
@@ -147,8 +147,8 @@ def data_parallel_bytes(
 
 def cast_bytes(stage: Stage, recompute: ActivationCheckpointConfig, shape: StepShape) -> int:
     """Peak bytes of cast parameters: those that backward needs again, one unit in use, and its gradient."""
-    kept = sum(unit.elements for unit in stage.units if keeps_casts(unit, recompute))
-    return (kept + 2 * max(unit.elements for unit in stage.units)) * shape.param_bytes
+    kept = sum(unit.size for unit in stage.units if keeps_casts(unit, recompute))
+    return (kept + 2 * max(unit.size for unit in stage.units)) * shape.param_bytes
 
 
 def keeps_casts(unit: Unit, recompute: ActivationCheckpointConfig) -> bool:

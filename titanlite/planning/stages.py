@@ -28,13 +28,19 @@ class Unit:
     """One FSDP unit on one rank.
 
     block: index of the transformer block in the full model; None if the unit is no block.
-    elements: of its parameters when gathered over dp_shard, including padding. replicated_over_tp: elements of each
-    parameter that is replicated over tp.
+    elements: of its parameters when gathered over dp_shard, including padding. experts: of those that are gathered
+    separately, over expert_shard. replicated_over_tp: elements of each parameter that is replicated over tp.
     """
 
     block: int | None
     elements: int
+    experts: int
     replicated_over_tp: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements of all parameters when gathered."""
+        return self.elements + self.experts
 
 
 @dataclass(frozen=True)
@@ -123,27 +129,31 @@ def measure_stage(config: JobConfig, mesh: Mesh, part: ModelPart) -> Stage:
         sum(shard.numel() * shard.element_size() for shard in shards),
         state_bytes(config.optimizer, shards),
         sum(buffer.numel() * wide for buffer in model.buffers()),
-        tuple(_units(model, part.plan, mesh.degrees["dp_shard"] * mesh.degrees["cp"])),
+        tuple(_units(model, part.plan, mesh)),
         tuple(part.plan.blocks.values()),
         next(wrapped_modules(model), None) is not None,
     )
 
 
-def _units(model: LanguageModel, plan: Plan, dp_shard: int) -> Iterator[Unit]:
+def _units(model: LanguageModel, plan: Plan, mesh: Mesh) -> Iterator[Unit]:
+    shards = mesh.degrees["dp_shard"] * mesh.degrees["cp"]
     for names in plan.units:
         # a set, so that tied parameters count once
         parameters = {parameter for name in names for parameter in model.get_submodule(name).parameters()}
-        elements = 0
-        for parameter in parameters:
-            rows, *others = local_part(parameter).shape or (1,)
-            # Coordinate 0 has a full shard; all others are padded to its size.
-            elements += rows * dp_shard * torch.Size(others).numel()
+        experts = {parameter for parameter in parameters if "ep" in _axes(parameter)}
+        # Coordinate 0 has a full shard; all others are padded to its size.
+        elements = sum(local_part(parameter).numel() * shards for parameter in parameters - experts)
+        of_experts = sum(local_part(parameter).numel() * (shards // mesh.ep) for parameter in experts)
         replicated = tuple(parameter.numel() for parameter in parameters if _is_replicated_over_tp(parameter))
-        yield Unit(plan.blocks.get(names[0]), elements, replicated)
+        yield Unit(plan.blocks.get(names[0]), elements, of_experts, replicated)
+
+
+def _axes(parameter: Tensor) -> tuple[str, ...]:
+    return parameter.device_mesh.mesh_dim_names or () if is_dtensor(parameter) else ()
 
 
 def _is_replicated_over_tp(parameter: Tensor) -> bool:
-    if not is_dtensor(parameter) or "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
+    if not is_dtensor(parameter) or "tp" not in _axes(parameter):
         return False
-    axis = (parameter.device_mesh.mesh_dim_names or ()).index("tp")
+    axis = _axes(parameter).index("tp")
     return parameter.device_mesh.size(axis) > 1 and parameter.placements[axis].is_replicate()

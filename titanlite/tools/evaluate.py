@@ -36,7 +36,7 @@ from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.metrics.validation import SetTotals, sum_of
 from titanlite.models.attention import pin_kernels
-from titanlite.parallel.mesh import AXES, Mesh, ParallelismConfig
+from titanlite.parallel.mesh import LAYOUT, Mesh, ParallelismConfig
 from titanlite.runtime.agreement import require_equal
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import (
@@ -178,7 +178,7 @@ def evaluated_config(
         validation |= {"sources": tables, "steps": -1}
     if options.steps is not None:
         validation["steps"] = options.steps
-    layout = values.get("parallelism", {}) | {axis: getattr(ParallelismConfig, axis) for axis in AXES}
+    layout = values.get("parallelism", {}) | {axis: getattr(ParallelismConfig, axis) for axis in LAYOUT}
     if options.tokenizer is not None:
         values["tokenizer"] = values["tokenizer"] | {"path": options.tokenizer}
     values |= {"validation": validation, "parallelism": layout | {"pp_split": []}}

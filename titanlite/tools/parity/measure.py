@@ -93,17 +93,19 @@ def measure_layouts(config: JobConfig, layouts: Sequence[Layout], steps: int, fo
     # Silences the warning on the cost of gathering a parameter that two axes shard. Training does not do that.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     results: list[list[Any]] = []
-    meshes: dict[tuple[int, ...], Mesh] = {}
+    meshes: dict[tuple[tuple[int, ...], int], Mesh] = {}
     for layout in layouts:
         results.append([])
         for number, settings in enumerate(passes(config_of(config, layout))):
             with record_status(f"{layout}, {settings.training.dtype}", folder):
-                if layout.degrees not in meshes:
+                if (layout.degrees, layout.ep) not in meshes:
                     rank = dist.get_rank()
-                    meshes[layout.degrees] = Mesh(settings.parallelism, World(rank, rank, layout.world_size, "cpu"))
-                    meshes[layout.degrees].connect(config.comm)
+                    mesh = Mesh(settings.parallelism, World(rank, rank, layout.world_size, "cpu"))
+                    mesh.connect(config.comm)
+                    meshes[layout.degrees, layout.ep] = mesh
                 own = config if number == 0 else None
-                results[-1].append(asdict(measure_layout(settings, meshes[layout.degrees], steps, Path(folder), own)))
+                mesh = meshes[layout.degrees, layout.ep]
+                results[-1].append(asdict(measure_layout(settings, mesh, steps, Path(folder), own)))
     return results
 
 
