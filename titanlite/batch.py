@@ -5,6 +5,7 @@ Does not import torch, so that the worker processes that tokenize and pack start
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,7 +22,9 @@ class Batch(NamedTuple):
     labels: the next token at each position, or IGNORE_INDEX. sequences: int64 (local_batch_size,), the number of each
     row in the run, from 0, the same on every mesh; always on the CPU, since the host reads it. sources: int64
     (local_batch_size,), index of each row's source in [[data.sources]]. positions: with data.document_mask, int64
-    (local_batch_size, seq_len), 0 at the start of a row and of each document in it; else None.
+    (local_batch_size, seq_len), 0 at the start of a row and of each document in it; else None. lengths: int64
+    (local_batch_size,), positions of each row that hold a token of a document, the first ones; the others are padding.
+    Always on the CPU. None: all do.
     """
 
     tokens: Tensor
@@ -29,6 +32,16 @@ class Batch(NamedTuple):
     sequences: Tensor
     sources: Tensor
     positions: Tensor | None = None
+    lengths: Tensor | None = None
+
+
+def rows_and_tokens(batches: Sequence[Batch]) -> tuple[int, int]:
+    """The rows that hold a token of a document, and the positions that do."""
+    rows = tokens = 0
+    for batch in batches:
+        rows += len(batch.tokens) if batch.lengths is None else int((batch.lengths > 0).sum())
+        tokens += batch.tokens.numel() if batch.lengths is None else int(batch.lengths.sum())
+    return rows, tokens
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from titanlite.batch import Batch
 from titanlite.models.attention import document_arguments
+from titanlite.models.experts import mixtures_of
 from titanlite.models.family import LanguageModel
 from titanlite.models.randomness import row_keys
 from titanlite.parallel.mesh import Mesh, part_of_rows
@@ -35,6 +36,7 @@ class ModelOnMesh:
         # Ranks with the same data rank read the same rows and, on the last stage, compute the same loss: count it once.
         self.counts_loss = self.mesh.is_loss_leader and (self.pipeline is None or self.pipeline.owns_last)
         self.counts_rows = self.mesh.is_data_leader
+        self.mixtures = mixtures_of(self.model_parts)
 
     def row_losses(self, batch: Batch) -> Tensor:
         """Summed cross-entropy of each row, (rows,), without backward; 0 except on the last stage of a pipeline."""
@@ -62,7 +64,7 @@ class ModelOnMesh:
         labels and num_valid;
         positions and document_ids if the batch has positions; row_keys if the model draws from them. Models without
         row_keys draw from torch's generators. With cp, labels and positions are those of this rank, document_ids those
-        of entire rows, as attention needs them.
+        of entire rows, as attention needs them. is_token if the model has experts and the batch has padding.
         """
         coordinate, cp = self.mesh.coordinate, self.mesh.degrees["cp"]
         part = coordinate["pp"] * cp + coordinate["cp"]
@@ -73,6 +75,9 @@ class ModelOnMesh:
             arguments["positions"] = self.own_positions(arguments.get("positions", positions_of(batch.tokens)))
             if self.mesh.context_parallel == "gather":  # its mask is also that of causal attention
                 arguments.setdefault("document_ids", torch.zeros_like(batch.tokens))
+        if self.mixtures and batch.lengths is not None and int(batch.lengths.min()) < batch.tokens.shape[1]:
+            is_token = positions_of(batch.tokens) < to_device(batch.lengths, self.device).unsqueeze(1)
+            arguments["is_token"] = self.own_positions(is_token)
         if self.model_parts[0].draws:
             arguments["row_keys"] = to_device(row_keys(self.seed, self.step, batch.sequences), self.device)
         return arguments
@@ -84,8 +89,8 @@ def positions_of(tokens: Tensor) -> Tensor:
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy the batch to the device. `sequences`, the numbers of its rows in the run, stay on the host, which uses them
-    to seed random numbers."""
+    """Copy the batch to the device. `sequences`, the numbers of its rows in the run, and `lengths` stay on the host,
+    which reads them."""
     return batch._replace(
         tokens=to_device(batch.tokens, device),
         labels=to_device(batch.labels, device),

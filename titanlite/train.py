@@ -166,8 +166,11 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
                 failure.enter(step, "logging")
                 epochs = loader.epochs()
                 own_epochs = epochs if trainer.counts_rows else [0.0] * len(epochs)
-                record = run.meter.flush(own_epochs, run.expert_loads.flush())
+                of_experts, loads = run.expert_loads.flush(step)
+                record = run.meter.flush(own_epochs, of_experts)
                 run.sinks.write(record)
+                if loads is not None:
+                    run.sinks.write(loads)
                 run.skipped.check()
                 require_few_bad_rows(record, config.data.max_bad_rows)
             if step == first_step:

@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.batch import IGNORE_INDEX, Batch, StepStats
+from titanlite.batch import IGNORE_INDEX, Batch, StepStats, rows_and_tokens
 from titanlite.faults.spikes import SpikeGate
-from titanlite.forward import ModelOnMesh
+from titanlite.forward import ModelOnMesh, to_device
 from titanlite.metrics.by_source import NUM_TOTALS, totals_by_source
 from titanlite.metrics.compute_time import ComputeTime
+from titanlite.models.experts import end_step
 from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.parallel.clip import NormType, clip_grad_norm_
 from titanlite.parallel.data import set_gradient_sync
@@ -54,6 +55,8 @@ class Trainer(ModelOnMesh):
         self.compute_time.before_collectives()
         with region("reduce"):
             num_valid = self.count_valid_tokens(batches)
+            if self.mixtures:
+                self.count_rows_and_tokens(batches)
         mean_loss = torch.zeros((), dtype=self.accum_dtype, device=self.device)
         row_losses = []
         by_source = torch.zeros(NUM_TOTALS, self.num_sources, dtype=torch.float64, device=self.device)
@@ -76,6 +79,7 @@ class Trainer(ModelOnMesh):
                 ok &= spike_ratio <= self.spikes.factor
         with region("update"):
             self.optimizer.step_if(ok)
+            end_step(self.mixtures, ok, self.mesh.position_group)
         return StepStats(
             mean_loss * self.counts_loss,
             grad_norm,
@@ -92,6 +96,13 @@ class Trainer(ModelOnMesh):
         num_valid = torch.stack([(batch.labels != IGNORE_INDEX).sum() for batch in batches]).sum()
         dist.all_reduce(num_valid, group=self.data_group)
         return num_valid
+
+    def count_rows_and_tokens(self, batches: Sequence[Batch]) -> None:
+        """Set the denominators of the losses of the routers; one all-reduce over the data axes."""
+        counts = to_device(torch.tensor(rows_and_tokens(batches)), self.device)
+        dist.all_reduce(counts, group=self.data_group)
+        for mixture in self.mixtures:
+            mixture.num_rows, mixture.num_tokens = counts.clamp(min=1).unbind()
 
     def forward_backward(self, batch: Batch, num_valid: Tensor) -> Tensor:
         """Accumulate the gradients of this microbatch's share of the mean loss; return the share of each row, (rows,).

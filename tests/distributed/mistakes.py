@@ -474,8 +474,14 @@ def balance_of_own_positions(trainer: Trainer) -> None:
 
 def balance_of_own_rows(trainer: Trainer) -> None:
     """The mean is over the rows of a rank instead of those of the global batch."""
-    for mixture in mixtures(trainer):
-        mixture.rows_per_step //= trainer.mesh.data_degree
+    count = trainer.count_rows_and_tokens
+
+    def of_this_rank(batches: Sequence[Batch]) -> None:
+        count(batches)
+        for mixture in trainer.mixtures:
+            mixture.num_rows = mixture.num_rows // trainer.mesh.data_degree
+
+    trainer.count_rows_and_tokens = of_this_rank  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -98,7 +98,8 @@ def plain_model(config: JobConfig) -> LanguageModel:
     model.init_buffers(torch.device("cpu"))
     init_parameters_(model, config.debug.seed, lambda name: family.init(hyper_parameters, name))
     for mixture in (module for module in model.modules() if isinstance(module, MixtureOfExperts)):
-        mixture.rows_per_step = config.training.global_batch_size
+        mixture.num_rows = config.training.global_batch_size
+        mixture.num_tokens = config.training.global_batch_size * config.training.seq_len
     return model
 
 

@@ -66,7 +66,6 @@ def build_parts(config: JobConfig, mesh: Mesh) -> list[ModelPart]:
             part,
             plan,
             mesh,
-            rows_per_step=training.global_batch_size,
             shard_logits=shard_logits(config.parallelism),
             loss=config.loss,
             recompute=config.activation_checkpoint,

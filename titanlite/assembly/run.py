@@ -38,7 +38,7 @@ from titanlite.generation.samples import Samples
 from titanlite.hf.folder import PREFIX, ModelFolder
 from titanlite.hf.source import fetch_source
 from titanlite.metrics.about import AboutRun, git_commit, note_start
-from titanlite.metrics.config import LOG_FILE, METRICS_FILE, RUN_FILE, SAMPLES_FILE
+from titanlite.metrics.config import EXPERTS_FILE, LOG_FILE, METRICS_FILE, RUN_FILE, SAMPLES_FILE
 from titanlite.metrics.experts import ExpertLoads
 from titanlite.metrics.history import has_validation, keep_rows
 from titanlite.metrics.meter import Meter
@@ -173,6 +173,7 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
         resume_tokens=meter.tokens_seen if resume_step else 0,
         about=describe_run(config, mesh, hosts, resume_step, environment),
         has_samples=bool(config.samples.prompts),
+        has_experts=getattr(resolve_model(config.model)[1], "n_experts", 1) > 1,
     )
     data_end = DataEnd(None, None)
     if any(source.epochs != -1 for source in config.data.sources):
@@ -297,6 +298,9 @@ def build_expert_loads(config: JobConfig, mesh: Mesh, trainer: Trainer) -> Exper
         counts=mesh.is_first(["tp"]),
         num_blocks=len(family.plan(hyper_parameters).blocks),
         n_experts=getattr(hyper_parameters, "n_experts", 1),
+        n_active=getattr(hyper_parameters, "n_active_experts", 1),
+        first_step=trainer.step + 1,
+        total_steps=config.training.steps,
     )
 
 
@@ -445,8 +449,8 @@ def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: To
     A new run renames the files of an earlier run there. A resumed run removes ledger rows of later steps.
     """
     if not start.resumes:
-        outputs = [CONFIG_COPY, TOKENIZER_FOLDER, METRICS_FILE, RUN_FILE, SAMPLES_FILE, LOG_FILE, LEDGER_FOLDER]
-        outputs += [RECORD_FOLDER, TRACES_FOLDER, SNAPSHOTS_FOLDER, config.metrics.folder]
+        outputs = [CONFIG_COPY, TOKENIZER_FOLDER, METRICS_FILE, RUN_FILE, SAMPLES_FILE, EXPERTS_FILE, LOG_FILE]
+        outputs += [LEDGER_FOLDER, RECORD_FOLDER, TRACES_FOLDER, SNAPSHOTS_FOLDER, config.metrics.folder]
         prepare_dump_folder(config.job.dump_folder, outputs, world.rank)
     else:
         for file in ledger_files(config.job.dump_folder)[world.rank :: world.size]:

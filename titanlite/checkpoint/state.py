@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.cuda._pin_memory_utils import pin_memory
 
+from titanlite.models.family import saved_tensors
 from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.parallel.mesh import AXES, Mesh
 from titanlite.runtime.errors import UserError
@@ -33,10 +34,10 @@ class StreamsState(Protocol):
 class RunState:
     """The state of one run on this rank.
 
-    Named tensors, DTensors or plain: model/<parameter>; optimizer/<parameter>/<state>; data/streams, int64
-    (num_streams, fields of SourceState of each source), replicated; faults/grad_norms, replicated, if spikes are
-    detected, see SpikeGate. A tied parameter is saved once, under its first name. Learning rate and random numbers
-    follow from step and seed, so they have no state.
+    Named tensors, DTensors or plain: model/<parameter or persistent buffer>; optimizer/<parameter>/<state>;
+    data/streams, int64 (num_streams, fields of SourceState of each source), replicated; faults/grad_norms, replicated,
+    if spikes are detected, see SpikeGate. A tied parameter is saved once, under its first name. Learning rate and
+    random numbers follow from step and seed, so they have no state.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class RunState:
         mesh: Mesh,
         grad_norms: Tensor | None = None,
     ) -> None:
-        self._parameters = {MODEL + name: p.data for part in model_parts for name, p in part.named_parameters()}
+        self._model = {MODEL + name: tensor for part in model_parts for name, tensor in saved_tensors(part).items()}
         self._optimizer = optimizer
         self._loader = loader
         self._grad_norms = grad_norms
@@ -55,7 +56,7 @@ class RunState:
         self._is_stage_leader = mesh.is_first(axis for axis in AXES if axis != "pp")
 
     def model(self) -> dict[str, Tensor]:
-        return dict(self._parameters)
+        return dict(self._model)
 
     def model_and_optimizer(self) -> dict[str, Tensor]:
         """The run's own tensors: writing into them changes the run. Initializes the optimizer's state if absent."""

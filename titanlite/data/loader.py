@@ -130,6 +130,7 @@ class Loader:
             torch.tensor(self.sequences[rows]),
             torch.from_numpy(step.origins[rows, Origin._fields.index("source")].copy()),
             None if step.positions is None else torch.from_numpy(step.positions[rows]),
+            torch.from_numpy(step.lengths[rows, 0].copy()),
         )
 
     def state(self) -> Tensor:

@@ -157,13 +157,14 @@ def open_order(source: Source, number: int, assignment: Assignment, tokenizer: T
 class PreparedStep(NamedTuple):
     """The sequences of some streams in a step, ordered by sequence number, and the states of the streams after it.
 
-    tokens, labels, positions: (rows, seq_len); positions is None without data.document_mask. origins: (rows, fields of
-    Origin). states: (streams, values of a stream's state). ended: (sources,), 1 if a source is exhausted in all of
-    these streams.
+    tokens, labels, positions: (rows, seq_len); positions is None without data.document_mask. lengths: (rows, 1), see
+    Batch. origins: (rows, fields of Origin). states: (streams, values of a stream's state). ended: (sources,), 1 if a
+    source is exhausted in all of these streams.
     """
 
     tokens: Int64s
     labels: Int64s
+    lengths: Int64s
     origins: Int64s
     states: Int64s
     ended: Int64s
@@ -208,9 +209,11 @@ class Preparation:
         shape = (len(own), self._assignment.seq_len)
         tokens, labels = np.empty(shape, np.int64), np.empty(shape, np.int64)
         positions = np.empty(shape, np.int64) if self._assignment.section.document_mask else None
+        lengths = np.empty((len(own), 1), np.int64)
         origins = np.empty((len(own), len(Origin._fields)), np.int64)
         for place, sequence in enumerate(own):
-            row = Row(tokens[place], labels[place], None if positions is None else positions[place])
+            own_positions = None if positions is None else positions[place]
+            row = Row(tokens[place], labels[place], own_positions, lengths[place])
             try:
                 origins[place] = self._streams[sequence % num_streams].next_sequence(row)
             except UserError as error:
@@ -219,7 +222,7 @@ class Preparation:
             self._sources.check_unchanged()  # after reading: no step has tokens of a file that had changed
         except UserError as error:
             raise DataError(str(error), first) from error
-        return PreparedStep(tokens, labels, origins, self.states(), self.ended(), positions)
+        return PreparedStep(tokens, labels, lengths, origins, self.states(), self.ended(), positions)
 
     def close(self) -> None:
         """Do nothing: there is nothing to close."""

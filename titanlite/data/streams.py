@@ -50,11 +50,13 @@ class Origin(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Output arrays of a sequence, each int64 (seq_len,). positions: None without data.document_mask."""
+    """Output arrays of a sequence, int64 (seq_len,). positions: None without data.document_mask. length: int64 (1,),
+    positions that hold a token of a document, see Batch."""
 
     tokens: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64] | None
+    length: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,7 @@ class SourceStream:
         """Write inputs and labels, padded and masked after the last token. Returns whether there is any target."""
         joined = parts[0].tokens if len(parts) == 1 else np.concatenate([part.tokens for part in parts] or [EMPTY])
         count = len(joined) if len(joined) > 1 else 0  # a single token has no target
+        row.length[0] = min(count, self._seq_len)
         row.tokens[:count] = joined[: min(count, self._seq_len)]
         row.tokens[count:] = PAD_TOKEN
         row.labels[: max(0, count - 1)] = joined[1:count]

@@ -197,6 +197,7 @@ class WorkerPool:
         return PreparedStep(
             merge("tokens", workers),
             merge("labels", workers),
+            merge("lengths", workers),
             merge("origins", workers),
             merge("states", of_states),
             np.min([part.ended for part in parts], axis=0),

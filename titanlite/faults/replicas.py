@@ -7,6 +7,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 
+from titanlite.models.family import saved_tensors
 from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.parallel.mesh import EXPERT_AXES, PARAMETER_AXES, Mesh
 from titanlite.runtime.agreement import RanksError, run_on_all_ranks
@@ -49,8 +50,9 @@ class Replicas:
         if not self._every or self._compared == step or self._mesh.world.size == 1:
             return
         self._compared = step
-        tensors: dict[str, Tensor] = {name: p for part in self._model_parts for name, p in part.named_parameters()}
-        tensors |= dict(self._optimizer.named_state())
+        tensors = dict(self._optimizer.named_state())
+        for part in self._model_parts:
+            tensors |= saved_tensors(part)
         device = self._mesh.world.device
         digests = {name: digest(local_part(tensor), device) for name, tensor in tensors.items()}
         any_differs = torch.zeros((), dtype=torch.int64, device=device)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.models.family import Family, LanguageModel
+from titanlite.models.family import Family, LanguageModel, saved_tensors
 from titanlite.parallel.mesh import Mesh
 from titanlite.runtime.dtensors import is_dtensor
 
@@ -39,10 +39,11 @@ def gather_model(
     with torch.device("meta"):
         full = family.build(hyper_parameters)
     full.tie_weights()
-    shapes = {name: parameter.shape for name, parameter in full.named_parameters()}
+    shapes = {name: tensor.shape for name, tensor in saved_tensors(full).items()}
+    dtypes = dict.fromkeys(shapes, torch.float32) | {name: dtype for name, _ in full.named_parameters()}
     model = empty_model(family, hyper_parameters, device, dtype) if is_first else None
-    targets = dict(model.named_parameters()) if model is not None else {}
-    own = {name: parameter.data for part in model_parts for name, parameter in part.named_parameters()}
+    targets = saved_tensors(model) if model is not None else {}
+    own = {name: tensor for part in model_parts for name, tensor in saved_tensors(part).items()}
     group = mesh.group("pp")
     pp_rank, sends = mesh.coordinate["pp"], mesh.is_first(axis for axis in mesh.coordinate if axis != "pp")
     for name, owner in _owners(own, group).items():
@@ -51,10 +52,10 @@ def gather_model(
             continue
         if owner and pp_rank == owner:
             assert value is not None
-            dist.send(value.to(dtype).contiguous(), group=group, group_dst=0)
+            dist.send(value.to(dtypes[name]).contiguous(), group=group, group_dst=0)
         elif pp_rank == 0:
             if owner:
-                value = torch.empty(shapes[name], dtype=dtype, device=device)
+                value = torch.empty(shapes[name], dtype=dtypes[name], device=device)
                 dist.recv(value, group=group, group_src=owner)
             if is_first:
                 assert value is not None

@@ -11,11 +11,12 @@ from titanlite.runtime.job_lock import JOB_LOCK_FILE
 METRICS_FILE = "metrics.jsonl"
 RUN_FILE = "run.json"
 SAMPLES_FILE = "samples.jsonl"
+EXPERTS_FILE = "experts.jsonl"
 LOG_FILE = "train.log"
 WANDB_FOLDER = "wandb"
 MLFLOW_FOLDER = "mlruns"
 OWN_FILES = (
-    *("config.toml", "tokenizer", METRICS_FILE, RUN_FILE, SAMPLES_FILE, LOG_FILE, JOB_LOCK_FILE),
+    *("config.toml", "tokenizer", METRICS_FILE, RUN_FILE, SAMPLES_FILE, EXPERTS_FILE, LOG_FILE, JOB_LOCK_FILE),
     *("ledger", "records", "faults", "traces", "memory_snapshots", WANDB_FOLDER, MLFLOW_FOLDER),
 )
 """Files and folders that a run writes into job.dump_folder, in addition to the configured folders."""

@@ -36,7 +36,7 @@ class ConsoleSink:
         elif isinstance(record, SamplesRecord):
             for prompt, text in record.texts:
                 log.info("sample after step %d: %s", record.step, json.dumps(prompt + text, ensure_ascii=False))
-        else:
+        elif isinstance(record, ValidationRecord):
             log.info("%s", validation_line(record))
 
     def close(self) -> None:

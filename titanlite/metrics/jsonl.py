@@ -7,9 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from titanlite.metrics.experts import ExpertsRecord
 from titanlite.metrics.records import LogRecord
 from titanlite.metrics.samples import SamplesRecord
+from titanlite.runtime.durability import replace_file
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import open_regular
+from titanlite.runtime.json_files import JsonError, parse_json
 
 
 class JsonlSink:
@@ -33,7 +37,7 @@ class JsonlSink:
         """Append the record's lines, if it is of a kind of this file. Raises UserError if the file system fails."""
         if not isinstance(record, self._kinds):
             return
-        lines = record.rows() if isinstance(record, SamplesRecord) else [record.row()]
+        lines = record.rows() if isinstance(record, SamplesRecord | ExpertsRecord) else [record.row()]
         line = "".join(f"{json_line(row)}\n" for row in lines).encode()
         try:
             if not os.path.samestat(os.stat(self._path), self._identity):
@@ -66,3 +70,26 @@ def json_line(row: Mapping[str, Any]) -> str:
         for key, value in row.items()
     }
     return json.dumps(values, allow_nan=False)
+
+
+def keep_lines(path: Path, row: Any, last_step: int) -> None:
+    """Remove rows of later steps, and damaged ones, from a file of rows of the TypedDict `row`. Raises UserError if it
+    cannot be rewritten."""
+    try:
+        with open_regular(path) as file:
+            lines = file.read().splitlines(keepends=True)
+        kept = [line for line in lines if _step(line, row) <= last_step]
+        if kept != lines:
+            replace_file(path, b"".join(kept))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"cannot rewrite {path}: {error.strerror or error}: rename or remove it") from None
+
+
+def _step(line: bytes, row: Any) -> float:
+    try:
+        found: float = parse_json(line, row)["step"]
+    except JsonError:
+        return math.inf
+    return found

@@ -60,15 +60,18 @@ class Record:
     """By source, if there are several. loss/NAME: mean cross-entropy per valid token of the source since the last row,
     without skipped steps; absent if the source had no valid token. share/NAME: the source's fraction of all sequences
     so far with a valid token."""
-    expert_loads: Mapping[str, float] = field(default_factory=dict)
-    """By transformer block, if it has experts. max_load/BLOCK, min_load/BLOCK: positions of the most and of the least
-    loaded expert since the last row, relative to the mean of the block's experts."""
+    experts: Mapping[str, float] = field(default_factory=dict)
+    """If the model has experts, since the last row. balance_loss, z_loss: without their coefficients, means over the
+    blocks; loss is the cross-entropy alone. By transformer block: max_load/BLOCK, min_load/BLOCK, positions of the most
+    and of the least loaded expert relative to the mean of the block's experts; router_entropy/BLOCK, of the
+    probabilities of a position, 1 if all experts are equally probable; bias_range/BLOCK, the largest minus the smallest
+    bias, if there are biases."""
 
     def row(self) -> dict[str, int | float | str]:
         """Key -> value in the order of the fields, without unknown values."""
         row = {key: value for key, value in asdict(self).items() if value is not None}
-        epochs, by_source, expert_loads = (row.pop(name) for name in ("epochs", "by_source", "expert_loads"))
-        return {**row, **epochs, **by_source, **expert_loads}
+        epochs, by_source, experts = (row.pop(name) for name in ("epochs", "by_source", "experts"))
+        return {**row, **epochs, **by_source, **experts}
 
 
 @dataclass(frozen=True)
@@ -208,12 +211,12 @@ class Meter:
         self._bad_rows = bad_rows
         self._compute_s.append(compute_s)
 
-    def flush(self, epochs: Sequence[float] = (), expert_loads: Mapping[str, float] | None = None) -> Record:
+    def flush(self, epochs: Sequence[float] = (), experts: Mapping[str, float] | None = None) -> Record:
         """End the interval; return the record of the last noted step, the same on all ranks except for times.
 
         epochs: this data rank's, by source; they are summed over ranks, so ranks other than the data leader pass 0.
-        expert_loads: of the interval. A collective over the group. The host waits for the device here only (and before
-        it for expert_loads), so the measured time is that of the steps.
+        experts: of the interval. A collective over the group. The host waits for the device here only (and before it
+        for experts), so the measured time is that of the steps.
         """
         assert self._last is not None, "flush without a step"
         assert self._num_steps > 0, "flush without a step since the last one"
@@ -249,7 +252,7 @@ class Meter:
             slowest_ratio=slowest.ratio if slowest else None,
             epochs={f"epoch/{name}": sum(parts) for name, parts in zip(self._names, of_epochs, strict=False)},
             by_source=self._describe_sources([sum(column) for column in by_source]),
-            expert_loads=expert_loads or {},
+            experts=experts or {},
         )
         self._interval.zero_()
         self._by_source[:2] = 0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from titanlite.metrics.about import AboutRun
 from titanlite.metrics.config import MLFLOW_FOLDER, MetricsConfig
+from titanlite.metrics.experts import ExpertsRecord
 from titanlite.metrics.records import LogRecord
 from titanlite.metrics.samples import SamplesRecord
 from titanlite.runtime.logging import log
@@ -66,6 +67,8 @@ class MlflowService:
         log.info("MLflow: run %s at %s", self._id, re.sub("//.*@", "//", self._uri))
 
     def write(self, record: LogRecord) -> None:
+        if isinstance(record, ExpertsRecord):
+            return  # the columns of Record have the largest and the smallest loads
         if isinstance(record, SamplesRecord):
             texts = "\n\n".join(prompt + text for prompt, text in record.texts)
             self._client.log_text(self._id, texts, f"samples/step-{record.step}.txt")

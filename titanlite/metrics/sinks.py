@@ -6,14 +6,15 @@ from typing import Protocol
 
 from titanlite.metrics.about import AboutRun
 from titanlite.metrics.background import BackgroundSink
-from titanlite.metrics.config import METRICS_FILE, SAMPLES_FILE, MetricsConfig
+from titanlite.metrics.config import EXPERTS_FILE, METRICS_FILE, SAMPLES_FILE, MetricsConfig
 from titanlite.metrics.console import ConsoleSink
+from titanlite.metrics.experts import ExpertsRecord, ExpertsRow
 from titanlite.metrics.history import keep_rows
-from titanlite.metrics.jsonl import JsonlSink
+from titanlite.metrics.jsonl import JsonlSink, keep_lines
 from titanlite.metrics.meter import Record
 from titanlite.metrics.mlflow import MlflowService
 from titanlite.metrics.records import LogRecord
-from titanlite.metrics.samples import SamplesRecord, keep_samples
+from titanlite.metrics.samples import SampleRow, SamplesRecord
 from titanlite.metrics.tensorboard import TensorBoardSink
 from titanlite.metrics.validation import ValidationRecord
 from titanlite.metrics.wandb import WandbService
@@ -56,6 +57,7 @@ def build_sinks(
     resume_tokens: int,
     about: AboutRun,
     has_samples: bool,
+    has_experts: bool,
 ) -> Sinks:
     """Build the loggers on rank 0; none on other ranks.
 
@@ -69,7 +71,8 @@ def build_sinks(
     folder = Path(dump_folder)
     if resume_step:
         keep_rows(folder / METRICS_FILE, resume_step)
-        keep_samples(folder / SAMPLES_FILE, resume_step)
+        keep_lines(folder / SAMPLES_FILE, SampleRow, resume_step)
+        keep_lines(folder / EXPERTS_FILE, ExpertsRow, resume_step)
     sinks: list[Sink] = []
     for name in dict.fromkeys(section.loggers):
         match name:
@@ -79,6 +82,8 @@ def build_sinks(
                 sinks.append(JsonlSink(folder / METRICS_FILE, Record, ValidationRecord))
                 if has_samples:
                     sinks.append(JsonlSink(folder / SAMPLES_FILE, SamplesRecord))
+                if has_experts:
+                    sinks.append(JsonlSink(folder / EXPERTS_FILE, ExpertsRecord))
             case "tensorboard":
                 sinks.append(TensorBoardSink(folder / section.folder, resume_step, resume_tokens, about))
             case "wandb":

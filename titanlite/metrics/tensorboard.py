@@ -5,14 +5,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from titanlite.metrics.about import AboutRun
 from titanlite.metrics.background import describe
+from titanlite.metrics.experts import ExpertsRecord
 from titanlite.metrics.records import LogRecord
 from titanlite.metrics.samples import SamplesRecord
 from titanlite.runtime.logging import log
 
 WRITER_MODULE = "tensorboard.summary.writer.event_file_writer"
 TOKENS_FOLDER = "by_tokens"
+CELL = 8
 
 
 class TensorBoardSink:
@@ -59,6 +64,10 @@ class TensorBoardSink:
                 by_step.add_text("samples", "\n\n".join(texts), record.step)
                 by_step.flush()
                 return
+            if isinstance(record, ExpertsRecord):
+                by_step.add_image("loads of experts by block", heat_map(record.loads), record.step, dataformats="HW")
+                by_step.flush()
+                return
             for key, value in record.row().items():
                 if key == "step" or isinstance(value, str):
                     continue
@@ -92,3 +101,10 @@ class TensorBoardSink:
                 "same numbers",
                 *(self._folder, describe(error)),
             )
+
+
+def heat_map(loads: list[list[int]]) -> npt.NDArray[np.uint8]:
+    """A square of CELL x CELL pixels per expert, a row per block: white is twice the mean of the block, or more."""
+    counts = np.array(loads, np.float64)
+    relative = counts / np.maximum(counts.mean(axis=1, keepdims=True), 1)
+    return np.kron(255 * np.minimum(relative / 2, 1), np.ones((CELL, CELL))).astype(np.uint8)

@@ -6,6 +6,7 @@ from typing import Any
 
 from titanlite.metrics.about import AboutRun
 from titanlite.metrics.config import MetricsConfig
+from titanlite.metrics.experts import ExpertsRecord
 from titanlite.metrics.records import LogRecord
 from titanlite.metrics.samples import SamplesRecord
 from titanlite.runtime.logging import log
@@ -50,6 +51,8 @@ class WandbService:
         log.info("W&B: %s", self._run.dir if self._run.offline else self._run.url)
 
     def write(self, record: LogRecord) -> None:
+        if isinstance(record, ExpertsRecord):
+            return  # the columns of Record have the largest and the smallest loads
         if isinstance(record, SamplesRecord):
             table = self._wandb.Table(["prompt", "text"], data=[[*pair] for pair in record.texts])
             self._run.log({"step": record.step, "samples": table})

@@ -27,10 +27,11 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = feed_forward or FeedForward(config.dim, config.ffn_dim)
 
-    def forward(self, x: Tensor, rope: RotaryTables, mask: AttentionMask | None) -> Tensor:
-        """x: (batch, seq_len, dim); mask: see Attention. Returns the same shape."""
+    def forward(self, x: Tensor, rope: RotaryTables, mask: AttentionMask | None, *more: Tensor | None) -> Tensor:
+        """x: (batch, seq_len, dim); mask: see Attention; more: further arguments of feed_forward. Returns the same
+        shape."""
         x = x + self.attention(self.attention_norm(x), rope, mask)
-        out: Tensor = x + self.feed_forward(self.ffn_norm(x))
+        out: Tensor = x + self.feed_forward(self.ffn_norm(x), *more)
         return out
 
 
@@ -87,13 +88,16 @@ class Decoder(LanguageModel):
         document_ids: Tensor | None = None,
         labels: Tensor | None = None,
         num_valid: Tensor | None = None,
+        is_token: Tensor | None = None,
     ) -> Tensor:
-        """See LanguageModel. positions: below max_seq_len, for the rotary embeddings."""
+        """See LanguageModel. positions: below max_seq_len, for the rotary embeddings. is_token: for experts, see
+        MixtureOfExperts."""
         rope = self.rope(positions)
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         mask = self.attention_mask(document_ids, x.dtype, self.config.head_dim)
+        of_experts = (is_token,) if self.config.n_experts > 1 else ()
         for layer in self.layers.values():
-            x = layer(x, rope, mask)
+            x = layer(x, rope, mask, *of_experts)
         x = x if self.norm is None else self.norm(x)
         return x if self.output is None else self.output(x, labels, num_valid)
 

@@ -4,7 +4,7 @@ The choice does not depend on the layout: ties go to the expert with the lowest 
 results of the experts of a position are added up in the order of their choice.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -136,93 +136,168 @@ class MixtureOfExperts(nn.Module):
 
     The probabilities are the softmax of the router's scores. The weights of the chosen experts are their probabilities,
     divided by their sum. balance_loss, z_loss: coefficients of these losses, whose gradients each backward pass adds.
+    bias_rate: if above 0, experts are chosen by probability plus `bias`, float32 (n_experts,), which `end_step` moves
+    by this rate toward equal loads (Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts",
+    2024); the weights do not contain it.
 
-    rows_per_step: rows of the global batch, over which these losses are means. own_share: share of this rank in the
-    losses of its positions; 0 if another rank has the same ones. row_group: the ranks that hold the other positions of
-    the same rows, if there are any. block: index of the block in the full model. Parallelism sets them.
+    num_rows, num_tokens: of the global batch, over which these losses are means; the trainer sets them. own_share:
+    share of this rank in the losses of its positions; 0 if another rank has the same ones. row_group: the ranks that
+    hold the other positions of the same rows, if there are any. block: index of the block in the full model.
+    Parallelism sets them.
 
-    load: positions of this rank that chose each expert, int64 (n_experts,), in all backward passes since it was None.
+    step_load: positions of this rank that chose each expert, int64 (n_experts,), in the backward passes of this step.
+    load: of all steps since it was None; terms: float64 (len(TERMS),), the sums of TERMS since it was None.
     """
 
+    bias: Tensor | None
+
     def __init__(
-        self, dim: int, hidden_dim: int, n_experts: int, n_active: int, balance_loss: float, z_loss: float
+        self,
+        dim: int,
+        hidden_dim: int,
+        n_experts: int,
+        n_active: int,
+        *,
+        balance_loss: float = 0.0,
+        z_loss: float = 0.0,
+        bias_rate: float = 0.0,
     ) -> None:
         super().__init__()
         self.n_active = n_active
         self.balance_loss = balance_loss
         self.z_loss = z_loss
-        self.rows_per_step = 1
+        self.bias_rate = bias_rate
+        self.num_rows: Tensor | int = 1
+        self.num_tokens: Tensor | int = 1
         self.own_share = 1.0
         self.block = 0
+        self.step_load: Tensor | None = None
         self.load: Tensor | None = None
+        self.terms: Tensor | None = None
         self.row_group: dist.ProcessGroup | None = None
         self.router = Router(dim, n_experts)
         self.experts = Experts(n_experts, dim, hidden_dim)
+        self.register_buffer("bias", torch.zeros(n_experts) if bias_rate else None)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (batch, seq_len, dim). Returns the same shape."""
+    def init_buffers(self, device: torch.device) -> None:
+        if self.bias is not None:
+            self.bias = torch.zeros(self.bias.shape, dtype=torch.float32, device=device)
+
+    def forward(self, x: Tensor, is_token: Tensor | None = None) -> Tensor:
+        """x: (batch, seq_len, dim). is_token: bool (batch, seq_len), whether a position holds a token of a document:
+        the others count neither in loads nor in losses. None: all do. Returns the shape of x."""
         scores: Tensor = self.router(x)
         probabilities = scores.softmax(dim=-1)
+        ranking = probabilities.detach() if self.bias is None else probabilities.detach() + self.bias
         # a copy, as a view would keep the indices of all experts
-        chosen = probabilities.detach().sort(dim=-1, descending=True, stable=True).indices[..., : self.n_active].clone()
+        chosen = ranking.sort(dim=-1, descending=True, stable=True).indices[..., : self.n_active].clone()
         weights = probabilities.gather(-1, chosen)
         weights = weights / weights.sum(dim=-1, keepdim=True)
         if torch.is_grad_enabled():
-            counts = count_choices(chosen, scores.shape[-1])
-            loss = self._losses(scores, probabilities, counts).sum() * (self.own_share / self.rows_per_step)
-            weights = _InBackward.apply(weights, loss, counts.sum(dim=0), self)  # type: ignore[no-untyped-call]
+            counts = count_choices(chosen, scores.shape[-1], is_token)
+            loss, terms = self._losses(scores, probabilities, counts, is_token)
+            weights = _InBackward.apply(weights, loss, counts.sum(dim=0), terms, self)  # type: ignore[no-untyped-call]
         out: Tensor = self.experts(x, chosen, weights)
         return out
 
-    def _losses(self, scores: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
-        """The router's losses of each row, (batch,); with several ranks per row, the z-loss of the own positions."""
-        losses = scores.new_zeros(len(scores))
-        if self.balance_loss:
-            losses = losses + self.balance_loss * balance(probabilities, counts, self.n_active, self.row_group)
-        if self.z_loss:
-            seq_len = scores.shape[1] * (1 if self.row_group is None else self.row_group.size())
-            losses = losses + self.z_loss / seq_len * scores.logsumexp(dim=-1).square().sum(dim=1)
-        return losses
+    def _losses(
+        self, scores: Tensor, probabilities: Tensor, counts: Tensor, is_token: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """This rank's share of the router's losses of the global batch, and its part of the sums of TERMS."""
+
+        def held(values: Tensor) -> Tensor:
+            return values if is_token is None else values.where(is_token, 0.0)
+
+        if is_token is not None:
+            probabilities = probabilities.where(is_token.unsqueeze(-1), 0.0)
+        of_rows = balance(probabilities, counts, self.n_active, self.row_group).sum()
+        logsumexp = scores.logsumexp(dim=-1)
+        squares = held(logsumexp.square()).sum()
+        loss = self.balance_loss * of_rows / self.num_rows + self.z_loss * squares / self.num_tokens
+        with torch.no_grad():
+            entropy = (held(logsumexp) - (probabilities * scores).sum(dim=-1)).sum()
+            num_rows = (counts.sum(dim=1) > 0).sum()
+            counts_rows = self.row_group is None or self.row_group.rank() == 0
+            terms = torch.stack((of_rows * counts_rows, num_rows * counts_rows, squares, entropy)).to(torch.float64)
+        return loss * self.own_share, terms
+
+    def note(self, counts: Tensor, terms: Tensor) -> None:
+        """Add those of a backward pass."""
+        self.step_load = counts if self.step_load is None else self.step_load + counts
+        self.terms = terms if self.terms is None else self.terms + terms
 
 
-def count_choices(chosen: Tensor, n_experts: int) -> Tensor:
-    """How many positions of each row chose each expert: int64 (batch, n_experts)."""
-    choices = chosen.flatten(1)
+TERMS = ("balance_loss", "rows", "z_loss", "router_entropy")
+"""Sums of a mixture: the balance losses of rows and the number of these rows, the squares of the z-loss of positions,
+and the entropies of the probabilities of positions, in nats."""
+
+
+def mixtures_of(model_parts: Iterable[nn.Module]) -> list[MixtureOfExperts]:
+    return [module for part in model_parts for module in part.modules() if isinstance(module, MixtureOfExperts)]
+
+
+@torch.no_grad()
+def end_step(mixtures: Sequence[MixtureOfExperts], ok: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Move the biases by the loads of the step, and add these to the mixtures' `load`.
+
+    ok: bool scalar, whether the step updates the weights; otherwise the biases stay, too. group: the ranks that hold
+    the other positions of the global batch; None: there are none. One all-reduce of integers for all biases, so that
+    the sign of each change does not depend on the layout.
+    """
+    biased = [mixture for mixture in mixtures if mixture.bias is not None and mixture.step_load is not None]
+    if biased:
+        loads = torch.stack([mixture.step_load for mixture in biased if mixture.step_load is not None])
+        if group is not None:
+            dist.all_reduce(loads, group=group)
+        below = torch.sign(loads.sum(dim=1, keepdim=True) - loads * loads.shape[1])  # of the mean
+        for mixture, direction in zip(biased, below, strict=True):
+            assert mixture.bias is not None
+            mixture.bias += mixture.bias_rate * direction * ok
+    for mixture in mixtures:
+        if mixture.step_load is not None:
+            mixture.load = mixture.step_load if mixture.load is None else mixture.load + mixture.step_load
+            mixture.step_load = None
+
+
+def count_choices(chosen: Tensor, n_experts: int, is_token: Tensor | None = None) -> Tensor:
+    """How many positions of each row chose each expert: int64 (batch, n_experts). is_token: those that count."""
     counts = torch.zeros(len(chosen), n_experts, dtype=torch.int64, device=chosen.device)
-    return counts.scatter_add(1, choices, torch.ones_like(choices))
+    once = torch.ones_like(chosen) if is_token is None else is_token.to(torch.int64).unsqueeze(-1).expand_as(chosen)
+    return counts.scatter_add(1, chosen.flatten(1), once.flatten(1))
 
 
 def balance(probabilities: Tensor, counts: Tensor, n_active: int, row_group: dist.ProcessGroup | None) -> Tensor:
     """Balance loss of each row, (batch,): the sum over the experts of f P, where P is the mean probability of an expert
-    in the row, and f its share of the row's choices times the number of experts; 1 if all are equal.
+    in the row, and f its share of the row's choices times the number of experts; 1 if all are equal, 0 for a row
+    without tokens.
 
     Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), equations 17 to 20, with probabilities that add up to 1.
-    probabilities: (batch, seq_len, n_experts); counts: of choices, (batch, n_experts). row_group: an all-reduce over it
-    adds the other positions of the rows; the gradient is that of the own ones, and all ranks' add up to the loss's.
+    probabilities: (batch, seq_len, n_experts), 0 at positions that do not count; counts: of choices, (batch,
+    n_experts). row_group: an all-reduce over it adds the other positions of the rows; the gradient is that of the own
+    ones, and all ranks' add up to the loss's.
     """
-    _, seq_len, n_experts = probabilities.shape
     mass = probabilities.sum(dim=1)
     counts = counts.to(mass.dtype)
     if row_group is not None:
         both = torch.stack((counts, mass.detach()))
         dist.all_reduce(both, group=row_group)
-        counts, mass, seq_len = both[0], mass + (both[1] - mass.detach()), seq_len * row_group.size()
-    return (counts * (n_experts / (n_active * seq_len)) * (mass / seq_len)).sum(dim=-1)
+        counts, mass = both[0], mass + (both[1] - mass.detach())
+    choices = counts.sum(dim=-1, keepdim=True).clamp(min=1)
+    return (counts / choices * mass / choices).sum(dim=-1) * (n_active * counts.shape[-1])
 
 
 class _InBackward(torch.autograd.Function):
-    """The identity of x. Each backward pass also differentiates `loss`, a scalar, with weight 1, and adds `counts` to
-    the mixture's load: once, even if the forward pass is computed again."""
+    """The identity of x. Each backward pass also differentiates `loss`, a scalar, with weight 1, and notes `counts` and
+    `terms` in the mixture: once, even if the forward pass is computed again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, counts: Tensor, mixture: MixtureOfExperts) -> Tensor:
+    def forward(ctx: Any, x: Tensor, loss: Tensor, counts: Tensor, terms: Tensor, mixture: MixtureOfExperts) -> Tensor:
         ctx.mixture = mixture
-        ctx.save_for_backward(torch.ones_like(loss), counts)
+        ctx.save_for_backward(torch.ones_like(loss), counts, terms)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        one, counts = ctx.saved_tensors
-        mixture = ctx.mixture
-        mixture.load = counts if mixture.load is None else mixture.load + counts
-        return gradient, one, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        one, counts, terms = ctx.saved_tensors
+        ctx.mixture.note(counts, terms)
+        return gradient, one, None, None, None

@@ -128,6 +128,16 @@ class LanguageModel(nn.Module, ABC):
         """Compute all non-persistent buffers on `device`."""
 
 
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of checkpoints by name: parameters and persistent buffers, without their autograd graph."""
+    found = {name: parameter.data for name, parameter in model.named_parameters()}
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
 @dataclass(frozen=True)
 class HuggingFace:
     """A family in the format of Hugging Face's `transformers`.

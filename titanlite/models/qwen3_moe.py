@@ -5,9 +5,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from titanlite.models import qwen3
 from titanlite.models.decoder import check_sizes, decoder_plan, flops_per_token, init
-from titanlite.models.experts import MixtureOfExperts
+from titanlite.models.experts import MixtureOfExperts, mixtures_of
 from titanlite.models.family import Family, HuggingFace, Plan, TensorStyle
 from titanlite.models.hugging_face import FIELDS, parameter_names, read_field, refuse_invalid, refuse_other
 from titanlite.models.qwen3 import SCALING_FIELDS, Qwen3, Qwen3Config
@@ -28,6 +30,9 @@ class Qwen3MoeConfig(Qwen3Config):
     """Coefficient of the balance loss of each block, a mean over the rows of the global batch; 0.0: none."""
     z_loss: float = 0.0
     """Coefficient of the z-loss of each router: the mean square of the logarithm of the sum of its exponentials."""
+    bias_rate: float = 0.0
+    """Change per step of the biases that balance the choice of experts; 0.0: no biases. 0.001 is usual, with a small
+    balance_loss. The published format has no biases: a run with them cannot be exported."""
 
 
 _30B = Qwen3MoeConfig(dim=2048, n_layers=48, n_heads=32, n_kv_heads=4, ffn_dim=768, vocab_size=151_936)
@@ -60,10 +65,16 @@ class Qwen3Moe(Qwen3):
             config.ffn_dim,
             config.n_experts,
             config.n_active_experts,
-            config.balance_loss,
-            config.z_loss,
+            balance_loss=config.balance_loss,
+            z_loss=config.z_loss,
+            bias_rate=config.bias_rate,
         )
         super().__init__(config, experts)
+
+    def init_buffers(self, device: torch.device) -> None:
+        super().init_buffers(device)
+        for mixture in mixtures_of([self]):
+            mixture.init_buffers(device)
 
 
 TENSOR_STYLES: dict[str, TensorStyle] = {
@@ -100,6 +111,13 @@ def check(config: Qwen3MoeConfig, seq_len: int, tp: int, pp: int) -> list[Proble
             config.z_loss,
             "at least 0 and finite",
             "0.0 is what Qwen3 uses: no z-loss; 0.001 is usual",
+        ),
+        *require(
+            0.0 <= config.bias_rate < 1.0,
+            "model.bias_rate",
+            config.bias_rate,
+            "at least 0 and below 1, as it changes probabilities",
+            "0.0 is what Qwen3 uses: no biases; 0.001 is usual",
         ),
     ]
 

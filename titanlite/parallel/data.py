@@ -37,10 +37,10 @@ def apply_data_parallel(
 
     Mesh axes: dp_replicate and dp_shard. Both larger than 1: hybrid sharding; dp_shard alone: `fully_shard`; else
     `replicate`. The experts of a unit are wrapped separately if they are sharded over ep: over dp_replicate and
-    expert_shard of `expert_mesh`. If dp_replicate, dp_shard and tp are 1, there is nothing to reduce, and `replicate` would copy each
-    gradient several times (docs/LOG.md): the model is not wrapped, and its parameters are cast if necessary. Exceptions
-    are a reduce_dtype other than that of the parameters, in which gradients accumulate, and a pipeline with casts:
-    each microbatch in flight would keep its own cast parameters.
+    expert_shard of `expert_mesh`. If dp_replicate, dp_shard and tp are 1, there is nothing to reduce, and `replicate`
+    would copy each gradient several times (docs/LOG.md): the model is not wrapped, and its parameters are cast if
+    necessary. Exceptions are a reduce_dtype other than that of the parameters, in which gradients accumulate, and a
+    pipeline with casts: each microbatch in flight would keep its own cast parameters.
 
     Computes in `param_dtype`, reduces gradients in `reduce_dtype`, as plain sums.
     """

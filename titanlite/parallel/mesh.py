@@ -112,6 +112,9 @@ class Mesh:
         """torch's DeviceMesh with all PARAMETER_AXES, also those of size 1. Set by `connect`."""
         self.data_group: dist.ProcessGroup
         """The ranks of the data axis. Set by `connect`."""
+        self.position_group: dist.ProcessGroup
+        """The ranks with the same tp and pp coordinates: they have all positions of the global batch. Set by
+        `connect`."""
         self.ep = section.ep
         self.expert_mesh: DeviceMesh | None = None
         """The mesh of the experts, if ep > 1: device_mesh with EXPERT_AXES in place of dp_shard. Set by
@@ -157,7 +160,8 @@ class Mesh:
         assert dist.group.WORLD is not None
         self.device_mesh = mesh
         data_mesh = mesh[DATA_AXES]._flatten("dp" if cp == 1 else "dp_cp")
-        self.groups += [dist.group.WORLD, *(mesh.get_group(axis) for axis in PARAMETER_AXES), data_mesh.get_group()]
+        self.position_group = data_mesh.get_group()
+        self.groups += [dist.group.WORLD, *(mesh.get_group(axis) for axis in PARAMETER_AXES), self.position_group]
         if cp > 1:
             both = data_mesh._unflatten(0, (self.data_degree, cp), ("dp", "cp"))
             data_mesh, self.cp_group = both["dp"], both["cp"].get_group()

@@ -19,7 +19,6 @@ def parallelize(
     plan: Plan,
     mesh: Mesh,
     *,
-    rows_per_step: int,
     shard_logits: bool,
     loss: LossConfig,
     recompute: ActivationCheckpointConfig,
@@ -30,8 +29,8 @@ def parallelize(
 ) -> list[str]:
     """Apply context, expert, tensor and data parallelism, recomputation and compilation, in place, on the meta device.
 
-    model: the full model, or a pipeline stage with the plan of its units. mesh: connected. rows_per_step: rows of the
-    global batch. Computes in `param_dtype`, reduces gradients in `reduce_dtype`.
+    model: the full model, or a pipeline stage with the plan of its units. mesh: connected.
+    Computes in `param_dtype`, reduces gradients in `reduce_dtype`.
     Returns descriptions of what was applied, in order, for the start log.
     """
     for head in (module for module in model.modules() if isinstance(module, OutputLayer)):
@@ -42,7 +41,7 @@ def parallelize(
     for name, index in plan.blocks.items():
         for mixture in model.get_submodule(name).modules():
             if isinstance(mixture, MixtureOfExperts):
-                mixture.block, mixture.rows_per_step, mixture.row_group = index, rows_per_step, mesh.cp_group
+                mixture.block, mixture.row_group = index, mesh.cp_group
                 mixture.own_share = float(mesh.coordinate["tp"] == 0)  # all ranks of tp route the same positions
     recompute_first = inside_compilation(recompute)
     return [

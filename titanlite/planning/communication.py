@@ -47,7 +47,8 @@ class StepShape:
     """The inputs of the traffic formulas besides the stage. sizes: of the mesh axes; dp_shard stands for dp_shard x cp.
     sync: None with a pipeline. microbatches: per optimizer step, of `positions` positions of this rank each,
     `loss_chunk` of them per chunk of the loss. exchanged: elements per position that attention exchanges, or gathers,
-    over cp. n_experts, n_active: experts of a block, and those of a position. schedule_steps: runs of the actions per optimizer step. device_type: "cuda" or "cpu"."""
+    over cp. n_experts, n_active: experts of a block, and those of a position. schedule_steps: runs of the actions per
+    optimizer step. device_type: "cuda" or "cpu"."""
 
     device_type: str
     sizes: Mapping[str, int]

@@ -103,7 +103,6 @@ def build_stage(config: JobConfig, mesh: Mesh, index: int) -> Stage:
         model,
         plan,
         mesh,
-        rows_per_step=config.training.global_batch_size,
         shard_logits=shard_logits(config.parallelism),
         loss=config.loss,
         recompute=config.activation_checkpoint,

@@ -1,5 +1,6 @@
 """Command: evaluate a saved run; on several processes by `torchrun -m titanlite.tools.evaluate`."""
 
+from titanlite.models.family import saved_tensors
 from titanlite.runtime.failure import FailureReport, end_on_interrupt, end_process, hide_warnings_of_torch
 from titanlite.runtime.orphans import end_with_launcher
 
@@ -248,7 +249,7 @@ def evaluate(
     parts = build_model(config, mesh, world.device, draws_weights=False)
     set_timeout([control], config.comm.save_timeout_s)
     failure.enter(saved.manifest.step, "loading")
-    saved.load({name: p.data for part in parts for name, p in part.named_parameters()}, control)
+    saved.load({name: tensor for part in parts for name, tensor in saved_tensors(part).items()}, control)
     set_timeout([control], config.comm.init_timeout_s)
     log.info("Loaded %s", saved.path)
     model = build_forward(config, parts, mesh, world.device)

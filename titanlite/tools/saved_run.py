@@ -23,7 +23,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, tokenizer_file
 from titanlite.generation.model import empty_model
-from titanlite.models.family import Family, LanguageModel
+from titanlite.models.family import Family, LanguageModel, saved_tensors
 from titanlite.models.registry import FAMILIES
 from titanlite.precision import DTYPES
 from titanlite.runtime.errors import ConfigError, Problem, UserError
@@ -79,7 +79,7 @@ class SavedRun:
     def model(self, device: torch.device, dtype: torch.dtype) -> LanguageModel:
         """The full model with its weights, in evaluation mode. Raises UserError."""
         model = empty_model(self.family, self.hyper_parameters, device, dtype)
-        self.load({name: parameter.data for name, parameter in model.named_parameters()})
+        self.load(saved_tensors(model))
         return model.eval()
 
     def tokenizer(self) -> Tokenizer | None:

@@ -19,7 +19,7 @@ DIM, HIDDEN, N_EXPERTS, N_ACTIVE = 6, 10, 5, 2
 
 
 def mixture(balance_loss: float = 0.0, z_loss: float = 0.0) -> MixtureOfExperts:
-    model = MixtureOfExperts(DIM, HIDDEN, N_EXPERTS, N_ACTIVE, balance_loss, z_loss).double()
+    model = MixtureOfExperts(DIM, HIDDEN, N_EXPERTS, N_ACTIVE, balance_loss=balance_loss, z_loss=z_loss).double()
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, generator=generator)
@@ -103,7 +103,7 @@ def test_grouped_products_are_those_of_a_loop() -> None:
 
 def test_gradients_repeat_bit_for_bit_on_several_threads() -> None:
     generator = torch.Generator().manual_seed(0)
-    model = MixtureOfExperts(64, 8, 8, 5, 0.0, 0.0)
+    model = MixtureOfExperts(64, 8, 8, 5)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, generator=generator)
     x = torch.randn(1, 4096, 64, generator=generator, requires_grad=True)
@@ -129,7 +129,7 @@ def test_balance_loss_of_a_row() -> None:
 
 def test_backward_adds_the_gradients_of_the_router_losses_and_forward_does_not_change() -> None:
     with_loss, without, x = mixture(0.3, 0.05), mixture(), rows()
-    with_loss.rows_per_step = 8
+    with_loss.num_rows, with_loss.num_tokens = 8, 8 * x.shape[1]
     assert torch.equal(with_loss(x), without(x))
     probabilities = (x @ without.router.weight.T).softmax(-1)
     chosen = torch.zeros_like(probabilities).scatter(-1, probabilities.topk(N_ACTIVE).indices, 1.0)

@@ -62,7 +62,8 @@ def _separators(tokenizer: Tokenizer | None) -> dict[str, int | None]:
 def _write_weights(run: SavedRun, folder: Path, dtype: torch.dtype, shard_bytes: int) -> list[str]:
     shapes = run.shapes()
     names = run.family.hugging_face.names(run.hyper_parameters)
-    assert names.keys() == shapes.keys(), "the family must map all its parameters to names in Hugging Face's format"
+    assert names.keys() <= shapes.keys(), "the family maps a name that the run does not have"
+    _require_no_others(run, {name: shape for name, shape in shapes.items() if name not in names})
     sizes = {name: prod(shapes[name]) * dtype.itemsize for name in names}
     shards = list(_shards(sizes, shard_bytes))
     count, stem = len(shards), SINGLE_FILE.removesuffix(SUFFIX)
@@ -83,6 +84,19 @@ def _write_weights(run: SavedRun, folder: Path, dtype: torch.dtype, shard_bytes:
         }
         _write_json(folder / INDEX_FILE, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
     return files
+
+
+def _require_no_others(run: SavedRun, others: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise UserError if a tensor that the format does not have is not zero, as it changes what the model computes."""
+    tensors = {name: torch.empty(shape) for name, shape in others.items()}
+    run.load(tensors)
+    kept = [name for name, tensor in tensors.items() if tensor.any()]
+    if kept:
+        raise UserError(
+            f"{run.path} has {kept[0]}{f' and {len(kept) - 1} more' if len(kept) > 1 else ''}, which the format of "
+            f"{run.family.hugging_face.architecture} does not have: without it, the model would compute something "
+            "else. Train without it (for experts: model.bias_rate = 0.0), or use the run in titanlite"
+        )
 
 
 def _stored(tensors: Mapping[str, Tensor], names: Mapping[str, str | tuple[str, ...]]) -> dict[str, Tensor]:

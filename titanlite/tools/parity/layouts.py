@@ -75,9 +75,7 @@ def layout_from_text(text: str, own_schedule: PipelineSchedule) -> Layout | Prob
     return Layout(degrees, given if has_pipeline else None, int(found[3] or 1))
 
 
-def candidate_layouts(
-    ranks: int, own_schedule: PipelineSchedule, n_experts: int = 1
-) -> Iterator[tuple[Layout, ...]]:
+def candidate_layouts(ranks: int, own_schedule: PipelineSchedule, n_experts: int = 1) -> Iterator[tuple[Layout, ...]]:
     """Yield, for each factorization of `ranks`, its layouts in order of preference.
 
     Without a pipeline there is one layout. With a pipeline, the configuration's schedule comes first; the order of the

@@ -13,10 +13,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
 from titanlite.assembly.data import build_data, build_tokenizer
-from titanlite.batch import IGNORE_INDEX, Batch
+from titanlite.batch import IGNORE_INDEX, Batch, rows_and_tokens
 from titanlite.config.schema import JobConfig
+from titanlite.forward import positions_of
 from titanlite.models.attention import document_arguments
-from titanlite.models.experts import MixtureOfExperts
+from titanlite.models.experts import end_step, mixtures_of
 from titanlite.models.family import LanguageModel
 from titanlite.models.init import init_parameters_
 from titanlite.models.randomness import row_keys
@@ -58,7 +59,7 @@ def measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, A
 
 def _measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, Any]:
     model = plain_model(config)
-    named = dict(model.named_parameters())
+    named, mixtures = dict(model.named_parameters()), mixtures_of([model])
     weights = [
         {name: hash_of(parameter.detach().to(DTYPES[settings.training.dtype])) for name, parameter in named.items()}
         for settings in passes(config)
@@ -72,6 +73,9 @@ def _measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, 
             torch.save({name: p.detach() for name, p in named.items()}, weights_file(Path(folder), step))
             batches, rows = mask_and_hash(loader.next_step(), own_sequences(config, step, 0, 1), config)
             num_valid = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
+            num_rows, num_tokens = rows_and_tokens(batches)
+            for mixture in mixtures:
+                mixture.num_rows, mixture.num_tokens = max(num_rows, 1), max(num_tokens, 1)
             model.zero_grad()
             with modules, watch:
                 loss = sum(forward_backward(model, batch, num_valid, config.debug.seed, step + 1) for batch in batches)
@@ -83,6 +87,7 @@ def _measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, 
             norms: dict[str, float | None] = {name: torch.linalg.vector_norm(g).item() for name, g in gradients.items()}
             norm = nn.utils.get_total_norm(gradients.values(), float(config.training.norm_type))
             measured.append(Step(loss, norm.item(), num_valid, False, rows, norms))
+            end_step(mixtures, torch.tensor(True), None)
             with torch.no_grad():
                 for name, parameter in named.items():
                     parameter.sub_(gradients[name], alpha=config.optimizer.lr)
@@ -131,6 +136,8 @@ def forward_backward(model: LanguageModel, batch: Batch, num_valid: int, seed: i
     seed, step: the keys of the random numbers of a model with `draws`; step counts from 1.
     """
     keys = document_arguments(batch.positions)
+    if batch.lengths is not None and mixtures_of([model]):
+        keys["is_token"] = positions_of(batch.tokens) < batch.lengths.unsqueeze(1)
     if model.draws:
         keys["row_keys"] = row_keys(seed, step, batch.sequences)
     logits, labels = model(batch.tokens, **keys).flatten(0, 1), batch.labels.flatten()
@@ -170,6 +177,4 @@ def plain_model(config: JobConfig) -> LanguageModel:
     model.tie_weights()
     model.init_buffers(CPU)
     init_parameters_(model, config.debug.seed, lambda name: family.init(hyper_parameters, name))
-    for mixture in (module for module in model.modules() if isinstance(module, MixtureOfExperts)):
-        mixture.rows_per_step = config.training.global_batch_size
     return model

@@ -25,6 +25,7 @@ from titanlite.forward import on_device
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.history import last_row
 from titanlite.models.attention import pin_kernels
+from titanlite.models.family import saved_tensors
 from titanlite.parallel.mesh import Mesh
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import World, connect, init_process_group
@@ -232,10 +233,10 @@ def copy_in_float64(config: JobConfig, trainer: Trainer, mesh: Mesh, device: tor
     config = passes(config)[0]
     exact = build_trainer(config, build_model(config, mesh, device, draws_weights=False), mesh, device)
     exact.step = trainer.step
-    weights = {name: p for part in trainer.model_parts for name, p in part.named_parameters()}
+    weights = {name: tensor for part in trainer.model_parts for name, tensor in saved_tensors(part).items()}
     for part in exact.model_parts:
-        for name, parameter in part.named_parameters():
-            local_part(parameter).copy_(local_part(weights[name]))
+        for name, tensor in saved_tensors(part).items():
+            local_part(tensor).copy_(local_part(weights[name]))
     return exact
 
 

@@ -34,6 +34,7 @@ BUCKETS = 400
 MIN_SMOOTHED = 100
 """Values from which a noisy curve has a running mean, over 1/WINDOWS of them."""
 WINDOWS = 50
+LOAD = "positions relative to the mean of the block's experts, the extreme over the blocks"
 LOG_RATIO = 20
 """Ratio of the largest to the smallest value from which a chart of losses or norms has a logarithmic scale."""
 
@@ -63,7 +64,20 @@ class Chart:
     limits: Mapping[int, float] | None = None
 
 
-def charts_of(runs: Sequence[RunFiles]) -> list[Chart]:
+@dataclass(frozen=True)
+class HeatMap:
+    """Numbers by row and column, (rows, columns), around 1. key: name of its file."""
+
+    key: str
+    title: str
+    values: npt.NDArray[np.float64]
+    note: str
+    wide: bool = False
+    smooth: bool = False
+    curves: Sequence[Curve] = ()
+
+
+def charts_of(runs: Sequence[RunFiles]) -> list[Chart | HeatMap]:
     """The charts for which at least one run has numbers."""
     is_one = len(runs) == 1
     losses = _curves(runs, "loss", "training" if is_one else "")
@@ -87,8 +101,34 @@ def charts_of(runs: Sequence[RunFiles]) -> list[Chart]:
         *_by_source(runs, "loss/", "Training loss"),
         *_by_source(runs, "validation/loss/", "Validation loss"),
         *_by_source(runs, "epoch/", "Epochs", "zero"),
+        Chart("max_load", "Most loaded expert", _over_blocks(runs, "max_load/", np.maximum), note=LOAD),
+        Chart("min_load", "Least loaded expert", _over_blocks(runs, "min_load/", np.minimum), note=LOAD),
+        Chart("balance_loss", "Balance loss of experts", _curves(runs, "balance_loss"), "", "1: balanced"),
     ]
-    return [chart for chart in charts if chart.curves]
+    return [*(chart for chart in charts if chart.curves), *_heat_maps(runs)]
+
+
+def _over_blocks(runs: Sequence[RunFiles], prefix: str, reduce: np.ufunc) -> list[Curve]:
+    """The extreme value over the blocks."""
+    curves = []
+    for number, run in enumerate(runs):
+        of_blocks = [series for key, series in run.series.items() if key.startswith(prefix)]
+        if of_blocks and len({len(series.steps) for series in of_blocks}) == 1:
+            values = reduce.reduce([series.values for series in of_blocks])
+            curves.append(Curve(run.name, number, Series(of_blocks[0].steps, values)))
+    return curves
+
+
+def _heat_maps(runs: Sequence[RunFiles]) -> list[HeatMap]:
+    maps = []
+    for number, run in enumerate(run for run in runs if run.loads is not None):
+        assert run.loads is not None
+        loads = np.array(run.loads["loads"], np.float64)
+        relative = loads / np.maximum(loads.mean(axis=1, keepdims=True), 1)
+        name = "" if len(runs) == 1 else f" of {run.name}"
+        note = f"relative to the mean of the block, up to step {run.loads['step']:,}"
+        maps.append(HeatMap(f"loads_{number}", f"Loads of experts by block{name}", relative, note))
+    return maps
 
 
 def _curves(runs: Sequence[RunFiles], key: str, label: str = "") -> list[Curve]:
@@ -171,7 +211,7 @@ class Drawing:
         self._runs = runs
         self._steps = max((run.last_step for run in runs), default=1)
 
-    def svg(self, chart: Chart) -> str:
+    def svg(self, chart: Chart | HeatMap) -> str:
         """An <svg> element for the page: without sizes, names and metadata, with the variables of its colors."""
         file = io.StringIO()
         self._save(chart, file, "svg")
@@ -184,18 +224,19 @@ class Drawing:
         text = re.sub(r"font-family: [^;]*; ", "", text)
         return re.sub(r"#[0-9a-f]{6}", lambda color: VARIABLES.get(color[0], color[0]), text)
 
-    def png(self, chart: Chart, path: Path) -> None:
+    def png(self, chart: Chart | HeatMap, path: Path) -> None:
         """Write a PNG with its title. Raises OSError."""
         self._save(chart, path, "png")
 
-    def _save(self, chart: Chart, target: io.StringIO | Path, kind: str) -> None:
+    def _save(self, chart: Chart | HeatMap, target: io.StringIO | Path, kind: str) -> None:
         settings: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": chart.key, "text.parse_math": False}
         settings |= {"font.size": 8, "axes.linewidth": 0.6, "xtick.major.width": 0.6, "ytick.major.width": 0.6}
         settings |= {"text.color": INK, "axes.labelcolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED}
         settings |= {"axes.edgecolor": MUTED, "axes.spines.top": False, "axes.spines.right": False}
         with self._matplotlib.rc_context(settings), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing from")  # of a name; the browser has the glyph
-            figure = self._figure(chart, has_title=kind == "png")
+            draw = self._heat_map if isinstance(chart, HeatMap) else self._figure
+            figure = draw(chart, has_title=kind == "png")  # type: ignore[arg-type]
             options = {"metadata": dict.fromkeys(("Date", "Creator", "Format", "Type"))} if kind == "svg" else {}
             figure.savefig(target, format=kind, dpi=160, transparent=kind == "svg", **options)
 
@@ -233,6 +274,21 @@ class Drawing:
             self._legend(axes, chart)
         if has_title:
             figure.suptitle(f"{chart.title}{f' ({chart.note})' * bool(chart.note)}", x=0.01, ha="left", fontsize=9)
+        return figure
+
+    def _heat_map(self, chart: HeatMap, *, has_title: bool) -> Any:
+        figure = self._matplotlib.figure.Figure((4.9, 2.1 + 0.2 * has_title), layout="constrained")
+        axes = figure.subplots()
+        image = axes.imshow(
+            chart.values, cmap="coolwarm", vmin=0, vmax=2, aspect="auto", interpolation="nearest", origin="lower"
+        )
+        figure.colorbar(image, ax=axes, fraction=0.03, extend="max")
+        axes.set_xlabel("expert", labelpad=1)
+        axes.set_ylabel("block", labelpad=1)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(self._matplotlib.ticker.MaxNLocator(8, integer=True))
+        if has_title:
+            figure.suptitle(f"{chart.title} ({chart.note})", x=0.01, ha="left", fontsize=9)
         return figure
 
     def _draw(self, axes: Any, curve: Curve, *, smooth: bool) -> None:

@@ -20,6 +20,7 @@ from titanlite.tools.report.charts import (
     MIN_SMOOTHED,
     MUTED,
     Chart,
+    HeatMap,
     number_text,
 )
 from titanlite.tools.report.runs import Event, Goodput, Kind, RunFiles, differing_keys, mesh_text
@@ -32,7 +33,7 @@ MAX_SAMPLES = 12
 """Per run and prompt: the first, the last, and others at even distances."""
 
 
-def page(runs: Sequence[RunFiles], charts: Sequence[Chart], drawings: Sequence[str], created: str) -> str:
+def page(runs: Sequence[RunFiles], charts: Sequence[Chart | HeatMap], drawings: Sequence[str], created: str) -> str:
     """The HTML. drawings: the SVG of each chart. created: the time of the report."""
     title = "Training report: " + ", ".join(run.name for run in runs)
     kinds = list(dict.fromkeys(event.kind for run in runs for event in run.events))
@@ -159,7 +160,7 @@ def _value(config: Mapping[str, object], key: str) -> str:
     return escape(literal(config[key])) if key in config else ""
 
 
-def _charts(charts: Sequence[Chart], drawings: Sequence[str], kinds: Sequence[Kind]) -> str:
+def _charts(charts: Sequence[Chart | HeatMap], drawings: Sequence[str], kinds: Sequence[Kind]) -> str:
     if not charts:
         return ""
     figures = "".join(

@@ -4,6 +4,7 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
@@ -23,6 +24,7 @@ from titanlite.runtime.logging import log
 from titanlite.runtime.positions import FAULTS_FOLDER
 
 SAMPLES_FILE = "samples.jsonl"
+EXPERTS_FILE = "experts.jsonl"
 
 Kind = Literal["restart", "mesh change", "skipped steps", "fault"]
 
@@ -57,9 +59,17 @@ class Sample(TypedDict):
     text: str
 
 
+class Loads(TypedDict):
+    """A line of experts.jsonl: positions by block and expert, in the interval of a log line."""
+
+    step: int
+    loads: list[list[int]]
+
+
 @dataclass(frozen=True)
 class RunFiles:
-    """A run. name: distinguishes it from the other runs of the report. config: by full key; {} if unknown."""
+    """A run. name: distinguishes it from the other runs of the report. loads: the last ones, if the model has experts.
+    config: by full key; {} if unknown."""
 
     name: str
     folder: Path
@@ -68,6 +78,7 @@ class RunFiles:
     events: Sequence[Event]
     goodput: Goodput | None
     samples: Sequence[Sample]
+    loads: Loads | None
     config_text: str
     config: Mapping[str, Any]
 
@@ -105,6 +116,7 @@ def _read_run(name: str, folder: Path) -> RunFiles:
     try:
         starts = read_starts(folder)
         samples = _read_samples(folder / SAMPLES_FILE)
+        loads = _read_lines(folder / EXPERTS_FILE, Loads)
         ended = (folder / METRICS_FILE).stat().st_mtime if series else 0.0
         faults = sorted(path.name for path in (folder / FAULTS_FOLDER).glob("*")) if starts else []
     except OSError as error:
@@ -120,6 +132,7 @@ def _read_run(name: str, folder: Path) -> RunFiles:
         sorted(events, key=lambda event: event.step),
         _goodput(series, starts, ended),
         samples,
+        loads[-1] if loads else None,
         config_text,
         config,
     )
@@ -149,20 +162,23 @@ def _flat(value: Any, key: str = "") -> list[tuple[str, Any]]:
 
 def _read_samples(path: Path) -> list[Sample]:
     """The samples by step. A later sample of the same step and prompt replaces an earlier one. Raises OSError."""
+    found = {(sample["prompt"], sample["step"]): sample for sample in _read_lines(path, Sample)}
+    return sorted(found.values(), key=lambda sample: sample["step"])
+
+
+def _read_lines(path: Path, row: Any) -> list[Any]:
+    """The lines of a file of rows of the TypedDict `row`, without damaged ones. Raises OSError."""
     try:
         with open_regular(path) as file:
             lines = file.read().splitlines()
     except FileNotFoundError:
         return []
-    found: dict[tuple[str, int], Sample] = {}
+    found = []
     for line in lines:
-        try:
-            sample: Sample = parse_json(line, Sample)
-        except JsonError:
-            continue
-        sample = {key: sample[key] for key in Sample.__annotations__}  # type: ignore[literal-required, assignment]
-        found[sample["prompt"], sample["step"]] = sample
-    return sorted(found.values(), key=lambda sample: sample["step"])
+        with suppress(JsonError):
+            values = parse_json(line, row)
+            found.append({key: values[key] for key in row.__annotations__})
+    return found
 
 
 def mesh_text(mesh: Mapping[str, int]) -> str:
