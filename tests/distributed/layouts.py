@@ -85,12 +85,16 @@ EXPERTS = (
     *("model.balance_loss=0.5", "model.z_loss=0.1"),
 )
 GATHER = ("parallelism.context_parallel=gather",)
-IMPLIED = (AOT, "activation_checkpoint.mode=selective", QWEN3[1], *EXPERTS[1:])
+EP = ("parallelism.ep=2",)
+EIGHT = ("model.n_experts=8",)
+IMPLIED = (AOT, "activation_checkpoint.mode=selective", QWEN3[1], *EXPERTS[1:], *EIGHT)
 SHORT = {
     QWEN3[0]: "qwen3",
     EXPERTS[0]: "qwen3_moe",
     "compile.enable=true": "compile",
     GATHER[0]: "gather",
+    EP[0]: "ep 2",
+    "parallelism.ep=4": "ep 4",
     FULL[0]: "recompute full",
     BY_OP[1]: "recompute op",
     BY_LAYER[1]: "recompute layer",
@@ -127,6 +131,7 @@ QUICK = (
     Layout((1, 1, 1, 2), EXPERTS),
     Layout((1, 1, 1, 1), CHUNKS, cp=2),
     Layout((1, 1, 1, 1), (*GATHER, *QWEN3), accumulation=3, rows=24, cp=2),
+    Layout((1, 1, 2, 1), (*EXPERTS, *EP)),
 )
 """One and two ranks."""
 
@@ -174,6 +179,14 @@ SLOW = (
     Layout((1, 1, 1, 1), (*EXPERTS, *GATHER, *FULL), cp=2),
     Layout((1, 2, 1, 1), (*EXPERTS, *LAST), accumulation=3, rows=24, cp=2),
     Layout((1, 1, 1, 2), (*EXPERTS, *FULL), cp=2),
+    # experts dealt out over ranks: all of them, some, and beside each other axis
+    Layout((1, 1, 2, 1), (*EXPERTS, *EP, *FULL), accumulation=3, rows=24),
+    Layout((1, 1, 1, 1), (*EXPERTS, *EP, *BY_OP), cp=2),
+    Layout((1, 1, 4, 1), (*EXPERTS, *EP)),
+    Layout((1, 1, 2, 2), (*EXPERTS, *EP, *FULL)),
+    Layout((1, 2, 2, 1), (*EXPERTS, *EP, *LAST), accumulation=3, rows=24),
+    Layout((2, 1, 2, 1), (*EXPERTS, *EP, *schedule("ZBVZeroBubble"), *depth(3), *FULL)),
+    Layout((1, 1, 2, 1), (*EXPERTS, *EP, *TIED), cp=2),
     # hybrid sharding x tensor parallelism
     Layout((1, 2, 2, 2), accumulation=3, rows=24),
     # these two, sharded and replicated, have the same loss curve
@@ -204,12 +217,18 @@ SOAK = (
     Layout((1, 1, 2, 1), (*GATHER, *LAST), accumulation=3, rows=24, cp=2),
     Layout((1, 2, 1, 1), (*GATHER, *TIED), cp=2),
     Layout((2, 1, 1, 2), (*GATHER, *schedule("1F1B"), *QWEN3, *BY_OP, *PAIRS), cp=2),
+    Layout((1, 1, 4, 1), (*EXPERTS, *EIGHT, "parallelism.ep=4", *FULL)),
+    Layout((1, 1, 4, 2), (*EXPERTS, *EP)),
+    Layout((1, 1, 2, 2), (*EXPERTS, *EIGHT, "parallelism.ep=4"), cp=2),
+    Layout((2, 1, 2, 1), (*EXPERTS, *EP, *schedule("1F1B"), *PAIRS), cp=2),
+    Layout((2, 1, 2, 2), (*EXPERTS, *EP, *schedule("Interleaved1F1B"))),
 )
 """Two to eight ranks: more layouts, too slow for the default suite."""
 
 SIXTEEN = (
     Layout((2, 2, 2, 2), (*schedule("Interleaved1F1B"), *BY_OP, *PAIRS), accumulation=3, rows=48),
     Layout((2, 1, 2, 2), (*schedule("Interleaved1F1B"), *BY_OP, *PAIRS), accumulation=3, rows=48, cp=2),
+    Layout((2, 1, 2, 2), (*EXPERTS, *EIGHT, "parallelism.ep=4", *schedule("1F1B"), *PAIRS), cp=2),
 )
 
 ALL = (*QUICK, *SLOW, *THREE_AXES, *SOAK, *SIXTEEN)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 from unittest.mock import patch
 
@@ -24,11 +25,12 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.forward import positions_of
 from titanlite.models import family
 from titanlite.models.attention import AttentionMask
-from titanlite.models.experts import MixtureOfExperts, Router, router_scores
+from titanlite.models.experts import Experts, MixtureOfExperts, Router, router_scores
 from titanlite.models.init import Init
 from titanlite.models.layers import rms_norm
 from titanlite.parallel import clip as clip_module
 from titanlite.parallel import context as context_module
+from titanlite.parallel import expert as expert_module
 from titanlite.parallel import tensor as tensor_module
 from titanlite.parallel.clip import GradNorm
 from titanlite.parallel.data import set_gradient_sync, wrapped_modules
@@ -46,6 +48,8 @@ TP = Layout((1, 1, 1, 2))
 TP_EXPERTS = Layout((1, 1, 1, 2), EXPERTS)
 SHARD_EXPERTS = Layout((1, 1, 2, 1), EXPERTS)
 CP_EXPERTS = Layout((1, 1, 1, 1), EXPERTS, cp=2)
+EP = Layout((1, 1, 2, 1), (*EXPERTS, "parallelism.ep=2"))
+EP_SHARD = Layout((1, 1, 4, 1), (*EXPERTS, "parallelism.ep=2"))
 TP_QWEN3 = Layout((1, 1, 1, 2), QWEN3)
 REPLICATE = Layout((1, 2, 1, 1), LAST, accumulation=2)
 REPLICATE_EVERY = Layout((1, 2, 1, 1), EVERY, accumulation=2)
@@ -495,6 +499,34 @@ def router_not_summed_over_tp() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def results_in_the_order_of_arrival() -> Iterator[None]:
+    calls = count()
+
+    def permuted(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        return right(x, order, inverse) if next(calls) % 2 == 0 else x
+
+    right = expert_module.permuted
+    with patch.object(expert_module, "permuted", permuted):
+        yield
+
+
+def experts_not_reduced_over_shards(trainer: Trainer) -> None:
+    for module in wrapped_modules(trainer.model_parts[0]):
+        if isinstance(module, Experts):
+            module.set_custom_reduce_scatter(OwnPart())
+
+
+class OwnPart:
+    """A reduce-scatter that adds nothing up."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: object) -> None:
+        output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()].view_as(output_tensor))
+
+
 GRADIENT = {"gradient", "grad norm"}
 NORM = {"grad norm"}
 LOSS = {"loss"}
@@ -559,6 +591,11 @@ OF_EXPERTS = (
     Mistake("router's gradient not summed over tp", TP_EXPERTS, router_not_summed_over_tp, GRADIENT, "gradient of"),
     Mistake("balance of own positions", CP_EXPERTS, changed(balance_of_own_positions), GRADIENT, "gradient of"),
     Mistake("balance over the rows of a rank", SHARD_EXPERTS, changed(balance_of_own_rows), GRADIENT, "gradient of"),
+    Mistake("results of experts in the order of arrival", EP, results_in_the_order_of_arrival, STEP, "step 1, "),
+    Mistake(
+        "gradients of experts not reduced over the other shards",
+        *(EP_SHARD, changed(experts_not_reduced_over_shards), GRADIENT, "gradient of"),
+    ),
 )
 OF_PIPELINES = (
     Mistake("initial weights by torch's random numbers on stages", PP, random_by_torch, WEIGHTS, "initial weights"),

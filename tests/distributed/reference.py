@@ -11,7 +11,7 @@ from torch import Tensor
 from titanlite.batch import Batch
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
-from titanlite.models.experts import MixtureOfExperts
+from titanlite.models.experts import mixtures_of
 from titanlite.models.family import LanguageModel
 from titanlite.models.init import init_parameters_
 from titanlite.models.randomness import row_keys
@@ -76,8 +76,9 @@ def global_batch(masks: str, seed: int = 0, rows: int = GLOBAL_BATCH) -> Batch:
 
 def rank_batches(batch: Batch, rank: int, degree: int, accumulation: int) -> list[Batch]:
     """The microbatches of one data rank: rows n with n mod degree == rank, in order."""
-    local = [tensor[rank::degree] for tensor in batch if tensor is not None]
-    return [Batch(*parts) for parts in zip(*(tensor.chunk(accumulation) for tensor in local), strict=True)]
+    local = {name: tensor[rank::degree] for name, tensor in batch._asdict().items() if tensor is not None}
+    parts = zip(*(tensor.chunk(accumulation) for tensor in local.values()), strict=True)
+    return [Batch(**dict(zip(local, part, strict=True))) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def plain_model(config: JobConfig) -> LanguageModel:
     model.tie_weights()
     model.init_buffers(torch.device("cpu"))
     init_parameters_(model, config.debug.seed, lambda name: family.init(hyper_parameters, name))
-    for mixture in (module for module in model.modules() if isinstance(module, MixtureOfExperts)):
+    for mixture in mixtures_of([model]):
         mixture.num_rows = config.training.global_batch_size
         mixture.num_tokens = config.training.global_batch_size * config.training.seq_len
     return model
@@ -111,7 +112,8 @@ def reference_step(config: JobConfig, batch: Batch, step: int = 1) -> Reference:
 
     step: step number, used for random draws.
     """
-    rows = tuple(tensor.numpy().tobytes() for tensor in (batch.tokens, batch.labels, batch.sequences))
+    tensors = (batch.tokens, batch.labels, batch.sequences, batch.lengths)
+    rows = tuple(tensor.numpy().tobytes() for tensor in tensors if tensor is not None)
     key = (repr(config.model), config.training.dtype, config.debug.seed, step, rows)
     if key not in _references:
         _references[key] = _reference_step(config, batch, step)
@@ -122,6 +124,10 @@ def _reference_step(config: JobConfig, batch: Batch, step: int) -> Reference:
     model = plain_model(config)
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     keys = {"row_keys": row_keys(config.debug.seed, step, batch.sequences)} if model.draws else {}
+    if batch.lengths is not None:
+        keys["is_token"] = torch.arange(batch.tokens.shape[1]) < batch.lengths.unsqueeze(1)
+        for mixture in mixtures_of([model]):
+            mixture.num_rows, mixture.num_tokens = int((batch.lengths > 0).sum()), int(batch.lengths.sum())
     logits = model(batch.tokens, **keys)
     total = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100, reduction="sum")
     loss = total / max(1, int((batch.labels != -100).sum()))

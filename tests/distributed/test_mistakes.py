@@ -38,7 +38,8 @@ def errors(layout: Layout, documents: bool) -> dict[str, Any]:
 
 def measured(layout: Layout, folder: Path) -> dict[str, Any]:
     """The measurement of `titanlite parity` on this rank."""
-    chosen = parity.Layout(layout.degrees, layout.schedule or None)  # type: ignore[arg-type]
+    ep = layout.config().parallelism.ep
+    chosen = parity.Layout(layout.degrees, layout.schedule or None, ep)  # type: ignore[arg-type]
     config = parity.config_of(on_one_process(layout), chosen)
     return asdict(measure_layout(config, mesh_of(config), 1, folder / family_of(layout), config))
 
