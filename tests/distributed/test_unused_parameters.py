@@ -54,7 +54,7 @@ def error_with_unused_parameters(replicate: int, shard: int, sync: str, accumula
     reference, model = TwoBranches(), TwoBranches()
     mesh = connected_mesh(ParallelismConfig(dp_replicate=replicate, dp_shard=shard)).device_mesh
     dtypes = {"param_dtype": torch.float64, "reduce_dtype": torch.float64}
-    apply_data_parallel(model, PLAN, mesh, reshard_after_forward="default", **dtypes)
+    apply_data_parallel(model, PLAN, mesh, None, reshard_after_forward="default", **dtypes)
     for microbatch in range(accumulation):
         for other in range(size):
             reference(inputs(other + 10 * microbatch), other == 0 and microbatch == 0).square().sum().backward()
@@ -94,7 +94,7 @@ def error_of_torch_without_support() -> str:
     del FSDPModule.set_reduce_scatter_unused_params
     dtypes = {"param_dtype": torch.float64, "reduce_dtype": torch.float64}
     try:
-        apply_data_parallel(TwoBranches(), PLAN, mesh, reshard_after_forward="default", **dtypes)
+        apply_data_parallel(TwoBranches(), PLAN, mesh, None, reshard_after_forward="default", **dtypes)
     except UserError as error:
         return str(error)
     return "accepted"

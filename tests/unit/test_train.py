@@ -55,7 +55,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     run.trainer.train_step.side_effect = count
     run.loader.next_step.return_value = []
     run.data_end.after_step.return_value = [False]
-    run.meter.flush.side_effect = lambda _epochs, _loads: Mock(step=run.trainer.step, bad_rows=run.trainer.step)
+    run.expert_loads.flush.return_value = {}, None
+    run.meter.flush.side_effect = lambda _epochs, _experts: Mock(step=run.trainer.step, bad_rows=run.trainer.step)
     run.checkpoints.after_step.return_value = False
     run.validation.is_due.return_value = run.samples.is_due.return_value = True
     run.validation.after_step.return_value = 0

@@ -241,7 +241,7 @@ def end_step(mixtures: Sequence[MixtureOfExperts], ok: Tensor, group: dist.Proce
     """Move the biases by the loads of the step, and add these to the mixtures' `load`.
 
     ok: bool scalar, whether the step updates the weights; otherwise the biases stay, too. group: the ranks that hold
-    the other positions of the global batch; None: there are none. One all-reduce of integers for all biases, so that
+    the other positions of the global batch; None: this rank has all. One all-reduce of integers for all biases, so that
     the sign of each change does not depend on the layout.
     """
     biased = [mixture for mixture in mixtures if mixture.bias is not None and mixture.step_load is not None]

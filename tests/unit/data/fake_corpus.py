@@ -62,7 +62,7 @@ def make_stream(
 
 def empty_row(seq_len: int, *, positions: bool = False) -> Row:
     tokens, labels, places = np.full((3, seq_len), -7)
-    return Row(tokens, labels, places if positions else None)
+    return Row(tokens, labels, places if positions else None, np.array([-7]))
 
 
 def expected_sequences(

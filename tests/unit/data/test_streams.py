@@ -27,6 +27,8 @@ def take(stream: SourceStream, sequences: int) -> list[tuple[list[int], list[int
     for _ in range(sequences):
         row = empty_row(stream._seq_len)
         stream.next_sequence(row)
+        targets = int((row.labels != IGNORE_INDEX).sum())
+        assert row.length.tolist() == [min(targets + 1, stream._seq_len) if targets else 0]
         taken.append((row.tokens.tolist(), row.labels.tolist()))
     return taken
 
@@ -214,7 +216,10 @@ def test_positions_restart_and_labels_stay_inside_documents(seeds: range) -> Non
             assert row.tokens.tolist() == without.tokens.tolist()
             assert row.positions is not None
             previous = (-1, -1)
-            for n, (token, label, position) in enumerate(zip(*(part.tolist() for part in row), strict=True)):
+            assert row.length.tolist() == without.length.tolist()
+            values = zip(row.tokens.tolist(), row.labels.tolist(), row.positions.tolist(), strict=True)
+            for n, (token, label, position) in enumerate(values):
+                assert (token != 0) == (n < row.length[0])
                 if token == 0:
                     assert label == IGNORE_INDEX
                     continue

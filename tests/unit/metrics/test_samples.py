@@ -8,7 +8,8 @@ import pytest
 from tests.unit.metrics.test_sinks import ABOUT
 from titanlite.metrics.config import MetricsConfig
 from titanlite.metrics.console import ConsoleSink
-from titanlite.metrics.samples import SamplesRecord, keep_samples
+from titanlite.metrics.jsonl import keep_lines
+from titanlite.metrics.samples import SampleRow, SamplesRecord
 from titanlite.metrics.sinks import Sinks, build_sinks
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log, setup_logging
@@ -20,7 +21,12 @@ def record(step: int) -> SamplesRecord:
 
 def sinks_of(section: MetricsConfig, folder: Path, resume_step: int) -> Sinks:
     return build_sinks(
-        *(section, folder, 0, 20, "peak RSS"), resume_step=resume_step, resume_tokens=0, about=ABOUT, has_samples=True
+        *(section, folder, 0, 20, "peak RSS"),
+        resume_step=resume_step,
+        resume_tokens=0,
+        about=ABOUT,
+        has_samples=True,
+        has_experts=False,
     )
 
 
@@ -37,6 +43,7 @@ def test_each_prompt_is_a_row_and_a_resumed_run_removes_later_ones(tmp_path: Pat
             resume_tokens=0,
             about=ABOUT,
             has_samples=True,
+            has_experts=False,
         )
         for step in steps:
             sinks.write(record(step))
@@ -53,8 +60,8 @@ def test_each_prompt_is_a_row_and_a_resumed_run_removes_later_ones(tmp_path: Pat
 def test_a_folder_in_the_way_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "samples.jsonl").mkdir()
     with pytest.raises(UserError, match="rename or remove it"):
-        keep_samples(tmp_path / "samples.jsonl", 5)
-    keep_samples(tmp_path / "absent", 5)
+        keep_lines(tmp_path / "samples.jsonl", SampleRow, 5)
+    keep_lines(tmp_path / "absent", SampleRow, 5)
 
 
 def test_the_console_has_a_line_per_prompt(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

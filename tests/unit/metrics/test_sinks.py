@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 
 from titanlite.metrics.about import AboutRun
-from titanlite.metrics.config import METRICS_FILE, LoggerName, MetricsConfig, check_metrics
+from titanlite.metrics.config import EXPERTS_FILE, METRICS_FILE, LoggerName, MetricsConfig, check_metrics
 from titanlite.metrics.console import ConsoleSink, table_lines
 from titanlite.metrics.jsonl import JsonlSink, json_line
 from titanlite.metrics.meter import Record
@@ -49,7 +49,9 @@ ABOUT = AboutRun(
 
 def build_sinks(section: MetricsConfig, folder: Path, *, rank: int, total_steps: int, resume_step: int) -> Sinks:
     """Tokens are 2,048 per step."""
-    sinks = partial(build, section, folder, rank, total_steps, "peak RSS", about=ABOUT, has_samples=False)
+    sinks = partial(
+        build, section, folder, rank, total_steps, "peak RSS", about=ABOUT, has_samples=False, has_experts=True
+    )
     return sinks(resume_step=resume_step, resume_tokens=2048 * resume_step)
 
 
@@ -237,7 +239,7 @@ def test_only_rank_0_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     sinks = build_sinks(MetricsConfig(), tmp_path, rank=0, total_steps=10, resume_step=0)
     sinks.write(RECORD)
     sinks.close()
-    assert [path.name for path in tmp_path.iterdir()] == [METRICS_FILE]
+    assert {path.name for path in tmp_path.iterdir()} == {METRICS_FILE, EXPERTS_FILE}
     assert " 30/10 " in capsys.readouterr().out
 
 

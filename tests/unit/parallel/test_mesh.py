@@ -95,7 +95,7 @@ def test_an_added_axis_is_supported(reads_other_rows: bool, monkeypatch: pytest.
     monkeypatch.setattr(mesh, "AXES", ("pp", "dp_replicate", "dp_shard", "new", "tp"))
     data_axes = ("dp_replicate", "dp_shard", "new") if reads_other_rows else ("dp_replicate", "dp_shard")
     monkeypatch.setattr(mesh, "DATA_AXES", data_axes)
-    section: Any = SimpleNamespace(pp=2, dp_replicate=2, dp_shard=2, new=2, tp=2, context_parallel="heads")
+    section: Any = SimpleNamespace(pp=2, dp_replicate=2, dp_shard=2, new=2, tp=2, ep=1, context_parallel="heads")
     ranks = [Mesh(section, World(rank, rank, 32, "cpu")) for rank in range(32)]
     degree = 8 if reads_other_rows else 4
     assert {one.data_degree for one in ranks} == {degree}
