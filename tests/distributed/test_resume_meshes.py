@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.layouts import GATHER
+from tests.distributed.layouts import EXPERTS, GATHER
 from tests.distributed.resuming import Outcome, Start, numbers, start_runs
 
 pytestmark = pytest.mark.slow
@@ -38,6 +38,14 @@ TIED = (
     (1, (ASYNC,)),
     (2, ("parallelism.dp_shard=2", SYNC)),
 )
+
+DEALT_OUT = (
+    (2, ("parallelism.ep=2", ASYNC)),
+    (1, (SYNC,)),
+    (2, ("parallelism.cp=2", "parallelism.ep=2", SYNC)),
+    (2, ("parallelism.tp=2", SYNC)),
+)
+BIASED = (*EXPERTS, "model.bias_rate=0.01")
 
 Meshes = Sequence[tuple[int, tuple[str, ...]]]
 
@@ -82,6 +90,7 @@ def check_numbers(folder: Path, rel: float) -> None:
         pytest.param(ROUND, (), id="round"),
         pytest.param(INTERLEAVED, ("model.n_layers=4",), id="interleaved", marks=pytest.mark.soak),
         pytest.param(TIED, ("model.tie_embeddings=true",), id="tied"),
+        pytest.param(DEALT_OUT, BIASED, id="experts"),
         pytest.param(FOUR, ("model.n_layers=4",), id="four", marks=pytest.mark.soak),
     ],
 )

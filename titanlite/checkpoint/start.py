@@ -164,6 +164,10 @@ class StartFinder:
 
     def _load_weights(self, found: Found) -> None:
         tensors, facts = self.state.model(), found.manifest.facts
+        absent = self.state.buffers - read_shapes(found.path).keys() if self.state.buffers else set()
+        if absent:
+            log.info("Not in the checkpoint, so they begin at 0: %s", ", ".join(sorted(absent)))
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in absent}
         changes = model_differences(facts, self.about.facts)
         for line in check_tensors(found.path, tensors, self.group, changes):
             log.info("%s", line)
@@ -179,7 +183,11 @@ class StartFinder:
     def _import(self, folder: ModelFolder) -> None:
         """Load the weights of a model folder; each rank reads its shards."""
         begin = time.perf_counter()
-        tensors = {name.removeprefix(MODEL): tensor for name, tensor in self.state.model().items()}
+        tensors = {
+            name.removeprefix(MODEL): tensor
+            for name, tensor in self.state.model().items()
+            if name not in self.state.buffers
+        }
 
         def fill() -> int:
             num_bytes = folder.fill_(tensors)

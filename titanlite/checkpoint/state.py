@@ -48,7 +48,11 @@ class RunState:
         mesh: Mesh,
         grad_norms: Tensor | None = None,
     ) -> None:
+        model_parts = list(model_parts)
         self._model = {MODEL + name: tensor for part in model_parts for name, tensor in saved_tensors(part).items()}
+        parameters = {MODEL + name for part in model_parts for name, _ in part.named_parameters()}
+        self.buffers = self._model.keys() - parameters
+        """Names of the tensors of the model that other weights may lack: persistent buffers, which then begin at 0."""
         self._optimizer = optimizer
         self._loader = loader
         self._grad_norms = grad_norms

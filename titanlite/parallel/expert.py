@@ -41,7 +41,7 @@ def apply_expert_parallel(model: LanguageModel, mesh: DeviceMesh, expert_mesh: D
         if expert_mesh is not None:
             experts.feed_forward = partial(exchanged_feed_forward, group=expert_mesh.get_group("ep"))
         experts.forward = partial(_forward, experts, mesh.get_group("tp") if tp else None)  # type: ignore[method-assign]
-    return ["expert parallel"] if found and expert_mesh is not None else []
+    return [f"expert parallel ({expert_mesh['ep'].size()})"] if found and expert_mesh is not None else []
 
 
 def _forward(experts: Experts, tp: dist.ProcessGroup | None, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

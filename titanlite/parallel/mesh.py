@@ -254,7 +254,7 @@ def check_experts(section: ParallelismConfig, n_experts: int) -> list[Problem]:
     fits = [size for size in range(1, ep) if n_experts % size == 0]
     what = f"divides model.n_experts = {n_experts}" if n_experts > 1 else "1 for a model without experts"
     return require(
-        ep == 1 or (n_experts > 1 and n_experts % max(ep, 1) == 0),
+        ep <= 1 or (n_experts > 1 and n_experts % ep == 0),
         "parallelism.ep",
         ep,
         what,

@@ -43,6 +43,7 @@ class Bad:
 
 DEEP = "--parallelism.pp 8 --training.global_batch_size 16"
 FEW = "--parallelism.pp 4 --training.local_batch_size 2"
+MOE = "--model.family qwen3_moe"
 TP = "--parallelism.tp"
 MICRO = "--parallelism.pp 2 --parallelism.pp_microbatch_size"
 SPLIT = "--parallelism.pp 2 --parallelism.pp_split="
@@ -223,6 +224,11 @@ BAD = [
         argv="--parallelism.cp 3 --parallelism.context_parallel gather --training.seq_len 27 --model.n_heads 4 "
              "--model.n_kv_heads 2 --model.dim 64"),
     Bad("parallelism.dp_shard", "-1 or at least 1", "1", argv="--parallelism.dp_shard 0"),
+    Bad("parallelism.ep", "at least 1", "1", argv="--parallelism.ep 0"),
+    Bad("parallelism.ep", "1 for a model without experts", "ep = 1", argv="--parallelism.ep 2", world_size=2),
+    Bad("parallelism.ep", "divides dp_shard x cp = 2", "ep = 2", argv=f"{MOE} --parallelism.ep 4", world_size=2),
+    Bad("parallelism.ep", "divides model.n_experts = 8", "ep = 2", argv=f"{MOE} --parallelism.ep 3", world_size=3),
+    Bad("model.bias_rate", "at least 0 and below 1", "0.001", argv=f"{MOE} --model.bias_rate 1.0"),
     Bad("parallelism.tp", "at least 1", "1", argv="--parallelism.tp 0"),
     Bad("parallelism.pp", "at least 1", "1", argv="--parallelism.pp -2"),
     Bad("model.n_kv_heads", "parallelism.tp = 4", "tp = 2", argv=f"{TP} 4 --model.n_kv_heads 2", world_size=4),

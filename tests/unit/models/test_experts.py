@@ -11,6 +11,7 @@ from titanlite.models.experts import (
     Router,
     balance,
     count_choices,
+    end_step,
     feed_forward,
     grouped_feed_forward,
 )
@@ -18,8 +19,9 @@ from titanlite.models.experts import (
 DIM, HIDDEN, N_EXPERTS, N_ACTIVE = 6, 10, 5, 2
 
 
-def mixture(balance_loss: float = 0.0, z_loss: float = 0.0) -> MixtureOfExperts:
-    model = MixtureOfExperts(DIM, HIDDEN, N_EXPERTS, N_ACTIVE, balance_loss=balance_loss, z_loss=z_loss).double()
+def mixture(balance_loss: float = 0.0, z_loss: float = 0.0, bias_rate: float = 0.0) -> MixtureOfExperts:
+    rates = {"balance_loss": balance_loss, "z_loss": z_loss, "bias_rate": bias_rate}
+    model = MixtureOfExperts(DIM, HIDDEN, N_EXPERTS, N_ACTIVE, **rates).double()
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, generator=generator)
@@ -150,3 +152,64 @@ def test_without_gradients_there_is_no_balance_loss() -> None:
     model.row_group = "not a group"  # type: ignore[assignment]
     with torch.no_grad():
         model(rows())
+
+
+# Biases and padding ---------------------------------------------------------------------------------------------------
+
+
+def test_biases_decide_the_choice_and_not_the_weights() -> None:
+    model, x = mixture(bias_rate=0.1), rows()
+    assert model.bias is not None
+    plain_mixture = mixture()
+    assert torch.equal(model(x), plain_mixture(x))
+    model.bias[3] = 1.0  # more than any difference of probabilities
+    seen: list[Tensor] = []
+    model.experts.register_forward_pre_hook(lambda _, args: seen.extend(args[1:]))
+    model(x)
+    chosen, weights = seen
+    assert (chosen[..., 0] == 3).all()
+    probabilities = (x @ model.router.weight.T).softmax(-1).gather(-1, chosen)
+    assert torch.equal(weights, probabilities / probabilities.sum(-1, keepdim=True))
+
+
+def test_a_step_moves_biases_toward_equal_loads() -> None:
+    model = mixture(bias_rate=0.25)
+    assert model.bias is not None
+    model.step_load = torch.tensor([10, 2, 6, 6, 6])
+    end_step([model], torch.tensor(True), None)
+    assert model.bias.tolist() == [-0.25, 0.25, 0.0, 0.0, 0.0]
+    assert model.step_load is None
+    model.step_load = torch.tensor([10, 2, 7, 6, 5])
+    end_step([model], torch.tensor(False), None)
+    assert model.bias.tolist() == [-0.25, 0.25, 0.0, 0.0, 0.0]  # a skipped step changes nothing
+    assert model.load is not None
+    assert model.load.tolist() == [20, 4, 13, 12, 11]
+    end_step([model], torch.tensor(True), None)  # a step without a backward pass
+    assert model.load.tolist() == [20, 4, 13, 12, 11]
+
+
+def test_padding_counts_neither_in_loads_nor_in_losses() -> None:
+    """A row with padding has the router's losses, and so the gradients, of the row without it."""
+    model, x = mixture(0.3, 0.05), rows().detach()
+    model.num_rows, model.num_tokens = 2, 9
+    short = x[:1, :4].clone().requires_grad_()
+    short_gradients = gradients(model(short), model, short)
+    load, terms = model.step_load, model.terms
+    assert load is not None
+    assert terms is not None
+    model.step_load = model.terms = None
+    padded = torch.cat((x[:2], x[:2]), dim=1)  # row 1 has no token
+    padded[0, :4] = short[0].detach()
+    padded.requires_grad_()
+    is_token = torch.zeros(padded.shape[:2], dtype=torch.bool)
+    is_token[0, :4] = True
+    out = model(padded, is_token)
+    upstream = torch.zeros_like(out)
+    upstream[0, :4] = torch.randn(short.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(2))[0]
+    found = torch.autograd.grad(out, [padded, *model.parameters()], upstream)
+    assert torch.equal(model.step_load, load)
+    assert torch.allclose(model.terms, terms, rtol=1e-14, atol=0)
+    assert torch.allclose(found[0][0, :4], short_gradients[0][0], rtol=0, atol=1e-14)
+    assert found[0][0, 4:].abs().max() == found[0][1].abs().max() == 0
+    for one, other in zip(found[1:], short_gradients[1:], strict=True):
+        assert ((one - other).norm() / other.norm()).item() < 1e-14

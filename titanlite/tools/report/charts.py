@@ -34,7 +34,9 @@ BUCKETS = 400
 MIN_SMOOTHED = 100
 """Values from which a noisy curve has a running mean, over 1/WINDOWS of them."""
 WINDOWS = 50
-LOAD = "positions relative to the mean of the block's experts, the extreme over the blocks"
+LOAD = "by the mean of the block's experts, the extreme over the blocks"
+HEAT_LEVELS = 21
+"""Colors of a heat map."""
 LOG_RATIO = 20
 """Ratio of the largest to the smallest value from which a chart of losses or norms has a logarithmic scale."""
 
@@ -66,7 +68,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Numbers by row and column, (rows, columns), around 1. key: name of its file."""
+    """Loads of experts relative to the mean, (blocks, experts). key: name of its file."""
 
     key: str
     title: str
@@ -126,7 +128,7 @@ def _heat_maps(runs: Sequence[RunFiles]) -> list[HeatMap]:
         loads = np.array(run.loads["loads"], np.float64)
         relative = loads / np.maximum(loads.mean(axis=1, keepdims=True), 1)
         name = "" if len(runs) == 1 else f" of {run.name}"
-        note = f"relative to the mean of the block, up to step {run.loads['step']:,}"
+        note = f"step {run.loads['step']:,}; blue 0, gray the mean, red twice the mean or more"
         maps.append(HeatMap(f"loads_{number}", f"Loads of experts by block{name}", relative, note))
     return maps
 
@@ -204,6 +206,8 @@ class Drawing:
         try:
             import matplotlib  # slow to import, and an extra
             import matplotlib.figure
+            import matplotlib.patches
+            import matplotlib.path
             import matplotlib.ticker
         except ImportError:
             raise UserError("a report needs matplotlib: pip install matplotlib") from None
@@ -279,10 +283,16 @@ class Drawing:
     def _heat_map(self, chart: HeatMap, *, has_title: bool) -> Any:
         figure = self._matplotlib.figure.Figure((4.9, 2.1 + 0.2 * has_title), layout="constrained")
         axes = figure.subplots()
-        image = axes.imshow(
-            chart.values, cmap="coolwarm", vmin=0, vmax=2, aspect="auto", interpolation="nearest", origin="lower"
-        )
-        figure.colorbar(image, ax=axes, fraction=0.03, extend="max")
+        levels = np.rint(np.clip(chart.values / 2, 0, 1) * (HEAT_LEVELS - 1)).astype(int)
+        corners = np.array([[-0.5, -0.5], [0.5, -0.5], [0.5, 0.5], [-0.5, 0.5]])
+        for level in np.unique(levels):  # one path per color: a path per cell would be ten times as large
+            rows, columns = np.nonzero(levels == level)
+            squares = np.stack((columns, rows), axis=1)[:, None] + corners
+            path = self._matplotlib.path.Path.make_compound_path_from_polys(squares)
+            color = self._matplotlib.colormaps["coolwarm"](level / (HEAT_LEVELS - 1))
+            axes.add_patch(self._matplotlib.patches.PathPatch(path, facecolor=color, linewidth=0))
+        axes.set_xlim(-0.5, chart.values.shape[1] - 0.5)
+        axes.set_ylim(-0.5, chart.values.shape[0] - 0.5)
         axes.set_xlabel("expert", labelpad=1)
         axes.set_ylabel("block", labelpad=1)
         for axis in (axes.xaxis, axes.yaxis):

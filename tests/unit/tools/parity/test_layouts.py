@@ -5,6 +5,7 @@ from typing import get_args
 
 import pytest
 
+from tests.distributed.layouts import EXPERTS
 from tests.distributed.reference import small_config
 from titanlite.parallel.mesh import PipelineSchedule
 from titanlite.runtime.errors import Problem
@@ -24,6 +25,8 @@ SCHEDULES = set(get_args(PipelineSchedule))
     [
         ("1x2x3x4", Layout((1, 2, 3, 1, 4))),
         ("1x1x2x1-cp2", Layout((1, 1, 2, 2, 1))),
+        ("1x1x4x1-ep2", Layout((1, 1, 4, 1, 1), ep=2)),
+        ("2x1x2x1-cp2-ep4:GPipe", Layout((2, 1, 2, 2, 1), "GPipe", 4)),
         ("2x1x2x1", Layout((2, 1, 2, 1, 1), "GPipe")),
         ("2x1x2x1-cp3:ZBVZeroBubble", Layout((2, 1, 2, 3, 1), "ZBVZeroBubble")),
     ],
@@ -41,6 +44,7 @@ def test_a_named_layout(text: str, layout: Layout) -> None:
         ("-1x1x1x1", "degrees are 1 or more"),
         ("2x1x1x1:", "PPxDP_REPLICATE"),
         ("1x1x1x1-cp0", "[-cpCP]"),
+        ("1x1x2x1-ep2-cp2", "[-cpCP][-epEP]"),
         ("2x1x1x1:1f1b", "the schedules: GPipe"),
         ("1x1x2x1:GPipe", "pp above 1"),
         ("1000000x1x1x1", "at most 64 ranks"),
@@ -72,6 +76,16 @@ def test_four_ranks_have_each_factorization_and_each_schedule() -> None:
     pipelines = [x for x in accepted if x.degrees[0] > 1]
     assert len(pipelines) == 5 * 3
     assert sum(x.schedule == "1F1B" for x in pipelines) == 5
+
+
+def test_a_model_with_experts_also_has_layouts_with_expert_parallelism() -> None:
+    accepted, _ = choose_layouts(small_config(1, *EXPERTS), 4)
+    by_ep = {ep: {str(x) for x in accepted if x.ep == ep} for ep in (1, 2, 4)}
+    assert {x.degrees for x in accepted if x.ep == 1} > {x.degrees for x in accepted if x.ep == 2}
+    assert {"1x1x4x1-ep2", "1x1x2x1-cp2-ep2", "1x2x2x1-ep2", "1x1x2x2-ep2", "2x1x2x1-ep2:1F1B"} <= by_ep[2]
+    assert by_ep[4] == set()  # 6 experts
+    accepted, _ = choose_layouts(small_config(1, *EXPERTS, "model.n_experts=8"), 4)
+    assert "1x1x4x1-ep4" in {str(x) for x in accepted}
 
 
 def test_refused_layouts_come_with_the_problems_of_the_checks() -> None:

@@ -23,6 +23,8 @@ from titanlite.tools.report.charts import (
     Chart,
     Curve,
     Drawing,
+    HeatMap,
+    charts_of,
     number_text,
     running_mean,
     thinned,
@@ -210,6 +212,25 @@ def test_only_a_report_is_replaced(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot write .*train\.py"):
         main([str(folder), "--out", str(out / "report.html")])
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "cache") == ["run", "train.py"]
+
+
+def test_loads_of_experts(tmp_path: Path) -> None:
+    """The last complete line of experts.jsonl is drawn; max_load and min_load are the extremes over the blocks."""
+    of_blocks = {"max_load/0": 1.5, "max_load/1": 1.2, "min_load/0": 0.5, "min_load/1": 0.25, "balance_loss": 1.1}
+    folder = write_run(tmp_path / "run", [row(step, **of_blocks) for step in (1, 2)])
+    lines = [{"step": step, "loads": [[step, 3 - step], [2, 2]]} for step in (1, 2)]
+    (folder / "experts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "loa')
+    page = report(folder, out=tmp_path / "r.html")
+    checked = Checker(page)
+    assert "Loads of experts by block" in checked.text
+    assert "step 2; blue 0" in checked.text
+    assert "Most loaded expert" in checked.text
+    charts = {chart.key: chart for chart in charts_of(read_runs([folder]))}
+    assert charts["max_load"].curves[0].series.values.tolist() == [1.5, 1.5]
+    assert charts["min_load"].curves[0].series.values.tolist() == [0.25, 0.25]
+    loads = charts["loads_0"]
+    assert isinstance(loads, HeatMap)
+    assert loads.values.tolist() == [[4 / 3, 2 / 3], [1.0, 1.0]]
 
 
 def test_png_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
