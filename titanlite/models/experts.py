@@ -188,9 +188,7 @@ class MixtureOfExperts(nn.Module):
         the others count neither in loads nor in losses. None: all do. Returns the shape of x."""
         scores: Tensor = self.router(x)
         probabilities = scores.softmax(dim=-1)
-        ranking = probabilities.detach() if self.bias is None else probabilities.detach() + self.bias
-        # a copy, as a view would keep the indices of all experts
-        chosen = ranking.sort(dim=-1, descending=True, stable=True).indices[..., : self.n_active].clone()
+        chosen = self.choose(probabilities.detach())
         weights = probabilities.gather(-1, chosen)
         weights = weights / weights.sum(dim=-1, keepdim=True)
         if torch.is_grad_enabled():
@@ -199,6 +197,12 @@ class MixtureOfExperts(nn.Module):
             weights = _InBackward.apply(weights, loss, counts.sum(dim=0), terms, self)  # type: ignore[no-untyped-call]
         out: Tensor = self.experts(x, chosen, weights)
         return out
+
+    def choose(self, probabilities: Tensor) -> Tensor:
+        """The experts of each position, int64 (batch, seq_len, n_active), the most probable one first."""
+        ranking = probabilities if self.bias is None else probabilities + self.bias
+        # a copy, as a view would keep the indices of all experts
+        return ranking.sort(dim=-1, descending=True, stable=True).indices[..., : self.n_active].clone()
 
     def _losses(
         self, scores: Tensor, probabilities: Tensor, counts: Tensor, is_token: Tensor | None

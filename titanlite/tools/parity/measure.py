@@ -31,6 +31,7 @@ from titanlite.parallel.mesh import Mesh
 from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import UserError
 from titanlite.tools.parity.layouts import Layout, config_of
+from titanlite.tools.parity.routing import routing_of
 from titanlite.tools.parity.shrink import gradient_config
 from titanlite.trainer import Trainer
 
@@ -43,7 +44,8 @@ class Step:
 
     loss: this rank's share of the mean loss; in the reference, the mean loss. rows: number in the run of each sequence
     of this rank -> hash of its tokens, labels and positions. gradients: name -> norm of the difference between the full
-    gradient and the reference's, None if the reference lacks the name; in the reference, norm of the gradient.
+    gradient and the reference's, None if the reference lacks the name; in the reference, norm of the gradient. flipped:
+    positions that chose other experts than in the reference, of `routed` ones, see Routing.
     """
 
     loss: float
@@ -52,6 +54,8 @@ class Step:
     skipped: bool
     rows: dict[str, str]
     gradients: dict[str, float | None]
+    flipped: int = 0
+    routed: int = 0
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,12 @@ def measure_layout(config: JobConfig, mesh: Mesh, steps: int, folder: Path, own:
         trainer = build_trainer(config, build_model(config, mesh, CPU), mesh, CPU)
         weights = {name: hash_of(full_tensor(parameter.detach())) for name, parameter in named_parameters(trainer)}
         measured = []
+        routing = routing_of(trainer, config.training.global_batch_size, config.training.seq_len)
         for step in range(steps):
+            if trainer.mixtures:
+                # Below float64, one near tie that falls otherwise would change gradients by far more than rounding.
+                replays = any(name != "float64" for name in own_dtypes(config))
+                routing.compare_with(read_tensors(routing_file(folder, step)), replays=replays)
             if step:
                 load_weights_(trainer, weights_file(folder, step))
             numbers = own_sequences(config, step, mesh.data_rank, mesh.data_degree)
@@ -137,6 +146,8 @@ def measure_layout(config: JobConfig, mesh: Mesh, steps: int, folder: Path, own:
                     bool(stats.skipped),
                     rows,
                     differences_from(gradients, gradient_file(folder, step)),
+                    routing.flipped,
+                    routing.compared,
                 )
             )
         updates = {} if own is None else measure_updates(trainer, own, steps, folder)
@@ -224,8 +235,8 @@ def differences_from(tensors: Mapping[str, Tensor | None], reference_file: Path)
     return differences
 
 
-def read_tensors(file: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = torch.load(file, mmap=True, weights_only=True)
+def read_tensors(file: Path) -> dict[Any, Tensor]:
+    found: dict[Any, Tensor] = torch.load(file, mmap=True, weights_only=True)
     return found
 
 
@@ -237,6 +248,11 @@ def gradient_file(folder: Path, step: int) -> Path:
 def weights_file(folder: Path, step: int) -> Path:
     """The file of the reference's weights before a step, float64. step: counted from 0."""
     return folder / f"weights-{step}.pt"
+
+
+def routing_file(folder: Path, step: int) -> Path:
+    """The file of the reference's choices of experts in a step, by block. step: counted from 0."""
+    return folder / f"routing-{step}.pt"
 
 
 def updated_file(folder: Path) -> Path:

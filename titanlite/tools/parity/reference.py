@@ -15,7 +15,6 @@ from torch.utils.module_tracker import ModuleTracker
 from titanlite.assembly.data import build_data, build_tokenizer
 from titanlite.batch import IGNORE_INDEX, Batch, rows_and_tokens
 from titanlite.config.schema import JobConfig
-from titanlite.forward import positions_of
 from titanlite.models.attention import document_arguments
 from titanlite.models.experts import end_step, mixtures_of
 from titanlite.models.family import LanguageModel
@@ -41,9 +40,11 @@ from titanlite.tools.parity.measure import (
     passes,
     read_tensors,
     record_status,
+    routing_file,
     updated_file,
     weights_file,
 )
+from titanlite.tools.parity.routing import Routing, places_of
 
 
 def measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, Any]:
@@ -64,6 +65,8 @@ def _measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, 
         {name: hash_of(parameter.detach().to(DTYPES[settings.training.dtype])) for name, parameter in named.items()}
         for settings in passes(config)
     ]
+    training = config.training
+    routing = Routing(mixtures, training.global_batch_size * training.seq_len)
     loader = build_data(config, Mesh(config.parallelism, World(0, 0, 1, "cpu")), build_tokenizer(config))
     modules = ModuleTracker()
     watch = PrecisionWatch(model, modules)
@@ -78,12 +81,16 @@ def _measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, 
                 mixture.num_rows, mixture.num_tokens = max(num_rows, 1), max(num_tokens, 1)
             model.zero_grad()
             with modules, watch:
-                loss = sum(forward_backward(model, batch, num_valid, config.debug.seed, step + 1) for batch in batches)
+                loss = 0.0
+                for batch in batches:
+                    places = {"is_token": places_of(batch, training.global_batch_size)} if mixtures else {}
+                    loss += forward_backward(model, batch, num_valid, config.debug.seed, step + 1, **places)
             gradients = {
                 name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 for name, parameter in named.items()
             }
             torch.save(gradients, gradient_file(Path(folder), step))
+            torch.save(routing.chosen, routing_file(Path(folder), step))
             norms: dict[str, float | None] = {name: torch.linalg.vector_norm(g).item() for name, g in gradients.items()}
             norm = nn.utils.get_total_norm(gradients.values(), float(config.training.norm_type))
             measured.append(Step(loss, norm.item(), num_valid, False, rows, norms))
@@ -130,14 +137,15 @@ def measure_updates(config: JobConfig, steps: int, folder: Path) -> dict[str, fl
     return {name: torch.linalg.vector_norm(p.detach() - before[name]).item() for name, p in named.items()}
 
 
-def forward_backward(model: LanguageModel, batch: Batch, num_valid: int, seed: int, step: int) -> float:
+def forward_backward(
+    model: LanguageModel, batch: Batch, num_valid: int, seed: int, step: int, **others: Tensor
+) -> float:
     """Accumulate the gradient of these rows' share of the mean loss; returns the share.
 
-    seed, step: the keys of the random numbers of a model with `draws`; step counts from 1.
+    seed, step: the keys of the random numbers of a model with `draws`; step counts from 1. others: further arguments of
+    the model.
     """
-    keys = document_arguments(batch.positions)
-    if batch.lengths is not None and mixtures_of([model]):
-        keys["is_token"] = positions_of(batch.tokens) < batch.lengths.unsqueeze(1)
+    keys = document_arguments(batch.positions) | others
     if model.draws:
         keys["row_keys"] = row_keys(seed, step, batch.sequences)
     logits, labels = model(batch.tokens, **keys).flatten(0, 1), batch.labels.flatten()
@@ -177,4 +185,7 @@ def plain_model(config: JobConfig) -> LanguageModel:
     model.tie_weights()
     model.init_buffers(CPU)
     init_parameters_(model, config.debug.seed, lambda name: family.init(hyper_parameters, name))
+    for name, index in family.plan(hyper_parameters).blocks.items():
+        for mixture in mixtures_of([model.get_submodule(name)]):
+            mixture.block = index
     return model

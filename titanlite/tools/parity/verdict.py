@@ -20,17 +20,20 @@ MULTIPLE = 4.0
 FLOOR_EPS = 4.0
 ONE_PROCESS_EPS = 100.0
 SMALL_SHARE = 1e-4
+FLIPPED_FLOOR = 0.05
 RANKS_DISAGREE = "the ranks disagree"
 
 
 @dataclass(frozen=True)
 class StepErrors:
-    """Relative errors of one step; infinite if a value is not finite. grad_norm_ratio: of the rank farthest from 1."""
+    """Relative errors of one step; infinite if a value is not finite. grad_norm_ratio: of the rank farthest from 1.
+    flipped: share of the positions that chose other experts."""
 
     loss: float
     grad_norm: float
     grad_norm_ratio: float
     gradients: Mapping[str, float]
+    flipped: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,12 @@ class Bounds:
     def gradient(self, step: int, name: str) -> float:
         return self.floor + (self.multiple * self.one_process[step].gradients[name] if self.one_process else 0.0)
 
+    def flipped(self, step: int) -> float:
+        """For the share of the positions that chose other experts: 0 in float64."""
+        if self.floor <= FLOAT64_BOUND:
+            return 0.0
+        return FLIPPED_FLOOR + (self.multiple * self.one_process[step].flipped if self.one_process else FLIPPED_FLOOR)
+
 
 def own_bounds(dtypes: Sequence[str], one_process: Sequence[StepErrors] | None) -> Bounds:
     """The bounds in a configuration's own dtypes. one_process: the errors of the one-process run; None: the bounds of
@@ -64,7 +73,8 @@ def own_bounds(dtypes: Sequence[str], one_process: Sequence[StepErrors] | None) 
 class Verdict:
     """The verdict on one layout. first_difference: None if everything agrees. The numbers are the worst over the steps;
     parameter: the one with the largest error relative to its bound. update_error: the worst over the parameters; None
-    if updates were not measured."""
+    if updates were not measured. flipped: the share of the positions that chose other experts than in the reference;
+    None without experts."""
 
     first_difference: str | None
     loss_difference: float
@@ -73,6 +83,7 @@ class Verdict:
     error: float
     bound: float
     update_error: float | None
+    flipped: float | None
     errors: tuple[StepErrors, ...]
 
 
@@ -106,6 +117,8 @@ def _merge_steps(steps: Sequence[Step]) -> Step:
         skipped=any(step.skipped for step in steps),
         rows=rows,
         gradients=_merge_norms([step.gradients for step in steps]),
+        flipped=sum(step.flipped for step in steps),
+        routed=sum(step.routed for step in steps),
     )
 
 
@@ -130,7 +143,8 @@ def errors_of(measured: Measurement, reference: Measurement) -> tuple[StepErrors
         gradients = _relative(step.gradients, expected.gradients)
         ratio = step.grad_norm / expected.grad_norm
         loss = abs(step.loss - expected.loss) / abs(expected.loss)
-        errors.append(StepErrors(_finite(loss), _finite(abs(ratio - 1.0)), ratio, gradients))
+        flipped = step.flipped / max(step.routed, 1)
+        errors.append(StepErrors(_finite(loss), _finite(abs(ratio - 1.0)), ratio, gradients, flipped))
     return tuple(errors)
 
 
@@ -166,6 +180,7 @@ def judge(measured: Measurement, reference: Measurement, bounds: Bounds) -> Verd
         error,
         bound,
         max(_relative(measured.updates, reference.updates).values(), default=None),
+        max(step.flipped for step in errors) if any(step.routed for step in measured.steps) else None,
         errors,
     )
 
@@ -184,6 +199,11 @@ def differences(
         if step.num_valid != expected.num_valid:
             counted = RANKS_DISAGREE if step.num_valid < 0 else str(step.num_valid)
             yield f"{at}, valid tokens: {counted}, and the reference has {expected.num_valid}"
+        if not error.flipped <= bounds.flipped(index):
+            yield (
+                f"{at}, choice of experts: {step.flipped} of {step.routed} positions chose others, share "
+                f"{error.flipped:.1e}, bound {bounds.flipped(index):.1e}"
+            )
         if not error.loss <= bounds.loss(index):
             yield f"{at}, loss: {_numbers(step.loss, expected.loss, error.loss, bounds.loss(index))}"
         yield from _different_gradients(at, index, step, expected, error, bounds)

@@ -1,0 +1,73 @@
+"""Choices of experts, compared with those of the reference by sequence and position, on any layout."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from titanlite.batch import Batch
+from titanlite.models.experts import MixtureOfExperts
+from titanlite.trainer import Trainer
+
+
+class Routing:
+    """Notes the choices of experts in a step, or compares them with those of a reference.
+
+    chosen: int64 (positions of the global batch, n_active), by block. reference: such choices; None: there are none
+    yet. replays: whether the experts of the reference compute, in place of the own choices. flipped: positions that
+    chose other experts than in the reference, of `compared` ones, in all blocks of this rank. A position counts each
+    time that it is routed: on several ranks, and again by recomputation.
+    """
+
+    def __init__(self, mixtures: Sequence[MixtureOfExperts], num_positions: int) -> None:
+        self.chosen: dict[int, Tensor] = {}
+        self.flipped = self.compared = 0
+        self._num_positions = num_positions
+        self._reference: Mapping[int, Tensor] | None = None
+        self._replays = False
+        self._places = torch.empty(0, dtype=torch.int64)
+        for mixture in mixtures:
+            mixture.forward = partial(self._forward, mixture)  # type: ignore[method-assign]
+            mixture.choose = partial(self._choose, mixture)  # type: ignore[method-assign]
+
+    def compare_with(self, reference: Mapping[int, Tensor], *, replays: bool) -> None:
+        """Compare the next step with these choices. Resets the counts."""
+        self._reference, self._replays = reference, replays
+        self.flipped = self.compared = 0
+
+    def _forward(self, mixture: MixtureOfExperts, x: Tensor, places: Tensor) -> Tensor:
+        """places: see places_of; they take the way of is_token through the model."""
+        self._places = places.abs() - 1
+        is_token = places > 0
+        return MixtureOfExperts.forward(mixture, x, None if is_token.all() else is_token)
+
+    def _choose(self, mixture: MixtureOfExperts, probabilities: Tensor) -> Tensor:
+        chosen = MixtureOfExperts.choose(mixture, probabilities)
+        if self._reference is None:
+            noted = self.chosen.setdefault(mixture.block, chosen.new_empty(self._num_positions, chosen.shape[-1]))
+            noted[self._places.flatten()] = chosen.flatten(0, 1)
+            return chosen
+        expected = self._reference[mixture.block][self._places]
+        self.flipped += int((chosen.sort().values != expected.sort().values).any(dim=-1).sum())
+        self.compared += self._places.numel()
+        return expected if self._replays else chosen
+
+
+def places_of(batch: Batch, global_batch_size: int) -> Tensor:
+    """1 + the number of each position in the global batch, int64 (rows, seq_len); negated for padding."""
+    positions = torch.arange(batch.tokens.shape[1])
+    places = (batch.sequences % global_batch_size).unsqueeze(1) * len(positions) + positions + 1
+    return places if batch.lengths is None else torch.where(positions < batch.lengths.unsqueeze(1), places, -places)
+
+
+def routing_of(trainer: Trainer, global_batch_size: int, seq_len: int) -> Routing:
+    """Compare the routing of a trainer on CPU; its batches then carry places."""
+    forward_arguments = trainer.forward_arguments
+
+    def with_places(batch: Batch, num_valid: Tensor) -> dict[str, Tensor]:
+        places = trainer.own_positions(places_of(batch, global_batch_size))
+        return {**forward_arguments(batch, num_valid), **({"is_token": places} if trainer.mixtures else {})}
+
+    trainer.forward_arguments = with_places  # type: ignore[method-assign]
+    return Routing(trainer.mixtures, global_batch_size * seq_len)
