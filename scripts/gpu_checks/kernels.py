@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gpu_checks.rows import Emit, Found, require_errors, run_case
+from gpu_checks.rows import Emit, Found, WrongError, require_errors, run_case
 from gpu_checks.workload import Setup, difference
 from titanlite.models.attention import attend, attention_mask, document_arguments, pin_kernels
+from titanlite.models.experts import feed_forward as expert_loop
+from titanlite.models.experts import grouped_feed_forward
 from titanlite.models.head import OutputLayer
 from titanlite.models.layers import FeedForward, RMSNorm, RotaryEmbedding
 from titanlite.optim.optimizer import OptimizerConfig
@@ -25,6 +27,10 @@ THETA = 10_000.0
 DTYPES = (torch.float32, torch.bfloat16)
 STARTS = (0, 130, 131, 256)
 """First positions of the documents of a row, on both sides of the edge of a block of 128."""
+
+
+EXPERT_ROWS = (0, 1, 130, 7, 0, 86, 0)
+"""Rows of each expert: the first, the last and one between have none."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,7 @@ def check(emit: Emit, setup: Setup) -> None:
         for name, kernel in kernels(setup).items():
             case = partial(compare, kernel, dtype, setup.device)
             emit(run_case(CHECK, f"{name}, {str(dtype).removeprefix('torch.')}", case))
+    emit(run_case(CHECK, "experts without rows, bfloat16", lambda: unused_experts(setup)))
     emit(run_case(CHECK, "fused AdamW, float32", lambda: adamw(setup)))
 
 
@@ -85,6 +92,9 @@ def kernels(setup: Setup) -> dict[str, Kernel]:
     labels[:, ::7] = -1
     heads = ((2, 4, seq_len, head_dim), (2, 2, seq_len, head_dim), (2, 2, seq_len, head_dim))
     head = ((2, rows, dim), (vocab, dim))
+    narrow = 96 if setup.tiny else 1536
+    matrices = ((narrow, dim), (dim, narrow), (narrow, dim))  # of an expert; those of all lie one below the other
+    experts = ((1, sum(EXPERT_ROWS), dim), *((len(EXPERT_ROWS) * out, features) for out, features in matrices))
     own = part_of_rows(torch.arange(seq_len).unsqueeze(0), 0, 2, "gather").squeeze(0)
     with torch.device("meta"):  # their weights are inputs of the kernels
         feed_forward, output, norm = FeedForward(dim, wide), OutputLayer(dim, vocab), RMSNorm(dim, 1e-5)
@@ -111,6 +121,7 @@ def kernels(setup: Setup) -> dict[str, Kernel]:
         "SwiGLU": Kernel(
             partial(_module, feed_forward), _swiglu, ((1, rows, dim), (wide, dim), (dim, wide), (wide, dim)), 6
         ),
+        "experts": Kernel(partial(_experts, True), partial(_experts, False), experts, 6),
         "embedding": Kernel(
             lambda w: functional.embedding(labels.clamp(min=0).to(device), w),
             lambda w: w[labels.clamp(min=0)],
@@ -163,6 +174,13 @@ def _swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
     return (gate / (1 + (-gate).exp()) * (x @ w3.T)) @ w2.T
 
 
+def _experts(fast: bool, x: Tensor, *weights: Tensor) -> Tensor:
+    """fast: by grouped products in bfloat16, as in training on CUDA; otherwise the loop over experts."""
+    function = grouped_feed_forward if fast and x.dtype == torch.bfloat16 else expert_loop
+    counts = torch.tensor(EXPERT_ROWS, device=x.device)
+    return function(x[0], counts, *(weight.unflatten(0, (len(EXPERT_ROWS), -1)) for weight in weights))
+
+
 def _loss(head: OutputLayer, labels: Tensor, recomputes: bool, x: Tensor, weight: Tensor) -> Tensor:
     """Share of each row in the mean loss, from titanlite's output layer."""
     head.recomputes = recomputes
@@ -176,6 +194,23 @@ def _plain_loss(labels: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     scores = x @ weight.T
     own = scores.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return torch.where(labels >= 0, scores.logsumexp(-1) - own, 0).sum(1) / (labels >= 0).sum()
+
+
+def unused_experts(setup: Setup) -> Found:
+    """Gradients of the experts without rows, which no product computes, in memory that held NaN before."""
+    dim, hidden = 64, 96
+    counts = torch.tensor(EXPERT_ROWS)
+    shapes = [(len(counts), *shape) for shape in ((hidden, dim), (dim, hidden), (hidden, dim))]
+    weights = [torch.ones(shape, dtype=torch.bfloat16, device=setup.device, requires_grad=True) for shape in shapes]
+    rows = torch.ones(sum(EXPERT_ROWS), dim, dtype=torch.bfloat16, device=setup.device)
+    old = [torch.full_like(weight, torch.nan) for weight in weights]
+    del old
+    out = grouped_feed_forward(rows, counts.to(setup.device), *weights)
+    gradients = torch.autograd.grad(out, weights, torch.ones_like(out))
+    for index, gradient in enumerate(gradients, start=1):
+        if gradient.cpu()[counts == 0].count_nonzero():  # NaN counts
+            raise WrongError(f"the gradient of w{index} is not 0 for experts without rows")
+    return Found("their gradients are 0")
 
 
 def adamw(setup: Setup) -> Found:

@@ -52,6 +52,10 @@ LAYOUTS = {
     "tp 2": ["parallelism.tp=2", "parallelism.dp_shard=1"],
     "pp 2": ["parallelism.pp=2", "parallelism.dp_shard=1", "training.local_batch_size=8"],
     "cp 2": ["parallelism.cp=2", "parallelism.dp_shard=1"],
+    "ep 2": [
+        *("model.family=qwen3_moe", "model.n_experts=8", "model.n_active_experts=2", "model.head_dim=16"),
+        *("parallelism.ep=2", "parallelism.dp_shard=2"),
+    ],
     "cp 2, gather": ["parallelism.cp=2", "parallelism.context_parallel=gather", "parallelism.dp_shard=1"],
 }
 NCCL_ON_ONE_GPU: dict[str, Variables] = {
@@ -142,12 +146,15 @@ def probe(send: Send, setup: Setup, rank: int, store: str, transport: str) -> No
     dist.all_gather_into_tensor(gathered, own)
     part = torch.empty(2, device=device)
     dist.reduce_scatter_tensor(part, own)
+    exchanged = torch.empty_like(own)
+    dist.all_to_all_single(exchanged, own)
     received = torch.empty_like(own)
     operations = [dist.P2POp(dist.isend, own, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
-    found = [total.tolist(), gathered.tolist(), part.tolist(), received.tolist()]
-    assert found == [[3.0] * 4, [1.0] * 4 + [2.0] * 4, [3.0] * 2, [float(2 - rank)] * 4], found
+    found = [total.tolist(), gathered.tolist(), part.tolist(), exchanged.tolist(), received.tolist()]
+    right = [[3.0] * 4, [1.0] * 4 + [2.0] * 4, [3.0] * 2, [1.0, 1.0, 2.0, 2.0], [float(2 - rank)] * 4]
+    assert found == right, found
     send(found)
     dist.destroy_process_group()
 

@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.assembly.model import build_model, build_trainer
-from titanlite.batch import IGNORE_INDEX, Batch, StepStats
+from titanlite.batch import IGNORE_INDEX, Batch, StepStats, rows_and_tokens
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device
 from titanlite.models.attention import pin_kernels
+from titanlite.models.experts import mixtures_of
 from titanlite.models.init import local_region
 from titanlite.models.registry import resolve_model
 from titanlite.parallel.mesh import Mesh
@@ -174,6 +175,8 @@ def reference(config: JobConfig, batch: Batch) -> Reference:
     key = (repr(config.model), int(batch.sequences[0]), batch.positions is not None)
     if key not in _references:
         model = plain_model(config)
+        for mixture in mixtures_of([model]):
+            mixture.num_rows, mixture.num_tokens = rows_and_tokens([batch])
         loss = forward_backward(model, batch, int((batch.labels != IGNORE_INDEX).sum()), config.debug.seed, 1)
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         _references[key] = Reference(loss, gradients)

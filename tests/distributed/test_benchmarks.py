@@ -1,4 +1,4 @@
-"""The benchmarks: that each starts, and what step, memory, growth and context write, at a tiny size."""
+"""The benchmarks: that each starts, and what step, memory, growth, context and experts write, at a tiny size."""
 
 import json
 import sys
@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import context, growth, memory, step
+from benchmarks import context, experts, growth, memory, step
 from benchmarks.__main__ import benchmarks, main
 from benchmarks.measuring import case, configuration
 from titanlite.planning.estimate import estimate
@@ -108,3 +109,27 @@ def test_report_of_context(tmp_path: Path) -> None:
     assert peaks[0]["cp 1 / this"] == 1.0
     assert [row["relative to dp_shard 2"] for row in speeds[:1]] == [[1.0]]
     assert all(tokens > 0 for row in speeds for tokens in row["tokens/s"])
+
+
+def test_report_of_experts(tmp_path: Path) -> None:
+    experts.main(((4, 16, 2),), dim=32, tokens=64, rounds=2, steps=1, json=tmp_path)
+    layers, steps = tables(tmp_path / "experts.json").values()
+    assert [len(row["CPU (ms)"]) for row in layers] == [2] * 5
+    assert layers[0]["time / titanlite"] == layers[-1]["time / dense"] == [1.0, 1.0]
+    assert [row["layout"] for row in steps] == ["dp_shard 2, ep 1", "dp_shard 2, ep 2"]
+    for row in steps:
+        assert set(row) == {"experts", "layout", "step (ms)", "step / ep 1", "CPU of both ranks / ep 1"}
+        assert len(row["step (ms)"]) == len(row["CPU of both ranks / ep 1"]) == 2
+
+
+@pytest.mark.parametrize("n_experts", [8, 64])
+def test_the_compared_layers_compute_the_same(n_experts: int) -> None:
+    """All mixtures; 64 experts on 16 positions leave some without positions."""
+    *mixtures, dense = experts.build_layers((n_experts, 16, 2), 32, torch.float32, torch.device("cpu")).values()
+    x = torch.randn(1, 16, 32, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    results = [layer(x) for layer in mixtures]
+    gradients = [torch.autograd.grad(out.square().sum(), x)[0] for out in results]
+    for found in (results, gradients):
+        assert found[0].norm() > 0
+        assert all(torch.allclose(found[0], other, rtol=1e-5, atol=1e-4) for other in found[1:])
+    assert dense(x).shape == x.shape

@@ -76,6 +76,16 @@ def test_a_product_in_lower_precision(setup: Setup) -> None:
     assert "off by" in failure(lambda: kernels.compare(rounded, torch.float32, setup.device))
 
 
+def test_rows_of_the_wrong_expert(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    grouped = kernels.grouped_feed_forward
+    monkeypatch.setattr(
+        kernels, "grouped_feed_forward", lambda rows, counts, *weights: grouped(rows, counts.roll(1), *weights)
+    )
+    kernel = kernels.kernels(setup)["experts"]
+    assert "result off by" in failure(lambda: kernels.compare(kernel, torch.bfloat16, setup.device))
+    assert "the gradient of w1 is not 0" in failure(lambda: kernels.unused_experts(setup))
+
+
 def test_an_optimizer_that_forgets_to_skip(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     step_if = GatedOptimizer.step_if
     monkeypatch.setattr(GatedOptimizer, "step_if", lambda self, ok: step_if(self, torch.ones_like(ok)))
