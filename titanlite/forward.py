@@ -60,11 +60,10 @@ class ModelOnMesh:
     def forward_arguments(self, batch: Batch, num_valid: Tensor) -> dict[str, Tensor]:
         """Keyword arguments of the model's forward, each with one row per row of the batch; seeds torch's generators.
 
-        num_valid: int64 scalar. It stays an integer until the loss, since FSDP casts floating-point arguments.
-        labels and num_valid;
-        positions and document_ids if the batch has positions; row_keys if the model draws from them. Models without
-        row_keys draw from torch's generators. With cp, labels and positions are those of this rank, document_ids those
-        of entire rows, as attention needs them. is_token if the model has experts and the batch has padding.
+        num_valid: int64 scalar. The arguments are labels and num_valid; positions and document_ids if the batch has
+        positions; is_token if this rank has experts and the batch has padding; row_keys if the model draws from them.
+        Models without row_keys draw from torch's generators. With cp, labels, positions and is_token are those of this
+        rank, document_ids those of entire rows, as attention needs them.
         """
         coordinate, cp = self.mesh.coordinate, self.mesh.degrees["cp"]
         part = coordinate["pp"] * cp + coordinate["cp"]

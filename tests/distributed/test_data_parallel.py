@@ -8,7 +8,9 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.fsdp import FSDPModule
 
+from tests.distributed.documents import packed_batch
 from tests.distributed.gradients import build_on_mesh, compare, full_tensor, has_weights, local_batches
+from tests.distributed.layouts import EXPERTS
 from tests.distributed.reference import global_batch, reference_step, small_config
 from tests.pool import run_ranks
 from titanlite.parallel import data
@@ -103,10 +105,10 @@ def test_gradient_sync_flags_of_a_microbatch(
 MIXED = ("training.dtype=float32", "training.mixed_precision_param=bfloat16")
 
 
-def differing_gradients(settings: list[str]) -> list[str]:
+def differing_gradients(names: list[str]) -> list[str]:
     """Parameters whose gradients of a microbatch differ between casts on one process and `replicate`."""
     torch._dynamo.reset()
-    found = []
+    found, settings = [], [name for name in names if name not in DOCUMENTS]
     for reduce in ("float32", "float64"):  # the gradient is accumulated in another dtype than it is kept in: wrapped
         config = small_config(1, *MIXED, f"training.mixed_precision_reduce={reduce}", *settings)
         trainer, mesh = build_on_mesh(config)
@@ -114,7 +116,8 @@ def differing_gradients(settings: list[str]) -> list[str]:
         assert any(wrapped_modules(model)) == (reduce == "float64")
         assert running_dtypes(model) == (torch.float32, torch.bfloat16, getattr(torch, reduce))
         trainer.optimizer.step_if = lambda _ok: None  # type: ignore[method-assign]
-        trainer.train_step(local_batches(config, mesh, global_batch("uneven"), 1))
+        batch = packed_batch(16) if names == DOCUMENTS else global_batch("uneven")
+        trainer.train_step(local_batches(config, mesh, batch, 1))
         found.append({name: full_tensor(parameter.grad) for name, parameter in model.named_parameters()})
     own, wrapped = found
     assert own.keys() == wrapped.keys()
@@ -124,6 +127,7 @@ def differing_gradients(settings: list[str]) -> list[str]:
 
 TIED = ["model.tie_embeddings=true"]
 FULL, BY_OP = ["activation_checkpoint.mode=full"], ["activation_checkpoint.mode=selective"]
+DOCUMENTS = ["documents"]
 COMPILED = ["compile.enable=true", "compile.backend=aot_eager"]
 
 
@@ -134,6 +138,8 @@ COMPILED = ["compile.enable=true", "compile.backend=aot_eager"]
         (TIED, ["tok_embeddings.weight"]),  # its two gradients are added in float32, not in bfloat16
         (FULL, []),
         (BY_OP, []),
+        (DOCUMENTS, []),  # its mask is float32, in which attention computes on CPUs
+        ([*EXPERTS], []),
         pytest.param(COMPILED, [], marks=pytest.mark.slow),
         pytest.param([*COMPILED, *FULL], [], marks=pytest.mark.soak),
         pytest.param([*COMPILED, *BY_OP], [], marks=pytest.mark.soak),

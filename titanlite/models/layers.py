@@ -132,9 +132,6 @@ class RotaryTables:
     multiply them by a factor.
 
     The columns i and i + head_dim / 2 have the same angle, and the sines of the first half are negative.
-
-    Neither a tuple nor a dataclass: fully_shard and replicate cast floating-point tensors in a block's arguments to the
-    compute dtype, also inside of tuples and dataclasses; tables in bfloat16 would lose the angles' precision.
     """
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:

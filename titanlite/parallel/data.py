@@ -52,7 +52,8 @@ def apply_data_parallel(
         if mesh["pp"].size() == 1:
             cast_parameters(model, param_dtype)
             return [f"a cast of parameters to {param_dtype}"]
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    # Inputs have the right dtypes already. A cast would narrow what is wider on purpose: masks, weights of experts.
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
     def shard(module: nn.Module | list[nn.Module], over: DeviceMesh, reshard: bool) -> None:
         by_shape = partial(sharded_dimension, ranks=over.size(-1))

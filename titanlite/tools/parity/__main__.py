@@ -35,7 +35,15 @@ from titanlite.tools.parity.layouts import (
     layout_from_text,
 )
 from titanlite.tools.parity.measure import own_dtypes
-from titanlite.tools.parity.report import Table, bound_lines, head_lines, json_results, last_line, refusal_lines
+from titanlite.tools.parity.report import (
+    Table,
+    bound_lines,
+    head_lines,
+    json_results,
+    last_line,
+    refusal_lines,
+    routing_lines,
+)
 from titanlite.tools.parity.shrink import comparable_config, describe_shrinking, resolved_config, shrink_config
 
 LAYOUTS_HELP = f"compare these layouts: {FORM}, for example {EXAMPLE}:ZBVZeroBubble"
@@ -94,7 +102,10 @@ def main(argv: Sequence[str]) -> None:
         for group in compare_layouts(config, layouts, options.steps, references, folder):
             results += group
             print("\n".join(table.row(result) for result in group), flush=True)
-    print(f"\n{last_line(results)}")
+    print()
+    for line in routing_lines(results):
+        print(line)
+    print(last_line(results))
     if options.json is not None:
         write_json(options.json, json_results(options.config, config, references[0], results, refused))
     if any(result.verdict.first_difference for result in results):

@@ -106,6 +106,17 @@ class Table:
         return "  ".join(cell.ljust(width) for cell, width in zip(cells, self._widths, strict=True)).rstrip()
 
 
+def routing_lines(results: Sequence[Result]) -> Iterator[str]:
+    """The share of the positions that chose other experts than the reference, by dtypes; nothing without experts."""
+    for dtypes in dict.fromkeys(result.dtypes for result in results):
+        shares = [result.verdict.flipped for result in results if result.dtypes == dtypes]
+        known = [share for share in shares if share is not None]
+        if known:
+            replayed = "" if set(dtypes) == {"float64"} else "; the experts of the reference computed"
+            share = f"at most {max(known):.2%} of a step's positions differ from the reference"
+            yield f"choices of experts, {short_dtypes(dtypes)}: {share}{replayed}"
+
+
 def last_line(results: Sequence[Result]) -> str:
     """The number of layouts that agree or differ, and the first that differs."""
     layouts = list(dict.fromkeys(result.layout for result in results))

@@ -20,7 +20,6 @@ MULTIPLE = 4.0
 FLOOR_EPS = 4.0
 ONE_PROCESS_EPS = 100.0
 SMALL_SHARE = 1e-4
-FLIPPED_FLOOR = 0.05
 RANKS_DISAGREE = "the ranks disagree"
 
 
@@ -53,11 +52,12 @@ class Bounds:
     def gradient(self, step: int, name: str) -> float:
         return self.floor + (self.multiple * self.one_process[step].gradients[name] if self.one_process else 0.0)
 
-    def flipped(self, step: int) -> float:
-        """For the share of the positions that chose other experts: 0 in float64."""
+    def flipped(self, step: int, routed: int) -> float:
+        """For the share of `routed` positions that chose other experts: 0 in float64, else at least two positions."""
         if self.floor <= FLOAT64_BOUND:
             return 0.0
-        return FLIPPED_FLOOR + (self.multiple * self.one_process[step].flipped if self.one_process else FLIPPED_FLOOR)
+        of_one = self.multiple * self.one_process[step].flipped if self.one_process else 0.0
+        return self.floor + of_one + 2 / max(routed, 1)
 
 
 def own_bounds(dtypes: Sequence[str], one_process: Sequence[StepErrors] | None) -> Bounds:
@@ -199,10 +199,10 @@ def differences(
         if step.num_valid != expected.num_valid:
             counted = RANKS_DISAGREE if step.num_valid < 0 else str(step.num_valid)
             yield f"{at}, valid tokens: {counted}, and the reference has {expected.num_valid}"
-        if not error.flipped <= bounds.flipped(index):
+        if not error.flipped <= bounds.flipped(index, step.routed):
             yield (
                 f"{at}, choice of experts: {step.flipped} of {step.routed} positions chose others, share "
-                f"{error.flipped:.1e}, bound {bounds.flipped(index):.1e}"
+                f"{error.flipped:.1e}, bound {bounds.flipped(index, step.routed):.1e}"
             )
         if not error.loss <= bounds.loss(index):
             yield f"{at}, loss: {_numbers(step.loss, expected.loss, error.loss, bounds.loss(index))}"
