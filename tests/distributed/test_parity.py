@@ -26,6 +26,7 @@ from tests.distributed.program import CONFIG, REPOSITORY, clean_environment, sta
 from tests.distributed.reference import small_config
 from titanlite.batch import Batch
 from titanlite.models import init
+from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.layers import RMSNorm
 from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.parallel import clip, data
@@ -304,6 +305,45 @@ def test_a_planted_mistake_is_the_first_difference(
     printed = capsys.readouterr().out
     dtype = "float32/bfloat16/float32" if dtypes else "float64"
     assert f"1 of 2 layouts differ; the first: 1x1x2x1, {dtype}: {PLANTED[name][1]}" in printed
+
+
+def another_choice_on_rank_1() -> AbstractContextManager[Any]:
+    """One position of each microbatch of rank 1 chooses another expert, as in a near tie."""
+    original = MixtureOfExperts.choose
+
+    def choose(mixture: MixtureOfExperts, probabilities: Tensor) -> Tensor:
+        chosen = original(mixture, probabilities)
+        if dist.get_rank() == 1:
+            chosen[0, 0, -1] = probabilities[0, 0].argmin()
+        return chosen
+
+    return patch.object(MixtureOfExperts, "choose", choose)
+
+
+PLANTED["choice"] = another_choice_on_rank_1, "step 1, choice of experts: 4 of 128 positions"
+
+
+@pytest.mark.slow
+def test_choices_of_experts_are_compared_and_below_float64_replayed(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["--model.family", "qwen3_moe", "--training.dtype", "float32", "--steps", "1", "--shrink"]
+    settings += ["--training.mixed_precision_param", "bfloat16", "--layouts", "1x1x2x1-ep2", "1x1x1x1-cp2"]
+    command.main([str(config_file), *settings])
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1] == "all 3 layouts agree with the reference"
+    exact = "choices of experts, float64: at most 0.00% of a step's positions differ from the reference"
+    assert printed[-3] == exact
+    assert printed[-2].endswith(
+        "% of a step's positions differ from the reference; the experts of the reference computed"
+    )
+    monkeypatch.setattr(compare, "measure_layouts", partial(planted_on_ranks, name="choice"))
+    with pytest.raises(SystemExit):
+        command.main([str(config_file), *settings[:-1]])
+    printed = capsys.readouterr().out.splitlines()
+    assert f"the first: 1x1x2x1-ep2, float64: {PLANTED['choice'][1]}" in printed[-1]
+    # In bfloat16, the experts of the reference compute, and their other choices are within the bound.
+    assert sum(line.startswith("1x1x2x1-ep2  float32") and line.endswith("agrees") for line in printed) == 1
 
 
 @pytest.mark.slow

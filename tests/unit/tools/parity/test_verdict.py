@@ -53,6 +53,10 @@ def test_equal_measurements_agree() -> None:
         (changed(num_valid=6), "step 1, valid tokens: 6, and the reference has 7"),
         (changed(loss=2.0 + 1e-9), "step 1, loss: 2, and the reference has 2: relative difference 5.0e-10, bound"),
         (changed(loss=math.nan), "step 1, loss: the ranks disagree"),
+        (
+            changed(flipped=1, routed=512),
+            "step 1, choice of experts: 1 of 512 positions chose others, share 2.0e-03, bo",
+        ),
         (changed(gradients={"a": 1e-9, "b": 1e-8, "c": 0.0}), "step 1, gradient of b: relative error 2.5e-09, bound"),
         (changed(gradients={"a": math.nan, "b": 0.0, "c": 0.0}), "step 1, gradient of a: relative error inf"),
         (changed(gradients={"a": 0.0, "b": 0.0, "c": None}), "step 1, gradient of c: missing on all ranks"),
@@ -155,3 +159,20 @@ def test_a_parameter_with_a_gradient_in_a_later_step_is_not_dead() -> None:
     late = replace(REFERENCE.steps[0], gradients={"a": 0.0, "b": 0.0, "c": 1.0})
     assert dead_parameters(replace(REFERENCE, steps=[late])) == ["a", "b"]
     assert dead_parameters(replace(REFERENCE, steps=[late, REFERENCE.steps[0]])) == []
+
+
+def test_bounds_of_choices_of_experts() -> None:
+    """None in float64; below, a multiple of the one-process run's share, and two positions."""
+    chose_others = changed(flipped=6, routed=600)
+    one_process = errors_of(chose_others, REFERENCE)
+    assert one_process[0].flipped == 0.01
+    bounds = own_bounds(["float32"], one_process)
+    assert bounds.flipped(0, 600) == pytest.approx(4 * 0.01 + 2 / 600, rel=1e-4)
+    assert judge(changed(flipped=25, routed=600), REFERENCE, bounds).first_difference is None
+    verdict = judge(changed(flipped=27, routed=600), REFERENCE, bounds)
+    assert (verdict.first_difference or "").startswith("step 1, choice of experts: 27 of 600")
+    assert verdict.flipped == 27 / 600
+    assert judge(SAME, REFERENCE, bounds).flipped is None  # no experts
+    assert EXACT.flipped(0, 600) == 0.0
+    merged = merge_ranks([chose_others, chose_others])
+    assert (merged.steps[0].flipped, merged.steps[0].routed) == (12, 1200)
