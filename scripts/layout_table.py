@@ -20,7 +20,7 @@ def errors(layouts: list[Layout], dtype: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     most = int(sys.argv[1]) if len(sys.argv) > 1 else 16
-    print(f"| pp x dp_replicate x dp_shard x tp, cp | ranks | schedule | with | {' | '.join(BOUNDS)} |")
+    print(f"| pp x dp_replicate x dp_shard x tp, cp, ep | ranks | schedule | with | {' | '.join(BOUNDS)} |")
     print("|---|---|---|---|" + "---|" * len(BOUNDS))
     for size in sorted({layout.world_size for layout in ALL if layout.world_size <= most}):
         layouts = [layout for layout in ALL if layout.world_size == size]

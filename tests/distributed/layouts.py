@@ -46,7 +46,8 @@ class Layout:
 
     @property
     def name(self) -> str:
-        return " x ".join(str(size) for size in self.axes) + f", cp {self.cp}" * (self.cp > 1)
+        degrees = [f"cp {self.cp}"] * (self.cp > 1) + [text.replace("=", " ") for text in self.settings if text in EPS]
+        return ", ".join([" x ".join(map(str, self.axes)), *(text.removeprefix("parallelism.") for text in degrees)])
 
     @property
     def schedule(self) -> str:
@@ -85,16 +86,15 @@ EXPERTS = (
     *("model.balance_loss=0.5", "model.z_loss=0.1"),
 )
 GATHER = ("parallelism.context_parallel=gather",)
-EP = ("parallelism.ep=2",)
+EP, EP4 = ("parallelism.ep=2",), ("parallelism.ep=4",)
+EPS = (*EP, *EP4)
 EIGHT = ("model.n_experts=8",)
-IMPLIED = (AOT, "activation_checkpoint.mode=selective", QWEN3[1], *EXPERTS[1:], *EIGHT)
+IMPLIED = (AOT, "activation_checkpoint.mode=selective", QWEN3[1], *EXPERTS[1:], *EIGHT, *EPS)
 SHORT = {
     QWEN3[0]: "qwen3",
     EXPERTS[0]: "qwen3_moe",
     "compile.enable=true": "compile",
     GATHER[0]: "gather",
-    EP[0]: "ep 2",
-    "parallelism.ep=4": "ep 4",
     FULL[0]: "recompute full",
     BY_OP[1]: "recompute op",
     BY_LAYER[1]: "recompute layer",
@@ -217,9 +217,9 @@ SOAK = (
     Layout((1, 1, 2, 1), (*GATHER, *LAST), accumulation=3, rows=24, cp=2),
     Layout((1, 2, 1, 1), (*GATHER, *TIED), cp=2),
     Layout((2, 1, 1, 2), (*GATHER, *schedule("1F1B"), *QWEN3, *BY_OP, *PAIRS), cp=2),
-    Layout((1, 1, 4, 1), (*EXPERTS, *EIGHT, "parallelism.ep=4", *FULL)),
+    Layout((1, 1, 4, 1), (*EXPERTS, *EIGHT, *EP4, *FULL)),
     Layout((1, 1, 4, 2), (*EXPERTS, *EP)),
-    Layout((1, 1, 2, 2), (*EXPERTS, *EIGHT, "parallelism.ep=4"), cp=2),
+    Layout((1, 1, 2, 2), (*EXPERTS, *EIGHT, *EP4), cp=2),
     Layout((2, 1, 2, 1), (*EXPERTS, *EP, *schedule("1F1B"), *PAIRS), cp=2),
     Layout((2, 1, 2, 2), (*EXPERTS, *EP, *schedule("Interleaved1F1B"))),
 )
@@ -228,7 +228,7 @@ SOAK = (
 SIXTEEN = (
     Layout((2, 2, 2, 2), (*schedule("Interleaved1F1B"), *BY_OP, *PAIRS), accumulation=3, rows=48),
     Layout((2, 1, 2, 2), (*schedule("Interleaved1F1B"), *BY_OP, *PAIRS), accumulation=3, rows=48, cp=2),
-    Layout((2, 1, 2, 2), (*EXPERTS, *EIGHT, "parallelism.ep=4", *schedule("1F1B"), *PAIRS), cp=2),
+    Layout((2, 1, 2, 2), (*EXPERTS, *EIGHT, *EP4, *schedule("1F1B"), *PAIRS), cp=2),
 )
 
 ALL = (*QUICK, *SLOW, *THREE_AXES, *SOAK, *SIXTEEN)

@@ -27,6 +27,13 @@ NAMES = {
     "ffn_hidden_size": "model.ffn_dim",
     "intermediate_size": "model.ffn_dim",
     "model_type": "model.family",
+    "num_experts": "model.n_experts",
+    "num_local_experts": "model.n_experts",
+    "num_experts_per_tok": "model.n_active_experts",
+    "moe_intermediate_size": "model.ffn_dim",
+    "router_aux_loss_coef": "model.balance_loss",
+    "load_balance_coeff": "model.bias_rate",
+    "expert_parallel_degree": "parallelism.ep",
     # data
     "dataset": "data.sources.0.path",
     "dataset_name": "data.sources.0.path",

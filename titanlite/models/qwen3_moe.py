@@ -13,7 +13,7 @@ from titanlite.models.experts import MixtureOfExperts, mixtures_of
 from titanlite.models.family import Family, HuggingFace, Plan, TensorStyle
 from titanlite.models.hugging_face import FIELDS, parameter_names, read_field, refuse_invalid, refuse_other
 from titanlite.models.qwen3 import SCALING_FIELDS, Qwen3, Qwen3Config
-from titanlite.runtime.errors import Problem, require
+from titanlite.runtime.errors import Problem, UserError, require
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,11 @@ def config_json(config: Qwen3MoeConfig) -> dict[str, Any]:
 def config_from_json(fields: Mapping[str, Any]) -> Qwen3MoeConfig:
     """Hyper-parameters in config.json. Raises UserError if a field is missing, invalid or not supported."""
     refuse_other(fields, SUPPORTED)
+    if fields.get("output_router_logits"):
+        raise UserError(
+            "config.json: output_router_logits = true: transformers then adds a balance loss over all positions of a "
+            "microbatch, which depends on the batch size of a rank: write false. model.balance_loss is over rows"
+        )
     if fields.get("norm_topk_prob") is None:  # its default in transformers is the other value
         read_field(fields, "norm_topk_prob", bool)
     config = Qwen3MoeConfig(
