@@ -4,10 +4,11 @@ import pytest
 
 from titanlite.config.load import full_keys, suggest
 from titanlite.config.other_names import KEYS, NAMES
+from titanlite.models.registry import FAMILIES
 
 
 def test_every_name_points_to_a_key_and_is_none_itself() -> None:
-    known = full_keys("llama3")
+    known = [key for family in FAMILIES for key in full_keys(family)]
     assert {*KEYS.values(), *NAMES.values()} <= {*known}
     assert not {*NAMES} & {key.rpartition(".")[2] for key in known}
     assert not {*KEYS} & {*known}

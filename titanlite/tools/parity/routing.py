@@ -14,8 +14,7 @@ from titanlite.trainer import Trainer
 class Routing:
     """Notes the choices of experts in a step, or compares them with those of a reference.
 
-    chosen: int64 (positions of the global batch, n_active), by block. reference: such choices; None: there are none
-    yet. replays: whether the experts of the reference compute, in place of the own choices. flipped: positions that
+    chosen: int64 (positions of the global batch, n_active), by block. reference: such choices, or None. replays: whether the experts of the reference compute, in place of the own choices. flipped: positions that
     chose other experts than in the reference, of `compared` ones, in all blocks of this rank. A position counts each
     time that it is routed: on several ranks, and again by recomputation.
     """
