@@ -57,8 +57,7 @@ class OlmoeConfig(DecoderConfig):
     balance_loss: float = 0.01
     """Coefficient of the balance loss of each block, a mean over the rows of the global batch; 0.0: none."""
     z_loss: float = 0.0
-    """Coefficient of the z-loss of each router: the mean square of the logarithm of the sum of its exponentials. OLMoE
-    was trained with 0.001, which its published format does not contain."""
+    """Coefficient of the z-loss of each router: the mean square of the logarithm of the sum of its exponentials."""
     bias_rate: float = 0.0
     """Change per step of the biases that balance the choice of experts; 0.0: no biases. 0.001 is usual, with a small
     balance_loss. The published format has no biases: a run with them cannot be exported."""
