@@ -599,7 +599,7 @@ OF_TENSORS = (
         "gradients of the norms of queries and keys not summed over tp (qwen3)",
         *(TP_QWEN3, head_norms_not_summed_over_tp, GRADIENT, "gradient of"),
     ),
-    Mistake("norm of the own heads (olmoe)", TP_OLMOE, wide_norms_of_own_heads, STEP, "step 1, loss: "),
+    Mistake("norm of the own heads (olmoe)", TP_OLMOE, wide_norms_of_own_heads, STEP, "choice of experts: "),
     Mistake(
         "gradient of the norm of all heads not summed over tp (olmoe)",
         *(TP_OLMOE, wide_norms_not_summed_backward, GRADIENT, "gradient of"),
