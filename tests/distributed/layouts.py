@@ -85,6 +85,7 @@ EXPERTS = (
     *("model.family=qwen3_moe", "model.head_dim=16", "model.n_experts=6", "model.n_active_experts=2"),
     *("model.balance_loss=0.5", "model.z_loss=0.1"),
 )
+OLMOE = ("model.family=olmoe", *EXPERTS[2:])
 GATHER = ("parallelism.context_parallel=gather",)
 EP, EP4 = ("parallelism.ep=2",), ("parallelism.ep=4",)
 EPS = (*EP, *EP4)
@@ -93,6 +94,7 @@ IMPLIED = (AOT, "activation_checkpoint.mode=selective", QWEN3[1], *EXPERTS[1:], 
 SHORT = {
     QWEN3[0]: "qwen3",
     EXPERTS[0]: "qwen3_moe",
+    OLMOE[0]: "olmoe",
     "compile.enable=true": "compile",
     GATHER[0]: "gather",
     FULL[0]: "recompute full",
@@ -129,6 +131,7 @@ QUICK = (
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *EVERY, *PAIRS, *CHUNKS), accumulation=3, rows=24),
     Layout((2, 1, 1, 1), (*QWEN3, *schedule("Interleaved1F1B"))),
     Layout((1, 1, 1, 2), EXPERTS),
+    Layout((1, 1, 1, 2), OLMOE),
     Layout((1, 1, 1, 1), CHUNKS, cp=2),
     Layout((1, 1, 1, 1), (*GATHER, *QWEN3), accumulation=3, rows=24, cp=2),
     Layout((1, 1, 2, 1), (*EXPERTS, *EP)),
@@ -187,6 +190,10 @@ SLOW = (
     Layout((1, 2, 2, 1), (*EXPERTS, *EP, *LAST), accumulation=3, rows=24),
     Layout((2, 1, 2, 1), (*EXPERTS, *EP, *schedule("ZBVZeroBubble"), *depth(3), *FULL)),
     Layout((1, 1, 2, 1), (*EXPERTS, *EP, *TIED), cp=2),
+    # norms whose squares are summed over tp
+    Layout((1, 1, 2, 2), (*OLMOE, *EP, *FULL), accumulation=3, rows=24),
+    Layout((1, 1, 1, 2), (*OLMOE, *BY_OP), cp=2),
+    Layout((2, 1, 1, 2), (*OLMOE, *schedule("ZBVZeroBubble"), *depth(3), *PAIRS)),
     # hybrid sharding x tensor parallelism
     Layout((1, 2, 2, 2), accumulation=3, rows=24),
     # these two, sharded and replicated, have the same loss curve

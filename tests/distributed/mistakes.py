@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from tests.distributed import gradients
 from tests.distributed.gradients import replaced
-from tests.distributed.layouts import EVERY, EXPERTS, GATHER, LAST, PAIRS, QWEN3, Layout, schedule
+from tests.distributed.layouts import EVERY, EXPERTS, GATHER, LAST, OLMOE, PAIRS, QWEN3, Layout, schedule
 from titanlite import trainer as trainer_module
 from titanlite.assembly import model as build_module
 from titanlite.batch import IGNORE_INDEX, Batch
@@ -51,6 +51,7 @@ CP_EXPERTS = Layout((1, 1, 1, 1), EXPERTS, cp=2)
 EP = Layout((1, 1, 2, 1), (*EXPERTS, "parallelism.ep=2"))
 EP_SHARD = Layout((1, 1, 4, 1), (*EXPERTS, "parallelism.ep=2"))
 TP_QWEN3 = Layout((1, 1, 1, 2), QWEN3)
+TP_OLMOE = Layout((1, 1, 1, 2), OLMOE)
 REPLICATE = Layout((1, 2, 1, 1), LAST, accumulation=2)
 REPLICATE_EVERY = Layout((1, 2, 1, 1), EVERY, accumulation=2)
 SHARD = Layout((1, 1, 2, 1), LAST, accumulation=2)
@@ -254,6 +255,31 @@ def head_norms_not_summed_over_tp() -> Iterator[None]:
 
     kind, placement, _ = tensor_module._STYLES["head_norm"]
     with patch.dict(tensor_module._STYLES, {"head_norm": (kind, placement, forget)}):
+        yield
+
+
+@contextmanager
+def wide_norms_of_own_heads() -> Iterator[None]:
+    """Queries and keys are divided by the root mean square of the rank's heads instead of all heads."""
+
+    def own_heads(norm: nn.RMSNorm, group: object, x: Tensor) -> Tensor:
+        del group
+        return rms_norm(x.flatten(2), norm.weight.to_local(), norm.eps).view_as(x)  # type: ignore[operator]
+
+    styles = tensor_module._STYLES
+    with patch.dict(styles, {"wide_norm": (*styles["wide_norm"][:2], own_heads)}):
+        yield
+
+
+@contextmanager
+def wide_norms_not_summed_backward() -> Iterator[None]:
+    """The gradient of the mean square covers only the rank's heads. The loss of the step is correct."""
+    reduce = tensor_module._all_reduce
+
+    def forward_only(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return reduce(x, group) if x.shape[-1] == 1 else x
+
+    with patch.object(tensor_module, "_all_reduce", forward_only):
         yield
 
 
@@ -572,6 +598,11 @@ OF_TENSORS = (
     Mistake(
         "gradients of the norms of queries and keys not summed over tp (qwen3)",
         *(TP_QWEN3, head_norms_not_summed_over_tp, GRADIENT, "gradient of"),
+    ),
+    Mistake("norm of the own heads (olmoe)", TP_OLMOE, wide_norms_of_own_heads, STEP, "choice of experts: "),
+    Mistake(
+        "gradient of the norm of all heads not summed over tp (olmoe)",
+        *(TP_OLMOE, wide_norms_not_summed_backward, GRADIENT, "gradient of"),
     ),
     Mistake("parameters replicated over tp counted twice in the norm", TP, replicas_counted_twice, NORM, "grad norm: "),
     Mistake("gradient norm not reduced over tp", TP, norm_of_own_shards, NORM, "grad norm: the ranks disagree"),

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from tests.distributed.gradients import build_on_mesh
-from tests.distributed.layouts import EXPERTS, GATHER
+from tests.distributed.layouts import EXPERTS, FULL, GATHER, OLMOE
 from tests.distributed.reference import global_batch, rank_batches, small_config
 from tests.pool import run_ranks
 from titanlite.planning.estimate import estimate
@@ -22,6 +22,7 @@ OPERATIONS = {
     "c10d::reduce_scatter_tensor_coalesced_": "tp reduce-scatter",
     "c10d::alltoall_base_": "cp all-to-all",
     "c10d::send": "pp send",
+    "c10d::allreduce_": "all-reduce",
 }
 SAME_OPERATIONS = {"expert_shard": "dp_shard", "ep": "cp"}
 DEEP = ["model.n_layers=3", "training.local_batch_size=4"]
@@ -111,3 +112,13 @@ def test_calls_and_bytes_match_a_real_step(world_size: int, layouts: list[list[s
             contributed = sum(part.bytes / part.ranks for part in parts if part.operation == "all-gather")
             sent = sum(part.bytes for part in parts if part.operation == "send")
             assert contributed + sent == elements * size, (settings, pp_rank)
+
+
+@pytest.mark.slow
+def test_all_reduces_of_norms_over_all_heads() -> None:
+    """Those of olmoe, compared with qwen3_moe: all-reduces over other axes and of scalars are the same."""
+    layouts = [[*family, *FULL, *TP] for family in (EXPERTS, OLMOE)]
+    measured = [calls["all-reduce"] for calls, _ in run_ranks(calls_and_bytes, 2, layouts)[0]]
+    plans = [estimate(small_config(2, *settings), 2, device_type="cpu").ranks[0].traffic for settings in layouts]
+    planned = [sum(part.calls for part in plan if part.operation == "all-reduce") for plan in plans]
+    assert measured[1] - measured[0] == planned[1] - planned[0] > 0

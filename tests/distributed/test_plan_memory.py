@@ -35,6 +35,7 @@ SHAPE = ["model.dim=128", "model.n_layers=4", "model.n_heads=4", "model.ffn_dim=
 SHAPE += [f"model.max_seq_len={SEQ_LEN}", f"training.seq_len={SEQ_LEN}", f"training.local_batch_size={ROWS}"]
 QWEN3 = ["model.family=qwen3", "model.head_dim=64"]  # heads twice as wide as the residual stream, normalized
 EXPERTS = ["model.family=qwen3_moe", "model.n_experts=8", "model.n_active_experts=2", "model.ffn_dim=192"]
+OLMOE = ["model.family=olmoe", *EXPERTS[1:]]
 DTYPE = {
     "float32": ["training.dtype=float32"],
     "bfloat16": ["training.dtype=float32", "training.mixed_precision_param=bfloat16"],
@@ -52,6 +53,7 @@ KEPT_LAYOUTS = {
     "1 process, qwen3": (1, QWEN3),
     "1 process, experts": (1, EXPERTS),
     "tp 2, experts": (2, [*EXPERTS, "parallelism.tp=2"]),
+    "tp 2, olmoe": (2, [*OLMOE, "parallelism.tp=2"]),
     "cp 2": (2, ["parallelism.cp=2", "parallelism.fsdp_reshard_after_forward=never"]),
     "cp 2, gather": (2, ["parallelism.cp=2", *GATHER, "parallelism.fsdp_reshard_after_forward=never"]),
 }
@@ -271,7 +273,7 @@ def test_additional_bytes_of_documents_in_a_row() -> None:
         "tp 2",
         "cp 2",
         "cp 2, gather",
-        *(pytest.param(name, marks=pytest.mark.soak) for name in ("tp 2, full logits", "tp 2, experts")),
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("tp 2, full logits", "tp 2, experts", "tp 2, olmoe")),
     ],
 )
 def test_bytes_kept_by_a_microbatch_on_two_ranks(layout: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.models.attention import AttentionMask
+from titanlite.models.experts import MixtureOfExperts, mixtures_of
 from titanlite.models.family import DecoderConfig, LanguageModel, Plan, TensorStyle
 from titanlite.models.head import OutputLayer
 from titanlite.models.init import Init
@@ -77,9 +78,12 @@ class Decoder(LanguageModel):
             self.output.weight = next(self.tok_embeddings.parameters())
 
     def init_buffers(self, device: torch.device) -> None:
-        """Compute the rotary tables on `device`, in promote_types(the parameters' dtype, float32)."""
+        """Compute the rotary tables on `device`, in promote_types(the parameters' dtype, float32), and the biases of
+        experts."""
         dtype = next(self.parameters()).dtype
         self.rope.init_buffers(device, torch.promote_types(dtype, torch.float32))
+        for mixture in mixtures_of([self]):
+            mixture.init_buffers(device)
 
     def forward(
         self,
@@ -100,6 +104,20 @@ class Decoder(LanguageModel):
             x = layer(x, rope, mask, *of_experts)
         x = x if self.norm is None else self.norm(x)
         return x if self.output is None else self.output(x, labels, num_valid)
+
+
+def mixture_of_experts(config: DecoderConfig, *, normalize: bool = True) -> MixtureOfExperts:
+    """Feed-forward module of one block, with experts. normalize: see MixtureOfExperts."""
+    return MixtureOfExperts(
+        config.dim,
+        config.ffn_dim,
+        config.n_experts,
+        config.n_active_experts,
+        balance_loss=config.balance_loss,
+        z_loss=config.z_loss,
+        bias_rate=config.bias_rate,
+        normalize=normalize,
+    )
 
 
 def init(config: DecoderConfig, name: str) -> Init:
@@ -213,6 +231,63 @@ def check_decoder(config: DecoderConfig, seq_len: int, tp: int, pp: int, *, publ
             "shorten the sequences or increase model.max_seq_len",
         ),
         *_check_layout(config, tp, pp),
+    ]
+
+
+def check_width(config: DecoderConfig) -> list[Problem]:
+    """Check that n_heads divides dim into heads of even width, for families in which head_dim is dim / n_heads."""
+    if min(config.dim, config.n_heads) < 1:
+        return []  # reported by check_sizes
+    if config.dim % config.n_heads:
+        pairs = 2 * config.n_heads
+        return require(
+            False,
+            "model.dim",
+            config.dim,
+            f"a multiple of model.n_heads = {config.n_heads}",
+            f"{math.ceil(config.dim / pairs) * pairs} is the next value with an even head width",
+        )
+    return require(
+        config.head_dim % 2 == 0,
+        "model.dim",
+        config.dim,
+        f"dim / n_heads must be even, since rotary embeddings rotate pairs (it is {config.head_dim})",
+        f"{config.dim + config.n_heads}, or another number of heads",
+    )
+
+
+def check_experts(config: DecoderConfig, published: str) -> list[Problem]:
+    """Check the hyper-parameters of experts. published: as for check_decoder."""
+    return [
+        *check_sizes(config, ["n_experts", "n_active_experts"]),
+        *require(
+            config.n_active_experts <= config.n_experts,
+            "model.n_active_experts",
+            config.n_active_experts,
+            f"at most model.n_experts = {config.n_experts}",
+            f"{min(config.n_experts, 8)}, or more experts",
+        ),
+        *require(
+            0.0 <= config.balance_loss < math.inf,
+            "model.balance_loss",
+            config.balance_loss,
+            "at least 0 and finite",
+            f"{default_remedy(config, 'balance_loss', published)}; 0.0: no balance loss",
+        ),
+        *require(
+            0.0 <= config.z_loss < math.inf,
+            "model.z_loss",
+            config.z_loss,
+            "at least 0 and finite",
+            "0.0: no z-loss; 0.001 is usual",
+        ),
+        *require(
+            0.0 <= config.bias_rate < 1.0,
+            "model.bias_rate",
+            config.bias_rate,
+            "at least 0 and below 1, as it changes probabilities",
+            "0.0: no biases; 0.001 is usual",
+        ),
     ]
 
 

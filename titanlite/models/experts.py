@@ -135,10 +135,10 @@ class MixtureOfExperts(nn.Module):
     """Feed-forward layer of `n_experts` experts, of which each position uses the `n_active` most probable.
 
     The probabilities are the softmax of the router's scores. The weights of the chosen experts are their probabilities,
-    divided by their sum. balance_loss, z_loss: coefficients of these losses, whose gradients each backward pass adds.
-    bias_rate: if above 0, experts are chosen by probability plus `bias`, float32 (n_experts,), which `end_step` moves
-    by this rate toward equal loads (Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts",
-    2024); the weights do not contain it.
+    divided by their sum if `normalize`. balance_loss, z_loss: coefficients of these losses, whose gradients each
+    backward pass adds. bias_rate: if above 0, experts are chosen by probability plus `bias`, float32 (n_experts,),
+    which `end_step` moves by this rate toward equal loads (Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy
+    for Mixture-of-Experts", 2024); the weights do not contain it.
 
     num_rows, num_tokens: of the global batch, over which these losses are means; the trainer sets them. own_share:
     share of this rank in the losses of its positions; 0 if another rank has the same ones. row_group: the ranks that
@@ -161,9 +161,11 @@ class MixtureOfExperts(nn.Module):
         balance_loss: float = 0.0,
         z_loss: float = 0.0,
         bias_rate: float = 0.0,
+        normalize: bool = True,
     ) -> None:
         super().__init__()
         self.n_active = n_active
+        self.normalize = normalize
         self.balance_loss = balance_loss
         self.z_loss = z_loss
         self.bias_rate = bias_rate
@@ -190,7 +192,8 @@ class MixtureOfExperts(nn.Module):
         probabilities = scores.softmax(dim=-1)
         chosen = self.choose(probabilities.detach())
         weights = probabilities.gather(-1, chosen)
-        weights = weights / weights.sum(dim=-1, keepdim=True)
+        if self.normalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
         if torch.is_grad_enabled():
             counts = count_choices(chosen, scores.shape[-1], is_token)
             loss, terms = self._losses(scores, probabilities, counts, is_token)

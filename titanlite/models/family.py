@@ -41,9 +41,12 @@ class DecoderConfig:
     tie_embeddings: bool
     n_experts: int = 1
     n_active_experts: int = 1
+    balance_loss: float = 0.0
+    z_loss: float = 0.0
+    bias_rate: float = 0.0
 
 
-TensorStyle = Literal["vocabulary", "norm", "head_norm", "gather", "column", "row", "router", "logits"]
+TensorStyle = Literal["vocabulary", "norm", "head_norm", "wide_norm", "gather", "column", "row", "router", "logits"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class Plan:
         "norm": replicated; each rank normalizes its own positions.
         "head_norm": replicated; each rank normalizes its own heads of (batch, seq_len, heads, head_dim), the output of
         a "column" layer.
+        "wide_norm": sharded by features; the heads of a position, the output of a "column" layer, are normalized
+        together, and their squares are summed.
         "gather": a module with parallel layers inside; its first input is gathered along seq_len.
         "column": a linear layer sharded by output features. "row": a linear layer sharded by input features; its output
         is summed and sharded along seq_len.

@@ -42,6 +42,14 @@ FIELDS = {
 }
 """The field of config.json of each hyper-parameter."""
 
+EXPERT_FIELDS = {
+    "n_experts": "num_experts",
+    "n_active_experts": "num_experts_per_tok",
+    "balance_loss": "router_aux_loss_coef",
+}
+"""Those of experts."""
+EXPERT_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
 SUPPORTED_VALUES = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -89,10 +97,10 @@ def refuse_invalid(problems: Sequence[Problem], names: Mapping[str, str]) -> Non
         raise UserError(f"config.json: {names.get(name, name)} = {first.value!r}: {first.rule} (as {first.key})")
 
 
-def rope_fields(fields: Mapping[str, Any], scaled: str) -> tuple[float, Mapping[str, Any]]:
+def rope_fields(fields: Mapping[str, Any], scaled: str | None = None) -> tuple[float, Mapping[str, Any]]:
     """(theta, fields of the scaling or {}), from rope_parameters (transformers 5) or rope_theta and rope_scaling.
 
-    scaled: the supported type of scaling. Raises UserError for any other type.
+    scaled: the supported type of scaling, if there is one. Raises UserError for any other type.
     """
     # If both are present, transformers takes rope_scaling.
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
@@ -101,7 +109,8 @@ def rope_fields(fields: Mapping[str, Any], scaled: str) -> tuple[float, Mapping[
     refuse_other(found, {"partial_rotary_factor": 1.0})
     kind = found.get("rope_type") or found.get("type") or "default"
     if kind not in ("default", scaled):
-        raise UserError(f"config.json: {name}.rope_type = {kind!r}: this family supports only 'default' and {scaled!r}")
+        supported = " and ".join(repr(each) for each in ("default", scaled) if each is not None)
+        raise UserError(f"config.json: {name}.rope_type = {kind!r}: this family supports only {supported}")
     if found.get("rope_theta") is None:
         raise UserError(
             "config.json: rope_theta is missing: add the value that the model was trained with; transformers would "
@@ -119,6 +128,18 @@ def parameter_names(config: DecoderConfig, block_names: Mapping[str, str]) -> di
     }
     modules |= {ours: theirs for ours, theirs in MODULE_NAMES.items() if ours != "output" or not config.tie_embeddings}
     return {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in modules.items()}
+
+
+def names_with_experts(config: DecoderConfig, block_names: Mapping[str, str]) -> dict[str, str | tuple[str, ...]]:
+    """As parameter_names, with a mixture of experts in place of the feed-forward of each block."""
+    kept = {ours: theirs for ours, theirs in block_names.items() if not ours.startswith("feed_forward")}
+    found = parameter_names(config, kept | {"feed_forward.router": "mlp.gate"})
+    for index in range(config.n_layers):
+        for ours, theirs in EXPERT_NAMES.items():
+            found[f"layers.{index}.feed_forward.experts.{ours}"] = tuple(
+                f"model.layers.{index}.mlp.experts.{expert}.{theirs}.weight" for expert in range(config.n_experts)
+            )
+    return found
 
 
 def stored_names(name: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -154,4 +175,19 @@ def decoder_values(fields: Mapping[str, Any]) -> dict[str, Any]:
         "norm_eps": read_field(fields, "rms_norm_eps", float),
         "max_seq_len": read_field(fields, "max_position_embeddings", int),
         "tie_embeddings": read_field(fields, "tie_word_embeddings", bool, False),
+    }
+
+
+def expert_values(fields: Mapping[str, Any], balance_loss: float) -> dict[str, Any]:
+    """Hyper-parameters of experts. balance_loss: its default. Raises UserError if a field is missing or invalid."""
+    if fields.get("output_router_logits"):
+        raise UserError(
+            "config.json: output_router_logits = true: transformers then adds a balance loss over all positions of a "
+            "microbatch, which depends on the batch size of a rank: write false. model.balance_loss is over rows"
+        )
+    number = "num_local_experts" if "num_local_experts" in fields else "num_experts"  # transformers 5 and 4
+    return {
+        "n_experts": read_field(fields, number, int),
+        "n_active_experts": read_field(fields, "num_experts_per_tok", int),
+        "balance_loss": read_field(fields, "router_aux_loss_coef", float, balance_loss),
     }

@@ -82,6 +82,9 @@ class YarnScaling:
         return pairs * math.log(self.original_seq_len / (turns * 2 * math.pi)) / math.log(self.theta)
 
 
+Sum = Callable[[Tensor], Tensor]
+
+
 class RMSNorm(nn.RMSNorm):
     """RMSNorm (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019): x / rms(x) * weight."""
 
@@ -92,39 +95,59 @@ class RMSNorm(nn.RMSNorm):
         return rms_norm(x, self.weight, self.eps)
 
 
+class WideNorm(RMSNorm):
+    """RMSNorm of all heads of a position together."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (batch, seq_len, heads, head_dim). Returns the same shape and dtype."""
+        return super().forward(x.flatten(2)).view_as(x)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight along the last dimension, computed in promote_types(x.dtype, float32)."""
     out: Tensor
     if x.device.type == "cpu":
-        out = _RMSNormOnCPU.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+        out = _RMSNorm.apply(x, weight, eps, 1, _same)  # type: ignore[no-untyped-call]
     else:
         out = functional.rms_norm(x, weight.shape, weight, eps)
     return out
 
 
-class _RMSNormOnCPU(torch.autograd.Function):
+def rms_norm_of_part(x: Tensor, weight: Tensor, eps: float, parts: int, total: Sum) -> Tensor:
+    """`rms_norm` of one of `parts` equal parts of each vector, with its part of the weight. total: the sum of a tensor
+    over the parts."""
+    out: Tensor = _RMSNorm.apply(x, weight, eps, parts, total)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+class _RMSNorm(torch.autograd.Function):
     """On a CPU torch composes its rms_norm of single operations, whose backward pass takes 3 times as long as this one,
     and whose saved tensors take twice the memory (docs/LOG.md)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, parts: int, total: Sum) -> Tensor:
+        ctx.dim, ctx.total = parts * x.shape[-1], total
         wide = torch.promote_types(x.dtype, torch.float32)
-        square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square_()
-        inverse = square.div_(x.shape[-1]).add_(eps).rsqrt_()
+        square = total(torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square_())
+        inverse = square.div_(ctx.dim).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
         out: Tensor = (x * inverse).mul_(weight).to(x.dtype)
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         """With n = x * inverse and g = gradient * weight, the gradient of x is inverse * (g - n * mean(g * n)), and
         that of the weight is the sum of gradient * n."""
         x, weight, inverse = ctx.saved_tensors
         wide = inverse.dtype
         product = (gradient.to(wide) * x).mul_(inverse)
-        mean = (product @ weight.to(wide)).div_(x.shape[-1]).unsqueeze(-1)
+        mean = ctx.total(product @ weight.to(wide)).div_(ctx.dim).unsqueeze(-1)
         of_x = (gradient.to(wide) * weight).addcmul_(x, mean * inverse, value=-1).mul_(inverse)
-        return of_x.to(x.dtype), product.flatten(0, -2).sum(0).to(weight.dtype), None
+        return of_x.to(x.dtype), product.flatten(0, -2).sum(0).to(weight.dtype), None, None, None
 
 
 class RotaryTables:
@@ -220,14 +243,20 @@ class Attention(nn.Module):
     The number of heads comes from the projections' outputs, not from the configuration: if tensor parallelism shards
     the projections by heads, each rank computes its own heads.
 
-    head_norm_eps: if given, each head of queries and keys is normalized (RMSNorm, one weight vector for all query heads
-    and one for all key heads) before it is rotated.
+    q_norm, k_norm: normalize queries and keys, (batch, seq_len, heads, head_dim), before they are rotated: each head by
+    an RMSNorm of width head_dim, or all heads together by a WideNorm. None: not normalized.
     attend: the attention function, by default that of models/attention.py; generation replaces it by one with a KV
     cache, and context parallelism by one over several ranks.
     """
 
     def __init__(
-        self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int, head_norm_eps: float | None = None
+        self,
+        dim: int,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
@@ -236,8 +265,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
         self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
-        self.q_norm = None if head_norm_eps is None else RMSNorm(head_dim, head_norm_eps)
-        self.k_norm = None if head_norm_eps is None else RMSNorm(head_dim, head_norm_eps)
+        self.q_norm = q_norm
+        self.k_norm = k_norm
 
     def forward(self, x: Tensor, rope: RotaryTables, mask: AttentionMask | None) -> Tensor:
         """x: (batch, seq_len, dim); mask: from attention_mask, None: causal. Returns (batch, seq_len, dim)."""

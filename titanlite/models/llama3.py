@@ -12,6 +12,7 @@ from titanlite.models.decoder import (
     check_decoder,
     check_positive,
     check_sizes,
+    check_width,
     decoder_plan,
     flops_per_token,
     init,
@@ -129,31 +130,9 @@ def plan(config: Llama3Config) -> Plan:
 def check(config: Llama3Config, seq_len: int, tp: int, pp: int) -> list[Problem]:
     return [
         *check_decoder(config, seq_len, tp, pp, published="Llama 3"),
-        *_check_width(config),
+        *check_width(config),
         *_check_scaling(config),
     ]
-
-
-def _check_width(config: Llama3Config) -> list[Problem]:
-    """Check that n_heads divides dim into heads of even width."""
-    if min(config.dim, config.n_heads) < 1:
-        return []  # reported by check_sizes
-    if config.dim % config.n_heads:
-        pairs = 2 * config.n_heads
-        return require(
-            False,
-            "model.dim",
-            config.dim,
-            f"a multiple of model.n_heads = {config.n_heads}",
-            f"{math.ceil(config.dim / pairs) * pairs} is the next value with an even head width",
-        )
-    return require(
-        config.head_dim % 2 == 0,
-        "model.dim",
-        config.dim,
-        f"dim / n_heads must be even, since rotary embeddings rotate pairs (it is {config.head_dim})",
-        f"{config.dim + config.n_heads}, or another number of heads",
-    )
 
 
 def _check_scaling(config: Llama3Config) -> list[Problem]:

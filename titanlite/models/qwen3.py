@@ -31,7 +31,7 @@ from titanlite.models.hugging_face import (
     refuse_other,
     rope_fields,
 )
-from titanlite.models.layers import Attention, YarnScaling
+from titanlite.models.layers import Attention, RMSNorm, YarnScaling
 from titanlite.runtime.errors import Problem, require
 
 
@@ -110,7 +110,8 @@ class Qwen3(Decoder):
 
 def attention(config: Qwen3Config) -> Attention:
     """Attention module of one block."""
-    return Attention(config.dim, config.n_heads, config.n_kv_heads, config.head_dim, head_norm_eps=config.norm_eps)
+    norms = [RMSNorm(config.head_dim, config.norm_eps) for _ in range(2)]
+    return Attention(config.dim, config.n_heads, config.n_kv_heads, config.head_dim, *norms)
 
 
 TENSOR_STYLES: dict[str, TensorStyle] = {

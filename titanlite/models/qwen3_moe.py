@@ -5,15 +5,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from titanlite.models import qwen3
-from titanlite.models.decoder import check_sizes, decoder_plan, flops_per_token, init
-from titanlite.models.experts import MixtureOfExperts, mixtures_of
+from titanlite.models.decoder import check_experts, decoder_plan, flops_per_token, init, mixture_of_experts
 from titanlite.models.family import Family, HuggingFace, Plan, TensorStyle
-from titanlite.models.hugging_face import FIELDS, parameter_names, read_field, refuse_invalid, refuse_other
+from titanlite.models.hugging_face import (
+    EXPERT_FIELDS,
+    FIELDS,
+    expert_values,
+    names_with_experts,
+    read_field,
+    refuse_invalid,
+    refuse_other,
+)
 from titanlite.models.qwen3 import SCALING_FIELDS, Qwen3, Qwen3Config
-from titanlite.runtime.errors import Problem, UserError, require
+from titanlite.runtime.errors import Problem
 
 
 @dataclass(frozen=True)
@@ -59,22 +64,7 @@ class Qwen3Moe(Qwen3):
     """Qwen3 with experts."""
 
     def __init__(self, config: Qwen3MoeConfig) -> None:
-        experts = partial(
-            MixtureOfExperts,
-            config.dim,
-            config.ffn_dim,
-            config.n_experts,
-            config.n_active_experts,
-            balance_loss=config.balance_loss,
-            z_loss=config.z_loss,
-            bias_rate=config.bias_rate,
-        )
-        super().__init__(config, experts)
-
-    def init_buffers(self, device: torch.device) -> None:
-        super().init_buffers(device)
-        for mixture in mixtures_of([self]):
-            mixture.init_buffers(device)
+        super().__init__(config, partial(mixture_of_experts, config))
 
 
 TENSOR_STYLES: dict[str, TensorStyle] = {
@@ -88,59 +78,15 @@ def plan(config: Qwen3MoeConfig) -> Plan:
 
 
 def check(config: Qwen3MoeConfig, seq_len: int, tp: int, pp: int) -> list[Problem]:
-    return [
-        *qwen3.check(config, seq_len, tp, pp),
-        *check_sizes(config, ["n_experts", "n_active_experts"]),
-        *require(
-            config.n_active_experts <= config.n_experts,
-            "model.n_active_experts",
-            config.n_active_experts,
-            f"at most model.n_experts = {config.n_experts}",
-            f"{min(config.n_experts, 8)}, or more experts",
-        ),
-        *require(
-            0.0 <= config.balance_loss < float("inf"),
-            "model.balance_loss",
-            config.balance_loss,
-            "at least 0 and finite",
-            "0.001 is what Qwen3 uses; 0.0: no balance loss",
-        ),
-        *require(
-            0.0 <= config.z_loss < float("inf"),
-            "model.z_loss",
-            config.z_loss,
-            "at least 0 and finite",
-            "0.0 is what Qwen3 uses: no z-loss; 0.001 is usual",
-        ),
-        *require(
-            0.0 <= config.bias_rate < 1.0,
-            "model.bias_rate",
-            config.bias_rate,
-            "at least 0 and below 1, as it changes probabilities",
-            "0.0 is what Qwen3 uses: no biases; 0.001 is usual",
-        ),
-    ]
+    return [*qwen3.check(config, seq_len, tp, pp), *check_experts(config, "Qwen3")]
 
 
-EXPERT_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-MOE_FIELDS = FIELDS | {
-    "ffn_dim": "moe_intermediate_size",
-    "n_experts": "num_experts",
-    "n_active_experts": "num_experts_per_tok",
-    "balance_loss": "router_aux_loss_coef",
-}
+MOE_FIELDS = FIELDS | EXPERT_FIELDS | {"ffn_dim": "moe_intermediate_size"}
 SUPPORTED = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 def names(config: Qwen3MoeConfig) -> dict[str, str | tuple[str, ...]]:
-    block_names = {ours: theirs for ours, theirs in qwen3.BLOCK_NAMES.items() if not ours.startswith("feed_forward")}
-    found = parameter_names(config, block_names | {"feed_forward.router": "mlp.gate"})
-    for index in range(config.n_layers):
-        for ours, theirs in EXPERT_NAMES.items():
-            found[f"layers.{index}.feed_forward.experts.{ours}"] = tuple(
-                f"model.layers.{index}.mlp.experts.{expert}.{theirs}.weight" for expert in range(config.n_experts)
-            )
-    return found
+    return names_with_experts(config, qwen3.BLOCK_NAMES)
 
 
 def config_json(config: Qwen3MoeConfig) -> dict[str, Any]:
@@ -156,23 +102,12 @@ def config_json(config: Qwen3MoeConfig) -> dict[str, Any]:
 def config_from_json(fields: Mapping[str, Any]) -> Qwen3MoeConfig:
     """Hyper-parameters in config.json. Raises UserError if a field is missing, invalid or not supported."""
     refuse_other(fields, SUPPORTED)
-    if fields.get("output_router_logits"):
-        raise UserError(
-            "config.json: output_router_logits = true: transformers then adds a balance loss over all positions of a "
-            "microbatch, which depends on the batch size of a rank: write false. model.balance_loss is over rows"
-        )
     if fields.get("norm_topk_prob") is None:  # its default in transformers is the other value
         read_field(fields, "norm_topk_prob", bool)
     config = Qwen3MoeConfig(
         **qwen3.values_from_json({"intermediate_size": 1} | dict(fields))
-        | {
-            "ffn_dim": read_field(fields, "moe_intermediate_size", int),
-            "n_experts": read_field(
-                fields, "num_local_experts" if "num_local_experts" in fields else "num_experts", int
-            ),
-            "n_active_experts": read_field(fields, "num_experts_per_tok", int),
-            "balance_loss": read_field(fields, "router_aux_loss_coef", float, Qwen3MoeConfig.balance_loss),
-        }
+        | expert_values(fields, Qwen3MoeConfig.balance_loss)
+        | {"ffn_dim": read_field(fields, "moe_intermediate_size", int)}
     )
     refuse_invalid(check(config, 1, 1, 1), MOE_FIELDS | SCALING_FIELDS)
     return config

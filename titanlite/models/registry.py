@@ -5,6 +5,7 @@ from typing import Any
 
 from titanlite.models.family import Family, ModelConfig
 from titanlite.models.llama3 import LLAMA3
+from titanlite.models.olmoe import OLMOE
 from titanlite.models.qwen3 import QWEN3
 from titanlite.models.qwen3_moe import QWEN3_MOE
 from titanlite.runtime.errors import Problem
@@ -13,6 +14,7 @@ FAMILIES: dict[str, Family] = {
     LLAMA3.name: LLAMA3,
     QWEN3.name: QWEN3,
     QWEN3_MOE.name: QWEN3_MOE,
+    OLMOE.name: OLMOE,
 }
 
 

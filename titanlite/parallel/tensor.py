@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from titanlite.models.experts import Router, router_scores
 from titanlite.models.family import LanguageModel, Plan, TensorStyle
-from titanlite.models.layers import RMSNorm, rms_norm
+from titanlite.models.layers import RMSNorm, WideNorm, rms_norm, rms_norm_of_part
 
 
 def apply_tensor_parallel(model: LanguageModel, plan: Plan, mesh: DeviceMesh) -> list[str]:
@@ -79,6 +79,11 @@ def _normalize(norm: RMSNorm, group: dist.ProcessGroup, x: Tensor) -> Tensor:
     return rms_norm(x, local_weight(norm.weight, Partial()), norm.eps)
 
 
+def _normalize_together(norm: WideNorm, group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    total = partial(_all_reduce, group=group)
+    return rms_norm_of_part(x.flatten(2), local_weight(norm.weight), norm.eps, group.size(), total).view_as(x)
+
+
 def _project(linear: nn.Linear, group: dist.ProcessGroup, x: Tensor) -> Tensor:
     del group
     return functional.linear(x, local_weight(linear.weight))
@@ -98,6 +103,7 @@ _STYLES: dict[TensorStyle, tuple[type[nn.Module], dict[str, Placement], Callable
     "vocabulary": (nn.Embedding, {"weight": Shard(0)}, _look_up),
     "norm": (RMSNorm, {"weight": Replicate()}, _normalize),
     "head_norm": (RMSNorm, {"weight": Replicate()}, _normalize),
+    "wide_norm": (WideNorm, {"weight": Shard(0)}, _normalize_together),
     "column": (nn.Linear, {"weight": Shard(0)}, _project),
     "row": (nn.Linear, {"weight": Shard(1)}, _project_and_sum),
     "router": (Router, {"weight": Replicate()}, _route),
@@ -157,6 +163,12 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     operations = torch.ops._c10d_functional
     parts = operations.wait_tensor(operations.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
     return torch.cat(parts.chunk(group.size()), dim=1)
+
+
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    operations = torch.ops._c10d_functional
+    out: Tensor = operations.wait_tensor(operations.all_reduce(x, "sum", group.group_name))
+    return out
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -58,7 +58,6 @@ def activation_bytes(config: DecoderConfig, plan: Plan, shape: MicrobatchShape) 
     by heads and features. The inputs of the column layers are gathered, so each rank has them in full. The selective
     policy "op" also keeps the unreduced outputs of the row layers, which have full size too.
     """
-    head_norms = "head_norm" in plan.tensor_styles.values()
     positions, tp, size = shape.rows * shape.seq_len // shape.cp, shape.tp, shape.element_bytes
     exchanges_heads = shape.cp > 1 and not shape.gathers_keys
     # During attention, a rank has entire rows of 1 / cp of the heads, at least one of keys and values, or entire rows
@@ -81,8 +80,12 @@ def activation_bytes(config: DecoderConfig, plan: Plan, shape: MicrobatchShape) 
     n_active = config.n_active_experts
     hidden = n_active * positions * config.ffn_dim * size // tp
     norm = _norm_bytes(config.dim, positions // tp, size, wide)
-    normed_heads = positions * (config.n_heads + config.n_kv_heads) // tp if head_norms else 0
-    head_norm = _norm_bytes(config.head_dim, normed_heads, size, wide)
+    styles = plan.tensor_styles.values()
+    head_norm = 0
+    if "head_norm" in styles:
+        head_norm = _norm_bytes(config.head_dim, positions * (config.n_heads + config.n_kv_heads) // tp, size, wide)
+    if "wide_norm" in styles:
+        head_norm = sum(_norm_bytes(dim // tp, positions, size, wide) for dim in (query_dim, kv_dim))
     # of wo and w2, before and after the reduction
     row_outputs = (1 + n_active) * gathered + (2 * residual if tp > 1 else 0)
     has_experts = config.n_experts > 1

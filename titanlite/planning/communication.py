@@ -47,7 +47,8 @@ class StepShape:
     """The inputs of the traffic formulas besides the stage. sizes: of the mesh axes; dp_shard stands for dp_shard x cp.
     sync: None with a pipeline. microbatches: per optimizer step, of `positions` positions of this rank each,
     `loss_chunk` of them per chunk of the loss. exchanged: elements per position that attention exchanges, or gathers,
-    over cp. n_experts, n_active: experts of a block, and those of a position. schedule_steps: runs of the actions per
+    over cp. n_experts, n_active: experts of a block, and those of a position. wide_norms: norms of a block whose
+    squares are summed over tp. schedule_steps: runs of the actions per
     optimizer step. device_type: "cuda" or "cpu"."""
 
     device_type: str
@@ -60,6 +61,7 @@ class StepShape:
     exchanged: int
     n_experts: int
     n_active: int
+    wide_norms: int
     loss_chunk: int
     dim: int
     vocab_size: int
@@ -191,6 +193,9 @@ def _tensor_parallel(
         calls, numbers = (2 * chunks, 3) if section.loss_parallel else (chunks, shape.vocab_size)
         passes = count * (2 if section.pp > 1 and not section.loss_parallel else 1)
         found.append(Traffic("tp", "all-reduce", passes * calls, passes * numbers * loss_bytes, tp))
+    # the squares of each position, also if they are recomputed, and one product backward
+    sums = shape.wide_norms * (2 * len(stage.blocks) + again) * count
+    found.append(Traffic("tp", "all-reduce", sums, sums * shape.positions * max(4, shape.param_bytes), tp))
     replicated = [elements for unit in stage.units for elements in unit.replicated_over_tp]
     times = reductions(shape, "dp_shard" if shape.sizes["dp_shard"] > 1 else "dp_replicate")
     found.append(Traffic("tp", "all-reduce", len(replicated) * times, sum(replicated) * times * shape.param_bytes, tp))

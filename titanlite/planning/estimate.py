@@ -100,7 +100,7 @@ def _step_shape(config: JobConfig, mesh: Mesh, actions: Sequence[Action], device
     """actions: of this rank, in one run of the schedule."""
     training, cp, tp = config.training, config.parallelism.cp, config.parallelism.tp
     rows, microbatches, schedule_steps = _microbatches(config, mesh.data_degree)
-    _, model = resolve_model(config.model)
+    family, model = resolve_model(config.model)
     if config.parallelism.context_parallel == "gather":
         heads = 2 * (model.n_kv_heads // tp)
     else:
@@ -116,6 +116,7 @@ def _step_shape(config: JobConfig, mesh: Mesh, actions: Sequence[Action], device
         exchanged=heads * model.head_dim,
         n_experts=model.n_experts,
         n_active=model.n_active_experts,
+        wide_norms=list(family.plan(model).tensor_styles.values()).count("wide_norm"),
         loss_chunk=_loss_chunk(config, model.vocab_size, device_type),
         dim=model.dim,
         vocab_size=model.vocab_size,

@@ -73,8 +73,8 @@ def test_every_flavor_is_valid_and_built_without_memory(name: str, flavor: str) 
 @every_family
 def test_flops_match_the_counter_of_torch(family: Family, tied: bool) -> None:
     """Exactly the count of torch's FLOP counter, with attention as plain matrix products."""
-    config = small(family, tie_embeddings=tied, n_kv_heads=4)  # with shared heads, the counter would miss their copies
-    assert config.n_heads == 4
+    heads = {"n_heads": 4, "n_kv_heads": 4}  # with shared heads, the counter would miss their copies
+    config = small(family, tie_embeddings=tied, **heads)
     model, tokens = perturbed_model(family, config), some_tokens(2, 16)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(tokens).sum().backward()

@@ -1,4 +1,4 @@
-"""Both families against the models of Hugging Face transformers: logits, loss and the gradients of all parameters.
+"""All families against the models of Hugging Face transformers: logits, loss and the gradients of all parameters.
 
 transformers computes RMSNorm, rotary tables and the softmax in float32 for every dtype of the model. The exact
 comparison patches them to float64; the comparison without patches has the tolerance of float32.
@@ -23,6 +23,7 @@ from titanlite.batch import IGNORE_INDEX
 from titanlite.models.family import Family, LanguageModel
 from titanlite.models.hugging_face import stored_tensors
 from titanlite.models.llama3 import Llama3Config
+from titanlite.models.olmoe import OlmoeConfig
 from titanlite.models.qwen3 import Qwen3Config
 from titanlite.models.qwen3_moe import Qwen3MoeConfig
 from titanlite.models.registry import FAMILIES
@@ -56,6 +57,15 @@ EXPERTS = Qwen3MoeConfig(
     n_active_experts=3,
     balance_loss=0.0,  # transformers does not add its own
 )
+OLMOE = OlmoeConfig(
+    *(32, 2, 4, 2, 24, VOCAB_SIZE),
+    norm_eps=1e-3,
+    rope_theta=1000.0,
+    max_seq_len=64,
+    n_experts=6,
+    n_active_experts=3,
+    balance_loss=0.0,
+)
 CASES = {
     "llama3": ("llama3", LLAMA3),
     "llama3, tied": ("llama3", replace(LLAMA3, tie_embeddings=True)),
@@ -74,11 +84,14 @@ CASES = {
     "qwen3_moe, tied": ("qwen3_moe", replace(EXPERTS, tie_embeddings=True)),
     "qwen3_moe, two active": ("qwen3_moe", replace(EXPERTS, n_active_experts=2)),
     "qwen3_moe, all active": ("qwen3_moe", replace(EXPERTS, n_active_experts=6)),
+    "olmoe": ("olmoe", OLMOE),
+    "olmoe, tied": ("olmoe", replace(OLMOE, tie_embeddings=True)),
+    "olmoe, no shared heads": ("olmoe", replace(OLMOE, n_kv_heads=4)),
 }
 every_case = pytest.mark.parametrize(("name", "config"), CASES.values(), ids=CASES)
 MODULES = (
     *("models.llama.modeling_llama", "models.qwen3.modeling_qwen3", "models.qwen3_moe.modeling_qwen3_moe"),
-    "modeling_rope_utils",
+    *("models.olmoe.modeling_olmoe", "modeling_rope_utils"),
 )
 
 
@@ -201,6 +214,15 @@ def missing_head_norm(model: nn.Module) -> None:
     norm.forward = lambda x: x * norm.weight
 
 
+def norms_by_head(model: nn.Module) -> None:
+    for norm in (model.layers["1"].attention.q_norm, model.layers["1"].attention.k_norm):
+        norm.forward = lambda x, norm=norm: F.rms_norm(x, x.shape[-1:], eps=norm.eps) * norm.weight.view(x.shape[-2:])
+
+
+def normalized_weights(model: nn.Module) -> None:
+    model.layers["0"].feed_forward.normalize = True
+
+
 def swapped(first: str, second: str) -> Callable[[nn.Module], None]:
     def swap(model: nn.Module) -> None:
         one, other = model.get_parameter(first), model.get_parameter(second)
@@ -246,6 +268,8 @@ MISTAKES = {
         "qwen3",
         swapped("layers.1.attention.q_norm.weight", "layers.1.attention.k_norm.weight"),
     ),
+    "heads normalized one by one": ("olmoe", norms_by_head),
+    "weights of experts normalized": ("olmoe", normalized_weights),
     "another rotary base": ("qwen3", other_theta),
     "another epsilon": ("qwen3", other_eps),
     "attention is not scaled": ("yarn", unscaled_attention),
@@ -259,7 +283,8 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_detected(mistake: str) -> None:
     name, change = MISTAKES[mistake]
-    family, config = {"llama3": ("llama3", SCALED), "qwen3": ("qwen3", QWEN3), "yarn": ("qwen3", YARN)}[name]
+    configs = {"llama3": SCALED, "qwen3": QWEN3, "yarn": YARN, "olmoe": OLMOE}
+    family, config = "qwen3" if name == "yarn" else name, configs[name]
     found = differences(FAMILIES[family], config, change)
     assert found["logits"] > 10 * EXACT
     assert max(found.values()) > 100 * EXACT
