@@ -14,10 +14,10 @@ from titanlite.trainer import Trainer
 class Routing:
     """Notes the choices of experts in a step, or compares them with those of a reference.
 
-    chosen: int64 (positions of the global batch, n_active), by block. reference: such choices, or None. replays: whether
-    the experts of the reference compute, in place of the own choices. flipped: positions that chose other experts than
-    in the reference, of `compared` ones, in all blocks of this rank. A position counts each time that it is routed: on
-    several ranks, and again by recomputation.
+    chosen: int64 (positions of the global batch, n_active), by block. reference: such choices, or None. replays:
+    whether the experts of the reference compute, in place of the own choices. flipped: positions that chose other
+    experts than in the reference, of `compared` ones, in all blocks of this rank. A position counts each time that it
+    is routed: on several ranks, and again by recomputation.
     """
 
     def __init__(self, mixtures: Sequence[MixtureOfExperts], num_positions: int) -> None:
