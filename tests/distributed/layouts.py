@@ -172,28 +172,19 @@ SLOW = (
     Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *PAIRS), cp=2),
     Layout((1, 1, 1, 1), cp=4),
     Layout((1, 1, 1, 1), (*GATHER, *COMPILE, *BY_OP), cp=2),
-    Layout((1, 1, 1, 1), (*GATHER, *FULL), cp=4),
-    Layout((1, 1, 1, 2), GATHER, cp=2),
-    Layout((2, 1, 1, 1), (*GATHER, *schedule("ZBVZeroBubble"), *depth(3), *PAIRS), cp=2),
     # experts, with the rows of the balance loss on several ranks and on several stages
     Layout((1, 1, 1, 1), (*EXPERTS, *FULL), accumulation=3, rows=24),
     Layout((1, 1, 2, 1), (*EXPERTS, *BY_OP), accumulation=3, rows=24),
     Layout((2, 1, 1, 1), (*EXPERTS, *schedule("ZBVZeroBubble"), *depth(3), *FULL)),
     Layout((1, 1, 1, 1), (*EXPERTS, *GATHER, *FULL), cp=2),
-    Layout((1, 2, 1, 1), (*EXPERTS, *LAST), accumulation=3, rows=24, cp=2),
-    Layout((1, 1, 1, 2), (*EXPERTS, *FULL), cp=2),
     # experts dealt out over ranks: all of them, some, and beside each other axis
     Layout((1, 1, 2, 1), (*EXPERTS, *EP, *FULL), accumulation=3, rows=24),
     Layout((1, 1, 1, 1), (*EXPERTS, *EP, *BY_OP), cp=2),
     Layout((1, 1, 4, 1), (*EXPERTS, *EP)),
     Layout((1, 1, 2, 2), (*EXPERTS, *EP, *FULL)),
-    Layout((1, 2, 2, 1), (*EXPERTS, *EP, *LAST), accumulation=3, rows=24),
     Layout((2, 1, 2, 1), (*EXPERTS, *EP, *schedule("ZBVZeroBubble"), *depth(3), *FULL)),
-    Layout((1, 1, 2, 1), (*EXPERTS, *EP, *TIED), cp=2),
     # norms whose squares are summed over tp
-    Layout((1, 1, 2, 2), (*OLMOE, *EP, *FULL), accumulation=3, rows=24),
     Layout((1, 1, 1, 2), (*OLMOE, *BY_OP), cp=2),
-    Layout((2, 1, 1, 2), (*OLMOE, *schedule("ZBVZeroBubble"), *depth(3), *PAIRS)),
     # hybrid sharding x tensor parallelism
     Layout((1, 2, 2, 2), accumulation=3, rows=24),
     # these two, sharded and replicated, have the same loss curve
@@ -229,6 +220,15 @@ SOAK = (
     Layout((1, 1, 2, 2), (*EXPERTS, *EIGHT, *EP4), cp=2),
     Layout((2, 1, 2, 1), (*EXPERTS, *EP, *schedule("1F1B"), *PAIRS), cp=2),
     Layout((2, 1, 2, 2), (*EXPERTS, *EP, *schedule("Interleaved1F1B"))),
+    Layout((1, 1, 1, 1), (*GATHER, *FULL), cp=4),
+    Layout((1, 1, 1, 2), GATHER, cp=2),
+    Layout((2, 1, 1, 1), (*GATHER, *schedule("ZBVZeroBubble"), *depth(3), *PAIRS), cp=2),
+    Layout((1, 2, 1, 1), (*EXPERTS, *LAST), accumulation=3, rows=24, cp=2),
+    Layout((1, 1, 1, 2), (*EXPERTS, *FULL), cp=2),
+    Layout((1, 2, 2, 1), (*EXPERTS, *EP, *LAST), accumulation=3, rows=24),
+    Layout((1, 1, 2, 1), (*EXPERTS, *EP, *TIED), cp=2),
+    Layout((1, 1, 2, 2), (*OLMOE, *EP, *FULL), accumulation=3, rows=24),
+    Layout((2, 1, 1, 2), (*OLMOE, *schedule("ZBVZeroBubble"), *depth(3), *PAIRS)),
 )
 """Two to eight ranks: more layouts, too slow for the default suite."""
 

@@ -114,7 +114,7 @@ def test_calls_and_bytes_match_a_real_step(world_size: int, layouts: list[list[s
             assert contributed + sent == elements * size, (settings, pp_rank)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_all_reduces_of_norms_over_all_heads() -> None:
     """Those of olmoe, compared with qwen3_moe: all-reduces over other axes and of scalars are the same."""
     layouts = [[*family, *FULL, *TP] for family in (EXPERTS, OLMOE)]

@@ -53,6 +53,7 @@ KEPT_LAYOUTS = {
     "1 process, qwen3": (1, QWEN3),
     "1 process, experts": (1, EXPERTS),
     "tp 2, experts": (2, [*EXPERTS, "parallelism.tp=2"]),
+    "ep 2, experts": (2, [*EXPERTS, "parallelism.ep=2", "parallelism.fsdp_reshard_after_forward=never"]),
     "tp 2, olmoe": (2, [*OLMOE, "parallelism.tp=2"]),
     "cp 2": (2, ["parallelism.cp=2", "parallelism.fsdp_reshard_after_forward=never"]),
     "cp 2, gather": (2, ["parallelism.cp=2", *GATHER, "parallelism.fsdp_reshard_after_forward=never"]),

@@ -43,7 +43,6 @@ DEALT_OUT = (
     (2, ("parallelism.ep=2", ASYNC)),
     (1, (SYNC,)),
     (2, ("parallelism.cp=2", "parallelism.ep=2", SYNC)),
-    (2, ("parallelism.tp=2", SYNC)),
 )
 BIASED = (*EXPERTS, "model.bias_rate=0.01")
 

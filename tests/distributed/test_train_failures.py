@@ -385,7 +385,7 @@ def test_ctrl_c_ends_one_process(tmp_path: Path, start: Starter) -> None:
 
 
 @needs_proc
-@pytest.mark.slow
+@pytest.mark.soak  # test_ctrl_c_ends_one_process, and the next two, are cheaper
 def test_ctrl_c_ends_all_ranks(tmp_path: Path, start: Starter) -> None:
     program = start(tmp_path, *LONG, ranks=2, launcher=TORCHRUN)
     program.wait_for(r" 3/\d")
@@ -397,7 +397,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path, start: Starter) -> None:
 
 @needs_proc
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.soak)])
 def test_ctrl_c_ends_a_program_while_it_loads_libraries(ranks: int, tmp_path: Path, start: Starter) -> None:
     program = start(tmp_path, *LONG, ranks=ranks, launcher=TORCHRUN if ranks else PYTHON)
     wait_until(program, max(1, ranks), "libtorch_cpu")

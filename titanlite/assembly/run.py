@@ -392,7 +392,7 @@ def describe_run(
     facts = {
         "git_commit": git_commit(Path.cwd()),
         "hosts": ", ".join(sorted({*hosts})),
-        "mesh": ", ".join(f"{axis} {degree}" for axis, degree in mesh.degrees.items()),
+        "mesh": ", ".join(f"{axis} {degree}" for axis, degree in mesh.layout.items()),
         "device": device_name(mesh.world.device),
         "titanlite": titanlite.__version__,
         "torch": torch.__version__,
@@ -400,7 +400,7 @@ def describe_run(
     }
     known = {key: text for key, text in facts.items() if text}
     variables = environment_lines(environment, os.environ)
-    noted = {**known, "mesh": dict(mesh.degrees), "environment": variables}
+    noted = {**known, "mesh": mesh.layout, "environment": variables}
     trains = resume_step < config.training.steps
     run_id = note_start(Path(config.job.dump_folder), resume_step, noted, trains=trains)
     log.info("Run: %s, %s", run_id, ", ".join(f"{key} {text}" for key, text in known.items() if key != "device"))

@@ -128,6 +128,11 @@ class Mesh:
         return all(self.coordinate[axis] == 0 for axis in axes)
 
     @property
+    def layout(self) -> dict[str, int]:
+        """The degree of each axis, and ep if there is expert parallelism, for logs."""
+        return self.degrees | ({"ep": self.ep} if self.ep > 1 else {})
+
+    @property
     def is_data_leader(self) -> bool:
         """Whether this is the first of the ranks that read the same rows."""
         return self.is_first(axis for axis in AXES if axis not in DATA_AXES)

@@ -241,7 +241,7 @@ def report_lines(config: JobConfig, run: Run, found: Profile, waits: Sequence[fl
     """The report that `titanlite profile` prints. waits: see waits_by_rank."""
     record, training, device = found.record, config.training, run.trainer.device
     step_s = found.elapsed_s / found.steps
-    axes = " x ".join(f"{axis} {size}" for axis, size in run.mesh.degrees.items() if size > 1)
+    axes = " x ".join(f"{axis} {size}" for axis, size in run.mesh.layout.items() if size > 1)
     numbers = [
         f"{record.step_time_s:.4g} s per step",
         f"{record.tokens_per_second:,.0f} tokens/s",

@@ -20,7 +20,8 @@ def report(config: JobConfig, plan: Estimate, device_memory_gib: float) -> str:
     parameters = sum(stage.num_parameters for rank in plan.ranks for stage in rank.stages)
     lines = [
         f"Model: {config.model.family} {config.model.flavor}, {describe_size(parameters, hyper_parameters)}",
-        f"Mesh: {axes} = {math.prod(plan.axes.values()):,} ranks",
+        f"Mesh: {axes} = {math.prod(plan.axes.values()):,} ranks"
+        + (f"; experts over ep {section.ep} of dp_shard x cp" if section.ep > 1 else ""),
         f"Dtypes: parameters {training.dtype}, compute {training.mixed_precision_param}, "
         f"gradient reduction {training.mixed_precision_reduce}",
         f"Batch: {training.global_batch_size:,} sequences of {training.seq_len:,} tokens = "

@@ -72,6 +72,7 @@ def test_shipped_configurations_fit(tmp_path: Path) -> None:
         ("llama3_70b", 256, 80, "70,553,706,496"),
         ("qwen3_0_6b", 8, 80, "596,049,920"),
         ("qwen3_8b_long_context", 8, 80, "8,190,735,360"),
+        ("qwen3_30b_a3b", 16, 80, "30,532,122,624"),
     ]
     programs = [
         start_plan(tmp_path, name, "--world-size", str(ranks), "--device-memory-gib", str(gib))
