@@ -74,7 +74,8 @@ def build_sinks(
         keep_lines(folder / SAMPLES_FILE, SampleRow, resume_step)
         keep_lines(folder / EXPERTS_FILE, ExpertsRow, resume_step)
     sinks: list[Sink] = []
-    for name in dict.fromkeys(section.loggers):
+    # The console last: what a user has seen is in the files, also if the run is interrupted at that moment.
+    for name in sorted(dict.fromkeys(section.loggers), key=lambda name: name == "console"):
         match name:
             case "console":
                 sinks.append(ConsoleSink(total_steps, memory_name))
