@@ -50,7 +50,7 @@ def measure(
         meter.update(trainer.step, stats, lr=0.0, data_wait_s=0.0, bad_rows=0, compute_s=1.0)
         meter.flush()
 
-    noted = NotedStep(trainer.step, stats, range(rank, 8, size), origins)
+    noted = NotedStep(trainer.step, stats, 0, range(rank, 8, size), origins)
     calls: dict[str, Callable[[], object]] = {
         "log line, with slow ranks": log_line,
         "record of steps": lambda: recorder.write([noted] * config.metrics.log_freq),

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from titanlite.assembly.model import batch_rows, build_model, build_trainer
+from titanlite.assembly.model import build_model, build_trainer
 from titanlite.batch import Batch
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
@@ -25,6 +25,7 @@ from titanlite.forward import on_device
 from titanlite.models.attention import pin_kernels
 from titanlite.models.registry import resolve_model
 from titanlite.parallel.mesh import Mesh
+from titanlite.planning.microbatches import divide_step
 from titanlite.runtime.distributed import CommConfig, World, init_process_group
 from titanlite.runtime.errors import UsageError
 from titanlite.runtime.memory import peak_memory_bytes
@@ -168,8 +169,8 @@ def build(config: JobConfig, device: torch.device = CPU) -> tuple[Trainer, list[
     mesh = Mesh(config.parallelism, World(rank, rank, size, device.type))
     mesh.connect(config.comm)
     trainer = build_trainer(config, build_model(config, mesh, device), mesh, device)
-    rows = batch_rows(config, mesh)
-    count = config.training.global_batch_size // mesh.data_degree // rows
+    step = divide_step(config, mesh.data_degree)
+    rows, count = step.rows_per_batch, step.batches
     tokens = torch.randint(
         resolve_model(config.model)[1].vocab_size,
         (count, 2, rows, config.training.seq_len),

@@ -15,13 +15,16 @@ if TYPE_CHECKING:
 IGNORE_INDEX = -100
 """Label of a position that does not count in the loss."""
 
+FILLER = -1
+"""Number of a filler row, which completes the rows of a data rank and counts nowhere."""
+
 
 class Batch(NamedTuple):
     """One microbatch of one data rank: tokens and labels, int64 (local_batch_size, seq_len), on the CPU.
 
     labels: the next token at each position, or IGNORE_INDEX. sequences: int64 (local_batch_size,), the number of each
-    row in the run, from 0, the same on every mesh; always on the CPU, since the host reads it. sources: int64
-    (local_batch_size,), index of each row's source in [[data.sources]]. positions: with data.document_mask, int64
+    row in the run, from 0, the same on every mesh, or FILLER; always on the CPU, since the host reads it. sources:
+    int64 (local_batch_size,), index of each row's source in [[data.sources]]. positions: with data.document_mask, int64
     (local_batch_size, seq_len), 0 at the start of a row and of each document in it; else None. lengths: int64
     (local_batch_size,), positions of each row that hold a token of a document, the first ones; the others are padding.
     Always on the CPU. None: all do.
@@ -33,6 +36,11 @@ class Batch(NamedTuple):
     sources: Tensor
     positions: Tensor | None = None
     lengths: Tensor | None = None
+
+
+def count_sequences(batches: Sequence[Batch]) -> int:
+    """The rows that are sequences of the run: all but filler, which comes last."""
+    return sum(int((batch.sequences.numpy() != FILLER).sum()) for batch in batches)
 
 
 def rows_and_tokens(batches: Sequence[Batch]) -> tuple[int, int]:
@@ -54,8 +62,8 @@ class StepStats:
     num_valid: valid tokens of the global batch, the same on all ranks, int64.
     skipped: 1 if the update was skipped, else 0 (integer or bool); the same on all ranks.
     by_source: this rank's share of the step's totals by source (NUM_TOTALS, sources), see totals_by_source.
-    row_losses: this rank's share of the mean loss by row, (rows of the step on this data rank,), in the order of the
-        loader's sequences; 0 except on the last stage of a pipeline.
+    row_losses: this rank's share of the mean loss by sequence, (sequences of the step on this data rank,), in the order
+        of the loader's; 0 except on the last stage of a pipeline.
     shard_norms: norm of this rank's shard of each gradient, float64 (parameters,), see GradNorm.
     spike_ratio: global norm relative to the median of recent steps, see SpikeGate; 0 if spikes are disabled.
     """

@@ -5,7 +5,6 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -63,25 +62,20 @@ def next_commands(config: JobConfig, record: Record) -> Iterator[tuple[str, str]
             yield "train longer", f"{train} {same_config} --training.steps {4 * record.step}"
     elif is_one_node:
         yield "train and save", f"{train} {same_config} --checkpoint.enable"
-    if all_processes == 1 and (batch := batch_on_two_processes(config)) is not None:
+    if all_processes == 1 and fits_two_processes(config):
         new_folder = f"--job.dump_folder {shlex.quote(f'{folder}-2')}"
-        yield "on two processes", f"{train_command(2)} {same_config} {new_folder}{batch}"
+        yield "on two processes", f"{train_command(2)} {same_config} {new_folder}"
     if python_source:
         yield "on your own text", f"set data.sources in a TOML file; all keys: {titanlite()} train --help"
     yield "see its curves", f"{titanlite()} report {shlex.quote(str(folder))}"
 
 
-def batch_on_two_processes(config: JobConfig) -> str | None:
-    """The option that the configuration needs on two processes of this machine, or ""; None if it does not fit them."""
+def fits_two_processes(config: JobConfig) -> bool:
+    """Whether the configuration can run on two processes of this machine."""
     if torch.cuda.device_count() == 1:
-        return None
+        return False
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    rows = config.training.local_batch_size
-    for fewer, option in ((rows, ""), (rows // 2, f" --training.local_batch_size {rows // 2}")):
-        smaller = replace(config, training=replace(config.training, local_batch_size=fewer))
-        if not check_config(smaller, world_size=2, device_type=device_type, checks_files=False):
-            return option
-    return None
+    return not check_config(config, world_size=2, device_type=device_type, checks_files=False)
 
 
 def train_command(processes: int) -> str:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.batch import IGNORE_INDEX, Batch, StepStats, rows_and_tokens
+from titanlite.batch import IGNORE_INDEX, Batch, StepStats, count_sequences, rows_and_tokens
 from titanlite.faults.spikes import SpikeGate
 from titanlite.forward import ModelOnMesh, to_device
 from titanlite.metrics.by_source import NUM_TOTALS, totals_by_source
@@ -86,7 +86,7 @@ class Trainer(ModelOnMesh):
             num_valid,
             skipped=~ok,
             by_source=by_source * self.counts_loss,
-            row_losses=torch.cat(row_losses),
+            row_losses=torch.cat(row_losses)[: count_sequences(batches)],
             shard_norms=shard_norms,
             spike_ratio=spike_ratio,
         )

@@ -28,13 +28,14 @@ from gpu_checks.workload import (
     split,
     step_errors,
 )
-from titanlite.assembly.model import batch_rows, build_model, build_trainer
+from titanlite.assembly.model import build_model, build_trainer
 from titanlite.batch import Batch
 from titanlite.config.schema import JobConfig
 from titanlite.models.attention import pin_kernels
 from titanlite.models.registry import resolve_model
 from titanlite.parallel.mesh import Mesh
 from titanlite.planning.estimate import estimate
+from titanlite.planning.microbatches import divide_step
 from titanlite.runtime.distributed import World, init_process_group
 from titanlite.runtime.memory import GIB
 from titanlite.tools.parity.measure import named_parameters
@@ -198,7 +199,7 @@ def rank_step(send: Send, setup: Setup, rank: int, store: str, transport: str, s
     mesh.connect(config.comm)
     trainer = build_trainer(config, build_model(config, mesh, world.device), mesh, world.device)
     batch = layout_batch(config)
-    parts = ROWS // mesh.data_degree // batch_rows(config, mesh)
+    parts = divide_step(config, mesh.data_degree).batches
     own = on_this_device(trainer, split(batch, parts, mesh.data_rank, mesh.data_degree))
     stats = trainer.train_step(own)
     loss = stats.mean_loss.clone()

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.reference import Reference, global_batch, rank_batches, reference_step, small_config
-from titanlite.assembly.model import batch_rows, build_model, build_trainer
+from titanlite.assembly.model import build_model, build_trainer
 from titanlite.batch import Batch
 from titanlite.config.schema import JobConfig
 from titanlite.parallel.mesh import AXES, Mesh, ParallelismConfig
+from titanlite.planning.microbatches import divide_step
 from titanlite.runtime.distributed import CommConfig, World
 from titanlite.trainer import Trainer
 
@@ -77,9 +78,12 @@ def build_on_mesh(config: JobConfig) -> tuple[Trainer, Mesh]:
 
 def local_batches(config: JobConfig, mesh: Mesh, batch: Batch, accumulation: int | None = None) -> list[Batch]:
     """This rank's microbatches of `batch`; accumulation: their number, by default as configured."""
-    if accumulation is None:
-        accumulation = len(batch.tokens) // mesh.data_degree // batch_rows(config, mesh)
-    return rank_batches(batch, mesh.data_rank, mesh.data_degree, accumulation)
+    if accumulation is not None:
+        return rank_batches(batch, mesh.data_rank, mesh.data_degree, accumulation)
+    step = divide_step(config, mesh.data_degree)
+    rows = step.rows_per_batch * step.batches
+    streams = config.data.num_streams
+    return rank_batches(batch, mesh.data_rank, mesh.data_degree, step.batches, num_streams=streams, rows=rows)
 
 
 def step_errors(

@@ -12,6 +12,7 @@ from tests.distributed.gradients import build_on_mesh, compare, difference, has_
 from tests.distributed.reference import global_batch, plain_model, reference_step, small_config
 from tests.plain_loss import cross_entropy_by_row
 from titanlite.config.schema import JobConfig
+from titanlite.data.deal import most_sequences
 from titanlite.parallel.mesh import AXES, DATA_AXES, PARAMETER_AXES
 from titanlite.parallel.pipeline import SCHEDULES
 
@@ -25,7 +26,8 @@ class Layout:
     """A mesh and other settings.
 
     axes: pp, dp_replicate, dp_shard, tp. settings: `section.key=value`. accumulation: local batches in an optimizer
-    step. rows: sequences in an optimizer step. cp: degree of context parallelism.
+    step. rows: sequences in an optimizer step. cp: degree of context parallelism. streams: data.num_streams, 0 for one
+    per row.
     """
 
     axes: tuple[int, int, int, int]
@@ -33,6 +35,7 @@ class Layout:
     accumulation: int = 1
     rows: int = 16
     cp: int = 1
+    streams: int = 0
 
     @property
     def world_size(self) -> int:
@@ -60,16 +63,21 @@ class Layout:
         """Short names of all settings except the mesh and the schedule."""
         chosen = [text for text in self.settings if "pp_schedule" not in text and text not in IMPLIED]
         chosen = [SHORT.get(text, text.partition(".")[2]) for text in chosen]
-        return ", ".join([*(f"accumulation {self.accumulation}" for _ in range(self.accumulation > 1)), *chosen])
+        uneven = [f"{self.rows} sequences of {self.streams} streams"] * (self.streams > 0)
+        return ", ".join(
+            [*(f"accumulation {self.accumulation}" for _ in range(self.accumulation > 1)), *uneven, *chosen]
+        )
 
     def config(self, *settings: str) -> JobConfig:
         degrees = dict(zip(AXES, self.degrees, strict=True))
-        data_degree = math.prod(degrees[axis] for axis in DATA_AXES)
+        streams = self.streams or self.rows
+        most = most_sequences(self.rows, streams, math.prod(degrees[axis] for axis in DATA_AXES))
         return small_config(
             self.world_size,
             *(f"parallelism.{axis}={degree}" for axis, degree in degrees.items()),
             f"training.global_batch_size={self.rows}",
-            f"training.local_batch_size={self.rows // (data_degree * self.accumulation)}",
+            f"training.local_batch_size={-(-most // self.accumulation)}",
+            f"data.num_streams={streams}",
             *self.settings,
             *settings,
         )
@@ -87,8 +95,8 @@ EXPERTS = (
 )
 OLMOE = ("model.family=olmoe", *EXPERTS[2:])
 GATHER = ("parallelism.context_parallel=gather",)
-EP, EP4 = ("parallelism.ep=2",), ("parallelism.ep=4",)
-EPS = (*EP, *EP4)
+EP, EP3, EP4 = ("parallelism.ep=2",), ("parallelism.ep=3",), ("parallelism.ep=4",)
+EPS = (*EP, *EP3, *EP4)
 EIGHT = ("model.n_experts=8",)
 IMPLIED = (AOT, "activation_checkpoint.mode=selective", QWEN3[1], *EXPERTS[1:], *EIGHT, *EPS)
 SHORT = {
@@ -232,13 +240,47 @@ SOAK = (
 )
 """Two to eight ranks: more layouts, too slow for the default suite."""
 
+UNEVEN = (
+    Layout((1, 1, 2, 1), (*QWEN3, *EVERY, *CHUNKS), accumulation=2, streams=9),
+    # filler rows in the experts' counts, in their exchange, and in each kind of pipeline
+    Layout((1, 1, 3, 1), (*EXPERTS, *EP3), streams=8),
+    Layout((1, 3, 1, 1), LAST, accumulation=3, streams=12),
+    Layout((1, 1, 2, 2), (*EXPERTS, *FULL), streams=9),
+    Layout((1, 1, 2, 1), GATHER, accumulation=2, cp=2, streams=9),
+    Layout((2, 1, 2, 1), (*schedule("1F1B"), *EVERY, *PAIRS), accumulation=2, streams=9),
+    Layout((2, 1, 2, 1), (*EXPERTS, *schedule("ZBVZeroBubble"), *depth(3)), streams=15),
+)
+"""Two to four ranks: data degrees that do not divide the sequences or the streams, so that steps have filler rows."""
+
+SOAK_UNEVEN = (
+    Layout((1, 5, 1, 1), streams=8),
+    Layout((1, 1, 5, 1), (*EXPERTS, *BY_OP), accumulation=2, streams=12),
+    Layout((1, 1, 5, 1), TIED, rows=4, streams=5),  # some ranks have filler rows only
+    Layout((1, 1, 7, 1), accumulation=3, streams=8),
+    Layout((1, 7, 1, 1), (*OLMOE, *FULL), streams=12),
+    Layout((1, 1, 3, 2), (*TIED, *FULL_LOGITS), accumulation=2, streams=8),
+    Layout((1, 3, 1, 2), QWEN3, streams=12),
+    Layout((1, 1, 3, 1), (*EXPERTS, *EP3), accumulation=3, cp=2, streams=8),
+    Layout((1, 1, 3, 1), FULL, accumulation=2, cp=2, streams=12),
+    Layout((2, 1, 3, 1), (*EXPERTS, *EP3, *schedule("ZBVZeroBubble"), *depth(3), *PAIRS), streams=8),
+    *(
+        Layout((2, 1, 3, 1), (*schedule(name), *sync, *depth(4)), accumulation=2, streams=streams)
+        for name, sync, streams in (
+            *(("GPipe", EVERY, 8), ("1F1B", LAST, 12), ("LoopedBFS", EVERY, 12), ("Interleaved1F1B", EVERY, 8)),
+            *(("InterleavedZeroBubble", LAST, 12), ("ZBVZeroBubble", EVERY, 12), ("DualPipeV", LAST, 8)),
+        )
+    ),
+    Layout((2, 3, 1, 1), (*schedule("Interleaved1F1B"), *PAIRS), accumulation=2, streams=12),
+)
+"""Five to seven ranks."""
+
 SIXTEEN = (
     Layout((2, 2, 2, 2), (*schedule("Interleaved1F1B"), *BY_OP, *PAIRS), accumulation=3, rows=48),
     Layout((2, 1, 2, 2), (*schedule("Interleaved1F1B"), *BY_OP, *PAIRS), accumulation=3, rows=48, cp=2),
     Layout((2, 1, 2, 2), (*EXPERTS, *EIGHT, *EP4, *schedule("1F1B"), *PAIRS), cp=2),
 )
 
-ALL = (*QUICK, *SLOW, *THREE_AXES, *SOAK, *SIXTEEN)
+ALL = (*QUICK, *SLOW, *THREE_AXES, *SOAK, *UNEVEN, *SOAK_UNEVEN, *SIXTEEN)
 
 
 def is_supported(layout: Layout) -> bool:

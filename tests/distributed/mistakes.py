@@ -165,9 +165,9 @@ def rows_of_the_first_rank() -> Iterator[None]:
     """All data ranks read the rows of the first one."""
     rank_batches, build_data = gradients.rank_batches, parity_module.build_data
 
-    def rows_of_rank_0(batch: Batch, rank: int, degree: int, accumulation: int) -> list[Batch]:
+    def rows_of_rank_0(batch: Batch, rank: int, degree: int, accumulation: int, **division: int) -> list[Batch]:
         del rank
-        return rank_batches(batch, 0, degree, accumulation)
+        return rank_batches(batch, 0, degree, accumulation, **division)
 
     def data_of_rank_0(config: JobConfig, mesh: Mesh, tokenizer: Tokenizer | None) -> Loader:
         return build_data(config, Mesh(config.parallelism, replace(mesh.world, rank=0)), tokenizer)

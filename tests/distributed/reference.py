@@ -11,6 +11,7 @@ from torch import Tensor
 from titanlite.batch import Batch
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
+from titanlite.data.loader import rows_of, with_filler
 from titanlite.models.experts import mixtures_of
 from titanlite.models.family import LanguageModel
 from titanlite.models.init import init_parameters_
@@ -74,9 +75,17 @@ def global_batch(masks: str, seed: int = 0, rows: int = GLOBAL_BATCH) -> Batch:
     )
 
 
-def rank_batches(batch: Batch, rank: int, degree: int, accumulation: int) -> list[Batch]:
-    """The microbatches of one data rank: rows n with n mod degree == rank, in order."""
-    local = {name: tensor[rank::degree] for name, tensor in batch._asdict().items() if tensor is not None}
+def rank_batches(
+    batch: Batch, rank: int, degree: int, accumulation: int, *, num_streams: int = 0, rows: int = 0
+) -> list[Batch]:
+    """The microbatches of one data rank, `rows` rows in total: those of the streams s with s mod degree == rank, in
+    order, and filler after them. By default, there is a stream for each row of the batch, and no filler."""
+    is_own = batch.sequences % (num_streams or len(batch.tokens)) % degree == rank
+    own = rows_of(batch, is_own.nonzero().flatten())
+    if len(own.tokens) < rows:
+        lengths = torch.full_like(own.sequences, SEQ_LEN) if own.lengths is None else own.lengths
+        own = with_filler(own._replace(lengths=lengths), rows, VOCAB_SIZE)
+    local = {name: tensor for name, tensor in own._asdict().items() if tensor is not None}
     parts = zip(*(tensor.chunk(accumulation) for tensor in local.values()), strict=True)
     return [Batch(**dict(zip(local, part, strict=True))) for part in parts]
 

@@ -24,7 +24,7 @@ from tests.distributed.reference import TOKENS, small_config
 from tests.pool import run_ranks
 from titanlite import train
 from titanlite.assembly.run import Run, build_run
-from titanlite.batch import Batch
+from titanlite.batch import FILLER, Batch
 from titanlite.metrics.meter import Record
 from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import UserError
@@ -237,6 +237,7 @@ def _watch(run: Run, start: Start, trained: dict[int, dict[int, str]]) -> None:
             n: _hash(torch.stack([batch.tokens[row], batch.labels[row]]))
             for batch in batches
             for row, n in enumerate(batch.sequences.tolist())
+            if n != FILLER
         }
         return batches
 

@@ -69,7 +69,7 @@ def state_of(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
 
 
-@pytest.mark.parametrize(("ranks", "settings"), [(0, ()), (2, ()), (2, ("--parallelism.cp", "2"))])
+@pytest.mark.parametrize(("ranks", "settings"), [(0, ()), (3, ()), (2, ("--parallelism.cp", "2"))])
 def test_numbers_are_those_of_the_validation_in_the_run(trained: Path, ranks: int, settings: tuple[str, ...]) -> None:
     """A job uses the folder meanwhile; its files do not change."""
     (row,) = (row for row in rows(trained / "out") if "validation/loss" in row)
@@ -176,7 +176,7 @@ def test_invalid_arguments_raise_config_errors(trained: Path, tmp_path: Path) ->
 
 def test_settings_of_the_run_must_fit_the_number_of_processes(trained: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        configured(trained / "out", size=3)
+        configured(trained / "out", size=17)
     assert caught.value.problems
     for problem in caught.value.problems:
         if problem.key.startswith(("data.", "training.")):

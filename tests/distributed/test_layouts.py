@@ -17,7 +17,9 @@ from tests.distributed.layouts import (
     SIXTEEN,
     SLOW,
     SOAK,
+    SOAK_UNEVEN,
     THREE_AXES,
+    UNEVEN,
     Layout,
     is_supported,
     measure_all,
@@ -53,11 +55,13 @@ def verify(layouts: Sequence[Layout], dtype: str) -> dict[Layout, tuple[float, .
     [
         (1, "float64", QUICK),
         (2, "float64", QUICK),
-        *(pytest.param(size, "float64", SLOW, marks=pytest.mark.slow) for size in (1, 2, 4)),
+        pytest.param(1, "float64", SLOW, marks=pytest.mark.slow),
+        *(pytest.param(size, "float64", (*SLOW, *UNEVEN), marks=pytest.mark.slow) for size in (2, 3, 4)),
         pytest.param(8, "float64", THREE_AXES, marks=pytest.mark.slow),
         pytest.param(8, "float64", SLOW, marks=pytest.mark.soak),
         *(pytest.param(size, "float32", QUICK, marks=pytest.mark.slow) for size in (1, 2)),
         *(pytest.param(size, "float64", SOAK, marks=pytest.mark.soak) for size in (2, 4, 8)),
+        *(pytest.param(size, "float64", SOAK_UNEVEN, marks=pytest.mark.soak) for size in (5, 6, 7)),
         *(pytest.param(size, "float32", (*SLOW, *SOAK), marks=pytest.mark.soak) for size in (1, 2, 4, 8)),
     ],
 )
@@ -76,7 +80,7 @@ def test_all_axes_at_once_on_sixteen_ranks() -> None:
 
 def test_layout_tables_cover_schedules_meshes_and_accumulation() -> None:
     assert len(ALL) == len(set(ALL)) >= 44
-    assert {layout.world_size for layout in ALL} == {1, 2, 4, 8, 16}
+    assert {layout.world_size for layout in ALL} == {*range(1, 9), 16}
     schedules = [layout.schedule for layout in ALL]
     for name in PipelineSchedule.__args__:
         assert schedules.count(name) >= 2, name

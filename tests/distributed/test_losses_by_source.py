@@ -21,12 +21,13 @@ LAYOUTS = (
     Layout((1, 1, 1, 1), COMPILE, accumulation=4),
     Layout((1, 2, 1, 1), accumulation=2),
     Layout((1, 1, 2, 1), (*LAST,), accumulation=2),
+    Layout((1, 1, 2, 1), accumulation=2, streams=9),
     Layout((1, 1, 1, 2), accumulation=2),
     Layout((1, 1, 1, 2), (*FULL_LOGITS,)),
     Layout((1, 1, 1, 1), accumulation=2, cp=2),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *PAIRS)),
     Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), "parallelism.gradient_sync=every"), accumulation=2),
-    Layout((2, 1, 1, 1), schedule("InterleavedZeroBubble")),
+    Layout((2, 1, 1, 1), (*schedule("InterleavedZeroBubble"), "parallelism.pp_microbatch_size=3")),
     *(Layout((2, 1, 1, 1), schedule(name)) for name in ("ZBVZeroBubble", "DualPipeV") if torch.__version__ >= "2.12"),
 )
 

@@ -68,7 +68,7 @@ def program(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]"
 def test_layouts_of_several_world_sizes_agree(more: str, config_file: Path) -> None:
     """Steps in float64 and with bfloat16 compute on float32 weights; table, JSON, and no leftover files."""
     folder = config_file.parent
-    names = ["2x1x1x1:InterleavedZeroBubble", more]
+    names = ["2x1x1x1:InterleavedZeroBubble", "1x1x3x1", more]
     settings = ["--steps", "2", "--training.dtype", "float32", "--training.mixed_precision_param", "bfloat16"]
     before = {path.name for path in folder.iterdir()}
     done = program(folder, str(config_file), *settings, "--json", "out.json", "--layouts", *names)
@@ -77,7 +77,7 @@ def test_layouts_of_several_world_sizes_agree(more: str, config_file: Path) -> N
     assert {path.name for path in folder.iterdir()} == before | {"out.json"}
     lines = done.stdout.splitlines()
     assert lines[0] == "reference: one process, plain torch, float64; 2 steps of 16 sequences x 16 tokens"
-    assert lines[-1] == "all 3 layouts agree with the reference"
+    assert lines[-1] == "all 4 layouts agree with the reference"
     rows = [line.split() for line in lines if line.endswith("agrees")]
     expected = [(name, dtype) for name in ["1x1x1x1", *names] for dtype in ("float64", "float32/bfloat16/float32")]
     assert [tuple(row[:2]) for row in rows] == expected
@@ -122,10 +122,10 @@ def test_config_errors_exit_with_2(config_file: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--layouts", "1x1x3x1"], "layout 1x1x3x1: training.global_batch_size = 16"),
+        (["--layouts", "1x1x17x1"], "layout 1x1x17x1: data.num_streams = 16"),
         (["--layouts", "1x1x2x1", "2x2"], "--layouts = '2x2'"),
         (["--layouts", "2x1x1x1:1f1b"], "rule:   the schedules: GPipe, 1F1B"),
-        (["--ranks", "7"], "training.global_batch_size = 16"),
+        (["--ranks", "7", "--data.num_streams", "3"], "data.num_streams = 3"),
         (["--json", "no/such/folder/x.json"], "--json = 'no/such/folder/x.json'"),
         (["--model.n_heads", "3"], "model.n_kv_heads"),
         (["--model.n_heads", "3", "--shrink"], "model.n_kv_heads"),

@@ -7,6 +7,7 @@ import pytest
 
 from tests.distributed.layouts import EXPERTS, GATHER
 from tests.distributed.resuming import Outcome, Start, numbers, start_runs
+from titanlite.data.ledger import read_ledger
 
 pytestmark = pytest.mark.slow
 
@@ -44,6 +45,12 @@ DEALT_OUT = (
     (1, (SYNC,)),
     (2, ("parallelism.cp=2", "parallelism.ep=2", SYNC)),
 )
+UNEVEN = (
+    (4, ("parallelism.dp_shard=4", SYNC)),
+    (3, ("parallelism.dp_shard=3", "parallelism.ep=3", ASYNC)),
+    (5, ("parallelism.dp_replicate=5", SYNC)),
+)
+"""In the second one, the ranks have different numbers of streams; in the third, some have only filler rows."""
 BIASED = (*EXPERTS, "model.bias_rate=0.01")
 
 Meshes = Sequence[tuple[int, tuple[str, ...]]]
@@ -98,6 +105,19 @@ def test_every_mesh_resumes_the_last_state_of_the_previous_mesh(
 ) -> None:
     resume_on_meshes(tmp_path, meshes, *settings)
     check_numbers(tmp_path, 1e-12)
+
+
+@pytest.mark.slow
+def test_data_degrees_that_divide_nothing(tmp_path: Path) -> None:
+    """Ledger, experts' biases and the state of the data are those of one process, in the middle of an epoch."""
+    batch = ("training.global_batch_size=7", "data.num_streams=8", "data.ledger=true")
+    _, outcomes = resume_on_meshes(tmp_path, UNEVEN, *BIASED, *batch)
+    check_numbers(tmp_path, 1e-12)
+    ledger = list(read_ledger(tmp_path / "run"))
+    assert ledger == list(read_ledger(tmp_path / "uninterrupted"))
+    assert [row[0] for _, rows in ledger for row in rows] == list(range(7 * STEPS_EACH * len(UNEVEN)))
+    shares = [outcome.lines for outcome in outcomes]
+    assert [[line for line in lines if "of the work is filler" in line] != [] for lines in shares] == [True] * 3
 
 
 @pytest.mark.slow

@@ -185,7 +185,7 @@ def exact(model: Any, tokens: Tensor, limit: int | None) -> list[float]:
 
 
 TWO = (
-    Layout((1, 1, 2, 1), accumulation=2),
+    Layout((1, 1, 2, 1), accumulation=2, streams=9),
     Layout((1, 1, 1, 2)),
     Layout((1, 1, 1, 1), cp=2),
     Layout((2, 1, 1, 1), schedule("Interleaved1F1B")),

@@ -19,11 +19,12 @@ from tests.distributed.gradients import connected_mesh, difference, full_tensor
 from tests.distributed.layouts import BOUNDS, LEARNING_RATE, Layout, reference_losses, schedule
 from tests.distributed.program import REPOSITORY, TORCHRUN, clean_environment, rows
 from tests.distributed.reference import global_batch, rank_batches, reference_step
-from titanlite.assembly.model import batch_rows, build_model, build_trainer
+from titanlite.assembly.model import build_model, build_trainer
 from titanlite.batch import Batch
 from titanlite.forward import on_device
 from titanlite.models.attention import attend, attention_mask, document_arguments
 from titanlite.models.randomness import row_keys, uniform
+from titanlite.planning.microbatches import divide_step
 from titanlite.runtime.determinism import seed_microbatch
 from titanlite.runtime.distributed import CommConfig, World, connect, init_process_group, world_from_environment
 from titanlite.trainer import Trainer
@@ -130,7 +131,7 @@ def on_gpu(layout: Layout, settings: Sequence[str], batch: Batch | None = None) 
     config = layout.config(*settings)
     mesh = connected_mesh(config.parallelism, "cuda")
     trainer = build_trainer(config, build_model(config, mesh, device), mesh, device)
-    parts = layout.rows // mesh.data_degree // batch_rows(config, mesh)
+    parts = divide_step(config, mesh.data_degree).batches
     batch = global_batch("silent_ranks", 0, layout.rows) if batch is None else batch
     local = rank_batches(batch, mesh.data_rank, mesh.data_degree, parts)
     return OneStep(trainer, [on_device(batch, device) for batch in local])

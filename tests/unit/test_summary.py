@@ -127,11 +127,11 @@ def test_runs_on_several_processes_and_nodes(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_two_processes_are_suggested_if_the_configuration_fits_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    one_batch = replace(SAVING, training=TrainingConfig(local_batch_size=8, global_batch_size=8))
-    assert commands(one_batch)["on two processes"].endswith("outputs-2 --training.local_batch_size 4")
     odd = replace(SAVING, training=TrainingConfig(local_batch_size=3, global_batch_size=3))
+    assert commands(odd)["on two processes"].endswith("outputs-2")
+    one_stream = replace(SAVING, data=replace(SAVING.data, num_streams=1))
     fixed = replace(SAVING, parallelism=ParallelismConfig(dp_shard=1))
-    for config in (odd, fixed):
+    for config in (one_stream, fixed):
         assert "on two processes" not in commands(config)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert "on two processes" not in commands(SAVING)

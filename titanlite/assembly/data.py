@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from titanlite.assembly.model import batch_rows
 from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.config import DataConfig
@@ -15,6 +14,7 @@ from titanlite.data.sources.base import TextSource
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.registry import resolve_model
 from titanlite.parallel.mesh import Mesh
+from titanlite.planning.microbatches import divide_step
 from titanlite.runtime.distributed import World
 from titanlite.runtime.logging import log
 
@@ -83,7 +83,7 @@ def loader_of(config: JobConfig, section: DataConfig, mesh: Mesh, tokenizer: Tok
         seq_len=config.training.seq_len,
         vocab_size=hyper_parameters.vocab_size,
         global_batch_size=config.training.global_batch_size,
-        local_batch_size=batch_rows(config, mesh),
+        local_batch_size=divide_step(config, mesh.data_degree).rows_per_batch,
         data_rank=mesh.data_rank,
         data_degree=mesh.data_degree,
         logs=mesh.is_data_leader,

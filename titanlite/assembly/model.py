@@ -24,9 +24,9 @@ from titanlite.parallel.pipeline import (
     keep_units_,
     local_stages,
     resolve_reshard_after_forward,
-    rows_per_batch,
     split_stages,
 )
+from titanlite.planning.microbatches import divide_step
 from titanlite.planning.stages import ModelPart
 from titanlite.precision import DTYPES
 from titanlite.runtime.logging import log
@@ -158,20 +158,15 @@ def build_pipeline(
 ) -> Pipeline:
     """Build the pipeline of this rank's stages."""
     _, hyper_parameters = resolve_model(config.model)
+    step = divide_step(config, mesh.data_degree)
     return Pipeline(
         model_parts,
         config.parallelism,
         mesh.device_mesh,
         device,
-        rows=batch_rows(config, mesh),
+        microbatches=step.per_batch,
+        microbatch_size=step.size,
         seq_len=config.training.seq_len,
         dim=hyper_parameters.dim,
         dtype=DTYPES[config.training.mixed_precision_param],
     )
-
-
-def batch_rows(config: JobConfig, mesh: Mesh) -> int:
-    """Sequences in a batch of this rank's loader; an optimizer step consists of one or more batches."""
-    training = config.training
-    rows_per_step = training.global_batch_size // mesh.data_degree
-    return rows_per_batch(config.parallelism, training.local_batch_size, rows_per_step)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import titanlite
 from titanlite.assembly.data import build_data, build_tokenizer, build_validation_data, pin_revisions
 from titanlite.assembly.facts import code_facts, config_values, content_facts
-from titanlite.assembly.model import allocate_parts, batch_rows, build_parts, build_trainer, describe_attention
+from titanlite.assembly.model import allocate_parts, build_parts, build_trainer, describe_attention
 from titanlite.checkpoint.folder import published_steps
 from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.preflight import imported_from
@@ -53,6 +53,7 @@ from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.pipeline import local_stages
 from titanlite.planning.check import check_memory, plan_memory
 from titanlite.planning.memory import Memory
+from titanlite.planning.microbatches import divide_step
 from titanlite.planning.out_of_memory import explained_out_of_memory
 from titanlite.precision import DTYPES
 from titanlite.profiling.config import SNAPSHOTS_FOLDER, TRACES_FOLDER
@@ -474,22 +475,29 @@ def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: To
 
 
 def describe_batch(config: JobConfig, mesh: Mesh) -> None:
-    """Log the batch sizes and the number of steps."""
-    training, rows = config.training, batch_rows(config, mesh)
+    """Log the batch sizes, the number of steps and the share of filler."""
+    training, step = config.training, divide_step(config, mesh.data_degree)
     if config.parallelism.pp > 1:
-        size = config.parallelism.pp_microbatch_size
-        log.info("Pipeline: %s of %s per pass", counted(rows // size, "microbatch"), counted(size, "sequence"))
+        log.info("Pipeline: %s of %s per pass", counted(step.per_batch, "microbatch"), counted(step.size, "sequence"))
     log.info(
         "Batch: local %d, global %d, accumulation %d, sequence length %d, steps %d (%s tokens), warm-up %d%s",
-        training.local_batch_size,
+        training.local_batch_size if config.parallelism.pp > 1 else step.size,
         training.global_batch_size,
-        training.global_batch_size // (rows * mesh.data_degree),
+        step.batches,
         training.seq_len,
         training.steps,
         f"{training.steps * training.global_batch_size * training.seq_len:,}",
         config.lr_schedule.warmup_steps,
         " (longer than the run)" if config.lr_schedule.warmup_steps > training.steps else "",
     )
+    if step.filler_share:
+        log.info(
+            "Batch: %.1f%% of the work is filler: each of %s computes %s per step, for up to %s of its own",
+            100 * step.filler_share,
+            counted(mesh.data_degree, "data rank"),
+            counted(step.rows_per_batch * step.batches, "row"),
+            counted(step.sequences, "sequence"),
+        )
 
 
 def device_name(device: torch.device) -> str:

@@ -22,7 +22,7 @@ class StreamsState(Protocol):
     """The part of titanlite.data.loader.Loader that is saved; not imported, since its import chain is long."""
 
     num_streams: int
-    stream_ids: tuple[int, ...]
+    stream_ids: range
 
     def state(self) -> Tensor: ...
 

@@ -1,6 +1,5 @@
 """Check and resolve a configuration. Each part checks its own section; this module passes it facts of the others."""
 
-import math
 import os
 from dataclasses import replace
 from pathlib import Path, PurePath
@@ -23,7 +22,7 @@ from titanlite.optim.schedule import check_schedule
 from titanlite.parallel.compile import check_compile, compiles_blocks
 from titanlite.parallel.context import check_context
 from titanlite.parallel.mesh import ParallelismConfig, check_experts, check_parallelism, data_degree, resolve_degrees
-from titanlite.parallel.pipeline import check_pipeline, rows_per_batch, splits_backward
+from titanlite.parallel.pipeline import check_pipeline, splits_backward
 from titanlite.parallel.recompute import check_activation_checkpoint
 from titanlite.precision import check_precision
 from titanlite.profiling.config import check_profiling
@@ -44,7 +43,7 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, checks
     return [
         *(_check_places(config) if checks_files else ()),
         *_check_sources(config, facts.training.global_batch_size, degree, checks_files=checks_files),
-        *_check_layout(config, facts, world_size, degree),
+        *_check_layout(config, world_size),
         *check_optimizer(config.optimizer),
         *_check_precision(facts),
         *check_schedule(config.lr_schedule),
@@ -125,23 +124,18 @@ def _check_precision(facts: JobConfig) -> list[Problem]:
     ]
 
 
-def _check_layout(config: JobConfig, facts: JobConfig, world_size: int, degree: int) -> list[Problem]:
-    """Problems between model, batch and parallelisms. facts: `config`, resolved if the data degree is known."""
+def _check_layout(config: JobConfig, world_size: int) -> list[Problem]:
+    """Problems between model, batch and parallelisms."""
     section, training = config.parallelism, config.training
     family, model = resolve_model(config.model)
     problems = check_model(config.model, seq_len=training.seq_len, tp=section.tp, pp=section.pp)
     model_is_valid = not problems
-    batch_problems = check_training(training, degree, section)
-    problems += [*batch_problems, *check_parallelism(section, world_size)]
+    problems += [*check_training(training, section), *check_parallelism(section, world_size)]
     if model_is_valid:
         problems += check_context(section, model, training.seq_len)
         problems += check_experts(section, model.n_experts)
-        rows = 0  # unknown
-        if degree and not batch_problems:
-            rows_per_step = facts.training.global_batch_size // degree
-            rows = rows_per_batch(section, facts.training.local_batch_size, rows_per_step)
         layout = replace(section, dp_shard=resolve_degrees(section, world_size)["dp_shard"])
-        problems += check_pipeline(layout, family.plan(model), rows, document_mask=config.data.document_mask)
+        problems += check_pipeline(layout, family.plan(model), document_mask=config.data.document_mask)
     splits = splits_backward(section)
     return [
         *problems,
@@ -235,8 +229,8 @@ def check_job(section: JobSection) -> list[Problem]:
     ]
 
 
-def check_training(section: TrainingConfig, data_degree: int, layout: ParallelismConfig) -> list[Problem]:
-    """Problems of [training]. data_degree: number of data-parallel ranks, 0 if unknown."""
+def check_training(section: TrainingConfig, layout: ParallelismConfig) -> list[Problem]:
+    """Problems of [training]."""
     key, tp = "training", layout.tp
     problems = check_ranges(section, key)
     if section.local_batch_size == -1:
@@ -261,17 +255,5 @@ def check_training(section: TrainingConfig, data_degree: int, layout: Parallelis
             section.seq_len,
             f"divisible by parallelism.tp = {tp}: each tensor-parallel rank holds an equal part of the sequence",
             f"set {key}.seq_len = {max(section.seq_len // tp, 1) * tp}",
-        )
-    batch, micro = section.global_batch_size, max(section.local_batch_size, 1)
-    if not problems and batch != -1 and data_degree > 0 and batch % (micro * data_degree):
-        unit = micro * data_degree
-        fitting = math.gcd(batch // data_degree, micro)
-        smaller = f"set {key}.local_batch_size = {fitting}, or " if batch % data_degree == 0 else ""
-        problems += require(
-            False,
-            f"{key}.global_batch_size",
-            batch,
-            f"a multiple of local_batch_size ({micro:,}) x data-parallel ranks ({data_degree:,}) = {unit:,}",
-            f"{smaller}set {key}.global_batch_size = {-(-batch // unit) * unit}",
         )
     return problems

@@ -138,15 +138,11 @@ def dump_config(config: JobConfig) -> str:
 
 def _with_origin(problem: Problem, given: JobConfig, kept: JobConfig) -> Problem:
     """Explain a value that comes from the run's checkpoints, not from the user."""
-    values = {
-        "training.global_batch_size": (given.training.global_batch_size, kept.training.global_batch_size),
-        "data.num_streams": (given.data.num_streams, kept.data.num_streams),
-    }
-    before, now = values.get(problem.key, (None, None))
-    if before == now:
+    now = kept.data.num_streams
+    if problem.key != "data.num_streams" or given.data.num_streams == now:
         return problem
     rule = f"{problem.rule}; the run's checkpoints were saved with {now}"
-    return replace(problem, rule=rule, remedy="choose a mesh and local_batch_size that divide it, or start a new run")
+    return replace(problem, rule=rule, remedy="start fewer data ranks, or a new run")
 
 
 def _follows_from(problem: Problem, earlier: list[Problem]) -> bool:

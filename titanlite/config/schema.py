@@ -49,8 +49,9 @@ class TrainingConfig:
     seq_len: int = ranged(2048, "set a positive number", least=1)
     """Tokens per sequence."""
     local_batch_size: int = ranged(8, "set a positive number; -1: as many as fit", least=1, unset=-1)
-    """Sequences per microbatch and data-parallel rank. -1: as many as fit into 90 % of rank 0's device, by the
-    estimate of `titanlite plan`; needs a global_batch_size, and no pipeline."""
+    """Sequences per microbatch and data-parallel rank, at most: a rank's part of global_batch_size is divided into
+    equal microbatches. -1: as many as fit into 90 % of rank 0's device, by the estimate of `titanlite plan`; needs a
+    global_batch_size, and no pipeline."""
     global_batch_size: int = ranged(
         -1,
         "it counts sequences: divide a number of tokens by seq_len; -1: local_batch_size x data-parallel ranks",

@@ -54,19 +54,19 @@ def check_data(
 
     checks_files: also check the sources' files, which must exist.
     """
-    streams = section.num_streams
     problems = [
         *check_ranges(section, "data"),
         *require(bool(section.sources), "data.sources", [], "at least one source", "add a [[data.sources]] table"),
     ]
-    if streams >= 1 and data_degree > 0:
+    streams = global_batch_size if section.num_streams == -1 else section.num_streams
+    if streams >= 1:
         problems += require(
-            streams % data_degree == 0,
+            data_degree <= streams,
             "data.num_streams",
-            streams,
-            f"divisible by dp_replicate x dp_shard = {data_degree}, so that no two ranks read the same stream",
-            f"write {-(-streams // data_degree) * data_degree}, or leave it out"
-            + (f" for training.global_batch_size = {global_batch_size}" if global_batch_size > 0 else ""),
+            section.num_streams,
+            f"at least dp_replicate x dp_shard = {data_degree}, so that each data rank has a stream of its own"
+            + (f"; -1 is training.global_batch_size = {streams}" if section.num_streams == -1 else ""),
+            "start fewer data ranks, or begin a new run with more streams",
         )
     for n, source in enumerate(section.sources):
         problems += check_source(source, f"data.sources.{n}", section, vocab_size=vocab_size, checks_files=checks_files)

@@ -5,10 +5,19 @@ import time
 import torch
 from torch import Tensor
 
-from titanlite.batch import Batch
+from titanlite.batch import FILLER, IGNORE_INDEX, Batch
 from titanlite.data.config import DataConfig
+from titanlite.data.deal import most_sequences, streams_of
 from titanlite.data.kinds import open_source, source_names
-from titanlite.data.preparation import Assignment, Int64s, Preparation, PreparedStep, Sources, content_keys
+from titanlite.data.preparation import (
+    Assignment,
+    Int64s,
+    Preparation,
+    PreparedStep,
+    Sources,
+    content_keys,
+    sequences_of,
+)
 from titanlite.data.streams import Origin, SourceState
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.workers import Prefetcher, WorkerPool
@@ -21,9 +30,11 @@ class Loader:
     """The microbatches of data rank `data_rank` of `data_degree`, step by step.
 
     Sequence n of the run is the next sequence of stream n mod num_streams. Optimizer step k takes the sequences
-    [k G, (k + 1) G) for a global batch of G. This rank takes those with n mod data_degree = data_rank, in order,
-    local_batch_size per microbatch. The content of a step is therefore the same for every data_degree, local_batch_size
-    and number of workers.
+    [k G, (k + 1) G) for a global batch of G. This rank takes those of its streams (see data/deal.py), in order,
+    local_batch_size rows per microbatch. The content of a step is therefore the same for every data_degree,
+    local_batch_size and number of workers.
+
+    The last rows of a step may be filler, see with_filler: each rank returns the same number of rows in every step.
 
     A thread or worker processes prepare at most two steps ahead; each process prepares one more step, and up to
     64 KiB in its output pipe. state, bad_rows and origins refer to the steps returned, not to the steps prepared. The
@@ -45,9 +56,9 @@ class Loader:
         self._locate, self._epoch_sizes, self._shares = sources.locate, sources.epoch_sizes, sources.mixture.shares
         self.num_streams = num_streams = assignment.section.num_streams
         self._global_batch_size = assignment.global_batch_size
-        assert num_streams % data_degree == 0
-        assert self._global_batch_size % (local_batch_size * data_degree) == 0
-        self.stream_ids = tuple(range(data_rank, num_streams, data_degree))
+        most = most_sequences(self._global_batch_size, num_streams, data_degree)
+        self._rows_per_step = -(-most // local_batch_size) * local_batch_size
+        self.stream_ids = streams_of(data_rank, num_streams, data_degree)
         """The streams of this rank: the rows of state(), and the rows of all ranks' state that load_state() uses."""
         self.source_names = source_names(assignment.section.sources)
         self.description = f"{sources.description}; {num_streams} streams"
@@ -55,7 +66,7 @@ class Loader:
         self.wait_s = 0.0
         """Total seconds spent waiting for data."""
         self._local_batch_size = local_batch_size
-        self._data_degree = data_degree
+        self._vocab_size = assignment.vocab_size
         # Checks states for all workers, and prepares the steps if there are no workers.
         self._preparation = Preparation(assignment, sources, self.stream_ids)
         self._producer = (
@@ -78,7 +89,7 @@ class Loader:
         """Bad rows that this rank's streams skipped in the steps returned."""
 
     def next_step(self) -> list[Batch]:
-        """The microbatches of this rank's part of the next optimizer step, global_batch_size / data_degree rows.
+        """The microbatches of this rank's part of the next optimizer step.
 
         Raises DataError at the step that needs a bad row, UserError if a worker exited; later calls raise it again.
         """
@@ -86,14 +97,26 @@ class Loader:
         if isinstance(step, Exception):
             raise step
         self._next = None
-        first = self._num_returned
+        self.first_sequence = first = self._num_returned
+        """Number of the first sequence in the last step returned, of all ranks."""
         self._set_progress(first + self._global_batch_size, step.states, step.ended)
-        self.sequences = range(first + self.stream_ids[0], self._num_returned, self._data_degree)
+        self.sequences = sequences_of(self.stream_ids, self.num_streams, range(first, self._num_returned))
         """Numbers of this rank's sequences in the last step returned."""
         self.origin_values = step.origins
         """Origins of `sequences`, int64 (sequences, fields of Origin)."""
+        numbers = torch.tensor(self.sequences, dtype=torch.int64)
+        batch = Batch(
+            torch.from_numpy(step.tokens),
+            torch.from_numpy(step.labels),
+            numbers,
+            torch.from_numpy(step.origins[:, Origin._fields.index("source")].copy()),
+            None if step.positions is None else torch.from_numpy(step.positions),
+            torch.from_numpy(step.lengths[:, 0].copy()),
+        )
+        if len(numbers) < self._rows_per_step:
+            batch = with_filler(batch, self._rows_per_step, self._vocab_size)
         size = self._local_batch_size
-        return [self._batch(step, slice(begin, begin + size)) for begin in range(0, len(self.sequences), size)]
+        return [rows_of(batch, slice(begin, begin + size)) for begin in range(0, self._rows_per_step, size)]
 
     @property
     def origins(self) -> list[Origin]:
@@ -123,16 +146,6 @@ class Loader:
             self.wait_s += time.perf_counter() - start
         return self._next
 
-    def _batch(self, step: PreparedStep, rows: slice) -> Batch:
-        return Batch(
-            torch.from_numpy(step.tokens[rows]),
-            torch.from_numpy(step.labels[rows]),
-            torch.tensor(self.sequences[rows]),
-            torch.from_numpy(step.origins[rows, Origin._fields.index("source")].copy()),
-            None if step.positions is None else torch.from_numpy(step.positions[rows]),
-            torch.from_numpy(step.lengths[rows, 0].copy()),
-        )
-
     def state(self) -> Tensor:
         """The state after the steps returned: int64 (own streams, SourceState fields of all sources).
 
@@ -160,11 +173,10 @@ class Loader:
         each = sequences_of_streams(state).tolist()
         num_returned = sum(each)
         expected = [len(range(stream, num_returned, self.num_streams)) for stream in range(self.num_streams)]
-        if each != expected or num_returned % self._data_degree:
+        if each != expected:
             raise UserError(
-                f"the saved state of the data ({num_returned} sequences) is not the state after a step on "
-                f"{self._data_degree} data ranks: use a number of data ranks that divides {num_returned}, or another "
-                "checkpoint"
+                f"the saved state of the data ({num_returned} sequences) is not the state after a step: its streams "
+                "have other numbers of sequences; use another checkpoint"
             )
         if self._prefetcher is not None:
             self._prefetcher.close(timeout_s=None)  # its thread uses the current streams
@@ -220,6 +232,33 @@ class Loader:
         self._producer.close()  # before the prefetcher, whose thread may wait for a worker
         if self._prefetcher is not None:
             self._prefetcher.close()
+
+
+def rows_of(batch: Batch, rows: slice | Tensor) -> Batch:
+    """These rows of the batch."""
+    return Batch._make(None if values is None else values[rows] for values in batch)
+
+
+def with_filler(batch: Batch, rows: int, vocab_size: int) -> Batch:
+    """The batch with filler rows after its own, `rows` in total.
+
+    Filler rows repeat the tokens, positions and sources of the own ones, which a mixture of experts spreads over its
+    experts as it does with data. They hold no token of a document: all labels are IGNORE_INDEX, lengths are 0, and
+    sequences are -1. A rank without sequences in this step repeats the tokens 0, 1, 2, ...
+    """
+    own = len(batch.tokens)
+    if own:
+        batch = rows_of(batch, torch.arange(rows) % own)
+    else:
+        positions = torch.arange(batch.tokens.shape[1]).expand(rows, -1)
+        sources, lengths = torch.zeros(2, rows, dtype=torch.int64)
+        tokens, labels, numbers = positions % vocab_size, torch.empty_like(positions), torch.empty_like(sources)
+        batch = Batch(tokens, labels, numbers, sources, None if batch.positions is None else positions, lengths)
+    batch.labels[own:] = IGNORE_INDEX
+    batch.sequences[own:] = FILLER
+    assert batch.lengths is not None
+    batch.lengths[own:] = 0
+    return batch
 
 
 _EPOCH = SourceState._fields.index("epoch")

@@ -71,10 +71,12 @@ class Record:
 
 @dataclass(frozen=True)
 class NotedStep:
-    """A step whose numbers are still on the device. sequences, origins: of this rank's rows, see Loader."""
+    """A step whose numbers are still on the device. first_sequence: of all ranks. sequences, origins: of this rank, see
+    Loader."""
 
     number: int
     stats: StepStats
+    first_sequence: int
     sequences: Sequence[int]
     origins: Int64s
 
@@ -119,7 +121,6 @@ class StepRecorder:
         self._own = torch.tensor([index for index, is_counted in enumerate(counts) if is_counted], dtype=torch.int64)
         self._columns = torch.tensor(columns)[self._own]
         self._shape = (count, sequences)
-        self._data_rank, self._data_degree = mesh.data_rank, mesh.data_degree
         self._reduction = dist.ReduceOp.MAX if norm_type == "inf" else dist.ReduceOp.SUM
         self._power = 1 if norm_type == "inf" else 2
         self._counts_loss = counts_loss
@@ -148,7 +149,9 @@ class StepRecorder:
         norms[:, self._columns.to(device)] = own[:, self._own.to(device)] ** self._power
         losses = torch.zeros(len(steps), num_sequences, dtype=torch.float64, device=device)
         if self._counts_loss:
-            losses[:, self._data_rank :: self._data_degree] = torch.stack([each.row_losses for each in stats]).double()
+            for row, step in zip(losses, steps, strict=True):
+                own = torch.tensor(step.sequences, dtype=torch.int64) - step.first_sequence
+                row[own.to(device)] = step.stats.row_losses.double()
         dist.all_reduce(norms, self._reduction, group=self._group)
         dist.all_reduce(losses, group=self._group)
         if self._file is None:
@@ -161,7 +164,7 @@ class StepRecorder:
         values = torch.cat([torch.stack(scalars), norms, losses], dim=1).cpu()  # one transfer
         columns = {
             "step": torch.tensor([step.number for step in steps]),
-            "first_sequence": torch.tensor([step.sequences[0] - self._data_rank for step in steps]),
+            "first_sequence": torch.tensor([step.first_sequence for step in steps]),
             "num_valid": values[:, 0].long(),
             "skipped": values[:, 1].bool(),
             "grad_norm": values[:, 2],

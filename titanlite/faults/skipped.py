@@ -67,7 +67,8 @@ class SkippedSteps:
     def note(self, step: int, stats: StepStats) -> None:
         """Keep a step, whose sequences are those that the loader has returned last. Waits for the device only in
         `check`, which every MAX_STEPS-th call calls. Raises as `check`."""
-        self._steps.append(NotedStep(step, stats, self._loader.sequences, self._loader.origin_values))
+        loader = self._loader
+        self._steps.append(NotedStep(step, stats, loader.first_sequence, loader.sequences, loader.origin_values))
         if len(self._steps) == MAX_STEPS:
             self.check()
 

@@ -60,7 +60,7 @@ class ParallelismConfig:
     """Order of the microbatches. GPipe and 1F1B have one stage per rank, all others two; ZBVZeroBubble and DualPipeV
     put the first and the last stage on the same rank."""
     pp_microbatch_size: int = 1
-    """Sequences per pipeline microbatch."""
+    """Sequences per pipeline microbatch, at most: all are equal, and as many as the schedule needs."""
     pp_split: tuple[str, ...] = ()
     """First module of each stage except the first stage, e.g. ["layers.2", "norm"].
     Empty: balances the parameters of the stages."""

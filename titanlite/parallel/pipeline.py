@@ -93,13 +93,13 @@ def forward_timetable(owners: Sequence[int], num_microbatches: int) -> list[list
     ]
 
 
-def rows_per_batch(section: ParallelismConfig, local_batch_size: int, rows_per_step: int) -> int:
-    """Sequences per batch of a data rank, which computes `rows_per_step` sequences per optimizer step.
-
-    Pipeline stages reduce their gradients at the end of each batch: with gradient_sync "every" a batch is a local
-    batch, otherwise all sequences of the step.
-    """
-    return local_batch_size if section.pp == 1 or section.gradient_sync == "every" else rows_per_step
+def fits_schedule(section: ParallelismConfig, microbatches: int) -> bool:
+    """Whether torch runs the schedule with this number of microbatches in a pass."""
+    # With fewer than pp microbatches, any schedule leaves ranks idle; torch refuses to run these two.
+    fewest = {"1F1B": section.pp, "DualPipeV": 2 * section.pp}.get(section.pp_schedule, 1)
+    rounds = max(1, microbatches // section.pp)
+    in_rounds = section.pp_schedule in ("Interleaved1F1B", "InterleavedZeroBubble")
+    return microbatches >= fewest and not (in_rounds and microbatches % rounds)
 
 
 def resolve_reshard_after_forward(section: ParallelismConfig) -> ReshardAfterForward:
@@ -114,11 +114,10 @@ def resolve_reshard_after_forward(section: ParallelismConfig) -> ReshardAfterFor
     return "never" if section.pp > 1 and policy == "default" else policy
 
 
-def check_pipeline(section: ParallelismConfig, plan: Plan, rows: int, *, document_mask: bool = False) -> list[Problem]:
+def check_pipeline(section: ParallelismConfig, plan: Plan, *, document_mask: bool = False) -> list[Problem]:
     """Check the pp_... keys for a model with this plan. They have no effect if pp is 1.
 
-    rows: sequences per pass through the schedule, 0 if unknown. document_mask: whether every stage gets the positions
-    of its rows.
+    document_mask: whether every stage gets the positions of its rows.
     """
     key = "parallelism"
     if section.pp <= 1:
@@ -173,47 +172,8 @@ def check_pipeline(section: ParallelismConfig, plan: Plan, rows: int, *, documen
             f"{section.pp_schedule} on pp = {section.pp}",
             f"list the first module of each stage except the first stage, or leave {key}.pp_split out",
         )
-    return problems + _check_microbatches(section, rows)
-
-
-def _check_microbatches(section: ParallelismConfig, rows: int) -> list[Problem]:
-    key, size = "parallelism", section.pp_microbatch_size
-    if size < 1:
-        return require(False, f"{key}.pp_microbatch_size", size, "at least 1", "1 is the usual value")
-    if rows < 1:
-        return []
-    of = "training.local_batch_size" if section.gradient_sync == "every" else "training.global_batch_size / data degree"
-    if rows % size:
-        return require(
-            False,
-            f"{key}.pp_microbatch_size",
-            size,
-            f"divides {of} = {rows}, the sequences per pass through the pipeline",
-            f"{key}.pp_microbatch_size = {next(n for n in range(min(size, rows), 0, -1) if rows % n == 0)}",
-        )
-    microbatches = rows // size
-    # With fewer than pp microbatches, any schedule leaves ranks idle; torch refuses to run these two.
-    needed = {"1F1B": section.pp, "DualPipeV": 2 * section.pp}.get(section.pp_schedule, 1)
-    if microbatches < needed:
-        return require(
-            False,
-            f"{key}.pp_schedule",
-            section.pp_schedule,
-            f"at least {needed} microbatches on pp = {section.pp}; {of} = {rows} in microbatches of {size} gives "
-            f"{microbatches}",
-            f"a larger batch (training.global_batch_size, or training.local_batch_size), or a smaller {key}.pp or "
-            f"{key}.pp_microbatch_size",
-        )
-    if section.pp_schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
-        rounds = max(1, microbatches // section.pp)
-        return require(
-            microbatches % rounds == 0,
-            f"{key}.pp_schedule",
-            section.pp_schedule,
-            f"the number of microbatches ({microbatches}) is a multiple of {rounds} (microbatches // pp)",
-            f"a multiple of pp = {section.pp} always fits: {of} = {rows - rows % (size * section.pp)}, not {rows}",
-        )
-    return []
+    size = section.pp_microbatch_size
+    return problems + require(size >= 1, f"{key}.pp_microbatch_size", size, "at least 1", "1 is the usual value")
 
 
 def _shortened(names: Sequence[str]) -> str:
@@ -313,20 +273,21 @@ class Pipeline:
         mesh: DeviceMesh,
         device: torch.device,
         *,
-        rows: int,
+        microbatches: int,
+        microbatch_size: int,
         seq_len: int,
         dim: int,
         dtype: torch.dtype,
     ) -> None:
         """
-        rows: sequences of a batch. seq_len: of entire rows. dim, dtype: width of the residual stream, and the dtype of
-        its computation.
+        microbatches: of a batch, of microbatch_size rows each. seq_len: of entire rows. dim, dtype: width of the
+        residual stream, and the dtype of its computation.
         """
         from torch.distributed.pipelining import PipelineStage  # slow to import: see schedule_class
 
         indexes = local_stages(section, mesh["pp"].get_local_rank())
         last = num_stages(section) - 1
-        self._microbatch_size = section.pp_microbatch_size
+        self._microbatch_size = microbatch_size
         own_positions = seq_len // section.cp
         tokens = torch.empty(self._microbatch_size, own_positions, dtype=torch.int64, device="meta")
         self._boundary = tokens.new_empty(
@@ -363,7 +324,7 @@ class Pipeline:
             torch._functorch.config.donated_buffer = False
         self._schedule = schedule_class(section.pp_schedule)(
             stages if len(stages) > 1 else stages[0],
-            n_microbatches=rows // self._microbatch_size,
+            n_microbatches=microbatches,
             loss_fn=self._keep_shares,
             scale_grads=False,  # the loss is already divided by the valid tokens of the global batch
         )

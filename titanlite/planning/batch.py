@@ -1,14 +1,17 @@
 """The choice of training.local_batch_size = -1: as many sequences per microbatch as fit, by the plan."""
 
 import json
+from bisect import bisect_right
 from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from titanlite.config.schema import JobConfig
+from titanlite.data.deal import most_sequences
 from titanlite.parallel.mesh import data_degree
 from titanlite.planning.estimate import estimate_memory, has_estimate
+from titanlite.planning.microbatches import divide_step
 from titanlite.planning.stages import build_stage, simulated_mesh
 from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import ConfigError, Problem
@@ -16,6 +19,8 @@ from titanlite.runtime.logging import log
 from titanlite.runtime.memory import GIB, USABLE, device_memory_bytes
 
 KEY = "training.local_batch_size"
+FILLER = 0.1
+"""Share of filler in the rows of a step that the chosen size may add."""
 
 
 def agree_on_local_batch_size(config: JobConfig, world: World, store: dist.Store) -> JobConfig:
@@ -37,25 +42,33 @@ def agree_on_local_batch_size(config: JobConfig, world: World, store: dist.Store
 
 
 def fit_local_batch_size(config: JobConfig, world_size: int, *, device_type: str, memory_bytes: int) -> int:
-    """The largest divisor of a data rank's sequences per step whose planned peak fits the usable share of
-    `memory_bytes`; 1 if none fits. Raises ConfigError if the family has no estimate.
+    """The largest number of sequences whose planned peak fits the usable share of `memory_bytes`, and which needs at
+    most FILLER more filler than 1; else 1. Raises ConfigError if the family has no estimate.
 
     config: checked, with a global batch size and without a pipeline.
     """
     if not has_estimate(config):
         rule = f"at least 1 for the family {config.model.family!r}, whose memory titanlite cannot plan"
         raise ConfigError([Problem(KEY, -1, rule, f"set {KEY}")])
-    rows_per_step = config.training.global_batch_size // data_degree(config.parallelism, world_size)
-    chosen, planned = 1, 0
+    degree = data_degree(config.parallelism, world_size)
+    sequences = most_sequences(config.training.global_batch_size, config.data.num_streams, degree)
+
+    def with_rows(rows: int) -> JobConfig:
+        return replace(config, training=replace(config.training, local_batch_size=rows))
+
     with simulated_mesh(config, world_size) as mesh:
         stage = build_stage(config, mesh, 0)
-        for rows in (rows for rows in range(1, rows_per_step + 1) if rows_per_step % rows == 0):
-            tried = replace(config, training=replace(config.training, local_batch_size=rows))
-            total = estimate_memory(tried, mesh, [stage], device_type=device_type).total
-            if rows == 1 or total <= USABLE * memory_bytes:
-                chosen, planned = rows, total
+
+        def planned_peak(rows: int) -> int:
+            return estimate_memory(with_rows(rows), mesh, [stage], device_type=device_type).total
+
+        fitting = bisect_right(range(1, sequences + 1), USABLE * memory_bytes, key=planned_peak)  # it grows with rows
+        most_filler = divide_step(with_rows(1), degree).filler_share + FILLER
+        divisions = (divide_step(with_rows(rows), degree) for rows in range(max(fitting, 1), 0, -1))
+        chosen = next(division for division in divisions if division.filler_share <= most_filler)
+        planned = planned_peak(chosen.size)
     log.info(
         "Batch: %s = -1: %d sequences per microbatch, accumulation %d; planned peak %.1f GiB of %.1f GiB",
-        *(KEY, chosen, rows_per_step // chosen, planned / GIB, memory_bytes / GIB),
+        *(KEY, chosen.size, chosen.batches, planned / GIB, memory_bytes / GIB),
     )
-    return chosen
+    return chosen.size

@@ -13,11 +13,12 @@ from titanlite.models.head import tokens_per_chunk
 from titanlite.models.registry import resolve_model
 from titanlite.parallel.data import resolve_gradient_sync
 from titanlite.parallel.mesh import Mesh, data_degree, shard_logits
-from titanlite.parallel.pipeline import local_stages, num_stages, rows_per_batch, splits_backward
+from titanlite.parallel.pipeline import local_stages, num_stages, splits_backward
 from titanlite.parallel.recompute import recomputes
 from titanlite.planning.activations import MicrobatchShape, activation_bytes
 from titanlite.planning.communication import StepShape, Traffic, stage_traffic
 from titanlite.planning.memory import Memory, rank_memory
+from titanlite.planning.microbatches import divide_step
 from titanlite.planning.schedule import Action, bubble_share, schedule_order
 from titanlite.planning.stages import Stage, build_stage, simulated_mesh
 from titanlite.precision import DTYPES
@@ -40,13 +41,15 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The plan of a run. axes: mesh sizes by name. microbatches: per step and data rank, of `rows` sequences each."""
+    """The plan of a run. axes: mesh sizes by name. microbatches: per step and data rank, of `rows` rows each, of which
+    all data ranks together have filler_share as filler."""
 
     axes: dict[str, int]
     microbatches: int
     rows: int
     schedule_steps: int
     bubble: float
+    filler_share: float
     ranks: tuple[RankPlan, ...]
 
     @property
@@ -63,8 +66,8 @@ def has_estimate(config: JobConfig) -> bool:
 def estimate(config: JobConfig, world_size: int, *, device_type: str) -> Estimate:
     """Estimate a run. config: checked and resolved for this world. device_type: "cuda" or "cpu"."""
     section = config.parallelism
-    rows, microbatches, schedule_steps = _microbatches(config, data_degree(section, world_size))
-    order = schedule_order(section, microbatches // schedule_steps)
+    step = divide_step(config, data_degree(section, world_size))
+    order = schedule_order(section, step.per_batch if section.pp > 1 else step.batches)
     with simulated_mesh(config, world_size) as mesh:
         axes = mesh.degrees
         ranks = []
@@ -75,31 +78,21 @@ def estimate(config: JobConfig, world_size: int, *, device_type: str) -> Estimat
             ranks.append(
                 RankPlan(pp_rank, stages, memory, _traffic(config, stages, shape), *_flops(config, stages, shape))
             )
-    return Estimate(axes, microbatches, rows, schedule_steps, bubble_share(order, num_stages(section)), tuple(ranks))
+    bubble = bubble_share(order, num_stages(section))
+    return Estimate(axes, step.microbatches, step.size, shape.schedule_steps, bubble, step.filler_share, tuple(ranks))
 
 
 def estimate_memory(config: JobConfig, mesh: Mesh, stages: Sequence[Stage], *, device_type: str) -> Memory:
     """Estimate the memory of one rank of `mesh` that owns `stages`. config: as for estimate."""
-    _, microbatches, schedule_steps = _microbatches(config, mesh.data_degree)
     # Without a pipeline, one microbatch follows the other: one needs as much memory as all.
-    in_flight = microbatches // schedule_steps if config.parallelism.pp > 1 else 1
-    order = schedule_order(config.parallelism, in_flight)
+    order = schedule_order(config.parallelism, divide_step(config, mesh.data_degree).per_batch)
     return _memory(config, stages, _step_shape(config, mesh, order[mesh.coordinate["pp"]], device_type), device_type)
-
-
-def _microbatches(config: JobConfig, degree: int) -> tuple[int, int, int]:
-    """(sequences of a microbatch, microbatches per optimizer step, runs of the schedule per optimizer step)"""
-    section, training = config.parallelism, config.training
-    rows_per_step = training.global_batch_size // degree
-    batch = rows_per_batch(section, training.local_batch_size, rows_per_step)
-    rows = section.pp_microbatch_size if section.pp > 1 else batch
-    return rows, rows_per_step // rows, rows_per_step // batch if section.pp > 1 else 1
 
 
 def _step_shape(config: JobConfig, mesh: Mesh, actions: Sequence[Action], device_type: str) -> StepShape:
     """actions: of this rank, in one run of the schedule."""
     training, cp, tp = config.training, config.parallelism.cp, config.parallelism.tp
-    rows, microbatches, schedule_steps = _microbatches(config, mesh.data_degree)
+    step = divide_step(config, mesh.data_degree)
     family, model = resolve_model(config.model)
     if config.parallelism.context_parallel == "gather":
         heads = 2 * (model.n_kv_heads // tp)
@@ -110,9 +103,9 @@ def _step_shape(config: JobConfig, mesh: Mesh, actions: Sequence[Action], device
         sizes=mesh.degrees | {"dp_shard": mesh.degrees["dp_shard"] * cp},
         sync=resolve_gradient_sync(config.parallelism.gradient_sync, mesh.device_mesh),
         actions=actions,
-        schedule_steps=schedule_steps,
-        microbatches=microbatches,
-        positions=rows * training.seq_len // cp,
+        schedule_steps=step.batches if config.parallelism.pp > 1 else 1,
+        microbatches=step.microbatches,
+        positions=step.size * training.seq_len // cp,
         exchanged=heads * model.head_dim,
         n_experts=model.n_experts,
         n_active=model.n_active_experts,

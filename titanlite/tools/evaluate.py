@@ -66,7 +66,7 @@ from titanlite.validation import Evaluator, build_token_bytes, why_no_bytes
 
 SECTIONS = ("validation", "data", "training", "parallelism", "compile", "loss", "comm")
 """Sections whose keys may be overridden; the model, its tokenizer and its training stay as saved."""
-BATCH_KEYS = ("data.num_streams", "training.global_batch_size", "training.local_batch_size")
+STREAMS = "data.num_streams"
 DATA = "--data"
 CHECKPOINT_KEY = "evaluated_checkpoint"
 """Key in the store: the folder that all ranks evaluate."""
@@ -218,7 +218,7 @@ def evaluated_config(
 
 def _of_this_mesh(problem: Problem, given: Sequence[str]) -> Problem:
     """The problem, with another remedy if a value saved by the run does not fit this number of processes."""
-    if problem.key not in BATCH_KEYS or any(word.startswith(f"--{problem.key}") for word in given):
+    if problem.key != STREAMS or any(word.startswith(f"--{problem.key}") for word in given):
         return problem
     remedy = f"it is the run's value: use another number of processes, or give --{problem.key} for this evaluation"
     return replace(problem, remedy=remedy)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from titanlite.batch import FILLER
 from titanlite.data.config import DataConfig
 from titanlite.data.loader import Loader, build_loader
 from titanlite.data.streams import Origin
@@ -38,8 +39,10 @@ class Ranks:
             except DataError as error:
                 errors.append(error)
                 continue
-            tokens, labels = (torch.cat([batch[n] for batch in batches]).tolist() for n in range(2))
-            rows += zip(loader.sequences, loader.origins, tokens, labels, strict=True)
+            tokens, labels, numbers = (torch.cat([batch[n] for batch in batches]).tolist() for n in range(3))
+            own = len(loader.sequences)
+            assert numbers == [*loader.sequences, *[FILLER] * (len(numbers) - own)]
+            rows += zip(loader.sequences, loader.origins, tokens[:own], labels[:own], strict=True)
         if errors:
             raise min(errors, key=lambda error: error.sequence)
         return sorted(rows)

@@ -79,7 +79,7 @@ def noted(number: int) -> NotedStep:
         shard_norms=torch.ones(1, dtype=torch.float64),
         row_losses=torch.ones(1),
     )
-    return NotedStep(number, stats, [0], np.empty(0, np.int64))
+    return NotedStep(number, stats, 0, [0], np.empty(0, np.int64))
 
 
 def test_a_full_disk_leaves_no_unfinished_file(

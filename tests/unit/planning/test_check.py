@@ -81,12 +81,16 @@ def planned(config: JobConfig, rows: int) -> Memory:
     return estimate(fixed, 2, device_type="cpu").largest.memory
 
 
-def test_the_local_batch_is_the_largest_divisor_that_fits() -> None:
+def test_the_local_batch_is_the_largest_that_fits_without_much_filler() -> None:
     config = small_config(2, "training.global_batch_size=24", "training.local_batch_size=-1")
     enough = round(planned(config, 4).total / USABLE) + 1
     fitted = [fit_local_batch_size(config, 2, device_type="cpu", memory_bytes=size) for size in (enough, enough - 2, 1)]
-    assert fitted == [4, 3, 1]  # divisors of 24 / 2
+    assert fitted == [4, 3, 1]  # of 24 / 2 sequences
     assert fit_local_batch_size(config, 2, device_type="cpu", memory_bytes=2**50) == 12
+    uneven = small_config(3, "training.global_batch_size=32", "training.local_batch_size=-1")
+    assert fit_local_batch_size(uneven, 3, device_type="cpu", memory_bytes=2**50) == 11
+    half = round(planned(uneven, 10).total / USABLE) + 1
+    assert fit_local_batch_size(uneven, 3, device_type="cpu", memory_bytes=half) == 6  # 2 x 6 for 11
 
 
 def test_the_choice_does_not_list_the_microbatches_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +105,7 @@ def test_the_choice_does_not_list_the_microbatches_of_a_step(monkeypatch: pytest
 
     monkeypatch.setattr(estimate_module, "schedule_order", counted)
     fit_local_batch_size(config, 2, device_type="cpu", memory_bytes=GIB)
-    assert 0 < listed <= 2 * 20, "a forward and a backward pass for each of the 20 divisors of 2^19"
+    assert 0 < listed <= 2 * 21, "a forward and a backward pass for each step of a bisection of 2^19"
 
 
 def test_all_ranks_take_the_local_batch_of_rank_0(

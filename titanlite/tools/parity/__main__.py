@@ -73,7 +73,7 @@ class Options:
     config: ConfigFile
     """TOML file, or the name of a shipped configuration"""
     ranks: Annotated[Count, EITHER] = ranged(4, "give a number in this range", least=1, most=MAX_RANKS)
-    """compare all layouts of N ranks"""
+    """compare all layouts of N ranks, and N - 1 data ranks"""
     layouts: Annotated[tuple[str, ...], tyro.conf.arg(metavar="LAYOUT ...", help=LAYOUTS_HELP), EITHER] = ()
     steps: Annotated[int, tyro.conf.arg(metavar="K")] = ranged(2, least=1)
     """optimizer steps"""

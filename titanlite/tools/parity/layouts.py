@@ -80,7 +80,8 @@ def candidate_layouts(ranks: int, own_schedule: PipelineSchedule, n_experts: int
 
     Without a pipeline there is one layout. With a pipeline, the configuration's schedule comes first; the order of the
     others rotates between factorizations, so that each schedule is used. A model with experts also has the same layouts
-    with the largest degree of expert parallelism.
+    with the largest degree of expert parallelism. The last one has a data rank less than there are ranks, which as a
+    rule does not divide the batch, so that steps have filler rows.
     """
     others = [name for name in SCHEDULE_NAMES if name != own_schedule]
     turn = 0
@@ -93,10 +94,12 @@ def candidate_layouts(ranks: int, own_schedule: PipelineSchedule, n_experts: int
             rotated = [others[(turn + index) % len(others)] for index in range(len(others))]
             turn += SCHEDULES_PER_PIPELINE - 1
             yield tuple(Layout(degrees, name, ep) for name in (own_schedule, *rotated))
+    if ranks > 2:
+        yield (Layout(tuple(ranks - 1 if axis == "dp_shard" else 1 for axis in AXES)),)
 
 
 def choose_layouts(config: JobConfig, ranks: int) -> tuple[list[Layout], list[Refusal]]:
-    """The layouts of `ranks` ranks that pass the checks of the configuration, and the refused ones.
+    """The candidate layouts that pass the checks of the configuration, and the refused ones.
 
     Each factorization with a pipeline gets up to SCHEDULES_PER_PIPELINE schedules.
     """

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 import titanlite
 from titanlite.assembly.data import build_data, build_tokenizer
 from titanlite.assembly.model import build_model, build_trainer
-from titanlite.batch import IGNORE_INDEX, Batch
+from titanlite.batch import FILLER, IGNORE_INDEX, Batch
 from titanlite.config.schema import JobConfig
 from titanlite.models.init import local_region
 from titanlite.optim.registry import build_optimizer
@@ -134,8 +134,7 @@ def measure_layout(config: JobConfig, mesh: Mesh, steps: int, folder: Path, own:
                 routing.compare_with(read_tensors(routing_file(folder, step)), replays=replays)
             if step:
                 load_weights_(trainer, weights_file(folder, step))
-            numbers = own_sequences(config, step, mesh.data_rank, mesh.data_degree)
-            batches, rows = mask_and_hash(loader.next_step(), numbers, config)
+            batches, rows = mask_and_hash(loader.next_step(), config)
             stats = trainer.train_step(batches)
             gradients = {name: parameter.grad for name, parameter in named_parameters(trainer)}
             measured.append(
@@ -289,26 +288,20 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text}{where}"
 
 
-def mask_and_hash(
-    batches: Sequence[Batch], numbers: Sequence[int], config: JobConfig
-) -> tuple[list[Batch], dict[str, str]]:
+def mask_and_hash(batches: Sequence[Batch], config: JobConfig) -> tuple[list[Batch], dict[str, str]]:
     """The batches with labels masked by `keep_label`, and the hash of each row's tokens, labels and positions (if any)
-    by its number.
-
-    numbers: the rows' numbers in the run, in the order of the batches' rows.
-    """
+    by its number in the run; without filler rows."""
     rows: dict[str, str] = {}
     masked = []
-    left = iter(numbers)
     for batch in batches:
         labels = batch.labels.clone()
-        for index, row in enumerate(labels):
-            number = next(left)
-            row[~keep_label(config, number)] = IGNORE_INDEX
+        for index, number in enumerate(batch.sequences.tolist()):
+            if number == FILLER:
+                continue
+            labels[index, ~keep_label(config, number)] = IGNORE_INDEX
             positions = [] if batch.positions is None else [batch.positions[index]]
-            rows[str(number)] = hash_of(torch.stack([batch.tokens[index], row, *positions]))
+            rows[str(number)] = hash_of(torch.stack([batch.tokens[index], labels[index], *positions]))
         masked.append(batch._replace(labels=labels))
-    assert next(left, None) is None, "the loader returned fewer rows than a step has"
     return masked, rows
 
 
@@ -323,12 +316,6 @@ def keep_label(config: JobConfig, number: int) -> Tensor:
     share, drawn = random.random(), random.random(seq_len)
     fixed = {0: 0.0, 1: 1.0} if batch > 1 else {0: 0.5}
     return torch.from_numpy(drawn < fixed.get(number % batch, share))
-
-
-def own_sequences(config: JobConfig, step: int, data_rank: int, data_degree: int) -> range:
-    """The numbers in the run of the sequences that a data rank consumes in a step, in the loader's order."""
-    batch = config.training.global_batch_size
-    return range(step * batch + data_rank, (step + 1) * batch, data_degree)
 
 
 def hash_of(tensor: Tensor) -> str:

@@ -36,7 +36,6 @@ from titanlite.tools.parity.measure import (
     hash_of,
     mask_and_hash,
     own_dtypes,
-    own_sequences,
     passes,
     read_tensors,
     record_status,
@@ -74,7 +73,7 @@ def _measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, 
     try:
         for step in range(steps):
             torch.save({name: p.detach() for name, p in named.items()}, weights_file(Path(folder), step))
-            batches, rows = mask_and_hash(loader.next_step(), own_sequences(config, step, 0, 1), config)
+            batches, rows = mask_and_hash(loader.next_step(), config)
             num_valid = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
             num_rows, num_tokens = rows_and_tokens(batches)
             for mixture in mixtures:

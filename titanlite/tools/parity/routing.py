@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from titanlite.batch import Batch
+from titanlite.batch import FILLER, Batch
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.trainer import Trainer
 
@@ -38,7 +38,7 @@ class Routing:
 
     def _forward(self, mixture: MixtureOfExperts, x: Tensor, places: Tensor) -> Tensor:
         """places: see places_of; they take the way of is_token through the model."""
-        self._places = places.abs() - 1
+        self._places = places.abs() - 1  # -1 for filler
         is_token = places > 0
         return MixtureOfExperts.forward(mixture, x, None if is_token.all() else is_token)
 
@@ -46,18 +46,20 @@ class Routing:
         chosen = MixtureOfExperts.choose(mixture, probabilities)
         if self._reference is None:
             noted = self.chosen.setdefault(mixture.block, chosen.new_empty(self._num_positions, chosen.shape[-1]))
-            noted[self._places.flatten()] = chosen.flatten(0, 1)
+            is_known = self._places >= 0
+            noted[self._places[is_known]] = chosen[is_known]
             return chosen
-        expected = self._reference[mixture.block][self._places]
+        expected = torch.where((self._places >= 0).unsqueeze(-1), self._reference[mixture.block][self._places], chosen)
         self.flipped += int((chosen.sort().values != expected.sort().values).any(dim=-1).sum())
-        self.compared += self._places.numel()
+        self.compared += int((self._places >= 0).sum())
         return expected if self._replays else chosen
 
 
 def places_of(batch: Batch, global_batch_size: int) -> Tensor:
-    """1 + the number of each position in the global batch, int64 (rows, seq_len); negated for padding."""
+    """1 + the number of each position in the global batch, int64 (rows, seq_len); negated for padding, 0 for filler."""
     positions = torch.arange(batch.tokens.shape[1])
     places = (batch.sequences % global_batch_size).unsqueeze(1) * len(positions) + positions + 1
+    places[batch.sequences == FILLER] = 0
     return places if batch.lengths is None else torch.where(positions < batch.lengths.unsqueeze(1), places, -places)
 
 

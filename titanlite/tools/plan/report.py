@@ -26,7 +26,8 @@ def report(config: JobConfig, plan: Estimate, device_memory_gib: float) -> str:
         f"gradient reduction {training.mixed_precision_reduce}",
         f"Batch: {training.global_batch_size:,} sequences of {training.seq_len:,} tokens = "
         f"{training.global_batch_size * training.seq_len:,} tokens per step; "
-        f"each data rank has {counted(plan.microbatches, 'microbatch')} of {counted(plan.rows, 'sequence')}",
+        f"each data rank has {counted(plan.microbatches, 'microbatch')} of {counted(plan.rows, 'sequence')}"
+        + (f"; {plan.filler_share:.1%} of the rows are filler" if plan.filler_share else ""),
     ]
     if section.pp > 1:
         steps = "" if plan.schedule_steps == 1 else f" in {plan.schedule_steps} runs of the schedule"

@@ -251,7 +251,7 @@ def take_step(trainer: Trainer, batches: Sequence[Batch], loader: Loader) -> Rec
         stats.grad_norm.item(),
         dict(zip(names, stats.shard_norms.tolist(), strict=True)),
         stats.row_losses.tolist(),
-        loader.sequences[0],
+        loader.first_sequence,
     )
 
 
@@ -261,5 +261,5 @@ def describe_rows(batches: Sequence[Batch], loader: Loader, tokenizer: Tokenizer
     valid = (torch.cat([batch.labels for batch in batches]) != IGNORE_INDEX).sum(1).tolist()
     return [
         Row(loader.locate(origin), tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids)), num_valid)
-        for origin, ids, num_valid in zip(loader.origins, tokens, valid, strict=True)
+        for origin, ids, num_valid in zip(loader.origins, tokens, valid, strict=False)  # filler comes last
     ]

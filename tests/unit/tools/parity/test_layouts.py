@@ -58,7 +58,8 @@ def test_an_invalid_layout(text: str, rule: str) -> None:
 
 
 def test_candidates_are_all_factorizations_with_all_schedules() -> None:
-    found = list(candidate_layouts(12, "DualPipeV"))
+    *found, uneven = candidate_layouts(12, "DualPipeV")
+    assert [str(layout) for layout in uneven] == ["1x1x11x1"]
     degrees = [x.degrees for x, *_ in found]
     assert all(prod(factors) == 12 for factors in degrees)
     assert len(degrees) == len(set(degrees)) == 15 * 5  # of 2^2: 15, of 3: 5
@@ -71,6 +72,7 @@ def test_candidates_are_all_factorizations_with_all_schedules() -> None:
 def test_four_ranks_have_each_factorization_and_each_schedule() -> None:
     accepted, refused = choose_layouts(small_config(1, "model.n_layers=6", "model.n_kv_heads=4"), 4)
     assert refused == []
+    assert str(accepted.pop()) == "1x1x3x1"
     assert len({x.degrees for x in accepted}) == 15
     assert {x.schedule for x in accepted} == {None, *SCHEDULES}
     pipelines = [x for x in accepted if x.degrees[0] > 1]

@@ -1,0 +1,38 @@
+"""How streams are dealt to data ranks: stream s of S belongs to data rank s mod D, for any D up to S.
+
+Sequence n of a run is of stream n mod S, so that the ranks may have different numbers of sequences in a step. All
+compute the same number of rows, at least the largest number of sequences that any rank has in any step; the rows that a
+rank has no sequences for are filler.
+"""
+
+import math
+from functools import lru_cache
+
+import numpy as np
+
+
+def streams_of(data_rank: int, num_streams: int, data_degree: int) -> range:
+    """The streams of a data rank."""
+    return range(data_rank, num_streams, data_degree)
+
+
+@lru_cache(maxsize=64)
+def most_sequences(global_batch_size: int, num_streams: int, data_degree: int) -> int:
+    """The largest number of sequences that a data rank has in any step.
+
+    Step k takes sequences [k G, (k + 1) G). Raises ValueError if there are more ranks than streams.
+    """
+    if not 1 <= data_degree <= num_streams:
+        raise ValueError(f"{num_streams} streams cannot be dealt to {data_degree} data ranks")
+    if num_streams % data_degree == 0:
+        return -(-global_batch_size // data_degree)
+    rounds, rest = divmod(global_batch_size, num_streams)
+    # Beside full rounds of the streams, a step takes `rest` of them, from the first one of its first sequence.
+    begins = np.arange(0, num_streams, math.gcd(global_batch_size, num_streams))
+    streams = np.arange(2 * num_streams) % num_streams
+    most = 0
+    for rank in range(data_degree):
+        before = np.concatenate(([0], np.cumsum(streams % data_degree == rank)))  # of this rank, up to each stream
+        in_rest = int((before[begins + rest] - before[begins]).max())
+        most = max(most, rounds * len(streams_of(rank, num_streams, data_degree)) + in_rest)
+    return most
