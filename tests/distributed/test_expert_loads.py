@@ -98,6 +98,7 @@ def counted(layout: Layout) -> list[list[int]]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_each_choice_is_counted_once(world_size: int) -> None:
     layouts = [layout for layout in LAYOUTS if layout.world_size == world_size]
+    columns: dict[int, dict[str, float]] = {}
     for ranks in zip(layouts, *run_ranks(all_loads, world_size, layouts), strict=True):
         layout, (totals, row, record, empty), *others = ranks
         expected = counted(layout)
@@ -116,6 +117,7 @@ def test_each_choice_is_counted_once(world_size: int) -> None:
         assert 0.5 < row["router_entropy/0"] < 1 < row["balance_loss"] < 2
         assert row["z_loss"] == pytest.approx(math.log(N_EXPERTS) ** 2, rel=0.2)
         assert set(empty.values()) == {0.0}
+        assert row == pytest.approx(columns.setdefault(len(expected), row), rel=1e-12, abs=0), layout
 
 
 @pytest.mark.slow

@@ -259,7 +259,14 @@ def check_width(config: DecoderConfig) -> list[Problem]:
 def check_experts(config: DecoderConfig, published: str) -> list[Problem]:
     """Check the hyper-parameters of experts. published: as for check_decoder."""
     return [
-        *check_sizes(config, ["n_experts", "n_active_experts"]),
+        *check_sizes(config, ["n_active_experts"]),
+        *require(
+            config.n_experts >= 2,
+            "model.n_experts",
+            config.n_experts,
+            "at least 2",
+            "another family, such as qwen3, has one feed-forward layer per block",
+        ),
         *require(
             config.n_active_experts <= config.n_experts,
             "model.n_active_experts",
