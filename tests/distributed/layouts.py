@@ -146,11 +146,10 @@ QUICK = (
 )
 """One and two ranks."""
 
-# Compiled: each recompute policy once, and each way of wrapping blocks once (replicated, sharded, tensor parallel,
-# stages with one backward pass and with a split one). Compiling costs far more than all steps.
+# Compiled: each way of wrapping blocks once (sharded, tensor parallel, stages with one backward pass and with a split
+# one; replicated in SOAK). Compiling costs far more than all steps.
 SLOW = (
     Layout((1, 1, 1, 1), (*COMPILE, *FULL)),
-    Layout((1, 2, 1, 1), (*COMPILE, *BY_LAYER, *TIED)),
     Layout((1, 1, 2, 1), (*COMPILE, *BY_OP, *LAST), accumulation=3, rows=24),
     Layout((1, 1, 1, 2), (*BY_OP, *CHUNKS), accumulation=3, rows=24),
     Layout((2, 1, 1, 1), (*schedule("GPipe"), *split("layers.1"))),
@@ -173,7 +172,6 @@ SLOW = (
     Layout((4, 1, 1, 1), (*schedule("Interleaved1F1B"), *depth(7), *BY_LAYER)),
     # context parallelism: each axis beside it, and ranks that share a head of keys
     Layout((1, 1, 1, 1), (*QWEN3, *FULL), accumulation=3, rows=24, cp=2),
-    Layout((1, 1, 1, 1), (*COMPILE, *BY_OP), cp=2),
     Layout((1, 1, 2, 1), LAST, accumulation=3, rows=24, cp=2),
     Layout((1, 2, 1, 1), TIED, cp=2),
     Layout((1, 1, 1, 2), FULL_LOGITS, cp=2),
@@ -206,6 +204,8 @@ THREE_AXES = (Layout((2, 1, 2, 2), (*schedule("1F1B"), *depth(5), *BY_LAYER, *PA
 
 
 SOAK = (
+    Layout((1, 2, 1, 1), (*COMPILE, *BY_LAYER, *TIED)),
+    Layout((1, 1, 1, 1), (*COMPILE, *BY_OP), cp=2),
     Layout((1, 1, 1, 4), (*FOUR_KV_HEADS, *BY_OP)),
     Layout((2, 1, 1, 2), (*QWEN3, *schedule("Interleaved1F1B"), *BY_OP, *PAIRS), rows=8),
     Layout((1, 1, 1, 2), (*QWEN3, *FULL_LOGITS, *TIED, *FULL)),

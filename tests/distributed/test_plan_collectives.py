@@ -31,6 +31,8 @@ EP = ["parallelism.ep=2", *EXPERTS, "training.local_batch_size=4"]
 PP = ["parallelism.pp=2", *DEEP, "model.n_layers=9"]
 
 SOAK = [
+    ["parallelism.fsdp_reshard_after_forward=always", *DEEP],
+    ["parallelism.loss_parallel=false", "activation_checkpoint.mode=full", *TP],
     ["parallelism.gradient_sync=last", *DEEP],
     ["activation_checkpoint.mode=selective", *TP],
     ["parallelism.fsdp_reshard_after_forward=never", *DEEP],
@@ -41,11 +43,9 @@ SOAK = [
 LAYOUTS: dict[int, list[list[str]]] = {
     2: [
         DEEP,
-        ["parallelism.fsdp_reshard_after_forward=always", *DEEP],
         TP,
         ["parallelism.cp=2", *DEEP],
         ["parallelism.cp=2", "activation_checkpoint.mode=full", *GATHER, *DEEP],
-        ["parallelism.loss_parallel=false", "activation_checkpoint.mode=full", *TP],
         ["parallelism.cp=2", "activation_checkpoint.mode=full", *EP],
     ],
     4: [

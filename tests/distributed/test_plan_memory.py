@@ -291,7 +291,7 @@ def test_peak_of_a_step_is_close_to_the_plan(layout: str) -> None:
         assert all(-0.25 < error < 0.5 for error in errors), (mode, errors)
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # default suite: test_bytes_kept_by_a_microbatch_on_two_ranks
 def test_peak_of_a_step_on_long_rows_falls_with_cp_as_planned() -> None:
     """Rows of 4,096 tokens, so that parameters hardly count: by the resident memory, in processes of their own."""
     small = ("model.dim=128", "model.n_heads=2", "model.n_kv_heads=2", "model.ffn_dim=384", "model.vocab_size=512")
