@@ -10,6 +10,9 @@
 #     NNODES         number of nodes; if above 1, set on each node:
 #     NODE_RANK      rank of this node, from 0
 #     RDZV_ENDPOINT  host:port of node 0, the same on all nodes
+#     NNODES=MIN:MAX elastic: trains on MIN to MAX nodes, whichever are there; when nodes are lost or join, it restarts
+#                    with the others. Set RDZV_ENDPOINT on each node, as above, but not NODE_RANK, and optionally:
+#     MAX_RESTARTS   restarts after failures, not counting those for nodes that join; default: 100
 set -euo pipefail
 
 # shellcheck source=scripts/environment.sh
@@ -34,17 +37,39 @@ cpu) export CUDA_VISIBLE_DEVICES="" ;;
 *) refuse "DEVICE=$DEVICE: must be cpu, cuda, or not set" ;;
 esac
 [[ -z ${NGPU:-} ]] || require_integer NGPU 1 "the number of processes on this node"
+# require_endpoint MEANING: exits unless RDZV_ENDPOINT is host:port
+require_endpoint() {
+    [[ ${RDZV_ENDPOINT:-} =~ ^.+:[0-9]+$ ]] ||
+        refuse "RDZV_ENDPOINT=${RDZV_ENDPOINT:-}: must be host:port of $1, such as 10.0.0.1:29500"
+}
+
 NNODES=${NNODES:-1}
 nodes=()
-require_integer NNODES 1 "the number of nodes"
-if ((NNODES > 1)); then
-    [[ -n ${NODE_RANK:-} && -n ${RDZV_ENDPOINT:-} ]] ||
-        refuse "NNODES=$NNODES needs NODE_RANK (the rank of this node, 0 to $((NNODES - 1))) and RDZV_ENDPOINT (host:port of node 0)"
-    require_integer NODE_RANK 0 "the rank of this node"
-    ((NODE_RANK < NNODES)) || refuse "NODE_RANK=$NODE_RANK: must be below NNODES=$NNODES"
-    [[ $RDZV_ENDPOINT =~ ^.+:[0-9]+$ ]] ||
-        refuse "RDZV_ENDPOINT=$RDZV_ENDPOINT: must be host:port of node 0, such as 10.0.0.1:29500"
-    nodes=(--nnodes="$NNODES" --node-rank="$NODE_RANK" --rdzv-backend=static --rdzv-endpoint="$RDZV_ENDPOINT")
+if [[ $NNODES == *:* ]]; then
+    fewest=${NNODES%%:*} most=${NNODES#*:}
+    for number in "$fewest" "$most"; do
+        [[ $number =~ ^[1-9][0-9]{0,8}$ ]] || refuse "NNODES=$NNODES: must be MIN:MAX, integers from 1"
+    done
+    ((fewest < most)) || refuse "NNODES=$NNODES: MIN must be below MAX; for a fixed number of nodes, NNODES=$most"
+    [[ -z ${NODE_RANK:-} ]] || refuse "NODE_RANK=$NODE_RANK: must not be set with NNODES=$NNODES, whose nodes come and go"
+    require_endpoint "the node that is never lost"
+    MAX_RESTARTS=${MAX_RESTARTS:-100}
+    require_integer MAX_RESTARTS 0 "the number of restarts"
+    # The endpoint names the run, too: launches with equal names are one.
+    nodes=(
+        --nnodes="$NNODES" --rdzv-backend=c10d --rdzv-endpoint="$RDZV_ENDPOINT" --rdzv-id="$RDZV_ENDPOINT"
+        --max-restarts="$MAX_RESTARTS"
+    )
+else
+    require_integer NNODES 1 "the number of nodes"
+    if ((NNODES > 1)); then
+        [[ -n ${NODE_RANK:-} && -n ${RDZV_ENDPOINT:-} ]] ||
+            refuse "NNODES=$NNODES needs NODE_RANK (the rank of this node, 0 to $((NNODES - 1))) and RDZV_ENDPOINT (host:port of node 0)"
+        require_integer NODE_RANK 0 "the rank of this node"
+        ((NODE_RANK < NNODES)) || refuse "NODE_RANK=$NODE_RANK: must be below NNODES=$NNODES"
+        require_endpoint "node 0"
+        nodes=(--nnodes="$NNODES" --node-rank="$NODE_RANK" --rdzv-backend=static --rdzv-endpoint="$RDZV_ENDPOINT")
+    fi
 fi
 
 # shellcheck disable=SC2119 # without extras

@@ -15,6 +15,7 @@ if __name__ == "__main__":  # before the imports that take seconds
     end_on_interrupt()
     hide_warnings_of_torch()
 
+import os
 import signal
 import sys
 from argparse import Namespace
@@ -23,6 +24,7 @@ from functools import partial
 
 import torch
 from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.agent.server.api import logger as agent_logger
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -32,14 +34,28 @@ from torch.distributed.launcher import api
 from torch.distributed.run import determine_local_world_size, get_rdzv_endpoint, parse_args, parse_min_max_nnodes, run
 
 from titanlite.config.command_line import read_command_line
+from titanlite.config.load import most_ranks
+from titanlite.runtime.distributed import ELASTIC
 from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import ConfigError, UsageError, UserError, require
 from titanlite.runtime.signal_thread import stop_signals
 
 TRAIN = "titanlite.train"
+RENDEZVOUS = {"last_call_timeout": 5, "keep_alive_interval": 3, "keep_alive_max_attempt": 5}
+"""Of an elastic launch, in seconds. last_call_timeout: how long the fewest nodes wait for further ones. A node without
+a sign of life for keep_alive_interval x keep_alive_max_attempt is lost, and a restart continues without it."""
 EXIT_BARRIER_S = 30
 """After its ranks have ended, a launcher waits for those of the other nodes, which may have left already. titanlite's
 ranks end together; torch's limit is 300 s."""
+
+
+class Agent(LocalElasticAgent):
+    """torchrun's agent, whose first node publishes the address of the ranks' store in each round of the rendezvous."""
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        # torch 2.13 publishes it in the first round only: a node that joins later would wait for it.
+        worker_group.spec.rdzv_handler._bootstrap_store_info = None  # type: ignore[attr-defined]
+        super()._rendezvous(worker_group)
 
 
 def main() -> None:
@@ -55,17 +71,31 @@ def main() -> None:
 
 
 def check(arguments: Namespace) -> None:
-    """Check torchrun's options, and the configuration if the ranks run titanlite.train and their number is fixed.
-
-    Raises ConfigError.
+    """Check torchrun's options, and the configuration if the ranks run titanlite.train: for all nodes, or for as many
+    ranks as fit if their number may change. Raises ConfigError.
     """
     fewest, nodes, processes = check_ranks(arguments)
-    if arguments.module and arguments.training_script == TRAIN and fewest == nodes:
-        read_command_line(
-            arguments.training_script_args,
-            world_size=nodes * processes,
-            device_type="cuda" if torch.cuda.is_available() else "cpu",
-        )
+    is_elastic = fewest < nodes
+    if arguments.module and arguments.training_script == TRAIN:
+        argv, device_type = arguments.training_script_args, "cuda" if torch.cuda.is_available() else "cpu"
+        launched = nodes * processes
+        ranks = most_ranks(argv, launched, device_type=device_type) if is_elastic else launched
+        read_command_line(argv, world_size=ranks, device_type=device_type)
+    if is_elastic:
+        set_up_elastic(arguments)
+
+
+def set_up_elastic(arguments: Namespace) -> None:
+    """Tell the ranks that their number may change, and complete the settings of the rendezvous."""
+    os.environ[ELASTIC] = "1"
+    given = [setting.partition("=")[0] for setting in arguments.rdzv_conf.split(",")]
+    chosen = [f"{name}={value}" for name, value in RENDEZVOUS.items() if name not in given]
+    arguments.rdzv_conf = ",".join([*filter(None, [arguments.rdzv_conf]), *chosen])
+    print(
+        f"titanlite: {arguments.nnodes} nodes; rendezvous at {get_rdzv_endpoint(arguments)}, {arguments.rdzv_conf}; "
+        f"at most {arguments.max_restarts} restarts after failures",
+        flush=True,
+    )
 
 
 def check_ranks(arguments: Namespace) -> tuple[int, int, int]:
@@ -98,6 +128,13 @@ def check_ranks(arguments: Namespace) -> tuple[int, int, int]:
             f"from 0, and below --nnodes = {nodes}",
             "number the nodes from 0",
         ),
+        *require(
+            not 1 <= fewest < nodes or arguments.rdzv_backend != "static",
+            "--rdzv-backend",
+            arguments.rdzv_backend,
+            f"c10d for a number of nodes that may change (--nnodes = {arguments.nnodes})",
+            "add --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id NAME, the same on all nodes",
+        ),
     ]
     if problems:
         raise ConfigError(problems)
@@ -110,7 +147,7 @@ def launch(arguments: Namespace) -> None:
     Exits as the first rank that failed, or with 128 + its number after a signal, of which torchrun has informed the
     ranks.
     """
-    agent = partial(LocalElasticAgent, exit_barrier_timeout=EXIT_BARRIER_S)
+    agent = partial(Agent, exit_barrier_timeout=EXIT_BARRIER_S)
     api.LocalElasticAgent = agent  # type: ignore[misc, assignment]
     # Not an error: the launcher of another node has left first. The traceback would hide how training has ended.
     agent_logger.addFilter(lambda record: not record.getMessage().startswith("Error waiting on exit barrier"))

@@ -21,6 +21,7 @@ from titanlite.assembly.facts import program_facts
 from titanlite.assembly.run import Run, build_run
 from titanlite.batch import Batch
 from titanlite.config.command_line import read_command_line
+from titanlite.config.load import most_ranks
 from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device
 from titanlite.metrics.meter import Record, is_log_step
@@ -28,15 +29,28 @@ from titanlite.planning.batch import agree_on_local_batch_size
 from titanlite.planning.out_of_memory import explained_out_of_memory
 from titanlite.profiling.regions import region
 from titanlite.runtime.agreement import RanksError, require_equal
-from titanlite.runtime.distributed import World, connect, world_from_environment
+from titanlite.runtime.distributed import (
+    ELASTIC,
+    World,
+    connect,
+    note_finished,
+    require_equal_number,
+    wait_until_finished,
+    world_from_environment,
+)
 from titanlite.runtime.environment import raise_open_file_limit
-from titanlite.runtime.errors import DataError
+from titanlite.runtime.errors import DataError, UserError
 from titanlite.runtime.garbage import PacedGarbageCollection
 from titanlite.runtime.job_lock import job_lock
 from titanlite.runtime.logging import keep_for_log_file, log, setup_logging
 from titanlite.runtime.positions import Positions
+from titanlite.runtime.signals import StopRequest
 from titanlite.summary import summarize
 from titanlite.trainer import Trainer
+
+OWN_SIGNAL_S = 10.0
+"""Under an elastic launcher, a rank that was stopped by the signal of another rank waits so long for its own: the
+launchers restart their ranks one after another. A rank that ended before would look finished to its launcher."""
 
 
 def main() -> None:
@@ -45,12 +59,22 @@ def main() -> None:
     with FailureReport() as failure:
         raise_open_file_limit()
         environment = dict(os.environ)
-        world = world_from_environment()
-        setup_logging(world.rank)
-        if world.rank == 0:
+        launched = world_from_environment()
+        setup_logging(launched.rank)
+        if launched.rank == 0:
             keep_for_log_file()
-        config = read_command_line(sys.argv[1:], world_size=world.size, device_type=world.device_type)
-        store = connect(world, config.comm)
+        is_elastic, device_type = ELASTIC in environment, launched.device_type
+        used = most_ranks(sys.argv[1:], launched.size, device_type=device_type) if is_elastic else launched.size
+        config = read_command_line(sys.argv[1:], world_size=used, device_type=device_type)
+        store = connect(launched, config.comm)
+        if is_elastic:
+            require_equal_number(store, launched.rank, used, config.comm.init_timeout_s)
+        if launched.rank >= used:
+            wait_until_finished(store)
+            return
+        world = launched.first(used)
+        if used < launched.size:
+            log.info("Ranks: %d of %d, the most that the layout fits; the others wait idle", used, launched.size)
         positions = Positions(
             dist.PrefixStore("positions", store),
             *(world.rank, world.size, world.local_ranks, config.job.dump_folder, config.comm.train_timeout_s),
@@ -60,16 +84,23 @@ def main() -> None:
         facts = program_facts(config, world, environment)
         require_equal("program", facts, world, store, config.comm.init_timeout_s)
         with job_lock(config.job.dump_folder, world.rank, take_over=config.job.take_over, environment=environment):
-            run_job(config, world, store, failure, environment)
+            stopped = run_job(config, world, store, failure, environment)
+        if stopped is None and world.rank == 0:
+            note_finished(store)
+        if stopped is not None and is_elastic and not stopped.received_within(OWN_SIGNAL_S):
+            raise UserError("ranks of another node were stopped: this one needs a restart, to continue without them")
 
 
 def run_job(
     config: JobConfig, world: World, store: dist.Store, failure: FailureReport, environment: Mapping[str, str]
-) -> None:
-    """Build the run, train, log how it ended. The dump folder is locked for this job."""
+) -> StopRequest | None:
+    """Build the run, train, log how it ended. The dump folder is locked for this job.
+
+    Returns the stop request of this rank if a signal on any rank has stopped the run before its end.
+    """
     config = agree_on_local_batch_size(config, world, store)
     run = build_run(config, world, store, environment)
-    first_step = run.trainer.step + 1
+    first_step, stopped = run.trainer.step + 1, None
     ended = run.data_end.before_training()
     if run.validation is not None and run.validation.missing:  # a kill or a signal prevented it
         last = any(ended) or first_step > config.training.steps
@@ -97,6 +128,7 @@ def run_job(
             record = train(config, run, failure)
         if record is None:
             assert run.checkpoints is not None
+            stopped = run.stop
             log.info(
                 "Stopped by %s after step %d, which is saved: run the same command%s to resume",
                 *(run.checkpoints.stopped_by, run.trainer.step),
@@ -117,6 +149,7 @@ def run_job(
         run.ledger.close()
     dist.destroy_process_group()
     failure.finish(run.trainer.step)
+    return stopped
 
 
 def describe_end(config: JobConfig, run: Run, ended: Sequence[bool]) -> str:

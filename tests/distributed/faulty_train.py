@@ -14,6 +14,7 @@ hang-start: the rank hangs before the model is built, while the others wait for 
 hang-save: the rank hangs while it saves the third step.
 hang-end: the rank hangs after all work is done.
 slow: the rank sleeps for a while in each step.
+held: the rank sleeps for longer in each step, until the file "go" is in its folder.
 arguments: the rank is started with further arguments, those in ARGUMENTS, as on a node with another configuration.
 evaluate: the ranks are nodes of their own that evaluate a run, with further arguments each: those in ARGUMENTS, after
     the rank's "|".
@@ -24,6 +25,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -39,6 +41,7 @@ from titanlite.data.loader import Loader
 from titanlite.parallel.clip import GradNorm, clip_grad_norm_
 from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.failure import end_process
 from titanlite.tools import evaluate
 from titanlite.trainer import Trainer
 
@@ -87,7 +90,7 @@ def step_with_wrong_gradient(self: Trainer, batches: Sequence[Batch]) -> StepSta
 
 
 def hanging_next_step(self: Loader) -> list[Batch]:
-    if getattr(self, "sequences", range(0)).stop == 2 * GLOBAL_BATCH:
+    if getattr(self, "first_sequence", -1) == GLOBAL_BATCH:
         time.sleep(1000)
     return next_step(self)
 
@@ -112,6 +115,12 @@ def hang(*args: Any) -> Any:
 def kill(*args: Any) -> Any:
     del args
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def held_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
+    if not Path("go").exists():
+        time.sleep(0.8)
+    return train_step(self, batches)
 
 
 def slow_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
@@ -161,6 +170,7 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "hang-save": (Saver, "_write", hanging_write),
     "hang-end": (train.dist, "destroy_process_group", hang),
     "slow": (Trainer, "train_step", slow_train_step),
+    "held": (Trainer, "train_step", held_train_step),
 }
 """FAULT -> the object, its attribute, and what replaces it."""
 
@@ -178,3 +188,4 @@ if __name__ == "__main__":
         else:
             setattr(*PLANTED[os.environ["FAULT"]])
     train.main()
+    end_process(0)

@@ -152,12 +152,22 @@ def test_nodes(checkout: Checkout) -> None:
     assert checkout.launched(NNODES="1", NODE_RANK="0")[1] == "--"
 
 
+def test_a_number_of_nodes_that_may_change(checkout: Checkout) -> None:
+    lines = checkout.launched(NNODES="1:4", RDZV_ENDPOINT="node0:29500", MAX_RESTARTS="7", NGPU="1")
+    rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=node0:29500", "--rdzv-id=node0:29500"]
+    assert lines[1:7] == ["--nnodes=1:4", *rendezvous, "--max-restarts=7", "--"]
+
+
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
         ({"NGPU": "two"}, "NGPU=two"),
         ({"NGPU": "0"}, "NGPU=0"),
-        ({"NNODES": "1:4"}, "NNODES=1:4"),
+        ({"NNODES": "1:4"}, "RDZV_ENDPOINT=: must be host:port of the node that is never lost"),
+        ({"NNODES": "1:x"}, "NNODES=1:x: must be MIN:MAX"),
+        ({"NNODES": "4:4", "RDZV_ENDPOINT": "a:1"}, "MIN must be below MAX; for a fixed number of nodes, NNODES=4"),
+        ({"NNODES": "1:4", "NODE_RANK": "0", "RDZV_ENDPOINT": "a:1"}, "NODE_RANK=0: must not be set with NNODES=1:4"),
+        ({"NNODES": "1:4", "RDZV_ENDPOINT": "a:1", "MAX_RESTARTS": "x"}, "MAX_RESTARTS=x"),
         ({"NNODES": "2"}, "NODE_RANK (the rank of this node, 0 to 1) and RDZV_ENDPOINT"),
         ({"NNODES": "2", "NODE_RANK": "2", "RDZV_ENDPOINT": "a:1"}, "NODE_RANK=2"),
         ({"NNODES": "2", "NODE_RANK": "0", "RDZV_ENDPOINT": "a"}, "RDZV_ENDPOINT=a: must be host:port"),

@@ -1,5 +1,6 @@
 """torchrun with the checks and messages of titanlite.torchrun: exit codes, and errors in one line."""
 
+import os
 import signal
 import sys
 from argparse import Namespace
@@ -15,6 +16,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 from torch.distributed.run import parse_args
 
 from titanlite import torchrun
+from titanlite.runtime.distributed import ELASTIC
 from titanlite.runtime.errors import ConfigError, UsageError, UserError
 
 
@@ -52,7 +54,7 @@ def test_a_launcher_waits_only_briefly_for_other_nodes(monkeypatch: pytest.Monke
         found.append(settings["exit_barrier_timeout"])
         raise RuntimeError
 
-    monkeypatch.setattr(torchrun, "LocalElasticAgent", make)
+    monkeypatch.setattr(torchrun, "Agent", make)
     with pytest.raises(RuntimeError):
         torchrun.launch(parse_args(["--standalone", "-m", "titanlite.train"]))
     assert found == [torchrun.EXIT_BARRIER_S]
@@ -137,20 +139,35 @@ def test_options_that_torchrun_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--nnodes=2", "--node-rank=1"], []),
         (["--nnodes=2", "--node-rank=2", "--rdzv-backend=c10d"], []),  # not used
         (["--standalone", "--node-rank=2"], []),
+        (["--nnodes=1:2"], ["--rdzv-backend"]),
+        (["--nnodes=1:2", "--rdzv-backend=c10d", "--node-rank=3"], []),
     ],
 )
-def test_the_number_of_ranks_is_checked(options: list[str], keys: list[str]) -> None:
+def test_the_number_of_ranks_is_checked(options: list[str], keys: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ELASTIC, raising=False)
     with pytest.raises(ConfigError) if keys else nullcontext() as caught:
         torchrun.check(parse_args([*options, "script.py"]))
     assert caught is None or [problem.key for problem in caught.value.problems] == keys
 
 
-def test_a_layout_is_checked_for_a_fixed_number_of_ranks(tmp_path: Path) -> None:
-    training = ["quickstart", "--parallelism.dp_shard", "3", "--job.dump_folder", str(tmp_path)]
+def test_a_layout_is_checked_for_the_ranks_that_it_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """3 of 4 ranks, if their number may change."""
+    monkeypatch.delenv(ELASTIC, raising=False)
+    training = ["quickstart", "--job.dump_folder", str(tmp_path), "--parallelism.dp_shard"]
     ranks = ["--nproc-per-node=2", "-m", "titanlite.train", *training]
-    torchrun.check(parse_args(["--nnodes=2:4", *ranks]))
     with pytest.raises(ConfigError, match=r"parallelism\.dp_shard = 3\n +rule: +world size 4 must"):
-        torchrun.check(parse_args(["--nnodes=2", *ranks]))
+        torchrun.check(parse_args(["--nnodes=2", *ranks, "3"]))
+    assert ELASTIC not in os.environ
+    elastic = ["--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-endpoint=node0:29500", "--max-restarts=3"]
+    arguments = parse_args([*elastic, "--rdzv-conf=keep_alive_interval=1", *ranks, "3"])
+    torchrun.check(arguments)
+    assert os.environ[ELASTIC] == "1"
+    assert arguments.rdzv_conf == "keep_alive_interval=1,last_call_timeout=5,keep_alive_max_attempt=5"
+    assert f"1:2 nodes; rendezvous at node0:29500, {arguments.rdzv_conf}; at most 3 restarts" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"parallelism\.dp_shard = 5\n +rule: +world size 4 must"):
+        torchrun.check(parse_args([*elastic, *ranks, "5"]))
 
 
 def test_other_programs_are_not_checked() -> None:

@@ -71,17 +71,37 @@ def load_config(argv: Sequence[str], *, world_size: int, device_type: str, check
     return resolve_config(config, world_size=world_size, device_type=device_type)
 
 
+def most_ranks(argv: Sequence[str], world_size: int, *, device_type: str) -> int:
+    """The largest number of ranks, up to world_size, that the configuration fits; world_size if it fits none, so that
+    load_config raises its problems."""
+    parsed = _parse(argv)
+    if check_path_lengths(parsed.config):
+        return world_size
+    config = keep_earlier(parsed.config)
+    sizes = range(world_size, 0, -1)
+    fitting = (n for n in sizes if not check_config(config, world_size=n, device_type=device_type, checks_files=False))
+    return next(fitting, world_size)
+
+
 def keep_earlier(config: JobConfig) -> JobConfig:
-    """If the run has a checkpoint to resume from, replace a batch size or number of streams of -1 by the value of the
-    run's first start."""
-    earlier = earlier_config(config.checkpoint, config.job.dump_folder)
-    if not earlier:
-        return config
+    """If the run has started before, replace a batch size or number of streams of -1 by the value of its first start.
+
+    That of the checkpoint to resume from; before there is one, with checkpoint.enable, that of the configuration in the
+    dump folder: a start that is lost before its first save has the same batch again, on any number of ranks.
+    """
     training, data = config.training, config.data
+    copy = Path(config.job.dump_folder, CONFIG_COPY)
+    if earlier := earlier_config(config.checkpoint, config.job.dump_folder):
+        sequences, streams = earlier["training"]["global_batch_size"], earlier["data"]["num_streams"]
+    elif config.checkpoint.enable and copy.is_file():
+        kept, _ = parse_config([f"--{CONFIG_FILE}", str(copy)])
+        sequences, streams = kept.training.global_batch_size, kept.data.num_streams
+    else:
+        return config
     if training.global_batch_size == -1:
-        training = replace(training, global_batch_size=earlier["training"]["global_batch_size"])
+        training = replace(training, global_batch_size=sequences)
     if data.num_streams == -1:
-        data = replace(data, num_streams=earlier["data"]["num_streams"])
+        data = replace(data, num_streams=streams)
     return replace(config, training=training, data=data)
 
 

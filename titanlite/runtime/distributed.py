@@ -4,7 +4,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -14,6 +14,10 @@ from titanlite.runtime.errors import UserError, integer_variable, ranged
 from titanlite.runtime.flight_recorder import enable_flight_recorder
 
 JOIN_POLL_S = 0.02
+ELASTIC = "TITANLITE_ELASTIC"
+"""Environment variable that the launcher sets for ranks whose number may change at a restart."""
+_FINISHED = "finished"
+_IDLE_POLL_S = 60
 MAX_TIMEOUT_S = 604_800
 """A week."""
 
@@ -40,6 +44,10 @@ class World:
     size: int
     device_type: str
     local_size: int = 1
+
+    def first(self, size: int) -> "World":
+        """The world of the first `size` ranks only, which include this one."""
+        return replace(self, size=size, local_size=min(self.local_size, size - self.local_ranks.start))
 
     @property
     def local_ranks(self) -> range:
@@ -105,6 +113,36 @@ def connect(world: World, section: CommConfig) -> dist.Store:
         ) from None
     store = dist.PrefixStore("titanlite", found[0])
     return dist.PrefixStore(agree_on_attempt(store, world.rank, world.size, timeout_s), store)
+
+
+def require_equal_number(store: dist.Store, rank: int, used: int, timeout_s: int) -> None:
+    """Raise UserError unless rank 0 has the same number of used ranks: of those that do not wait idle."""
+    if rank == 0:
+        store.set("used", str(used))
+        return
+    store.wait(["used"], timedelta(seconds=timeout_s))
+    if (expected := int(store.get("used"))) != used:
+        raise UserError(
+            f"the configuration of rank {rank} uses {used} ranks, but that of rank 0 uses {expected}: make the "
+            "configurations equal on all nodes"
+        )
+
+
+def wait_until_finished(store: dist.Store) -> None:
+    """Wait, as an idle rank, until `note_finished`. Raises UserError if the store is lost."""
+    while True:
+        try:
+            return store.wait([_FINISHED], timedelta(seconds=_IDLE_POLL_S))
+        except dist.DistStoreError:
+            continue
+        except (dist.DistNetworkError, RuntimeError) as error:
+            cause = f"{error}".partition("\n")[0]
+            raise UserError(f"a rank that waits idle has lost the store of the launcher: {cause}") from None
+
+
+def note_finished(store: dist.Store) -> None:
+    """Let the idle ranks end: the run is finished."""
+    store.set(_FINISHED, "")
 
 
 def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout_s: int) -> str:

@@ -15,6 +15,7 @@ from titanlite.runtime.signal_thread import STOP_SIGNALS, leave_to_thread, recei
 
 # A signal often arrives twice: from a terminal or a scheduler, and forwarded by torchrun.
 SAME_SIGNAL_S = 1.0
+POLL_S = 0.05
 
 
 class StopRequest:
@@ -35,6 +36,13 @@ class StopRequest:
     def signal(self) -> str | None:
         """The signal's name, such as "SIGTERM"; None: no request."""
         return signal.Signals(self.number).name if self.number else None
+
+    def received_within(self, seconds: float) -> bool:
+        """Wait for a request; whether this process has received one."""
+        deadline = time.monotonic() + seconds
+        while not self.number and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return self.number != 0
 
     def activate(self, on_sigterm: Callable[[], None], end: Callable[[int, str], None]) -> None:
         """Start to record signals. To be called once, from the main thread.

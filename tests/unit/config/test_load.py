@@ -12,7 +12,7 @@ from tests.seeds import seeds
 from titanlite.config.check import resolve_config
 from titanlite.config.fields import SECTIONS, alternatives, literal, row_type, section_types, types_of
 from titanlite.config.lengths import LENGTHS, UNSET
-from titanlite.config.load import dump_config, load_config, parse_config
+from titanlite.config.load import CONFIG_COPY, dump_config, load_config, most_ranks, parse_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.config import DataConfig
 from titanlite.data.sources.config import SourceConfig
@@ -269,3 +269,34 @@ def test_every_key_has_a_type_that_can_be_read() -> None:
             config, problems = parse_config([f"--model.family={family}", f"--model.flavor={flavor}", *argv])
             assert problems == []
             assert config.model == ModelConfig(family, flavor, values)
+
+
+@pytest.mark.parametrize(
+    ("argv", "launched", "used"),
+    [
+        ("--parallelism.tp 2", 3, 2),
+        ("--parallelism.tp 2 --parallelism.pp 2 --training.global_batch_size 16", 11, 8),
+        ("--training.global_batch_size 8 --data.num_streams 3", 5, 3),
+        ("--parallelism.dp_shard 2", 3, 2),
+        ("--parallelism.tp 4 --training.global_batch_size 16", 3, 3),  # none: load_config says why
+        ("--training.steps 0", 3, 3),
+    ],
+)
+def test_the_most_ranks_that_fit(argv: str, launched: int, used: int, tmp_path: Path) -> None:
+    arguments = ["--job.dump_folder", str(tmp_path), "--model.n_layers", "8", *argv.split()]
+    assert most_ranks(arguments, launched, device_type="cpu") == used
+
+
+def test_a_start_that_is_lost_before_its_first_save_keeps_its_batch(tmp_path: Path) -> None:
+    """With checkpoints, also on fewer ranks; without them, each start is a new run."""
+    argv = ["--job.dump_folder", str(tmp_path), "--training.local_batch_size", "2"]
+    saving = [*argv, "--checkpoint.enable", "true"]
+    first = load_config(saving, world_size=4, device_type="cpu")
+    assert (first.training.global_batch_size, first.data.num_streams) == (8, 8)
+    (tmp_path / CONFIG_COPY).write_text(dump_config(first), encoding="utf-8")
+    again = load_config(saving, world_size=3, device_type="cpu")
+    assert (again.training.global_batch_size, again.data.num_streams) == (8, 8)
+    given = load_config([*saving, "--training.global_batch_size", "6"], world_size=3, device_type="cpu")
+    assert (given.training.global_batch_size, given.data.num_streams) == (6, 8)
+    new = load_config(argv, world_size=3, device_type="cpu")
+    assert (new.training.global_batch_size, new.data.num_streams) == (6, 6)

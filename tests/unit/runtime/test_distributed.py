@@ -8,7 +8,16 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from titanlite.runtime.distributed import CommConfig, World, agree_on_attempt, connect, world_from_environment
+from titanlite.runtime.distributed import (
+    CommConfig,
+    World,
+    agree_on_attempt,
+    connect,
+    note_finished,
+    require_equal_number,
+    wait_until_finished,
+    world_from_environment,
+)
 from titanlite.runtime.errors import UserError
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
@@ -103,3 +112,38 @@ def test_rank_0_waits_for_the_ranks_of_its_attempt() -> None:
         UserError, match=r"comm.init_timeout_s = 1: 1 of 2 ranks did not connect in time, for example rank 1"
     ):
         agree_on_attempt(client(server.port), 0, 2, timeout_s=1)
+
+
+def test_the_world_of_the_first_ranks() -> None:
+    second_node = World(rank=4, local_rank=1, size=9, device_type="cpu", local_size=3)
+    assert second_node.first(5) == World(4, 1, 5, "cpu", local_size=2)
+    assert second_node.first(8).local_ranks == range(3, 6)
+
+
+def test_all_ranks_use_the_same_number() -> None:
+    store = dist.HashStore()
+    for rank in range(2):
+        require_equal_number(store, rank, 3, timeout_s=1)
+    with pytest.raises(UserError, match="the configuration of rank 2 uses 2 ranks, but that of rank 0 uses 3"):
+        require_equal_number(store, 2, 2, timeout_s=1)
+
+
+def test_an_idle_rank_waits_until_the_run_is_finished() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    with ThreadPoolExecutor(1) as threads:
+        idle = threads.submit(wait_until_finished, client(server.port))
+        time.sleep(0.2)
+        assert not idle.done()
+        note_finished(client(server.port))
+        idle.result(timeout=10)
+
+
+def test_an_idle_rank_ends_if_the_store_is_lost() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    store = client(server.port)
+    with ThreadPoolExecutor(1) as threads:
+        idle = threads.submit(wait_until_finished, store)
+        time.sleep(0.2)
+        del server
+        with pytest.raises(UserError, match="a rank that waits idle has lost the store of the launcher"):
+            idle.result(timeout=10)

@@ -1,0 +1,172 @@
+"""Runs on a number of nodes that changes: torchruns on this machine are killed and join, and the numbers stay."""
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from tests.distributed.program import FAULTY, PATIENCE_S, Program, Starter, free_port
+from tests.distributed.recovered import starts, stopped, tensors_in, trained_steps
+from tests.distributed.resuming import numbers
+from tests.distributed.test_restarts import wait_until
+from titanlite.checkpoint.folder import step_folder
+from titanlite.data.ledger import read_ledger
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
+
+SETTINGS = (
+    *("--checkpoint.enable", "true", "--checkpoint.interval", "10", "--data.ledger", "true"),
+    *("--data.num_streams", "9", "--training.local_batch_size", "2", "--optimizer.lr", "1e-3"),
+)
+QUICK = ("--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=1")
+
+
+class Nodes:
+    """Torchruns that share a run, with `ranks` ranks each. fewest, most: nodes of the run."""
+
+    def __init__(
+        self, start: Starter, workplace: Path, *arguments: str, fewest: int, most: int, ranks: int = 1, restarts: int
+    ) -> None:
+        self._start, self._workplace, self._arguments, self._ranks = start, workplace, arguments, ranks
+        self._port = free_port()
+        rendezvous = (
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            f"127.0.0.1:{self._port}",
+            "--rdzv-id",
+            "elastic",
+            *QUICK,
+        )
+        nodes = ("--nnodes", f"{fewest}:{most}", "--max-restarts", str(restarts))
+        self._launcher = ("-m", "titanlite.torchrun", *nodes, *rendezvous)
+        self.started: list[Program] = []
+        self.running: list[Program] = []
+        self._count = 0
+
+    def join(self, *options: str) -> None:
+        """Start a node. options: of torchrun."""
+        self._count += 1
+        self.started.append(
+            self._start(
+                *(self._workplace, *self._arguments),
+                ranks=self._ranks,
+                launcher=(*self._launcher, *options),
+                program=FAULTY,
+                name=f"node{self._count}",
+                environment={"FAULT": "held", "FAULTY_RANK": "0"},
+            )
+        )
+        self.running.append(self.started[-1])
+
+    @property
+    def first(self) -> Program:
+        """The node of the rendezvous. Rank 0 may be on any node: torch orders them by pid."""
+        return self.started[0]
+
+    @property
+    def output(self) -> str:
+        """Of all nodes, one after the other."""
+        return "".join(node.output for node in self.started)
+
+    def wait_for_steps(self, number: int, attempts: int = 1) -> None:
+        """Wait until the ranks have been started so often, and then trained `number` steps."""
+        wait_until(lambda: len(starts(self.output)) == attempts, self.first, PATIENCE_S)
+        before = len(trained_steps(self.output))
+        wait_until(lambda: len(trained_steps(self.output)) >= before + number, self.first, PATIENCE_S)
+
+    def has_rendezvous(self) -> bool:
+        """Whether a node, the first one, serves the rendezvous."""
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", self._port)) == 0
+
+    def lose(self, number: int) -> list[int]:
+        """Kill a node: its torchrun and ranks. Returns the numbers of these ranks."""
+        node = self.running.pop(number)
+        ranks = [pid for pid in node.processes() if parent_of(pid) == node.process.pid]
+        assert len(ranks) == self._ranks
+        lost = [rank for rank, pid in node.ranks().items() if pid in ranks]
+        for pid in (node.process.pid, *ranks):
+            os.kill(pid, signal.SIGKILL)
+        node.process.wait(PATIENCE_S)
+        return lost
+
+
+def parent_of(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[1])
+
+
+def assert_same_run(found: Path, expected: Path, steps: int) -> None:
+    """Same rows of metrics, final weights and optimizer state to 1e-12; each sequence once in the ledger."""
+    assert [row["step"] for row in numbers(found)] == list(range(1, steps + 1))
+    for row, right in zip(numbers(found), numbers(expected), strict=True):
+        assert row == pytest.approx(right, rel=1e-12, abs=0)
+    weights, right_weights = (tensors_in(step_folder(folder / "checkpoint", steps)) for folder in (found, expected))
+    assert weights.keys() == right_weights.keys()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, right_weights[name], rtol=1e-12, atol=1e-15)
+    assert list(read_ledger(found)) == list(read_ledger(expected))
+
+
+def undisturbed(start: Starter, workplace: Path, *arguments: str) -> Path:
+    folder = workplace / "undisturbed"
+    program = start(workplace, "--job.dump_folder", str(folder), *arguments, name="undisturbed.log")
+    assert program.wait() == 0, program.output
+    return folder
+
+
+def test_a_node_joins_and_another_is_lost(tmp_path: Path, start: Starter) -> None:
+    """From two nodes to three and back to two. The join is not counted as a failure, and no node ends before the run.
+
+    Steps are slow until all has happened.
+    """
+    arguments = (*SETTINGS, "--training.steps", "60")
+    expected = undisturbed(start, tmp_path, *arguments)
+    nodes = Nodes(start, tmp_path, *arguments, fewest=1, most=3, restarts=1)
+    nodes.join()
+    wait_until(nodes.has_rendezvous, nodes.first, PATIENCE_S)
+    nodes.join("--monitor-interval", "3")  # its launcher sees the join when its ranks have stopped with the others
+    nodes.wait_for_steps(3)
+    nodes.join()
+    nodes.wait_for_steps(3, attempts=2)
+    nodes.lose(1)
+    nodes.wait_for_steps(3, attempts=3)
+    (tmp_path / "go").touch()
+    assert [node.wait() for node in nodes.running] == [0, 0], nodes.output
+    assert len(starts(nodes.output)) == 3
+    assert [name for name, _ in stopped(nodes.output)] == ["SIGTERM"]
+    assert_same_run(tmp_path / "out", expected, 60)
+
+
+@pytest.mark.soak  # default suite: test_a_node_joins_and_another_is_lost
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("axis", ["tp", "pp", "dp_replicate"])
+def test_ten_losses_and_joins(axis: str, tmp_path: Path, start: Starter) -> None:
+    """With three nodes of one rank, two are used by a layout of two ranks, and the third waits idle: its loss does not
+    stop the others."""
+    arguments = (*SETTINGS, "--training.steps", "150")
+    expected = undisturbed(start, tmp_path, *arguments)
+    nodes = Nodes(start, tmp_path, *arguments, f"--parallelism.{axis}", "2", fewest=2, most=3, restarts=10)
+    nodes.join()
+    wait_until(nodes.has_rendezvous, nodes.first, PATIENCE_S)
+    nodes.join()
+    nodes.join()
+    random, attempts = Random(3), 1
+    for _ in range(10):
+        nodes.wait_for_steps(random.randint(1, 12), attempts=attempts)
+        if len(nodes.running) < 3:
+            nodes.join()
+            attempts += 1
+        elif nodes.lose(random.choice([1, 2])) == [1]:
+            attempts += 1
+    nodes.wait_for_steps(1, attempts=attempts)
+    (tmp_path / "go").touch()
+    assert [node.wait() for node in nodes.running] == [0] * len(nodes.running), nodes.output
+    assert "Ranks: 2 of 3, the most that the layout fits; the others wait idle" in nodes.output
+    assert_same_run(tmp_path / "out", expected, 150)
