@@ -71,17 +71,18 @@ def main() -> None:
 
 
 def check(arguments: Namespace) -> None:
-    """Check torchrun's options, and the configuration if the ranks run titanlite.train: for all nodes, or for as many
-    ranks as fit if their number may change. Raises ConfigError.
+    """Check torchrun's options, and the configuration if the ranks run titanlite.train: for all nodes, or if their
+    number may change, for as many ranks as fit on the fewest and on the most nodes. Raises ConfigError.
     """
     fewest, nodes, processes = check_ranks(arguments)
-    is_elastic = fewest < nodes
+    os.environ.pop(ELASTIC, None)
     if arguments.module and arguments.training_script == TRAIN:
         argv, device_type = arguments.training_script_args, "cuda" if torch.cuda.is_available() else "cpu"
-        launched = nodes * processes
-        ranks = most_ranks(argv, launched, device_type=device_type) if is_elastic else launched
-        read_command_line(argv, world_size=ranks, device_type=device_type)
-    if is_elastic:
+        for number in {fewest, nodes}:
+            ranks = number * processes
+            used = most_ranks(argv, ranks, device_type=device_type) if fewest < nodes else ranks
+            read_command_line(argv, world_size=used, device_type=device_type)
+    if fewest < nodes:
         set_up_elastic(arguments)
 
 

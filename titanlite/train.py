@@ -49,8 +49,7 @@ from titanlite.summary import summarize
 from titanlite.trainer import Trainer
 
 OWN_SIGNAL_S = 10.0
-"""Under an elastic launcher, a rank that was stopped by the signal of another rank waits so long for its own: the
-launchers restart their ranks one after another. A rank that ended before would look finished to its launcher."""
+"""Elastic launchers that see a node join stop their ranks one after another, each within --monitor-interval (0.1 s)."""
 
 
 def main() -> None:
@@ -87,8 +86,18 @@ def main() -> None:
             stopped = run_job(config, world, store, failure, environment)
         if stopped is None and world.rank == 0:
             note_finished(store)
-        if stopped is not None and is_elastic and not stopped.received_within(OWN_SIGNAL_S):
-            raise UserError("ranks of another node were stopped: this one needs a restart, to continue without them")
+        if stopped is not None and is_elastic:
+            wait_for_launcher(stopped, OWN_SIGNAL_S)
+
+
+def wait_for_launcher(stopped: StopRequest, seconds: float) -> None:
+    """Wait until the launcher of this rank, which was stopped by agreement, stops it as well.
+
+    If this rank ended before, its launcher would take the run as finished and leave it. Raises UserError, so that it
+    restarts, if no signal comes: only other nodes were stopped.
+    """
+    if not stopped.received_within(seconds):
+        raise UserError("ranks of another node were stopped: this one needs a restart, to continue without them")
 
 
 def run_job(
@@ -140,6 +149,7 @@ def run_job(
                 log.info("The data is exhausted after step %d (%s)", record.step, describe_end(config, run, ended))
             if world.rank == 0:
                 summarize(config, record, record.step - first_step + 1, perf_counter() - start)
+            log.info("Time: %s", run.goodput.describe())
     failure.enter(run.trainer.step, "ending")
     run.loader.close()
     if run.validation is not None:
@@ -172,15 +182,20 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
     trainer, loader, checkpoints = run.trainer, run.loader, run.checkpoints
     assert trainer.step < config.training.steps, "no step is left to train"
     first_step, has_validated = trainer.step + 1, False
+
+    def enter(step: int, phase: str) -> None:
+        failure.enter(step, phase)
+        run.goodput.enter(phase)
+
     paced = PacedGarbageCollection(config.training.gc_freq)
     with stoppable(run, failure), closing(run.profiling), paced as garbage:
         run.profiling.start(first_step)
         run.meter.start()
         while True:
-            failure.enter(trainer.step + 1, "waiting for data")
+            enter(trainer.step + 1, "waiting for data")
             trainer.compute_time.start()
             batches = next_batches(run, failure)
-            failure.enter(trainer.step + 1, "forward, backward and update")
+            enter(trainer.step + 1, "forward, backward and update")
             stats = trainer.train_step(batches)
             compute_s = trainer.compute_time.stop()
             step = trainer.step
@@ -196,11 +211,11 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
             )
             last = any(run.data_end.after_step()) or step == config.training.steps
             if last or is_log_step(step, log_freq=config.metrics.log_freq, total_steps=config.training.steps):
-                failure.enter(step, "logging")
+                enter(step, "logging")
                 epochs = loader.epochs()
                 own_epochs = epochs if trainer.counts_rows else [0.0] * len(epochs)
                 of_experts, loads = run.expert_loads.flush(step)
-                record = run.meter.flush(own_epochs, of_experts)
+                record = run.meter.flush(own_epochs, of_experts, run.goodput.columns)
                 run.sinks.write(record)
                 if loads is not None:
                     run.sinks.write(loads)
@@ -210,12 +225,12 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
                 run.mesh.set_timeout(config.comm.train_timeout_s)
             if run.ledger is not None:
                 run.ledger.write(step, loader.sequences, loader.origins)
-            failure.enter(step, "comparing replicas")
+            enter(step, "comparing replicas")
             run.replicas.after_step(step, last)
-            failure.enter(step, "saving")
+            enter(step, "saving")
             stops = checkpoints is not None and checkpoints.after_step(step, last)
             if run.validation is not None and (last or not stops) and run.validation.is_due(step, last):
-                failure.enter(step, "validating")
+                enter(step, "validating")
                 # The first one compiles the forward pass without gradients.
                 run.mesh.set_timeout(config.comm.train_timeout_s if has_validated else config.comm.init_timeout_s)
                 requested, has_validated = run.validation.after_step(step, failure), True
@@ -225,7 +240,7 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
                     checkpoints.stop_after(step, requested)
                     stops = True
             if run.samples is not None and (last or not stops) and run.samples.is_due(step, last):
-                failure.enter(step, "sampling")
+                enter(step, "sampling")
                 run.samples.after_step(step)
             run.profiling.after_step(step, failure)
             if last:

@@ -168,16 +168,12 @@ SLOW = (
     Layout((2, 2, 1, 1), (*schedule("ZBVZeroBubble"), *PAIRS)),
     # stages of several FSDP units with a split backward pass
     Layout((2, 1, 2, 1), (*schedule("DualPipeV"), *depth(7))),
-    Layout((2, 1, 1, 2), (*schedule("InterleavedZeroBubble"), *FULL, *FULL_LOGITS, *PAIRS), rows=8),
     Layout((4, 1, 1, 1), (*schedule("Interleaved1F1B"), *depth(7), *BY_LAYER)),
     # context parallelism: each axis beside it, and ranks that share a head of keys
     Layout((1, 1, 1, 1), (*QWEN3, *FULL), accumulation=3, rows=24, cp=2),
     Layout((1, 1, 2, 1), LAST, accumulation=3, rows=24, cp=2),
-    Layout((1, 2, 1, 1), TIED, cp=2),
-    Layout((1, 1, 1, 2), FULL_LOGITS, cp=2),
     Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *PAIRS), cp=2),
     Layout((1, 1, 1, 1), cp=4),
-    Layout((1, 1, 1, 1), (*GATHER, *COMPILE, *BY_OP), cp=2),
     # experts, with the rows of the balance loss on several ranks and on several stages
     Layout((1, 1, 1, 1), (*EXPERTS, *FULL), accumulation=3, rows=24),
     Layout((1, 1, 2, 1), (*EXPERTS, *BY_OP), accumulation=3, rows=24),
@@ -187,7 +183,6 @@ SLOW = (
     Layout((1, 1, 2, 1), (*EXPERTS, *EP, *FULL), accumulation=3, rows=24),
     Layout((1, 1, 1, 1), (*EXPERTS, *EP, *BY_OP), cp=2),
     Layout((1, 1, 4, 1), (*EXPERTS, *EP)),
-    Layout((1, 1, 2, 2), (*EXPERTS, *EP, *FULL)),
     Layout((2, 1, 2, 1), (*EXPERTS, *EP, *schedule("ZBVZeroBubble"), *depth(3), *FULL)),
     # norms whose squares are summed over tp
     Layout((1, 1, 1, 2), (*OLMOE, *BY_OP), cp=2),
@@ -204,6 +199,11 @@ THREE_AXES = (Layout((2, 1, 2, 2), (*schedule("1F1B"), *depth(5), *BY_LAYER, *PA
 
 
 SOAK = (
+    Layout((2, 1, 1, 2), (*schedule("InterleavedZeroBubble"), *FULL, *FULL_LOGITS, *PAIRS), rows=8),
+    Layout((1, 2, 1, 1), TIED, cp=2),
+    Layout((1, 1, 1, 2), FULL_LOGITS, cp=2),
+    Layout((1, 1, 1, 1), (*GATHER, *COMPILE, *BY_OP), cp=2),
+    Layout((1, 1, 2, 2), (*EXPERTS, *EP, *FULL)),
     Layout((1, 2, 1, 1), (*COMPILE, *BY_LAYER, *TIED)),
     Layout((1, 1, 1, 1), (*COMPILE, *BY_OP), cp=2),
     Layout((1, 1, 1, 4), (*FOUR_KV_HEADS, *BY_OP)),
@@ -245,7 +245,7 @@ UNEVEN = (
     # filler rows in the experts' counts, in their exchange, and in each kind of pipeline
     Layout((1, 1, 3, 1), (*EXPERTS, *EP3), streams=8),
     Layout((1, 3, 1, 1), LAST, accumulation=3, streams=12),
-    Layout((1, 1, 2, 2), (*EXPERTS, *FULL), streams=9),
+    Layout((1, 1, 2, 2), (*EXPERTS, *EP, *FULL), streams=9),
     Layout((1, 1, 2, 1), GATHER, accumulation=2, cp=2, streams=9),
     Layout((2, 1, 2, 1), (*schedule("1F1B"), *EVERY, *PAIRS), accumulation=2, streams=9),
     Layout((2, 1, 2, 1), (*EXPERTS, *schedule("ZBVZeroBubble"), *depth(3)), streams=15),

@@ -25,6 +25,7 @@ from tests.pool import run_ranks
 from titanlite import train
 from titanlite.assembly.run import Run, build_run
 from titanlite.batch import FILLER, Batch
+from titanlite.metrics.goodput import COLUMNS
 from titanlite.metrics.meter import Record
 from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import UserError
@@ -35,6 +36,7 @@ from titanlite.runtime.logging import log, setup_logging
 MACHINE_DEPENDENT = {
     *("tokens_per_second", "step_time_s", "data_time_s", "memory_gib"),
     *("slowest_rank", "slowest_host", "slowest_ratio"),
+    *COLUMNS,
 }
 CORPUS = "corpus.npy"
 

@@ -31,6 +31,7 @@ EP = ["parallelism.ep=2", *EXPERTS, "training.local_batch_size=4"]
 PP = ["parallelism.pp=2", *DEEP, "model.n_layers=9"]
 
 SOAK = [
+    ["parallelism.cp=2", "activation_checkpoint.mode=full", *GATHER, *DEEP],
     ["parallelism.fsdp_reshard_after_forward=always", *DEEP],
     ["parallelism.loss_parallel=false", "activation_checkpoint.mode=full", *TP],
     ["parallelism.gradient_sync=last", *DEEP],
@@ -45,7 +46,6 @@ LAYOUTS: dict[int, list[list[str]]] = {
         DEEP,
         TP,
         ["parallelism.cp=2", *DEEP],
-        ["parallelism.cp=2", "activation_checkpoint.mode=full", *GATHER, *DEEP],
         ["parallelism.cp=2", "activation_checkpoint.mode=full", *EP],
     ],
     4: [

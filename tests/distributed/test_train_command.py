@@ -10,16 +10,17 @@ import pytest
 
 from tests.distributed.program import CONFIG, PATIENCE_S, Program, Starter, own_tracebacks, rows, start_program
 from tests.distributed.reference import GLOBAL_BATCH, SEQ_LEN, TOKENS
+from titanlite.metrics.goodput import COLUMNS
 
 STEPS = 6
 EPOCH = f"epoch/tokens {TOKENS}"
-KEYS = [
+UP_TO_LOSSES = [
     *["step", "loss", "grad_norm", "lr", "num_valid", "tokens_seen", "tokens_per_second", "step_time_s", "data_time_s"],
-    *["memory_gib", "skipped_steps", "bad_rows", "interval_loss", EPOCH],
+    *["memory_gib", "skipped_steps", "bad_rows", "interval_loss"],
 ]
 SLOWEST = ["slowest_rank", "slowest_host", "slowest_ratio"]
 """Keys of runs on several ranks."""
-MACHINE_DEPENDENT = {"tokens_per_second", "step_time_s", "data_time_s", "memory_gib", *SLOWEST}
+MACHINE_DEPENDENT = {"tokens_per_second", "step_time_s", "data_time_s", "memory_gib", *SLOWEST, *COLUMNS}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def test_one_process_logs_every_step(single: Program) -> None:
     found = rows(single.workplace / "out")
     assert [row["step"] for row in found] == list(range(1, STEPS + 1))
     for row in found:
-        assert list(row) == KEYS
+        assert list(row) == [*UP_TO_LOSSES, EPOCH, *COLUMNS]
         assert row["num_valid"] == GLOBAL_BATCH * SEQ_LEN
         assert row["tokens_seen"] == row["step"] * GLOBAL_BATCH * SEQ_LEN
         assert (row["skipped_steps"], row["bad_rows"]) == (0, 0)
@@ -70,7 +71,7 @@ def test_two_ranks_match_one_process(layout: dict[str, int], single: Program, tm
     program = start(tmp_path, *arguments, "--training.local_batch_size", "4", ranks=2)
     assert program.wait() == 0, program.output
     found, expected = rows(tmp_path / "out"), rows(single.workplace / "out")
-    assert [list(row) for row in found] == [[*KEYS[:-1], *SLOWEST, EPOCH]] * STEPS
+    assert [list(row) for row in found] == [[*UP_TO_LOSSES, *SLOWEST, EPOCH, *COLUMNS]] * STEPS
     assert all(row["slowest_ratio"] >= 1 and row["slowest_host"] == socket.gethostname() for row in found)
     assert found[0]["loss"] == pytest.approx(expected[0]["loss"], rel=1e-14, abs=0)
     for row, expected_row in zip(found, expected, strict=True):

@@ -2,6 +2,7 @@
 
 import gc
 import math
+from time import monotonic
 from typing import Any
 from unittest.mock import Mock
 
@@ -18,6 +19,7 @@ from titanlite.assembly.run import Run, build_expert_loads
 from titanlite.batch import Batch
 from titanlite.checkpoint.start import Start
 from titanlite.config.schema import JobConfig
+from titanlite.metrics.goodput import Goodput
 from titanlite.metrics.meter import Meter, Record
 from titanlite.metrics.sinks import Sinks
 from titanlite.runtime.agreement import DataEnd
@@ -69,6 +71,7 @@ def run_of(config: JobConfig, *sinks: RecordSink) -> Run:
         loader=StubLoader(dist.get_rank()),  # type: ignore[arg-type]
         meter=meter,
         expert_loads=build_expert_loads(config, mesh, trainer),
+        goodput=Goodput({}, began=monotonic()),
         sinks=Sinks(sinks),  # type: ignore[arg-type]
         data_end=DataEnd(None, None),
         skipped=Mock(),

@@ -45,7 +45,7 @@ ALL_PARTS = [part.name for stage in gpu_check.STAGES for part in stage.parts]
 @pytest.mark.parametrize(
     "parts",
     [
-        pytest.param(["facts", "kernels", "eager steps", "two ranks"], id="some"),
+        pytest.param(["facts", "kernels", "two ranks"], id="some"),
         pytest.param(ALL_PARTS, id="all", marks=pytest.mark.soak),
     ],
 )

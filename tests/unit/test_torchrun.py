@@ -153,20 +153,20 @@ def test_the_number_of_ranks_is_checked(options: list[str], keys: list[str], mon
 def test_a_layout_is_checked_for_the_ranks_that_it_uses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """3 of 4 ranks, if their number may change."""
+    """3 of 4 or 6 ranks, if their number may change."""
     monkeypatch.delenv(ELASTIC, raising=False)
     training = ["quickstart", "--job.dump_folder", str(tmp_path), "--parallelism.dp_shard"]
     ranks = ["--nproc-per-node=2", "-m", "titanlite.train", *training]
     with pytest.raises(ConfigError, match=r"parallelism\.dp_shard = 3\n +rule: +world size 4 must"):
         torchrun.check(parse_args(["--nnodes=2", *ranks, "3"]))
     assert ELASTIC not in os.environ
-    elastic = ["--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-endpoint=node0:29500", "--max-restarts=3"]
+    elastic = ["--nnodes=2:3", "--rdzv-backend=c10d", "--rdzv-endpoint=node0:29500", "--max-restarts=3"]
     arguments = parse_args([*elastic, "--rdzv-conf=keep_alive_interval=1", *ranks, "3"])
     torchrun.check(arguments)
     assert os.environ[ELASTIC] == "1"
     assert arguments.rdzv_conf == "keep_alive_interval=1,last_call_timeout=5,keep_alive_max_attempt=5"
-    assert f"1:2 nodes; rendezvous at node0:29500, {arguments.rdzv_conf}; at most 3 restarts" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=r"parallelism\.dp_shard = 5\n +rule: +world size 4 must"):
+    assert f"2:3 nodes; rendezvous at node0:29500, {arguments.rdzv_conf}; at most 3 restarts" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"parallelism\.dp_shard = 5\n +rule: +world size 4 must"):  # on two nodes
         torchrun.check(parse_args([*elastic, *ranks, "5"]))
 
 

@@ -1,6 +1,9 @@
 """The training loop: the order of calls in a step, and the conditions that end the loop."""
 
+import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from time import sleep
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
@@ -12,6 +15,7 @@ from titanlite.data.config import DataConfig
 from titanlite.metrics.config import MetricsConfig
 from titanlite.runtime.distributed import CommConfig
 from titanlite.runtime.errors import DataError, UsageError, UserError
+from titanlite.runtime.signals import StopRequest
 from titanlite.train import train
 
 
@@ -56,7 +60,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     run.loader.next_step.return_value = []
     run.data_end.after_step.return_value = [False]
     run.expert_loads.flush.return_value = {}, None
-    run.meter.flush.side_effect = lambda _epochs, _experts: Mock(step=run.trainer.step, bad_rows=run.trainer.step)
+    run.meter.flush.side_effect = lambda *_: Mock(step=run.trainer.step, bad_rows=run.trainer.step)
+    run.goodput = Mock(name="goodput")  # with a name, it is not in run.mock_calls
     run.checkpoints.after_step.return_value = False
     run.validation.is_due.return_value = run.samples.is_due.return_value = True
     run.validation.after_step.return_value = 0
@@ -190,3 +195,16 @@ def test_a_data_error_is_noted_before_waiting_for_the_ranks(run: MagicMock, monk
     assert found[4:] == ["loader.next_step", "failure.note_data_error", "wait_for_ranks", *END]
     run.failure.note_data_error.assert_called_once_with(error)
     run.wait_for_ranks.assert_called_once_with(run.trainer)
+
+
+def test_a_rank_that_stopped_by_agreement_waits_for_its_launcher() -> None:
+    """Else its launcher, which has not seen the node that joins, would take the run as finished."""
+    request = StopRequest()
+    with pytest.raises(UserError, match="this one needs a restart, to continue without them"):
+        train_module.wait_for_launcher(request, 0.1)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(train_module.wait_for_launcher, request, 60.0)
+        sleep(0.2)
+        assert not waiting.done()
+        request.number = signal.SIGTERM
+        waiting.result(timeout=10)

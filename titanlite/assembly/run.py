@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -40,7 +41,8 @@ from titanlite.hf.source import fetch_source
 from titanlite.metrics.about import AboutRun, git_commit, note_start
 from titanlite.metrics.config import EXPERTS_FILE, LOG_FILE, METRICS_FILE, RUN_FILE, SAMPLES_FILE
 from titanlite.metrics.experts import ExpertLoads
-from titanlite.metrics.history import has_validation, keep_rows
+from titanlite.metrics.goodput import Goodput
+from titanlite.metrics.history import has_validation, keep_rows, last_row
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.sinks import Sinks, build_sinks
 from titanlite.metrics.slow_ranks import Place, SlowRanks
@@ -87,6 +89,7 @@ class Run:
     loader: Loader
     meter: Meter
     expert_loads: ExpertLoads
+    goodput: Goodput
     sinks: Sinks
     data_end: DataEnd
     skipped: SkippedSteps
@@ -107,6 +110,7 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
 
     config: validated and resolved. store: shared by all ranks. environment: environment variables at program start.
     """
+    began = time.monotonic()
     apply_determinism(config.debug)
     pin_kernels(world.device)
     require_no_checkpoints(config)
@@ -193,6 +197,7 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
         loader,
         meter,
         build_expert_loads(config, mesh, trainer),
+        Goodput(last_row(Path(config.job.dump_folder, METRICS_FILE)) if resume_step else {}, began=began),
         sinks,
         data_end,
         skipped,

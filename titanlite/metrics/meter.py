@@ -66,12 +66,15 @@ class Record:
     and of the least loaded expert relative to the mean of the block's experts; router_entropy/BLOCK, of the
     probabilities of a position, 1 if all experts are equally probable; bias_range/BLOCK, the largest minus the smallest
     bias, if there are biases."""
+    goodput: Mapping[str, float] = field(default_factory=dict)
+    """goodput: share of the wall time since the run's first start that was spent in steps. time_s/CAUSE: the seconds in
+    steps, and those lost by other causes, see Goodput. unix_time: seconds since 1970 at this row."""
 
     def row(self) -> dict[str, int | float | str]:
         """Key -> value in the order of the fields, without unknown values."""
         row = {key: value for key, value in asdict(self).items() if value is not None}
-        epochs, by_source, experts = (row.pop(name) for name in ("epochs", "by_source", "experts"))
-        return {**row, **epochs, **by_source, **experts}
+        groups = [row.pop(name) for name in ("epochs", "by_source", "experts", "goodput")]
+        return {**row, **{key: value for group in groups for key, value in group.items()}}
 
 
 @dataclass(frozen=True)
@@ -211,12 +214,18 @@ class Meter:
         self._bad_rows = bad_rows
         self._compute_s.append(compute_s)
 
-    def flush(self, epochs: Sequence[float] = (), experts: Mapping[str, float] | None = None) -> Record:
+    def flush(
+        self,
+        epochs: Sequence[float] = (),
+        experts: Mapping[str, float] | None = None,
+        goodput: Callable[[], Mapping[str, float]] = dict,
+    ) -> Record:
         """End the interval; return the record of the last noted step, the same on all ranks except for times.
 
         epochs: this data rank's, by source; they are summed over ranks, so ranks other than the data leader pass 0.
-        experts: of the interval. A collective over the group. The host waits for the device here only (and before it
-        for experts), so the measured time is that of the steps.
+        experts: of the interval. goodput: Goodput.columns, called when the steps have ended. A collective over the
+        group. The host waits for the device here only (and before it for experts), so the measured time is that of the
+        steps.
         """
         assert self._last is not None, "flush without a step"
         assert self._num_steps > 0, "flush without a step since the last one"
@@ -253,6 +262,7 @@ class Meter:
             epochs={f"epoch/{name}": sum(parts) for name, parts in zip(self._names, of_epochs, strict=False)},
             by_source=self._describe_sources([sum(column) for column in by_source]),
             experts=experts or {},
+            goodput=goodput(),
         )
         self._interval.zero_()
         self._by_source[:2] = 0

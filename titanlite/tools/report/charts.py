@@ -98,6 +98,7 @@ def charts_of(runs: Sequence[RunFiles]) -> list[Chart | HeatMap]:
         Chart("lr", "Learning rate", _curves(runs, "lr")),
         Chart("tokens_per_second", "Tokens per second", _curves(runs, "tokens_per_second"), note="all ranks"),
         Chart("data_wait", "Waiting for data", _data_wait(runs), note="% of the step time, slowest rank"),
+        Chart("goodput", "Goodput", _curves(runs, "goodput"), note="share of the wall time spent in steps so far"),
         Chart("memory", "Peak memory", _curves(runs, "memory_gib"), note="GiB so far, rank with the most"),
         Chart("mfu", "Model FLOP/s utilization", _curves(runs, "mfu"), note="fraction of the devices' peak"),
         *_by_source(runs, "loss/", "Training loss"),
