@@ -168,10 +168,12 @@ SLOW = (
     Layout((2, 2, 1, 1), (*schedule("ZBVZeroBubble"), *PAIRS)),
     # stages of several FSDP units with a split backward pass
     Layout((2, 1, 2, 1), (*schedule("DualPipeV"), *depth(7))),
+    Layout((2, 1, 1, 2), (*schedule("InterleavedZeroBubble"), *FULL, *FULL_LOGITS, *PAIRS), rows=8),
     Layout((4, 1, 1, 1), (*schedule("Interleaved1F1B"), *depth(7), *BY_LAYER)),
     # context parallelism: each axis beside it, and ranks that share a head of keys
     Layout((1, 1, 1, 1), (*QWEN3, *FULL), accumulation=3, rows=24, cp=2),
     Layout((1, 1, 2, 1), LAST, accumulation=3, rows=24, cp=2),
+    Layout((1, 2, 1, 1), TIED, cp=2),
     Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *PAIRS), cp=2),
     Layout((1, 1, 1, 1), cp=4),
     # experts, with the rows of the balance loss on several ranks and on several stages
@@ -199,8 +201,6 @@ THREE_AXES = (Layout((2, 1, 2, 2), (*schedule("1F1B"), *depth(5), *BY_LAYER, *PA
 
 
 SOAK = (
-    Layout((2, 1, 1, 2), (*schedule("InterleavedZeroBubble"), *FULL, *FULL_LOGITS, *PAIRS), rows=8),
-    Layout((1, 2, 1, 1), TIED, cp=2),
     Layout((1, 1, 1, 2), FULL_LOGITS, cp=2),
     Layout((1, 1, 1, 1), (*GATHER, *COMPILE, *BY_OP), cp=2),
     Layout((1, 1, 2, 2), (*EXPERTS, *EP, *FULL)),
