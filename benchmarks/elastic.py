@@ -5,7 +5,6 @@ Two launchers on this machine train the quick start's model, with one rank each 
 when its row is in metrics.jsonl. "stopped" is the part without steps, as counted by time_s/restart.
 """
 
-import json
 import os
 import signal
 import socket
@@ -13,9 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from json import loads
 from pathlib import Path
-from statistics import median
 from typing import Any
+
+from benchmarks.measuring import Row, report
 
 PATIENCE_S = 300.0
 CONFIG = (
@@ -52,7 +53,7 @@ def row_after(folder: Path, restart_s: float, steps: int = 1) -> dict[str, Any]:
     path, end = folder / "out" / "metrics.jsonl", time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         lines = path.read_text().splitlines() if path.exists() else []
-        rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        rows: list[dict[str, Any]] = [loads(line) for line in lines]
         found = [row for row in rows if row["time_s/restart"] > restart_s]
         if len(found) >= steps:
             return found[steps - 1]
@@ -60,13 +61,14 @@ def row_after(folder: Path, restart_s: float, steps: int = 1) -> dict[str, Any]:
     raise TimeoutError((folder / "nodes.log").read_text()[-2000:])
 
 
-def main(rounds: int = 3) -> None:
-    """rounds: losses and joins."""
+def main(rounds: int = 3, json: Path | None = None) -> None:
+    """rounds: losses and joins. json: folder of elastic.json."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
     nodes = []
-    seconds: dict[str, list[float]] = {"loss": [], "loss, stopped": [], "join": [], "join, stopped": []}
+    until_next: dict[str, list[float]] = {"loss": [], "join": []}
+    stopped: dict[str, list[float]] = {"loss": [], "join": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
@@ -75,7 +77,7 @@ def main(rounds: int = 3) -> None:
             nodes.append(start_node(folder, port))
             last = row_after(folder, 0.0, steps=5)
             for _ in range(rounds):
-                for event in ("loss", "join"):
+                for event in until_next:
                     begin = time.time()
                     if event == "loss":
                         kill(nodes.pop())
@@ -83,11 +85,14 @@ def main(rounds: int = 3) -> None:
                         nodes.append(start_node(folder, port))
                     restart_s = last["time_s/restart"]
                     first = row_after(folder, restart_s)
-                    seconds[event].append(first["unix_time"] - begin)
-                    seconds[f"{event}, stopped"].append(first["time_s/restart"] - restart_s)
+                    until_next[event].append(first["unix_time"] - begin)
+                    stopped[event].append(first["time_s/restart"] - restart_s)
                     last = row_after(folder, restart_s, steps=5)
         finally:
             for node in nodes:
                 kill(node)
-    for event, values in seconds.items():
-        print(f"{event:14} {median(values):5.1f} s ({min(values):.1f} to {max(values):.1f})")
+    rows: list[Row] = [
+        {"event": event, "until the next step": until_next[event], "stopped": stopped[event]} for event in until_next
+    ]
+    forms = {"until the next step": ".1f", "stopped": ".1f"}
+    report("elastic", {"Seconds, of two nodes with a rank each": rows}, forms, json)
