@@ -147,9 +147,9 @@ def run_job(
             if record.step < config.training.steps:
                 ended = run.loader.ended
                 log.info("The data is exhausted after step %d (%s)", record.step, describe_end(config, run, ended))
-            if world.rank == 0:
-                summarize(config, record, record.step - first_step + 1, perf_counter() - start)
-            log.info("Time: %s", run.goodput.describe())
+        log.info("Time: %s", run.goodput.describe())
+        if record is not None and world.rank == 0:
+            summarize(config, record, record.step - first_step + 1, perf_counter() - start)
     failure.enter(run.trainer.step, "ending")
     run.loader.close()
     if run.validation is not None:

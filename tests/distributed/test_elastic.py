@@ -1,5 +1,6 @@
 """Runs on a number of nodes that changes: torchruns on this machine are killed and join, and the numbers stay."""
 
+import json
 import os
 import signal
 import socket
@@ -15,9 +16,10 @@ from tests.distributed.program import FAULTY, PATIENCE_S, Program, Starter, free
 from tests.distributed.recovered import starts, stopped, tensors_in, trained_steps
 from tests.distributed.resuming import numbers
 from tests.distributed.test_restarts import wait_until
-from titanlite.checkpoint.folder import step_folder
+from titanlite.checkpoint.folder import published_steps, step_folder
 from titanlite.data.ledger import read_ledger
 from titanlite.metrics.goodput import COLUMNS
+from titanlite.runtime.job_lock import JOB_LOCK_FILE
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
@@ -158,6 +160,23 @@ def test_a_node_joins_and_is_lost(tmp_path: Path, start: Starter) -> None:
     assert [name for name, _ in stopped(nodes.output)] == ["SIGTERM"]
     assert_same_run(tmp_path / "out", expected, 60)
     assert_time_is_accounted(rows(tmp_path / "out"))
+
+
+def test_a_run_whose_folder_was_taken_over_saves_nothing_more(tmp_path: Path, start: Starter) -> None:
+    """As a node that is cut off, continues to run, and is taken as lost: another host has the folder."""
+    program = start(
+        *(tmp_path, *SETTINGS, "--training.steps", "20"),
+        ranks=2,
+        program=FAULTY,
+        environment={"FAULT": "held", "FAULTY_RANK": "0"},
+    )
+    wait_until(lambda: len(trained_steps(program.output)) >= 2, program, PATIENCE_S)
+    lock = tmp_path / "out" / JOB_LOCK_FILE
+    lock.write_text(json.dumps({**json.loads(lock.read_text()), "host": "other"}))
+    (tmp_path / "go").touch()
+    assert program.wait() == 1
+    assert program.output.count("was taken over by process") == 1
+    assert not published_steps(tmp_path / "out" / "checkpoint")
 
 
 @pytest.mark.soak  # default suite: test_a_node_joins_and_is_lost

@@ -57,6 +57,7 @@ TWO = (
     Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *depth(3), "parallelism.pp_microbatch_size=2")),
     Layout((2, 1, 1, 1), (*schedule("InterleavedZeroBubble"), *depth(3))),
     Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3))),
+    Layout((1, 1, 2, 1), streams=9),  # uneven: with filler rows
 )
 FOUR = (Layout((2, 2, 1, 1), schedule("1F1B")), Layout((2, 1, 2, 1), schedule("GPipe"), accumulation=2))
 

@@ -67,6 +67,7 @@ from titanlite.runtime.dump_folder import prepare_dump_folder
 from titanlite.runtime.durability import replace_file
 from titanlite.runtime.environment import environment_lines, overridden
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.job_lock import require_own
 from titanlite.runtime.logging import append_errors_to, log, open_log_file
 from titanlite.runtime.memory import device_memory_bytes
 from titanlite.runtime.peak_flops import device_peak_flops
@@ -152,7 +153,9 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     skipped = SkippedSteps(config.faults, model_parts, stages, loader, group, recorder, counts_loss=trainer.counts_loss)
 
     def check_state(step: int) -> None:
-        """Raise UserError if the state must not be saved: replicas differ, or too many steps were skipped."""
+        """Raise UserError if the state must not be saved: another job uses the folder, replicas differ, or too many
+        steps were skipped."""
+        run_on_rank_0(lambda: require_own(config.job.dump_folder), group)
         replicas.compare(step)
         skipped.check()
 

@@ -62,6 +62,11 @@ class Owner:
     slurm_job_id: str
     slurm_restarts: int
 
+    @property
+    def place(self) -> tuple[str, str, str, int, str]:
+        """What identifies the process."""
+        return self.host, self.boot, self.pid_namespace, self.pid, self.process_start
+
     def __str__(self) -> str:
         launchers = (("torchrun", self.torchrun_id), ("Slurm job", self.slurm_job_id))
         launched = "".join(f", {launcher} {name}" for launcher, name in launchers if name)
@@ -101,6 +106,25 @@ def job_lock(
         yield
     finally:
         _release(path, mine)
+
+
+def require_own(folder: str | Path) -> None:
+    """Raise UserError if another job has taken over the folder of this process, which has locked it.
+
+    That happens to a node that is cut off from the others, continues to run, and is taken as lost; and by mistake with
+    job.take_over. A lock file that is missing or damaged tells nothing.
+    """
+    path = Path(folder) / JOB_LOCK_FILE
+    try:
+        with path.open("rb") as file:
+            owner = _parse(file.read(MAX_BYTES))
+    except OSError:
+        return
+    if owner is not None and owner.place != _this_process({}).place:
+        raise UserError(
+            f"job.dump_folder: {path.parent} was taken over by {owner}, while this job ran: this job ends, and saves "
+            "nothing more"
+        )
 
 
 def _acquire(path: Path, mine: Owner, take_over: bool, wait_s: float) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from titanlite.runtime import job_lock as job_lock_module
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.job_lock import JOB_LOCK_FILE, job_lock
+from titanlite.runtime.job_lock import JOB_LOCK_FILE, job_lock, require_own
 from titanlite.runtime.logging import log
 
 JOB = """
@@ -241,6 +241,20 @@ def test_the_same_launch_on_another_host_takes_over(
     leave(tmp_path, **where, **before)
     with enter(tmp_path, **now):
         pass
+
+
+@pytest.mark.parametrize("where", ELSEWHERE)
+def test_a_job_whose_folder_was_taken_over_is_told(tmp_path: Path, where: dict[str, Any]) -> None:
+    path = tmp_path / JOB_LOCK_FILE
+    require_own(tmp_path)
+    with enter(tmp_path):
+        require_own(tmp_path)
+        own = path.read_text()
+        path.write_text("?")
+        require_own(tmp_path)
+        path.write_text(json.dumps({**json.loads(own), **where}))
+        with pytest.raises(UserError, match=r"was taken over by process .* while this job ran"):
+            require_own(tmp_path)
 
 
 def test_the_same_launch_does_not_take_over_from_a_running_owner(tmp_path: Path) -> None:
