@@ -18,13 +18,17 @@ if __name__ == "__main__":  # before the imports that take seconds
 import os
 import signal
 import sys
+import tempfile
+import uuid
 from argparse import Namespace
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed import DistNetworkError, DistStoreError
-from torch.distributed.elastic.agent.server.api import WorkerGroup
+from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.api import logger as agent_logger
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -50,12 +54,36 @@ ranks end together; torch's limit is 300 s."""
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent, whose first node publishes the address of the ranks' store in each round of the rendezvous."""
+    """torchrun's agent, whose first node publishes the address of the ranks' store in each round of the rendezvous.
+
+    Of an elastic launch, it also restarts its ranks if a node is lost before they are connected; later, they notice.
+    """
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         # torch 2.13 publishes it in the first round only: a node that joins later would wait for it.
         worker_group.spec.rdzv_handler._bootstrap_store_info = None  # type: ignore[attr-defined]
+        if ELASTIC in os.environ:
+            Path(os.environ[ELASTIC]).unlink(missing_ok=True)
         super()._rendezvous(worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        found: RunResult = super()._monitor_workers(worker_group)
+        is_starting = ELASTIC in os.environ and not os.path.exists(os.environ[ELASTIC])
+        if is_starting and found.state == WorkerState.HEALTHY and self._remaining_restarts > 0:
+            handler: Any = worker_group.spec.rdzv_handler
+            nodes = int(worker_group.group_world_size or 0)
+            if handler.num_nodes_waiting() == 0 and len(handler._state_holder.state.participants) < nodes:
+                print("titanlite: a node was lost during the start; the others restart", file=sys.stderr, flush=True)
+                return RunResult(state=WorkerState.UNHEALTHY)
+        return found
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        try:
+            found: RunResult = super().run(role)
+            return found
+        finally:
+            if ELASTIC in os.environ:
+                Path(os.environ[ELASTIC]).unlink(missing_ok=True)
 
 
 def main() -> None:
@@ -88,7 +116,7 @@ def check(arguments: Namespace) -> None:
 
 def set_up_elastic(arguments: Namespace) -> None:
     """Tell the ranks that their number may change, and complete the settings of the rendezvous."""
-    os.environ[ELASTIC] = "1"
+    os.environ[ELASTIC] = os.path.join(tempfile.gettempdir(), f"titanlite-{uuid.uuid4().hex}")
     given = [setting.partition("=")[0] for setting in arguments.rdzv_conf.split(",")]
     chosen = [f"{name}={value}" for name, value in RENDEZVOUS.items() if name not in given]
     arguments.rdzv_conf = ",".join([*filter(None, [arguments.rdzv_conf]), *chosen])

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -68,6 +69,7 @@ def main() -> None:
         store = connect(launched, config.comm)
         if is_elastic:
             require_equal_number(store, launched.rank, used, config.comm.init_timeout_s)
+            Path(environment[ELASTIC]).touch()
         if launched.rank >= used:
             wait_until_finished(store)
             return

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -98,13 +99,20 @@ class Nodes:
     def lose(self, number: int) -> list[int]:
         """Kill a node: its torchrun and ranks. Returns the numbers of these ranks."""
         node = self.running.pop(number)
-        ranks = [pid for pid in node.processes() if parent_of(pid) == node.process.pid]
+        ranks = self.ranks_of(node)
         assert len(ranks) == 1
         lost = [rank for rank, pid in node.ranks().items() if pid in ranks]
-        for pid in (node.process.pid, *ranks):
+        self.kill(node)
+        return lost
+
+    def kill(self, node: Program) -> None:
+        for pid in (node.process.pid, *self.ranks_of(node)):
             os.kill(pid, signal.SIGKILL)
         node.process.wait(PATIENCE_S)
-        return lost
+
+    @staticmethod
+    def ranks_of(node: Program) -> list[int]:
+        return [pid for pid in node.processes() if parent_of(pid) == node.process.pid]
 
 
 def parent_of(pid: int) -> int:
@@ -177,6 +185,23 @@ def test_a_run_whose_folder_was_taken_over_saves_nothing_more(tmp_path: Path, st
     assert program.wait() == 1
     assert program.output.count("was taken over by process") == 1
     assert not published_steps(tmp_path / "out" / "checkpoint")
+
+
+@pytest.mark.soak  # default suite: tests/unit/test_torchrun.py
+@pytest.mark.parametrize("seconds", [4.5, 6.0, 7.5, 9.0])
+def test_a_node_is_lost_while_the_ranks_start(seconds: float, tmp_path: Path, start: Starter) -> None:
+    """After it has joined: in the imports of its rank, while it connects, and later."""
+    nodes = Nodes(start, tmp_path, *SETTINGS, "--training.steps", "20", fewest=1, most=2, restarts=3)
+    nodes.join()
+    nodes.wait_for_steps(3)
+    nodes.join()
+    time.sleep(seconds)
+    began, before = time.monotonic(), len(trained_steps(nodes.output))
+    nodes.kill(nodes.running.pop(1))
+    wait_until(lambda: len(trained_steps(nodes.output)) > before, nodes.first, PATIENCE_S)
+    assert time.monotonic() - began < 25
+    (tmp_path / "go").touch()
+    assert nodes.first.wait() == 0, nodes.output
 
 
 @pytest.mark.soak  # default suite: test_a_node_joins_and_is_lost

@@ -6,10 +6,14 @@ import sys
 from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server import api as agent
+from torch.distributed.elastic.agent.server.api import WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
@@ -163,11 +167,46 @@ def test_a_layout_is_checked_for_the_ranks_that_it_uses(
     elastic = ["--nnodes=2:3", "--rdzv-backend=c10d", "--rdzv-endpoint=node0:29500", "--max-restarts=3"]
     arguments = parse_args([*elastic, "--rdzv-conf=keep_alive_interval=1", *ranks, "3"])
     torchrun.check(arguments)
-    assert os.environ[ELASTIC] == "1"
+    connected = Path(os.environ[ELASTIC])
+    assert os.access(connected.parent, os.W_OK)
+    assert not connected.exists()
     assert arguments.rdzv_conf == "keep_alive_interval=1,last_call_timeout=5,keep_alive_max_attempt=5"
     assert f"2:3 nodes; rendezvous at node0:29500, {arguments.rdzv_conf}; at most 3 restarts" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"parallelism\.dp_shard = 5\n +rule: +world size 4 must"):  # on two nodes
         torchrun.check(parse_args([*elastic, *ranks, "5"]))
+
+
+@pytest.mark.parametrize(
+    ("participants", "waiting", "is_connected", "restarts", "state"),
+    [
+        (1, 0, False, 1, WorkerState.UNHEALTHY),
+        (2, 0, False, 1, WorkerState.HEALTHY),  # none is lost
+        (1, 1, False, 1, WorkerState.HEALTHY),  # all restart with those that wait, which is not counted
+        (1, 0, True, 1, WorkerState.HEALTHY),  # the ranks notice
+        (1, 0, False, 0, WorkerState.HEALTHY),
+    ],
+)
+def test_a_node_that_is_lost_before_the_ranks_are_connected(
+    *,
+    participants: int,
+    waiting: int,
+    is_connected: bool,
+    restarts: int,
+    state: WorkerState,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(ELASTIC, str(tmp_path / "connected"))
+    if is_connected:
+        (tmp_path / "connected").touch()
+    healthy = agent.RunResult(state=WorkerState.HEALTHY)
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda _agent, _group: healthy)
+    present = SimpleNamespace(state=SimpleNamespace(participants=range(participants)))
+    handler = SimpleNamespace(num_nodes_waiting=lambda: waiting, _state_holder=present)
+    group: Any = SimpleNamespace(spec=SimpleNamespace(rdzv_handler=handler), group_world_size=2)
+    launcher = torchrun.Agent.__new__(torchrun.Agent)
+    launcher._remaining_restarts = restarts
+    assert launcher._monitor_workers(group).state == state
 
 
 def test_other_programs_are_not_checked() -> None:

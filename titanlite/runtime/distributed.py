@@ -15,7 +15,8 @@ from titanlite.runtime.flight_recorder import enable_flight_recorder
 
 JOIN_POLL_S = 0.02
 ELASTIC = "TITANLITE_ELASTIC"
-"""Environment variable that the launcher sets for ranks whose number may change at a restart."""
+"""Environment variable that the launcher sets for ranks whose number may change at a restart: the path of a file, which
+a rank writes when all ranks of its attempt are connected."""
 _FINISHED = "finished"
 _IDLE_POLL_S = 60
 MAX_TIMEOUT_S = 604_800
