@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from tests.distributed.gradients import build_on_mesh
 from tests.distributed.reference import global_batch, rank_batches, small_config
 from tests.pool import run_ranks
+from tests.simulated import simulated_mesh
 from titanlite.assembly.model import build_parts
-from titanlite.parallel.pipeline import local_stages
 from titanlite.planning.check import plan_memory
-from titanlite.planning.stages import build_stage, simulated_mesh
+from titanlite.planning.stages import measure_stage, plan_stages
 
 Bytes = tuple[int, int, int, int]
 ADAMW = ["optimizer.name=AdamW"]
@@ -79,8 +79,8 @@ def bytes_of_a_running_rank(layouts: list[tuple[str, ...]]) -> list[Bytes]:
 @functools.cache
 def planned_bytes(settings: tuple[str, ...], world_size: int, rank: int, pp_rank: int) -> Bytes:
     config = small_config(world_size, *settings)
-    with simulated_mesh(config, world_size, rank) as mesh:
-        stages = [build_stage(config, mesh, index) for index in local_stages(config.parallelism, pp_rank)]
+    with simulated_mesh(config, world_size, rank + pp_rank * (world_size // config.parallelism.pp)) as mesh:
+        stages = [measure_stage(config, mesh, part) for part in build_parts(config, mesh)]
     return (
         sum(stage.parameter_bytes for stage in stages),
         sum(stage.parameter_bytes for stage in stages),
@@ -100,10 +100,33 @@ def test_bytes_match_a_running_rank(world_size: int) -> None:
         per_pp_rank = world_size // small_config(world_size, *settings).parallelism.pp
         for rank in range(world_size):
             real, pp_rank = tuple(ranks[rank][number]), rank // per_pp_rank
-            assert planned_bytes(settings, world_size, rank, pp_rank) == real, (settings, rank)
+            assert planned_bytes(settings, world_size, rank % per_pp_rank, pp_rank) == real, (settings, rank)
             # The plan prints coordinate 0 of the data and tp axes, which has at least as much as any other.
             most = planned_bytes(settings, world_size, 0, pp_rank)
             assert all(planned >= found for planned, found in zip(most, real, strict=True)), (settings, rank)
+
+
+EXPERTS = ["model.family=qwen3_moe", *ADAMW]
+PLANNED = [
+    *((size, layout) for size, layouts in LAYOUTS.items() for layout in layouts),
+    (4, ["parallelism.cp=2"]),
+    (4, [*EXPERTS, "parallelism.ep=2", "parallelism.tp=2", "parallelism.dp_shard=2"]),
+    (8, [*EXPERTS, "parallelism.ep=4", "parallelism.cp=2", "model.bias_rate=1e-3"]),
+    (6, [*EXPERTS, "data.num_streams=6"]),
+    (4, [*EXPERTS, *PIPELINE, "parallelism.ep=2", "model.bias_rate=1e-3"]),
+    (2, ["model.family=olmoe", "parallelism.tp=2"]),
+    (2, ["model.family=qwen3", "parallelism.tp=2"]),
+]
+
+
+@pytest.mark.parametrize(("world_size", "layout"), PLANNED)
+def test_planned_stages_are_those_of_the_first_ranks(world_size: int, layout: list[str]) -> None:
+    config = small_config(world_size, "training.local_batch_size=1", *layout)
+    for pp_rank in range(config.parallelism.pp):
+        with simulated_mesh(config, world_size, pp_rank * (world_size // config.parallelism.pp)) as mesh:
+            planned = plan_stages(config, mesh.degrees)
+            for part in build_parts(config, mesh):
+                assert planned[part.stage] == measure_stage(config, mesh, part)
 
 
 @pytest.mark.parametrize("layout", [UNEVEN, ["parallelism.tp=2", *UNEVEN]])

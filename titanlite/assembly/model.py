@@ -129,7 +129,7 @@ def build_trainer(config: JobConfig, model_parts: list[LanguageModel], mesh: Mes
         **forward_parts(config, model_parts, mesh, device),
         optimizer=build_optimizer(config.optimizer, model_parts, device),
         schedule=build_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps),
-        sync=resolve_gradient_sync(config.parallelism.gradient_sync, mesh.device_mesh),
+        sync=resolve_gradient_sync(config.parallelism.gradient_sync, mesh.degrees),
         max_norm=config.training.max_norm,
         norm_type=config.training.norm_type,
         num_sources=len(config.data.sources),

@@ -4,8 +4,8 @@ Gradients are plain sums over the data ranks: the loss is divided by the global 
 backward, so reductions must not divide again.
 """
 
-from collections.abc import Iterable, Iterator
-from functools import cache, partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 
 import torch
 from torch import nn
@@ -46,17 +46,19 @@ def apply_data_parallel(
     """
     replicas, shards = mesh["dp_replicate"].size(), mesh["dp_shard"].size()
     stored = next(model.parameters()).dtype
-    if replicas * shards * mesh["tp"].size() == 1 and reduce_dtype == stored:
+    ranks = replicas * shards * mesh["tp"].size()
+    if not is_wrapped(ranks, mesh["pp"].size(), stored=stored, param_dtype=param_dtype, reduce_dtype=reduce_dtype):
         if param_dtype == stored:
             return []
-        if mesh["pp"].size() == 1:
-            cast_parameters(model, param_dtype)
-            return [f"a cast of parameters to {param_dtype}"]
+        cast_parameters(model, param_dtype)
+        return [f"a cast of parameters to {param_dtype}"]
     # Inputs have the right dtypes already. A cast would narrow what is wider on purpose: masks, weights of experts.
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
     def shard(module: nn.Module | list[nn.Module], over: DeviceMesh, reshard: bool) -> None:
-        by_shape = partial(sharded_dimension, ranks=over.size(-1))
+        def by_shape(parameter: nn.Parameter) -> Shard:
+            return Shard(sharded_dimension(local_part(parameter).shape, over.size(-1)))
+
         fully_shard(module, mesh=over, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=by_shape)
 
     units = [[model.get_submodule(name) for name in unit] for unit in plan.units]
@@ -94,13 +96,21 @@ def apply_data_parallel(
     return [applied]
 
 
-def sharded_dimension(parameter: nn.Parameter, *, ranks: int) -> Shard | None:
-    """The dimension along which `ranks` ranks shard a parameter. None: the first.
+def is_wrapped(
+    ranks: int, pp: int, *, stored: torch.dtype, param_dtype: torch.dtype, reduce_dtype: torch.dtype
+) -> bool:
+    """Whether `fully_shard` or `replicate` wraps the model: see apply_data_parallel. ranks: of the data and tp axes.
+    stored: dtype of the parameters."""
+    return ranks > 1 or reduce_dtype != stored or (pp > 1 and param_dtype != stored)
+
+
+def sharded_dimension(shape: Sequence[int], ranks: int) -> int:
+    """The dimension along which `ranks` ranks shard a parameter of this shape.
 
     Of stacked experts, the second if there are not equally many per rank: some ranks would hold no expert.
     """
-    n_experts, *others = local_part(parameter).shape
-    return Shard(1) if len(others) == 2 and n_experts % ranks and others[0] % ranks == 0 else None
+    n_experts, *others = shape
+    return 1 if len(others) == 2 and n_experts % ranks and others[0] % ranks == 0 else 0
 
 
 def replicates_at_once(device_type: str, parameter_bytes: int) -> bool:
@@ -138,18 +148,18 @@ def _casting(kind: type[nn.Module], names: tuple[str, ...], dtype: torch.dtype) 
     return type(kind.__name__, (CastModule, kind), {"compute_dtype": dtype, **{name: cast(name) for name in names}})
 
 
-def resolve_gradient_sync(policy: GradientSync, mesh: DeviceMesh) -> GradientSync | None:
-    """The policy for this mesh: hybrid becomes last if dp_shard is 1, and every if dp_replicate is 1.
+def resolve_gradient_sync(policy: GradientSync, sizes: Mapping[str, int]) -> GradientSync | None:
+    """The policy for a mesh of these sizes: hybrid becomes last if dp_shard x cp is 1, and every if dp_replicate is 1.
 
     None with a pipeline: its stages reduce their gradients once per schedule step.
     """
-    if mesh["pp"].size() > 1:
+    if sizes["pp"] > 1:
         return None
     if policy != "hybrid":
         return policy
-    if mesh["dp_shard"].size() == 1:
+    if sizes["dp_shard"] * sizes["cp"] == 1:
         return "last"
-    return "every" if mesh["dp_replicate"].size() == 1 else "hybrid"
+    return "every" if sizes["dp_replicate"] == 1 else "hybrid"
 
 
 def set_gradient_sync(model_parts: Iterable[nn.Module], policy: GradientSync | None, *, is_last: bool) -> None:

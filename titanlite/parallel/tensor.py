@@ -49,6 +49,14 @@ def tensor_style(plan: Plan, name: str) -> TensorStyle | None:
     return None
 
 
+def tensor_dimension(plan: Plan, module: str, parameter: str) -> int | None:
+    """The dimension along which tp shards this parameter of a module with a tensor style; None: it is replicated."""
+    style = tensor_style(plan, module)
+    assert style is not None, f"the plan has no tensor style for {module}"
+    placement = _STYLES[style][1][parameter]
+    return placement.dim if isinstance(placement, Shard) else None
+
+
 def _apply(style: TensorStyle, name: str, module: nn.Module, axis: DeviceMesh) -> None:
     if style in ("gather", "logits"):
         module.register_forward_pre_hook(partial(_gather_input, group=axis.get_group()))

@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from titanlite.config.schema import JobConfig
 from titanlite.data.deal import most_sequences
-from titanlite.parallel.mesh import data_degree
+from titanlite.parallel.mesh import data_degree, resolve_degrees
 from titanlite.planning.estimate import estimate_memory, has_estimate
 from titanlite.planning.microbatches import divide_step
-from titanlite.planning.stages import build_stage, simulated_mesh
+from titanlite.planning.stages import plan_stages
 from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.runtime.logging import log
@@ -56,17 +56,17 @@ def fit_local_batch_size(config: JobConfig, world_size: int, *, device_type: str
     def with_rows(rows: int) -> JobConfig:
         return replace(config, training=replace(config.training, local_batch_size=rows))
 
-    with simulated_mesh(config, world_size) as mesh:
-        stage = build_stage(config, mesh, 0)
+    sizes = resolve_degrees(config.parallelism, world_size)
+    stages = plan_stages(config, sizes)
 
-        def planned_peak(rows: int) -> int:
-            return estimate_memory(with_rows(rows), mesh, [stage], device_type=device_type).total
+    def planned_peak(rows: int) -> int:
+        return estimate_memory(with_rows(rows), sizes, 0, stages, device_type=device_type).total
 
-        fitting = bisect_right(range(1, sequences + 1), USABLE * memory_bytes, key=planned_peak)  # it grows with rows
-        most_filler = divide_step(with_rows(1), degree).filler_share + FILLER
-        divisions = (divide_step(with_rows(rows), degree) for rows in range(max(fitting, 1), 0, -1))
-        chosen = next(division for division in divisions if division.filler_share <= most_filler)
-        planned = planned_peak(chosen.size)
+    fitting = bisect_right(range(1, sequences + 1), USABLE * memory_bytes, key=planned_peak)  # it grows with rows
+    most_filler = divide_step(with_rows(1), degree).filler_share + FILLER
+    divisions = (divide_step(with_rows(rows), degree) for rows in range(max(fitting, 1), 0, -1))
+    chosen = next(division for division in divisions if division.filler_share <= most_filler)
+    planned = planned_peak(chosen.size)
     log.info(
         "Batch: %s = -1: %d sequences per microbatch, accumulation %d; planned peak %.1f GiB of %.1f GiB",
         *(KEY, chosen.size, chosen.batches, planned / GIB, memory_bytes / GIB),

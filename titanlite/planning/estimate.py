@@ -1,6 +1,7 @@
 """Estimate the memory, communication and FLOPs per pipeline rank and step, from a configuration and a world size."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +13,7 @@ from titanlite.models.family import DecoderConfig
 from titanlite.models.head import tokens_per_chunk
 from titanlite.models.registry import resolve_model
 from titanlite.parallel.data import resolve_gradient_sync
-from titanlite.parallel.mesh import Mesh, data_degree, shard_logits
+from titanlite.parallel.mesh import DATA_AXES, data_degree, resolve_degrees, shard_logits
 from titanlite.parallel.pipeline import local_stages, num_stages, splits_backward
 from titanlite.parallel.recompute import recomputes
 from titanlite.planning.activations import MicrobatchShape, activation_bytes
@@ -20,7 +21,7 @@ from titanlite.planning.communication import StepShape, Traffic, stage_traffic
 from titanlite.planning.memory import Memory, rank_memory
 from titanlite.planning.microbatches import divide_step
 from titanlite.planning.schedule import Action, bubble_share, schedule_order
-from titanlite.planning.stages import Stage, build_stage, simulated_mesh
+from titanlite.planning.stages import Stage, plan_stages
 from titanlite.precision import DTYPES
 
 
@@ -68,31 +69,36 @@ def estimate(config: JobConfig, world_size: int, *, device_type: str) -> Estimat
     section = config.parallelism
     step = divide_step(config, data_degree(section, world_size))
     order = schedule_order(section, step.per_batch if section.pp > 1 else step.batches)
-    with simulated_mesh(config, world_size) as mesh:
-        axes = mesh.degrees
-        ranks = []
-        for pp_rank, actions in enumerate(order):
-            stages = tuple(build_stage(config, mesh, index) for index in local_stages(section, pp_rank))
-            shape = _step_shape(config, mesh, actions, device_type)
-            memory = _memory(config, stages, shape, device_type)
-            ranks.append(
-                RankPlan(pp_rank, stages, memory, _traffic(config, stages, shape), *_flops(config, stages, shape))
-            )
+    sizes, ranks = resolve_degrees(section, world_size), []
+    planned = plan_stages(config, sizes)
+    for pp_rank, actions in enumerate(order):
+        stages = tuple(planned[index] for index in local_stages(section, pp_rank))
+        shape = step_shape(config, sizes, actions, device_type)
+        memory = _memory(config, stages, shape, device_type)
+        ranks.append(RankPlan(pp_rank, stages, memory, _traffic(config, stages, shape), *_flops(config, stages, shape)))
     bubble = bubble_share(order, num_stages(section))
-    return Estimate(axes, step.microbatches, step.size, shape.schedule_steps, bubble, step.filler_share, tuple(ranks))
+    return Estimate(sizes, step.microbatches, step.size, shape.schedule_steps, bubble, step.filler_share, tuple(ranks))
 
 
-def estimate_memory(config: JobConfig, mesh: Mesh, stages: Sequence[Stage], *, device_type: str) -> Memory:
-    """Estimate the memory of one rank of `mesh` that owns `stages`. config: as for estimate."""
+def estimate_memory(
+    config: JobConfig, sizes: Mapping[str, int], pp_rank: int, stages: Sequence[Stage], *, device_type: str
+) -> Memory:
+    """Estimate the memory of a rank that owns `stages`. config: as for estimate. sizes: degrees of the mesh axes."""
     # Without a pipeline, one microbatch follows the other: one needs as much memory as all.
-    order = schedule_order(config.parallelism, divide_step(config, mesh.data_degree).per_batch)
-    return _memory(config, stages, _step_shape(config, mesh, order[mesh.coordinate["pp"]], device_type), device_type)
+    order = schedule_order(config.parallelism, divide_step(config, _data_degree(sizes)).per_batch)
+    return _memory(config, stages, step_shape(config, sizes, order[pp_rank], device_type), device_type)
 
 
-def _step_shape(config: JobConfig, mesh: Mesh, actions: Sequence[Action], device_type: str) -> StepShape:
-    """actions: of this rank, in one run of the schedule."""
+def _data_degree(sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes[axis] for axis in DATA_AXES)
+
+
+def step_shape(
+    config: JobConfig, sizes: Mapping[str, int], actions: Sequence[Action], device_type: str
+) -> StepShape:
+    """sizes: degrees of the mesh axes. actions: of this rank, in one run of the schedule."""
     training, cp, tp = config.training, config.parallelism.cp, config.parallelism.tp
-    step = divide_step(config, mesh.data_degree)
+    step = divide_step(config, _data_degree(sizes))
     family, model = resolve_model(config.model)
     if config.parallelism.context_parallel == "gather":
         heads = 2 * (model.n_kv_heads // tp)
@@ -100,8 +106,8 @@ def _step_shape(config: JobConfig, mesh: Mesh, actions: Sequence[Action], device
         heads = 2 * (model.n_heads // tp) + 2 * max(model.n_kv_heads // tp, cp)  # of queries, results, keys and values
     return StepShape(
         device_type=device_type,
-        sizes=mesh.degrees | {"dp_shard": mesh.degrees["dp_shard"] * cp},
-        sync=resolve_gradient_sync(config.parallelism.gradient_sync, mesh.device_mesh),
+        sizes={**sizes, "dp_shard": sizes["dp_shard"] * cp},
+        sync=resolve_gradient_sync(config.parallelism.gradient_sync, sizes),
         actions=actions,
         schedule_steps=step.batches if config.parallelism.pp > 1 else 1,
         microbatches=step.microbatches,

@@ -1,25 +1,26 @@
-"""Build one rank's part of the model on the meta device, split and parallelized as in training, without allocation."""
+"""The part of the model that each rank holds: computed for a plan, or measured on the parts of a run."""
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from titanlite.config.schema import JobConfig
-from titanlite.models.family import LanguageModel, Plan
-from titanlite.models.registry import resolve_model
+from titanlite.models.experts import Experts
+from titanlite.models.family import LanguageModel, ModelConfig, Plan
+from titanlite.models.registry import FAMILIES, resolve_model
 from titanlite.optim.registry import state_bytes
-from titanlite.parallel.compile import CompileConfig
-from titanlite.parallel.data import wrapped_modules
-from titanlite.parallel.mesh import Mesh, shard_logits
-from titanlite.parallel.parallelize import parallelize
-from titanlite.parallel.pipeline import keep_units_, num_stages, resolve_reshard_after_forward, split_stages
+from titanlite.parallel.data import is_wrapped, sharded_dimension, wrapped_modules
+from titanlite.parallel.expert import FEATURES
+from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.pipeline import assign_units, num_stages
+from titanlite.parallel.tensor import tensor_dimension
 from titanlite.precision import DTYPES
-from titanlite.runtime.distributed import World
 from titanlite.runtime.dtensors import is_dtensor, local_part
 
 
@@ -72,47 +73,116 @@ class ModelPart:
     stage: int
 
 
-@contextmanager
-def simulated_mesh(config: JobConfig, world_size: int, rank: int = 0) -> Iterator[Mesh]:
-    """The mesh of a simulated world with only this process, as `rank`. Collectives return at once and move no data."""
-    excepthook = sys.excepthook  # which torch replaces by one that writes the rank before each line
-    dist.init_process_group("fake", rank=rank, world_size=world_size)
-    try:
-        mesh = Mesh(config.parallelism, World(rank, rank, world_size, "cpu"))
-        mesh.connect(None)
-        yield mesh
-    finally:
-        dist.destroy_process_group()
-        sys.excepthook = excepthook
+@dataclass(frozen=True)
+class _Shape:
+    """A parameter of the full model. tp: the dimension that tp shards; None: replicated over tp."""
+
+    shape: tuple[int, ...]
+    tp: int | None
+    is_expert: bool
+
+    def part(self, tp: int, ep: int) -> tuple[int, ...]:
+        """The shape on coordinate 0 of tp and ep."""
+        sizes = list(self.shape)
+        if self.tp is not None:
+            sizes[self.tp] = -(-sizes[self.tp] // tp)
+        if self.is_expert:
+            sizes[0] //= ep
+        return tuple(sizes)
 
 
-def build_stage(config: JobConfig, mesh: Mesh, index: int) -> Stage:
-    """Build pipeline stage `index` as the rank of `mesh` would hold it.
+@dataclass(frozen=True)
+class Blueprint:
+    """The parameters of a full model by unit. names: first module of each unit. blocks: index of the transformer block of
+    each unit, None if it is none. buffers, block_buffers: elements of the model's own buffers, and of each block's."""
 
-    If a dimension is not divisible, the ranks of a stage differ: coordinate 0 of dp_shard and of tp has the largest
-    shards.
-    """
-    family, hyper_parameters = resolve_model(config.model)
+    names: tuple[str, ...]
+    units: tuple[tuple[_Shape, ...], ...]
+    blocks: tuple[int | None, ...]
+    buffers: int
+    block_buffers: int
+
+    @property
+    def costs(self) -> list[int]:
+        return [sum(math.prod(parameter.shape) for parameter in unit) for unit in self.units]
+
+
+def blueprint(config: ModelConfig) -> Blueprint:
+    """The blueprint of a model with a tensor style for all its parameters, as decoders have."""
+    return _blueprint(config.family, resolve_model(config)[1])
+
+
+@cache
+def _blueprint(family_name: str, hyper_parameters: Any) -> Blueprint:
+    family = FAMILIES[family_name]
     with torch.device("meta"):
-        model = family.build(hyper_parameters).to(DTYPES[config.training.dtype])
+        model = family.build(hyper_parameters)
     model.tie_weights()
     plan = family.plan(hyper_parameters)
-    if config.parallelism.pp > 1:
-        plan = keep_units_(model, plan, split_stages(model, plan, config.parallelism)[index])
-    parallelize(
-        model,
-        plan,
-        mesh,
-        shard_logits=shard_logits(config.parallelism),
-        loss=config.loss,
-        recompute=config.activation_checkpoint,
-        compilation=CompileConfig(),  # a compiled block holds the same parameters
-        param_dtype=DTYPES[config.training.mixed_precision_param],
-        reduce_dtype=DTYPES[config.training.mixed_precision_reduce],
-        reshard_after_forward=resolve_reshard_after_forward(config.parallelism),
+    units = []
+    for names in plan.units:
+        found: dict[Tensor, _Shape] = {}  # tied parameters count once
+        for prefix, module in chain(*(model.get_submodule(name).named_modules(prefix=name) for name in names)):
+            for name, parameter in module.named_parameters(recurse=False):
+                is_expert = isinstance(module, Experts)
+                tp = FEATURES[name] if is_expert else tensor_dimension(plan, prefix, name)
+                found.setdefault(parameter, _Shape(tuple(parameter.shape), tp, is_expert))
+        units.append(tuple(found.values()))
+    blocks = tuple(plan.blocks.get(names[0]) for names in plan.units)
+    of_blocks = sum(buffer.numel() for name in plan.blocks for buffer in model.get_submodule(name).buffers())
+    buffers = sum(buffer.numel() for buffer in model.buffers())
+    names = tuple(unit[0] for unit in plan.units)
+    return Blueprint(names, tuple(units), blocks, buffers - of_blocks, of_blocks // max(len(plan.blocks), 1))
+
+
+def plan_stages(config: JobConfig, sizes: Mapping[str, int]) -> list[Stage]:
+    """All pipeline stages, as coordinate 0 of the data and tp axes holds them, which has the largest shards.
+
+    sizes: degrees of the mesh axes. tests/distributed/test_plan_bytes.py compares them with the parts of running ranks.
+    """
+    section, training = config.parallelism, config.training
+    model = blueprint(config.model)
+    split = assign_units(model.costs, [model.names.index(name) for name in section.pp_split], num_stages(section))
+    stored = DTYPES[training.dtype]
+    shards, tp = sizes["dp_shard"] * sizes["cp"], sizes["tp"]
+    wrapped = is_wrapped(
+        shards * sizes["dp_replicate"] * tp,
+        section.pp,
+        stored=stored,
+        param_dtype=DTYPES[training.mixed_precision_param],
+        reduce_dtype=DTYPES[training.mixed_precision_reduce],
     )
-    model.tie_weights()
-    return measure_stage(config, mesh, ModelPart(model, plan, index))
+    wide = torch.promote_types(stored, torch.float32).itemsize  # the dtype that init_buffers uses
+    stages = []
+    for index, own in enumerate(split):
+        units, parts = [], list[Tensor]()
+        for unit in own:
+            elements = experts = 0
+            for parameter in model.units[unit]:
+                is_apart = parameter.is_expert and section.ep > 1
+                part, ranks = list(parameter.part(tp, section.ep)), shards // section.ep if is_apart else shards
+                dimension = sharded_dimension(part, ranks)
+                part[dimension] = -(-part[dimension] // ranks)
+                parts.append(torch.empty(part, dtype=stored, device="meta"))
+                gathered = math.prod(part) * ranks  # all other ranks pad their shards to the size of the first one
+                elements, experts = (elements, experts + gathered) if is_apart else (elements + gathered, experts)
+            replicated = [math.prod(parameter.shape) for parameter in model.units[unit] if parameter.tp is None]
+            units.append(Unit(model.blocks[unit], elements, experts, tuple(replicated) if tp > 1 else ()))
+        blocks = tuple(block for unit in own if (block := model.blocks[unit]) is not None)
+        stages.append(
+            Stage(
+                index,
+                index == len(split) - 1,
+                sum(model.costs[unit] for unit in own),
+                sum(part.numel() * part.element_size() for part in parts),
+                state_bytes(config.optimizer, parts),
+                (model.buffers + len(blocks) * model.block_buffers) * wide,
+                tuple(units),
+                blocks,
+                wrapped,
+            )
+        )
+    return stages
 
 
 def measure_stage(config: JobConfig, mesh: Mesh, part: ModelPart) -> Stage:

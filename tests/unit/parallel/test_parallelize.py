@@ -12,7 +12,7 @@ from titanlite.models.head import OutputLayer
 from titanlite.models.llama3 import Llama3, Llama3Config, plan
 from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.data import AT_ONCE_BYTES, replicates_at_once
-from titanlite.planning.stages import simulated_mesh
+from tests.simulated import simulated_mesh
 
 
 @pytest.mark.parametrize(
