@@ -15,18 +15,21 @@ if __name__ == "__main__":  # before the imports that take seconds
     end_on_interrupt()
     hide_warnings_of_torch()
 
+import json
 import os
 import signal
 import sys
 import tempfile
 import uuid
 from argparse import Namespace
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.api import logger as agent_logger
@@ -37,9 +40,11 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api
 from torch.distributed.run import determine_local_world_size, get_rdzv_endpoint, parse_args, parse_min_max_nnodes, run
 
+from titanlite.assembly.facts import program_facts
 from titanlite.config.command_line import read_command_line
 from titanlite.config.load import most_ranks
-from titanlite.runtime.distributed import ELASTIC
+from titanlite.runtime.agreement import describe_differences
+from titanlite.runtime.distributed import ELASTIC, World
 from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import ConfigError, UsageError, UserError, require
 from titanlite.runtime.signal_thread import stop_signals
@@ -48,6 +53,8 @@ TRAIN = "titanlite.train"
 RENDEZVOUS = {"last_call_timeout": 5, "keep_alive_interval": 3, "keep_alive_max_attempt": 5}
 """Of an elastic launch, in seconds. last_call_timeout: how long the fewest nodes wait for further ones. A node without
 a sign of life for keep_alive_interval x keep_alive_max_attempt is lost, and a restart continues without it."""
+USAGE_ERROR = 2
+"""Exit code of a rank that refuses its configuration."""
 EXIT_BARRIER_S = 30
 """After its ranks have ended, a launcher waits for those of the other nodes, which may have left already. titanlite's
 ranks end together; torch's limit is 300 s."""
@@ -56,8 +63,17 @@ ranks end together; torch's limit is 300 s."""
 class Agent(LocalElasticAgent):
     """torchrun's agent, whose first node publishes the address of the ranks' store in each round of the rendezvous.
 
-    Of an elastic launch, it also restarts its ranks if a node is lost before they are connected; later, they notice.
+    Of an elastic launch, it also
+    - refuses to join a run that was started with other facts, and leaves it to the other nodes;
+    - leaves it, too, if a rank refuses its configuration, instead of restarting all ranks again and again;
+    - restarts its ranks if a node is lost before they are connected; later, they notice.
+
+    facts: those of program_facts; empty: not compared.
     """
+
+    def __init__(self, *arguments: Any, facts: Mapping[str, str], **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._facts = facts
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         # torch 2.13 publishes it in the first round only: a node that joins later would wait for it.
@@ -68,7 +84,12 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         found: RunResult = super()._monitor_workers(worker_group)
-        is_starting = ELASTIC in os.environ and not os.path.exists(os.environ[ELASTIC])
+        if ELASTIC not in os.environ:
+            return found
+        if any(failure.exitcode == USAGE_ERROR for failure in found.failures.values()):
+            self._remaining_restarts = 0
+            self._leave()
+        is_starting = not os.path.exists(os.environ[ELASTIC])
         if is_starting and found.state == WorkerState.HEALTHY and self._remaining_restarts > 0:
             handler: Any = worker_group.spec.rdzv_handler
             nodes = int(worker_group.group_world_size or 0)
@@ -77,13 +98,31 @@ class Agent(LocalElasticAgent):
                 return RunResult(state=WorkerState.UNHEALTHY)
         return found
 
+    def _leave(self) -> None:
+        """Let the other nodes continue when this launcher ends, for which torchrun would close the rendezvous."""
+        handler: Any = self._worker_group.spec.rdzv_handler
+        handler.shutdown = lambda: True
+
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         try:
+            if self._facts:
+                self._require_facts_of_the_run()
             found: RunResult = super().run(role)
             return found
         finally:
             if ELASTIC in os.environ:
                 Path(os.environ[ELASTIC]).unlink(missing_ok=True)
+
+    def _require_facts_of_the_run(self) -> None:
+        """Raise UsageError if the first launcher of the run had other facts."""
+        handler: Any = self._worker_group.spec.rdzv_handler
+        store: dist.Store = handler._state_holder._backend._store
+        own = json.dumps(self._facts)
+        first = json.loads(store.compare_set(f"titanlite/{handler.get_run_id()}/facts", "", own))
+        if lines := describe_differences(self._facts, first, "on the first node"):
+            self._leave()
+            head = "this node differs from the first one, so it does not join; make them equal on all nodes:"
+            raise UsageError("\n".join([head, *lines]))
 
 
 def main() -> None:
@@ -92,26 +131,32 @@ def main() -> None:
         # The ranks save on these signals and exit. By default, torchrun lacks SIGUSR1, and has SIGHUP under nohup.
         forwarded = ",".join(number.name for number in stop_signals())
         arguments = parse_args([f"--signals-to-handle={forwarded}", *sys.argv[1:]])
-        check(arguments)
+        facts = check(arguments)
         raise_open_file_limit()
         raise_on_interrupt()
-        launch(arguments)
+        launch(arguments, facts)
 
 
-def check(arguments: Namespace) -> None:
+def check(arguments: Namespace) -> dict[str, str]:
     """Check torchrun's options, and the configuration if the ranks run titanlite.train: for all nodes, or if their
     number may change, for as many ranks as fit on the fewest and on the most nodes. Raises ConfigError.
+
+    Returns the facts in which the nodes of an elastic launch must agree, so that their ranks will.
     """
     fewest, nodes, processes = check_ranks(arguments)
+    facts: dict[str, str] = {}
     os.environ.pop(ELASTIC, None)
     if arguments.module and arguments.training_script == TRAIN:
         argv, device_type = arguments.training_script_args, "cuda" if torch.cuda.is_available() else "cpu"
-        for number in {fewest, nodes}:
+        for number in (fewest, nodes) if fewest < nodes else (nodes,):
             ranks = number * processes
             used = most_ranks(argv, ranks, device_type=device_type) if fewest < nodes else ranks
-            read_command_line(argv, world_size=used, device_type=device_type)
+            config = read_command_line(argv, world_size=used, device_type=device_type)
+            if fewest < nodes:
+                facts = program_facts(config, World(0, 0, used, device_type), os.environ)
     if fewest < nodes:
         set_up_elastic(arguments)
+    return facts
 
 
 def set_up_elastic(arguments: Namespace) -> None:
@@ -170,13 +215,13 @@ def check_ranks(arguments: Namespace) -> tuple[int, int, int]:
     return fewest, nodes, processes
 
 
-def launch(arguments: Namespace) -> None:
+def launch(arguments: Namespace, facts: Mapping[str, str]) -> None:
     """Run torchrun until all ranks have ended. Raises UserError if it cannot connect the nodes or refuses its options.
 
     Exits as the first rank that failed, or with 128 + its number after a signal, of which torchrun has informed the
     ranks.
     """
-    agent = partial(Agent, exit_barrier_timeout=EXIT_BARRIER_S)
+    agent = partial(Agent, exit_barrier_timeout=EXIT_BARRIER_S, facts=facts)
     api.LocalElasticAgent = agent  # type: ignore[misc, assignment]
     # Not an error: the launcher of another node has left first. The traceback would hide how training has ended.
     agent_logger.addFilter(lambda record: not record.getMessage().startswith("Error waiting on exit barrier"))

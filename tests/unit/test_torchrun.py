@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server import api as agent
 from torch.distributed.elastic.agent.server.api import WorkerState
@@ -60,7 +61,7 @@ def test_a_launcher_waits_only_briefly_for_other_nodes(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torchrun, "Agent", make)
     with pytest.raises(RuntimeError):
-        torchrun.launch(parse_args(["--standalone", "-m", "titanlite.train"]))
+        torchrun.launch(parse_args(["--standalone", "-m", "titanlite.train"]), {})
     assert found == [torchrun.EXIT_BARRIER_S]
 
 
@@ -77,7 +78,7 @@ def test_signals_are_forwarded(
 ) -> None:
     found: list[str] = []
     monkeypatch.setattr(signal, "getsignal", lambda _number: handler)
-    monkeypatch.setattr(torchrun, "launch", lambda arguments: found.append(arguments.signals_to_handle))
+    monkeypatch.setattr(torchrun, "launch", lambda arguments, _facts: found.append(arguments.signals_to_handle))
     monkeypatch.setattr(torchrun, "raise_on_interrupt", lambda: None)
     monkeypatch.setattr(sys, "argv", ["torchrun", "--standalone", *options, "script.py"])
     torchrun.main()
@@ -92,7 +93,7 @@ def test_a_launcher_that_ends_last_prints_no_traceback(
         agent.logger.error("Error waiting on exit barrier. Elapsed: %s seconds", 1.5)
 
     monkeypatch.setattr(torchrun, "run", run)
-    torchrun.launch(parse_args(["--standalone", "-m", "titanlite.train"]))
+    torchrun.launch(parse_args(["--standalone", "-m", "titanlite.train"]), {})
     assert caplog.messages == ["Received 15 death signal"]
 
 
@@ -109,9 +110,9 @@ def launch(error: BaseException, monkeypatch: pytest.MonkeyPatch, code: int | No
     monkeypatch.setattr(torchrun, "end_process", end)
     arguments = parse_args(["--nnodes=2", "--rdzv-endpoint=node0:29500", "-m", "titanlite.train"])
     if code is None:
-        torchrun.launch(arguments)
+        torchrun.launch(arguments, {})
     with pytest.raises(SystemExit) as caught:
-        torchrun.launch(arguments)
+        torchrun.launch(arguments, {})
     assert caught.value.code == code
 
 
@@ -207,6 +208,44 @@ def test_a_node_that_is_lost_before_the_ranks_are_connected(
     launcher = torchrun.Agent.__new__(torchrun.Agent)
     launcher._remaining_restarts = restarts
     assert launcher._monitor_workers(group).state == state
+
+
+@pytest.mark.parametrize(("code", "restarts"), [(1, 7), (2, 0)])
+def test_a_rank_that_refuses_its_configuration_is_not_restarted(
+    code: int, restarts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ELASTIC, str(tmp_path / "connected"))
+    failures = failed(code).failures
+    found = agent.RunResult(state=WorkerState.FAILED, failures=failures)
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda _agent, _group: found)
+    launcher, handler = agent_of({}, dist.HashStore())
+    launcher._remaining_restarts = 7
+    assert launcher._monitor_workers(launcher._worker_group) is found
+    assert launcher._remaining_restarts == restarts
+    assert hasattr(handler, "shutdown") == (restarts == 0)  # the other nodes may continue
+
+
+def test_a_node_that_differs_does_not_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ELASTIC, str(tmp_path / "connected"))
+    monkeypatch.setattr(LocalElasticAgent, "run", lambda _agent, _role: agent.RunResult(state=WorkerState.SUCCEEDED))
+    store = dist.HashStore()
+    for facts in ({"optimizer.lr": "1.0"}, {"optimizer.lr": "1.0", "module plot": "sha256 1"}):
+        agent_of(facts, store)[0].run()
+    launcher, handler = agent_of({"optimizer.lr": "2.0"}, store)
+    with pytest.raises(UsageError, match=r"does not join.*\n    optimizer.lr: 2.0; on the first node: 1.0$"):
+        launcher.run()
+    assert handler.shutdown()  # the other nodes may continue
+    agent_of({"optimizer.lr": "2.0"}, store, run_id="another")[0].run()
+
+
+def agent_of(facts: dict[str, str], store: dist.Store, run_id: str = "one") -> tuple[torchrun.Agent, Any]:
+    """An agent whose nodes meet at this store, and its rendezvous handler."""
+    state = SimpleNamespace(_backend=SimpleNamespace(_store=store))
+    handler = SimpleNamespace(_state_holder=state, get_run_id=lambda: run_id)
+    launcher = torchrun.Agent.__new__(torchrun.Agent)
+    launcher._facts = facts
+    launcher._worker_group = SimpleNamespace(spec=SimpleNamespace(rdzv_handler=handler))  # type: ignore[assignment]
+    return launcher, handler
 
 
 def test_other_programs_are_not_checked() -> None:

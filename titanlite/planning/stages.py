@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from titanlite.config.schema import JobConfig
 from titanlite.models.experts import Experts
@@ -93,8 +93,9 @@ class _Shape:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """The parameters of a full model by unit. names: first module of each unit. blocks: index of the transformer block of
-    each unit, None if it is none. buffers, block_buffers: elements of the model's own buffers, and of each block's."""
+    """The parameters of a full model by unit. names: first module of each unit. blocks: index of the transformer block
+    of each unit, None if it is none. buffers, block_buffers: elements of the model's own buffers, and of each block's.
+    """
 
     names: tuple[str, ...]
     units: tuple[tuple[_Shape, ...], ...]

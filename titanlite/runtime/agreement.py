@@ -96,19 +96,20 @@ def _describe_groups(groups: Sequence[Sequence[int]], sent: Sequence[Mapping[str
     lines: list[str] = []
     first = sent[0]["facts"]
     for (rank, *others), each in zip(groups[1:], sent[1:], strict=True):
-        facts = each["facts"]
-        keys = [key for key in sorted({*first, *facts}) if first.get(key) != facts.get(key)]
-        # A module that only some ranks have imported, such as a profiler, is no difference.
-        keys = [key for key in keys if not key.startswith(MODULE) or {key} <= first.keys() & facts.keys()]
-        if not keys:
-            continue
-        lines += ["", f"  rank {rank} on {each['host']}" + (f" and {len(others)} more ranks" if others else "")]
-        lines += [
-            f"    {key}: {facts.get(key, 'absent')}; on rank 0 on {sent[0]['host']}: {first.get(key, 'absent')}"
-            for key in keys[:MAX_DIFFERENCES]
-        ]
-        lines += [f"    and {len(keys) - MAX_DIFFERENCES} more"] if len(keys) > MAX_DIFFERENCES else []
+        if differences := describe_differences(each["facts"], first, f"on rank 0 on {sent[0]['host']}"):
+            lines += ["", f"  rank {rank} on {each['host']}" + (f" and {len(others)} more ranks" if others else "")]
+            lines += differences
     return lines
+
+
+def describe_differences(facts: Mapping[str, str], first: Mapping[str, str], where: str) -> list[str]:
+    """A line for each of the first MAX_DIFFERENCES facts that differ. where: the place of `first`."""
+    keys = [key for key in sorted({*first, *facts}) if first.get(key) != facts.get(key)]
+    # A module that only some ranks have imported, such as a profiler, is no difference.
+    keys = [key for key in keys if not key.startswith(MODULE) or {key} <= first.keys() & facts.keys()]
+    lines = [f"    {key}: {facts.get(key, 'absent')}; {where}: {first.get(key, 'absent')}" for key in keys]
+    more = [f"    and {len(keys) - MAX_DIFFERENCES} more"] if len(keys) > MAX_DIFFERENCES else []
+    return [*lines[:MAX_DIFFERENCES], *more]
 
 
 def _describe_modules(groups: Sequence[Sequence[int]], sent: Sequence[Mapping[str, Any]]) -> str:

@@ -7,12 +7,12 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from tests.distributed.reference import small_config
+from tests.simulated import simulated_mesh
 from titanlite.assembly.model import build_parts
 from titanlite.models.head import OutputLayer
 from titanlite.models.llama3 import Llama3, Llama3Config, plan
 from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.data import AT_ONCE_BYTES, replicates_at_once
-from tests.simulated import simulated_mesh
 
 
 @pytest.mark.parametrize(
