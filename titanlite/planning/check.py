@@ -45,9 +45,7 @@ def plan_memory(config: JobConfig, mesh: Mesh, parts: Sequence[ModelPart]) -> Me
         log.warning("The memory of the family %s cannot be planned, so it is not checked", config.model.family)
         return None
     stages = [measure_stage(config, mesh, part) for part in parts]
-    return estimate_memory(
-        config, mesh.degrees, mesh.coordinate["pp"], stages, device_type=mesh.world.device_type
-    )
+    return estimate_memory(config, mesh.degrees, mesh.coordinate["pp"], stages, device_type=mesh.world.device_type)
 
 
 def check_memory(config: JobConfig, memory: Memory, world: World, store: dist.Store) -> None:

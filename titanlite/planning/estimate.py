@@ -93,9 +93,7 @@ def _data_degree(sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[axis] for axis in DATA_AXES)
 
 
-def step_shape(
-    config: JobConfig, sizes: Mapping[str, int], actions: Sequence[Action], device_type: str
-) -> StepShape:
+def step_shape(config: JobConfig, sizes: Mapping[str, int], actions: Sequence[Action], device_type: str) -> StepShape:
     """sizes: degrees of the mesh axes. actions: of this rank, in one run of the schedule."""
     training, cp, tp = config.training, config.parallelism.cp, config.parallelism.tp
     step = divide_step(config, _data_degree(sizes))
