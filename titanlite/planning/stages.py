@@ -94,7 +94,7 @@ class _Shape:
 @dataclass(frozen=True)
 class Blueprint:
     """The parameters of a full model by unit. names: first module of each unit. blocks: index of the transformer block
-    of each unit, None if it is none. buffers, block_buffers: elements of the model's own buffers, and of each block's.
+    of each unit, or None. buffers, block_buffers: elements of the model's own buffers, and of each block's.
     """
 
     names: tuple[str, ...]
