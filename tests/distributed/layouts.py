@@ -146,26 +146,19 @@ QUICK = (
 )
 """One and two ranks."""
 
-# Compiled: each way of wrapping blocks once (sharded, tensor parallel, stages with one backward pass and with a split
-# one; replicated in SOAK). Compiling costs far more than all steps.
+# Compiled: sharded blocks, and stages with a split backward pass; the others in SOAK. Compiling costs far more than all
+# steps.
 SLOW = (
     Layout((1, 1, 1, 1), (*COMPILE, *FULL)),
     Layout((1, 1, 2, 1), (*COMPILE, *BY_OP, *LAST), accumulation=3, rows=24),
     Layout((1, 1, 1, 2), (*BY_OP, *CHUNKS), accumulation=3, rows=24),
     Layout((2, 1, 1, 1), (*schedule("GPipe"), *split("layers.1"))),
-    # the last stage has only the norm and the head
-    Layout((2, 1, 1, 1), (*schedule("1F1B"), *depth(3), *split("norm"), *COMPILE)),
     Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *LAST), accumulation=3, rows=24),
-    Layout((2, 1, 1, 1), (*schedule("InterleavedZeroBubble"), *FULL, *PAIRS)),
     Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *COMPILE, *BY_OP)),
     Layout((2, 1, 1, 1), (*schedule("DualPipeV"), *FULL)),
-    Layout((1, 1, 1, 2), (*QWEN3, *COMPILE, *BY_OP)),
-    Layout((1, 4, 1, 1), (*LAST, *FULL)),
     Layout((1, 1, 4, 1), (*EVERY, *TIED)),
     Layout((1, 2, 2, 1), accumulation=3, rows=24),
     Layout((1, 1, 2, 2), (*TIED, *LAST), accumulation=3, rows=24),
-    Layout((2, 1, 2, 1), (*schedule("GPipe"), *EVERY), accumulation=3, rows=24),
-    Layout((2, 2, 1, 1), (*schedule("ZBVZeroBubble"), *PAIRS)),
     # stages of several FSDP units with a split backward pass
     Layout((2, 1, 2, 1), (*schedule("DualPipeV"), *depth(7))),
     Layout((2, 1, 1, 2), (*schedule("InterleavedZeroBubble"), *FULL, *FULL_LOGITS, *PAIRS), rows=8),
@@ -178,13 +171,11 @@ SLOW = (
     Layout((1, 1, 1, 1), cp=4),
     # experts, with the rows of the balance loss on several ranks and on several stages
     Layout((1, 1, 1, 1), (*EXPERTS, *FULL), accumulation=3, rows=24),
-    Layout((1, 1, 2, 1), (*EXPERTS, *BY_OP), accumulation=3, rows=24),
     Layout((2, 1, 1, 1), (*EXPERTS, *schedule("ZBVZeroBubble"), *depth(3), *FULL)),
     Layout((1, 1, 1, 1), (*EXPERTS, *GATHER, *FULL), cp=2),
     # experts dealt out over ranks: all of them, some, and beside each other axis
     Layout((1, 1, 2, 1), (*EXPERTS, *EP, *FULL), accumulation=3, rows=24),
     Layout((1, 1, 1, 1), (*EXPERTS, *EP, *BY_OP), cp=2),
-    Layout((1, 1, 4, 1), (*EXPERTS, *EP)),
     Layout((2, 1, 2, 1), (*EXPERTS, *EP, *schedule("ZBVZeroBubble"), *depth(3), *FULL)),
     # norms whose squares are summed over tp
     Layout((1, 1, 1, 2), (*OLMOE, *BY_OP), cp=2),
@@ -201,6 +192,15 @@ THREE_AXES = (Layout((2, 1, 2, 2), (*schedule("1F1B"), *depth(5), *BY_LAYER, *PA
 
 
 SOAK = (
+    # the last stage has only the norm and the head
+    Layout((2, 1, 1, 1), (*schedule("1F1B"), *depth(3), *split("norm"), *COMPILE)),
+    Layout((2, 1, 1, 1), (*schedule("InterleavedZeroBubble"), *FULL, *PAIRS)),
+    Layout((1, 1, 1, 2), (*QWEN3, *COMPILE, *BY_OP)),
+    Layout((1, 4, 1, 1), (*LAST, *FULL)),
+    Layout((2, 1, 2, 1), (*schedule("GPipe"), *EVERY), accumulation=3, rows=24),
+    Layout((2, 2, 1, 1), (*schedule("ZBVZeroBubble"), *PAIRS)),
+    Layout((1, 1, 2, 1), (*EXPERTS, *BY_OP), accumulation=3, rows=24),
+    Layout((1, 1, 4, 1), (*EXPERTS, *EP)),
     Layout((1, 1, 1, 2), FULL_LOGITS, cp=2),
     Layout((1, 1, 1, 1), (*GATHER, *COMPILE, *BY_OP), cp=2),
     Layout((1, 1, 2, 2), (*EXPERTS, *EP, *FULL)),

@@ -292,7 +292,9 @@ def planted_on_ranks(config: Any, layouts: Sequence[Layout], steps: int, folder:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(PLANTED)[1:])
+@pytest.mark.parametrize(
+    "name", [*("init", "clip", "dtype"), *(pytest.param(name, marks=pytest.mark.soak) for name in ("step 2", "update"))]
+)
 def test_a_planted_mistake_is_the_first_difference(
     config_file: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,13 +39,13 @@ SOAK = [
     ["parallelism.fsdp_reshard_after_forward=never", *DEEP],
     ["model.family=qwen3", "model.head_dim=16", *TP],
     ["activation_checkpoint.mode=selective", "activation_checkpoint.selective_policy=layer", *TP],
+    DEEP,
+    ["parallelism.cp=2", *DEEP],
 ]
 
 LAYOUTS: dict[int, list[list[str]]] = {
     2: [
-        DEEP,
         TP,
-        ["parallelism.cp=2", *DEEP],
         ["parallelism.cp=2", "activation_checkpoint.mode=full", *EP],
     ],
     4: [

@@ -230,8 +230,10 @@ CHECKPOINTS = ["--checkpoint.enable", "true", "--checkpoint.interval", "1"]
     ("fault", "resumes"),
     [
         ("kill", False),
-        ("stop-save", False),
-        *(pytest.param(*case, marks=pytest.mark.soak) for case in (("hang-data", True), ("hang", False))),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (("stop-save", False), ("hang-data", True), ("hang", False))
+        ),
     ],
 )
 def test_a_rank_that_is_killed_or_hangs_is_named(fault: str, resumes: bool, tmp_path: Path, start: Starter) -> None:

@@ -139,7 +139,7 @@ def test_every_mask_form_matches_the_definition(heads: tuple[int, int, int], for
             )
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # compiles for half a minute
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_the_fused_kernel_on_a_cpu() -> None:
     """Forward only: torch has no fused backward on CPUs."""
