@@ -12,7 +12,8 @@ from titanlite.runtime.failure import end_on_interrupt
 COMMANDS = {
     "train": ("titanlite.train", "train a model; on several processes: torchrun -m titanlite.train"),
     "parity": ("titanlite.tools.parity", "compare layouts of a configuration with one process"),
-    "plan": ("titanlite.tools.plan", "estimate memory, communication and idle time of a layout"),
+    "plan": ("titanlite.tools.plan", "estimate memory, communication, idle time and speed of a layout"),
+    "calibrate": ("titanlite.tools.calibrate", "measure this machine for the plan's predictions of time"),
     "profile": ("titanlite.tools.profile", "measure where the time of a configuration's steps goes"),
     "convert": ("titanlite.tools.convert", "convert between runs and Hugging Face model folders"),
     "generate": ("titanlite.tools.generate", "generate text with the model of a run"),

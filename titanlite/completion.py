@@ -9,7 +9,7 @@ import tyro
 
 from titanlite.config.help import options_type
 from titanlite.config.schema import JobConfig
-from titanlite.tools import evaluate, inspect, ledger, profile, tokenize, train_tokenizer
+from titanlite.tools import calibrate, evaluate, inspect, ledger, profile, tokenize, train_tokenizer
 from titanlite.tools.command import run_command
 from titanlite.tools.convert.__main__ import Options as ConvertOptions
 from titanlite.tools.generate.__main__ import Options as GenerateOptions
@@ -22,6 +22,7 @@ OPTIONS: Mapping[str, Any] = {
     "train": options_type(JobConfig()),
     "parity": ParityOptions,
     "plan": PlanOptions,
+    "calibrate": calibrate.Options,
     "profile": profile.Options,
     "convert": ConvertOptions,
     "generate": GenerateOptions,

@@ -4,7 +4,7 @@ tests/distributed/test_plan_collectives.py compares it with the collectives of r
 number of valid tokens, the loss, the gradient norm) and the extra collectives of the first step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -73,13 +73,24 @@ def stage_traffic(
     stage: Stage, section: ParallelismConfig, recompute: ActivationCheckpointConfig, shape: StepShape
 ) -> list[Traffic]:
     """The traffic of one stage. The traffic of a rank is the sum over its stages."""
-    found = [
-        *_data_parallel(stage, section, shape),
-        *_context_parallel(stage, section, recompute, shape),
-        *_expert_parallel(stage, section, recompute, shape),
-        *_tensor_parallel(stage, section, recompute, shape),
-        *_pipeline(stage, section, shape),
-    ]
+    found = [*_data_parallel(stage, section, shape), *_pipeline(stage, section, shape)]
+    return [*_real(found), *exchanges(stage, section, recompute, shape)]
+
+
+def exchanges(
+    stage: Stage, section: ParallelismConfig, recompute: ActivationCheckpointConfig, shape: StepShape
+) -> list[Traffic]:
+    """The traffic of one stage within the computation of microbatches: over cp, ep and tp."""
+    return _real(
+        [
+            *_context_parallel(stage, section, recompute, shape),
+            *_expert_parallel(stage, section, recompute, shape),
+            *_tensor_parallel(stage, section, recompute, shape),
+        ]
+    )
+
+
+def _real(found: Iterable[Traffic]) -> list[Traffic]:
     return [traffic for traffic in found if traffic.calls and traffic.ranks > 1]
 
 
@@ -112,11 +123,12 @@ def _data_parallel(stage: Stage, section: ParallelismConfig, shape: StepShape) -
     gathers = gathered = expert_gathers = gathered_experts = 0
     syncs = range(shape.microbatches if shape.sync in ("every", "hybrid") else 0)
     frees = dict.fromkeys(syncs, True) | ({shape.microbatches - 1: True} if shape.sync else {})
+    of_unit = {
+        freed: count_gathers(shape.actions, stage.index, frees_after_forward=freed, frees_after_backward=frees)
+        for freed in {frees_after_forward(stage, section, index) for index in range(len(stage.units))}
+    }
     for index, unit in enumerate(stage.units):
-        freed = frees_after_forward(stage, section, index)
-        count = shape.schedule_steps * count_gathers(
-            shape.actions, stage.index, frees_after_forward=freed, frees_after_backward=frees
-        )
+        count = shape.schedule_steps * of_unit[frees_after_forward(stage, section, index)]
         if shape.sync is not None and index == len(stage.units) - 1:
             # With several microbatches, fully_shard's backward prefetch gathers the last unit once more per step.
             count += shape.microbatches > 1

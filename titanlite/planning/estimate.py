@@ -33,6 +33,7 @@ class RankPlan:
     """
 
     pp_rank: int
+    shape: StepShape
     stages: tuple[Stage, ...]
     memory: Memory
     traffic: tuple[Traffic, ...]
@@ -43,15 +44,22 @@ class RankPlan:
 @dataclass(frozen=True)
 class Estimate:
     """The plan of a run. axes: mesh sizes by name. microbatches: per step and data rank, of `rows` rows each, of which
-    all data ranks together have filler_share as filler."""
+    all data ranks together have filler_share as filler. order: of the actions of each pipeline rank, in one of
+    schedule_steps runs of the schedule; stages: of the pipeline."""
 
     axes: dict[str, int]
     microbatches: int
     rows: int
     schedule_steps: int
-    bubble: float
+    order: Sequence[Sequence[Action]]
+    stages: int
     filler_share: float
     ranks: tuple[RankPlan, ...]
+
+    @property
+    def bubble(self) -> float:
+        """The share of a schedule step in which a rank is idle, with stages of equal cost."""
+        return bubble_share(self.order, self.stages)
 
     @property
     def largest(self) -> RankPlan:
@@ -75,9 +83,12 @@ def estimate(config: JobConfig, world_size: int, *, device_type: str) -> Estimat
         stages = tuple(planned[index] for index in local_stages(section, pp_rank))
         shape = step_shape(config, sizes, actions, device_type)
         memory = _memory(config, stages, shape, device_type)
-        ranks.append(RankPlan(pp_rank, stages, memory, _traffic(config, stages, shape), *_flops(config, stages, shape)))
-    bubble = bubble_share(order, num_stages(section))
-    return Estimate(sizes, step.microbatches, step.size, shape.schedule_steps, bubble, step.filler_share, tuple(ranks))
+        traffic = _traffic(config, stages, shape)
+        ranks.append(RankPlan(pp_rank, shape, stages, memory, traffic, *_flops(config, stages, shape)))
+    return Estimate(
+        *(sizes, step.microbatches, step.size, shape.schedule_steps, order, num_stages(section), step.filler_share),
+        tuple(ranks),
+    )
 
 
 def estimate_memory(
@@ -130,11 +141,17 @@ def _loss_chunk(config: JobConfig, vocab_size: int, device_type: str) -> int:
 
 
 def _memory(config: JobConfig, stages: Sequence[Stage], shape: StepShape, device_type: str) -> Memory:
-    section, training = config.parallelism, config.training
     family, model = resolve_model(config.model)
+    activations = activation_bytes(model, family.plan(model), microbatch_shape(config, shape, device_type))
+    return rank_memory(stages, config.parallelism, config.activation_checkpoint, config.optimizer, shape, activations)
+
+
+def microbatch_shape(config: JobConfig, shape: StepShape, device_type: str) -> MicrobatchShape:
+    section, training = config.parallelism, config.training
+    model = resolve_model(config.model)[1]
     compute_dtype = DTYPES[training.mixed_precision_param]
     gathers_keys = section.cp > 1 and section.context_parallel == "gather"
-    microbatch = MicrobatchShape(
+    return MicrobatchShape(
         rows=shape.positions * section.cp // training.seq_len,
         seq_len=training.seq_len,
         cp=section.cp,
@@ -149,8 +166,6 @@ def _memory(config: JobConfig, stages: Sequence[Stage], shape: StepShape, device
         else None,
         gathers_keys=gathers_keys,
     )
-    activations = activation_bytes(model, family.plan(model), microbatch)
-    return rank_memory(stages, section, config.activation_checkpoint, config.optimizer, shape, activations)
 
 
 def _traffic(config: JobConfig, stages: Sequence[Stage], shape: StepShape) -> tuple[Traffic, ...]:

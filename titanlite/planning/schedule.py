@@ -1,12 +1,13 @@
 """Pipeline schedules: the order of a rank's actions, and the resulting idle time, activation memory and gathers."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from titanlite.parallel.mesh import ParallelismConfig
+from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
 from titanlite.parallel.pipeline import local_stages, num_stages, schedule_class
 
 Kind = Literal["forward", "backward", "input_gradient", "weight_gradient", "gather", "free"]
@@ -40,10 +41,15 @@ def schedule_order(section: ParallelismConfig, num_microbatches: int) -> list[li
     """
     if section.pp == 1:
         return [one_stage_order(0, 0, num_microbatches)]
-    if section.pp_schedule in ("GPipe", "1F1B"):
-        gpipe = section.pp_schedule == "GPipe"
-        ahead = [num_microbatches if gpipe else section.pp - 1 - rank for rank in range(section.pp)]
-        return [one_stage_order(rank, count, num_microbatches) for rank, count in enumerate(ahead)]
+    return list(_order(section.pp, section.pp_schedule, num_microbatches))
+
+
+@lru_cache(maxsize=256)  # torch's schedules take seconds to build for many stages and microbatches
+def _order(pp: int, name: PipelineSchedule, num_microbatches: int) -> tuple[list[Action], ...]:
+    if name in ("GPipe", "1F1B"):
+        ahead = [num_microbatches if name == "GPipe" else pp - 1 - rank for rank in range(pp)]
+        return tuple(one_stage_order(rank, count, num_microbatches) for rank, count in enumerate(ahead))
+    section = ParallelismConfig(pp=pp, pp_schedule=name)
     stages = [
         # the only attributes of a stage that a schedule reads before it runs
         SimpleNamespace(
@@ -55,8 +61,8 @@ def schedule_order(section: ParallelismConfig, num_microbatches: int) -> list[li
         )
         for index in local_stages(section, 0)
     ]
-    schedule: Any = schedule_class(section.pp_schedule)(stages, num_microbatches, scale_grads=False)
-    return [list(_flatten(schedule.pipeline_order_with_comms[rank])) for rank in range(section.pp)]
+    schedule: Any = schedule_class(name)(stages, num_microbatches, scale_grads=False)
+    return tuple(list(_flatten(schedule.pipeline_order_with_comms[rank])) for rank in range(pp))
 
 
 def one_stage_order(stage: int, ahead: int, num_microbatches: int) -> list[Action]:
@@ -85,9 +91,23 @@ def bubble_share(order: Sequence[Sequence[Action]], stages: int) -> float:
     By simulation: each action takes DURATION, and starts when its rank is free and its inputs are complete. The idle
     time before a rank's first action and after its last one counts.
     """
+    busy, end = simulate(order, stages, lambda action: DURATION[action.kind])
+    return 1.0 - sum(busy) / (len(busy) * end)
+
+
+def simulate(
+    order: Sequence[Sequence[Action]],
+    stages: int,
+    duration: Callable[[Action], float],
+    delay: Callable[[int, int], float] = lambda _first, _second: 0.0,
+) -> tuple[list[float], float]:
+    """(time that each rank works, time at which the last one has finished) of a schedule step.
+
+    duration: of an action of DURATION. delay: of a message from one stage to another.
+    """
     queues = [[action for action in actions if action.kind in DURATION] for actions in order]
-    end: dict[tuple[str, int, int], int] = {}
-    clocks, position = [0] * len(queues), [0] * len(queues)
+    end: dict[tuple[str, int, int], float] = {}
+    clocks, position = [0.0] * len(queues), [0] * len(queues)
     while any(position[rank] < len(queue) for rank, queue in enumerate(queues)):
         moved = False
         for rank, queue in enumerate(queues):
@@ -96,14 +116,13 @@ def bubble_share(order: Sequence[Sequence[Action]], stages: int) -> float:
                 inputs = _inputs(action, stages)
                 if any(key not in end for key in inputs):
                     break
-                start = max([clocks[rank], *(end[key] for key in inputs)])
-                clocks[rank] = start + DURATION[action.kind]
+                start = max([clocks[rank], *(end[key] + delay(key[1], action.stage) for key in inputs)])
+                clocks[rank] = start + duration(action)
                 end[_result(action), action.stage, action.microbatch] = clocks[rank]
                 position[rank] += 1
                 moved = True
         assert moved, "the schedule deadlocks"
-    busy = sum(DURATION[action.kind] for queue in queues for action in queue)
-    return 1.0 - busy / (len(queues) * max(clocks))
+    return [sum(map(duration, queue)) for queue in queues], max(clocks)
 
 
 def _result(action: Action) -> str:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, lru_cache
 from itertools import chain
 from typing import Any
 
@@ -14,6 +14,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.models.experts import Experts
 from titanlite.models.family import LanguageModel, ModelConfig, Plan
 from titanlite.models.registry import FAMILIES, resolve_model
+from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.registry import state_bytes
 from titanlite.parallel.data import is_wrapped, sharded_dimension, wrapped_modules
 from titanlite.parallel.expert import FEATURES
@@ -91,7 +92,7 @@ class _Shape:
         return tuple(sizes)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one for each model, compared by identity
 class Blueprint:
     """The parameters of a full model by unit. names: first module of each unit. blocks: index of the transformer block
     of each unit, or None. buffers, block_buffers: elements of the model's own buffers, and of each block's.
@@ -103,8 +104,9 @@ class Blueprint:
     buffers: int
     block_buffers: int
 
-    @property
+    @cached_property
     def costs(self) -> list[int]:
+        """Elements of the parameters of each unit."""
         return [sum(math.prod(parameter.shape) for parameter in unit) for unit in self.units]
 
 
@@ -142,8 +144,6 @@ def plan_stages(config: JobConfig, sizes: Mapping[str, int]) -> list[Stage]:
     sizes: degrees of the mesh axes. tests/distributed/test_plan_bytes.py compares them with the parts of running ranks.
     """
     section, training = config.parallelism, config.training
-    model = blueprint(config.model)
-    split = assign_units(model.costs, [model.names.index(name) for name in section.pp_split], num_stages(section))
     stored = DTYPES[training.dtype]
     shards, tp = sizes["dp_shard"] * sizes["cp"], sizes["tp"]
     wrapped = is_wrapped(
@@ -153,6 +153,27 @@ def plan_stages(config: JobConfig, sizes: Mapping[str, int]) -> list[Stage]:
         param_dtype=DTYPES[training.mixed_precision_param],
         reduce_dtype=DTYPES[training.mixed_precision_reduce],
     )
+    split = tuple(section.pp_split), num_stages(section)
+    return list(
+        _stages(blueprint(config.model), config.optimizer, stored, split, shards, tp, section.ep, wrapped=wrapped)
+    )
+
+
+@lru_cache(maxsize=1024)  # a search plans the same stages many times
+def _stages(
+    model: Blueprint,
+    optimizer: OptimizerConfig,
+    stored: torch.dtype,
+    stage_split: tuple[tuple[str, ...], int],
+    shards: int,
+    tp: int,
+    ep: int,
+    *,
+    wrapped: bool,
+) -> tuple[Stage, ...]:
+    """stage_split: parallelism.pp_split, and the number of stages. shards: ranks that share a parameter."""
+    cuts, count = stage_split
+    split = assign_units(model.costs, [model.names.index(name) for name in cuts], count)
     wide = torch.promote_types(stored, torch.float32).itemsize  # the dtype that init_buffers uses
     stages = []
     for index, own in enumerate(split):
@@ -160,8 +181,8 @@ def plan_stages(config: JobConfig, sizes: Mapping[str, int]) -> list[Stage]:
         for unit in own:
             elements = experts = 0
             for parameter in model.units[unit]:
-                is_apart = parameter.is_expert and section.ep > 1
-                part, ranks = list(parameter.part(tp, section.ep)), shards // section.ep if is_apart else shards
+                is_apart = parameter.is_expert and ep > 1
+                part, ranks = list(parameter.part(tp, ep)), shards // ep if is_apart else shards
                 dimension = sharded_dimension(part, ranks)
                 part[dimension] = -(-part[dimension] // ranks)
                 parts.append(torch.empty(part, dtype=stored, device="meta"))
@@ -176,14 +197,14 @@ def plan_stages(config: JobConfig, sizes: Mapping[str, int]) -> list[Stage]:
                 index == len(split) - 1,
                 sum(model.costs[unit] for unit in own),
                 sum(part.numel() * part.element_size() for part in parts),
-                state_bytes(config.optimizer, parts),
+                state_bytes(optimizer, parts),
                 (model.buffers + len(blocks) * model.block_buffers) * wide,
                 tuple(units),
                 blocks,
                 wrapped,
             )
         )
-    return stages
+    return tuple(stages)
 
 
 def measure_stage(config: JobConfig, mesh: Mesh, part: ModelPart) -> Stage:

@@ -9,17 +9,23 @@ from typing import Annotated, Literal
 import tyro
 
 from titanlite.config.load import load_config
+from titanlite.hardware.profile import load_profile, profile_names
 from titanlite.planning.batch import fit_local_batch_size
 from titanlite.planning.estimate import estimate
-from titanlite.runtime.errors import ConfigError, ranged
+from titanlite.planning.step_time import predict
+from titanlite.runtime.errors import ConfigError, Problem, UsageError, ranged
 from titanlite.runtime.memory import GIB
 from titanlite.tools.command import ConfigFile, Count, check_options, read_options_and_overrides, run_command
-from titanlite.tools.plan.report import report
+from titanlite.tools.plan.cost import Price
+from titanlite.tools.plan.report import describe_time, report
+
+DEFAULT_GIB = 80.0
 
 
 @dataclass(frozen=True)
 class Options:
-    """Memory, communication and idle time of a configuration on a number of ranks, before you run it.
+    """Memory, communication and idle time of a configuration on a number of ranks, before you run it; with a hardware
+    profile also the time of a step by part, and the cost.
 
     Override a key of CONFIG by --section.key VALUE, as for training. Exit code 2 if training would refuse the
     configuration.
@@ -29,28 +35,52 @@ class Options:
     """TOML file, or the name of a shipped configuration"""
     world_size: Count = ranged(tyro.MISSING, "give the number of processes of the run", least=1)
     """number of processes"""
-    device: Literal["cuda", "cpu"] = "cuda"
-    """device that "auto" dtypes are resolved for"""
-    device_memory_gib: Annotated[float, tyro.conf.arg(metavar="GIB")] = ranged(
-        80.0, "set the memory of one device in GiB, for example 80 for an H100", above=0, below=math.inf
+    hardware: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE")] = None
+    """profile of the machine: the name of a shipped one, or a TOML file of `titanlite calibrate`"""
+    price_per_hour: Annotated[float | None, tyro.conf.arg(metavar="PRICE")] = ranged(
+        None, "give the price of one rank for an hour, in any currency", above=0, below=math.inf
     )
-    """memory of one device"""
+    """price of one rank for an hour, for the cost of the training; needs --hardware"""
+    device: Annotated[Literal["cuda", "cpu"] | None, tyro.conf.arg(metavar="cuda|cpu")] = None
+    """device that "auto" dtypes are resolved for; by default that of --hardware, else cuda"""
+    device_memory_gib: Annotated[float | None, tyro.conf.arg(metavar="GIB")] = ranged(
+        None, "set the memory of one device in GiB, for example 80 for an H100", above=0, below=math.inf
+    )
+    """memory of one device; by default that of --hardware, else 80"""
 
 
 def main(argv: Sequence[str]) -> None:
     """Print the plan. Raises UsageError."""
     options, overrides = read_options_and_overrides(Options, argv, "plan")
-    if problems := check_options(options):
+    problems = check_options(options)
+    if options.hardware is None:
+        names = ", ".join(profile_names())
+        remedy = f"add --hardware with one of {names}, or a file of titanlite calibrate"
+        if (price := options.price_per_hour) is not None:
+            problems.append(
+                Problem("--price-per-hour", price, "only with --hardware, the profile of a machine", remedy)
+            )
+    if problems:
         raise ConfigError(problems)
+    profile = load_profile(options.hardware) if options.hardware is not None else None
+    if profile is not None and options.device not in (None, profile.device):
+        raise UsageError(
+            f"--device {options.device}: the profile {options.hardware} is of {profile.device}; leave it out"
+        )
+    device = options.device or (profile.device if profile else "cuda")
+    memory_gib = options.device_memory_gib or (profile.memory_gib if profile else DEFAULT_GIB)
     arguments = ["--job.config_file", options.config, *overrides]
-    world_size, device = options.world_size, options.device
-    config = load_config(arguments, world_size=world_size, device_type=device, checks_files=False)
+    config = load_config(arguments, world_size=options.world_size, device_type=device, checks_files=False)
     if config.training.local_batch_size == -1:
-        memory = round(options.device_memory_gib * GIB)
-        rows = fit_local_batch_size(config, world_size, device_type=device, memory_bytes=memory)
+        memory = round(memory_gib * GIB)
+        rows = fit_local_batch_size(config, options.world_size, device_type=device, memory_bytes=memory)
         config = replace(config, training=replace(config.training, local_batch_size=rows))
-    plan = estimate(config, world_size, device_type=device)
-    sys.stdout.write(report(config, plan, options.device_memory_gib))
+    plan = estimate(config, options.world_size, device_type=device)
+    text = report(config, plan, memory_gib)
+    if profile is not None:
+        time = predict(config, plan, profile)
+        text += "\n" + describe_time(config, plan, profile, time, Price(options.price_per_hour))
+    sys.stdout.write(text)
 
 
 if __name__ == "__main__":

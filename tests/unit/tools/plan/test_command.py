@@ -1,6 +1,7 @@
 """The plan command in its own process: shipped configurations, refusals, verdicts."""
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -11,7 +12,7 @@ import pytest
 
 from tests.distributed.program import REPOSITORY, Program, start_command
 from titanlite.config.load import load_config
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, UsageError
 from titanlite.tools.plan.__main__ import main
 
 CPU_SECONDS = 30.0
@@ -143,3 +144,34 @@ def test_only_training_checks_files() -> None:
     load_config(settings, world_size=1, device_type="cpu", checks_files=False)
     with pytest.raises(ConfigError, match="only for kind"):
         load_config([*settings, "--data.sources.0.split=train"], world_size=1, device_type="cpu", checks_files=False)
+
+
+def test_a_profile_adds_the_time_by_part_and_the_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["llama3_8b", "--world-size", "64", "--training.tokens", "4_194_304_000"]
+    main([*arguments, "--hardware", "h100", "--price-per-hour", "2.5"])
+    output = capsys.readouterr().out
+    assert "(90% of a device of 79.6 GiB; " in output
+    (seconds,) = re.findall(r"^Predicted step: ([\d.]+) s on H100 SXM 80 GB", output, re.MULTILINE)
+    ((rate, every),) = re.findall(r"([\d,]+) tokens/s per rank, ([\d,]+) in all, MFU \d\d\.\d%", output)
+    assert int(rate.replace(",", "")) == pytest.approx(4_194_304 / float(seconds) / 64, rel=0.01)
+    assert int(every.replace(",", "")) == pytest.approx(4_194_304 / float(seconds), rel=0.01)
+    shares = [float(share) for share in re.findall(r"(?:[a-z] )(\d+\.\d)%", output.partition("Parts: ")[2])]
+    assert sum(shares) == pytest.approx(100, abs=0.5)
+    ((hours, cost),) = re.findall(r"1,000 steps .* ([\d.]+) rank-hours, cost ([\d,]+)", output)
+    assert float(hours) == pytest.approx(1000 * float(seconds) * 64 / 3600, rel=0.01)
+    assert int(cost) == pytest.approx(2.5 * float(hours), abs=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--price-per-hour", "2"), "only with --hardware"),
+        (("--hardware", "h100", "--price-per-hour", "-2"), "--price-per-hour"),
+        (("--hardware", "h101"), "'h101' does not exist: give a TOML file, or one of a100"),
+        (("--hardware", "h100", "--device", "cpu"), "h100 is a profile for cuda"),
+    ],
+)
+def test_refused_options_of_the_prediction(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        main(["llama3_8b", "--world-size", "8", *arguments])
+    assert message in str(raised.value)

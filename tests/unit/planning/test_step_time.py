@@ -1,0 +1,132 @@
+"""The time model against closed formulas, on a profile of round numbers: its parts, what overlaps, pipelines."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from titanlite.config.load import load_config
+from titanlite.config.schema import JobConfig
+from titanlite.hardware.profile import Grid, Link, Profile
+from titanlite.planning.estimate import estimate
+from titanlite.planning.step_time import PARTS, StepTime, predict
+
+NAMES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send")
+RATE = 1e12
+
+
+def profile(device: str = "cuda", *, latency_s: float = 1e-9, bytes_per_s: float = 1e10, **changes: object) -> Profile:
+    """All work at the same rates, and no overhead."""
+    products = Grid({"m": (64,), "k": (64,), "n": (64,)}, (RATE,))
+    scores = Grid({"seq_len": (64,), "head_dim": (64,)}, (RATE,))
+    dtypes = ("float64", "float32", "bfloat16")
+    links = dict.fromkeys(NAMES, Link(latency_s, bytes_per_s))
+    found = Profile(
+        name="round",
+        device=device,  # type: ignore[arg-type]
+        ranks_per_node=8,
+        computing=8,
+        memory_gib=80,
+        peak_flops=dict.fromkeys(dtypes, RATE),
+        matmul=dict.fromkeys(dtypes, products),
+        attention={dtype: {"forward": scores, "backward": scores} for dtype in dtypes},
+        memory=Grid({"bytes": (1,)}, (1e15,)),
+        operation_s=1e-12,
+        unit_s=1e-12,
+        network={"node": links, "cluster": links},
+    )
+    return replace(found, **changes)  # type: ignore[arg-type]
+
+
+BASE = (
+    *("model.flavor=debug", "model.n_layers=8", "model.vocab_size=512", "training.seq_len=256"),
+    *("training.global_batch_size=16", "training.local_batch_size=2", "training.mixed_precision_param=bfloat16"),
+)
+
+
+def config_of(world_size: int, settings: Sequence[str], device: str = "cuda") -> JobConfig:
+    values = dict(each.split("=") for each in (*BASE, *settings))  # the last one of a key counts
+    arguments = [f"--{key}={value}" for key, value in values.items()]
+    return load_config(arguments, world_size=world_size, device_type=device, checks_files=False)
+
+
+def predicted(world_size: int, *settings: str, on: Profile | None = None) -> StepTime:
+    machine = on or profile()
+    config = config_of(world_size, settings, machine.device)
+    return predict(config, estimate(config, world_size, device_type=machine.device), machine)
+
+
+def test_one_rank_takes_its_flops() -> None:
+    found = predicted(1)
+    plan = estimate(config_of(1, ()), 1, device_type="cuda").ranks[0]
+    assert tuple(found.parts) == PARTS
+    # rates are equal, and the rest of the work takes almost no time: the loss is matrix products, too
+    compute = found.parts["products"] + found.parts["attention"] + found.parts["loss"]
+    assert compute == pytest.approx(plan.flops / RATE, rel=1e-3)
+    assert found.total == found.least == pytest.approx(plan.flops / RATE, rel=2e-2)
+
+
+def test_recomputation_takes_the_planned_flops() -> None:
+    found = predicted(1, "activation_checkpoint.mode=full")
+    plan = estimate(config_of(1, ("activation_checkpoint.mode=full",)), 1, device_type="cuda").ranks[0]
+    assert found.parts["recomputation"] == pytest.approx(plan.recomputed_flops / RATE, rel=1e-2)
+    by_op = predicted(1, "activation_checkpoint.mode=selective", "activation_checkpoint.selective_policy=op")
+    half = predicted(
+        *(1, "activation_checkpoint.mode=selective", "activation_checkpoint.selective_policy=layer"),
+        "activation_checkpoint.selective_every=2",
+    )
+    assert by_op.parts["recomputation"] < 0.05 * found.parts["recomputation"]
+    assert half.parts["recomputation"] == pytest.approx(found.parts["recomputation"] / 2)
+
+
+def test_a_gpu_hides_the_gathers_that_a_cpu_waits_for() -> None:
+    fast, slow = profile(), profile(bytes_per_s=1e7)
+    hidden = predicted(4, on=fast).parts["data parallel"]
+    assert hidden < 0.15 * predicted(4, on=profile("cpu")).parts["data parallel"]
+    # a link that is too slow to be hidden is waited for, less what the computation hides
+    waited = predicted(4, on=slow)
+    everything = predicted(4, on=profile("cpu", bytes_per_s=1e7)).parts["data parallel"]
+    computation = waited.total - waited.parts["data parallel"]
+    assert everything - computation <= waited.parts["data parallel"] <= everything
+
+
+def test_tensor_parallel_waits_for_its_collectives() -> None:
+    found = predicted(2, "parallelism.tp=2")
+    config = config_of(2, ("parallelism.tp=2",))
+    plan = estimate(config, 2, device_type="cuda").ranks[0]
+    sent = {part.operation: part.sent_bytes for part in plan.traffic if part.axis == "tp"}
+    assert found.parts["tp"] == pytest.approx(sum(sent.values()) / 1e10, rel=1e-2)
+    assert found.parts["data parallel"] == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), [("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2)])
+def test_a_pipeline_idles_as_the_formula_says(schedule: str, stages_per_rank: int) -> None:
+    """Narayanan et al. (2021): (p - 1) / v / m of the time of the work, with equal stages."""
+    settings = ("parallelism.pp=4", f"parallelism.pp_schedule={schedule}", "parallelism.gradient_sync=last")
+    small_ends = ("model.vocab_size=16", "model.n_layers=16")
+    found = predicted(4, *settings, *small_ends, on=profile(bytes_per_s=1e18))
+    work = found.total - found.parts["pipeline"]
+    assert found.parts["pipeline"] / work == pytest.approx(3 / stages_per_rank / 16, rel=0.25)
+    assert found.least <= work
+
+
+def test_messages_between_stages_take_time() -> None:
+    settings = ("parallelism.pp=2", "parallelism.pp_schedule=1F1B", "parallelism.gradient_sync=last")
+    free = predicted(2, *settings, on=profile(bytes_per_s=1e18)).parts["pipeline"]
+    assert predicted(2, *settings, on=profile(bytes_per_s=1e8)).parts["pipeline"] > 1.05 * free
+
+
+def test_ranks_share_the_cores_of_a_node_and_one_rank_has_several() -> None:
+    """8 cores: 1 rank computes with 8 threads, 8 ranks with one each, and on 4 cores they take turns."""
+    alone, one_core = predicted(1, on=profile("cpu")), predicted(1, on=profile("cpu", computing=1))
+    assert alone.parts["products"] == pytest.approx(one_core.parts["products"] / 8)
+    shared, apart = predicted(8, on=profile("cpu", computing=4)), predicted(8, on=profile("cpu"))
+    assert shared.total == pytest.approx(2 * apart.total)
+
+
+def test_context_and_expert_parallelism_have_their_parts() -> None:
+    assert predicted(2, "parallelism.cp=2").parts["cp"] > 0
+    experts = ("model.family=qwen3_moe", "parallelism.ep=2")
+    assert predicted(2, *experts).parts["ep"] > 0
+    assert math.isclose(sum(predicted(2, *experts).parts.values()), predicted(2, *experts).total)

@@ -1,0 +1,107 @@
+"""The listed work of blocks and of the loss against operations that real passes dispatch on a CPU."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.distributed.reference import small_config
+from titanlite.models.family import LanguageModel
+from titanlite.models.registry import resolve_model
+from titanlite.planning.activations import MicrobatchShape
+from titanlite.planning.work import Elementwise, Work, block_work, embedding_work, head_work
+
+ROWS, SEQ_LEN, CHUNK = 2, 128, 64
+LENGTH = f"model.max_seq_len={SEQ_LEN}"
+OPS = Elementwise(4, 4, on_cpu=True, compiled=False)
+
+
+class Trace(TorchDispatchMode):
+    """FLOPs of matrix products, bytes of the inputs and outputs of other operations, and their number. Views, which do
+    nothing, are not counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = self.moved = self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name, returns = func._schema.name, func._schema.returns
+        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+        if is_view or name in ("aten::detach", "aten::_unsafe_view"):
+            return result
+        self.operations += 1
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if name in ("aten::mm", "aten::addmm", "aten::bmm"):
+            first, second = inputs[-2:]
+            self.flops += 2 * first.numel() * second.shape[-1]
+        elif "scaled_dot_product" not in name:
+            results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            self.moved += sum(map(own_bytes, [*inputs, *results]))
+        return result
+
+
+def own_bytes(tensor: Tensor) -> int:
+    """Expanded dimensions are read once."""
+    sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    return torch.Size(sizes).numel() * tensor.element_size()
+
+
+def assert_close(work: Work, trace: Trace, *, moved: float = 0.1) -> None:
+    assert sum(product.flops for product in work.products) == trace.flops
+    assert work.moved == pytest.approx(trace.moved, rel=moved)
+    assert work.operations == pytest.approx(trace.operations, rel=0.35)
+
+
+@pytest.fixture(params=["llama3", "qwen3", "qwen3_moe", "olmoe"])
+def built(request: pytest.FixtureRequest) -> tuple[LanguageModel, Any, Any]:
+    """The debug model of each family, its hyper-parameters and plan."""
+    config = small_config(1, f"model.family={request.param}", "model.flavor=debug", "training.dtype=float32", LENGTH)
+    family, hyper_parameters = resolve_model(config.model)
+    torch.manual_seed(0)
+    model = family.build(hyper_parameters)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
+    model.init_buffers(torch.device("cpu"))
+    return model, hyper_parameters, family.plan(hyper_parameters)
+
+
+def shape_of(*, recomputes_logits: bool = False) -> MicrobatchShape:
+    return MicrobatchShape(ROWS, SEQ_LEN, 1, 1, 4, 4, CHUNK, shard_logits=False, recomputes_logits=recomputes_logits)
+
+
+def test_a_block(built: tuple[LanguageModel, Any, Any]) -> None:
+    model, config, plan = built
+    block, rope = model.get_submodule("layers.0"), model.get_submodule("rope")(None)
+    x = torch.randn(ROWS, SEQ_LEN, config.dim, requires_grad=True)
+    with Trace() as forward:
+        y = block(x, rope, None)
+    gradient = torch.randn_like(y)
+    with Trace() as backward:
+        y.backward(gradient)
+    work = block_work(config, plan, shape_of(), 1, OPS)
+    assert_close(work.forward, forward)
+    assert_close(work.input_gradient + work.weight_gradient, backward)
+
+
+def test_the_embedding_and_the_loss() -> None:
+    config = small_config(1, "model.flavor=debug", "training.dtype=float32", LENGTH)
+    family, hyper_parameters = resolve_model(config.model)
+    model = family.build(hyper_parameters)
+    model.init_buffers(torch.device("cpu"))
+    vocab_size, dim = hyper_parameters.vocab_size, hyper_parameters.dim
+    labels = torch.randint(vocab_size, (ROWS, SEQ_LEN))
+    embedding = embedding_work(hyper_parameters, shape_of(), OPS)
+    with Trace() as forward:
+        model.get_submodule("tok_embeddings")(labels)
+    # the operation's input is the entire weight, of which it reads the rows of the tokens
+    found = embedding.forward.moved / 2
+    assert forward.moved == pytest.approx(vocab_size * dim * 4 + labels.numel() * 8 + found)
+    head = head_work(hyper_parameters, shape_of(), OPS)
+    assert head.forward.flops == 3 * 2 * ROWS * SEQ_LEN * dim * vocab_size  # forward, and both gradients at once
+    split = head_work(hyper_parameters, shape_of(recomputes_logits=True), OPS)
+    assert split.forward.flops == split.again.flops == split.input_gradient.flops == head.forward.flops // 3

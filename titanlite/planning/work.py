@@ -1,0 +1,263 @@
+"""List the work of a decoder on one rank: matrix products, attention, bytes of elementwise operations, operations.
+
+The bytes are those of the operations that titanlite issues, each reading its inputs and writing its outputs once:
+models/layers.py, models/head.py, models/experts.py and parallel/tensor.py. Compiled blocks read and write only what
+their products, attention and collectives exchange. tests/unit/planning/test_work.py compares both with real passes.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from titanlite.models.family import DecoderConfig, Plan
+from titanlite.planning.activations import MicrobatchShape
+
+
+@dataclass(frozen=True)
+class Product:
+    """(m, k) @ (k, n), `count` times; is_wide: in promote_types(compute dtype, float32)."""
+
+    m: int
+    k: int
+    n: int
+    count: int = 1
+    is_wide: bool = False
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.k * self.n * self.count
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Causal attention of `rows` rows x heads, each of seq_len positions: T x T products, as MFU counts them."""
+
+    rows: int
+    seq_len: int
+    head_dim: int
+    is_backward: bool
+
+    @property
+    def flops(self) -> int:
+        return 4 * self.rows * self.seq_len**2 * self.head_dim * (2 if self.is_backward else 1)
+
+
+@dataclass(frozen=True)
+class Work:
+    """moved: bytes that elementwise operations read and write. operations: how many are issued, of all kinds."""
+
+    products: tuple[Product, ...] = ()
+    attention: tuple[Attention, ...] = ()
+    moved: float = 0
+    operations: int = 0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.moved + other.moved,
+            self.operations + other.operations,
+        )
+
+    @property
+    def flops(self) -> int:
+        return sum(part.flops for part in self.products) + sum(part.flops for part in self.attention)
+
+
+@dataclass(frozen=True)
+class PassWork:
+    """The work of a microbatch in one unit: forward, and the gradients of its input and of its parameters.
+
+    again: computed again by each call of backward, of which a split backward pass has two.
+    """
+
+    forward: Work
+    input_gradient: Work
+    weight_gradient: Work
+    again: Work = Work()
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """Bytes and operations of the elementwise parts of a decoder. size: bytes of the compute dtype; wide: of
+    promote_types(compute dtype, float32)."""
+
+    size: int
+    wide: int
+    on_cpu: bool
+    compiled: bool
+
+    def norm(self, elements: float) -> tuple[Work, Work]:
+        """(forward, backward) of an RMSNorm."""
+        size, wide, casts = self.size, self.wide, (self.size + self.wide) * (self.size != self.wide)
+        if self.compiled:  # one read is that of the residual sum, see block_work
+            return Work(moved=elements * size, operations=1), Work(moved=elements * 3 * size, operations=1)
+        if not self.on_cpu:
+            return Work(moved=elements * 2 * size, operations=1), Work(moved=elements * 3 * size, operations=2)
+        forward, backward = 2 * size + 3 * wide + casts, 2 * size + 12 * wide + 3 * casts
+        return Work(moved=elements * forward, operations=8), Work(moved=elements * backward, operations=11)
+
+    def rotation(self, elements: float) -> tuple[Work, Work]:
+        """(forward, backward) of the rotary embedding of queries and keys."""
+        if self.compiled:
+            work = Work(moved=elements * 2 * self.size, operations=1)
+            return work, work
+        casts = 2 * (self.size + self.wide) * (self.size != self.wide)
+        moved = elements * (3 * self.size + 4 * self.wide + casts)
+        return Work(moved=moved, operations=3), Work(moved=moved, operations=4)
+
+    def swiglu(self, elements: float) -> tuple[Work, Work]:
+        """(forward, backward) of silu(a) * b."""
+        if self.compiled:
+            each = elements * self.size
+            return Work(moved=3 * each, operations=1), Work(moved=6 * each, operations=1)
+        each = elements * self.size
+        return Work(moved=5 * each, operations=2), Work(moved=9 * each, operations=3)
+
+    def sums(self, elements: float, count: int) -> Work:
+        """`count` sums of two tensors each. Compiled, the one that comes last is written only once."""
+        return Work(moved=count * elements * (2 if self.compiled else 3) * self.size, operations=count)
+
+    def copies(self, elements: float, count: int = 1) -> Work:
+        return Work(moved=count * elements * 2 * self.size, operations=count)
+
+
+def linear_work(m: int, k: int, n: int, count: int = 1, is_wide: bool = False) -> PassWork:
+    """`count` linear layers from k to n features of m rows."""
+    return PassWork(
+        Work((Product(m, k, n, count, is_wide),), operations=count),
+        Work((Product(m, n, k, count, is_wide),), operations=count),
+        Work((Product(n, m, k, count, is_wide),), operations=count),
+    )
+
+
+def total(parts: Iterable[PassWork]) -> PassWork:
+    """The sum of the parts, pass by pass."""
+    forward, input_gradient, weight_gradient, again = Work(), Work(), Work(), Work()
+    for part in parts:
+        forward += part.forward
+        input_gradient += part.input_gradient
+        weight_gradient += part.weight_gradient
+        again += part.again
+    return PassWork(forward, input_gradient, weight_gradient, again)
+
+
+def elementwise_work(forward: Work, backward: Work) -> PassWork:
+    return PassWork(forward, backward, Work())
+
+
+def block_work(config: DecoderConfig, plan: Plan, shape: MicrobatchShape, ep: int, ops: Elementwise) -> PassWork:
+    """The work of one transformer block, without its collectives."""
+    tp, dim = shape.tp, config.dim
+    positions = shape.rows * shape.seq_len // shape.cp
+    residual, gathered = positions * dim / tp, positions * dim
+    query_dim, kv_dim = config.n_heads * config.head_dim // tp, config.n_kv_heads * config.head_dim // tp
+    queries, keys = positions * query_dim, positions * kv_dim
+    parts = [
+        linear_work(positions, dim, query_dim),
+        linear_work(positions, dim, kv_dim, count=2),
+        linear_work(positions, query_dim, dim),
+        _attention(config, shape),
+        elementwise_work(*ops.norm(residual)),
+        elementwise_work(*ops.norm(residual)),
+        elementwise_work(*ops.rotation(queries)),
+        elementwise_work(*ops.rotation(keys)),
+        # the residual stream; backward also adds up the gradients of the inputs of wq, wk and wv
+        elementwise_work(ops.sums(residual, 2), ops.sums(residual, 2) + ops.sums(gathered, 2)),
+    ]
+    styles = plan.tensor_styles.values()
+    if "head_norm" in styles or "wide_norm" in styles:
+        parts += [elementwise_work(*ops.norm(queries)), elementwise_work(*ops.norm(keys))]
+    if tp > 1:  # two gathers and two scatters, each with a copy
+        parts.append(elementwise_work(ops.copies(gathered, 4), ops.copies(gathered, 4)))
+    if config.n_experts > 1:
+        parts += _experts(config, shape, ep, ops)
+    else:
+        hidden = config.ffn_dim // tp
+        parts += [
+            linear_work(positions, dim, hidden, count=2),
+            linear_work(positions, hidden, dim),
+            elementwise_work(*ops.swiglu(positions * hidden)),
+            elementwise_work(Work(), ops.sums(gathered, 1)),
+        ]
+    return total(parts)
+
+
+def _attention(config: DecoderConfig, shape: MicrobatchShape) -> PassWork:
+    """With cp, a rank has entire rows of 1 / cp of the heads, or 1 / cp of the positions of all heads."""
+    rows = max(shape.rows * config.n_heads // shape.tp // shape.cp, 1)
+    forward, backward = (Attention(rows, shape.seq_len, config.head_dim, is_backward) for is_backward in (False, True))
+    return PassWork(Work(attention=(forward,), operations=1), Work(attention=(backward,), operations=1), Work())
+
+
+def _experts(config: DecoderConfig, shape: MicrobatchShape, ep: int, ops: Elementwise) -> list[PassWork]:
+    """A mixture of experts, each chosen equally often."""
+    positions = shape.rows * shape.seq_len // shape.cp
+    dim, hidden = config.dim, config.ffn_dim // shape.tp
+    choices = positions * config.n_active_experts
+    own = config.n_experts // ep
+    of_expert = max(choices // own, 1)
+    rows = choices * dim
+    return [
+        linear_work(positions, dim, config.n_experts, is_wide=True),
+        linear_work(of_expert, dim, hidden, count=2 * own),
+        linear_work(of_expert, hidden, dim, count=own),
+        elementwise_work(*(_times(part, own) for part in ops.swiglu(of_expert * hidden))),
+        # forward: rows by expert, results in one tensor and by position, weighted and added up
+        elementwise_work(
+            Work(moved=(6 * rows + 2 * positions * dim) * ops.size + 3 * rows * ops.wide, operations=40),
+            # gradients by expert and by position, of the weights, and of the inputs of w1, w3 and the router; the
+            # experts' parts of the gradients of their weights are put together
+            Work(
+                moved=(15 * rows + 4 * positions * dim) * ops.size
+                + 7 * rows * ops.wide
+                + 6 * own * dim * hidden * ops.size,
+                operations=60,
+            ),
+        ),
+    ]
+
+
+def _times(work: Work, count: int) -> Work:
+    return Work(work.products * count, work.attention * count, work.moved * count, work.operations * count)
+
+
+def embedding_work(config: DecoderConfig, shape: MicrobatchShape, ops: Elementwise) -> PassWork:
+    """The embedding of a microbatch. Its gradient is a tensor of the size of the weight."""
+    positions = shape.rows * shape.seq_len // shape.cp
+    own_ids = -(-config.vocab_size // shape.tp)
+    found, copies = positions * config.dim * ops.size, 3 if shape.tp > 1 else 0
+    return PassWork(
+        Work(moved=(2 + 2 * copies) * found, operations=1 + 2 * copies),
+        Work(),
+        Work(moved=own_ids * config.dim * ops.size + 3 * found, operations=2),
+    )
+
+
+def head_work(config: DecoderConfig, shape: MicrobatchShape, ops: Elementwise) -> PassWork:
+    """The last norm and the loss. Without a pipeline, the forward pass also computes the gradients (models/head.py)."""
+    positions, dim = shape.rows * shape.seq_len // shape.cp, config.dim
+    own_ids = -(-config.vocab_size // shape.tp)
+    columns = own_ids if shape.shard_logits else config.vocab_size
+    chunk = min(shape.loss_chunk, positions)
+    chunks = -(-positions // chunk)
+    logits = positions * columns
+    casts = (ops.size + ops.wide) * (ops.size != ops.wide)
+    scores = Work(
+        (Product(chunk, dim, own_ids, chunks),),
+        moved=logits * ((3 if ops.compiled else 6) * ops.wide + casts),
+        operations=20 * chunks,
+    )
+    differences = Work(moved=logits * casts, operations=8 * chunks)
+    of_x = Work((Product(chunk, own_ids, dim, chunks),), moved=4 * positions * dim * ops.size, operations=3 * chunks)
+    weight = own_ids * dim
+    # the sum over the chunks is read and written for each
+    moved = 2 * chunks * weight * ops.wide + 3 * positions * dim * ops.size + 2 * weight * ops.size
+    of_weight = Work((Product(own_ids, chunk, dim, chunks),), moved=moved, operations=2 * chunks)
+    norm_forward, norm_backward = ops.norm(positions * dim / shape.tp)
+    copies = ops.copies(positions * dim) if shape.tp > 1 else Work()
+    norm = elementwise_work(norm_forward + copies, norm_backward + copies)
+    if shape.recomputes_logits:
+        return total([norm, PassWork(scores, of_x, of_weight, scores + differences)])
+    at_once = scores + differences + of_x + of_weight
+    last = Work(moved=2 * (positions * dim + weight) * ops.size, operations=8)
+    return total([norm, PassWork(at_once, last, Work())])

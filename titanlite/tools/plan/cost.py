@@ -1,0 +1,43 @@
+"""The throughput of a predicted step, and what a training costs."""
+
+from dataclasses import dataclass
+
+from titanlite.config.schema import JobConfig
+from titanlite.hardware.profile import Profile
+from titanlite.models.decoder import flops_per_token
+from titanlite.models.registry import resolve_model
+from titanlite.planning.step_time import StepTime
+
+
+@dataclass(frozen=True)
+class Price:
+    """of_rank_hour: price of one rank for an hour; None: not given."""
+
+    of_rank_hour: float | None
+
+    def describe(self, hours: float, ranks: int) -> str:
+        """The time and the price of a training, for a report."""
+        text = f"{hours / 24:.1f} days, {hours * ranks:,.0f} rank-hours" if hours >= 48 else f"{hours:.1f} hours"
+        text = text if hours >= 48 else f"{text}, {hours * ranks:,.1f} rank-hours"
+        return text if self.of_rank_hour is None else f"{text}, cost {hours * ranks * self.of_rank_hour:,.0f}"
+
+
+def tokens_per_step(config: JobConfig) -> int:
+    return config.training.global_batch_size * config.training.seq_len
+
+
+def tokens_per_second(config: JobConfig, time: StepTime, ranks: int) -> float:
+    """Of one rank."""
+    return tokens_per_step(config) / time.total / ranks
+
+
+def mfu(config: JobConfig, time: StepTime, ranks: int, profile: Profile) -> float | None:
+    """Model FLOPs utilization; None if the profile has no peak for the dtype of computation."""
+    peak = profile.peak_flops.get(config.training.mixed_precision_param)
+    flops = flops_per_token(resolve_model(config.model)[1], config.training.seq_len)
+    return None if peak is None else tokens_per_second(config, time, ranks) * flops / peak
+
+
+def hours(config: JobConfig, time: StepTime) -> float:
+    """Of the entire training, without saving and validation."""
+    return config.training.steps * time.total / 3600
