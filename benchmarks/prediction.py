@@ -104,6 +104,7 @@ def main(
         for _ in range(rounds):
             for name, (ranks, settings) in cases.items():
                 measured[name].append(measured_seconds(settings, ranks, steps))
+                print(f"{model}, {name}: {measured[name][-1]:.3f} s", file=sys.stderr)
         predicted = {name: predicted_seconds(settings, ranks, profile) for name, (ranks, settings) in cases.items()}
         fastest = {name: min(values) for name, values in measured.items()}
         for name, values in measured.items():

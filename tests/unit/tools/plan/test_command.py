@@ -168,7 +168,7 @@ def test_a_profile_adds_the_time_by_part_and_the_cost(capsys: pytest.CaptureFixt
         (("--price-per-hour", "2"), "only with --hardware"),
         (("--hardware", "h100", "--price-per-hour", "-2"), "--price-per-hour"),
         (("--hardware", "h101"), "'h101' does not exist: give a TOML file, or one of a100"),
-        (("--hardware", "h100", "--device", "cpu"), "h100 is a profile for cuda"),
+        (("--hardware", "h100", "--device", "cpu"), "the profile h100 is of cuda"),
     ],
 )
 def test_refused_options_of_the_prediction(arguments: tuple[str, ...], message: str) -> None:
