@@ -22,11 +22,12 @@ from titanlite.assembly.facts import program_facts
 from titanlite.assembly.run import Run, build_run
 from titanlite.batch import Batch
 from titanlite.config.command_line import read_command_line
-from titanlite.config.load import most_ranks
+from titanlite.config.load import given_keys, most_ranks
 from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device
 from titanlite.metrics.meter import Record, is_log_step
 from titanlite.planning.batch import agree_on_local_batch_size
+from titanlite.planning.layout import agree_on_layout
 from titanlite.planning.out_of_memory import explained_out_of_memory
 from titanlite.profiling.regions import region
 from titanlite.runtime.agreement import RanksError, require_equal
@@ -82,6 +83,7 @@ def main() -> None:
             on_silence=failure.end_from_thread,
         )
         failure.connected(positions)
+        config = agree_on_layout(config, given_keys(sys.argv[1:]), world, store)
         facts = program_facts(config, world, environment)
         require_equal("program", facts, world, store, config.comm.init_timeout_s)
         with job_lock(config.job.dump_folder, world.rank, take_over=config.job.take_over, environment=environment):

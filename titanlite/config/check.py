@@ -43,7 +43,7 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, checks
     return [
         *(_check_places(config) if checks_files else ()),
         *_check_sources(config, facts.training.global_batch_size, degree, checks_files=checks_files),
-        *_check_layout(config, world_size),
+        *check_layout(config, world_size),
         *check_optimizer(config.optimizer),
         *_check_precision(facts),
         *check_schedule(config.lr_schedule),
@@ -124,8 +124,8 @@ def _check_precision(facts: JobConfig) -> list[Problem]:
     ]
 
 
-def _check_layout(config: JobConfig, world_size: int) -> list[Problem]:
-    """Problems between model, batch and parallelisms."""
+def check_layout(config: JobConfig, world_size: int) -> list[Problem]:
+    """Problems between model, batch and parallelisms, which a search of layouts checks for each."""
     section, training = config.parallelism, config.training
     family, model = resolve_model(config.model)
     problems = check_model(config.model, seq_len=training.seq_len, tp=section.tp, pp=section.pp)
@@ -154,6 +154,12 @@ def _check_layout(config: JobConfig, world_size: int) -> list[Problem]:
             has_experts=getattr(model, "n_experts", 1) > 1,
         ),
     ]
+
+
+def one_rank(config: JobConfig) -> JobConfig:
+    """The configuration without parallelism."""
+    alone = replace(config.parallelism, pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1)
+    return replace(config, parallelism=alone)
 
 
 def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> JobConfig:
@@ -233,6 +239,14 @@ def check_training(section: TrainingConfig, layout: ParallelismConfig) -> list[P
     """Problems of [training]."""
     key, tp = "training", layout.tp
     problems = check_ranges(section, key)
+    if layout.layout == "auto":
+        problems += require(
+            section.global_batch_size != -1,
+            f"{key}.global_batch_size",
+            -1,
+            'given if parallelism.layout is "auto": the sequences of a step must not depend on the layout',
+            f"set {key}.global_batch_size",
+        )
     if section.local_batch_size == -1:
         problems += require(
             section.global_batch_size != -1,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.preflight import earlier_config
-from titanlite.config.check import check_config, check_path_lengths, resolve_config
+from titanlite.config.check import check_config, check_path_lengths, one_rank, resolve_config
 from titanlite.config.fields import (
     SECTIONS,
     fields_of,
@@ -58,12 +58,15 @@ def load_config(argv: Sequence[str], *, world_size: int, device_type: str, check
     checks_files: as for check_config. Raises ConfigError with all problems.
     """
     parsed = _parse(argv)
+    if parsed.config.parallelism.layout == "auto":
+        world_size = 1  # the layout is chosen later: planning/layout.py
     too_long = check_path_lengths(parsed.config) if checks_files else []
     problems = [*parsed.problems, *too_long]
     config = keep_earlier(parsed.config) if checks_files and not too_long else parsed.config
     if parsed.file_is_read:
         readable = checks_files and not too_long
-        found = check_config(config, world_size=world_size, device_type=device_type, checks_files=readable)
+        placed = one_rank(config) if config.parallelism.layout == "auto" else config
+        found = check_config(placed, world_size=world_size, device_type=device_type, checks_files=readable)
         found = [_with_origin(problem, parsed.config, config) for problem in found]
         problems += [problem for problem in found if not _follows_from(problem, parsed.problems)]
     if problems:
@@ -75,12 +78,21 @@ def most_ranks(argv: Sequence[str], world_size: int, *, device_type: str) -> int
     """The largest number of ranks, up to world_size, that the configuration fits; world_size if it fits none, so that
     load_config raises its problems."""
     parsed = _parse(argv)
-    if check_path_lengths(parsed.config):
+    if check_path_lengths(parsed.config) or parsed.config.parallelism.layout == "auto":
         return world_size
     config = keep_earlier(parsed.config)
     sizes = range(world_size, 0, -1)
     fitting = (n for n in sizes if not check_config(config, world_size=n, device_type=device_type, checks_files=False))
     return next(fitting, world_size)
+
+
+def given_keys(argv: Sequence[str]) -> set[str]:
+    """Full keys that the TOML file or the command line sets. argv: valid for load_config."""
+    arguments = split_arguments(argv)
+    path = arguments.texts.get(CONFIG_FILE)
+    content = _read_file(path, []) if path is not None else None
+    tables = {name: table for name, table in (content or {}).items() if isinstance(table, dict)}
+    return {f"{section}.{key}" for section, table in tables.items() for key in table} | arguments.texts.keys()
 
 
 def keep_earlier(config: JobConfig) -> JobConfig:

@@ -25,6 +25,7 @@ EXPERT_AXES = ("expert_shard", "ep")
 LAYOUT = (*AXES, "ep")
 """Keys of the degrees in ParallelismConfig."""
 
+Layout = Literal["given", "auto"]
 GradientSync = Literal["every", "last", "hybrid"]
 ContextParallel = Literal["heads", "gather"]
 ReshardAfterForward = Literal["default", "always", "never"]
@@ -37,6 +38,12 @@ PipelineSchedule = Literal[
 class ParallelismConfig:
     """Layout of the processes; it does not change the numerics."""
 
+    layout: Layout = "given"
+    """given: the degrees below. auto: the fastest that fits, by the planner, for the number of processes; chooses
+    microbatches, schedule and recomputation as well, but keeps the keys that are set."""
+    hardware: str = ""
+    """With layout = "auto": the hardware profile, the name of a shipped one or a TOML file of `titanlite calibrate`.
+    Empty: measured at the first start on a machine, in about a minute, and kept in the cache."""
     dp_replicate: int = ranged(1, "1 switches this axis off", least=1)
     """Data-parallel replicas of the parameters."""
     dp_shard: int = ranged(-1, "1 switches this axis off", least=1, unset=-1)

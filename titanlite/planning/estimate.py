@@ -173,9 +173,10 @@ def _traffic(config: JobConfig, stages: Sequence[Stage], shape: StepShape) -> tu
     total: dict[tuple[str, str], Traffic] = {}
     for stage in stages:
         for part in stage_traffic(stage, config.parallelism, config.activation_checkpoint, shape):
-            before = total.get((part.axis, part.operation), replace(part, calls=0, bytes=0))
-            both = replace(part, calls=before.calls + part.calls, bytes=before.bytes + part.bytes)
-            total[part.axis, part.operation] = both
+            key = part.axis, part.operation
+            if (before := total.get(key)) is not None:
+                part = replace(part, calls=before.calls + part.calls, bytes=before.bytes + part.bytes)
+            total[key] = part
     return tuple(total.values())
 
 

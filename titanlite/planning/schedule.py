@@ -106,39 +106,38 @@ def simulate(
     duration: of an action of DURATION. delay: of a message from one stage to another.
     """
     queues = [[action for action in actions if action.kind in DURATION] for actions in order]
-    end: dict[tuple[str, int, int], float] = {}
-    clocks, position = [0.0] * len(queues), [0] * len(queues)
-    while any(position[rank] < len(queue) for rank, queue in enumerate(queues)):
-        moved = False
+    activations: dict[tuple[int, int], float] = {}  # by stage and microbatch: when the input of its forward pass arrives
+    gradients: dict[tuple[int, int], float] = {}  # when the gradient of its output arrives
+    clocks, busy, position = [0.0] * len(queues), [0.0] * len(queues), [0] * len(queues)
+    left = sum(map(len, queues))
+    while left:
+        before = left
         for rank, queue in enumerate(queues):
+            clock = clocks[rank]
             while position[rank] < len(queue):
                 action = queue[position[rank]]
-                inputs = _inputs(action, stages)
-                if any(key not in end for key in inputs):
+                # what a rank has computed itself comes earlier in its own order
+                kind, stage, index = action
+                arrival: float | None = 0.0
+                if kind == "forward":
+                    if stage > 0:
+                        arrival = activations.get((stage, index))
+                elif stage < stages - 1 and kind != "weight_gradient":
+                    arrival = gradients.get((stage, index))
+                if arrival is None:
                     break
-                start = max([clocks[rank], *(end[key] + delay(key[1], action.stage) for key in inputs)])
-                clocks[rank] = start + duration(action)
-                end[_result(action), action.stage, action.microbatch] = clocks[rank]
+                time = duration(action)
+                clock = max(clock, arrival) + time
+                busy[rank] += time
+                if kind == "forward" and stage < stages - 1:
+                    activations[stage + 1, index] = clock + delay(stage, stage + 1)
+                elif kind in ("backward", "input_gradient") and stage > 0:
+                    gradients[stage - 1, index] = clock + delay(stage, stage - 1)
                 position[rank] += 1
-                moved = True
-        assert moved, "the schedule deadlocks"
-    return [sum(map(duration, queue)) for queue in queues], max(clocks)
-
-
-def _result(action: Action) -> str:
-    """The result that other actions depend on. A full backward pass also produces the input gradient."""
-    return "input_gradient" if action.kind == "backward" else action.kind
-
-
-def _inputs(action: Action, stages: int) -> list[tuple[str, int, int]]:
-    """The prerequisites of an action: (result, stage, microbatch)."""
-    stage, index = action.stage, action.microbatch
-    if action.kind == "forward":
-        return [("forward", stage - 1, index)] if stage > 0 else []
-    if action.kind == "weight_gradient":
-        return [("input_gradient", stage, index)]
-    own = ("forward", stage, index)
-    return [own, ("input_gradient", stage + 1, index)] if stage < stages - 1 else [own]
+                left -= 1
+            clocks[rank] = clock
+        assert left < before, "the schedule deadlocks"
+    return busy, max(clocks)
 
 
 def peak_in_flight(actions: Iterable[Action], bytes_per_microbatch: Callable[[int], int]) -> tuple[int, dict[int, int]]:

@@ -159,6 +159,12 @@ def plan_stages(config: JobConfig, sizes: Mapping[str, int]) -> list[Stage]:
     )
 
 
+@cache
+def _split(model: Blueprint, cuts: tuple[str, ...], stages: int) -> list[range]:
+    """The units of each stage."""
+    return assign_units(model.costs, [model.names.index(name) for name in cuts], stages)
+
+
 @lru_cache(maxsize=1024)  # a search plans the same stages many times
 def _stages(
     model: Blueprint,
@@ -172,8 +178,7 @@ def _stages(
     wrapped: bool,
 ) -> tuple[Stage, ...]:
     """stage_split: parallelism.pp_split, and the number of stages. shards: ranks that share a parameter."""
-    cuts, count = stage_split
-    split = assign_units(model.costs, [model.names.index(name) for name in cuts], count)
+    split = _split(model, *stage_split)
     wide = torch.promote_types(stored, torch.float32).itemsize  # the dtype that init_buffers uses
     stages = []
     for index, own in enumerate(split):

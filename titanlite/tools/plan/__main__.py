@@ -1,4 +1,5 @@
-"""Command: estimate what a run needs on N ranks. One process, no accelerator, no data, no tokenizer."""
+"""Command: estimate what a run needs on N ranks, and which layout is the fastest. One process, no accelerator, no data,
+no tokenizer."""
 
 import math
 import sys
@@ -8,14 +9,17 @@ from typing import Annotated, Literal
 
 import tyro
 
-from titanlite.config.load import load_config
-from titanlite.hardware.profile import load_profile, profile_names
+from titanlite.config.load import given_keys, load_config
+from titanlite.config.schema import JobConfig
+from titanlite.hardware.profile import Profile, load_profile, profile_names
 from titanlite.planning.batch import fit_local_batch_size
 from titanlite.planning.estimate import estimate
+from titanlite.planning.search import search
 from titanlite.planning.step_time import predict
 from titanlite.runtime.errors import ConfigError, Problem, UsageError, ranged
 from titanlite.runtime.memory import GIB
 from titanlite.tools.command import ConfigFile, Count, check_options, read_options_and_overrides, run_command
+from titanlite.tools.plan.choices import describe_choices
 from titanlite.tools.plan.cost import Price
 from titanlite.tools.plan.report import describe_time, report
 
@@ -25,10 +29,10 @@ DEFAULT_GIB = 80.0
 @dataclass(frozen=True)
 class Options:
     """Memory, communication and idle time of a configuration on a number of ranks, before you run it; with a hardware
-    profile also the time of a step by part, and the cost.
+    profile also the time and cost, and with --search the fastest layouts.
 
-    Override a key of CONFIG by --section.key VALUE, as for training. Exit code 2 if training would refuse the
-    configuration.
+    Override a key of CONFIG by --section.key VALUE, as for training; a search keeps these keys. Exit code 2 if training
+    would refuse the configuration.
     """
 
     config: ConfigFile
@@ -37,6 +41,8 @@ class Options:
     """number of processes"""
     hardware: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE")] = None
     """profile of the machine: the name of a shipped one, or a TOML file of `titanlite calibrate`"""
+    search: bool = False
+    """search the fastest layouts for these ranks; needs --hardware"""
     price_per_hour: Annotated[float | None, tyro.conf.arg(metavar="PRICE")] = ranged(
         None, "give the price of one rank for an hour, in any currency", above=0, below=math.inf
     )
@@ -56,10 +62,9 @@ def main(argv: Sequence[str]) -> None:
     if options.hardware is None:
         names = ", ".join(profile_names())
         remedy = f"add --hardware with one of {names}, or a file of titanlite calibrate"
-        if (price := options.price_per_hour) is not None:
-            problems.append(
-                Problem("--price-per-hour", price, "only with --hardware, the profile of a machine", remedy)
-            )
+        for name, given in (("--search", options.search), ("--price-per-hour", options.price_per_hour)):
+            if given:
+                problems.append(Problem(name, given, "only with --hardware, the profile of a machine", remedy))
     if problems:
         raise ConfigError(problems)
     profile = load_profile(options.hardware) if options.hardware is not None else None
@@ -71,6 +76,13 @@ def main(argv: Sequence[str]) -> None:
     memory_gib = options.device_memory_gib or (profile.memory_gib if profile else DEFAULT_GIB)
     arguments = ["--job.config_file", options.config, *overrides]
     config = load_config(arguments, world_size=options.world_size, device_type=device, checks_files=False)
+    is_auto = config.parallelism.layout == "auto"
+    if profile is not None and (options.search or is_auto):
+        kept = given_keys(arguments if is_auto else overrides)
+        print_search(config, options.world_size, profile, memory_gib, kept, options.price_per_hour)
+        return
+    if is_auto:
+        raise UsageError('parallelism.layout = "auto" depends on the machine: add --hardware, the profile of one')
     if config.training.local_batch_size == -1:
         memory = round(memory_gib * GIB)
         rows = fit_local_batch_size(config, options.world_size, device_type=device, memory_bytes=memory)
@@ -81,6 +93,14 @@ def main(argv: Sequence[str]) -> None:
         time = predict(config, plan, profile)
         text += "\n" + describe_time(config, plan, profile, time, Price(options.price_per_hour))
     sys.stdout.write(text)
+
+
+def print_search(
+    config: JobConfig, world_size: int, profile: Profile, memory_gib: float, kept: set[str], price: float | None
+) -> None:
+    """Print the fastest layouts."""
+    found = search(config, world_size, profile, memory_gib=memory_gib, kept=kept)
+    sys.stdout.write(describe_choices(found, config, world_size, profile, memory_gib, Price(price)))
 
 
 if __name__ == "__main__":

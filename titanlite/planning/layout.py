@@ -1,0 +1,95 @@
+"""The choice of parallelism.layout = "auto": the fastest layout that fits the machine, the same on all ranks."""
+
+import json
+import platform
+from collections.abc import Collection
+from datetime import timedelta
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from titanlite.config.schema import JobConfig
+from titanlite.hardware.calibrate import calibrate, device_name
+from titanlite.hardware.profile import Profile, dump_profile, load_profile
+from titanlite.planning.search import Found, search, with_settings
+from titanlite.runtime.cache import cache_folder, content_key
+from titanlite.runtime.distributed import World
+from titanlite.runtime.errors import UsageError
+from titanlite.runtime.logging import log
+from titanlite.runtime.memory import GIB, USABLE, device_memory_bytes
+from titanlite.runtime.text import counted
+
+
+class NoLayoutError(UsageError):
+    """No layout fits. Raised on all ranks with the same text."""
+
+    is_shared = True
+
+
+def agree_on_layout(config: JobConfig, kept: Collection[str], world: World, store: dist.Store) -> JobConfig:
+    """Replace parallelism.layout = "auto" by the fastest layout, which rank 0 chooses for all. A collective.
+
+    config: read for an unknown layout. kept: full keys that keep their values. Raises UsageError.
+    """
+    if config.parallelism.layout == "given":
+        return config
+    store = dist.PrefixStore("layout", store)
+    profile = _profile(config, world, store)
+    if world.rank == 0:
+        assert profile is not None
+        sharing = world.local_size if world.device_type == "cpu" else 1
+        memory_gib = device_memory_bytes(world.device) / GIB / sharing
+        start = perf_counter()
+        found = search(config, world.size, profile, memory_gib=memory_gib, kept=kept)
+        if found.fastest:
+            _log_choice(found, profile, perf_counter() - start)
+        settings = found.fastest[0].settings if found.fastest else {}
+        store.set("settings", json.dumps(settings))
+        store.set("memory", f"{USABLE * memory_gib:.1f} GiB")
+    store.wait(["settings", "memory"], timedelta(seconds=config.comm.init_timeout_s))
+    settings = json.loads(store.get("settings"))
+    if not settings:
+        raise NoLayoutError(
+            f'parallelism.layout = "auto": no layout of {counted(world.size, "rank")} fits the checks of the '
+            f"configuration and {store.get('memory').decode()} of memory per rank: start more ranks, set fewer keys of "
+            "[parallelism], or see titanlite plan --search"
+        )
+    return with_settings(config, settings)
+
+
+def _profile(config: JobConfig, world: World, store: dist.Store) -> Profile | None:
+    """The profile that the configuration names, or that of this machine, measured unless it is in the cache; on rank 0
+    at least. A collective."""
+    if config.parallelism.hardware:
+        return load_profile(config.parallelism.hardware) if world.rank == 0 else None
+    dtype = config.training.mixed_precision_param
+    nodes = -(-world.size // world.local_size)
+    facts = [platform.node(), device_name(world), world.local_size, min(nodes, 2), dtype, torch.__version__]
+    file = cache_folder() / "hardware" / f"{content_key(facts)}.toml"
+    if world.rank == 0:
+        store.set("measured", str(int(file.is_file())))
+    if int(store.get("measured")):
+        return load_profile(str(file)) if world.rank == 0 else None
+    if world.rank == 0:
+        log.info("Layout: measuring this machine, about a minute; the profile is kept in %s", file)
+    profile = calibrate(world, store, [dtype])
+    if profile is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_suffix(".incomplete")
+        temporary.write_text(dump_profile(profile), "utf-8")
+        temporary.replace(file)
+    return profile
+
+
+def _log_choice(found: Found, profile: Profile, seconds: float) -> None:
+    best, *others = found.fastest
+    training = best.config.training
+    rate = training.global_batch_size * training.seq_len / best.time.total
+    second = f"; the second fastest takes {others[0].time.total / best.time.total - 1:.0%} longer" if others else ""
+    log.info(
+        "Layout: auto: %s, recompute %s, microbatches of %s; predicted %.3g s per step, %s tokens/s by the profile "
+        "of %s; fastest of %s, searched in %.1f s%s",
+        *(best.mesh, best.config.activation_checkpoint.mode, counted(best.rows, "sequence"), best.time.total),
+        *(f"{rate:,.0f}", profile.name, counted(found.meshes, "mesh"), seconds, second),
+    )

@@ -1,0 +1,426 @@
+"""Search the fastest layout of a configuration: mesh axes, microbatches, schedule, recomputation, synchronization.
+
+Any of them may be chosen, since none changes the numbers of a run. All factorizations of the axes are searched, with
+tensor parallelism inside a node. What the checks of the configuration refuse, or what does not fit the memory, is left
+out. Layouts are visited by a lower bound of their time, until no other one can be among the fastest.
+
+The time of a pipeline with many microbatches is that of a few, and of the steady state for the others: time, memory and
+traffic are linear in the number of microbatches as soon as all stages work.
+"""
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import inf, prod
+from typing import Any, get_args
+
+from titanlite.config.check import check_layout, one_rank, resolve_config
+from titanlite.config.schema import JobConfig
+from titanlite.data.deal import most_sequences
+from titanlite.hardware.profile import Profile
+from titanlite.models.registry import resolve_model
+from titanlite.parallel.data import resolve_gradient_sync
+from titanlite.parallel.mesh import (
+    AXES,
+    LAYOUT,
+    ContextParallel,
+    GradientSync,
+    ParallelismConfig,
+    data_degree,
+    resolve_degrees,
+)
+from titanlite.parallel.pipeline import SCHEDULES, local_stages, stage_owners
+from titanlite.planning.estimate import Estimate, estimate, estimate_memory
+from titanlite.planning.microbatches import divide_step
+from titanlite.planning.stages import plan_stages
+from titanlite.planning.step_time import StepTime, predict, times
+from titanlite.runtime.memory import GIB, USABLE
+
+Settings = Mapping[str, Any]
+"""Values by full key."""
+RECOMPUTE: tuple[Settings, ...] = (
+    {"activation_checkpoint.mode": "none"},
+    {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_policy": "op"},
+    {"activation_checkpoint.mode": "full"},
+)
+"""From the fastest to the one with the least memory."""
+RESHARD = ("never", "default", "always")
+"""Values of parallelism.fsdp_reshard_after_forward, from the fastest to the one with the least memory."""
+SEARCHED = {
+    *(f"parallelism.{key}" for key in ParallelismConfig.__annotations__),
+    *("training.local_batch_size", "activation_checkpoint.mode"),
+}
+"""Full keys whose values a search may keep."""
+PP_SCHEDULES = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""Without GPipe and LoopedBFS, which idle as long as 1F1B and Interleaved1F1B, with more memory."""
+SYNC: tuple[GradientSync, ...] = ("last", "hybrid", "every")
+"""From the fastest to the one with the least memory."""
+SLACK = 0.9
+"""Share of the time of the largest microbatches that no smaller ones improve on. They would be the fastest, if the rates
+of a profile never fell with the size."""
+FILLED = (2, 3)
+"""Microbatches per pipeline rank with which all stages work: of the two schedules from which others are extrapolated."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout with its predicted time. settings: by full key, of what was searched. sizes: of the mesh axes by name.
+    microbatches: of a step, of `rows` rows each. memory_bytes: of the rank that needs the most. sent_bytes: of the rank that sends the most, per step."""
+
+    settings: Settings
+    config: JobConfig
+    sizes: Mapping[str, int]
+    microbatches: int
+    rows: int
+    memory_bytes: int
+    sent_bytes: int
+    time: StepTime
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The degrees in the order of LAYOUT."""
+        return _axes(self.settings)
+
+    @property
+    def mesh(self) -> str:
+        """The degrees larger than 1, for people."""
+        return _mesh_name(self.settings)
+
+
+@dataclass(frozen=True)
+class TooLarge:
+    """A mesh that does not fit. memory_bytes: lower bound of what a rank needs."""
+
+    mesh: str
+    memory_bytes: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """fastest: of each mesh that fits, the fastest first. too_large: meshes that do not fit, those that would be the
+    fastest first. meshes: how many the checks allow."""
+
+    fastest: tuple[Choice, ...]
+    too_large: tuple[TooLarge, ...]
+    meshes: int
+
+
+def search(
+    config: JobConfig,
+    world_size: int,
+    profile: Profile,
+    *,
+    memory_gib: float,
+    kept: Collection[str] = (),
+    count: int = 8,
+) -> Found:
+    """The `count` fastest meshes for world_size ranks. Deterministic.
+
+    config: read and valid for some layout, with a global batch size. memory_gib: of a rank. kept: full keys whose
+    values stay those of `config`.
+    """
+    visit = _Visit(config, world_size, profile, memory_gib, frozenset(kept))
+    numbers = itertools.count()  # equal bounds keep the order of the meshes
+    queue: list[tuple[float, int, Settings, int | None]] = []  # (lower bound of the time, number, settings, first mode)
+    too_large: list[tuple[float, int, TooLarge]] = []
+    meshes = set()
+    for mesh in visit.meshes():
+        rows = visit.row_counts(mesh)
+        if (bound := visit.least_time({**mesh, **rows[-1], **visit.recompute()[0]})) is None:
+            continue
+        meshes.add(_axes(mesh))
+        first, least = visit.first_mode({**mesh, **rows[0]})
+        if first is None:
+            too_large.append((bound, next(numbers), TooLarge(_mesh_name(mesh), least)))
+        else:
+            bound = visit.least_time({**mesh, **rows[-1], **visit.recompute()[first]}) or bound
+            queue.append((SLACK * bound, next(numbers), mesh, None))
+    heapq.heapify(queue)
+    best: dict[tuple[int, ...], Choice] = {}
+    limit = inf
+    while queue and queue[0][0] < limit:
+        _, _, settings, first = heapq.heappop(queue)
+        if first is None:
+            for rows in visit.row_counts(settings):
+                first, _ = visit.first_mode({**settings, **rows})
+                if first is None:
+                    break  # larger microbatches need more memory
+                if schedules := visit.schedules({**settings, **rows, **visit.recompute()[first]}):
+                    heapq.heappush(queue, (schedules[0][0], next(numbers), {**settings, **rows}, first))
+            continue
+        known = best.get(_axes(settings))
+        found = visit.best_of(settings, first, min(limit, known.time.total if known else inf))
+        if found is not None:
+            best[found.axes] = found
+            times = sorted(each.time.total for each in best.values())
+            limit = times[count - 1] if len(times) >= count else inf
+    fastest = sorted(best.values(), key=lambda choice: (choice.time.total, choice.axes))[:count]
+    rejected = [each for _, _, each in sorted(too_large)[:count]]
+    return Found(tuple(fastest), tuple(rejected), len(meshes))
+
+
+class _Visit:
+    """Predictions of one configuration with other settings."""
+
+    def __init__(
+        self, config: JobConfig, world_size: int, profile: Profile, memory_gib: float, kept: frozenset[str]
+    ) -> None:
+        self.world_size, self.profile = world_size, profile
+        self.kept = frozenset(key for key in kept & SEARCHED if _value(config, key) != -1)
+        self.usable = USABLE * memory_gib * GIB
+        self.model = resolve_model(config.model)[1]
+        resolved = resolve_config(one_rank(config), world_size=1, device_type=profile.device)
+        self.config = replace(resolved, parallelism=config.parallelism)
+
+    def options(self, key: str, values: Sequence[Any]) -> Sequence[Any]:
+        """The values to search for a key."""
+        return [_value(self.config, key)] if key in self.kept else values
+
+    def meshes(self) -> Iterator[Settings]:
+        """All factorizations of the ranks over the axes, with the ways to exchange positions and to place experts."""
+        degrees = [size for size in range(1, self.world_size + 1) if self.world_size % size == 0]
+        node = min(self.profile.ranks_per_node, self.world_size)
+        n_blocks, n_experts = self.model.n_layers, self.model.n_experts
+        choices = {
+            "pp": [size for size in degrees if size <= n_blocks],
+            "dp_replicate": degrees,
+            "cp": [size for size in degrees if self.config.training.seq_len % size == 0],
+            "tp": [size for size in degrees if node % size == 0],
+        }
+        (shards,) = self.options("parallelism.dp_shard", [-1])
+        for sizes in product(*(self.options(f"parallelism.{axis}", values) for axis, values in choices.items())):
+            chosen = dict(zip(choices, sizes, strict=True))
+            rest, left = divmod(self.world_size, prod(sizes))
+            if left or shards not in (-1, rest) or rest * chosen["dp_replicate"] > self.config.data.num_streams:
+                continue
+            pool = rest * chosen["cp"]
+            fits = [size for size in degrees if n_experts % size == 0 and pool % size == 0]
+            ways = get_args(ContextParallel) if chosen["cp"] > 1 else [self.config.parallelism.context_parallel]
+            for ep in self.options("parallelism.ep", fits if n_experts > 1 else [1]):
+                for way in self.options("parallelism.context_parallel", ways):
+                    layout = {"layout": "given", **chosen, "dp_shard": rest, "context_parallel": way, "ep": ep}
+                    yield {f"parallelism.{name}": value for name, value in layout.items()}
+
+    def row_counts(self, mesh: Settings) -> Sequence[Settings]:
+        """Sizes of microbatches: powers of two, and all rows of a rank."""
+        training, degree = self.config.training, mesh["parallelism.dp_replicate"] * mesh["parallelism.dp_shard"]
+        sequences = most_sequences(training.global_batch_size, self.config.data.num_streams, degree)
+        sizes = [*(2**power for power in range(sequences.bit_length()) if 2**power < sequences), sequences]
+        key = "training.local_batch_size" if mesh["parallelism.pp"] == 1 else "parallelism.pp_microbatch_size"
+        whole = {"training.local_batch_size": sequences} if mesh["parallelism.pp"] > 1 else {}
+        if "training.local_batch_size" in self.kept:
+            whole = {}
+        return [{**whole, key: size} for size in self.options(key, sizes)]
+
+    def recompute(self) -> Sequence[Settings]:
+        return [{}] if "activation_checkpoint.mode" in self.kept else RECOMPUTE
+
+    def reshard(self) -> Sequence[Settings]:
+        return self._each("parallelism.fsdp_reshard_after_forward", RESHARD)
+
+    def sync(self) -> Sequence[Settings]:
+        return self._each("parallelism.gradient_sync", SYNC)
+
+    def _each(self, key: str, values: Sequence[Any]) -> Sequence[Settings]:
+        return [{key: value} for value in self.options(key, values)]
+
+    def best_of(self, settings: Settings, first: int, limit: float) -> Choice | None:
+        """The fastest choice with this mesh and these microbatches that fits and takes less than `limit`. first: of the
+        ways to recompute, without those that need too much memory."""
+        best: Choice | None = None
+        modes = self.recompute()[first:]
+        for floor, schedule in self.schedules({**settings, **modes[0]}):
+            if floor >= limit:
+                break
+            for sync, mode in product(self._distinct_syncs(settings), modes):
+                for reshard in self._distinct_reshards(settings):
+                    tried = {**settings, **schedule, **sync, **mode, **reshard}
+                    if self._least_memory(tried) > self.usable or (choice := self.predict(tried)) is None:
+                        continue
+                    if choice.time.total >= limit:
+                        break  # the following ones only exchange time for memory
+                    if choice.memory_bytes <= self.usable:
+                        best, limit = choice, choice.time.total
+                        break
+        return best
+
+    def schedules(self, settings: Settings) -> list[tuple[float, Settings]]:
+        """(lower bound of the time, settings) of the schedules to search, by the bound."""
+        time, pp = self._least_time(settings), settings["parallelism.pp"]
+        if time is None:
+            return []
+        if pp == 1:
+            return [(time.total, {})]
+        of_blocks = time.total - time.parts["loss"] - time.parts["input"] - time.parts["update"]
+        found = []
+        for name in self.options("parallelism.pp_schedule", PP_SCHEDULES):
+            schedule = {"parallelism.pp_schedule": name}
+            config = self._checked({**settings, **schedule})
+            if config is None:
+                continue
+            microbatches = divide_step(config, data_degree(config.parallelism, self.world_size)).per_batch
+            # idle time relative to the work, with equal stages: tests/unit/planning/test_schedule.py; else it is larger
+            shape = SCHEDULES[name]
+            idle = (pp - 1) / microbatches / (6 if shape.splits_backward else shape.stages_per_rank)
+            stages = plan_stages(config, resolve_degrees(config.parallelism, self.world_size))
+            blocks = Counter[int]()
+            for stage, owner in zip(stages, stage_owners(config.parallelism), strict=True):
+                blocks[owner] += len(stage.blocks)
+            busiest = max(blocks.values()) / self.model.n_layers * pp
+            found.append((max(time.total * (1 + idle), of_blocks * busiest), schedule))
+        return sorted(found, key=lambda entry: entry[0])
+
+    def least_time(self, settings: Settings) -> float | None:
+        """A lower bound of the time with this mesh, these microbatches and this recomputation; None if the checks
+        refuse them."""
+        time = self._least_time(settings)
+        return None if time is None else time.total
+
+    def _least_time(self, settings: Settings) -> StepTime | None:
+        """As least_time, by part. Ranks of a pipeline share the work of a rank without one."""
+        settings = {**settings, **self.sync()[0], **self.reshard()[0]}
+        pp = settings["parallelism.pp"]
+        if pp == 1:
+            choice = self.predict(settings)
+            return None if choice is None else choice.time
+        if (config := self._checked({**settings, **self._schedule()})) is None:
+            return None
+        rows = divide_step(config, data_degree(config.parallelism, self.world_size)).size
+        alone = with_settings(config, {"parallelism.pp": 1, "training.local_batch_size": rows})
+        time = predict(alone, self._plan(alone, self.world_size // pp), self.profile)
+        parts = times({**time.parts, "data parallel": 0.0}, 1 / pp)
+        return StepTime(parts, sum(parts.values()))
+
+    def first_mode(self, settings: Settings) -> tuple[int | None, float]:
+        """(the first way to recompute that may fit with this mesh and these microbatches, or None; least bytes of a
+        rank)."""
+        settings = {**settings, **self._schedule(), **self.sync()[-1], **self.reshard()[-1]}
+        least = inf
+        for index, mode in enumerate(self.recompute()):
+            least = self._least_memory({**settings, **mode})
+            if least <= self.usable:
+                return index, least
+        return None, least
+
+    def _schedule(self) -> Settings:
+        """The schedule that needs the least memory."""
+        return {} if "parallelism.pp_schedule" in self.kept else {"parallelism.pp_schedule": "1F1B"}
+
+    def _least_memory(self, settings: Settings) -> float:
+        """Bytes of the first and the last rank of a pipeline, of which one needs the most as a rule; infinite if the
+        checks refuse the settings."""
+        config = self._checked(settings)
+        if config is None:
+            return inf
+        section = config.parallelism
+        sizes = resolve_degrees(section, self.world_size)
+        shorter = self._with_microbatches(config, FILLED[0])
+        stages = plan_stages(config, sizes)
+        return max(
+            estimate_memory(
+                shorter,
+                sizes,
+                rank,
+                [stages[index] for index in local_stages(section, rank)],
+                device_type=self.profile.device,
+            ).total
+            for rank in {0, section.pp - 1}
+        )
+
+    def _distinct_syncs(self, settings: Settings) -> Sequence[Settings]:
+        """Of the ways to synchronize, one for each that differs on this mesh."""
+        sizes = {axis: settings[f"parallelism.{axis}"] for axis in AXES}
+        found: dict[Any, Settings] = {}
+        for sync in self.sync():
+            policy = sync["parallelism.gradient_sync"]
+            limited = settings["parallelism.pp"] > 1 and "training.local_batch_size" in self.kept
+            apart = limited and policy == "every"
+            found.setdefault((resolve_gradient_sync(policy, sizes), apart), sync)
+        return list(found.values())
+
+    def _distinct_reshards(self, settings: Settings) -> Sequence[Settings]:
+        """Of the ways to free parameters, one for each that differs on this mesh: with a pipeline, default is never."""
+        ways = self.reshard()
+        shards = settings["parallelism.dp_shard"] * settings["parallelism.cp"]
+        return ways[:1] if shards == 1 else [ways[0], *ways[2:]] if settings["parallelism.pp"] > 1 else ways
+
+    def predict(self, settings: Settings) -> Choice | None:
+        """The choice with these settings; None if the checks refuse them."""
+        config = self._checked(settings)
+        if config is None:
+            return None
+        step = divide_step(config, data_degree(config.parallelism, self.world_size))
+        shorter = [self._with_microbatches(config, filled) for filled in FILLED]
+        if config in shorter:
+            return self._exactly(settings, config)
+        few, more = (self._exactly(settings, each) for each in shorter)
+        return _extrapolated(few, more, step.per_batch, config)
+
+    def _checked(self, settings: Settings) -> JobConfig | None:
+        config = with_settings(self.config, settings)
+        return None if check_layout(config, self.world_size) else config
+
+    def _with_microbatches(self, config: JobConfig, filled: int) -> JobConfig:
+        """The configuration with a smaller batch, if there are more than filled microbatches per rank of a pipeline."""
+        section, size = config.parallelism, config.training.global_batch_size
+        step = divide_step(config, data_degree(section, self.world_size))
+        count = filled * section.pp
+        if section.pp == 1 or step.batches > 1 or step.per_batch <= max(FILLED) * section.pp:
+            return config
+        return with_settings(config, {"training.global_batch_size": size * count // step.per_batch})
+
+    def _plan(self, config: JobConfig, world_size: int) -> Estimate:
+        return estimate(config, world_size, device_type=self.profile.device)
+
+    def _exactly(self, settings: Settings, config: JobConfig) -> Choice:
+        plan = self._plan(config, self.world_size)
+        return Choice(
+            *(settings, config, plan.axes, plan.microbatches, plan.rows, plan.largest.memory.total),
+            max(sum(part.sent_bytes for part in rank.traffic) for rank in plan.ranks),
+            predict(config, plan, self.profile),
+        )
+
+
+def _axes(mesh: Settings) -> tuple[int, ...]:
+    return tuple(mesh[f"parallelism.{axis}"] for axis in LAYOUT)
+
+
+def _mesh_name(mesh: Settings) -> str:
+    """The degrees larger than 1, for people."""
+    degrees = dict(zip(LAYOUT, _axes(mesh), strict=True))
+    return " x ".join(f"{axis} {size}" for axis, size in degrees.items() if size > 1) or "one rank"
+
+
+def _extrapolated(few: Choice, more: Choice, microbatches: int, config: JobConfig) -> Choice:
+    """The choice with more microbatches, with the other settings of `config`."""
+    steps = (microbatches - few.microbatches) / (more.microbatches - few.microbatches)
+
+    def line(first: float, second: float) -> float:
+        return first + steps * (second - first)
+
+    parts = {part: line(seconds, more.time.parts[part]) for part, seconds in few.time.parts.items()}
+    return replace(
+        few,
+        config=config,
+        microbatches=microbatches,
+        memory_bytes=round(line(few.memory_bytes, more.memory_bytes)),
+        sent_bytes=round(line(few.sent_bytes, more.sent_bytes)),
+        time=StepTime(parts, line(few.time.least, more.time.least)),
+    )
+
+
+def _value(config: JobConfig, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def with_settings(config: JobConfig, settings: Settings) -> JobConfig:
+    """The configuration with other values of some keys."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = value
+    return replace(config, **{name: replace(getattr(config, name), **values) for name, values in sections.items()})
