@@ -124,7 +124,8 @@ def search(
     """
     visit = _Visit(config, world_size, profile, memory_gib, frozenset(kept))
     numbers = itertools.count()  # equal bounds keep the order of the meshes
-    queue: list[tuple[float, int, Settings, int | None]] = []  # (lower bound of the time, number, settings, first mode)
+    # (has a pipeline, lower bound of the time, number, settings, first mode)
+    queue: list[tuple[bool, float, int, Settings, int | None]] = []
     too_large: list[tuple[float, int, TooLarge]] = []
     meshes = set()
     for mesh in visit.meshes():
@@ -137,19 +138,22 @@ def search(
             too_large.append((bound, next(numbers), TooLarge(_mesh_name(mesh), least)))
         else:
             bound = visit.least_time({**mesh, **rows[-1], **visit.recompute()[first]}) or bound
-            queue.append((SLACK * bound, next(numbers), mesh, None))
+            queue.append((mesh["parallelism.pp"] > 1, SLACK * bound, next(numbers), mesh, None))
     heapq.heapify(queue)
     best: dict[tuple[int, ...], Choice] = {}
     limit = inf
-    while queue and queue[0][0] < limit:
-        _, _, settings, first = heapq.heappop(queue)
+    while queue:
+        has_pipeline, bound, _, settings, first = heapq.heappop(queue)
+        if bound >= limit:
+            continue
         if first is None:
             for rows in visit.row_counts(settings):
                 first, _ = visit.first_mode({**settings, **rows})
                 if first is None:
                     break  # larger microbatches need more memory
                 if schedules := visit.schedules({**settings, **rows, **visit.recompute()[first]}):
-                    heapq.heappush(queue, (schedules[0][0], next(numbers), {**settings, **rows}, first))
+                    entry = has_pipeline, schedules[0][0], next(numbers), {**settings, **rows}, first
+                    heapq.heappush(queue, entry)
             continue
         known = best.get(_axes(settings))
         found = visit.best_of(settings, first, min(limit, known.time.total if known else inf))
@@ -231,21 +235,26 @@ class _Visit:
         """The fastest choice with this mesh and these microbatches that fits and takes less than `limit`. first: of the
         ways to recompute, without those that need too much memory."""
         best: Choice | None = None
-        modes = self.recompute()[first:]
-        for floor, schedule in self.schedules({**settings, **modes[0]}):
+        for floor, tried in self.candidates(settings, first, limit):
             if floor >= limit:
                 break
-            for sync, mode in product(self._distinct_syncs(settings), modes):
-                for reshard in self._distinct_reshards(settings):
-                    tried = {**settings, **schedule, **sync, **mode, **reshard}
-                    if self._least_memory(tried) > self.usable or (choice := self.predict(tried)) is None:
-                        continue
-                    if choice.time.total >= limit:
-                        break  # the following ones only exchange time for memory
-                    if choice.memory_bytes <= self.usable:
-                        best, limit = choice, choice.time.total
-                        break
+            if self._least_memory(tried) <= self.usable and (choice := self.predict(tried)) is not None:
+                if choice.memory_bytes <= self.usable and choice.time.total < limit:
+                    best, limit = choice, choice.time.total
         return best
+
+    def candidates(self, settings: Settings, first: int, limit: float) -> list[tuple[float, Settings]]:
+        """(lower bound of the time, settings) of all choices with this mesh and these microbatches, by the bound."""
+        found, least = [], self._schedule()
+        for mode in self.recompute()[first:]:
+            schedules = self.schedules({**settings, **mode})
+            for sync, reshard in product(self._distinct_syncs(settings), self._distinct_reshards(settings)):
+                tried = {**settings, **mode, **sync, **reshard}
+                if not schedules or schedules[0][0] >= limit or self._least_memory({**tried, **least}) > self.usable:
+                    continue
+                if (known := self.predict({**tried, **least})) is not None:
+                    found += [(max(floor, known.time.least), {**tried, **schedule}) for floor, schedule in schedules]
+        return sorted(found, key=lambda entry: entry[0])
 
     def schedules(self, settings: Settings) -> list[tuple[float, Settings]]:
         """(lower bound of the time, settings) of the schedules to search, by the bound."""
@@ -254,7 +263,8 @@ class _Visit:
             return []
         if pp == 1:
             return [(time.total, {})]
-        of_blocks = time.total - time.parts["loss"] - time.parts["input"] - time.parts["update"]
+        of_head = time.parts["loss"]
+        of_blocks = time.total - of_head - time.parts["input"] - time.parts["update"]
         found = []
         for name in self.options("parallelism.pp_schedule", PP_SCHEDULES):
             schedule = {"parallelism.pp_schedule": name}
@@ -266,11 +276,10 @@ class _Visit:
             shape = SCHEDULES[name]
             idle = (pp - 1) / microbatches / (6 if shape.splits_backward else shape.stages_per_rank)
             stages = plan_stages(config, resolve_degrees(config.parallelism, self.world_size))
-            blocks = Counter[int]()
+            busy = Counter[int]()
             for stage, owner in zip(stages, stage_owners(config.parallelism), strict=True):
-                blocks[owner] += len(stage.blocks)
-            busiest = max(blocks.values()) / self.model.n_layers * pp
-            found.append((max(time.total * (1 + idle), of_blocks * busiest), schedule))
+                busy[owner] += pp * (of_blocks * len(stage.blocks) / self.model.n_layers + of_head * stage.is_last)
+            found.append((max(time.total * (1 + idle), *busy.values()), schedule))
         return sorted(found, key=lambda entry: entry[0])
 
     def least_time(self, settings: Settings) -> float | None:
@@ -310,25 +319,20 @@ class _Visit:
         return {} if "parallelism.pp_schedule" in self.kept else {"parallelism.pp_schedule": "1F1B"}
 
     def _least_memory(self, settings: Settings) -> float:
-        """Bytes of the first and the last rank of a pipeline, of which one needs the most as a rule; infinite if the
-        checks refuse the settings."""
+        """Bytes of the first and the last rank of a pipeline, and of the first one with the most blocks, of which one
+        needs the most as a rule; infinite if the checks refuse the settings."""
         config = self._checked(settings)
         if config is None:
             return inf
         section = config.parallelism
-        sizes = resolve_degrees(section, self.world_size)
-        shorter = self._with_microbatches(config, FILLED[0])
+        sizes, shorter = resolve_degrees(section, self.world_size), self._with_microbatches(config, FILLED[0])
+        longer = config.training.global_batch_size / shorter.training.global_batch_size
         stages = plan_stages(config, sizes)
-        return max(
-            estimate_memory(
-                shorter,
-                sizes,
-                rank,
-                [stages[index] for index in local_stages(section, rank)],
-                device_type=self.profile.device,
-            ).total
-            for rank in {0, section.pp - 1}
-        )
+        owned = [[stages[index] for index in local_stages(section, rank)] for rank in range(section.pp)]
+        blocks = [sum(len(stage.blocks) for stage in own) for own in owned]
+        ranks = {0, blocks.index(max(blocks)), section.pp - 1}
+        found = [estimate_memory(shorter, sizes, rank, owned[rank], device_type=self.profile.device) for rank in ranks]
+        return max(memory.total + memory.pipeline * (longer - 1) for memory in found)
 
     def _distinct_syncs(self, settings: Settings) -> Sequence[Settings]:
         """Of the ways to synchronize, one for each that differs on this mesh."""
