@@ -24,7 +24,8 @@ def resolve_model(section: ModelConfig) -> tuple[Family, Any]:
     Raises KeyError if the family or flavor is unknown, TypeError if an override is.
     """
     family = FAMILIES[section.family]
-    return family, replace(family.flavors[section.flavor], **section.overrides)
+    flavor = family.flavors[section.flavor]
+    return family, replace(flavor, **section.overrides) if section.overrides else flavor
 
 
 def check_model(section: ModelConfig, *, seq_len: int, tp: int, pp: int) -> list[Problem]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -10,23 +11,21 @@ from torch import nn
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
 from titanlite.parallel.pipeline import local_stages, num_stages, schedule_class
 
-Kind = Literal["forward", "backward", "input_gradient", "weight_gradient", "gather", "free"]
+Kind = Literal["forward", "backward", "input_gradient", "weight_gradient", "gather"]
 
-# The names in torch's schedules. Sends, receives and reductions are ignored.
+# The names in torch's schedules.
 _KINDS: dict[str, Kind] = {
     "FORWARD": "forward",
     "FULL_BACKWARD": "backward",
     "BACKWARD_INPUT": "input_gradient",
     "BACKWARD_WEIGHT": "weight_gradient",
-    "UNSHARD": "gather",
-    "RESHARD": "free",
 }
 DURATION: dict[Kind, int] = {"forward": 1, "backward": 2, "input_gradient": 1, "weight_gradient": 1}
 """In units of a forward pass. Input gradients and weight gradients cost one forward pass each."""
 
 
 class Action(NamedTuple):
-    """One action of a rank on one of its stages. microbatch: -1 for gather and free."""
+    """One action of a rank on one of its stages. microbatch: -1 for gather."""
 
     kind: Kind
     stage: int
@@ -61,8 +60,16 @@ def _order(pp: int, name: PipelineSchedule, num_microbatches: int) -> tuple[list
         )
         for index in local_stages(section, 0)
     ]
-    schedule: Any = schedule_class(name)(stages, num_microbatches, scale_grads=False)
-    return tuple(list(_flatten(schedule.pipeline_order_with_comms[rank])) for rank in range(pp))
+    # Without sends and receives, which take torch most of the time to place, and which nothing here needs.
+    no_sends = {"_prepare_schedule_with_comms": lambda *_: None}
+    schedule: Any = type(name, (schedule_class(name),), no_sends)(stages, num_microbatches, scale_grads=False)
+    return tuple(_with_gathers(list(_flatten(schedule.pipeline_order[rank]))) for rank in range(pp))
+
+
+def _with_gathers(actions: list[Action]) -> list[Action]:
+    """Add the gathers of torch's runtime, which gathers the next three stages and frees the others: a rank has two."""
+    stages = list(dict.fromkeys(action.stage for action in actions))
+    return [*(Action("gather", stage, -1) for stage in stages), *actions]
 
 
 def one_stage_order(stage: int, ahead: int, num_microbatches: int) -> list[Action]:
@@ -75,14 +82,15 @@ def one_stage_order(stage: int, ahead: int, num_microbatches: int) -> list[Actio
 
 
 def _flatten(actions: Iterable[Any]) -> Iterable[Action]:
-    """Split torch's OVERLAP_F_B actions (a forward and a backward pass) into their two parts, which torch's runtime
-    executes one after the other."""
+    """Omit idle time, and split torch's OVERLAP_F_B actions (a forward and a backward pass) into their two parts,
+    which torch's runtime executes one after the other."""
     for action in actions:
+        if action is None:
+            continue
         if action.sub_actions is not None:
             yield from _flatten(action.sub_actions)
-        elif action.computation_type.name in _KINDS:
-            index = -1 if action.microbatch_index is None else action.microbatch_index
-            yield Action(_KINDS[action.computation_type.name], action.stage_index, index)
+        else:
+            yield Action(_KINDS[action.computation_type.name], action.stage_index, action.microbatch_index)
 
 
 def bubble_share(order: Sequence[Sequence[Action]], stages: int) -> float:
@@ -106,36 +114,38 @@ def simulate(
     duration: of an action of DURATION. delay: of a message from one stage to another.
     """
     queues = [[action for action in actions if action.kind in DURATION] for actions in order]
-    activations: dict[tuple[int, int], float] = {}  # by stage and microbatch: when the input of its forward pass arrives
-    gradients: dict[tuple[int, int], float] = {}  # when the gradient of its output arrives
+    microbatches = 1 + max(action.microbatch for queue in queues for action in queue)
+    # by stage and microbatch: when the input of its forward pass arrives, and when the gradient of its output does
+    activations: list[list[float | None]] = [[0.0 if stage == 0 else None] * microbatches for stage in range(stages)]
+    gradients: list[list[float | None]] = [
+        [0.0 if stage == stages - 1 else None] * microbatches for stage in range(stages)
+    ]
     clocks, busy, position = [0.0] * len(queues), [0.0] * len(queues), [0] * len(queues)
     left = sum(map(len, queues))
     while left:
         before = left
         for rank, queue in enumerate(queues):
-            clock = clocks[rank]
-            while position[rank] < len(queue):
-                action = queue[position[rank]]
+            clock, worked, next_one = clocks[rank], busy[rank], position[rank]
+            for action in islice(queue, next_one, None):
                 # what a rank has computed itself comes earlier in its own order
                 kind, stage, index = action
-                arrival: float | None = 0.0
-                if kind == "forward":
-                    if stage > 0:
-                        arrival = activations.get((stage, index))
-                elif stage < stages - 1 and kind != "weight_gradient":
-                    arrival = gradients.get((stage, index))
-                if arrival is None:
-                    break
+                if kind != "weight_gradient":
+                    arrival = activations[stage][index] if kind == "forward" else gradients[stage][index]
+                    if arrival is None:
+                        break
+                    if arrival > clock:
+                        clock = arrival
                 time = duration(action)
-                clock = max(clock, arrival) + time
-                busy[rank] += time
-                if kind == "forward" and stage < stages - 1:
-                    activations[stage + 1, index] = clock + delay(stage, stage + 1)
-                elif kind in ("backward", "input_gradient") and stage > 0:
-                    gradients[stage - 1, index] = clock + delay(stage, stage - 1)
-                position[rank] += 1
-                left -= 1
-            clocks[rank] = clock
+                clock += time
+                worked += time
+                if kind == "forward":
+                    if stage < stages - 1:
+                        activations[stage + 1][index] = clock + delay(stage, stage + 1)
+                elif stage > 0 and kind != "weight_gradient":
+                    gradients[stage - 1][index] = clock + delay(stage, stage - 1)
+                next_one += 1
+            left -= next_one - position[rank]
+            clocks[rank], busy[rank], position[rank] = clock, worked, next_one
         assert left < before, "the schedule deadlocks"
     return busy, max(clocks)
 
@@ -147,15 +157,16 @@ def peak_in_flight(actions: Iterable[Action], bytes_per_microbatch: Callable[[in
     gradients are done; this is an upper bound, since the input gradients free a part of it.
     """
     held: dict[int, int] = {}
-    most, at_most = 0, dict[int, int]()
-    for action in actions:
-        if action.kind == "forward":
-            held[action.stage] = held.get(action.stage, 0) + 1
-            total = sum(bytes_per_microbatch(stage) * count for stage, count in held.items())
+    total, most, at_most = 0, 0, dict[int, int]()
+    for kind, stage, _ in actions:
+        if kind == "forward":
+            held[stage] = held.get(stage, 0) + 1
+            total += bytes_per_microbatch(stage)
             if total > most:
                 most, at_most = total, dict(held)
-        elif action.kind in ("backward", "weight_gradient"):
-            held[action.stage] -= 1
+        elif kind in ("backward", "weight_gradient"):
+            held[stage] -= 1
+            total -= bytes_per_microbatch(stage)
     return most, at_most
 
 
@@ -170,9 +181,6 @@ def count_gathers(
     for action in actions:
         if action.stage != stage or action.kind == "weight_gradient":
             continue  # weight gradients need activations only
-        if action.kind == "free":
-            gathered = False
-            continue
         count += not gathered
         forward = action.kind == "forward"
         gathered = not (frees_after_forward if forward else frees_after_backward.get(action.microbatch))

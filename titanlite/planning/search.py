@@ -10,7 +10,6 @@ traffic are linear in the number of microbatches as soon as all stages work.
 
 import heapq
 import itertools
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -137,7 +136,8 @@ def search(
         if first is None:
             too_large.append((bound, next(numbers), TooLarge(_mesh_name(mesh), least)))
         else:
-            bound = visit.least_time({**mesh, **rows[-1], **visit.recompute()[first]}) or bound
+            if first > 0:
+                bound = visit.least_time({**mesh, **rows[-1], **visit.recompute()[first]}) or bound
             queue.append((mesh["parallelism.pp"] > 1, SLACK * bound, next(numbers), mesh, None))
     heapq.heapify(queue)
     best: dict[tuple[int, ...], Choice] = {}
@@ -178,6 +178,7 @@ class _Visit:
         self.model = resolve_model(config.model)[1]
         resolved = resolve_config(one_rank(config), world_size=1, device_type=profile.device)
         self.config = replace(resolved, parallelism=config.parallelism)
+        self.divisions: dict[tuple[int, str], tuple[Sequence[int], int]] = {}
 
     def options(self, key: str, values: Sequence[Any]) -> Sequence[Any]:
         """The values to search for a key."""
@@ -235,25 +236,36 @@ class _Visit:
         """The fastest choice with this mesh and these microbatches that fits and takes less than `limit`. first: of the
         ways to recompute, without those that need too much memory."""
         best: Choice | None = None
-        for floor, tried in self.candidates(settings, first, limit):
+        for floor, tried, known in self.candidates(settings, first, limit):
             if floor >= limit:
                 break
-            if self._least_memory(tried) <= self.usable and (choice := self.predict(tried)) is not None:
-                if choice.memory_bytes <= self.usable and choice.time.total < limit:
-                    best, limit = choice, choice.time.total
+            choice = known
+            if choice is None and self._least_memory(tried) <= self.usable:
+                choice = self.predict(tried)
+            if choice is not None and choice.memory_bytes <= self.usable and choice.time.total < limit:
+                best, limit = choice, choice.time.total
         return best
 
-    def candidates(self, settings: Settings, first: int, limit: float) -> list[tuple[float, Settings]]:
-        """(lower bound of the time, settings) of all choices with this mesh and these microbatches, by the bound."""
-        found, least = [], self._schedule()
+    def candidates(
+        self, settings: Settings, first: int, limit: float
+    ) -> list[tuple[float, Settings, Choice | None]]:
+        """(lower bound of the time, settings, choice if it is known) for each way to recompute, to synchronize and to
+        free parameters, and each schedule, by the bound: without a pipeline, and with 1F1B, by the prediction; with
+        other schedules, that of 1F1B without idle time."""
+        found: list[tuple[float, Settings, Choice | None]] = []
+        least = self._schedule()
         for mode in self.recompute()[first:]:
             schedules = self.schedules({**settings, **mode})
             for sync, reshard in product(self._distinct_syncs(settings), self._distinct_reshards(settings)):
                 tried = {**settings, **mode, **sync, **reshard}
                 if not schedules or schedules[0][0] >= limit or self._least_memory({**tried, **least}) > self.usable:
                     continue
-                if (known := self.predict({**tried, **least})) is not None:
-                    found += [(max(floor, known.time.least), {**tried, **schedule}) for floor, schedule in schedules]
+                if (known := self.predict({**tried, **least})) is None:
+                    continue
+                for floor, schedule in schedules:
+                    is_known = {**least, **schedule} == least
+                    bound = known.time.total if is_known else max(floor, known.time.least)
+                    found.append((bound, {**tried, **schedule}, known if is_known else None))
         return sorted(found, key=lambda entry: entry[0])
 
     def schedules(self, settings: Settings) -> list[tuple[float, Settings]]:
@@ -275,12 +287,22 @@ class _Visit:
             # idle time relative to the work, with equal stages: tests/unit/planning/test_schedule.py; else it is larger
             shape = SCHEDULES[name]
             idle = (pp - 1) / microbatches / (6 if shape.splits_backward else shape.stages_per_rank)
-            stages = plan_stages(config, resolve_degrees(config.parallelism, self.world_size))
-            busy = Counter[int]()
-            for stage, owner in zip(stages, stage_owners(config.parallelism), strict=True):
-                busy[owner] += pp * (of_blocks * len(stage.blocks) / self.model.n_layers + of_head * stage.is_last)
-            found.append((max(time.total * (1 + idle), *busy.values()), schedule))
+            blocks, last = self._division(config)
+            n_blocks = self.model.n_layers
+            busy = (of_blocks * count / n_blocks + of_head * (rank == last) for rank, count in enumerate(blocks))
+            found.append((max(time.total * (1 + idle), pp * max(busy)), schedule))
         return sorted(found, key=lambda entry: entry[0])
+
+    def _division(self, config: JobConfig) -> tuple[Sequence[int], int]:
+        """(blocks of each pipeline rank, the rank of the last stage)."""
+        key = config.parallelism.pp, config.parallelism.pp_schedule
+        if key not in self.divisions:
+            owners, blocks = stage_owners(config.parallelism), [0] * config.parallelism.pp
+            stages = plan_stages(config, resolve_degrees(config.parallelism, self.world_size))
+            for stage, owner in zip(stages, owners, strict=True):
+                blocks[owner] += len(stage.blocks)
+            self.divisions[key] = blocks, owners[-1]
+        return self.divisions[key]
 
     def least_time(self, settings: Settings) -> float | None:
         """A lower bound of the time with this mesh, these microbatches and this recomputation; None if the checks
@@ -328,10 +350,14 @@ class _Visit:
         sizes, shorter = resolve_degrees(section, self.world_size), self._with_microbatches(config, FILLED[0])
         longer = config.training.global_batch_size / shorter.training.global_batch_size
         stages = plan_stages(config, sizes)
-        owned = [[stages[index] for index in local_stages(section, rank)] for rank in range(section.pp)]
-        blocks = [sum(len(stage.blocks) for stage in own) for own in owned]
-        ranks = {0, blocks.index(max(blocks)), section.pp - 1}
-        found = [estimate_memory(shorter, sizes, rank, owned[rank], device_type=self.profile.device) for rank in ranks]
+        blocks, _ = self._division(config)
+        found = [
+            estimate_memory(
+                *(shorter, sizes, rank, [stages[index] for index in local_stages(section, rank)]),
+                device_type=self.profile.device,
+            )
+            for rank in {0, blocks.index(max(blocks)), section.pp - 1}
+        ]
         return max(memory.total + memory.pipeline * (longer - 1) for memory in found)
 
     def _distinct_syncs(self, settings: Settings) -> Sequence[Settings]:

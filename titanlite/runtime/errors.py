@@ -116,7 +116,8 @@ def check_ranges(section: Any, name: str) -> list[Problem]:
     for key in fields(section):
         if (rule := key.metadata.get("range")) is not None:
             value = getattr(section, key.name)
-            problems += require(rule.has(value), f"{name}.{key.name}", value, str(rule), rule.remedy)
+            if not rule.has(value):
+                problems += require(False, f"{name}.{key.name}", value, str(rule), rule.remedy)
     return problems
 
 

@@ -1,9 +1,12 @@
 """Orders of pipeline schedules: idle time compared with published formulas, memory in flight, gathers."""
 
+from types import SimpleNamespace
+
 import pytest
+from torch import nn
 
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
-from titanlite.parallel.pipeline import SCHEDULES, num_stages
+from titanlite.parallel.pipeline import SCHEDULES, local_stages, num_stages, schedule_class
 from titanlite.planning.schedule import (
     Action,
     bubble_share,
@@ -28,6 +31,29 @@ def test_simulating_the_order_gives_the_formula(name: PipelineSchedule, pp: int,
     # With a split backward pass, weight gradients fill all gaps but those of the first and last forward passes.
     busy = 6 * microbatches if SCHEDULES[name].splits_backward else stages // pp * microbatches
     assert bubble_share(order, stages) == pytest.approx((pp - 1) / (busy + pp - 1))
+
+
+@pytest.mark.parametrize("name", [name for name, shape in SCHEDULES.items() if shape.stages_per_rank > 1])
+def test_the_order_is_that_of_torchs_runtime(name: PipelineSchedule) -> None:
+    section = ParallelismConfig(pp=4, pp_schedule=name)
+    own = [
+        SimpleNamespace(stage_index=index, num_stages=8, group_size=4, group_rank=0, submod=nn.Identity())
+        for index in local_stages(section, 0)
+    ]
+    runtime = schedule_class(name)(own, 8, scale_grads=False)
+    kinds = {
+        "FORWARD": "forward",
+        "FULL_BACKWARD": "backward",
+        "BACKWARD_INPUT": "input_gradient",
+        "BACKWARD_WEIGHT": "weight_gradient",
+        "UNSHARD": "gather",
+    }
+    for rank, order in enumerate(schedule_order(section, 8)):
+        actions = [part for each in runtime.pipeline_order_with_comms[rank] for part in each.sub_actions or [each]]
+        known = [action for action in actions if action.computation_type.name in kinds]
+        assert [(kinds[each.computation_type.name], each.stage_index) for each in known] == [each[:2] for each in order]
+        numbers = [-1 if each.microbatch_index is None else each.microbatch_index for each in known]
+        assert numbers == [action.microbatch for action in order]
 
 
 def test_without_a_pipeline_there_is_no_idle_time() -> None:
