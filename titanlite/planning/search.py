@@ -130,7 +130,7 @@ def search(
     for mesh in visit.meshes():
         rows = visit.row_counts(mesh)
         if (bound := visit.least_time({**mesh, **rows[-1], **visit.recompute()[0]})) is None:
-            continue
+            continue  # the checks refuse it
         meshes.add(_axes(mesh))
         first, least = visit.first_mode({**mesh, **rows[0]})
         if first is None:
@@ -147,10 +147,11 @@ def search(
         if bound >= limit:
             continue
         if first is None:
-            for rows in visit.row_counts(settings):
-                first, _ = visit.first_mode({**settings, **rows})
+            first = 0
+            for rows in visit.row_counts(settings):  # larger microbatches need more memory
+                first, _ = visit.first_mode({**settings, **rows}, first)
                 if first is None:
-                    break  # larger microbatches need more memory
+                    break
                 if schedules := visit.schedules({**settings, **rows, **visit.recompute()[first]}):
                     entry = has_pipeline, schedules[0][0], next(numbers), {**settings, **rows}, first
                     heapq.heappush(queue, entry)
@@ -179,6 +180,7 @@ class _Visit:
         resolved = resolve_config(one_rank(config), world_size=1, device_type=profile.device)
         self.config = replace(resolved, parallelism=config.parallelism)
         self.divisions: dict[tuple[int, str], tuple[Sequence[int], int]] = {}
+        self.bounds: dict[tuple[tuple[str, Any], ...], Sequence[tuple[float, Settings]]] = {}
 
     def options(self, key: str, values: Sequence[Any]) -> Sequence[Any]:
         """The values to search for a key."""
@@ -268,15 +270,27 @@ class _Visit:
                     found.append((bound, {**tried, **schedule}, known if is_known else None))
         return sorted(found, key=lambda entry: entry[0])
 
-    def schedules(self, settings: Settings) -> list[tuple[float, Settings]]:
-        """(lower bound of the time, settings) of the schedules to search, by the bound."""
-        time, pp = self._least_time(settings), settings["parallelism.pp"]
-        if time is None:
-            return []
+    def schedules(self, settings: Settings) -> Sequence[tuple[float, Settings]]:
+        """(lower bound of the time, settings) of the schedules to search with this mesh, these microbatches and this
+        recomputation, by the bound; empty if the checks refuse them."""
+        if settings["parallelism.pp"] > 1:
+            # the bounds of pipelines do not depend on the division of the data-parallel ranks
+            degree = settings["parallelism.dp_replicate"] * settings["parallelism.dp_shard"]
+            settings = {**settings, "parallelism.dp_replicate": 1, "parallelism.dp_shard": degree}
+        key = tuple(settings.items())
+        if key not in self.bounds:
+            self.bounds[key] = self._schedules(settings)
+        return self.bounds[key]
+
+    def _schedules(self, settings: Settings) -> Sequence[tuple[float, Settings]]:
+        pp = settings["parallelism.pp"]
         if pp == 1:
-            return [(time.total, {})]
+            choice = self.predict({**settings, **self.sync()[0], **self.reshard()[0]})
+            return [] if choice is None else [(choice.time.total, {})]
+        if (time := self._mean_time(settings)) is None:
+            return []
         of_head = time.parts["loss"]
-        of_blocks = time.total - of_head - time.parts["input"] - time.parts["update"]
+        of_blocks = time.total - of_head - time.parts["input"]
         found = []
         for name in self.options("parallelism.pp_schedule", PP_SCHEDULES):
             schedule = {"parallelism.pp_schedule": name}
@@ -307,31 +321,30 @@ class _Visit:
     def least_time(self, settings: Settings) -> float | None:
         """A lower bound of the time with this mesh, these microbatches and this recomputation; None if the checks
         refuse them."""
-        time = self._least_time(settings)
-        return None if time is None else time.total
+        if self._checked({**settings, **self._schedule()}) is None:
+            return None
+        return min((bound for bound, _ in self.schedules(settings)), default=None)
 
-    def _least_time(self, settings: Settings) -> StepTime | None:
-        """As least_time, by part. Ranks of a pipeline share the work of a rank without one."""
-        settings = {**settings, **self.sync()[0], **self.reshard()[0]}
+    def _mean_time(self, settings: Settings) -> StepTime | None:
+        """The mean over the ranks of a pipeline, which share the work of a rank without one; without what data-parallel
+        ranks exchange and share. None if the checks refuse the settings."""
+        settings = {**settings, **self.sync()[0], **self.reshard()[0], **self._schedule()}
         pp = settings["parallelism.pp"]
-        if pp == 1:
-            choice = self.predict(settings)
-            return None if choice is None else choice.time
-        if (config := self._checked({**settings, **self._schedule()})) is None:
+        if (config := self._checked(settings)) is None:
             return None
         rows = divide_step(config, data_degree(config.parallelism, self.world_size)).size
         alone = with_settings(config, {"parallelism.pp": 1, "training.local_batch_size": rows})
         time = predict(alone, self._plan(alone, self.world_size // pp), self.profile)
-        parts = times({**time.parts, "data parallel": 0.0}, 1 / pp)
+        parts = times({**time.parts, "data parallel": 0.0, "update": 0.0}, 1 / pp)
         return StepTime(parts, sum(parts.values()))
 
-    def first_mode(self, settings: Settings) -> tuple[int | None, float]:
+    def first_mode(self, settings: Settings, first: int = 0) -> tuple[int | None, float]:
         """(the first way to recompute that may fit with this mesh and these microbatches, or None; least bytes of a
-        rank)."""
+        rank). first: without those before it."""
         settings = {**settings, **self._schedule(), **self.sync()[-1], **self.reshard()[-1]}
-        least = inf
-        for index, mode in enumerate(self.recompute()):
-            least = self._least_memory({**settings, **mode})
+        least, ways = inf, self.recompute()
+        for index in range(first, len(ways)):
+            least = self._least_memory({**settings, **ways[index]})
             if least <= self.usable:
                 return index, least
         return None, least

@@ -23,12 +23,13 @@ from titanlite.hardware.profile import Profile
 from titanlite.models.attention import attention_dtype
 from titanlite.models.registry import FAMILIES, resolve_model
 from titanlite.parallel.compile import compiles_blocks
+from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
 from titanlite.parallel.pipeline import stage_owners
 from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputes
 from titanlite.planning.activations import MicrobatchShape
 from titanlite.planning.communication import Operation, StepShape, Traffic, exchanges, reductions
 from titanlite.planning.estimate import Estimate, RankPlan, microbatch_shape
-from titanlite.planning.schedule import DURATION, Action, Kind, simulate
+from titanlite.planning.schedule import DURATION, Action, Kind, schedule_order, simulate
 from titanlite.planning.stages import Stage
 from titanlite.planning.work import Elementwise, Work, block_work, embedding_work, head_work
 from titanlite.precision import DTYPES
@@ -194,18 +195,12 @@ class Predictor:
 
     def pipeline(self, passes: Mapping[int, PassSeconds]) -> StepTime:
         plan, section = self.plan, self.config.parallelism
-        owners, shape = stage_owners(section), plan.ranks[0].shape
+        shape = plan.ranks[0].shape
         boundary = shape.positions // shape.sizes["tp"] * shape.dim * shape.param_bytes
         send_s = self.collective("pp", "send", boundary)
-        seconds = {(kind, stage): _sum(of.of(kind)) for stage, of in passes.items() for kind in DURATION}
-
-        def duration(action: Action) -> float:
-            return seconds[action.kind, action.stage]
-
-        def delay(first: int, second: int) -> float:
-            return 0.0 if owners[first] == owners[second] else send_s
-
-        busy, end = simulate(plan.order, plan.stages, duration, delay)
+        seconds = tuple(tuple(_sum(passes[stage].of(kind)) for kind in DURATION) for stage in range(plan.stages))
+        microbatches = plan.microbatches // plan.schedule_steps
+        busy, end = _schedule_time(section.pp, section.pp_schedule, microbatches, seconds, send_s)
         # Stages end with the reduction of their gradients and the update.
         tails = [
             added(
@@ -327,6 +322,24 @@ class Predictor:
         }[axis]
         inside = min(max(self.profile.ranks_per_node // stride, 1), ranks)
         return self.profile.collective_s(operation, size, ranks, inside)
+
+
+@lru_cache(maxsize=1024)  # the same for all divisions of the data-parallel ranks
+def _schedule_time(
+    pp: int, name: PipelineSchedule, microbatches: int, seconds: tuple[tuple[float, ...], ...], send_s: float
+) -> tuple[list[float], float]:
+    """simulate() of a schedule. seconds: by stage, of each kind of DURATION."""
+    section = ParallelismConfig(pp=pp, pp_schedule=name)
+    by_action = {(kind, stage): of[index] for stage, of in enumerate(seconds) for index, kind in enumerate(DURATION)}
+    owners = stage_owners(section)
+
+    def duration(action: Action) -> float:
+        return by_action[action.kind, action.stage]
+
+    def delay(first: int, second: int) -> float:
+        return 0.0 if owners[first] == owners[second] else send_s
+
+    return simulate(schedule_order(section, microbatches), len(owners), duration, delay)
 
 
 DATA_PARALLEL = ("dp_shard", "expert_shard", "dp_replicate")
