@@ -157,8 +157,8 @@ def check_layout(config: JobConfig, world_size: int) -> list[Problem]:
 
 
 def one_rank(config: JobConfig) -> JobConfig:
-    """The configuration without parallelism."""
-    alone = replace(config.parallelism, pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1)
+    """The configuration without parallelism, for checks of what any layout needs."""
+    alone = replace(config.parallelism, layout="auto", pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1)
     return replace(config, parallelism=alone)
 
 
@@ -244,7 +244,7 @@ def check_training(section: TrainingConfig, layout: ParallelismConfig) -> list[P
             section.global_batch_size != -1,
             f"{key}.global_batch_size",
             -1,
-            'given if parallelism.layout is "auto": the sequences of a step must not depend on the layout',
+            "given if the layout is chosen: the sequences of a step must not depend on it",
             f"set {key}.global_batch_size",
         )
     if section.local_batch_size == -1:

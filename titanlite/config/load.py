@@ -52,20 +52,23 @@ class Parsed:
     file_is_read: bool
 
 
-def load_config(argv: Sequence[str], *, world_size: int, device_type: str, checks_files: bool = True) -> JobConfig:
+def load_config(
+    argv: Sequence[str], *, world_size: int, device_type: str, checks_files: bool = True, any_layout: bool = False
+) -> JobConfig:
     """The configuration of a run: read, checked and resolved, the same on every rank.
 
-    checks_files: as for check_config. Raises ConfigError with all problems.
+    checks_files: as for check_config. any_layout: check it for one rank, as with parallelism.layout = "auto"; a search
+    chooses the layout later. Raises ConfigError with all problems.
     """
     parsed = _parse(argv)
-    if parsed.config.parallelism.layout == "auto":
-        world_size = 1  # the layout is chosen later: planning/layout.py
+    any_layout |= parsed.config.parallelism.layout == "auto"
+    world_size = 1 if any_layout else world_size
     too_long = check_path_lengths(parsed.config) if checks_files else []
     problems = [*parsed.problems, *too_long]
     config = keep_earlier(parsed.config) if checks_files and not too_long else parsed.config
     if parsed.file_is_read:
         readable = checks_files and not too_long
-        placed = one_rank(config) if config.parallelism.layout == "auto" else config
+        placed = one_rank(config) if any_layout else config
         found = check_config(placed, world_size=world_size, device_type=device_type, checks_files=readable)
         found = [_with_origin(problem, parsed.config, config) for problem in found]
         problems += [problem for problem in found if not _follows_from(problem, parsed.problems)]

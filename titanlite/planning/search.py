@@ -163,8 +163,10 @@ def search(
             times = sorted(each.time.total for each in best.values())
             limit = times[count - 1] if len(times) >= count else inf
     fastest = sorted(best.values(), key=lambda choice: (choice.time.total, choice.axes))[:count]
-    rejected = [each for _, _, each in sorted(too_large)[:count]]
-    return Found(tuple(fastest), tuple(rejected), len(meshes))
+    rejected: dict[str, TooLarge] = {}
+    for _, _, each in sorted(too_large):
+        rejected.setdefault(each.mesh, each)  # of the ways to exchange positions, the fastest
+    return Found(tuple(fastest), tuple(rejected.values())[:count], len(meshes))
 
 
 class _Visit:

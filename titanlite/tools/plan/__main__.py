@@ -75,7 +75,9 @@ def main(argv: Sequence[str]) -> None:
     device = options.device or (profile.device if profile else "cuda")
     memory_gib = options.device_memory_gib or (profile.memory_gib if profile else DEFAULT_GIB)
     arguments = ["--job.config_file", options.config, *overrides]
-    config = load_config(arguments, world_size=options.world_size, device_type=device, checks_files=False)
+    config = load_config(
+        arguments, world_size=options.world_size, device_type=device, checks_files=False, any_layout=options.search
+    )
     is_auto = config.parallelism.layout == "auto"
     if profile is not None and (options.search or is_auto):
         kept = given_keys(arguments if is_auto else overrides)

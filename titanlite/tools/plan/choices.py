@@ -21,7 +21,7 @@ def describe_choices(
 ) -> str:
     """The report of `titanlite plan --search`."""
     lines = [
-        f"Search: {counted(found.meshes, 'mesh')} of {world_size:,} ranks on {profile.name}",
+        f"Search: {counted(found.meshes, 'mesh')} of {counted(world_size, 'rank')} on {profile.name}",
         f"Batch: {config.training.global_batch_size:,} sequences of {config.training.seq_len:,} tokens = "
         f"{tokens_per_step(config):,} tokens per step",
     ]
@@ -86,5 +86,5 @@ def _sizes(meshes: Sequence[TooLarge]) -> list[str]:
 def _nothing_fits(found: Found, memory_gib: float) -> list[str]:
     usable = f"{USABLE * memory_gib:.1f} GiB"
     if not found.too_large:
-        return ["No layout passes the checks of the configuration: fix it for one, without --search"]
+        return ["No layout passes the checks of the configuration: give fewer keys, or check one layout without --search"]
     return [f"No layout fits into the usable {usable}; those with the least memory:", *_sizes(found.too_large)]

@@ -162,10 +162,71 @@ def test_a_profile_adds_the_time_by_part_and_the_cost(capsys: pytest.CaptureFixt
     assert int(cost) == pytest.approx(2.5 * float(hours), abs=1)
 
 
+def search_output(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, list[str]]:
+    """The paragraphs of the output of --search by their first lines."""
+    main([*arguments, "--hardware", "h100", "--search"])
+    paragraphs = [paragraph.splitlines() for paragraph in capsys.readouterr().out.split("\n\n")]
+    return {lines[0].partition(",")[0]: lines[1:] for lines in paragraphs}
+
+
+def test_the_options_of_a_search_give_its_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of each line: time, memory, cost."""
+    run = ["qwen3_0_6b", "--world-size", "8", "--training.global_batch_size", "32", "--training.steps", "1000"]
+    price = ["--price-per-hour", "2.5"]
+    found = search_output(capsys, *run, *price)
+    table, options = found["Fastest first; tokens/s of one rank"], found["Options"]
+    (reasons,) = (lines for name, lines in found.items() if name.startswith("Why"))
+    assert len(table) - 1 == len(options) == len(reasons) == 8
+    rates = []
+    for row, pasted, reason in zip(table[1:], options, reasons, strict=True):
+        cells = row.split()
+        main([*run, *price, "--hardware", "h100", *pasted.split()[1:]])
+        output = capsys.readouterr().out
+        assert f"Throughput: {cells[9]} tokens/s per rank" in output and f"MFU {cells[10]}" in output
+        (needed,) = re.findall(r"Fits: ([\d.]+) GiB", output)
+        assert needed == cells[11]
+        assert reason.rpartition("; ")[2].removeprefix("1: ") in output  # days, hours and cost
+        rates.append(int(cells[9].replace(",", "")))
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_a_search_needs_no_valid_layout_and_keeps_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    """The degrees of the shipped configuration do not divide 12 ranks."""
+    run = ["llama3_70b", "--world-size", "12", "--device-memory-gib", "1000", "--training.global_batch_size", "96"]
+    with pytest.raises(ConfigError, match="12"):
+        main(run)
+    found = search_output(capsys, *run, "--parallelism.tp", "2")
+    rows = [row.split() for row in found["Fastest first; tokens/s of one rank"][1:]]
+    assert {row[5] for row in rows} == {"2"}
+    assert not any("tp" in line for line in found["Options"])
+
+
+def test_a_search_without_a_fitting_layout_says_what_needs_the_least(capsys: pytest.CaptureFixture[str]) -> None:
+    found = search_output(capsys, "llama3_70b", "--world-size", "8", "--training.global_batch_size", "8")
+    (meshes,) = (lines for name, lines in found.items() if name.startswith("No layout fits into the usable 71.6 GiB"))
+    assert any(re.fullmatch(r"  dp_shard 8: \d+\.\d GiB", line) for line in meshes)
+    found = search_output(capsys, "llama3_8b", "--world-size", "8", "--parallelism.tp", "3")
+    assert "No layout passes the checks of the configuration: give fewer keys" in found
+
+
+def test_the_plan_of_a_chosen_layout_needs_a_profile(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["llama3_8b", "--world-size", "8", "--parallelism.layout", "auto", "--training.global_batch_size", "64"]
+    with pytest.raises(UsageError, match='"auto" depends on the machine: add --hardware'):
+        main(run)
+    main([*run, "--hardware", "h100"])
+    # keeps what the file sets
+    assert "1: --parallelism.layout given --parallelism.dp_shard 8" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--price-per-hour", "2"), "only with --hardware"),
+        (("--search",), "only with --hardware"),
+        (
+            ("--search", "--hardware", "h100", "--training.global_batch_size", "-1"),
+            "given if the layout is chosen",
+        ),
         (("--hardware", "h100", "--price-per-hour", "-2"), "--price-per-hour"),
         (("--hardware", "h101"), "'h101' does not exist: give a TOML file, or one of a100"),
         (("--hardware", "h100", "--device", "cpu"), "the profile h100 is of cuda"),
