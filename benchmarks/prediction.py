@@ -1,7 +1,8 @@
 """The predicted time of a step against the measured one, by layout, with a hardware profile of this machine.
 
-Measures the profile (or takes --hardware), then the layouts of two models on random tokens, in rounds. The fastest
-round counts: other programs only make steps slower. Processes share the cores as those of run_train.sh do.
+Measures the profile (or takes --hardware), then two models on random tokens, in rounds: each layout, and the one that
+the search chooses for each number of ranks. The fastest round counts: other programs only make steps slower. Processes
+share the cores as those of run_train.sh do.
 """
 
 import runpy
@@ -13,8 +14,10 @@ from pathlib import Path
 
 from benchmarks.measuring import Row, configuration, report, threads_per_process
 from benchmarks.memory import measure
+from titanlite.config.fields import literal
 from titanlite.hardware.profile import Profile, load_profile
 from titanlite.planning.estimate import estimate
+from titanlite.planning.search import search
 from titanlite.planning.step_time import predict
 from titanlite.runtime.launch import fork_context, run_ranks
 
@@ -45,6 +48,7 @@ LAYOUTS: Mapping[str, tuple[int, str]] = {
 }
 """Number of ranks, and settings by the last part of their keys."""
 SECTIONS = {"local_batch_size": "training", "mode": "activation_checkpoint"}
+CHOSEN = "chosen for "
 
 
 def settings_of(model: str, layout: str) -> list[str]:
@@ -52,6 +56,14 @@ def settings_of(model: str, layout: str) -> list[str]:
         word if "." in word else f"{SECTIONS.get(word.split('=')[0], 'parallelism')}.{word}" for word in layout.split()
     ]
     return [*MODELS[model], *words]
+
+
+def chosen_settings(model: str, ranks: int, profile: Profile) -> list[str]:
+    """The settings of the layout that the search chooses."""
+    config = configuration([*MODELS[model], "training.local_batch_size=1"], ranks)
+    best = search(config, ranks, profile, memory_gib=profile.memory_gib, count=1).fastest[0]
+    found = [f"{key}={literal(value)}".replace('"', "") for key, value in best.settings.items()]
+    return [*MODELS[model], *found]
 
 
 def measured_seconds(settings: Sequence[str], ranks: int, steps: int) -> float:
@@ -100,6 +112,8 @@ def main(
     summary: list[Row] = []
     for model in models:
         cases = {name: (ranks, settings_of(model, layout)) for name, (ranks, layout) in LAYOUTS.items()}
+        for ranks in (1, 2, 4):
+            cases[f"{CHOSEN}{ranks}"] = ranks, chosen_settings(model, ranks, profile)
         measured: dict[str, list[float]] = {name: [] for name in cases}
         for _ in range(rounds):
             for name, (ranks, settings) in cases.items():
@@ -127,7 +141,10 @@ def main(
             ),
             "median error": statistics.median(abs(predicted[name] / fastest[name] - 1) for name in given),
         }
+        for ranks in (1, 2, 4):
+            best = min(fastest[name] for name, (count, _) in cases.items() if count == ranks)
+            line[f"{CHOSEN}{ranks} / best"] = fastest[f"{CHOSEN}{ranks}"] / best
         summary.append(line)
     forms = {"measured (s)": ".3f", "predicted (s)": ".3f", "error": "+.0%", "rank correlation": ".2f"}
-    forms |= {"median error": ".0%"}
+    forms |= {"median error": ".0%"} | {f"{CHOSEN}{ranks} / best": ".2f" for ranks in (1, 2, 4)}
     report("prediction", {"Time of a step": rows, "Summary": summary}, forms, json)
