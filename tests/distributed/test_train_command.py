@@ -1,7 +1,10 @@
 """The training command as a user starts it: equal numbers on every mesh, and errors of invalid starts."""
 
+import math
+import re
 import socket
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,8 @@ import pytest
 
 from tests.distributed.program import CONFIG, PATIENCE_S, Program, Starter, own_tracebacks, rows, start_program
 from tests.distributed.reference import GLOBAL_BATCH, SEQ_LEN, TOKENS
+from tests.unit.planning.test_step_time import profile
+from titanlite.hardware.profile import dump_profile
 from titanlite.metrics.goodput import COLUMNS
 
 STEPS = 6
@@ -78,6 +83,42 @@ def test_two_ranks_match_one_process(layout: dict[str, int], single: Program, tm
         assert numbers(row) == pytest.approx(numbers(expected_row), rel=1e-10, abs=0)
     for once in (f"Done: {STEPS} steps", " 1/6 ", "warning: Checkpoints: none", "warning: The weights were not saved"):
         assert program.output.count(once) == 1, once
+
+
+def profile_file(folder: Path, bytes_per_s: float) -> str:
+    """A hardware profile in whose network messages take that long."""
+    file = folder / f"{bytes_per_s:.0e}.toml"
+    file.write_text(dump_profile(profile("cpu", latency_s=1e-6, bytes_per_s=bytes_per_s, operation_s=1e-6)))
+    return str(file)
+
+
+def test_chosen_layouts_match_one_process(single: Program, tmp_path: Path, start: Starter) -> None:
+    """3 steps on 4 ranks, then 3 on 2 ranks, which choose again and resume; tp = 2 is kept."""
+    hardware = profile_file(tmp_path, 1e9)
+    settings = ("--parallelism.layout", "auto", "--parallelism.hardware", hardware, "--parallelism.tp", "2")
+    losses = {}
+    for ranks, steps in ((4, 3), (2, STEPS)):
+        run = (*settings, "--checkpoint.enable", "true", "--lr_schedule.decay_steps", str(STEPS - 2))
+        program = start(tmp_path, *run, "--training.steps", str(steps), ranks=ranks, name=f"{ranks}")
+        assert program.wait() == 0, program.output
+        (layout,) = re.findall(r"Layout: auto: (.*), recompute .* fastest of \d+ mesh", program.output)
+        section = tomllib.loads((tmp_path / "out" / "config.toml").read_text())["parallelism"]
+        assert (section["layout"], section["tp"]) == ("given", 2)
+        axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        assert math.prod(section[axis] for axis in axes) == ranks
+        assert layout == " x ".join(f"{axis} {section[axis]}" for axis in axes if section[axis] > 1)
+        losses |= {row["step"]: row["loss"] for row in rows(tmp_path / "out")}
+    expected = {row["step"]: row["loss"] for row in rows(single.workplace / "out")}
+    assert losses == pytest.approx(expected, rel=1e-12, abs=0)
+
+
+@pytest.mark.slow
+def test_no_layout_that_fits_is_said_once(tmp_path: Path, start: Starter) -> None:
+    settings = ("--parallelism.layout", "auto", "--parallelism.hardware", profile_file(tmp_path, 1e9))
+    program = start(tmp_path, *settings, "--parallelism.pp", "4", ranks=4)  # of 2 blocks
+    assert program.wait() != 0
+    assert program.output.count("no layout of 4 ranks fits the checks of the configuration") == 1
+    assert own_tracebacks(program.output) == []
 
 
 @pytest.mark.slow

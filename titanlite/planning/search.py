@@ -58,16 +58,19 @@ PP_SCHEDULES = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubb
 SYNC: tuple[GradientSync, ...] = ("last", "hybrid", "every")
 """From the fastest to the one with the least memory."""
 SLACK = 0.9
-"""Share of the time of the largest microbatches that no smaller ones improve on. They would be the fastest, if the rates
-of a profile never fell with the size."""
+"""Share of the time of the largest microbatches that no smaller ones improve on. They would be the fastest if rates
+never fell with the size."""
 FILLED = (2, 3)
-"""Microbatches per pipeline rank with which all stages work: of the two schedules from which others are extrapolated."""
+"""Microbatches per pipeline rank of the two schedules from which longer ones are extrapolated. All stages work."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout with its predicted time. settings: by full key, of what was searched. sizes: of the mesh axes by name.
-    microbatches: of a step, of `rows` rows each. memory_bytes: of the rank that needs the most. sent_bytes: of the rank that sends the most, per step."""
+    """A layout with its predicted time.
+
+    settings: by full key, of what was searched. sizes: of the mesh axes by name. microbatches: of a step, of `rows` rows
+    each. memory_bytes: of the rank that needs the most. sent_bytes: of the rank that sends the most, per step.
+    """
 
     settings: Settings
     config: JobConfig

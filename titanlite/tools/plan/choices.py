@@ -37,7 +37,8 @@ def describe_choices(
         why = "" if choice is best else f" {choice.time.total / total - 1:+.1%}: {_differences(choice, best)};"
         lines.append(f"{number}:{why} {cost}")
     if found.too_large:
-        lines += ["", f"Perhaps faster, but larger than the usable {USABLE * memory_gib:.1f} GiB, with the least memory:"]
+        usable = f"{USABLE * memory_gib:.1f} GiB"
+        lines += ["", f"Perhaps faster, but larger than the usable {usable}, with the least memory:"]
         lines += _sizes(found.too_large)
     lines += ["", "Options, to paste after the configuration:"]
     lines += [f"{number}: {options(choice, config)}" for number, choice in enumerate(found.fastest, 1)]
@@ -86,5 +87,5 @@ def _sizes(meshes: Sequence[TooLarge]) -> list[str]:
 def _nothing_fits(found: Found, memory_gib: float) -> list[str]:
     usable = f"{USABLE * memory_gib:.1f} GiB"
     if not found.too_large:
-        return ["No layout passes the checks of the configuration: give fewer keys, or check one layout without --search"]
+        return ["No layout passes the checks of the configuration: give fewer keys, or plan one without --search"]
     return [f"No layout fits into the usable {usable}; those with the least memory:", *_sizes(found.too_large)]
