@@ -5,8 +5,8 @@ the search chooses for each number of ranks. The fastest round counts: other pro
 share the cores as those of run_train.sh do.
 """
 
-import runpy
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -83,12 +83,8 @@ def measured_profile() -> Profile:
     """The profile of 4 processes of this machine, by `titanlite calibrate`."""
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/profile.toml"
-        arguments = sys.argv
-        sys.argv = ["titanlite", "calibrate", "--processes", "4", "--out", out]
-        try:
-            runpy.run_module("titanlite", run_name="__main__")
-        finally:
-            sys.argv = arguments
+        calibrate = [sys.executable, "-m", "titanlite", "calibrate", "--processes", "4", "--out", out]
+        subprocess.run(calibrate, check=True, stdout=subprocess.DEVNULL)
         return load_profile(out)
 
 
