@@ -163,8 +163,8 @@ def search(
         found = visit.best_of(settings, first, min(limit, known.time.total if known else inf))
         if found is not None:
             best[found.axes] = found
-            times = sorted(each.time.total for each in best.values())
-            limit = times[count - 1] if len(times) >= count else inf
+            totals = sorted(each.time.total for each in best.values())
+            limit = totals[count - 1] if len(totals) >= count else inf
     fastest = sorted(best.values(), key=lambda choice: (choice.time.total, choice.axes))[:count]
     rejected: dict[str, TooLarge] = {}
     for _, _, each in sorted(too_large):
