@@ -68,8 +68,8 @@ FILLED = (2, 3)
 class Choice:
     """A layout with its predicted time.
 
-    settings: by full key, of what was searched. sizes: of the mesh axes by name. microbatches: of a step, of `rows` rows
-    each. memory_bytes: of the rank that needs the most. sent_bytes: of the rank that sends the most, per step.
+    settings: by full key, of what was searched. sizes: of the mesh axes by name. microbatches: of a step, of `rows`
+    rows each. memory_bytes: of the rank that needs the most. sent_bytes: of the rank that sends the most, per step.
     """
 
     settings: Settings
@@ -131,16 +131,16 @@ def search(
     too_large: list[tuple[float, int, TooLarge]] = []
     meshes = set()
     for mesh in visit.meshes():
-        rows = visit.row_counts(mesh)
-        if (bound := visit.least_time({**mesh, **rows[-1], **visit.recompute()[0]})) is None:
+        counts = visit.row_counts(mesh)
+        if (bound := visit.least_time({**mesh, **counts[-1], **visit.recompute()[0]})) is None:
             continue  # the checks refuse it
         meshes.add(_axes(mesh))
-        first, least = visit.first_mode({**mesh, **rows[0]})
+        first, least = visit.first_mode({**mesh, **counts[0]})
         if first is None:
             too_large.append((bound, next(numbers), TooLarge(_mesh_name(mesh), least)))
         else:
             if first > 0:
-                bound = visit.least_time({**mesh, **rows[-1], **visit.recompute()[first]}) or bound
+                bound = visit.least_time({**mesh, **counts[-1], **visit.recompute()[first]}) or bound
             queue.append((mesh["parallelism.pp"] > 1, SLACK * bound, next(numbers), mesh, None))
     heapq.heapify(queue)
     best: dict[tuple[int, ...], Choice] = {}
@@ -253,9 +253,7 @@ class _Visit:
                 best, limit = choice, choice.time.total
         return best
 
-    def candidates(
-        self, settings: Settings, first: int, limit: float
-    ) -> list[tuple[float, Settings, Choice | None]]:
+    def candidates(self, settings: Settings, first: int, limit: float) -> list[tuple[float, Settings, Choice | None]]:
         """(lower bound of the time, settings, choice if it is known) for each way to recompute, to synchronize and to
         free parameters, and each schedule, by the bound: without a pipeline, and with 1F1B, by the prediction; with
         other schedules, that of 1F1B without idle time."""

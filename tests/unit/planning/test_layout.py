@@ -87,10 +87,11 @@ def test_all_ranks_report_that_nothing_fits(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(NoLayoutError, match="no layout of 4 ranks fits") as raised:
             agree_on_layout(config, (), World(rank, rank, RANKS, "cpu", RANKS), store)
         texts.add(str(raised.value))
-    assert len(texts) == 1 and raised.value.is_shared
+    assert len(texts) == 1
+    assert raised.value.is_shared
 
 
 def test_the_batch_must_be_given() -> None:
     arguments = ["--model.flavor=debug", "--training.local_batch_size=1", "--parallelism.layout=auto"]
-    with pytest.raises(ConfigError, match="training.global_batch_size = -1"):
+    with pytest.raises(ConfigError, match=r"training\.global_batch_size = -1"):
         load_config(arguments, world_size=RANKS, device_type="cpu", checks_files=False)

@@ -48,9 +48,7 @@ def everything(world_size: int, on: Profile, memory_gib: float) -> dict[tuple[in
         schedules = get_args(PipelineSchedule) if pp > 1 else ("1F1B",)
         ways = get_args(ContextParallel) if cp > 1 else ("heads",)
         sizes = (1, 2, 4, 8)
-        for schedule, way, rows, recompute, reshard, sync in product(
-            schedules, ways, sizes, RECOMPUTE, RESHARD, SYNC
-        ):
+        for schedule, way, rows, recompute, reshard, sync in product(schedules, ways, sizes, RECOMPUTE, RESHARD, SYNC):
             layout = {**mesh, "pp_schedule": schedule, "context_parallel": way, "gradient_sync": sync}
             layout["fsdp_reshard_after_forward"] = reshard
             batch = {"parallelism.pp_microbatch_size": rows, "training.local_batch_size": 8 // (replicas * shards) or 1}
