@@ -222,10 +222,10 @@ class _Visit:
         sequences = most_sequences(training.global_batch_size, self.config.data.num_streams, degree)
         sizes = [*(2**power for power in range(sequences.bit_length()) if 2**power < sequences), sequences]
         key = "training.local_batch_size" if mesh["parallelism.pp"] == 1 else "parallelism.pp_microbatch_size"
-        whole = {"training.local_batch_size": sequences} if mesh["parallelism.pp"] > 1 else {}
+        all_rows = {"training.local_batch_size": sequences} if mesh["parallelism.pp"] > 1 else {}
         if "training.local_batch_size" in self.kept:
-            whole = {}
-        return [{**whole, key: size} for size in self.options(key, sizes)]
+            all_rows = {}
+        return [{**all_rows, key: size} for size in self.options(key, sizes)]
 
     def recompute(self) -> Sequence[Settings]:
         return [{}] if "activation_checkpoint.mode" in self.kept else RECOMPUTE
