@@ -1,7 +1,6 @@
 """torch.compile for each block, and for the loss."""
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
 import torch
@@ -61,7 +60,6 @@ def check_compile(
     ]
 
 
-@cache
 def can_split_compiled_backward() -> bool:
     """Whether this torch can compute gradients of weights separately from those of inputs in compiled blocks."""
     return torch.__version__ >= "2.13"  # TorchVersion compares versions, not strings
