@@ -173,18 +173,27 @@ def unit_seconds(clock: Clock, of_group: Mapping[str, Link]) -> float:
 
 
 def links(clocks: Sequence[Clock]) -> dict[str, Link]:
-    """Latency and bandwidth of each collective, by the formula of Profile.collective_s: a line through the times of all
-    groups and sizes, whose relative errors have the least squares."""
+    """Latency and bandwidth of each collective, by the formula of Profile.collective_s."""
     found: dict[str, Link] = {}
     for operation in get_args(Collective):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames the functions; 2.11 lacks the new ones
             rows = [row for clock in clocks for row in _measured(operation, clock)]
-        table = torch.tensor(rows, dtype=torch.float64)
-        scaled, ones = table[:, :2] / table[:, 2:], torch.ones(len(rows), 1, dtype=torch.float64)
-        latency_s, byte_s = torch.linalg.lstsq(scaled, ones).solution[:, 0].tolist()
-        found[operation] = Link(max(latency_s, NEGLIGIBLE_S), 1 / max(byte_s, NEGLIGIBLE_S / 1e6))
+        found[operation] = line(rows)
     return found
+
+
+def line(rows: Sequence[tuple[float, float, float]]) -> Link:
+    """The line through (messages, bytes, seconds) of all groups and sizes whose relative errors have the least squares.
+
+    The largest messages are limited by the bandwidth. So a line that says less of it than half of the time of the
+    message with the most bytes per second comes from a disturbed time of a small one, and this half is taken.
+    """
+    table = torch.tensor(rows, dtype=torch.float64)
+    scaled, ones = table[:, :2] / table[:, 2:], torch.ones(len(rows), 1, dtype=torch.float64)
+    latency_s, byte_s = torch.linalg.lstsq(scaled, ones).solution[:, 0].tolist()
+    at_least_s = min(seconds / size for _, size, seconds in rows) / 2
+    return Link(max(latency_s, NEGLIGIBLE_S), 1 / max(byte_s, at_least_s))
 
 
 def _measured(operation: Collective, clock: Clock) -> Iterator[tuple[float, float, float]]:

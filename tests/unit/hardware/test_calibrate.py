@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tests.pool import run_ranks
 from titanlite.hardware import calibrate, measure
-from titanlite.hardware.measure import Clock, links
+from titanlite.hardware.measure import Clock, line, links
 from titanlite.hardware.profile import dump_profile, load_profile
 from titanlite.runtime.distributed import World
 
@@ -34,6 +34,16 @@ def test_one_process_measures_all_but_the_network(tmp_path: Path) -> None:
     found = load_profile(str(file))
     assert dump_profile(found) == dump_profile(profile)
     assert found.memory.values == pytest.approx(profile.memory.values, rel=1e-3)
+
+
+def test_a_line_has_the_latency_and_the_rate_of_its_points() -> None:
+    found = line([(n, n * size, n * (1e-5 + size / 1e9)) for n in (1.0, 3.0) for size in (1e3, 1e6)])
+    assert (found.latency_s, found.bytes_per_s) == pytest.approx((1e-5, 1e9))
+
+
+def test_a_disturbed_time_of_a_small_message_leaves_a_rate() -> None:
+    found = line([(1.0, 1e3, 2e-3), (1.0, 1e6, 1e-3)])
+    assert found.bytes_per_s == pytest.approx(2e9)
 
 
 def links_of_a_pair() -> dict[str, tuple[float, float]]:
