@@ -125,9 +125,11 @@ def build_forward(config: JobConfig, model_parts: list[LanguageModel], mesh: Mes
 def build_trainer(config: JobConfig, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device) -> Trainer:
     """Build the trainer of this rank's model parts."""
     faults = config.faults
+    family, hyper_parameters = resolve_model(config.model)
+    plan, named = family.plan(hyper_parameters), {n: p for part in model_parts for n, p in part.named_parameters()}
     return Trainer(
         **forward_parts(config, model_parts, mesh, device),
-        optimizer=build_optimizer(config.optimizer, model_parts, device),
+        optimizer=build_optimizer(config.optimizer, named, plan, device, mesh.sharing()),
         schedule=build_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps),
         sync=resolve_gradient_sync(config.parallelism.gradient_sync, mesh.degrees),
         max_norm=config.training.max_norm,

@@ -5,12 +5,17 @@ from typing import Any
 import torch
 
 from titanlite.optim.optimizer import OptimizerConfig, OptimizerKind, without_compiler
+from titanlite.parallel.mesh import Sharing
 
 EagerAdamW = without_compiler(torch.optim.AdamW)
 
 
 def build(
-    groups: list[dict[str, Any]], section: OptimizerConfig, implementation: str, device: torch.device
+    groups: list[dict[str, Any]],
+    section: OptimizerConfig,
+    implementation: str,
+    device: torch.device,
+    sharing: Sharing,  # noqa: ARG001
 ) -> torch.optim.AdamW:
     fused = implementation == "fused"
     return EagerAdamW(

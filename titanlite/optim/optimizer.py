@@ -1,13 +1,14 @@
 """The interface of optimizers, and conditional updates that are decided on the device."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from titanlite.parallel.mesh import Sharing
 from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.errors import ranged
 
@@ -17,7 +18,7 @@ class OptimizerConfig:
     """Optimizer and its hyper-parameters."""
 
     name: str = "AdamW"
-    """Optimizer. SGD has no momentum, and no state."""
+    """Optimizer. SGD has no momentum, and no state. Muon: for matrices in blocks; AdamW for all other parameters."""
     lr: float = ranged(3e-4, "3e-4 is a usual start", above=0)
     """Peak learning rate; [lr_schedule] scales it at each step."""
     beta1: float = ranged(0.9, "0.9 is the usual value", least=0, below=1)
@@ -26,8 +27,22 @@ class OptimizerConfig:
     """AdamW: decay of the second moment."""
     eps: float = ranged(1e-8, "1e-8 is the usual value", above=0)
     """AdamW: added to the denominator."""
+    momentum: float = ranged(0.95, "0.95 is the usual value", least=0, below=1)
+    """Muon: decay of the momentum."""
+    nesterov: bool = True
+    """Muon: orthogonalize the gradient mixed with the momentum once more, instead of the momentum."""
+    newton_schulz_steps: int = ranged(5, "5 is the usual number", least=1)
+    """Muon: iterations of the orthogonalization."""
+    newton_schulz_coefficients: tuple[float, ...] = (3.4445, -4.775, 2.0315)
+    """Muon: a, b, c of an iteration, a X + b (X X^T) X + c (X X^T)^2 X."""
+    newton_schulz_dtype: Literal["auto", "float64", "float32", "bfloat16"] = "auto"
+    """Muon: dtype of the orthogonalization, and of the matrices that ranks exchange for it. auto: that of the
+    parameters, at least float32."""
+    muon_scale: Literal["rms", "spectral"] = "rms"
+    """Muon: factor of the update of (m, n). rms: 0.2 sqrt(max(m, n)), the size of AdamW's updates, for the same lr and
+    weight decay; spectral: sqrt(max(1, m / n))."""
     weight_decay: float = ranged(0.1, "0 switches weight decay off", least=0)
-    """Decoupled weight decay (AdamW), or added to the gradient (SGD)."""
+    """Decoupled weight decay (AdamW, Muon), or added to the gradient (SGD)."""
     weight_decay_skip: tuple[str, ...] = ("*norm*", "*bias*")
     """Parameters without weight decay: shell patterns, matched against the full parameter name."""
     implementation: Literal["auto", "fused", "foreach", "for-loop"] = "auto"
@@ -51,71 +66,87 @@ def without_compiler(kind: type[AnyOptimizer]) -> type[AnyOptimizer]:
 class OptimizerKind:
     """An optimizer: an entry of titanlite.optim.registry, chosen by optimizer.name.
 
-    build(groups, section, implementation, device): torch's optimizer; groups have parameter names and weight decay.
-    has_fused: whether torch has a fused form for sharded parameters, whose kernel can skip an update.
+    build(groups, section, implementation, device, sharing): torch's optimizer; groups have parameter names and weight
+    decay. sharing: the ranks that hold parts of the parameters. has_fused: whether torch has a fused form for sharded
+    parameters. skips: whether this, or any implementation, skips an update by itself.
     """
 
-    build: Callable[[list[dict[str, Any]], OptimizerConfig, str, torch.device], torch.optim.Optimizer]
+    build: Callable[[list[dict[str, Any]], OptimizerConfig, str, torch.device, Sharing], torch.optim.Optimizer]
     has_fused: bool
+    always_skips: bool = False
 
 
 class GatedOptimizer:
-    """A torch optimizer with conditional updates that need no host read.
+    """Torch optimizers with conditional updates that need no host read.
 
-    optimizer: the torch optimizer; its groups have parameter names. `step_if(ok)` with a false `ok` leaves weights,
-    moments and step counts unchanged, bit for bit.
+    optimizers: of disjoint parameters; their groups have parameter names. can_skip: for each, whether it skips an update
+    by itself, if its attribute found_inf is not 0. `step_if(ok)` with a false `ok` leaves weights, moments and step
+    counts unchanged, bit for bit.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, gated_by_kernel: bool) -> None:
-        self.optimizer = optimizer
-        self._gated_by_kernel = gated_by_kernel
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], can_skip: Sequence[bool]) -> None:
+        self.optimizers = optimizers
+        self._can_skip = can_skip
         self._has_all_state = False
+
+    @property
+    def param_groups(self) -> Iterable[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+        """(optimizer, group) of all groups."""
+        return ((optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups)
 
     def init_state(self) -> None:
         """Create missing state: moments and step counts of 0. Clears the gradients if state is missing."""
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        missing = [parameter for parameter in parameters if not self.optimizer.state[parameter]]
+        missing = [
+            (optimizer, parameter)
+            for optimizer, group in self.param_groups
+            for parameter in group["params"]
+            if not optimizer.state[parameter]
+        ]
         if missing and not self._has_all_state:  # SGD never has state
-            for parameter in missing:
-                parameter.grad = torch.zeros_like(parameter)
-            self.step_if(torch.zeros((), dtype=torch.bool, device=parameters[0].device))
+            for _, group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = torch.zeros_like(parameter)
+            self.step_if(torch.zeros((), dtype=torch.bool, device=missing[0][1].device))
             self.zero_grad()
         self._has_all_state = True
 
     def named_state(self) -> Iterable[tuple[str, Tensor]]:
         """("<parameter>/<state>", tensor) of all existing state, in the order of the groups."""
-        for group in self.optimizer.param_groups:
+        for optimizer, group in self.param_groups:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                for key, value in self.optimizer.state[parameter].items():
+                for key, value in optimizer.state[parameter].items():
                     yield f"{name}/{key}", value
 
     def zero_grad(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
     def set_lr(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
+        for _, group in self.param_groups:
             group["lr"] = lr
 
     def step_if(self, ok: Tensor) -> None:
         """Update if `ok`, a bool scalar on the device, the same on all ranks; otherwise change nothing."""
-        if self._gated_by_kernel:
-            # Fused AdamW reads this attribute: its kernel skips the update if the value is not 0.
-            self.optimizer.found_inf = (~ok).to(torch.float32)  # type: ignore[attr-defined]
-            self.optimizer.step()
-            return
-        # Other implementations cannot skip: update, then restore. This costs a copy of weights and moments.
-        before = {key: tensor.clone() for key, tensor in self._tensors()}
-        self.optimizer.step()
-        for key, tensor in self._tensors():
-            # State that this step created was zero before.
-            tensor.copy_(torch.where(ok, tensor, before.get(key, torch.zeros((), dtype=tensor.dtype))))
+        for optimizer, can_skip in zip(self.optimizers, self._can_skip, strict=True):
+            if can_skip:
+                # Fused AdamW reads this attribute, too: its kernel skips the update if the value is not 0.
+                optimizer.found_inf = (~ok).to(torch.float32)  # type: ignore[attr-defined]
+                optimizer.step()
+                continue
+            # Other implementations cannot skip: update, then restore. This costs a copy of weights and moments.
+            before = {key: tensor.clone() for key, tensor in _tensors(optimizer)}
+            optimizer.step()
+            for key, tensor in _tensors(optimizer):
+                # State that this step created was zero before.
+                tensor.copy_(torch.where(ok, tensor, before.get(key, torch.zeros((), dtype=tensor.dtype))))
 
-    def _tensors(self) -> Iterable[tuple[tuple[int, str], Tensor]]:
-        """Local shards of all tensors that a step changes: parameters with gradients, and their state."""
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    yield (id(parameter), "parameter"), local_part(parameter)
-                    for name, value in self.optimizer.state[parameter].items():
-                        if isinstance(value, Tensor):
-                            yield (id(parameter), name), local_part(value)
+
+def _tensors(optimizer: torch.optim.Optimizer) -> Iterable[tuple[tuple[int, str], Tensor]]:
+    """Local shards of all tensors that a step changes: parameters with gradients, and their state."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                yield (id(parameter), "parameter"), local_part(parameter)
+                for name, value in optimizer.state[parameter].items():
+                    if isinstance(value, Tensor):
+                        yield (id(parameter), name), local_part(value)

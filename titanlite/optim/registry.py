@@ -1,19 +1,24 @@
 """Table of the optimizers, their construction, and their memory."""
 
-from collections.abc import Iterable
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from titanlite.models.family import Plan
 from titanlite.optim.adamw import ADAMW
+from titanlite.optim.groups import divide
+from titanlite.optim.muon import MUON
 from titanlite.optim.optimizer import GatedOptimizer, OptimizerConfig, OptimizerKind
 from titanlite.optim.sgd import SGD
+from titanlite.parallel.mesh import Sharing
 from titanlite.runtime.errors import Problem, check_ranges, require
 
 OPTIMIZERS: dict[str, OptimizerKind] = {
     "AdamW": ADAMW,
     "SGD": SGD,
+    "Muon": MUON,
 }
 
 
@@ -28,51 +33,68 @@ def check_optimizer(section: OptimizerConfig) -> list[Problem]:
             f'not "fused": torch has no fused {section.name} for sharded parameters',
             'use "auto" or "foreach", or optimizer.name = "AdamW"',
         ),
+        *require(
+            len(section.newton_schulz_coefficients) == 3,
+            "optimizer.newton_schulz_coefficients",
+            section.newton_schulz_coefficients,
+            "three numbers",
+            "leave it out for the default",
+        ),
     ]
 
 
-def resolve_implementation(section: OptimizerConfig) -> str:
-    """The implementation, with "auto" resolved to fused if supported, else foreach."""
-    auto = "fused" if OPTIMIZERS[section.name].has_fused else "foreach"
+def resolve_implementation(section: OptimizerConfig, name: str) -> str:
+    """The implementation of an optimizer, with "auto" resolved to fused if supported, else foreach."""
+    auto = "fused" if OPTIMIZERS[name].has_fused else "foreach"
     return auto if section.implementation == "auto" else section.implementation
 
 
-def build_optimizer(section: OptimizerConfig, model_parts: Iterable[nn.Module], device: torch.device) -> GatedOptimizer:
-    """Build the optimizer of all parameters of `model_parts`, in two groups: with and without weight decay."""
-    named = {name: parameter for part in model_parts for name, parameter in part.named_parameters()}
-    skipped = {name for name in named if any(fnmatchcase(name, pattern) for pattern in section.weight_decay_skip)}
-    groups = [
-        {"params": [(n, p) for n, p in named.items() if n not in skipped], "weight_decay": section.weight_decay},
-        {"params": [(n, p) for n, p in named.items() if n in skipped], "weight_decay": 0.0},
-    ]
-    kind, implementation = OPTIMIZERS[section.name], resolve_implementation(section)
-    optimizer = kind.build([group for group in groups if group["params"]], section, implementation, device)
-    return GatedOptimizer(optimizer, gated_by_kernel=implementation == "fused")
+def build_optimizer(
+    section: OptimizerConfig, named: Mapping[str, nn.Parameter], plan: Plan, device: torch.device, sharing: Sharing
+) -> GatedOptimizer:
+    """Build the optimizers of these parameters, by name. plan: of the full model. sharing: the ranks that hold parts of
+    the parameters."""
+    by_optimizer: dict[str, list[dict[str, Any]]] = {}
+    for group in divide(section, named, plan):
+        entry = {"params": list(group.parameters.items()), "weight_decay": group.weight_decay}
+        by_optimizer.setdefault(group.optimizer, []).append(entry)
+    optimizers, can_skip = [], []
+    for name, groups in by_optimizer.items():
+        kind, implementation = OPTIMIZERS[name], resolve_implementation(section, name)
+        optimizers.append(kind.build(groups, section, implementation, device, sharing))
+        can_skip.append(kind.always_skips or implementation == "fused")
+    return GatedOptimizer(optimizers, can_skip)
 
 
-def state_bytes(section: OptimizerConfig, parameters: Iterable[Tensor]) -> int:
+def state_bytes(section: OptimizerConfig, parameters: Mapping[str, Tensor], plan: Plan) -> int:
     """Bytes of optimizer state after a step, for this rank's shards of the parameters. Allocates nothing of their size.
 
     The step count of each tensor is on the device (fused, or any implementation on an accelerator) or on the host.
     """
-    # A step on a small parameter of each dtype. One on the meta device would import torch._dynamo: half a second.
-    parameters = list(parameters)
-    samples = {dtype: nn.Parameter(torch.zeros(2, 3, dtype=dtype)) for dtype in {p.dtype for p in parameters}}
-    for sample in samples.values():
-        sample.grad = torch.zeros_like(sample)
-    optimizer = OPTIMIZERS[section.name].build(
-        [{"params": list(samples.values())}], section, "for-loop", torch.device("cpu")
-    )
-    optimizer.step()
-    states = {dtype: optimizer.state.get(sample, {}).values() for dtype, sample in samples.items()}
     total = 0
-    for parameter in parameters:
-        for value in (value for value in states[parameter.dtype] if isinstance(value, Tensor)):
-            assert value.shape in ((), (2, 3)), "state must be of the parameter's shape, or a scalar"
-            total += value.itemsize * (parameter.numel() if value.dim() else 1)
+    for group in divide(section, parameters, plan):
+        # A step on a small parameter of each dtype. One on the meta device would import torch._dynamo: half a second.
+        samples = {
+            dtype: nn.Parameter(torch.zeros(2, 3, dtype=dtype))
+            for dtype in {p.dtype for p in group.parameters.values()}
+        }
+        for sample in samples.values():
+            sample.grad = torch.zeros_like(sample)
+        groups = [{"params": list(samples.values())}]
+        optimizer = OPTIMIZERS[group.optimizer].build(groups, section, "for-loop", torch.device("cpu"), Sharing())
+        optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+        optimizer.step()
+        states = {dtype: optimizer.state.get(sample, {}).values() for dtype, sample in samples.items()}
+        for parameter in group.parameters.values():
+            for value in (value for value in states[parameter.dtype] if isinstance(value, Tensor)):
+                assert value.shape in ((), (2, 3)), "state must be of the parameter's shape, or a scalar"
+                total += value.itemsize * (parameter.numel() if value.dim() else 1)
     return total
 
 
 def update_bytes(section: OptimizerConfig, parameter_bytes: int, optimizer_bytes: int) -> int:
-    """Temporary bytes of an update: a copy of parameters and state, unless the kernel can skip updates."""
-    return 0 if resolve_implementation(section) == "fused" else parameter_bytes + optimizer_bytes
+    """Temporary bytes of an update: a copy of parameters and state, unless the kernel can skip updates. Muon: the
+    directions before and after orthogonalization, and messages."""
+    if OPTIMIZERS[section.name].always_skips:
+        return 3 * parameter_bytes
+    return 0 if resolve_implementation(section, section.name) == "fused" else parameter_bytes + optimizer_bytes

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from titanlite.optim.optimizer import OptimizerConfig, OptimizerKind, without_compiler
+from titanlite.parallel.mesh import Sharing
 
 EagerSGD = without_compiler(torch.optim.SGD)
 
@@ -14,6 +15,7 @@ def build(
     section: OptimizerConfig,
     implementation: str,
     device: torch.device,  # noqa: ARG001
+    sharing: Sharing,  # noqa: ARG001
 ) -> torch.optim.SGD:
     return EagerSGD(groups, lr=section.lr, foreach=implementation == "foreach")
 

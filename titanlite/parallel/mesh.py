@@ -95,6 +95,15 @@ def data_degree(section: ParallelismConfig, world_size: int) -> int:
     return max(0, math.prod(degrees[axis] for axis in DATA_AXES))
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """Who holds parts of the same parameters. shards: the ranks of dp_shard x cp x tp, in this order, which together
+    have each parameter; replicas: the ranks of dp_replicate with the same parts. None: only this rank."""
+
+    shards: dist.ProcessGroup | None = None
+    replicas: dist.ProcessGroup | None = None
+
+
 class Mesh:
     """Coordinates of this process on the mesh axes, and, after `connect`, its process groups.
 
@@ -190,6 +199,16 @@ class Mesh:
         """The ranks that differ from this rank on `axis` only. axis: of PARAMETER_AXES."""
         found: dist.ProcessGroup = self.device_mesh.get_group(axis)
         return found
+
+    def sharing(self) -> Sharing:
+        """The ranks that hold parts of the same parameters. A collective if there are several."""
+        shards = self.device_mesh["dp_shard"].size() * self.device_mesh["tp"].size()
+        replicas = self.device_mesh["dp_replicate"].size()
+        group: dist.ProcessGroup | None = None
+        if shards > 1:
+            group = self.device_mesh["dp_shard", "tp"]._flatten("dp_shard_tp").get_group()
+            self.groups.append(group)
+        return Sharing(group, self.group("dp_replicate") if replicas > 1 else None)
 
     def new_group(self, timeout_s: int, *, keeps_timeout: bool = False) -> dist.ProcessGroup:
         """Create a gloo group of all ranks, for communication between hosts. A collective.

@@ -78,6 +78,7 @@ class ModelPart:
 class _Shape:
     """A parameter of the full model. tp: the dimension that tp shards; None: replicated over tp."""
 
+    name: str
     shape: tuple[int, ...]
     tp: int | None
     is_expert: bool
@@ -103,6 +104,7 @@ class Blueprint:
     blocks: tuple[int | None, ...]
     buffers: int
     block_buffers: int
+    plan: Plan
 
     @cached_property
     def costs(self) -> list[int]:
@@ -129,13 +131,14 @@ def _blueprint(family_name: str, hyper_parameters: Any) -> Blueprint:
             for name, parameter in module.named_parameters(recurse=False):
                 is_expert = isinstance(module, Experts)
                 tp = FEATURES[name] if is_expert else tensor_dimension(plan, prefix, name)
-                found.setdefault(parameter, _Shape(tuple(parameter.shape), tp, is_expert))
+                found.setdefault(parameter, _Shape(f"{prefix}.{name}", tuple(parameter.shape), tp, is_expert))
         units.append(tuple(found.values()))
     blocks = tuple(plan.blocks.get(names[0]) for names in plan.units)
     of_blocks = sum(buffer.numel() for name in plan.blocks for buffer in model.get_submodule(name).buffers())
     buffers = sum(buffer.numel() for buffer in model.buffers())
     names = tuple(unit[0] for unit in plan.units)
-    return Blueprint(names, tuple(units), blocks, buffers - of_blocks, of_blocks // max(len(plan.blocks), 1))
+    block_buffers = of_blocks // max(len(plan.blocks), 1)
+    return Blueprint(names, tuple(units), blocks, buffers - of_blocks, block_buffers, plan)
 
 
 def plan_stages(config: JobConfig, sizes: Mapping[str, int]) -> list[Stage]:
@@ -182,7 +185,7 @@ def _stages(
     wide = torch.promote_types(stored, torch.float32).itemsize  # the dtype that init_buffers uses
     stages = []
     for index, own in enumerate(split):
-        units, parts = [], list[Tensor]()
+        units, parts = [], dict[str, Tensor]()
         for unit in own:
             elements = experts = 0
             for parameter in model.units[unit]:
@@ -190,7 +193,7 @@ def _stages(
                 part, ranks = list(parameter.part(tp, ep)), shards // ep if is_apart else shards
                 dimension = sharded_dimension(part, ranks)
                 part[dimension] = -(-part[dimension] // ranks)
-                parts.append(torch.empty(part, dtype=stored, device="meta"))
+                parts[parameter.name] = torch.empty(part, dtype=stored, device="meta")
                 gathered = math.prod(part) * ranks  # all other ranks pad their shards to the size of the first one
                 elements, experts = (elements, experts + gathered) if is_apart else (elements + gathered, experts)
             replicated = [math.prod(parameter.shape) for parameter in model.units[unit] if parameter.tp is None]
@@ -201,8 +204,8 @@ def _stages(
                 index,
                 index == len(split) - 1,
                 sum(model.costs[unit] for unit in own),
-                sum(part.numel() * part.element_size() for part in parts),
-                state_bytes(optimizer, parts),
+                sum(part.numel() * part.element_size() for part in parts.values()),
+                state_bytes(optimizer, parts, model.plan),
                 (model.buffers + len(blocks) * model.block_buffers) * wide,
                 tuple(units),
                 blocks,
@@ -215,15 +218,15 @@ def _stages(
 def measure_stage(config: JobConfig, mesh: Mesh, part: ModelPart) -> Stage:
     """Measure a part that is parallelized and on the meta device."""
     model = part.model
-    shards = [local_part(parameter) for parameter in model.parameters()]
+    shards = {name: local_part(parameter) for name, parameter in model.named_parameters()}
     # the dtype that init_buffers uses
     wide = torch.promote_types(DTYPES[config.training.dtype], torch.float32).itemsize
     return Stage(
         part.stage,
         part.stage == num_stages(config.parallelism) - 1,
         sum(parameter.numel() for parameter in model.parameters()),  # of a DTensor: over all ranks
-        sum(shard.numel() * shard.element_size() for shard in shards),
-        state_bytes(config.optimizer, shards),
+        sum(shard.numel() * shard.element_size() for shard in shards.values()),
+        state_bytes(config.optimizer, shards, part.plan),
         sum(buffer.numel() * wide for buffer in model.buffers()),
         tuple(_units(model, part.plan, mesh)),
         tuple(part.plan.blocks.values()),

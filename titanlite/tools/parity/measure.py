@@ -23,6 +23,7 @@ from titanlite.assembly.model import build_model, build_trainer
 from titanlite.batch import FILLER, IGNORE_INDEX, Batch
 from titanlite.config.schema import JobConfig
 from titanlite.models.init import local_region
+from titanlite.models.registry import resolve_model
 from titanlite.optim.registry import build_optimizer
 from titanlite.optim.schedule import build_schedule
 from titanlite.parallel.clip import clip_grad_norm_
@@ -165,7 +166,9 @@ def named_parameters(trainer: Trainer) -> Iterator[tuple[str, nn.Parameter]]:
 def measure_updates(trainer: Trainer, config: JobConfig, steps: int, folder: Path) -> dict[str, float | None]:
     """Measurement.updates: clip the reference's gradients and update with the configuration's own optimizer."""
     load_weights_(trainer, weights_file(folder, 0))
-    optimizer = build_optimizer(config.optimizer, trainer.model_parts, CPU)
+    family, hyper_parameters = resolve_model(config.model)
+    plan, named = family.plan(hyper_parameters), dict(named_parameters(trainer))
+    optimizer = build_optimizer(config.optimizer, named, plan, CPU, trainer.mesh.sharing())
     schedule = build_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps)
     for step in range(steps):
         gradients = read_tensors(gradient_file(folder, step))

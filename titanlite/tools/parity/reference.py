@@ -1,7 +1,6 @@
 """The reference for all layouts: one process, plain torch, float64, no code of the trainer."""
 
-from dataclasses import asdict
-from fnmatch import fnmatchcase
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,9 @@ from titanlite.models.family import LanguageModel
 from titanlite.models.init import init_parameters_
 from titanlite.models.randomness import row_keys
 from titanlite.models.registry import resolve_model
-from titanlite.optim.registry import OPTIMIZERS
+from titanlite.optim.registry import build_optimizer
 from titanlite.optim.schedule import build_schedule
-from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.mesh import Mesh, Sharing
 from titanlite.precision import DTYPES
 from titanlite.runtime.distributed import World
 from titanlite.tools.parity.layouts import ONE_PROCESS, config_of
@@ -115,12 +114,9 @@ def measure_updates(config: JobConfig, steps: int, folder: Path) -> dict[str, fl
     section = config.optimizer
     before = read_tensors(weights_file(folder, 0))
     named = {name: nn.Parameter(value.clone()) for name, value in before.items()}
-    without = {name for name in named if any(fnmatchcase(name, pattern) for pattern in section.weight_decay_skip)}
-    groups = [
-        {"params": [named[name] for name in named if name not in without], "weight_decay": section.weight_decay},
-        {"params": [named[name] for name in named if name in without], "weight_decay": 0.0},
-    ]
-    optimizer = OPTIMIZERS[section.name].build([group for group in groups if group["params"]], section, "for-loop", CPU)
+    family, hyper_parameters = resolve_model(config.model)
+    plain = replace(section, implementation="for-loop")
+    optimizer = build_optimizer(plain, named, family.plan(hyper_parameters), CPU, Sharing())
     schedule = build_schedule(config.lr_schedule, section.lr, config.training.steps)
     for step in range(steps):
         gradients = read_tensors(gradient_file(folder, step))
@@ -129,9 +125,8 @@ def measure_updates(config: JobConfig, steps: int, folder: Path) -> dict[str, fl
         max_norm = clipping_norm(config, gradients)
         if max_norm > 0:
             nn.utils.clip_grad_norm_(named.values(), max_norm, float(config.training.norm_type))
-        for group in optimizer.param_groups:
-            group["lr"] = schedule(step + 1)
-        optimizer.step()
+        optimizer.set_lr(schedule(step + 1))
+        optimizer.step_if(torch.ones((), dtype=torch.bool))
     torch.save({name: parameter.detach() for name, parameter in named.items()}, updated_file(folder))
     return {name: torch.linalg.vector_norm(p.detach() - before[name]).item() for name, p in named.items()}
 
