@@ -14,11 +14,12 @@ from gpu_checks.workload import Setup, difference
 from titanlite.models.attention import attend, attention_mask, document_arguments, pin_kernels
 from titanlite.models.experts import feed_forward as expert_loop
 from titanlite.models.experts import grouped_feed_forward
+from titanlite.models.family import Plan
 from titanlite.models.head import OutputLayer
 from titanlite.models.layers import FeedForward, RMSNorm, RotaryEmbedding
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.registry import build_optimizer
-from titanlite.parallel.mesh import part_of_rows
+from titanlite.parallel.mesh import Sharing, part_of_rows
 
 CHECK = "2 kernels"
 SUMS = 256
@@ -220,7 +221,8 @@ def adamw(setup: Setup) -> Found:
     weight, steps = model.weight.detach().cpu().double(), 0
     first, second = torch.zeros_like(weight), torch.zeros_like(weight)
     before = weight.clone()
-    optimizer = build_optimizer(section, [model], setup.device)
+    plan, named = Plan((), {}, {}), dict(model.named_parameters())
+    optimizer = build_optimizer(section, named, plan, setup.device, Sharing(), 0)
     generator = torch.Generator().manual_seed(0)
     for step in range(3):
         gradient = torch.randn(weight.shape, generator=generator)

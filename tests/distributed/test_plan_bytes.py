@@ -66,7 +66,7 @@ def bytes_of_a_running_rank(layouts: list[tuple[str, ...]]) -> list[Bytes]:
         parameters = [p for part in trainer.model_parts for p in part.parameters()]
         gradients = [p.grad for p in parameters if p.grad is not None]
         assert len(gradients) == len(parameters)
-        state = [v for values in trainer.optimizer.optimizer.state.values() for v in values.values()]
+        state = [value for _, value in trainer.optimizer.named_state()]
         buffers = [buffer for part in trainer.model_parts for buffer in part.buffers()]
         tensors = [value for value in state if isinstance(value, Tensor)]
         found.append((size(parameters), size(gradients), size(tensors), size(buffers)))

@@ -94,6 +94,10 @@ OPTIMIZERS = {
     "for-loop AdamW": ["optimizer.name=AdamW", "optimizer.implementation=for-loop"],
     "foreach SGD": ["optimizer.name=SGD", "optimizer.implementation=foreach"],
     "for-loop SGD": ["optimizer.name=SGD", "optimizer.implementation=for-loop"],
+    "SGD with momentum": ["optimizer.name=SGD", "optimizer.momentum=0.9"],
+    "Lion": ["optimizer.name=Lion"],
+    "Muon": ["optimizer.name=Muon"],
+    "AdamW with bfloat16 moments": ["optimizer.state_dtype=bfloat16"],
 }
 
 
@@ -102,8 +106,7 @@ def state_of(trainer: Trainer) -> dict[str, Tensor]:
     state = {}
     for name, parameter in trainer.model_parts[0].named_parameters():
         state[name] = parameter.detach()
-        for key, value in trainer.optimizer.optimizer.state.get(parameter, {}).items():
-            state[f"{name}.{key}"] = value
+    state |= trainer.optimizer.named_state()
     return {k: (v.to_local() if isinstance(v, DTensor) else v).clone() for k, v in state.items()}
 
 

@@ -12,7 +12,7 @@ from titanlite.models.attention import chosen_kernel, mask_form
 from titanlite.models.decoder import describe_size
 from titanlite.models.family import DecoderConfig, LanguageModel
 from titanlite.models.init import init_parameters_
-from titanlite.models.registry import resolve_model
+from titanlite.models.registry import full_parameters, resolve_model
 from titanlite.optim.registry import build_optimizer
 from titanlite.optim.schedule import build_schedule
 from titanlite.parallel.data import resolve_gradient_sync, running_dtypes
@@ -125,11 +125,11 @@ def build_forward(config: JobConfig, model_parts: list[LanguageModel], mesh: Mes
 def build_trainer(config: JobConfig, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device) -> Trainer:
     """Build the trainer of this rank's model parts."""
     faults = config.faults
-    family, hyper_parameters = resolve_model(config.model)
-    plan, named = family.plan(hyper_parameters), {n: p for part in model_parts for n, p in part.named_parameters()}
+    _, plan = full_parameters(config.model)
+    named = {name: parameter for part in model_parts for name, parameter in part.named_parameters()}
     return Trainer(
         **forward_parts(config, model_parts, mesh, device),
-        optimizer=build_optimizer(config.optimizer, named, plan, device, mesh.sharing()),
+        optimizer=build_optimizer(config.optimizer, named, plan, device, mesh.sharing(), config.debug.seed),
         schedule=build_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps),
         sync=resolve_gradient_sync(config.parallelism.gradient_sync, mesh.degrees),
         max_norm=config.training.max_norm,

@@ -49,7 +49,8 @@ from titanlite.metrics.slow_ranks import Place, SlowRanks
 from titanlite.models.attention import pin_kernels
 from titanlite.models.init import INIT_VERSION
 from titanlite.models.randomness import DRAW_VERSION
-from titanlite.models.registry import resolve_model
+from titanlite.models.registry import full_parameters, resolve_model
+from titanlite.optim.registry import describe_groups, kinds_of_state
 from titanlite.optim.schedule import depends_on_steps
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.pipeline import local_stages
@@ -142,6 +143,8 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
         trainer = build_trainer(config, model_parts, mesh, world.device)
     if attention := describe_attention(config, world.device):
         log.info("Attention: %s", attention)
+    for line in describe_groups(config.optimizer, *full_parameters(config.model)):
+        log.info("Optimizer: %s", line)
     describe_batch(config, mesh)
     for line in overridden(environment, os.environ):
         log.info("Environment: %s", line)
@@ -381,7 +384,7 @@ def about_run(config: JobConfig, tokenizer: Tokenizer | None, sources: Sequence[
         "model": {"family": config.model.family, **asdict(hyper_parameters)},
         "seq_len": config.training.seq_len,
         "dtype": config.training.dtype,
-        "optimizer": config.optimizer.name,
+        "optimizer": kinds_of_state(config.optimizer, *full_parameters(config.model)),
         "num_streams": config.data.num_streams,
         "data": data_fingerprint(config.data, sources),
         "tokenizer": tokenizer.fingerprint if tokenizer else None,

@@ -16,7 +16,8 @@ from titanlite.generation.config import check_samples
 from titanlite.hf.folder import PREFIX
 from titanlite.hf.source import check_source
 from titanlite.metrics.config import OWN_FILES, check_metrics
-from titanlite.models.registry import check_model, resolve_model
+from titanlite.models.family import ModelConfig
+from titanlite.models.registry import check_model, full_parameters, resolve_model
 from titanlite.optim.registry import check_optimizer
 from titanlite.optim.schedule import check_schedule
 from titanlite.parallel.compile import check_compile, compiles_blocks
@@ -44,7 +45,7 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, checks
         *(_check_places(config) if checks_files else ()),
         *_check_sources(config, facts.training.global_batch_size, degree, checks_files=checks_files),
         *check_layout(config, world_size),
-        *check_optimizer(config.optimizer),
+        *_check_optimizer(config),
         *_check_precision(facts),
         *check_schedule(config.lr_schedule),
         *check_checkpoint(
@@ -104,6 +105,14 @@ def _check_sources(config: JobConfig, global_batch_size: int, degree: int, *, ch
         ),
         *check_samples(config.samples, has_tokenizer=has_tokenizer),
     ]
+
+
+def _check_optimizer(config: JobConfig) -> list[Problem]:
+    """Problems of [optimizer], of its groups only for a valid model."""
+    section, training, layout = config.optimizer, config.training, config.parallelism
+    if check_model(config.model, seq_len=training.seq_len, tp=layout.tp, pp=layout.pp):
+        return check_optimizer(replace(section, groups=()), *full_parameters(ModelConfig()))
+    return check_optimizer(section, *full_parameters(config.model))
 
 
 def _check_precision(facts: JobConfig) -> list[Problem]:

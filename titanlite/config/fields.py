@@ -14,7 +14,7 @@ from titanlite.data.kinds import KINDS
 from titanlite.data.sources.config import SourceConfig
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
-from titanlite.optim.optimizer import OptimizerConfig
+from titanlite.optim.optimizer import GroupConfig, OptimizerConfig
 from titanlite.optim.registry import OPTIMIZERS
 from titanlite.runtime.errors import Problem
 from titanlite.runtime.json_files import check_depth
@@ -24,6 +24,7 @@ INT64 = range(-(2**63), 2**63)
 TABLES: Mapping[type, Mapping[str, Mapping[str, Any]]] = {
     SourceConfig: {"kind": KINDS},
     OptimizerConfig: {"name": OPTIMIZERS},
+    GroupConfig: {"optimizer": {"auto": None, **OPTIMIZERS}},
 }
 """Keys whose choices are the entries of a registry."""
 
@@ -149,7 +150,10 @@ def describe_type(value_type: Any) -> str:
     if get_origin(value_type) is Literal:
         return "one of " + ", ".join(literal(choice) for choice in get_args(value_type))
     if get_origin(value_type) is tuple:
-        return "an array of strings" if is_text(get_args(value_type)[0]) else "an array of tables"
+        item = get_args(value_type)[0]
+        return (
+            "an array of tables" if row_type(value_type) else f"an array of {'strings' if is_text(item) else 'numbers'}"
+        )
     names = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
     return names[value_type]
 
@@ -167,7 +171,7 @@ def _read_array(key: str, value: Any, value_type: Any, default: Any) -> Any | Pr
     if not isinstance(value, list):
         example = literal([value]) if isinstance(value, str) else literal(default)
         return Problem(key, value, f"an array, each item {describe_type(value_type)}", f"write {example}")
-    items = [read_value(key, item, value_type, "text") for item in value]
+    items = [read_value(key, item, value_type, "text" if is_text(value_type) else 1.0) for item in value]
     bad = [item for item in items if isinstance(item, Problem)]
     return bad[0] if bad else tuple(items)
 

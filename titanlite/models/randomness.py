@@ -38,6 +38,13 @@ def row_keys(seed: int, step: int, sequences: Tensor) -> Tensor:
     return _mixed(keys + (sequences + 1) * _signed(_GOLDEN))
 
 
+def words(seed: int, step: Tensor, site: str, elements: Tensor) -> Tensor:
+    """Random words, int64, one for each of `elements`, int64 indexes of a tensor. step: scalar on their device."""
+    key = _mixed(torch.full_like(elements[:1], _signed((seed + 1) * _GOLDEN)))
+    key = _mixed(key + (step.to(torch.int64) + 1) * _signed(_GOLDEN))
+    return _mixed(_mixed(key + _signed(_hash_of(site))) + _mixed((elements + 1) * _signed(_GOLDEN)))
+
+
 def uniform(keys: Tensor, site: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Independent numbers k / 2^24 in [0, 1): (rows, *shape), exactly the same on every device, in float32 and float64.
 

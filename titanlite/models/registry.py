@@ -1,9 +1,14 @@
 """Table of the model families, and the choice by the [model] section."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
-from titanlite.models.family import Family, ModelConfig
+import torch
+from torch import nn
+
+from titanlite.models.family import Family, ModelConfig, Plan
 from titanlite.models.llama3 import LLAMA3
 from titanlite.models.olmoe import OLMOE
 from titanlite.models.qwen3 import QWEN3
@@ -26,6 +31,21 @@ def resolve_model(section: ModelConfig) -> tuple[Family, Any]:
     family = FAMILIES[section.family]
     flavor = family.flavors[section.flavor]
     return family, replace(flavor, **section.overrides) if section.overrides else flavor
+
+
+def full_parameters(section: ModelConfig) -> tuple[Mapping[str, nn.Parameter], Plan]:
+    """The parameters of the full model by name, on the meta device, and its plan. The section must be valid."""
+    family, hyper_parameters = resolve_model(section)
+    return _full_parameters(family.name, hyper_parameters)
+
+
+@cache
+def _full_parameters(family_name: str, hyper_parameters: Any) -> tuple[Mapping[str, nn.Parameter], Plan]:
+    family = FAMILIES[family_name]
+    with torch.device("meta"):
+        model = family.build(hyper_parameters)
+    model.tie_weights()
+    return dict(model.named_parameters()), family.plan(hyper_parameters)
 
 
 def check_model(section: ModelConfig, *, seq_len: int, tp: int, pp: int) -> list[Problem]:

@@ -1,33 +1,85 @@
-"""AdamW (Loshchilov, Hutter, "Decoupled Weight Decay Regularization", 2019)."""
-
-from typing import Any
+"""AdamW (Loshchilov, Hutter, "Decoupled Weight Decay Regularization", 2019), also with moments in bfloat16."""
 
 import torch
+from torch import Tensor
 
-from titanlite.optim.optimizer import OptimizerConfig, OptimizerKind, without_compiler
-from titanlite.parallel.mesh import Sharing
+from titanlite.models.init import local_region
+from titanlite.optim.optimizer import Arguments, OptimizerKind, SkippingOptimizer, without_compiler
+from titanlite.optim.rounding import round_to_bfloat16
+from titanlite.runtime.dtensors import local_part
 
 EagerAdamW = without_compiler(torch.optim.AdamW)
 
 
-def build(
-    groups: list[dict[str, Any]],
-    section: OptimizerConfig,
-    implementation: str,
-    device: torch.device,
-    sharing: Sharing,  # noqa: ARG001
-) -> torch.optim.AdamW:
-    fused = implementation == "fused"
+class AdamWInBfloat16(SkippingOptimizer):
+    """AdamW whose moments are bfloat16; it computes in promote_types(dtype of the weights, float32).
+
+    State: exp_avg and exp_avg_sq, of the parameter's shape and placement, and step, a float32 scalar. Stochastic
+    rounding draws a number for each (seed, step, name of the parameter, index in the full parameter, moment), so that
+    all meshes round alike.
+    """
+
+    def __init__(self, arguments: Arguments) -> None:
+        super().__init__(arguments.groups, {"lr": arguments.section.lr, "eps": arguments.section.eps})
+        self._seed = arguments.seed if arguments.section.state_rounding == "stochastic" else None
+        self._names = {
+            parameter: name
+            for group in self.param_groups
+            for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        }
+
+    def init_state(self) -> None:
+        for parameter, _ in self.each():
+            if not self.state[parameter]:
+                step = torch.zeros((), dtype=torch.float32, device=local_part(parameter).device)
+                moments = (torch.zeros_like(parameter, dtype=torch.bfloat16, requires_grad=False) for _ in range(2))
+                self.state[parameter] |= {"step": step, **dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Update all parameters with a gradient, unless found_inf."""
+        self.init_state()
+        ok = self.found_inf == 0
+        for parameter, group in self.each():
+            if parameter.grad is None:
+                continue
+            state, (beta1, beta2) = self.state[parameter], group["betas"]
+            weights = local_part(parameter)
+            wide = torch.promote_types(weights.dtype, torch.float32)
+            gradient = local_part(parameter.grad).to(wide)
+            step = state["step"].add_(ok).to(torch.float64)
+            means = {
+                "exp_avg": local_part(state["exp_avg"]).to(wide).lerp_(gradient, 1 - beta1),
+                "exp_avg_sq": local_part(state["exp_avg_sq"]).to(wide).lerp_(gradient.square(), 1 - beta2),
+            }
+            denominator = (means["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(group["eps"])
+            update = (means["exp_avg"] / (1 - beta1**step)).div_(denominator)
+            updated = (weights.to(wide) * (1 - group["lr"] * group["weight_decay"])).sub_(update, alpha=group["lr"])
+            weights.copy_(torch.where(ok, updated.to(weights.dtype), weights))
+            for key, mean in means.items():
+                moment = local_part(state[key])
+                moment.copy_(torch.where(ok, self._rounded(mean, parameter, key, step), moment))
+
+    def _rounded(self, mean: Tensor, parameter: Tensor, key: str, step: Tensor) -> Tensor:
+        if self._seed is None:
+            return mean.to(torch.bfloat16)
+        _, shape, offset = local_region(parameter)
+        return round_to_bfloat16(mean, self._seed, step, f"{self._names[parameter]}/{key}", shape, offset)
+
+
+def build(arguments: Arguments) -> torch.optim.Optimizer:
+    if arguments.section.state_dtype == "bfloat16":
+        return AdamWInBfloat16(arguments)
+    section, fused = arguments.section, arguments.implementation == "fused"
     return EagerAdamW(
-        groups,
+        arguments.groups,
         lr=section.lr,
-        betas=(section.beta1, section.beta2),
         eps=section.eps,
-        foreach=implementation == "foreach",
+        foreach=arguments.implementation == "foreach",
         fused=fused,
         # Keeps step counts on the device, where updates are decided; torch supports this on accelerators only.
-        capturable=not fused and device.type != "cpu",
+        capturable=not fused and arguments.device.type != "cpu",
     )
 
 
-ADAMW = OptimizerKind(build, has_fused=True)
+ADAMW = OptimizerKind(build, options=("beta1", "beta2"), has_fused=True)

@@ -1,36 +1,211 @@
-"""Which optimizer updates a parameter, and with which weight decay."""
+"""Which optimizer updates a parameter, and with which hyper-parameters."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import Tensor
 
 from titanlite.models.family import Plan
-from titanlite.optim.optimizer import OptimizerConfig
+from titanlite.optim.optimizer import GroupConfig, OptimizerConfig, OptimizerKind
+from titanlite.runtime.errors import Problem, check_ranges, require
+
+DEFAULT = GroupConfig()
+"""Of the parameters that no group has."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters, by name, that one optimizer of OPTIMIZERS updates with the same weight decay."""
+    """Parameters, by name, that one optimizer updates with the same hyper-parameters.
 
+    label: of its [[optimizer.groups]], for the log. optimizer: its name. options: see Arguments.groups.
+    """
+
+    label: str
     optimizer: str
-    weight_decay: float
+    options: Mapping[str, Any]
     parameters: Mapping[str, Tensor]
 
 
-def divide(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> list[Group]:
-    """The groups of these parameters. plan: of the full model, or of the stage that has them."""
-    found: dict[tuple[str, float], dict[str, Tensor]] = {}
+def divide(
+    section: OptimizerConfig, kinds: Mapping[str, OptimizerKind], named: Mapping[str, Tensor], plan: Plan
+) -> list[Group]:
+    """The groups of these parameters. kinds: all optimizers by name. plan: of the full model, or of the stage that has
+    the parameters."""
+    found: dict[tuple[int, str, bool], dict[str, Tensor]] = {}
     for name, parameter in named.items():
-        optimizer = "AdamW" if section.name == "Muon" and not takes_muon(plan, name, parameter) else section.name
-        skips = any(fnmatchcase(name, pattern) for pattern in section.weight_decay_skip)
-        found.setdefault((optimizer, 0.0 if skips else section.weight_decay), {})[name] = parameter
-    return [Group(optimizer, decay, parameters) for (optimizer, decay), parameters in found.items()]
+        index = _group_of(section.groups, name)
+        given = (section.groups[index] if index >= 0 else DEFAULT).optimizer
+        optimizer = default_optimizer(section, plan, name, parameter.dim()) if given == "auto" else given
+        decays = not any(fnmatchcase(name, pattern) for pattern in section.weight_decay_skip)
+        found.setdefault((index, optimizer, decays), {})[name] = parameter
+    return [
+        Group(
+            f"groups.{index}" if index >= 0 else "-",
+            optimizer,
+            options_of(section, section.groups[index] if index >= 0 else DEFAULT, kinds[optimizer], decays=decays),
+            parameters,
+        )
+        for (index, optimizer, decays), parameters in sorted(found.items(), key=lambda item: item[0][0])
+    ]
 
 
-def takes_muon(plan: Plan, name: str, parameter: Tensor) -> bool:
-    """Whether Muon updates a parameter by default: matrices of blocks, and stacks of them, but for routers."""
+def options_of(section: OptimizerConfig, group: GroupConfig, kind: OptimizerKind, *, decays: bool) -> dict[str, Any]:
+    """The hyper-parameters of a group. decays: whether its parameters have weight decay."""
+
+    def value(key: str) -> float:
+        own: float = getattr(group, key)
+        return own if own != -1 else getattr(section, key)
+
+    momentum = value("momentum")
+    return {
+        "lr_factor": group.lr_factor,
+        "weight_decay": value("weight_decay") if decays else 0.0,
+        "betas": (value("beta1"), value("beta2")),
+        "momentum": kind.momentum if momentum == -1 else momentum,
+    }
+
+
+def default_optimizer(section: OptimizerConfig, plan: Plan, name: str, dims: int) -> str:
+    """The optimizer of a parameter without a group's own. Muon: of matrices of blocks, and stacks of them, but for
+    routers."""
+    if section.name != "Muon":
+        return section.name
     in_block = any(name.startswith(f"{block}.") for block in plan.blocks)
     routers = (pattern for pattern, style in plan.tensor_styles.items() if style == "router")
-    return in_block and parameter.dim() >= 2 and not any(fnmatchcase(name, f"{pattern}.*") for pattern in routers)
+    is_router = any(fnmatchcase(name, f"{pattern}.*") for pattern in routers)
+    return "Muon" if in_block and dims >= 2 and not is_router else "AdamW"
+
+
+def _group_of(groups: Sequence[GroupConfig], name: str) -> int:
+    """The index of the group that has the parameter, -1 without one: that of its name, else that of a pattern."""
+    named = [index for index, group in enumerate(groups) if name in group.parameters]
+    return (named or matching(groups, name) or [-1])[0]
+
+
+def matching(groups: Sequence[GroupConfig], name: str) -> list[int]:
+    """The indexes of the groups with a pattern that matches the name."""
+    return [index for index, group in enumerate(groups) if _pattern(group, name)]
+
+
+def _pattern(group: GroupConfig, name: str) -> str:
+    """The first pattern of the group that matches the name; "" without one."""
+    return next((text for text in group.parameters if fnmatchcase(name, text)), "")
+
+
+def check_groups(
+    section: OptimizerConfig, kinds: Mapping[str, OptimizerKind], named: Mapping[str, Tensor], plan: Plan
+) -> list[Problem]:
+    """Problems of [[optimizer.groups]]. named: the parameters of the full model. plan: of the full model."""
+    problems: list[Problem] = []
+    for index, group in enumerate(section.groups):
+        key = f"optimizer.groups.{index}"
+        problems += check_ranges(group, key)
+        problems += _check_names(f"{key}.parameters", group, list(named))
+    problems += _check_conflicts(section.groups, list(named))
+    if not problems:
+        problems += _check_options(section, kinds, named, plan)
+    return problems
+
+
+def _check_names(key: str, group: GroupConfig, names: Sequence[str]) -> list[Problem]:
+    """Problems of names and patterns without a parameter."""
+    problems = require(
+        bool(group.parameters), key, (), "names or patterns of parameters", f'for example ["{names[0]}"]'
+    )
+    for text in group.parameters:
+        close = get_close_matches(text, names, 1)
+        remedy = f'did you mean "{close[0]}"?' if close else f'parameters have names such as "{names[-1]}"'
+        found = any(fnmatchcase(name, text) for name in names)
+        problems += require(found, key, text, "the name of a parameter of the model, or a pattern of some", remedy)
+    return problems
+
+
+def _check_conflicts(groups: Sequence[GroupConfig], names: Sequence[str]) -> list[Problem]:
+    """Parameters that several groups name, or, if no group names them, match. One problem per pair of texts."""
+    found: dict[tuple[str, str], Problem] = {}
+    for name in names:
+        exact = [index for index, group in enumerate(groups) if name in group.parameters]
+        several = exact or matching(groups, name)
+        for other in several[1:]:
+            texts = [name if exact else _pattern(groups[index], name) for index in (several[0], other)]
+            key = f"optimizer.groups.{other}.parameters"
+            rule = (
+                f'one group per parameter; "{name}" is in groups {several[0]} and {other}'
+                if exact
+                else f'one pattern per parameter; "{name}" matches "{texts[0]}" of groups.{several[0]} and "{texts[1]}"'
+            )
+            remedy = "remove one of them" if exact else f'narrow a pattern, or add "{name}" itself to one of the groups'
+            found.setdefault((texts[0], texts[1]), Problem(key, texts[1], rule, remedy))
+    return list(found.values())
+
+
+def _check_options(
+    section: OptimizerConfig, kinds: Mapping[str, OptimizerKind], named: Mapping[str, Tensor], plan: Plan
+) -> list[Problem]:
+    """Problems between groups and the optimizers of their parameters. The groups' names are valid."""
+    problems: list[Problem] = []
+    of_group: dict[str, set[str]] = {}
+    for group in divide(section, kinds, named, plan):
+        of_group.setdefault(group.label, set()).add(group.optimizer)
+        small = [name for name, parameter in group.parameters.items() if parameter.dim() < 2]
+        if small and kinds[group.optimizer].takes_matrices:
+            rule = f'an optimizer of vectors, too: "{small[0]}" has one dimension, and {group.optimizer} needs two'
+            remedy = "use AdamW, or leave it out of the group"
+            problems.append(Problem(f"optimizer.{group.label}.optimizer", group.optimizer, rule, remedy))
+    for index, each in enumerate(section.groups):
+        optimizers = of_group.get(f"groups.{index}", set())
+        used = {option for name in optimizers for option in kinds[name].options}
+        for key in ("beta1", "beta2", "momentum"):
+            problems += require(
+                not optimizers or key in used or getattr(each, key) == -1,
+                f"optimizer.groups.{index}.{key}",
+                getattr(each, key),
+                f"an option of the group's optimizer, {' and '.join(sorted(optimizers))}",
+                "leave it out",
+            )
+    return problems
+
+
+def describe(groups: Sequence[Group]) -> list[str]:
+    """A table, line by line: group, optimizer, parameters, elements, hyper-parameters."""
+    rows = [["group", "optimizer", "parameters", "elements", "lr", "weight decay"]]
+    for group in groups:
+        elements = sum(parameter.numel() for parameter in group.parameters.values())
+        options = group.options
+        rows.append(
+            [
+                group.label,
+                group.optimizer,
+                f"{len(group.parameters):,}",
+                f"{elements:,}",
+                f"x {options['lr_factor']:g}",
+                f"{options['weight_decay']:g}",
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def state_kinds(groups: Sequence[Group], label: Callable[[Group], str]) -> str | dict[str, str]:
+    """What decides the state of the parameters: the label of their groups, by name; one text if all have the same.
+
+    Numbers in names are "*" if the names that differ only in them have the same label.
+    """
+    by_name = {name: label(group) for group in groups for name in group.parameters}
+    if len(set(by_name.values())) == 1:
+        return next(iter(by_name.values()))
+    by_pattern: dict[str, set[str]] = {}
+    for name, text in by_name.items():
+        by_pattern.setdefault(_without_numbers(name), set()).add(text)
+    return {
+        _without_numbers(name) if len(by_pattern[_without_numbers(name)]) == 1 else name: text
+        for name, text in sorted(by_name.items())
+    }
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)

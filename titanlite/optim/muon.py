@@ -1,10 +1,10 @@
-"""Muon: momentum, orthogonalized. Jordan et al., "Muon" (2024); scale and decay of Liu et al., "Muon is Scalable for LLM
-Training" (2025).
+"""Muon: orthogonalized momentum. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); decay
+and scale of Liu et al., "Muon is Scalable for LLM Training" (2025).
 
-Momentum is that of each rank's shards; matrices are orthogonalized by their owners (titanlite/optim/owners.py).
+A rank has the momentum of its shards. Each matrix is orthogonalized by its owner (titanlite/optim/owners.py).
 """
 
-from collections.abc import Iterable, Sequence
+import math
 from functools import partial
 from typing import Any, Literal
 
@@ -12,99 +12,108 @@ import torch
 from torch import Tensor
 
 from titanlite.optim.newton_schulz import flops, orthogonalize
-from titanlite.optim.optimizer import OptimizerConfig, OptimizerKind
-from titanlite.optim.owners import Owners
+from titanlite.optim.optimizer import Arguments, OptimizerConfig, OptimizerKind, SkippingOptimizer
+from titanlite.optim.owners import Matrix, Owners
 from titanlite.parallel.mesh import Sharing
 from titanlite.precision import DTYPES
 from titanlite.runtime.dtensors import local_part
 
-Scale = Literal["rms", "spectral"]
+Adjustment = Literal["match_rms_adamw", "original"]
 
 
-def scale_of(scale: Scale, rows: int, columns: int) -> float:
-    """The factor of an update. rms: 0.2 sqrt(max(rows, columns)), so that its root mean square is that of a usual AdamW
-    update, 0.2 (Liu et al., section 2.2); spectral: sqrt(max(1, rows / columns)) (Jordan et al.)."""
-    return 0.2 * max(rows, columns) ** 0.5 if scale == "rms" else max(1.0, rows / columns) ** 0.5
+def adjusted(adjustment: Adjustment, rows: int, columns: int) -> float:
+    """The factor of the update of a matrix.
 
-
-class Muon(torch.optim.Optimizer):
-    """A torch optimizer of matrices, or stacks of them, whose step is a collective of `sharing`.
-
-    `found_inf`, a float scalar on the device: other than 0 skips the update, as for torch's fused optimizers. State:
-    momentum, of the parameter's shape and dtype. Nothing is read from the device.
+    match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that the root mean square of its elements is about 0.2, as in
+    updates of AdamW (Liu et al., section 2.2). original: sqrt(max(1, rows / columns)) (Jordan et al.).
     """
+    if adjustment == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1.0, rows / columns))
 
-    found_inf: Tensor
+
+def muon_dtype(section: OptimizerConfig, parameters: torch.dtype) -> torch.dtype:
+    """The dtype of the orthogonalization and its messages, for parameters of this dtype."""
+    if section.newton_schulz_dtype == "auto":
+        return torch.promote_types(parameters, torch.float32)
+    return DTYPES[section.newton_schulz_dtype]
+
+
+class Muon(SkippingOptimizer):
+    """Muon for matrices (rows, columns), and stacks of them. `step` is a collective of `sharing`.
+
+    State: momentum, of the parameter's shape, dtype and placement. Nothing is read from the device.
+    """
 
     def __init__(
         self,
-        groups: Sequence[dict[str, Any]],
+        groups: list[dict[str, Any]],
         *,
         lr: float,
-        momentum: float,
         nesterov: bool,
         steps: int,
         coefficients: tuple[float, float, float],
-        dtype: torch.dtype | None,
-        scale: Scale,
+        dtype: torch.dtype,
+        adjustment: Adjustment,
         sharing: Sharing,
     ) -> None:
-        """groups: with weight_decay. dtype: of the orthogonalization and its messages; None: that of the parameters, at
-        least float32."""
-        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})  # type: ignore[arg-type]
-        self._momentum, self._nesterov, self._scale, self._dtype = momentum, nesterov, scale, dtype
-        self._function = partial(orthogonalize, steps=steps, coefficients=coefficients)
-        self._owners = Owners(
-            [each for group in self.param_groups for each in group["params"]], sharing, partial(flops, steps=steps)
-        )
+        """groups: see Arguments. dtype: of the orthogonalization and its messages."""
+        super().__init__(groups, {"lr": lr})
+        self._nesterov, self._adjustment, self._dtype = nesterov, adjustment, dtype
+        self._orthogonalize = partial(orthogonalize, steps=steps, coefficients=coefficients)
+        self._parameters = list(self.each())
+        self._wide = torch.promote_types(self._parameters[0][0].dtype, torch.float32)
+        self._owners = Owners([parameter for parameter, _ in self._parameters], sharing, partial(flops, steps=steps))
+
+    def init_state(self) -> None:
+        for parameter, _ in self._parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum"] = torch.zeros_like(parameter, requires_grad=False)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """Update all parameters, unless found_inf."""
-        ok = self.found_inf == 0
-        directions = []
-        for parameter, _ in self._each():
-            gradient, state = local_part(parameter.grad), self.state[parameter]
-            if not state:
-                state["momentum"] = torch.zeros_like(parameter)
-            before = local_part(state["momentum"])
-            after = before.lerp(gradient, 1 - self._momentum)
-            direction = gradient.lerp(after, self._momentum) if self._nesterov else after
-            before.copy_(torch.where(ok, after, before))
-            directions.append(direction.to(self._dtype or torch.promote_types(direction.dtype, torch.float32)))
-        results = self._owners.apply(directions, self._function)
-        for (parameter, group), result in zip(self._each(), results, strict=True):
-            weights = local_part(parameter)
-            factor = group["lr"] * scale_of(self._scale, *parameter.shape[-2:])
-            updated = (weights * (1 - group["lr"] * group["weight_decay"])).add_(
-                result.to(weights.dtype), alpha=-factor
-            )
-            weights.copy_(torch.where(ok, updated, weights))
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Update all parameters, unless found_inf. A parameter without a gradient stays unchanged."""
+        self.init_state()
+        self._owners.apply(self._direction, self._orthogonalize, self._update, self._dtype)
 
-    def _each(self) -> Iterable[tuple[Tensor, dict[str, Any]]]:
-        for group in self.param_groups:
-            yield from ((parameter, group) for parameter in group["params"])
+    def _direction(self, matrix: Matrix) -> Tensor:
+        """Update this rank's part of the momentum; returns that of the matrix to orthogonalize."""
+        parameter, group = self._parameters[matrix.parameter]
+        before = matrix.part_of(local_part(self.state[parameter]["momentum"]))
+        if parameter.grad is None:
+            return torch.zeros_like(before, dtype=self._dtype)
+        gradient, decay = matrix.part_of(local_part(parameter.grad)).to(self._wide), group["momentum"]
+        after = before.to(self._wide).lerp(gradient, 1 - decay)
+        direction = gradient.lerp(after, decay) if self._nesterov else after
+        before.copy_(torch.where(self.found_inf == 0, after.to(before.dtype), before))
+        return direction.to(self._dtype)
+
+    def _update(self, matrix: Matrix, result: Tensor) -> None:
+        """Update this rank's part of the weights. result: of the orthogonalized matrix."""
+        parameter, group = self._parameters[matrix.parameter]
+        if parameter.grad is None:
+            return
+        weights = matrix.part_of(local_part(parameter))
+        factor = group["lr"] * adjusted(self._adjustment, *matrix.shape)
+        updated = weights.to(self._wide) * (1 - group["lr"] * group["weight_decay"])
+        updated.sub_(result.to(self._wide), alpha=factor)
+        weights.copy_(torch.where(self.found_inf == 0, updated.to(weights.dtype), weights))
 
 
-def build(
-    groups: list[dict[str, Any]],
-    section: OptimizerConfig,
-    implementation: str,  # noqa: ARG001
-    device: torch.device,  # noqa: ARG001
-    sharing: Sharing,
-) -> Muon:
-    auto = section.newton_schulz_dtype == "auto"
+def build(arguments: Arguments) -> Muon:
+    section = arguments.section
+    a, b, c = section.newton_schulz_coefficients
+    (_, first), *_ = arguments.groups[0]["params"]
     return Muon(
-        groups,
+        arguments.groups,
         lr=section.lr,
-        momentum=section.momentum,
         nesterov=section.nesterov,
         steps=section.newton_schulz_steps,
-        coefficients=section.newton_schulz_coefficients,
-        dtype=None if auto else DTYPES[section.newton_schulz_dtype],
-        scale=section.muon_scale,
-        sharing=sharing,
+        coefficients=(a, b, c),
+        dtype=muon_dtype(section, first.dtype),
+        adjustment=section.adjust_lr,
+        sharing=arguments.sharing,
     )
 
 
-MUON = OptimizerKind(build, has_fused=False, always_skips=True)
+MUON = OptimizerKind(build, options=("momentum",), takes_matrices=True, momentum=0.95)

@@ -1,6 +1,7 @@
 """The interface of optimizers, and conditional updates that are decided on the device."""
 
 import inspect
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -14,23 +15,48 @@ from titanlite.runtime.errors import ranged
 
 
 @dataclass(frozen=True)
+class GroupConfig:
+    """Parameters with an optimizer or hyper-parameters of their own; by default, those of [optimizer]."""
+
+    parameters: tuple[str, ...] = ()
+    """Full names of parameters, or shell patterns for them. A name precedes patterns of other groups."""
+    optimizer: str = "auto"
+    """auto: as without the group."""
+    lr_factor: float = ranged(1.0, "1 is the learning rate of [optimizer]", above=0)
+    """Factor of the learning rate."""
+    weight_decay: float = ranged(-1.0, "0 switches weight decay off", least=0, unset=-1)
+    """Weight decay; weight_decay_skip applies in the group, too."""
+    beta1: float = ranged(-1.0, "0.9 is the usual value", least=0, below=1, unset=-1)
+    """AdamW, Lion: see [optimizer]."""
+    beta2: float = ranged(-1.0, "0.95 is the usual value", least=0, below=1, unset=-1)
+    """AdamW, Lion: see [optimizer]."""
+    momentum: float = ranged(-1.0, "0.95 is the usual value", least=0, below=1, unset=-1)
+    """Muon, SGD: see [optimizer]."""
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     """Optimizer and its hyper-parameters."""
 
     name: str = "AdamW"
-    """Optimizer. SGD has no momentum, and no state. Muon: for matrices in blocks; AdamW for all other parameters."""
+    """Optimizer. Muon updates the matrices of blocks, but no routers; AdamW updates the other parameters."""
     lr: float = ranged(3e-4, "3e-4 is a usual start", above=0)
     """Peak learning rate; [lr_schedule] scales it at each step."""
     beta1: float = ranged(0.9, "0.9 is the usual value", least=0, below=1)
-    """AdamW: decay of the first moment."""
+    """AdamW: decay of the first moment. Lion: share of the momentum in the update."""
     beta2: float = ranged(0.95, "0.95 is the usual value", least=0, below=1)
-    """AdamW: decay of the second moment."""
+    """AdamW: decay of the second moment. Lion: decay of the momentum; 0.99 is usual."""
     eps: float = ranged(1e-8, "1e-8 is the usual value", above=0)
     """AdamW: added to the denominator."""
-    momentum: float = ranged(0.95, "0.95 is the usual value", least=0, below=1)
-    """Muon: decay of the momentum."""
+    state_dtype: Literal["auto", "bfloat16"] = "auto"
+    """Dtype of AdamW's moments. auto: that of the parameters; bfloat16 takes half of the memory of float32."""
+    state_rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """How moments are rounded to bfloat16. stochastic: up or down at random, with the same random numbers on every
+    mesh, so that small changes are kept on average; nearest: they are lost."""
+    momentum: float = ranged(-1.0, "0.95 is the usual value", least=0, below=1, unset=-1)
+    """Muon, SGD: decay of the momentum; -1: 0.95 for Muon, and 0, so no momentum, for SGD."""
     nesterov: bool = True
-    """Muon: orthogonalize the gradient mixed with the momentum once more, instead of the momentum."""
+    """Muon: orthogonalize a mixture of gradient and momentum, in place of the momentum."""
     newton_schulz_steps: int = ranged(5, "5 is the usual number", least=1)
     """Muon: iterations of the orthogonalization."""
     newton_schulz_coefficients: tuple[float, ...] = (3.4445, -4.775, 2.0315)
@@ -38,15 +64,17 @@ class OptimizerConfig:
     newton_schulz_dtype: Literal["auto", "float64", "float32", "bfloat16"] = "auto"
     """Muon: dtype of the orthogonalization, and of the matrices that ranks exchange for it. auto: that of the
     parameters, at least float32."""
-    muon_scale: Literal["rms", "spectral"] = "rms"
-    """Muon: factor of the update of (m, n). rms: 0.2 sqrt(max(m, n)), the size of AdamW's updates, for the same lr and
-    weight decay; spectral: sqrt(max(1, m / n))."""
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Muon: factor of the update of a matrix (m, n). match_rms_adamw: 0.2 sqrt(max(m, n)), the size of AdamW's updates,
+    so that lr and weight_decay are AdamW's; original: sqrt(max(1, m / n))."""
     weight_decay: float = ranged(0.1, "0 switches weight decay off", least=0)
-    """Decoupled weight decay (AdamW, Muon), or added to the gradient (SGD)."""
+    """Decoupled weight decay (AdamW, Muon, Lion), or added to the gradient (SGD)."""
     weight_decay_skip: tuple[str, ...] = ("*norm*", "*bias*")
     """Parameters without weight decay: shell patterns, matched against the full parameter name."""
     implementation: Literal["auto", "fused", "foreach", "for-loop"] = "auto"
-    """auto: fused AdamW, foreach SGD. torch has no fused SGD for sharded parameters."""
+    """Of AdamW and SGD. auto: fused AdamW, foreach SGD. torch has no fused SGD for sharded parameters."""
+    groups: tuple[GroupConfig, ...] = ()
+    """Groups of parameters with an optimizer or hyper-parameters of their own."""
 
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
@@ -63,30 +91,70 @@ def without_compiler(kind: type[AnyOptimizer]) -> type[AnyOptimizer]:
 
 
 @dataclass(frozen=True)
+class Arguments:
+    """What an optimizer is built from.
+
+    groups: torch's parameter groups: pairs of name and parameter, lr_factor, weight_decay, betas, momentum, decays.
+    implementation: resolved. sharing: the ranks that hold parts of the parameters. seed: of random numbers.
+    """
+
+    groups: list[dict[str, Any]]
+    section: OptimizerConfig
+    implementation: Literal["fused", "foreach", "for-loop"]
+    device: torch.device
+    sharing: Sharing
+    seed: int
+
+
+@dataclass(frozen=True)
 class OptimizerKind:
     """An optimizer: an entry of titanlite.optim.registry, chosen by optimizer.name.
 
-    build(groups, section, implementation, device, sharing): torch's optimizer; groups have parameter names and weight
-    decay. sharing: the ranks that hold parts of the parameters. has_fused: whether torch has a fused form for sharded
-    parameters. skips: whether this, or any implementation, skips an update by itself.
+    options: keys of GroupConfig that it uses, beside lr_factor and weight_decay. has_fused: whether torch has a fused
+    form for sharded parameters. takes_matrices: whether it updates only matrices, and stacks of them. momentum: for
+    optimizer.momentum = -1.
     """
 
-    build: Callable[[list[dict[str, Any]], OptimizerConfig, str, torch.device, Sharing], torch.optim.Optimizer]
-    has_fused: bool
-    always_skips: bool = False
+    build: Callable[[Arguments], torch.optim.Optimizer]
+    options: tuple[str, ...]
+    has_fused: bool = False
+    takes_matrices: bool = False
+    momentum: float = 0.0
+
+
+class SkippingOptimizer(torch.optim.Optimizer):
+    """A torch optimizer that skips an update by itself.
+
+    found_inf: a float scalar on the device, as for torch's fused optimizers; if it is not 0, `step` leaves weights and
+    state unchanged, bit for bit.
+    """
+
+    found_inf: Tensor
+
+    @abstractmethod
+    def init_state(self) -> None:
+        """Create the state that is missing: zeros."""
+
+    def each(self) -> Iterable[tuple[Tensor, dict[str, Any]]]:
+        """(parameter, group) of all parameters, in order."""
+        for group in self.param_groups:
+            yield from ((parameter, group) for parameter in group["params"])
+
+
+def skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer reads the attribute found_inf."""
+    return isinstance(optimizer, SkippingOptimizer) or bool(optimizer.defaults.get("fused"))
 
 
 class GatedOptimizer:
     """Torch optimizers with conditional updates that need no host read.
 
-    optimizers: of disjoint parameters; their groups have parameter names. can_skip: for each, whether it skips an update
-    by itself, if its attribute found_inf is not 0. `step_if(ok)` with a false `ok` leaves weights, moments and step
-    counts unchanged, bit for bit.
+    optimizers: of disjoint parameters; their groups have the fields of Arguments.groups. `step_if(ok)` with a false
+    `ok` leaves weights, moments and step counts unchanged, bit for bit.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], can_skip: Sequence[bool]) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
-        self._can_skip = can_skip
         self._has_all_state = False
 
     @property
@@ -95,20 +163,24 @@ class GatedOptimizer:
         return ((optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups)
 
     def init_state(self) -> None:
-        """Create missing state: moments and step counts of 0. Clears the gradients if state is missing."""
-        missing = [
-            (optimizer, parameter)
-            for optimizer, group in self.param_groups
-            for parameter in group["params"]
-            if not optimizer.state[parameter]
-        ]
-        if missing and not self._has_all_state:  # SGD never has state
-            for _, group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = torch.zeros_like(parameter)
-            self.step_if(torch.zeros((), dtype=torch.bool, device=missing[0][1].device))
-            self.zero_grad()
+        """Create missing state: moments and step counts of 0. May clear the gradients, unless all state exists."""
+        if self._has_all_state:
+            return
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, SkippingOptimizer):
+                optimizer.init_state()
+            else:
+                self._init_state_of(optimizer)
         self._has_all_state = True
+
+    def _init_state_of(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        missing = [parameter for parameter in parameters if not optimizer.state[parameter]]
+        if missing:  # always for SGD without momentum, which has no state
+            for parameter in missing:
+                parameter.grad = torch.zeros_like(parameter)
+            self._step_if(optimizer, torch.zeros((), dtype=torch.bool, device=missing[0].device))
+            optimizer.zero_grad(set_to_none=True)
 
     def named_state(self) -> Iterable[tuple[str, Tensor]]:
         """("<parameter>/<state>", tensor) of all existing state, in the order of the groups."""
@@ -123,22 +195,24 @@ class GatedOptimizer:
 
     def set_lr(self, lr: float) -> None:
         for _, group in self.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_factor"]
 
     def step_if(self, ok: Tensor) -> None:
         """Update if `ok`, a bool scalar on the device, the same on all ranks; otherwise change nothing."""
-        for optimizer, can_skip in zip(self.optimizers, self._can_skip, strict=True):
-            if can_skip:
-                # Fused AdamW reads this attribute, too: its kernel skips the update if the value is not 0.
-                optimizer.found_inf = (~ok).to(torch.float32)  # type: ignore[attr-defined]
-                optimizer.step()
-                continue
-            # Other implementations cannot skip: update, then restore. This costs a copy of weights and moments.
-            before = {key: tensor.clone() for key, tensor in _tensors(optimizer)}
+        for optimizer in self.optimizers:
+            self._step_if(optimizer, ok)
+
+    def _step_if(self, optimizer: torch.optim.Optimizer, ok: Tensor) -> None:
+        if skips_by_itself(optimizer):
+            optimizer.found_inf = (~ok).to(torch.float32)  # type: ignore[attr-defined]
             optimizer.step()
-            for key, tensor in _tensors(optimizer):
-                # State that this step created was zero before.
-                tensor.copy_(torch.where(ok, tensor, before.get(key, torch.zeros((), dtype=tensor.dtype))))
+            return
+        # Other optimizers cannot skip: update, then restore. This costs a copy of weights and moments.
+        before = {key: tensor.clone() for key, tensor in _tensors(optimizer)}
+        optimizer.step()
+        for key, tensor in _tensors(optimizer):
+            # State that this step created was zero before.
+            tensor.copy_(torch.where(ok, tensor, before.get(key, torch.zeros((), dtype=tensor.dtype))))
 
 
 def _tensors(optimizer: torch.optim.Optimizer) -> Iterable[tuple[tuple[int, str], Tensor]]:

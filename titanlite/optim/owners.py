@@ -2,11 +2,13 @@
 
 One all-to-all brings the parts to the owners, another one the results back; with replicas of the parameters, an
 all-gather passes the results of each replica on to the others. Bytes per rank do not grow with the number of ranks.
-Owners take turns: matrices are sorted by cost, and those of a round, one per rank, cost about the same.
+Matrices are sorted by cost and dealt out in rounds of one per rank, so that those of a round cost about the same, and a
+rank holds one full matrix at a time.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,33 +16,44 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.parallel.mesh import Sharing
-from titanlite.runtime.dtensors import is_dtensor
+from titanlite.runtime.dtensors import is_dtensor, local_part
 
 Part = tuple[slice, ...]
-"""Where a rank's part of a parameter is in the full one, by dimension."""
+"""Where a rank's part of a tensor is in the full one, by dimension."""
 
 
 @dataclass(frozen=True)
+class Division:
+    """The division of a matrix. parts: rows and columns of each rank of the shards; None: no part. senders: the ranks
+    whose parts make up the matrix; the others have copies."""
+
+    parts: tuple[Part | None, ...]
+    senders: tuple[int, ...]
+
+    def size(self, rank: int) -> int:
+        """Elements of a rank's part."""
+        part = self.parts[rank]
+        return 0 if part is None else _elements(part)
+
+
+@dataclass(frozen=True, eq=False)
 class Matrix:
     """A matrix: a parameter of two dimensions, or one of a stack.
 
-    parameter: its number. index: in the stack. parts: the rows and columns of each rank of the shards; None: no part.
-    senders: the ranks whose parts make up the matrix; others have copies. owner: rank of the shards, in the replica
-    `replica`.
+    parameter: its number. index: of the matrix in this rank's stack; None: no stack. owner: rank of the shards, in the
+    replica `replica`.
     """
 
     parameter: int
     index: int | None
     shape: tuple[int, int]
-    parts: tuple[Part | None, ...]
-    senders: tuple[int, ...]
+    division: Division
     replica: int
     owner: int
 
-    def size(self, rank: int) -> int:
-        """Elements of a rank's part."""
-        part = self.parts[rank]
-        return 0 if part is None else math.prod(each.stop - each.start for each in part)
+    def part_of(self, local: Tensor) -> Tensor:
+        """This rank's part of the matrix; shares the memory of `local`, its part of the parameter."""
+        return local if self.index is None else local[self.index]
 
 
 class Owners:
@@ -50,133 +63,188 @@ class Owners:
     """
 
     def __init__(self, parameters: Sequence[Tensor], sharing: Sharing, cost: Callable[[int, int], float]) -> None:
-        self.sharing = sharing
-        ranks = dist.get_process_group_ranks(sharing.shards) if sharing.shards is not None else [0]
-        self.rank, self.size = (sharing.shards.rank(), len(ranks)) if sharing.shards is not None else (0, 1)
-        self._first = [part_of(parameter, ranks[self.rank])[0].start for parameter in parameters]
-        self.replica, self.replicas = 0, 1
+        self._sharing = sharing
+        self._device = local_part(parameters[0]).device
+        self.rank, self.replica, self.size, self.replicas = 0, 0, 1, 1
+        ranks = [0]
+        if sharing.shards is not None:
+            ranks = dist.get_process_group_ranks(sharing.shards)
+            self.rank, self.size = sharing.shards.rank(), len(ranks)
         if sharing.replicas is not None:
             self.replica, self.replicas = sharing.replicas.rank(), sharing.replicas.size()
-        found = [matrix for number, each in enumerate(parameters) for matrix in _matrices(number, each, ranks)]
-        found.sort(key=lambda matrix: -cost(*matrix[2]))  # stable: the same on all ranks
-        slots = self.size * self.replicas
-        self.rounds: list[list[Matrix]] = []
-        for place, (number, index, shape, parts) in enumerate(found):
-            if place % slots == 0:
-                self.rounds.append([])
-            replica, owner = divmod(place % slots, self.size)
-            first = dict[Part, int]()
-            for rank, part in enumerate(parts):
-                if part is not None:
-                    first.setdefault(_key(part), rank)
-            senders = tuple(first.values())
-            self.rounds[-1].append(Matrix(number, index, shape, parts, senders, replica, owner))
+        self.rounds = deal(
+            parameters, divisions(parameters, ranks), cost, rank=self.rank, size=self.size, replicas=self.replicas
+        )
 
-    def apply(self, parts: Sequence[Tensor], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """This rank's parts of function(matrix) for each matrix. parts: of the parameters, in their order; results have
-        their shapes and dtype. function: keeps the shape, and is called by owners only."""
-        results = [torch.empty_like(part) for part in parts]
+    def apply(
+        self,
+        part: Callable[[Matrix], Tensor],
+        function: Callable[[Tensor], Tensor],
+        use: Callable[[Matrix, Tensor], None],
+        dtype: torch.dtype,
+    ) -> None:
+        """Call `use` with this rank's part of function(matrix), for each matrix of which it has a part.
+
+        part: returns this rank's part of a matrix, in `dtype`; called once for each. function: keeps shape and dtype;
+        called by owners only.
+        """
+        nothing = torch.empty(0, dtype=dtype, device=self._device)
         for matrices in self.rounds:
-            for matrix, result in self._round(matrices, parts, function):
-                target = self._own(results, matrix)
-                target.copy_(result.view_as(target))
-        return results
-
-    def _own(self, parts: Sequence[Tensor], matrix: Matrix) -> Tensor:
-        """This rank's part of a matrix."""
-        part = parts[matrix.parameter]
-        return part if matrix.index is None else part[matrix.index - self._first[matrix.parameter]]
+            own = {matrix: part(matrix) for matrix in matrices if matrix.division.parts[self.rank] is not None}
+            for matrix, result in self._round(matrices, own, function, nothing):
+                use(matrix, result.view_as(own[matrix]))
 
     def _round(
-        self, matrices: Sequence[Matrix], parts: Sequence[Tensor], function: Callable[[Tensor], Tensor]
+        self,
+        matrices: Sequence[Matrix],
+        own: Mapping[Matrix, Tensor],
+        function: Callable[[Tensor], Tensor],
+        nothing: Tensor,
     ) -> Iterator[tuple[Matrix, Tensor]]:
-        """(matrix, this rank's part of the result) of a round."""
+        """(matrix, this rank's part of the result, flat) of a round. own: this rank's parts. nothing: no elements."""
+        rank = self.rank
         here = {matrix.owner: matrix for matrix in matrices if matrix.replica == self.replica}
-        own = here.get(self.rank)
         sent = [
-            self._own(parts, matrix).reshape(-1)
-            if (matrix := here.get(rank)) is not None and self.rank in matrix.senders
-            else parts[0].new_empty(0)
-            for rank in range(self.size)
+            own[here[owner]].reshape(-1) if owner in here and rank in here[owner].division.senders else nothing
+            for owner in range(self.size)
         ]
-        sizes = [own.size(rank) if own is not None and rank in own.senders else 0 for rank in range(self.size)]
+        back, sizes = [nothing] * self.size, [0] * self.size
+        owned = here.get(rank)
+        if owned is not None:
+            for sender in owned.division.senders:
+                sizes[sender] = owned.division.size(sender)
         received = self._exchange(sent, sizes)
-        back = [parts[0].new_empty(0)] * self.size
-        if own is not None:
-            full = parts[0].new_empty(own.shape)
-            for rank in own.senders:
-                target = full[own.parts[rank]]
-                target.copy_(received[rank].view_as(target))
+        if owned is not None:
+            full = nothing.new_empty(owned.shape)
+            for sender in owned.division.senders:
+                place = full[owned.division.parts[sender]]
+                place.copy_(received[sender].view_as(place))
             result = function(full)
-            back = [parts[0].new_empty(0) if part is None else result[part].reshape(-1) for part in own.parts]
-        sizes = [here[rank].size(self.rank) if rank in here else 0 for rank in range(self.size)]
+            back = [nothing if part is None else result[part].reshape(-1) for part in owned.division.parts]
+        sizes = [here[owner].division.size(rank) if owner in here else 0 for owner in range(self.size)]
         returned = torch.cat(self._exchange(back, sizes))
         for replica, flat in enumerate(self._replicated(returned, matrices)):
-            of_replica = sorted((each for each in matrices if each.replica == replica), key=lambda each: each.owner)
-            pieces = flat.split([matrix.size(self.rank) for matrix in of_replica])
+            of_replica = [matrix for matrix in matrices if matrix.replica == replica]
+            pieces = flat.split([matrix.division.size(rank) for matrix in of_replica])
             yield from ((matrix, piece) for matrix, piece in zip(of_replica, pieces, strict=True) if len(piece))
 
-    def _exchange(self, sent: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Tensor]:
+    def _exchange(self, sent: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """All-to-all over the shards. sizes: elements from each rank."""
-        if self.sharing.shards is None:
-            return sent
+        if self._sharing.shards is None:
+            return list(sent)
         received = sent[0].new_empty(sum(sizes))
-        dist.all_to_all_single(
-            received, torch.cat(list(sent)), list(sizes), [len(each) for each in sent], group=self.sharing.shards
-        )
-        return received.split(list(sizes))
+        lengths = [len(each) for each in sent]
+        dist.all_to_all_single(received, torch.cat(list(sent)), list(sizes), lengths, group=self._sharing.shards)
+        return list(received.split(list(sizes)))
 
-    def _replicated(self, own: Tensor, matrices: Sequence[Matrix]) -> Sequence[Tensor]:
+    def _replicated(self, own: Tensor, matrices: Sequence[Matrix]) -> list[Tensor]:
         """The results of all replicas, which have the parts of this rank."""
-        if self.sharing.replicas is None:
+        if self._sharing.replicas is None:
             return [own]
-        sizes = [
-            sum(each.size(self.rank) for each in matrices if each.replica == replica)
-            for replica in range(self.replicas)
-        ]
+        sizes = [0] * self.replicas
+        for matrix in matrices:
+            sizes[matrix.replica] += matrix.division.size(self.rank)
         padded = own.new_zeros(max(sizes))
         padded[: len(own)] = own
         gathered = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(gathered, padded, group=self.sharing.replicas)
+        dist.all_gather(gathered, padded, group=self._sharing.replicas)
         return [each[:size] for each, size in zip(gathered, sizes, strict=True)]
 
 
-def _matrices(
-    number: int, parameter: Tensor, ranks: Sequence[int]
-) -> Iterator[tuple[int, int | None, tuple[int, int], tuple[Part | None, ...]]]:
-    """(number, index, shape, parts of all ranks) of the matrices of a parameter."""
-    boxes = [part_of(parameter, rank) for rank in ranks]
-    rows, columns = parameter.shape[-2:]
-    if parameter.dim() == 2:
-        yield number, None, (rows, columns), tuple(box if _elements(box) else None for box in boxes)
-        return
-    for index in range(parameter.shape[0]):
-        parts = (box[1:] if box[0].start <= index < box[0].stop and _elements(box) else None for box in boxes)
-        yield number, index, (rows, columns), tuple(parts)
+def deal(
+    parameters: Sequence[Tensor],
+    divided: Sequence[Sequence[Division]],
+    cost: Callable[[int, int], float],
+    *,
+    rank: int,
+    size: int,
+    replicas: int,
+) -> list[list[Matrix]]:
+    """Deal out the matrices, in rounds of one per rank; in each, by replica and owner. The same on all ranks, except
+    for Matrix.index. divided: of the matrices of each parameter, see `divisions`."""
+    found = [
+        (cost(*parameter.shape[-2:]), number, index)
+        for number, (parameter, of_parameter) in enumerate(zip(parameters, divided, strict=True))
+        for index in range(len(of_parameter))
+    ]
+    found.sort(key=lambda each: -each[0])  # stable
+    firsts = [_first(of_parameter, rank) for of_parameter in divided]
+    rounds: list[list[Matrix]] = []
+    for place, (_, number, index) in enumerate(found):
+        replica, owner = divmod(place % (size * replicas), size)
+        if replica == owner == 0:
+            rounds.append([])
+        parameter, division = parameters[number], divided[number][index]
+        rows, columns = parameter.shape[-2:]
+        own_index = index - firsts[number] if parameter.dim() > 2 else None
+        rounds[-1].append(Matrix(number, own_index, (rows, columns), division, replica, owner))
+    return rounds
 
 
-def part_of(parameter: Tensor, rank: int) -> Part:
-    """The part of a parameter that a rank of the default group holds. tp and ep divide the full parameter, the data axes
-    what is left, each as torch.chunk does."""
-    if not is_dtensor(parameter):
-        return tuple(slice(0, size) for size in parameter.shape)
-    mesh = parameter.device_mesh
-    (coordinate,) = (mesh.mesh == rank).nonzero().tolist()
-    start, size = [0] * parameter.dim(), list(parameter.shape)
-    for placement, degree, place in reversed(list(zip(parameter.placements, mesh.shape, coordinate, strict=True))):
-        if placement.is_replicate():
+def _first(of_parameter: Sequence[Division], rank: int) -> int:
+    """The index of the first matrix of which a rank has a part."""
+    return next((index for index, each in enumerate(of_parameter) if each.parts[rank] is not None), 0)
+
+
+def divisions(parameters: Sequence[Tensor], ranks: Sequence[int]) -> list[list[Division]]:
+    """The divisions of the matrices of each parameter over `ranks` of the default group."""
+    known: dict[object, list[Division]] = {}
+    coordinates: dict[object, dict[int, tuple[int, ...]]] = {}
+    found = []
+    for parameter in parameters:
+        if not is_dtensor(parameter):
+            found.append(divisions_of(parameter.shape, [()] * len(ranks)))
             continue
-        dimension = placement.dim
-        step = -(-size[dimension] // degree)
-        first = min(place * step, size[dimension])
-        start[dimension] += first
-        size[dimension] = min(step, size[dimension] - first)
-    return tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))
+        mesh, placements = parameter.device_mesh, parameter.placements
+        if mesh not in coordinates:
+            places = itertools.product(*map(range, mesh.shape))
+            coordinates[mesh] = dict(zip(mesh.mesh.flatten().tolist(), places, strict=True))
+        key = mesh, placements, parameter.shape
+        if key not in known:
+            cuts = [
+                # tp and ep divide the full parameter, the data axes what is left
+                [
+                    (placement.dim, degree, place)  # type: ignore[attr-defined]
+                    for placement, degree, place in zip(placements, mesh.shape, coordinates[mesh][rank], strict=True)
+                    if not placement.is_replicate()
+                ][::-1]
+                for rank in ranks
+            ]
+            known[key] = divisions_of(parameter.shape, cuts)
+        found.append(known[key])
+    return found
+
+
+def divisions_of(shape: Sequence[int], cuts: Sequence[Sequence[tuple[int, int, int]]]) -> list[Division]:
+    """The divisions of the matrices of a parameter. cuts: of each rank, in order: (dimension, number of equal parts as
+    torch.chunk makes them, which of them)."""
+    boxes = [_box(shape, own) for own in cuts]
+    if len(shape) == 2:
+        return [_division(boxes)]
+    return [
+        _division([box[1:] if box[0].start <= index < box[0].stop else None for box in boxes])
+        for index in range(shape[0])
+    ]
+
+
+def _box(shape: Sequence[int], cuts: Sequence[tuple[int, int, int]]) -> Part:
+    starts, sizes = [0] * len(shape), list(shape)
+    for dimension, number, place in cuts:
+        step = -(-sizes[dimension] // number)
+        first = min(place * step, sizes[dimension])
+        starts[dimension] += first
+        sizes[dimension] = min(step, sizes[dimension] - first)
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def _division(boxes: Iterable[Part | None]) -> Division:
+    parts = tuple(box if box is not None and _elements(box) else None for box in boxes)
+    first = dict[tuple[int, ...], int]()
+    for rank, part in enumerate(parts):
+        if part is not None:
+            first.setdefault(tuple(bound for each in part for bound in (each.start, each.stop)), rank)
+    return Division(parts, tuple(first.values()))
 
 
 def _elements(part: Part) -> int:
     return math.prod(each.stop - each.start for each in part)
-
-
-def _key(part: Part) -> tuple[int, ...]:
-    return tuple(bound for each in part for bound in (each.start, each.stop))

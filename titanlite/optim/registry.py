@@ -1,100 +1,185 @@
 """Table of the optimizers, their construction, and their memory."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from titanlite.models.family import Plan
 from titanlite.optim.adamw import ADAMW
-from titanlite.optim.groups import divide
-from titanlite.optim.muon import MUON
-from titanlite.optim.optimizer import GatedOptimizer, OptimizerConfig, OptimizerKind
+from titanlite.optim.groups import Group, check_groups, describe, divide, state_kinds
+from titanlite.optim.lion import LION
+from titanlite.optim.muon import MUON, muon_dtype
+from titanlite.optim.newton_schulz import temporary_elements
+from titanlite.optim.optimizer import (
+    Arguments,
+    GatedOptimizer,
+    OptimizerConfig,
+    OptimizerKind,
+    SkippingOptimizer,
+    skips_by_itself,
+)
 from titanlite.optim.sgd import SGD
 from titanlite.parallel.mesh import Sharing
 from titanlite.runtime.errors import Problem, check_ranges, require
 
 OPTIMIZERS: dict[str, OptimizerKind] = {
     "AdamW": ADAMW,
-    "SGD": SGD,
     "Muon": MUON,
+    "Lion": LION,
+    "SGD": SGD,
 }
+CPU = torch.device("cpu")
+MAX_BETA2_NEAREST = 0.99
+"""With moments rounded to the nearest bfloat16, which has 8 bits, a second moment that falls by less than 1 / 2^8 of
+itself in a step does not fall at all."""
 
 
-def check_optimizer(section: OptimizerConfig) -> list[Problem]:
-    """Check the ranges of [optimizer], and that torch has the implementation."""
-    return [
-        *check_ranges(section, "optimizer"),
+def check_optimizer(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> list[Problem]:
+    """Problems of [optimizer]. named: the parameters of the full model. plan: of the full model."""
+    key, torchs = "optimizer", {section.name, *(group.optimizer for group in section.groups)} & {"AdamW", "SGD", "Lion"}
+    slower = [name for name in sorted(torchs) if not OPTIMIZERS[name].has_fused]
+    problems = [
+        *check_ranges(section, key),
         *require(
-            section.implementation != "fused" or OPTIMIZERS[section.name].has_fused,
-            "optimizer.implementation",
+            section.implementation != "fused" or not slower,
+            f"{key}.implementation",
             section.implementation,
-            f'not "fused": torch has no fused {section.name} for sharded parameters',
-            'use "auto" or "foreach", or optimizer.name = "AdamW"',
+            f'not "fused": torch has no fused {" and ".join(slower)} for sharded parameters',
+            f'use "auto" or "foreach", or {key}.name = "AdamW"',
         ),
         *require(
             len(section.newton_schulz_coefficients) == 3,
-            "optimizer.newton_schulz_coefficients",
+            f"{key}.newton_schulz_coefficients",
             section.newton_schulz_coefficients,
             "three numbers",
             "leave it out for the default",
         ),
+        *check_groups(section, OPTIMIZERS, named, plan),
     ]
+    return problems or _check_state(section, divide(section, OPTIMIZERS, named, plan))
 
 
-def resolve_implementation(section: OptimizerConfig, name: str) -> str:
+def _check_state(section: OptimizerConfig, groups: Sequence[Group]) -> list[Problem]:
+    """Problems of moments in bfloat16."""
+    if section.state_dtype == "auto":
+        return []
+    adamw = [group for group in groups if group.optimizer == "AdamW"]
+    problems = [
+        *require(
+            bool(adamw),
+            "optimizer.state_dtype",
+            section.state_dtype,
+            '"auto" without AdamW, whose moments it is about',
+            "leave it out",
+        ),
+        *require(
+            section.implementation in ("auto", "for-loop"),
+            "optimizer.implementation",
+            section.implementation,
+            '"auto" with moments in bfloat16: torch\'s AdamW needs moments in the dtype of the weights',
+            "leave it out",
+        ),
+    ]
+    largest = max((group.options["betas"][1] for group in adamw), default=0.0)
+    return problems + require(
+        section.state_rounding == "stochastic" or largest <= MAX_BETA2_NEAREST,
+        "optimizer.state_rounding",
+        section.state_rounding,
+        f"stochastic with beta2 = {largest:g}, above {MAX_BETA2_NEAREST}: bfloat16 has 8 bits, so that a second moment "
+        "that falls by less than 1/256 of itself in a step is rounded back, and never falls",
+        f'leave it out, or set optimizer.beta2 to at most {MAX_BETA2_NEAREST}, or optimizer.state_dtype = "auto"',
+    )
+
+
+def resolve_implementation(section: OptimizerConfig, name: str) -> Literal["fused", "foreach", "for-loop"]:
     """The implementation of an optimizer, with "auto" resolved to fused if supported, else foreach."""
-    auto = "fused" if OPTIMIZERS[name].has_fused else "foreach"
-    return auto if section.implementation == "auto" else section.implementation
+    if section.implementation == "for-loop":
+        return "for-loop"
+    return "fused" if section.implementation != "foreach" and OPTIMIZERS[name].has_fused else "foreach"
 
 
 def build_optimizer(
-    section: OptimizerConfig, named: Mapping[str, nn.Parameter], plan: Plan, device: torch.device, sharing: Sharing
+    section: OptimizerConfig,
+    named: Mapping[str, nn.Parameter],
+    plan: Plan,
+    device: torch.device,
+    sharing: Sharing,
+    seed: int,
 ) -> GatedOptimizer:
-    """Build the optimizers of these parameters, by name. plan: of the full model. sharing: the ranks that hold parts of
-    the parameters."""
-    by_optimizer: dict[str, list[dict[str, Any]]] = {}
-    for group in divide(section, named, plan):
-        entry = {"params": list(group.parameters.items()), "weight_decay": group.weight_decay}
-        by_optimizer.setdefault(group.optimizer, []).append(entry)
-    optimizers, can_skip = [], []
-    for name, groups in by_optimizer.items():
-        kind, implementation = OPTIMIZERS[name], resolve_implementation(section, name)
-        optimizers.append(kind.build(groups, section, implementation, device, sharing))
-        can_skip.append(kind.always_skips or implementation == "fused")
-    return GatedOptimizer(optimizers, can_skip)
+    """Build the optimizers of these parameters, by name.
 
-
-def state_bytes(section: OptimizerConfig, parameters: Mapping[str, Tensor], plan: Plan) -> int:
-    """Bytes of optimizer state after a step, for this rank's shards of the parameters. Allocates nothing of their size.
-
-    The step count of each tensor is on the device (fused, or any implementation on an accelerator) or on the host.
+    plan: of the full model. sharing: the ranks that hold parts of the parameters. seed: of random numbers.
     """
-    total = 0
-    for group in divide(section, parameters, plan):
+    return GatedOptimizer(_optimizers(section, divide(section, OPTIMIZERS, named, plan), device, sharing, seed))
+
+
+def _optimizers(
+    section: OptimizerConfig, groups: Sequence[Group], device: torch.device, sharing: Sharing, seed: int
+) -> list[torch.optim.Optimizer]:
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for group in groups:
+        by_name.setdefault(group.optimizer, []).append({"params": list(group.parameters.items()), **group.options})
+    return [
+        OPTIMIZERS[name].build(Arguments(torchs, section, resolve_implementation(section, name), device, sharing, seed))
+        for name, torchs in by_name.items()
+    ]
+
+
+def describe_groups(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> list[str]:
+    """A table of the groups, line by line. named, plan: of the full model."""
+    return describe(divide(section, OPTIMIZERS, named, plan))
+
+
+def kinds_of_state(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> str | dict[str, str]:
+    """What decides the names, shapes and dtypes of the state: the optimizer of all parameters, or by parameter.
+
+    named, plan: of the full model.
+    """
+
+    def label(group: Group) -> str:
+        if group.optimizer == "SGD" and group.options["momentum"] > 0:
+            return "SGD with momentum"
+        is_small = group.optimizer == "AdamW" and section.state_dtype == "bfloat16"
+        return "AdamW with bfloat16 moments" if is_small else group.optimizer
+
+    return state_kinds(divide(section, OPTIMIZERS, named, plan), label)
+
+
+def memory_bytes(
+    section: OptimizerConfig, shards: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], plan: Plan
+) -> tuple[int, int]:
+    """(bytes of the state after a step, temporary bytes of an update). Allocates nothing of their size.
+
+    shards: this rank's, by name. shapes: of the full parameters. The step count of each tensor is on the device (fused,
+    or any implementation on an accelerator) or on the host. Temporary: a copy of weights and state of optimizers that
+    cannot skip an update; for the others, tensors of the size of one parameter, or of a matrix for Muon.
+    """
+    state = update = 0
+    for group in divide(section, OPTIMIZERS, shards, plan):
         # A step on a small parameter of each dtype. One on the meta device would import torch._dynamo: half a second.
         samples = {
             dtype: nn.Parameter(torch.zeros(2, 3, dtype=dtype))
             for dtype in {p.dtype for p in group.parameters.values()}
         }
-        for sample in samples.values():
-            sample.grad = torch.zeros_like(sample)
-        groups = [{"params": list(samples.values())}]
-        optimizer = OPTIMIZERS[group.optimizer].build(groups, section, "for-loop", torch.device("cpu"), Sharing())
-        optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
-        optimizer.step()
-        states = {dtype: optimizer.state.get(sample, {}).values() for dtype, sample in samples.items()}
+        named = {str(dtype): sample for dtype, sample in samples.items()}
+        (optimizer,) = _optimizers(section, [replace(group, parameters=named)], CPU, Sharing(), 0)
+        gated = GatedOptimizer([optimizer])
+        gated.init_state()
+        own = 0
         for parameter in group.parameters.values():
-            for value in (value for value in states[parameter.dtype] if isinstance(value, Tensor)):
+            for value in optimizer.state.get(samples[parameter.dtype], {}).values():
                 assert value.shape in ((), (2, 3)), "state must be of the parameter's shape, or a scalar"
-                total += value.itemsize * (parameter.numel() if value.dim() else 1)
-    return total
-
-
-def update_bytes(section: OptimizerConfig, parameter_bytes: int, optimizer_bytes: int) -> int:
-    """Temporary bytes of an update: a copy of parameters and state, unless the kernel can skip updates. Muon: the
-    directions before and after orthogonalization, and messages."""
-    if OPTIMIZERS[section.name].always_skips:
-        return 3 * parameter_bytes
-    return 0 if resolve_implementation(section, section.name) == "fused" else parameter_bytes + optimizer_bytes
+                own += value.itemsize * (parameter.numel() if value.dim() else 1)
+        state += own
+        if not skips_by_itself(optimizer):
+            update += own + sum(parameter.numel() * parameter.itemsize for parameter in group.parameters.values())
+        elif group.optimizer == "Muon":
+            elements = max(temporary_elements(*shapes[name][-2:]) for name in group.parameters)
+            update = max(update, elements * muon_dtype(section, next(iter(samples))).itemsize)
+        elif isinstance(optimizer, SkippingOptimizer):
+            largest = max(parameter.numel() for parameter in group.parameters.values())
+            update = max(update, 4 * largest * torch.promote_types(next(iter(samples)), torch.float32).itemsize)
+    return state, update

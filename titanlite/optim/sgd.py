@@ -1,23 +1,15 @@
-"""SGD without momentum, and without state."""
-
-from typing import Any
+"""SGD, with momentum if optimizer.momentum is above 0 (Sutskever et al., "On the importance of initialization and
+momentum in deep learning", 2013, in torch's form: momentum <- decay * momentum + gradient)."""
 
 import torch
 
-from titanlite.optim.optimizer import OptimizerConfig, OptimizerKind, without_compiler
-from titanlite.parallel.mesh import Sharing
+from titanlite.optim.optimizer import Arguments, OptimizerKind, without_compiler
 
 EagerSGD = without_compiler(torch.optim.SGD)
 
 
-def build(
-    groups: list[dict[str, Any]],
-    section: OptimizerConfig,
-    implementation: str,
-    device: torch.device,  # noqa: ARG001
-    sharing: Sharing,  # noqa: ARG001
-) -> torch.optim.SGD:
-    return EagerSGD(groups, lr=section.lr, foreach=implementation == "foreach")
+def build(arguments: Arguments) -> torch.optim.SGD:
+    return EagerSGD(arguments.groups, lr=arguments.section.lr, foreach=arguments.implementation == "foreach")
 
 
-SGD = OptimizerKind(build, has_fused=False)
+SGD = OptimizerKind(build, options=("momentum",))

@@ -143,7 +143,7 @@ def _loss_chunk(config: JobConfig, vocab_size: int, device_type: str) -> int:
 def _memory(config: JobConfig, stages: Sequence[Stage], shape: StepShape, device_type: str) -> Memory:
     family, model = resolve_model(config.model)
     activations = activation_bytes(model, family.plan(model), microbatch_shape(config, shape, device_type))
-    return rank_memory(stages, config.parallelism, config.activation_checkpoint, config.optimizer, shape, activations)
+    return rank_memory(stages, config.parallelism, config.activation_checkpoint, shape, activations)
 
 
 def microbatch_shape(config: JobConfig, shape: StepShape, device_type: str) -> MicrobatchShape:

@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from titanlite.optim.optimizer import OptimizerConfig
-from titanlite.optim.registry import update_bytes
 from titanlite.parallel.mesh import ParallelismConfig
 from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputes
 from titanlite.planning.activations import ActivationBytes
@@ -65,7 +63,6 @@ def rank_memory(
     stages: Sequence[Stage],
     section: ParallelismConfig,
     recompute: ActivationCheckpointConfig,
-    optimizer: OptimizerConfig,
     shape: StepShape,
     activations: ActivationBytes,
 ) -> Memory:
@@ -75,17 +72,16 @@ def rank_memory(
     received = sum(remote_neighbors(stage, shape) for stage in stages)
     per_step = shape.microbatches // shape.schedule_steps
     parameters = sum(stage.parameter_bytes for stage in stages)
-    optimizer_state = sum(stage.optimizer_bytes for stage in stages)
     return Memory(
         parameters=parameters,
         gradients=parameters,
-        optimizer=optimizer_state,
+        optimizer=sum(stage.optimizer_bytes for stage in stages),
         buffers=sum(stage.buffer_bytes for stage in stages),
         activations=most + max(working_bytes(stage, recompute, activations) for stage in stages),
         data_parallel=sum(data_parallel_bytes(stage, section, recompute, shape) for stage in stages),
         # torch's stages allocate an input and a gradient buffer per microbatch of a schedule step
         pipeline=received * per_step * activations.block_input,
-        update=update_bytes(optimizer, parameters, optimizer_state),
+        update=sum(stage.update_bytes for stage in stages),
         microbatch=max(kept.values()),
         in_flight=in_flight,
     )

@@ -15,7 +15,7 @@ from titanlite.models.experts import Experts
 from titanlite.models.family import LanguageModel, ModelConfig, Plan
 from titanlite.models.registry import FAMILIES, resolve_model
 from titanlite.optim.optimizer import OptimizerConfig
-from titanlite.optim.registry import state_bytes
+from titanlite.optim.registry import memory_bytes
 from titanlite.parallel.data import is_wrapped, sharded_dimension, wrapped_modules
 from titanlite.parallel.expert import FEATURES
 from titanlite.parallel.mesh import Mesh
@@ -51,6 +51,7 @@ class Stage:
 
     num_parameters: of the full stage, tied parameters counted once. The fields ..._bytes count this rank's share.
     parameter_bytes: of the parameters; the reduced gradients take as many, since they have the same dtype and sharding.
+    update_bytes: temporary bytes of the optimizer's update.
     blocks: indexes of the stage's transformer blocks in the full model. wrapped: whether FSDP or replicate wraps it.
     """
 
@@ -59,6 +60,7 @@ class Stage:
     num_parameters: int
     parameter_bytes: int
     optimizer_bytes: int
+    update_bytes: int
     buffer_bytes: int
     units: tuple[Unit, ...]
     blocks: tuple[int, ...]
@@ -186,6 +188,7 @@ def _stages(
     stages = []
     for index, own in enumerate(split):
         units, parts = [], dict[str, Tensor]()
+        shapes = {parameter.name: parameter.shape for unit in own for parameter in model.units[unit]}
         for unit in own:
             elements = experts = 0
             for parameter in model.units[unit]:
@@ -205,7 +208,7 @@ def _stages(
                 index == len(split) - 1,
                 sum(model.costs[unit] for unit in own),
                 sum(part.numel() * part.element_size() for part in parts.values()),
-                state_bytes(optimizer, parts, model.plan),
+                *memory_bytes(optimizer, parts, shapes, model.plan),
                 (model.buffers + len(blocks) * model.block_buffers) * wide,
                 tuple(units),
                 blocks,
@@ -219,6 +222,7 @@ def measure_stage(config: JobConfig, mesh: Mesh, part: ModelPart) -> Stage:
     """Measure a part that is parallelized and on the meta device."""
     model = part.model
     shards = {name: local_part(parameter) for name, parameter in model.named_parameters()}
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     # the dtype that init_buffers uses
     wide = torch.promote_types(DTYPES[config.training.dtype], torch.float32).itemsize
     return Stage(
@@ -226,7 +230,7 @@ def measure_stage(config: JobConfig, mesh: Mesh, part: ModelPart) -> Stage:
         part.stage == num_stages(config.parallelism) - 1,
         sum(parameter.numel() for parameter in model.parameters()),  # of a DTensor: over all ranks
         sum(shard.numel() * shard.element_size() for shard in shards.values()),
-        state_bytes(config.optimizer, shards, part.plan),
+        *memory_bytes(config.optimizer, shards, shapes, part.plan),
         sum(buffer.numel() * wide for buffer in model.buffers()),
         tuple(_units(model, part.plan, mesh)),
         tuple(part.plan.blocks.values()),

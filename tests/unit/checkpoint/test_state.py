@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.unit.optim.building import optimizer_of
 from titanlite.checkpoint import state
 from titanlite.checkpoint.state import HostCopy, RunState, first_not_finite
 from titanlite.data.loader import Loader
 from titanlite.optim.optimizer import OptimizerConfig
-from titanlite.optim.registry import build_optimizer
 from titanlite.parallel.mesh import Mesh, ParallelismConfig
 from titanlite.runtime.distributed import World
 from titanlite.runtime.dtensors import local_part
@@ -169,7 +169,7 @@ def state_of(mesh: Mesh, loader: Any, name: str = "AdamW") -> tuple[nn.ModuleDic
     model = nn.ModuleDict({"wq": nn.Linear(4, 4, bias=False), "norm": nn.RMSNorm(4)})
     model["tied"] = nn.Linear(4, 4, bias=False)
     model["tied"].weight = model["wq"].weight
-    optimizer = build_optimizer(OptimizerConfig(name=name), [model], torch.device("cpu"))  # type: ignore[arg-type]
+    optimizer = optimizer_of(model, OptimizerConfig(name=name))
     return model, RunState([model], optimizer, loader, mesh)
 
 

@@ -1,4 +1,4 @@
-"""Parameter groups by name, implementations, and updates that are skipped on the device."""
+"""Formulas of the optimizers, implementations, and updates that are skipped on the device."""
 
 import math
 
@@ -6,77 +6,95 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.unit.optim.building import PLAN, optimizer_of
 from titanlite.optim.optimizer import GatedOptimizer, OptimizerConfig, without_compiler
-from titanlite.optim.registry import build_optimizer, check_optimizer, state_bytes
+from titanlite.optim.registry import check_optimizer, memory_bytes
 
-CPU = torch.device("cpu")
-IMPLEMENTATIONS = [
-    ("AdamW", "auto"),
-    ("AdamW", "foreach"),
-    ("AdamW", "for-loop"),
-    ("SGD", "auto"),
-    ("SGD", "for-loop"),
-]
+KINDS = {
+    "AdamW": OptimizerConfig(lr=0.1),
+    "AdamW, foreach": OptimizerConfig(lr=0.1, implementation="foreach"),
+    "AdamW, for-loop": OptimizerConfig(lr=0.1, implementation="for-loop"),
+    "AdamW, bfloat16": OptimizerConfig(lr=0.1, state_dtype="bfloat16"),
+    "SGD": OptimizerConfig(name="SGD", lr=0.1),
+    "SGD, for-loop": OptimizerConfig(name="SGD", lr=0.1, implementation="for-loop"),
+    "SGD with momentum": OptimizerConfig(name="SGD", lr=0.1, momentum=0.9),
+    "SGD with momentum, for-loop": OptimizerConfig(name="SGD", lr=0.1, momentum=0.9, implementation="for-loop"),
+    "Lion": OptimizerConfig(name="Lion", lr=0.1),
+    "Muon": OptimizerConfig(name="Muon", lr=0.1),
+}
 
 
-def small_model() -> nn.Module:
+def small_model(dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(0)
-    return nn.ModuleDict({"wq": nn.Linear(4, 4), "norm": nn.RMSNorm(4)}).to(torch.float64)
+    modules = {"wq": nn.Linear(4, 4), "norm": nn.RMSNorm(4)}
+    return nn.ModuleDict({"block": nn.ModuleDict(modules)}).to(dtype)
 
 
-def build(name: str = "AdamW", implementation: str = "auto") -> tuple[nn.Module, GatedOptimizer]:
+def build(kind: str) -> tuple[nn.Module, GatedOptimizer]:
     model = small_model()
-    section = OptimizerConfig(name=name, implementation=implementation, lr=0.1)
-    return model, build_optimizer(section, [model], CPU)
+    return model, optimizer_of(model, KINDS[kind])
 
 
 def set_gradients(model: nn.Module, value: float) -> None:
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, value)
+    for number, parameter in enumerate(model.parameters()):
+        generator = torch.Generator().manual_seed(number)
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.grad = (value + 0.1 * noise).to(parameter.dtype)
 
 
-def snapshot(model: nn.Module, optimizer: GatedOptimizer) -> list[Tensor]:
-    state = [value for entry in optimizer.optimizer.state.values() for value in entry.values()]
-    return [tensor.detach().clone() for tensor in (*model.parameters(), *state)]
+def snapshot(model: nn.Module, optimizer: GatedOptimizer) -> dict[str, Tensor]:
+    tensors = {**dict(model.named_parameters()), **dict(optimizer.named_state())}
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def test_norms_and_biases_are_not_decayed() -> None:
-    _, optimizer = build()
-    groups = {tuple(group["param_names"]): group["weight_decay"] for group in optimizer.optimizer.param_groups}
-    assert groups == {("wq.weight",): 0.1, ("wq.bias", "norm.weight"): 0.0}
+def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
 
 
-@pytest.mark.parametrize(("name", "implementation"), IMPLEMENTATIONS)
-def test_a_skipped_update_changes_neither_weights_nor_state(name: str, implementation: str) -> None:
-    model, optimizer = build(name, implementation)
-    control, control_optimizer = build(name, implementation)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_skipped_update_changes_neither_weights_nor_state(kind: str) -> None:
+    model, optimizer = build(kind)
+    control, control_optimizer = build(kind)
     weights = [parameter.detach().clone() for parameter in model.parameters()]
-    set_gradients(model, float("nan"))
+    set_gradients(model, math.nan)
     optimizer.step_if(torch.tensor(False))
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
     for one, one_optimizer in ((model, optimizer), (control, control_optimizer)):
         set_gradients(one, 0.5)
         one_optimizer.step_if(torch.tensor(True))
-    for left, right in zip(snapshot(model, optimizer), snapshot(control, control_optimizer), strict=True):
-        assert torch.equal(left, right)
     before = snapshot(model, optimizer)
-    set_gradients(model, float("inf"))
+    assert_same(before, snapshot(control, control_optimizer))
+    assert not any(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+    set_gradients(model, math.inf)
     optimizer.step_if(torch.tensor(False))
-    for left, right in zip(before, snapshot(model, optimizer), strict=True):
-        assert torch.equal(left, right)
+    assert_same(before, snapshot(model, optimizer))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parameter_without_a_gradient_stays(kind: str) -> None:
+    model, optimizer = build(kind)
+    set_gradients(model, 0.5)
+    optimizer.step_if(torch.tensor(True))
+    before = snapshot(model, optimizer)
+    optimizer.zero_grad()
+    optimizer.step_if(torch.tensor(True))
+    assert_same(before, snapshot(model, optimizer))
 
 
 def test_all_implementations_agree() -> None:
     results = {}
-    for name, implementation in IMPLEMENTATIONS:
-        model, optimizer = build(name, implementation)
+    for kind in KINDS:
+        model, optimizer = build(kind)
         optimizer.set_lr(0.01)
         for step in range(3):
             set_gradients(model, 0.3 + step)
             optimizer.step_if(torch.tensor(True))
-        results[name, implementation] = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    for (name, _), result in results.items():
-        torch.testing.assert_close(result, results[name, "auto"], rtol=1e-13, atol=0)
+        results[kind] = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    for kind, other in (("AdamW, foreach", "AdamW"), ("AdamW, for-loop", "AdamW"), ("SGD, for-loop", "SGD")):
+        torch.testing.assert_close(results[kind], results[other], rtol=1e-13, atol=0)
+    torch.testing.assert_close(results["AdamW, bfloat16"], results["AdamW"], rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
@@ -92,17 +110,58 @@ def test_adamw_matches_the_formula(implementation: str) -> None:
         implementation=implementation,
     )
     model = small_model()
-    optimizer = build_optimizer(section, [model], CPU)
+    optimizer = optimizer_of(model, section)
     expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     first = second = 0.0
     for step, gradient in enumerate((0.5, -0.2, 0.9), start=1):
-        set_gradients(model, gradient)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
         optimizer.step_if(torch.tensor(True))
         first = 0.7 * first + 0.3 * gradient
         second = 0.6 * second + 0.4 * gradient**2
         direction = first / (1 - 0.7**step) / (math.sqrt(second / (1 - 0.6**step)) + 0.3)
         for name, weight in expected.items():
-            weight.mul_(1.0 - 0.05 * (0.0 if name == "wq.bias" else 0.2)).sub_(0.05 * direction)
+            weight.mul_(1.0 - 0.05 * (0.0 if name == "block.wq.bias" else 0.2)).sub_(0.05 * direction)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), expected[name], rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_lion_matches_the_formula(dtype: torch.dtype) -> None:
+    section = OptimizerConfig(name="Lion", lr=0.05, beta1=0.7, beta2=0.6, weight_decay=0.2, weight_decay_skip=())
+    model = small_model(dtype)
+    optimizer = optimizer_of(model, section)
+    wide = torch.promote_types(dtype, torch.float32)
+    expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    momentum = {name: torch.zeros_like(weight) for name, weight in expected.items()}
+    for gradient in (0.5, -0.2, 0.9):
+        set_gradients(model, gradient)
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            gradients, before = parameter.grad.to(wide), momentum[name].to(wide)
+            sign = torch.sign(0.7 * before + 0.3 * gradients)
+            expected[name] = (expected[name].to(wide) * (1.0 - 0.05 * 0.2) - 0.05 * sign).to(dtype)
+            momentum[name] = (0.6 * before + 0.4 * gradients).to(dtype)
+        optimizer.step_if(torch.tensor(True))
+    bound = {"rtol": 1e-13, "atol": 1e-15} if dtype == torch.float64 else {"rtol": 0.0, "atol": 4e-3}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), expected[name], **bound)
+        torch.testing.assert_close(dict(optimizer.named_state())[f"{name}/momentum"], momentum[name], **bound)
+
+
+def test_momentum_of_sgd_matches_the_formula() -> None:
+    section = OptimizerConfig(name="SGD", lr=0.05, momentum=0.7, weight_decay=0.2, weight_decay_skip=())
+    model = small_model()
+    optimizer = optimizer_of(model, section)
+    expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    momentum = {name: torch.zeros_like(weight) for name, weight in expected.items()}
+    for gradient in (0.5, -0.2, 0.9):
+        set_gradients(model, gradient)
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            momentum[name] = 0.7 * momentum[name] + parameter.grad + 0.2 * expected[name]
+            expected[name] -= 0.05 * momentum[name]
+        optimizer.step_if(torch.tensor(True))
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach(), expected[name], rtol=1e-13, atol=1e-15)
 
@@ -125,32 +184,68 @@ def test_an_optimizer_without_the_compiler_is_torchs(kind: type[torch.optim.Opti
     assert torch.equal(*weights)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
-def test_state_bytes_are_those_of_a_step(name: str) -> None:
-    model, optimizer = build(name, "for-loop")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_planned_bytes_of_the_state_are_those_of_a_step(kind: str, dtype: torch.dtype) -> None:
+    model = small_model(dtype)
+    optimizer = optimizer_of(model, KINDS[kind])
     set_gradients(model, 0.5)
     optimizer.step_if(torch.tensor(True))
     expected = sum(tensor.nbytes for _, tensor in optimizer.named_state())
-    assert state_bytes(OptimizerConfig(name=name), model.parameters()) == expected
+    named = dict(model.named_parameters())
+    shapes = {name: parameter.shape for name, parameter in named.items()}
+    state, update = memory_bytes(KINDS[kind], named, shapes, PLAN)
+    assert state == expected
+    assert (update > 0) == (kind != "AdamW")
 
 
 def test_sgd_adds_the_decay_to_the_gradient() -> None:
     section = OptimizerConfig(name="SGD", lr=0.05, weight_decay=0.2, weight_decay_skip=("*.bias",))
     model = small_model()
-    optimizer = build_optimizer(section, [model], CPU)
+    optimizer = optimizer_of(model, section)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    set_gradients(model, 0.5)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
     optimizer.step_if(torch.tensor(True))
     for name, parameter in model.named_parameters():
-        decay = 0.0 if name == "wq.bias" else 0.2 * before[name]
+        decay = 0.0 if name == "block.wq.bias" else 0.2 * before[name]
         torch.testing.assert_close(parameter.detach(), before[name] - 0.05 * (0.5 + decay), rtol=1e-13, atol=1e-15)
 
 
 def test_auto_is_fused_adamw_and_foreach_sgd() -> None:
-    assert build()[1].optimizer.defaults["fused"] is True
-    assert build("SGD")[1].optimizer.defaults["foreach"] is True
+    assert build("AdamW")[1].optimizers[0].defaults["fused"] is True
+    assert build("SGD")[1].optimizers[0].defaults["foreach"] is True
 
 
 def test_edges_of_the_ranges_are_valid() -> None:
-    assert check_optimizer(OptimizerConfig(beta1=0.0, beta2=0.0, weight_decay=0.0)) == []
-    assert check_optimizer(OptimizerConfig(name="SGD", implementation="foreach")) == []
+    named = dict(small_model().named_parameters())
+    assert check_optimizer(OptimizerConfig(beta1=0.0, beta2=0.0, weight_decay=0.0), named, PLAN) == []
+    assert check_optimizer(OptimizerConfig(name="SGD", implementation="foreach"), named, PLAN) == []
+    assert check_optimizer(OptimizerConfig(name="Muon", implementation="fused"), named, PLAN) == []
+    assert check_optimizer(OptimizerConfig(beta2=0.99, state_dtype="bfloat16"), named, PLAN) == []
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "words"),
+    [
+        (OptimizerConfig(name="SGD", implementation="fused"), "implementation", "torch has no fused SGD"),
+        (OptimizerConfig(name="Lion", implementation="fused"), "implementation", "torch has no fused Lion"),
+        (OptimizerConfig(name="SGD", state_dtype="bfloat16"), "state_dtype", "without AdamW"),
+        (OptimizerConfig(implementation="fused", state_dtype="bfloat16"), "implementation", "moments in bfloat16"),
+        (
+            OptimizerConfig(beta2=0.995, state_dtype="bfloat16", state_rounding="nearest"),
+            "state_rounding",
+            "never falls",
+        ),
+        (OptimizerConfig(newton_schulz_coefficients=(1.0, 2.0)), "newton_schulz_coefficients", "three numbers"),
+    ],
+)
+def test_combinations_that_do_not_work_are_refused(section: OptimizerConfig, key: str, words: str) -> None:
+    (problem,) = check_optimizer(section, dict(small_model().named_parameters()), PLAN)
+    assert problem.key == f"optimizer.{key}"
+    assert words in problem.rule
+
+
+def test_a_large_beta2_is_valid_with_stochastic_rounding() -> None:
+    named = dict(small_model().named_parameters())
+    assert check_optimizer(OptimizerConfig(beta2=0.999, state_dtype="bfloat16"), named, PLAN) == []

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from tests.unit.optim.building import optimizer_of
 from titanlite.optim.optimizer import GatedOptimizer, OptimizerConfig
-from titanlite.optim.registry import build_optimizer
 
 IMPLEMENTATIONS = ["auto", "fused", "foreach", "for-loop"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -22,7 +22,7 @@ def build(implementation: str, dtype: torch.dtype, *, name: str = "AdamW") -> tu
     model.to(dtype)
     model["wq"].weight.data = model["wq"].weight.data.T.contiguous().T  # the moments have the parameter's strides
     section = OptimizerConfig(name=name, implementation=implementation, lr=0.1)  # type: ignore[arg-type]
-    return model, build_optimizer(section, [model], torch.device("cpu"))
+    return model, optimizer_of(model, section)
 
 
 def train(model: nn.Module, optimizer: GatedOptimizer, steps: Iterable[int], *, ok: bool = True) -> None:
@@ -116,7 +116,7 @@ def test_moments_are_sharded_like_their_parameters(implementation: str) -> None:
             model = nn.Linear(4, 3, bias=False)
             model.weight = nn.Parameter(distribute_tensor(torch.ones(3, 4), mesh, [Shard(0)]))
             section = OptimizerConfig(implementation=implementation)  # type: ignore[arg-type]
-            optimizer = build_optimizer(section, [model], torch.device("cpu"))
+            optimizer = optimizer_of(model, section)
             if ahead:
                 optimizer.init_state()
             else:

@@ -8,18 +8,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.pool import run_ranks
 from titanlite.optim.newton_schulz import flops, orthogonalize
-from titanlite.optim.owners import Owners, part_of
+from titanlite.optim.owners import Matrix, Owners, deal, divisions_of
 from titanlite.parallel.mesh import Sharing
+from titanlite.runtime.dtensors import local_part
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 SHAPES = ((12, 8), (5, 16), (8, 8), (3, 7), (4, 6, 10), (2, 9, 4))
+MATRICES = 10
+
+# fully_shard divides what tp has left of a dimension
+BOTH = (Replicate(), _StridedShard(0, split_factor=2), Shard(0))
+OTHER = (Replicate(), Shard(0), Shard(1))
 PLACEMENTS: dict[str, tuple[tuple[int, ...], Sequence[Sequence[Placement]]]] = {
     "shard 4": ((1, 4, 1), [[Replicate(), Shard(0), Replicate()]] * 6),
-    "tp 2": ((1, 2, 2), [[Replicate(), Shard(0), Shard(each % 2 + (each > 3))] for each in range(6)]),
+    "tp 2": ((1, 2, 2), [BOTH, OTHER, BOTH, OTHER, OTHER, OTHER]),
     "replicas": ((2, 2, 1), [[Replicate(), Shard(0), Replicate()]] * 6),
     "replicas only": ((4, 1, 1), [[Replicate(), Shard(0), Replicate()]] * 6),
     "copies over tp": ((2, 1, 2), [[Replicate(), Shard(0), Replicate()]] * 6),
@@ -34,25 +41,39 @@ def full(shape: tuple[int, ...], number: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
 
 
+def cost(rows: int, columns: int) -> float:
+    return flops(rows, columns, 5)
+
+
+def of_each_matrix(tensor: Tensor) -> Tensor:
+    return function(tensor) if tensor.dim() == 2 else torch.stack([function(each) for each in tensor])
+
+
+def apply(owners: Owners, parts: Sequence[Tensor]) -> list[Tensor]:
+    """This rank's parts of the results."""
+    found = [torch.full_like(part, torch.nan) for part in parts]
+
+    def use(matrix: Matrix, result: Tensor) -> None:
+        matrix.part_of(found[matrix.parameter]).copy_(result)
+
+    owners.apply(lambda matrix: matrix.part_of(parts[matrix.parameter]), function, use, torch.float64)
+    return found
+
+
 def applied(sizes: tuple[int, ...], placements: Sequence[Sequence[Placement]]) -> tuple[float, list[int]]:
     """(largest relative error, numbers of matrices by owner)."""
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "shards", "tp"))
-    parameters, parts, expected = [], [], []
-    for number, (shape, places) in enumerate(zip(SHAPES, placements, strict=True)):
-        whole = full(shape, number)
-        meta = DTensor.from_local(
-            torch.empty(1), mesh, places, shape=whole.shape, stride=whole.stride(), run_check=False
-        )
-        own = part_of(meta, dist.get_rank())
-        parameters.append(meta)
-        parts.append(whole[own].clone())
-        result = function(whole) if whole.dim() == 2 else torch.stack([function(each) for each in whole])
-        expected.append(result[own])
+    tensors = [full(shape, number) for number, shape in enumerate(SHAPES)]
+    parameters = [distribute_tensor(each, mesh, place) for each, place in zip(tensors, placements, strict=True)]
+    expected = [distribute_tensor(of_each_matrix(each), mesh, p) for each, p in zip(tensors, placements, strict=True)]
     sharing = Sharing(mesh["shards", "tp"]._flatten("all").get_group(), mesh["replicas"].get_group())
-    owners = Owners(parameters, sharing, lambda rows, columns: flops(rows, columns, 5))
-    found = owners.apply(parts, function)
-    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True) if b.numel()]
-    assert [each.shape for each in found] == [each.shape for each in parts]
+    owners = Owners(parameters, sharing, cost)
+    found = apply(owners, [local_part(parameter) for parameter in parameters])
+    errors = [
+        ((a - local_part(b)).norm() / local_part(b).norm()).item()
+        for a, b in zip(found, expected, strict=True)
+        if a.numel()
+    ]
     counts = [0] * dist.get_world_size()
     for matrix in itertools.chain(*owners.rounds):
         counts[matrix.replica * owners.size + matrix.owner] += 1
@@ -63,21 +84,46 @@ def applied(sizes: tuple[int, ...], placements: Sequence[Sequence[Placement]]) -
 def test_results_are_those_of_one_process(name: str) -> None:
     for error, counts in run_ranks(applied, 4, *PLACEMENTS[name]):
         assert error < 1e-13
-        assert sum(counts) == 10
+        assert sum(counts) == MATRICES
         assert max(counts) - min(counts) <= 1
 
 
 def test_one_process_needs_no_group() -> None:
     parts = [full(shape, number) for number, shape in enumerate(SHAPES)]
-    found = Owners(parts, Sharing(), lambda rows, columns: rows * columns).apply(parts, function)
-    torch.testing.assert_close(found[0], function(parts[0]), rtol=0, atol=0)
-    torch.testing.assert_close(found[4][2], function(parts[4][2]), rtol=0, atol=0)
+    for found, part in zip(apply(Owners(parts, Sharing(), cost), parts), parts, strict=True):
+        assert torch.equal(found, of_each_matrix(part))
+
+
+def test_matrices_of_a_round_cost_about_the_same() -> None:
+    parameters = [torch.empty(size, 8, device="meta") for size in (3, 40, 4, 41, 5, 42)]
+    divided = [divisions_of(parameter.shape, [()] * 3) for parameter in parameters]
+    rounds = deal(parameters, divided, cost, rank=0, size=3, replicas=1)
+    assert [[matrix.shape[0] for matrix in matrices] for matrices in rounds] == [[42, 41, 40], [5, 4, 3]]
+    assert [[matrix.owner for matrix in matrices] for matrices in rounds] == [[0, 1, 2]] * 2
+
+
+def received(size: int, rank: int) -> int:
+    """Elements that a rank receives for 16 matrices that are sharded over `size` ranks."""
+    parameters = [torch.empty(32, 24, device="meta")] * 16
+    divided = [divisions_of(parameter.shape, [[(0, size, each)] for each in range(size)]) for parameter in parameters]
+    total = 0
+    for matrix in itertools.chain(*deal(parameters, divided, cost, rank=rank, size=size, replicas=1)):
+        division = matrix.division
+        total += sum(division.size(sender) for sender in division.senders) if matrix.owner == rank else 0
+        total += division.size(rank)
+    return total
+
+
+def test_elements_per_rank_fall_with_the_number_of_ranks() -> None:
+    for size in (1, 2, 4, 8, 16):
+        assert {received(size, rank) for rank in range(size)} == {2 * 16 * 32 * 24 // size}
 
 
 @pytest.mark.parametrize("shape", [(6, 40), (40, 6), (8, 8)])
 def test_singular_values_end_near_1(shape: tuple[int, int]) -> None:
     left, values, right = torch.linalg.svd(function(full(shape, 0)), full_matrices=False)
-    assert values.min() > 0.6 and values.max() < 1.25
+    assert values.min() > 0.6
+    assert values.max() < 1.25
     reference = torch.linalg.svd(full(shape, 0), full_matrices=False)
     torch.testing.assert_close(left @ right, reference.U @ reference.Vh, rtol=0, atol=1e-9)
     assert not function(torch.zeros(shape)).any()

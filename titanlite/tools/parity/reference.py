@@ -19,7 +19,7 @@ from titanlite.models.experts import end_step, mixtures_of
 from titanlite.models.family import LanguageModel
 from titanlite.models.init import init_parameters_
 from titanlite.models.randomness import row_keys
-from titanlite.models.registry import resolve_model
+from titanlite.models.registry import full_parameters, resolve_model
 from titanlite.optim.registry import build_optimizer
 from titanlite.optim.schedule import build_schedule
 from titanlite.parallel.mesh import Mesh, Sharing
@@ -114,9 +114,9 @@ def measure_updates(config: JobConfig, steps: int, folder: Path) -> dict[str, fl
     section = config.optimizer
     before = read_tensors(weights_file(folder, 0))
     named = {name: nn.Parameter(value.clone()) for name, value in before.items()}
-    family, hyper_parameters = resolve_model(config.model)
     plain = replace(section, implementation="for-loop")
-    optimizer = build_optimizer(plain, named, family.plan(hyper_parameters), CPU, Sharing())
+    _, plan = full_parameters(config.model)
+    optimizer = build_optimizer(plain, named, plan, CPU, Sharing(), config.debug.seed)
     schedule = build_schedule(config.lr_schedule, section.lr, config.training.steps)
     for step in range(steps):
         gradients = read_tensors(gradient_file(folder, step))
