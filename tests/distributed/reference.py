@@ -132,6 +132,14 @@ def reference_step(config: JobConfig, batch: Batch, step: int = 1) -> Reference:
 def _reference_step(config: JobConfig, batch: Batch, step: int) -> Reference:
     model = plain_model(config)
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    loss = backward(model, config, batch, step)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
+    return Reference(loss, norm, gradients, weights)
+
+
+def backward(model: LanguageModel, config: JobConfig, batch: Batch, step: int) -> Tensor:
+    """Add the gradients of the mean loss of the global batch to those of a plain model; returns the loss."""
     keys = {"row_keys": row_keys(config.debug.seed, step, batch.sequences)} if model.draws else {}
     if batch.lengths is not None:
         keys["is_token"] = torch.arange(batch.tokens.shape[1]) < batch.lengths.unsqueeze(1)
@@ -141,6 +149,4 @@ def _reference_step(config: JobConfig, batch: Batch, step: int) -> Reference:
     total = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100, reduction="sum")
     loss = total / max(1, int((batch.labels != -100).sum()))
     loss.backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
-    return Reference(loss.detach(), norm, gradients, weights)
+    return loss.detach()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.layouts import EXPERTS, GATHER
+from tests.distributed.layouts import ALL_OPTIMIZERS, EXPERTS, GATHER
 from tests.distributed.resuming import Outcome, Start, numbers, start_runs
 from titanlite.data.ledger import read_ledger
 
@@ -51,6 +51,12 @@ UNEVEN = (
     (5, ("parallelism.dp_replicate=5", SYNC)),
 )
 """In the second one, the ranks have different numbers of streams; in the third, some have only filler rows."""
+MUON = (
+    (4, ("parallelism.dp_shard=2", "parallelism.tp=2", SYNC)),
+    (2, ("parallelism.cp=2", "parallelism.ep=2", ASYNC)),
+    (1, (SYNC,)),
+    (4, ("parallelism.dp_replicate=2", "parallelism.pp=2", SYNC)),
+)
 BIASED = (*EXPERTS, "model.bias_rate=0.01")
 
 Meshes = Sequence[tuple[int, tuple[str, ...]]]
@@ -97,6 +103,7 @@ def check_numbers(folder: Path, rel: float) -> None:
         pytest.param(INTERLEAVED, ("model.n_layers=4",), id="interleaved", marks=pytest.mark.soak),
         pytest.param(TIED, ("model.tie_embeddings=true",), id="tied"),
         pytest.param(DEALT_OUT, BIASED, id="experts"),
+        pytest.param(MUON, (*BIASED, *ALL_OPTIMIZERS), id="muon"),
         pytest.param(FOUR, ("model.n_layers=4",), id="four", marks=pytest.mark.soak),
     ],
 )

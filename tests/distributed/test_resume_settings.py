@@ -55,6 +55,12 @@ REJECTED = [
     ("data.num_streams=8", "num_streams: 16 in the checkpoint, 8 now", "data.num_streams: leave the key out"),
     ("training.dtype=float32", "dtype: float64 in the checkpoint, float32 now", "the checkpoint's training.dtype"),
     ("optimizer.name=SGD", "optimizer: AdamW in the checkpoint, SGD now", "the checkpoint's optimizer.name"),
+    (
+        "optimizer.name=Muon",
+        "optimizer.layers.*.attention.wq.weight: AdamW in the checkpoint, Muon now",
+        "--checkpoint.accept_changes '[\"optimizer\"]'",
+    ),
+    ("optimizer.state_dtype=bfloat16", "AdamW in the checkpoint, AdamW with bfloat16 moments now", "state_dtype"),
     ("data.seed=3", "data: ", "--checkpoint.accept_changes '[\"data\"]'"),
     ("data.shuffle=false", "data: ", "--checkpoint.accept_changes '[\"data\"]'"),
 ]

@@ -12,10 +12,25 @@ _REMEDIES = {
     "model": "resume with the model of the checkpoint",
     "seq_len": "resume with the checkpoint's training.seq_len",
     "dtype": "resume with the checkpoint's training.dtype",
-    "optimizer": "resume with the checkpoint's optimizer.name",
+    "optimizer": (
+        "resume with the optimizers of the checkpoint (optimizer.name, momentum, state_dtype and groups), or start "
+        "their state anew: --checkpoint.accept_changes '[\"optimizer\"]'"
+    ),
     "num_streams": "resume with the checkpoint's data.num_streams: leave the key out",
     "streams_version": "resume with a titanlite of that version",
     "imported_from": "an import holds weights only: start a new run from them, see the last line",
+}
+# Settings that older checkpoints do not have, and the value they trained with.
+_ADDED = {
+    "optimizer.state_dtype": "auto",
+    "optimizer.state_rounding": "stochastic",
+    "optimizer.momentum": -1.0,
+    "optimizer.nesterov": True,
+    "optimizer.newton_schulz_steps": 5,
+    "optimizer.newton_schulz_coefficients": [3.4445, -4.775, 2.0315],
+    "optimizer.newton_schulz_dtype": "auto",
+    "optimizer.adjust_lr": "match_rms_adamw",
+    "optimizer.groups": [],
 }
 # Hyper-parameters that older checkpoints do not have, and the value they trained with.
 _ADDED_TO_MODEL = {
@@ -71,6 +86,8 @@ def check_facts(
                 found = [line for line in found if line not in rope]
             elif rope:
                 remedy += '; to extend the context: checkpoint.accept_changes = ["rope"]'
+        elif name == "optimizer":
+            found = optimizer_differences(saved.get(name), now.get(name))
         else:
             found = list(differences(saved.get(name), now.get(name), name))
         if not found:
@@ -86,6 +103,16 @@ def check_facts(
             + f"\n  or {_FRESH}"
         )
     return lines
+
+
+def optimizer_differences(saved: Any, now: Any) -> list[str]:
+    """One line per parameter, or pattern of names, whose optimizer differs. saved, now: see
+    titanlite.optim.registry.kinds_of_state."""
+    if isinstance(saved, str) and isinstance(now, Mapping):
+        saved = dict.fromkeys(now, saved)
+    elif isinstance(now, str) and isinstance(saved, Mapping):
+        now = dict.fromkeys(saved, now)
+    return list(differences(saved, now, "optimizer"))
 
 
 def model_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -118,7 +145,7 @@ def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
         for key, value in values.items():
             name = f"{section}.{key}"
             if not name.startswith(_SILENT) and name not in _SILENT_KEYS:
-                lines += differences(saved.get(section, {}).get(key), value, name)
+                lines += differences(saved.get(section, {}).get(key, _ADDED.get(name)), value, name)
     return lines
 
 

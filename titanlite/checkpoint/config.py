@@ -8,7 +8,7 @@ from typing import Literal
 from titanlite.runtime.errors import Problem, check_ranges, ranged, require
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
-Changeable = Literal["data", "tokenizer", "init_version", "rope"]
+Changeable = Literal["data", "tokenizer", "init_version", "rope", "optimizer"]
 """Facts that accept_changes can accept; the resumed run then differs from an uninterrupted one."""
 Verify = Literal["full", "size", "off"]
 
@@ -47,7 +47,7 @@ class CheckpointConfig:
     """Save the last step without optimizer and position in the data: smaller, but no run can resume from it."""
     accept_changes: tuple[Changeable, ...] = ()
     """Differences from the checkpoint, or from an imported model, to accept. rope: the keys model.rope_*, as in a run
-    that extends the context."""
+    that extends the context. optimizer: the state of all optimizers then starts anew."""
 
 
 def check_checkpoint(section: CheckpointConfig, device_type: str, taken: Collection[str] = ()) -> list[Problem]:

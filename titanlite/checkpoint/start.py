@@ -18,7 +18,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from titanlite.checkpoint.compatibility import changed_settings, check_facts, differences, model_differences
+from titanlite.checkpoint.compatibility import (
+    changed_settings,
+    check_facts,
+    differences,
+    model_differences,
+    optimizer_differences,
+)
 from titanlite.checkpoint.config import CheckpointConfig, Verify
 from titanlite.checkpoint.file_records import InvalidCheckpointError, check_file
 from titanlite.checkpoint.folder import (
@@ -280,7 +286,9 @@ class StartFinder:
         except RanksError as error:
             raise UserError(f"{found.path} cannot be loaded: {error}") from None
         (_, width), _ = saved[STREAMS]  # there may be more sources now
-        tensors = self.state.model_and_optimizer() | {STREAMS: self.state.empty_streams(width)}
+        restarts = bool(optimizer_differences(manifest.facts.get("optimizer"), self.about.facts.get("optimizer")))
+        tensors = self.state.model() if restarts else self.state.model_and_optimizer()
+        tensors |= {STREAMS: self.state.empty_streams(width)}
         tensors |= {name: tensor for name, tensor in self.state.recent().items() if name in saved}
         load(found, tensors, self.group)
         try:
@@ -296,6 +304,8 @@ class StartFinder:
             "Start: step %d, %s tokens, data at %s, from %s, %s",
             *(manifest.step, f"{manifest.counts['tokens_seen']:,}", position, found.path, found.verified),
         )
+        if restarts:
+            log.info("The state of the optimizers starts anew")
         for line in changed_settings(manifest.config, self.about.config):
             log.info("Changed since the checkpoint: %s", line)
 

@@ -66,7 +66,7 @@ class Owners:
         self._sharing = sharing
         self._device = local_part(parameters[0]).device
         self.rank, self.replica, self.size, self.replicas = 0, 0, 1, 1
-        ranks = [0]
+        ranks = [dist.get_rank() if dist.is_initialized() else 0]
         if sharing.shards is not None:
             ranks = dist.get_process_group_ranks(sharing.shards)
             self.rank, self.size = sharing.shards.rank(), len(ranks)

@@ -100,6 +100,28 @@ def test_one_difference_raises_with_both_values_and_a_remedy(name: str) -> None:
     assert ("accept_changes" in text) == (name in ACCEPTED)
 
 
+def test_optimizers_are_compared_by_parameter() -> None:
+    muon = {"layers.*.wq.weight": "Muon", "layers.*.norm.weight": "AdamW", "output.weight": "AdamW"}
+    for saved, now in (("AdamW", muon), (muon, "AdamW"), (muon, muon | {"output.weight": "Lion"})):
+        with pytest.raises(UserError) as caught:
+            check_facts({"optimizer": saved}, {"optimizer": now}, (), "here")
+        assert str(caught.value).count(" in the checkpoint, ") == 1
+        assert "accept_changes '[\"optimizer\"]'" in str(caught.value)
+    (line,) = check_facts({"optimizer": "AdamW"}, {"optimizer": muon}, ["optimizer"], "here")
+    assert line == (
+        "accepted change since the checkpoint: optimizer.layers.*.wq.weight: AdamW in the checkpoint, Muon now"
+    )
+    assert check_facts({"optimizer": muon}, {"optimizer": dict(muon)}, (), "here") == []
+
+
+def test_a_checkpoint_from_before_a_key_existed_has_its_default() -> None:
+    config = JobConfig()
+    saved = resolved(config)
+    for key in ("groups", "momentum", "state_dtype", "newton_schulz_coefficients"):
+        del saved["optimizer"][key]
+    assert changed_settings(saved, resolved(config)) == []
+
+
 def test_one_error_lists_all_differences() -> None:
     with pytest.raises(UserError) as caught:
         check_facts(FACTS, CHANGED, (), "here")
@@ -170,7 +192,9 @@ LOGGED = {
     *("training.global_batch_size", "training.max_norm", "training.norm_type"),
     *("training.mixed_precision_param", "training.mixed_precision_reduce", "data.on_bad_row"),
     *("optimizer.lr", "optimizer.beta1", "optimizer.beta2", "optimizer.eps", "optimizer.weight_decay"),
-    *("optimizer.weight_decay_skip", "optimizer.implementation"),
+    *("optimizer.weight_decay_skip", "optimizer.implementation", "optimizer.groups", "optimizer.momentum"),
+    *("optimizer.nesterov", "optimizer.newton_schulz_steps", "optimizer.newton_schulz_coefficients"),
+    *("optimizer.newton_schulz_dtype", "optimizer.adjust_lr", "optimizer.state_dtype", "optimizer.state_rounding"),
     *("lr_schedule.warmup_steps", "lr_schedule.decay", "lr_schedule.decay_steps", "lr_schedule.decay_ratio"),
     *("lr_schedule.min_lr_factor", "debug.seed", "debug.deterministic", "debug.deterministic_warn_only"),
     *("validation.steps", "validation.sources"),

@@ -1,0 +1,246 @@
+"""Every layout has the weights of one process after three updates by Muon and AdamW; planted mistakes are seen.
+
+With -s, prints the errors of docs/optimizers.md.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.distributed.gradients import build_on_mesh, difference, full_tensor, local_batches, replaced
+from tests.distributed.layouts import EP, EXPERTS, FULL, GATHER, PAIRS, TIED, Layout, depth, schedule
+from tests.distributed.reference import backward, global_batch, plain_model
+from tests.pool import run_ranks
+from titanlite.config.schema import JobConfig
+from titanlite.optim.muon import Muon
+from titanlite.optim.owners import Matrix, Owners
+from titanlite.runtime.dtensors import local_part
+
+STEPS = 3
+BOUND = 1e-12
+LR, DECAY, MOMENTUM = 0.02, 0.1, 0.9
+SETTINGS = (
+    *("optimizer.name=Muon", f"optimizer.lr={LR}", f"optimizer.weight_decay={DECAY}"),
+    *(f"optimizer.momentum={MOMENTUM}", "training.max_norm=0"),
+)
+LAYOUTS = (
+    Layout((1, 1, 1, 1), EXPERTS),
+    Layout((1, 1, 2, 1), (*EXPERTS, *EP)),
+    Layout((1, 2, 1, 1), accumulation=3, rows=24),
+    Layout((1, 1, 1, 2), EXPERTS),
+    Layout((2, 1, 1, 1), (*EXPERTS, *schedule("ZBVZeroBubble"), *depth(3), *PAIRS)),
+    Layout((1, 1, 1, 1), (*EXPERTS, *EP), cp=2),
+    Layout((1, 1, 2, 2), TIED),
+    Layout((1, 2, 2, 1), (*EXPERTS, *EP, *FULL)),
+)
+"""One to four ranks, in the default suite."""
+SOAK = (
+    Layout((1, 1, 4, 1)),
+    Layout((1, 1, 4, 1), (*EXPERTS, *EP)),
+    Layout((1, 4, 1, 1)),
+    Layout((1, 1, 1, 4), ("model.n_kv_heads=4",)),
+    Layout((1, 1, 3, 1), (*EXPERTS, "parallelism.ep=3"), streams=8),
+    Layout((1, 2, 1, 2)),
+    Layout((2, 2, 1, 1), schedule("Interleaved1F1B")),
+    Layout((2, 1, 1, 2), (*schedule("1F1B"), *PAIRS)),
+    Layout((1, 1, 2, 1), (*GATHER, *TIED), cp=2),
+    Layout((1, 1, 1, 2), cp=2),
+    Layout((1, 2, 1, 1), EXPERTS, cp=2),
+    Layout((1, 1, 2, 2), (*EXPERTS, *EP)),
+    Layout((1, 2, 2, 2)),
+    Layout((2, 1, 2, 2), (*EXPERTS, *EP, *schedule("1F1B"), *PAIRS)),
+    Layout((1, 1, 2, 2), (*EXPERTS, "model.n_experts=8", "parallelism.ep=4"), cp=2),
+    Layout((2, 2, 2, 1), schedule("ZBVZeroBubble")),
+)
+"""Three to eight ranks."""
+
+
+def is_muons(name: str, parameter: Tensor) -> bool:
+    return name.startswith("layers.") and parameter.dim() >= 2 and "router" not in name
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """Five Newton-Schulz iterations of a matrix, of its transpose if it is tall."""
+    x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / x.square().sum().sqrt()
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x - 4.775 * gram @ x + 2.0315 * gram @ gram @ x
+    return x.mT if matrix.shape[0] > matrix.shape[1] else x
+
+
+def expected_weights(config: JobConfig, rows: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(initial, updated) weights of one process in plain torch."""
+    model = plain_model(config)
+    named = dict(model.named_parameters())
+    before = {name: parameter.detach().clone() for name, parameter in named.items()}
+    others = [(name, parameter) for name, parameter in named.items() if not is_muons(name, parameter)]
+    norms = [parameter for name, parameter in others if "norm" in name]
+    rest = [parameter for name, parameter in others if "norm" not in name]
+    adamw = torch.optim.AdamW(
+        [{"params": rest, "weight_decay": DECAY}, {"params": norms, "weight_decay": 0.0}], lr=LR, betas=(0.9, 0.95)
+    )
+    momentum = {name: torch.zeros_like(value) for name, value in before.items()}
+    for step in range(STEPS):
+        model.zero_grad()
+        backward(model, config, global_batch("silent_ranks", step, rows), step + 1)
+        adamw.step()
+        for name, parameter in named.items():
+            if not is_muons(name, parameter):
+                continue
+            assert parameter.grad is not None
+            momentum[name].lerp_(parameter.grad, 1 - MOMENTUM)
+            direction = parameter.grad.lerp(momentum[name], MOMENTUM)
+            stack = direction if direction.dim() == 3 else direction[None]
+            found = torch.stack([orthogonalized(matrix) for matrix in stack]).view_as(parameter)
+            factor = LR * 0.2 * math.sqrt(max(parameter.shape[-2:]))
+            with torch.no_grad():
+                parameter.mul_(1 - LR * DECAY).sub_(factor * found)
+    return before, {name: parameter.detach() for name, parameter in named.items()}
+
+
+_expected: dict[tuple[str, int], tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
+
+
+def errors(layout: Layout) -> dict[str, float]:
+    """The error of each parameter's change, relative to it, on the ranks that have the parameter."""
+    config = layout.config(*SETTINGS)
+    key = repr(config.model), layout.rows
+    if key not in _expected:
+        _expected[key] = expected_weights(config, layout.rows)
+    before, after = _expected[key]
+    trainer, mesh = build_on_mesh(config)
+    for step in range(STEPS):
+        trainer.train_step(local_batches(config, mesh, global_batch("silent_ranks", step, layout.rows)))
+    found = {}
+    for part in trainer.model_parts:
+        for name, parameter in part.named_parameters():
+            change = full_tensor(parameter.detach()) - before[name]
+            found[name] = difference(change, after[name] - before[name])
+    return found
+
+
+def errors_of(layouts: Sequence[Layout], mistakes: Sequence[str]) -> list[float]:
+    """The largest error of each layout, with the mistake planted."""
+    found = []
+    for layout, name in zip(layouts, mistakes, strict=True):
+        with MISTAKES[name]():
+            found.append(max(errors(layout).values()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "table"),
+    [
+        (1, LAYOUTS),
+        (2, LAYOUTS),
+        pytest.param(4, LAYOUTS, marks=pytest.mark.slow),
+        *(pytest.param(size, SOAK, marks=pytest.mark.soak) for size in (3, 4, 8)),
+    ],
+)
+def test_weights_are_those_of_one_process(world_size: int, table: Sequence[Layout]) -> None:
+    layouts = [layout for layout in table if layout.world_size == world_size]
+    ranks = run_ranks(errors_of, world_size, layouts, [""] * len(layouts))
+    for layout, *found in zip(layouts, *ranks, strict=True):
+        print(f"| {layout.name} | {layout.schedule} | {layout.other} | {max(found):.1e} |")
+        assert max(found) < BOUND, layout
+
+
+@contextmanager
+def local_orthogonalization() -> Iterator[None]:
+    """Each rank orthogonalizes its own part of a matrix."""
+
+    def apply(
+        self: Owners,
+        part: Callable[[Matrix], Tensor],
+        function: Callable[[Tensor], Tensor],
+        use: Callable[[Matrix, Tensor], None],
+        dtype: torch.dtype,
+    ) -> None:
+        del dtype
+        for matrices in self.rounds:
+            for matrix in matrices:
+                if matrix.division.parts[self.rank] is not None:
+                    use(matrix, function(part(matrix)))
+
+    with replaced(Owners, "apply", apply):
+        yield
+
+
+@contextmanager
+def stale_owner() -> Iterator[None]:
+    """The last rank returns the results of its first update in all later ones."""
+    kept: dict[int, Tensor] = {}
+    original = Owners.apply
+
+    def apply(self: Owners, part: object, function: Callable[[Tensor], Tensor], use: object, dtype: object) -> None:
+        calls = iter(range(1000))
+
+        def stale(matrix: Tensor) -> Tensor:
+            number = next(calls)
+            is_stale = dist.get_rank() == dist.get_world_size() - 1
+            return kept.setdefault(number, function(matrix)) if is_stale else function(matrix)
+
+        original(self, part, stale, use, dtype)  # type: ignore[arg-type]
+
+    with replaced(Owners, "apply", apply):
+        yield
+
+
+@contextmanager
+def momentum_of_each_replica() -> Iterator[None]:
+    """The gradients of the last rank are others than those of its replica, as if they were not reduced."""
+    original = Muon.step
+
+    def step(self: Muon) -> None:
+        for parameter, _ in self.each():
+            if dist.get_rank() == dist.get_world_size() - 1:
+                gradient = local_part(parameter.grad)
+                gradient.mul_(torch.linspace(0, 2, gradient.shape[-1]))
+        original(self)
+
+    with replaced(Muon, "step", step):
+        yield
+
+
+@contextmanager
+def decay_twice() -> Iterator[None]:
+    original = Muon.step
+
+    def step(self: Muon) -> None:
+        original(self)
+        for parameter, group in self.each():
+            local_part(parameter).mul_(1 - group["lr"] * group["weight_decay"])
+
+    with replaced(Muon, "step", step):
+        yield
+
+
+MISTAKES: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "": nullcontext,
+    "local orthogonalization": local_orthogonalization,
+    "stale owner": stale_owner,
+    "momentum of each replica": momentum_of_each_replica,
+    "decay twice": decay_twice,
+}
+PLANTED = (
+    ("local orthogonalization", Layout((1, 1, 2, 1))),
+    ("local orthogonalization", Layout((1, 1, 1, 2))),
+    ("stale owner", Layout((1, 1, 2, 1))),
+    ("stale owner", Layout((1, 2, 1, 1))),
+    ("momentum of each replica", Layout((1, 2, 1, 1))),
+    ("decay twice", Layout((1, 1, 2, 1))),
+)
+
+
+def test_planted_mistakes_are_seen() -> None:
+    names, layouts = zip(*PLANTED, strict=True)
+    ranks = run_ranks(errors_of, 2, layouts, names)
+    for name, layout, *found in zip(names, layouts, *ranks, strict=True):
+        print(f"| {name} | {layout.name} | {max(found):.1e} |")
+        assert max(found) > 1e-3, name
