@@ -1,0 +1,189 @@
+"""Which optimizer updates a parameter, and with which hyper-parameters; problems of [[optimizer.groups]]."""
+
+import fnmatch
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.optim.building import PLAN, optimizer_of
+from tests.unit.optim.test_muon import model_of, set_gradients
+from titanlite.config.load import dump_config, load_config
+from titanlite.models.family import ModelConfig
+from titanlite.models.registry import full_parameters
+from titanlite.optim.optimizer import GroupConfig, OptimizerConfig
+from titanlite.optim.registry import check_optimizer, describe_groups, kinds_of_state
+from titanlite.runtime.errors import ConfigError, Problem
+
+NAMED = dict(model_of().named_parameters())
+NAMES = list(NAMED)
+
+
+def section(*groups: GroupConfig, **keys: Any) -> OptimizerConfig:
+    return OptimizerConfig(groups=groups, **keys)
+
+
+def group(*parameters: str, **keys: Any) -> GroupConfig:
+    return GroupConfig(parameters, **keys)
+
+
+def problems_of(given: OptimizerConfig) -> list[Problem]:
+    return check_optimizer(given, NAMED, PLAN)
+
+
+def options(given: OptimizerConfig) -> dict[str, tuple[str, dict[str, Any]]]:
+    """(optimizer, options) by parameter."""
+    optimizer = optimizer_of(model_of(), given)
+    return {
+        name: (type(each).__name__, {key: entry[key] for key in ("lr_factor", "weight_decay", "betas", "momentum")})
+        for each, entry in optimizer.param_groups
+        for name in entry["param_names"]
+    }
+
+
+def test_defaults() -> None:
+    found = options(OptimizerConfig(weight_decay_skip=("*bias*",)))
+    assert {name: of_name[0] for name, of_name in found.items()} == dict.fromkeys(NAMES, "AdamW")
+    decays = {name: of_name[1]["weight_decay"] for name, of_name in found.items()}
+    assert decays == {name: 0.0 if "bias" in name else 0.1 for name in NAMES}
+
+
+def test_muon_by_default_has_the_matrices_of_blocks_of_each_family() -> None:
+    for family in ("llama3", "qwen3", "qwen3_moe", "olmoe"):
+        named, plan = full_parameters(ModelConfig(family, "debug" if family != "olmoe" else "1B-7B"))
+        kinds = kinds_of_state(OptimizerConfig(name="Muon"), named, plan)
+        assert isinstance(kinds, dict)
+        others = {name for name, kind in kinds.items() if kind == "AdamW"}
+        assert others >= {"tok_embeddings.weight", "norm.weight"}
+        assert all(
+            name.endswith(("norm.weight", "embeddings.weight", "output.weight", "router.weight")) for name in others
+        )
+        assert all(not fnmatch.fnmatch(name, "*norm*") for name in kinds.keys() - others)
+        if family in ("qwen3_moe", "olmoe"):
+            assert {name.split(".")[-1] for name in kinds.keys() - others} >= {"w1", "w2", "w3"}
+            assert any("router" in name for name in others)
+
+
+def test_names_precede_patterns_and_groups_the_defaults() -> None:
+    found = options(
+        section(
+            group("block.*", optimizer="Lion", lr_factor=0.5, beta1=0.8),
+            group("block.tall.weight", weight_decay=0.3),
+            group("output.weight", optimizer="SGD", momentum=0.7, weight_decay=0.0),
+            name="Muon",
+            beta2=0.9,
+            momentum=0.6,
+        )
+    )
+    lion = {"lr_factor": 0.5, "weight_decay": 0.1, "betas": (0.8, 0.9), "momentum": 0.6}
+    assert found == {
+        "block.wide.weight": ("Lion", lion),
+        "block.wide.bias": ("Lion", lion | {"weight_decay": 0.0}),
+        "block.experts": ("Lion", lion),
+        "block.router.weight": ("Lion", lion),
+        "block.tall.weight": (
+            "Muon",
+            {"lr_factor": 1.0, "weight_decay": 0.3, "betas": (0.9, 0.9), "momentum": 0.6},
+        ),
+        "output.weight": ("SGD", {"lr_factor": 1.0, "weight_decay": 0.0, "betas": (0.9, 0.9), "momentum": 0.7}),
+    }
+
+
+def test_the_learning_rate_of_a_group_is_a_multiple_of_that_of_the_schedule() -> None:
+    model = model_of()
+    optimizer = optimizer_of(model, section(group("output.weight", lr_factor=0.25), name="SGD", weight_decay=0.0))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    gradients = set_gradients(model, 0)
+    optimizer.set_lr(0.5)
+    optimizer.step_if(torch.tensor(True))
+    for name, parameter in model.named_parameters():
+        lr = 0.125 if name == "output.weight" else 0.5
+        torch.testing.assert_close(parameter.detach(), before[name] - lr * gradients[name], rtol=1e-14, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("groups", "key", "words"),
+    [
+        ((group(),), "groups.0.parameters", ["names or patterns"]),
+        ((group("output.weigth"),), "groups.0.parameters", ["the name of a parameter", '"output.weight"?']),
+        (
+            (group("block.*"), group("*.experts")),
+            "groups.1.parameters",
+            ['"block.experts"', '"block.*"', '"*.experts"'],
+        ),
+        ((group("output.weight"), group("output.weight")), "groups.1.parameters", ['"output.weight"', "0 and 1"]),
+        ((group("output.weight", "*.bias", optimizer="Muon"),), "groups.0.optimizer", ['"block.wide.bias"', "AdamW"]),
+        ((group("output.weight", optimizer="Muon", beta1=0.5),), "groups.0.beta1", ["Muon", "leave it out"]),
+        ((group("output.weight", momentum=0.5),), "groups.0.momentum", ["AdamW", "leave it out"]),
+        ((group("output.weight", lr_factor=0.0),), "groups.0.lr_factor", ["above 0"]),
+        ((group("output.weight", weight_decay=-2.0),), "groups.0.weight_decay", ["-1 or 0 or more"]),
+    ],
+)
+def test_problems_name_the_key_and_a_remedy(groups: tuple[GroupConfig, ...], key: str, words: list[str]) -> None:
+    (problem,) = problems_of(section(*groups))
+    assert problem.key == f"optimizer.{key}"
+    for word in words:
+        assert word in f"{problem.rule} {problem.remedy}"
+
+
+def test_a_name_settles_a_conflict_of_patterns() -> None:
+    patterns = group("block.*"), group("*.weight", "output.weight")
+    (problem,) = problems_of(section(*patterns))
+    assert problem.value == "*.weight"
+    names = ("block.wide.weight", "block.tall.weight", "block.router.weight")
+    assert problems_of(section(*patterns, group(*names))) == []
+
+
+def test_several_patterns_of_one_group_may_match() -> None:
+    assert problems_of(section(group("block.*", "*.weight"))) == []
+
+
+def test_the_table_has_all_elements() -> None:
+    lines = describe_groups(section(group("output.weight", optimizer="Lion", lr_factor=0.5), name="Muon"), NAMED, PLAN)
+    cells = [line.split() for line in lines]
+    assert cells[0] == ["group", "optimizer", "parameters", "elements", "lr", "weight", "decay"]
+    assert ["groups.0", "Lion", "1", "48", "x", "0.5", "0.1"] in cells
+    assert sum(int(row[3].replace(",", "")) for row in cells[1:]) == sum(each.numel() for each in NAMED.values())
+
+
+def test_states_are_named_by_pattern_unless_blocks_differ() -> None:
+    blocks = {f"layers.{n}.w.weight": torch.empty(2, 2, device="meta") for n in range(3)}
+    named: dict[str, Tensor] = {**blocks, "output.weight": torch.empty(2, 2, device="meta")}
+    assert kinds_of_state(OptimizerConfig(), named, PLAN) == "AdamW"
+    sgd = group("output.weight", optimizer="SGD", momentum=0.9)
+    assert kinds_of_state(section(sgd, state_dtype="bfloat16"), named, PLAN) == {
+        "layers.*.w.weight": "AdamW with bfloat16 moments",
+        "output.weight": "SGD with momentum",
+    }
+    assert kinds_of_state(section(group("layers.1.*", optimizer="Lion")), named, PLAN) == {
+        **{f"layers.{n}.w.weight": "Lion" if n == 1 else "AdamW" for n in range(3)},
+        "output.weight": "AdamW",
+    }
+    assert kinds_of_state(section(group("layers.1.*", lr_factor=0.5)), named, PLAN) == "AdamW"
+
+
+def test_groups_are_read_and_written() -> None:
+    argv = [
+        *("quickstart", "--optimizer.name", "Muon", "--optimizer.groups.0.parameters", '["output.weight"]'),
+        *("--optimizer.groups.0.optimizer", "Lion", "--optimizer.newton_schulz_coefficients", "[2, -1.5, 0.5]"),
+    ]
+    config = load_config(argv, world_size=1, device_type="cpu", checks_files=False)
+    assert config.optimizer.groups == (group("output.weight", optimizer="Lion"),)
+    assert config.optimizer.newton_schulz_coefficients == (2.0, -1.5, 0.5)
+    assert '[[optimizer.groups]]\nparameters = ["output.weight"]\noptimizer = "Lion"\n' in dump_config(config)
+
+
+@pytest.mark.parametrize(
+    ("argument", "key"),
+    [
+        ("--optimizer.groups.0.optimizer=Adam", "optimizer.groups.0.optimizer"),
+        ("--optimizer.groups.0.betas=0.9", "optimizer.groups.0.betas"),
+        ('--optimizer.newton_schulz_coefficients=["a"]', "optimizer.newton_schulz_coefficients"),
+    ],
+)
+def test_wrong_values_are_refused(argument: str, key: str) -> None:
+    argv = ["quickstart", '--optimizer.groups.0.parameters=["output.weight"]', argument]
+    with pytest.raises(ConfigError) as caught:
+        load_config(argv, world_size=1, device_type="cpu", checks_files=False)
+    assert [problem.key for problem in caught.value.problems] == [key]
