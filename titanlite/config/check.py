@@ -16,9 +16,8 @@ from titanlite.generation.config import check_samples
 from titanlite.hf.folder import PREFIX
 from titanlite.hf.source import check_source
 from titanlite.metrics.config import OWN_FILES, check_metrics
-from titanlite.models.family import ModelConfig
 from titanlite.models.registry import check_model, full_parameters, resolve_model
-from titanlite.optim.registry import check_optimizer
+from titanlite.optim.registry import check_optimizer, check_parameters
 from titanlite.optim.schedule import check_schedule
 from titanlite.parallel.compile import check_compile, compiles_blocks
 from titanlite.parallel.context import check_context
@@ -108,11 +107,13 @@ def _check_sources(config: JobConfig, global_batch_size: int, degree: int, *, ch
 
 
 def _check_optimizer(config: JobConfig) -> list[Problem]:
-    """Problems of [optimizer], of its groups only for a valid model."""
+    """Problems of [optimizer]; those that depend on the parameters only for a valid model."""
     section, training, layout = config.optimizer, config.training, config.parallelism
-    if check_model(config.model, seq_len=training.seq_len, tp=layout.tp, pp=layout.pp):
-        return check_optimizer(replace(section, groups=()), *full_parameters(ModelConfig()))
-    return check_optimizer(section, *full_parameters(config.model))
+    problems = check_optimizer(section)
+    depends = section.groups or section.state_dtype != "auto"  # else no model is built, which takes half a second
+    if not depends or check_model(config.model, seq_len=training.seq_len, tp=layout.tp, pp=layout.pp):
+        return problems
+    return problems + check_parameters(section, *full_parameters(config.model))
 
 
 def _check_precision(facts: JobConfig) -> list[Problem]:

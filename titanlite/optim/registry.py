@@ -37,11 +37,11 @@ MAX_BETA2_NEAREST = 0.99
 itself in a step does not fall at all."""
 
 
-def check_optimizer(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> list[Problem]:
-    """Problems of [optimizer]. named: the parameters of the full model. plan: of the full model."""
+def check_optimizer(section: OptimizerConfig) -> list[Problem]:
+    """Problems of [optimizer] that do not depend on the parameters."""
     key, torchs = "optimizer", {section.name, *(group.optimizer for group in section.groups)} & {"AdamW", "SGD", "Lion"}
     slower = [name for name in sorted(torchs) if not OPTIMIZERS[name].has_fused]
-    problems = [
+    return [
         *check_ranges(section, key),
         *require(
             section.implementation != "fused" or not slower,
@@ -57,32 +57,29 @@ def check_optimizer(section: OptimizerConfig, named: Mapping[str, Tensor], plan:
             "three numbers",
             "leave it out for the default",
         ),
-        *check_groups(section, OPTIMIZERS, named, plan),
-    ]
-    return problems or _check_state(section, divide(section, OPTIMIZERS, named, plan))
-
-
-def _check_state(section: OptimizerConfig, groups: Sequence[Group]) -> list[Problem]:
-    """Problems of moments in bfloat16."""
-    if section.state_dtype == "auto":
-        return []
-    adamw = [group for group in groups if group.optimizer == "AdamW"]
-    problems = [
         *require(
-            bool(adamw),
-            "optimizer.state_dtype",
-            section.state_dtype,
-            '"auto" without AdamW, whose moments it is about',
-            "leave it out",
-        ),
-        *require(
-            section.implementation in ("auto", "for-loop"),
-            "optimizer.implementation",
+            section.state_dtype == "auto" or section.implementation in ("auto", "for-loop"),
+            f"{key}.implementation",
             section.implementation,
             '"auto" with moments in bfloat16: torch\'s AdamW needs moments in the dtype of the weights',
             "leave it out",
         ),
     ]
+
+
+def check_parameters(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> list[Problem]:
+    """Problems of groups, and of moments in bfloat16. named, plan: of the full model."""
+    problems = check_groups(section, OPTIMIZERS, named, plan)
+    if problems or section.state_dtype == "auto":
+        return problems
+    adamw = [group for group in divide(section, OPTIMIZERS, named, plan) if group.optimizer == "AdamW"]
+    problems = require(
+        bool(adamw),
+        "optimizer.state_dtype",
+        section.state_dtype,
+        '"auto" without AdamW, whose moments it is about',
+        "leave it out",
+    )
     largest = max((group.options["betas"][1] for group in adamw), default=0.0)
     return problems + require(
         section.state_rounding == "stochastic" or largest <= MAX_BETA2_NEAREST,

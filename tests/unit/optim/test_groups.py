@@ -13,7 +13,7 @@ from titanlite.config.load import dump_config, load_config
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import full_parameters
 from titanlite.optim.optimizer import GroupConfig, OptimizerConfig
-from titanlite.optim.registry import check_optimizer, describe_groups, kinds_of_state
+from titanlite.optim.registry import check_parameters, describe_groups, kinds_of_state
 from titanlite.runtime.errors import ConfigError, Problem
 
 NAMED = dict(model_of().named_parameters())
@@ -29,7 +29,7 @@ def group(*parameters: str, **keys: Any) -> GroupConfig:
 
 
 def problems_of(given: OptimizerConfig) -> list[Problem]:
-    return check_optimizer(given, NAMED, PLAN)
+    return check_parameters(given, NAMED, PLAN)
 
 
 def options(given: OptimizerConfig) -> dict[str, tuple[str, dict[str, Any]]]:

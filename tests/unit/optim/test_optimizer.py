@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from tests.unit.optim.building import PLAN, optimizer_of
 from titanlite.optim.optimizer import GatedOptimizer, OptimizerConfig, without_compiler
-from titanlite.optim.registry import check_optimizer, memory_bytes
+from titanlite.optim.registry import check_optimizer, check_parameters, memory_bytes
+from titanlite.runtime.errors import Problem
 
 KINDS = {
     "AdamW": OptimizerConfig(lr=0.1),
@@ -217,12 +218,15 @@ def test_auto_is_fused_adamw_and_foreach_sgd() -> None:
     assert build("SGD")[1].optimizers[0].defaults["foreach"] is True
 
 
+def problems_of(section: OptimizerConfig) -> list[Problem]:
+    return [*check_optimizer(section), *check_parameters(section, dict(small_model().named_parameters()), PLAN)]
+
+
 def test_edges_of_the_ranges_are_valid() -> None:
-    named = dict(small_model().named_parameters())
-    assert check_optimizer(OptimizerConfig(beta1=0.0, beta2=0.0, weight_decay=0.0), named, PLAN) == []
-    assert check_optimizer(OptimizerConfig(name="SGD", implementation="foreach"), named, PLAN) == []
-    assert check_optimizer(OptimizerConfig(name="Muon", implementation="fused"), named, PLAN) == []
-    assert check_optimizer(OptimizerConfig(beta2=0.99, state_dtype="bfloat16"), named, PLAN) == []
+    assert problems_of(OptimizerConfig(beta1=0.0, beta2=0.0, weight_decay=0.0)) == []
+    assert problems_of(OptimizerConfig(name="SGD", implementation="foreach")) == []
+    assert problems_of(OptimizerConfig(name="Muon", implementation="fused")) == []
+    assert problems_of(OptimizerConfig(beta2=0.99, state_dtype="bfloat16")) == []
 
 
 @pytest.mark.parametrize(
@@ -241,11 +245,10 @@ def test_edges_of_the_ranges_are_valid() -> None:
     ],
 )
 def test_combinations_that_do_not_work_are_refused(section: OptimizerConfig, key: str, words: str) -> None:
-    (problem,) = check_optimizer(section, dict(small_model().named_parameters()), PLAN)
+    (problem,) = problems_of(section)
     assert problem.key == f"optimizer.{key}"
     assert words in problem.rule
 
 
 def test_a_large_beta2_is_valid_with_stochastic_rounding() -> None:
-    named = dict(small_model().named_parameters())
-    assert check_optimizer(OptimizerConfig(beta2=0.999, state_dtype="bfloat16"), named, PLAN) == []
+    assert problems_of(OptimizerConfig(beta2=0.999, state_dtype="bfloat16")) == []
