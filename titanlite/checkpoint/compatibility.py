@@ -17,6 +17,8 @@ _REMEDIES = {
     "streams_version": "resume with a titanlite of that version",
     "imported_from": "an import holds weights only: start a new run from them, see the last line",
 }
+# Settings that older checkpoints do not have, and the value they trained with.
+_ADDED = {"lr_schedule.final_decay_steps": -1}
 # Hyper-parameters that older checkpoints do not have, and the value they trained with.
 _ADDED_TO_MODEL = {
     "rope_scaling_factor": 1.0,
@@ -43,6 +45,7 @@ _SILENT_KEYS = {
     *("data.seed", "data.max_piece_bytes", "data.packing", "data.document_mask", "data.add_bos", "data.add_eos"),
     *("data.num_workers", "data.ledger", "validation.enable", "validation.interval"),
     *("training.tokens", "lr_schedule.warmup_tokens", "lr_schedule.warmup_ratio", "lr_schedule.decay_tokens"),
+    "lr_schedule.final_decay_tokens",
 }
 
 
@@ -118,7 +121,7 @@ def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
         for key, value in values.items():
             name = f"{section}.{key}"
             if not name.startswith(_SILENT) and name not in _SILENT_KEYS:
-                lines += differences(saved.get(section, {}).get(key), value, name)
+                lines += differences(saved.get(section, {}).get(key, _ADDED.get(name)), value, name)
     return lines
 
 
