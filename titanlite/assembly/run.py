@@ -15,6 +15,7 @@ import torch.distributed as dist
 import titanlite
 from titanlite.assembly.data import build_data, build_tokenizer, build_validation_data, pin_revisions
 from titanlite.assembly.facts import code_facts, config_values, content_facts
+from titanlite.assembly.learning_rate import describe_jump, describe_moved_decay
 from titanlite.assembly.model import allocate_parts, build_parts, build_trainer, describe_attention
 from titanlite.checkpoint.folder import published_steps
 from titanlite.checkpoint.manager import Checkpoints
@@ -51,7 +52,7 @@ from titanlite.models.init import INIT_VERSION
 from titanlite.models.randomness import DRAW_VERSION
 from titanlite.models.registry import full_parameters, resolve_model
 from titanlite.optim.registry import describe_groups, kinds_of_state
-from titanlite.optim.schedule import depends_on_steps
+from titanlite.optim.schedule import describe_schedule
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.pipeline import local_stages
 from titanlite.planning.check import check_memory, plan_memory
@@ -146,6 +147,7 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     for line in describe_groups(config.optimizer, *full_parameters(config.model)):
         log.info("Optimizer: %s", line)
     describe_batch(config, mesh)
+    log.info("Learning rate: %s", describe_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps))
     for line in overridden(environment, os.environ):
         log.info("Environment: %s", line)
     meter = build_meter(config, world, mesh, group)
@@ -171,7 +173,10 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
         )
         start = checkpoints.resume()
         trainer.step = start.step
-        describe_schedule_change(config, start)
+        if moved := describe_moved_decay(config, start):
+            log.info("Changed since the checkpoint: %s", moved)
+        if (jump := describe_jump(config, start)) and world.rank == 0:
+            log.warning("%s", jump)
     prepare_outputs(config, world, start, tokenizer)
     resume_step = start.step if start.resumes else 0
     sinks = build_sinks(
@@ -441,17 +446,6 @@ def require_no_checkpoints(config: JobConfig) -> None:
         raise UserError(
             f"checkpoint.enable = false, but {folder} holds checkpoints of an earlier run: resume it with "
             "--checkpoint.enable true, or start a new run in another --job.dump_folder"
-        )
-
-
-def describe_schedule_change(config: JobConfig, start: Start) -> None:
-    """Log a line if a change of training.steps changes the learning rates of later steps."""
-    earlier = start.config.get("training", {}).get("steps", config.training.steps)
-    if start.step < config.training.steps != earlier and depends_on_steps(config.lr_schedule):
-        log.info(
-            "Changed since the checkpoint: training.steps: %d in the checkpoint, %d now; the decay of the learning "
-            'rate moves with it (lr_schedule.decay = "none", or decay_steps, would not depend on it)',
-            *(earlier, config.training.steps),
         )
 
 

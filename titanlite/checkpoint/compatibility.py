@@ -31,6 +31,7 @@ _ADDED = {
     "optimizer.newton_schulz_dtype": "auto",
     "optimizer.adjust_lr": "match_rms_adamw",
     "optimizer.groups": [],
+    "lr_schedule.final_decay_steps": -1,
 }
 # Hyper-parameters that older checkpoints do not have, and the value they trained with.
 _ADDED_TO_MODEL = {
@@ -58,6 +59,7 @@ _SILENT_KEYS = {
     *("data.seed", "data.max_piece_bytes", "data.packing", "data.document_mask", "data.add_bos", "data.add_eos"),
     *("data.num_workers", "data.ledger", "validation.enable", "validation.interval"),
     *("training.tokens", "lr_schedule.warmup_tokens", "lr_schedule.warmup_ratio", "lr_schedule.decay_tokens"),
+    "lr_schedule.final_decay_tokens",
 }
 
 

@@ -29,6 +29,17 @@ def check_start(section: CheckpointConfig, dump_folder: str) -> list[Problem]:
             f"the step of a checkpoint in {Path(dump_folder, section.folder)}, which has: {present}",
             "choose one of these, or -1 for the latest" if steps else "leave it out",
         )
+    own = Path(dump_folder, section.folder)
+    if steps and text and path.resolve().is_relative_to(own.resolve()):
+        return [
+            Problem(
+                key,
+                text,
+                f"a checkpoint of another run: {own} is the folder of this run, which resumes from step {steps[-1]}",
+                "add --job.dump_folder ANOTHER for a new run from that checkpoint; to go back in this run: "
+                "--checkpoint.load_step STEP in its place",
+            )
+        ]
     if not text or steps:  # the run resumes from its own checkpoint
         return []
     if text.startswith(PREFIX):
@@ -44,6 +55,8 @@ def check_start(section: CheckpointConfig, dump_folder: str) -> list[Problem]:
     remedy = f"no checkpoint at {path.absolute()}: fix the path (relative to the current folder)"
     if published_steps(path / section.folder):
         remedy = f'this is a dump folder: write "{path / section.folder}"'
+    elif others := published_steps(path.parent):
+        remedy = f"{path.parent} has the steps {', '.join(map(str, others))}: name one of them"
     elif (path / "config.json").is_file():
         remedy = f'this is a model folder in the Hugging Face format: write "{PREFIX}{text}"'
     return require((path / MANIFEST_FILE).exists() or bool(published_steps(path)), key, text, rule, remedy)

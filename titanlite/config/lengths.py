@@ -10,7 +10,10 @@ from titanlite.runtime.errors import Problem
 LENGTHS = (
     ("training.steps", "training.tokens"),
     ("lr_schedule.warmup_steps", "lr_schedule.warmup_tokens", "lr_schedule.warmup_ratio"),
-    ("lr_schedule.decay_steps", "lr_schedule.decay_tokens", "lr_schedule.decay_ratio"),
+    (
+        *("lr_schedule.decay_steps", "lr_schedule.decay_tokens", "lr_schedule.decay_ratio"),
+        *("lr_schedule.final_decay_steps", "lr_schedule.final_decay_tokens"),
+    ),
 )
 """The keys of each length."""
 
@@ -58,6 +61,9 @@ def resolve_lengths(config: JobConfig) -> JobConfig:
     if schedule.warmup_ratio != UNSET:
         warmup_steps = round(min(schedule.warmup_ratio, 1.0) * training.steps)
         schedule = replace(schedule, warmup_steps=warmup_steps, warmup_ratio=float(UNSET))
+    if schedule.final_decay_tokens != UNSET:
+        final_decay_steps = -(-schedule.final_decay_tokens // tokens_per_step)
+        schedule = replace(schedule, final_decay_steps=final_decay_steps, final_decay_tokens=UNSET)
     if schedule.decay_tokens != UNSET:
         schedule = replace(schedule, decay_steps=-(-schedule.decay_tokens // tokens_per_step), decay_tokens=UNSET)
     return replace(config, training=training, lr_schedule=schedule)

@@ -54,7 +54,16 @@ One table per source, with the keys of `[[data.sources]]`; empty by default. On 
 `--validation.sources.0.kind X` adds the first table.
 """
 
-ARRAYS = {"data.sources": SOURCES, "validation.sources": VALIDATION_SOURCES}
+OPTIMIZER_GROUPS = """\
+One table per group of parameters, see [optimizers.md](optimizers.md#groups). `--optimizer.groups.0.lr_factor X` on the
+command line sets a key of the first one.
+"""
+
+ARRAYS = {
+    "data.sources": SOURCES,
+    "validation.sources": VALIDATION_SOURCES,
+    "optimizer.groups": OPTIMIZER_GROUPS,
+}
 """The introduction of each array of tables."""
 
 MODEL = """\

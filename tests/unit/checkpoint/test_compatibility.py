@@ -196,7 +196,8 @@ LOGGED = {
     *("optimizer.nesterov", "optimizer.newton_schulz_steps", "optimizer.newton_schulz_coefficients"),
     *("optimizer.newton_schulz_dtype", "optimizer.adjust_lr", "optimizer.state_dtype", "optimizer.state_rounding"),
     *("lr_schedule.warmup_steps", "lr_schedule.decay", "lr_schedule.decay_steps", "lr_schedule.decay_ratio"),
-    *("lr_schedule.min_lr_factor", "debug.seed", "debug.deterministic", "debug.deterministic_warn_only"),
+    *("lr_schedule.final_decay_steps", "lr_schedule.min_lr_factor"),
+    *("debug.seed", "debug.deterministic", "debug.deterministic_warn_only"),
     *("validation.steps", "validation.sources"),
 }
 SILENT = {
@@ -205,6 +206,7 @@ SILENT = {
     *("data.max_bad_rows", "data.sources", "data.packing", "data.document_mask", "data.num_workers", "data.ledger"),
     *("optimizer.name", "validation.enable", "validation.interval"),
     *("training.tokens", "lr_schedule.warmup_tokens", "lr_schedule.warmup_ratio", "lr_schedule.decay_tokens"),
+    "lr_schedule.final_decay_tokens",
 }
 SILENT_SECTIONS = {
     *("job", "model", "tokenizer", "parallelism", "activation_checkpoint", "compile", "checkpoint", "metrics", "comm"),
@@ -252,6 +254,14 @@ def test_a_changed_setting_is_listed_with_both_values() -> None:
         "optimizer.lr: 0.0003 in the checkpoint, 0.001 now",
         "optimizer.weight_decay_skip: ['*norm*', '*bias*'] in the checkpoint, [] now",
     ]
+
+
+def test_a_setting_that_older_checkpoints_lack_is_listed_only_if_it_is_used() -> None:
+    saved, now = resolved(JobConfig()), resolved(JobConfig())
+    del saved["lr_schedule"]["final_decay_steps"]
+    assert changed_settings(saved, now) == []
+    now["lr_schedule"]["final_decay_steps"] = 20
+    assert changed_settings(saved, now) == ["lr_schedule.final_decay_steps: -1 in the checkpoint, 20 now"]
 
 
 def test_a_setting_missing_in_the_checkpoint_is_listed() -> None:

@@ -101,8 +101,25 @@ def test_initial_load_path_needs_an_existing_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "folder" / "config.json").touch()
     (problem,) = check_start(replace(missing, initial_load_path=str(tmp_path / "folder")), str(tmp_path))
     assert problem.remedy.endswith(f'write "hf:{tmp_path}/folder"')
+    (problem,) = check_start(replace(missing, initial_load_path=str(tmp_path / "other/step-7")), str(tmp_path))
+    assert problem.remedy == f"{tmp_path}/other has the steps 5: name one of them"
     make(tmp_path / "checkpoint", 3)
     assert check_start(replace(missing, initial_load_path="gone"), str(tmp_path)) == []
+
+
+def test_a_run_does_not_start_from_a_checkpoint_of_its_own_folder(tmp_path: Path) -> None:
+    """Else it would resume from its latest checkpoint and ignore the path: a branch without a folder of its own."""
+    make(tmp_path / "trunk/checkpoint", 5)
+    make(tmp_path / "trunk/checkpoint", 9)
+    make(tmp_path / "checkpoint", 7)
+    for path in (tmp_path / "trunk/checkpoint/step-5", tmp_path / "trunk/checkpoint"):
+        branch = CheckpointConfig(enable=True, initial_load_path=str(path), initial_load_model_only=False)
+        (problem,) = check_start(branch, str(tmp_path / "trunk"))
+        assert problem.key == "checkpoint.initial_load_path"
+        assert problem.rule.endswith("is the folder of this run, which resumes from step 9")
+        assert "--job.dump_folder ANOTHER" in problem.remedy
+        assert check_start(branch, str(tmp_path / "branch")) == []
+        assert check_start(branch, str(tmp_path)) == []  # a branch in the parent folder of the trunk
 
 
 def test_pinned_memory_is_valid_on_accelerators() -> None:

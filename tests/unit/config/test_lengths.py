@@ -33,6 +33,8 @@ def test_warm_up_and_decay_in_tokens_and_ratios(tmp_path: Path) -> None:
     tokens = loaded(tmp_path, f"{BATCH}[lr_schedule]\nwarmup_tokens = 99\ndecay_tokens = 1").lr_schedule
     assert (tokens.warmup_steps, tokens.warmup_tokens, tokens.decay_steps, tokens.decay_tokens) == (5, -1, 1, -1)
     schedule = "[lr_schedule]\nwarmup_ratio = 0.1\ndecay_ratio = 0.2"
+    final = loaded(tmp_path, f"{BATCH}[lr_schedule]\nfinal_decay_tokens = 41").lr_schedule
+    assert (final.final_decay_steps, final.final_decay_tokens, final.decay_steps) == (3, -1, -1)
     ratio = loaded(tmp_path, f"{BATCH}tokens = 4000\n{schedule}").lr_schedule
     assert (ratio.warmup_steps, ratio.warmup_ratio, ratio.decay_ratio) == (20, -1.0, 0.2)
     assert loaded(tmp_path, f"{BATCH}[lr_schedule]\nwarmup_tokens = 0").lr_schedule.warmup_steps == 0
@@ -64,6 +66,8 @@ def test_each_length_is_overridden_on_its_own(tmp_path: Path) -> None:
     schedule = "[lr_schedule]\nwarmup_steps = 30\ndecay_ratio = 0.5"
     found = loaded(tmp_path, f"{BATCH}{schedule}", "--lr_schedule.decay_tokens", "40").lr_schedule
     assert (found.warmup_steps, found.decay_steps, found.decay_ratio) == (30, 2, -1.0)
+    found = loaded(tmp_path, f"{BATCH}{schedule}", "--lr_schedule.final_decay_steps", "20").lr_schedule
+    assert (found.final_decay_steps, found.decay_ratio) == (20, -1.0)
 
 
 SEVERAL = [
@@ -72,6 +76,8 @@ SEVERAL = [
     ("[lr_schedule]\nwarmup_steps = 5\nwarmup_ratio = 0.5", [], "lr_schedule.warmup_ratio"),
     ("[lr_schedule]\nwarmup_tokens = 5\nwarmup_ratio = 0.5", [], "lr_schedule.warmup_ratio"),
     ("[lr_schedule]\ndecay_tokens = 5\ndecay_ratio = 0.5", [], "lr_schedule.decay_ratio"),
+    ("[lr_schedule]\ndecay_steps = 5\nfinal_decay_steps = 5", [], "lr_schedule.final_decay_steps"),
+    ("[lr_schedule]\ndecay_ratio = 0.5\nfinal_decay_tokens = 5", [], "lr_schedule.final_decay_tokens"),
 ]
 
 

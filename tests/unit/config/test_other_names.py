@@ -22,6 +22,7 @@ def test_every_name_points_to_a_key_and_is_none_itself() -> None:
         ("config", "job.config_file"),
         ("batch-size", "training.local_batch_size"),
         ("max_steps", "training.steps"),
+        ("lr_wsd_decay_iters", "lr_schedule.final_decay_steps"),
         ("training.dataset", "data.sources.0.kind"),
         ("model.name", "model.family"),
         ("tensor_model_parallel_size", "parallelism.tp"),

@@ -1,11 +1,19 @@
 """The learning rate by step."""
 
 import math
+from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 
-from titanlite.optim.schedule import ScheduleConfig, build_schedule, check_schedule, depends_on_steps
+from titanlite.optim.schedule import (
+    ScheduleConfig,
+    build_schedule,
+    check_schedule,
+    depends_on_steps,
+    describe_schedule,
+)
 
 
 def rates(section: ScheduleConfig, steps: int, upto: int | None = None) -> list[float]:
@@ -23,6 +31,42 @@ def test_stable_phase_before_a_decay_by_ratio() -> None:
     assert rates(section, 10) == pytest.approx([1.0] * 8 + [0.75, 0.5])
 
 
+SCHEDULES: dict[str, tuple[dict[str, Any], Callable[[int], float]]] = {
+    # As in docs/optimizers.md, for a run of 60 steps with a warm-up of 10 and min_lr_factor = 0.
+    "constant": ({"decay": "none"}, lambda step: 1.0),  # noqa: ARG005
+    "linear": ({"decay": "linear"}, lambda step: (60 - step) / 50),
+    "cosine": ({"decay": "cosine"}, lambda step: math.cos(math.pi / 2 * (step - 10) / 50) ** 2),
+    "sqrt": ({"decay": "sqrt"}, lambda step: 1 - ((step - 10) / 50) ** 0.5),
+    "WSD": ({"decay": "sqrt", "final_decay_steps": 20}, lambda step: 1 - (max(step - 40, 0) / 20) ** 0.5),
+    "WSD, linear": ({"decay": "linear", "final_decay_steps": 20}, lambda step: min(1.0, (60 - step) / 20)),
+    "WSD, ratio": ({"decay": "linear", "decay_ratio": 0.25}, lambda step: min(1.0, (60 - step) / 15)),
+    "fixed horizon": ({"decay": "linear", "decay_steps": 30}, lambda step: max(0.0, (40 - step) / 30)),
+}
+
+
+@pytest.mark.parametrize("minimum", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_each_schedule_follows_its_formula(name: str, minimum: float) -> None:
+    keys, decay = SCHEDULES[name]
+    found = rates(ScheduleConfig(warmup_steps=10, min_lr_factor=minimum, **keys), 60)
+    expected = [n / 10 if n <= 10 else minimum + (1 - minimum) * decay(n) for n in range(1, 61)]
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine", "sqrt"])
+def test_peak_and_minimum_are_exact(decay: Any) -> None:
+    for minimum in (0.0, 1e-3, 0.1, 0.3, 0.7, 1.0):
+        section = ScheduleConfig(warmup_steps=3, decay=decay, final_decay_steps=5, min_lr_factor=minimum)
+        schedule = build_schedule(section, 1.5e-3, 20)
+        assert [schedule(step) for step in range(3, 16)] == [1.5e-3] * 13
+        assert [schedule(20), schedule(25)] == [1.5e-3 * minimum] * 2
+
+
+def test_a_final_decay_is_at_most_the_entire_run() -> None:
+    section = ScheduleConfig(warmup_steps=0, decay="linear", final_decay_steps=500, min_lr_factor=0.0)
+    assert rates(section, 4) == [0.75, 0.5, 0.25, 0.0]
+
+
 def test_decay_steps_do_not_depend_on_the_length_of_the_run() -> None:
     section = ScheduleConfig(warmup_steps=2, decay="cosine", decay_steps=5, min_lr_factor=0.1)
     assert rates(section, 10, 10) == rates(section, 1000, 10)
@@ -31,7 +75,7 @@ def test_decay_steps_do_not_depend_on_the_length_of_the_run() -> None:
 
 @pytest.mark.parametrize("decay", ["none", "linear", "cosine", "sqrt"])
 def test_depends_on_steps_is_true_if_an_extended_run_differs(decay: str) -> None:
-    lengths = [{}, {"decay_steps": 5}, {"decay_ratio": 0.5}, {"decay_ratio": 1.0}]
+    lengths = [{}, {"decay_steps": 5}, {"decay_ratio": 0.5}, {"decay_ratio": 1.0}, {"final_decay_steps": 5}]
     for length, factor, warmup_steps in product(lengths, [0.0, 0.1, 1.0], [0, 3, 12]):
         section = ScheduleConfig(warmup_steps=warmup_steps, decay=decay, min_lr_factor=factor, **length)  # type: ignore[arg-type]
         assert depends_on_steps(section) == (rates(section, 20) != rates(section, 40, 20)), section
@@ -58,3 +102,38 @@ def test_a_run_shorter_than_its_warm_up_has_positive_rates(decay: str, ratio: fl
 def test_edges_of_the_ranges_are_valid() -> None:
     for section in (ScheduleConfig(warmup_steps=50), ScheduleConfig(decay_steps=1), ScheduleConfig(decay_ratio=1.0)):
         assert check_schedule(section) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"decay": "none"}, "warm-up to 0.0015 in steps 1 to 10, then constant"),
+        ({"decay": "none", "warmup_steps": 0}, "constant at 0.0015"),
+        ({"min_lr_factor": 1.0}, "warm-up to 0.0015 in steps 1 to 10, then constant"),
+        (
+            {"decay": "sqrt", "final_decay_steps": 20},
+            "warm-up to 0.0015 in steps 1 to 10, constant to step 980, sqrt decay to 0.00015 in steps 981 to 1,000",
+        ),
+        (
+            {"warmup_steps": 0, "final_decay_steps": 20},
+            "constant at 0.0015 to step 980, linear decay to 0.00015 in steps 981 to 1,000",
+        ),
+        ({}, "warm-up to 0.0015 in steps 1 to 10, linear decay to 0.00015 in steps 11 to 1,000"),
+        (
+            {"warmup_steps": 0, "decay": "cosine", "min_lr_factor": 0.0},
+            "cosine decay from 0.0015 to 0 in steps 1 to 1,000",
+        ),
+        (
+            {"decay_steps": 100},
+            "warm-up to 0.0015 in steps 1 to 10, linear decay to 0.00015 in steps 11 to 110, then constant",
+        ),
+        ({"warmup_steps": 2000}, "warm-up to 0.0015 in steps 1 to 2,000"),
+        (
+            {"warmup_steps": 600, "decay_ratio": 0.5},
+            "warm-up to 0.0015 in steps 1 to 600, linear decay to 0.00015 in steps 501 to 1,000; the smaller of both "
+            "where they overlap",
+        ),
+    ],
+)
+def test_the_log_names_the_steps_of_each_phase(keys: dict[str, Any], text: str) -> None:
+    assert describe_schedule(ScheduleConfig(**{"warmup_steps": 10} | keys), 1.5e-3, 1000) == text
