@@ -15,7 +15,8 @@ from titanlite.planning.stages import Stage, Unit
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank. parameters, gradients, optimizer, buffers: exact, summed over its stages.
+    """Bytes on one rank. parameters, gradients, optimizer (its state and the average of the weights), buffers: exact,
+    summed over its stages.
 
     activations: saved between forward and backward for all microbatches in flight, plus the working memory of the
     largest part of a backward pass. data_parallel: gathered parameters, and gradients before their reduction.
@@ -76,16 +77,17 @@ def rank_memory(
     per_step = shape.microbatches // shape.schedule_steps
     parameters = sum(stage.parameter_bytes for stage in stages)
     optimizer_state = sum(stage.optimizer_bytes for stage in stages)
+    of_update = update_bytes(optimizer, parameters, optimizer_state)
     return Memory(
         parameters=parameters,
         gradients=parameters,
-        optimizer=optimizer_state,
+        optimizer=optimizer_state + sum(stage.average_bytes for stage in stages),
         buffers=sum(stage.buffer_bytes for stage in stages),
         activations=most + max(working_bytes(stage, recompute, activations) for stage in stages),
         data_parallel=sum(data_parallel_bytes(stage, section, recompute, shape) for stage in stages),
         # torch's stages allocate an input and a gradient buffer per microbatch of a schedule step
         pipeline=received * per_step * activations.block_input,
-        update=update_bytes(optimizer, parameters, optimizer_state),
+        update=max(of_update, *(stage.average_update_bytes for stage in stages)),
         microbatch=max(kept.values()),
         in_flight=in_flight,
     )

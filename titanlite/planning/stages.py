@@ -16,6 +16,7 @@ from titanlite.models.family import LanguageModel, ModelConfig, Plan
 from titanlite.models.registry import FAMILIES, resolve_model
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.registry import state_bytes
+from titanlite.optim.weight_average import average_bytes
 from titanlite.parallel.data import is_wrapped, sharded_dimension, wrapped_modules
 from titanlite.parallel.expert import FEATURES
 from titanlite.parallel.mesh import Mesh
@@ -51,7 +52,8 @@ class Stage:
 
     num_parameters: of the full stage, tied parameters counted once. The fields ..._bytes count this rank's share.
     parameter_bytes: of the parameters; the reduced gradients take as many, since they have the same dtype and sharding.
-    blocks: indexes of the stage's transformer blocks in the full model. wrapped: whether FSDP or replicate wraps it.
+    average_bytes, average_update_bytes: of the average of the weights, and of its update. blocks: indexes of the
+    stage's transformer blocks in the full model. wrapped: whether FSDP or replicate wraps it.
     """
 
     index: int
@@ -59,6 +61,8 @@ class Stage:
     num_parameters: int
     parameter_bytes: int
     optimizer_bytes: int
+    average_bytes: int
+    average_update_bytes: int
     buffer_bytes: int
     units: tuple[Unit, ...]
     blocks: tuple[int, ...]
@@ -206,6 +210,7 @@ def _stages(
                 sum(model.costs[unit] for unit in own),
                 sum(part.numel() * part.element_size() for part in parts.values()),
                 state_bytes(optimizer, parts, model.plan),
+                *average_bytes(optimizer.ema_decay, parts.values()),
                 (model.buffers + len(blocks) * model.block_buffers) * wide,
                 tuple(units),
                 blocks,
@@ -227,6 +232,7 @@ def measure_stage(config: JobConfig, mesh: Mesh, part: ModelPart) -> Stage:
         sum(parameter.numel() for parameter in model.parameters()),  # of a DTensor: over all ranks
         sum(shard.numel() * shard.element_size() for shard in shards.values()),
         state_bytes(config.optimizer, shards, part.plan),
+        *average_bytes(config.optimizer.ema_decay, shards.values()),
         sum(buffer.numel() * wide for buffer in model.buffers()),
         tuple(_units(model, part.plan, mesh)),
         tuple(part.plan.blocks.values()),
