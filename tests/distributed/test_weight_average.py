@@ -117,7 +117,7 @@ def all_right(outcomes: Sequence[Outcome]) -> None:
 
 @pytest.mark.slow
 def test_a_run_on_other_meshes_continues_the_average(tmp_path: Path) -> None:
-    """Saved in a thread, too, while training goes on."""
+    """Saved in a thread, too, while training continues."""
     meshes: list[tuple[int, tuple[str, ...]]] = [
         (1, ()),
         (4, ("parallelism.dp_shard=2", "parallelism.tp=2", "checkpoint.async_mode=async")),

@@ -170,7 +170,7 @@ LOGGED = {
     *("training.global_batch_size", "training.max_norm", "training.norm_type"),
     *("training.mixed_precision_param", "training.mixed_precision_reduce", "data.on_bad_row"),
     *("optimizer.lr", "optimizer.beta1", "optimizer.beta2", "optimizer.eps", "optimizer.weight_decay"),
-    *("optimizer.weight_decay_skip", "optimizer.implementation"),
+    *("optimizer.weight_decay_skip", "optimizer.implementation", "optimizer.ema_decay"),
     *("lr_schedule.warmup_steps", "lr_schedule.decay", "lr_schedule.decay_steps", "lr_schedule.decay_ratio"),
     *("lr_schedule.min_lr_factor", "debug.seed", "debug.deterministic", "debug.deterministic_warn_only"),
     *("validation.steps", "validation.sources"),

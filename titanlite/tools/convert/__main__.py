@@ -42,10 +42,10 @@ class ExportOptions:
     """dump folder of a run, or one of its folders step-N"""
     out: Folder
     """new folder"""
-    weights: Weights = "last"
-    """last: the weights of the checkpoint's step; ema: their average, of a run with optimizer.ema_decay above 0"""
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
     """of the weights; auto: as in the run"""
+    weights: Weights = "last"
+    """last: the weights of the checkpoint's step; ema: their average, of a run with optimizer.ema_decay above 0"""
     shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "5GB"
     """maximum size of a file of weights: 5GB, 500MB, 2GiB"""
     verify: bool = False
