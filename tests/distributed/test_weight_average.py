@@ -165,6 +165,10 @@ def test_it_begins_when_a_run_switches_it_on(tmp_path: Path) -> None:
     require_averages(tmp_path / "new", 0, 2, saved(run, 4))  # new optimizer, step and average
     require_averages(tmp_path / "branch", 4, 5, saved(run, 4, AVERAGE))
     assert saved(tmp_path / "without", 8, AVERAGE) == {}
+    convert(["export", str(step_folder(run / "checkpoint", 4)), "--out", str(tmp_path / "folder"), "--no-verify"])
+    imported = f"checkpoint.initial_load_path=hf:{tmp_path}/folder"
+    all_right(start_runs(tmp_path, [Start((*AVERAGED, imported, "training.steps=1"), run="imported")]))
+    require_averages(tmp_path / "imported", 0, 1, saved(run, 4))
 
 
 @pytest.mark.slow
