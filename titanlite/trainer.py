@@ -14,6 +14,7 @@ from titanlite.metrics.by_source import NUM_TOTALS, totals_by_source
 from titanlite.metrics.compute_time import ComputeTime
 from titanlite.models.experts import end_step
 from titanlite.optim.optimizer import GatedOptimizer
+from titanlite.optim.weight_average import NO_AVERAGE, WeightAverage
 from titanlite.parallel.clip import NormType, clip_grad_norm_
 from titanlite.parallel.data import set_gradient_sync
 from titanlite.parallel.mesh import GradientSync
@@ -25,8 +26,9 @@ class Trainer(ModelOnMesh):
     """Trains a parallelized model.
 
     schedule: the learning rate by step, from 1. sync: see set_gradient_sync. num_sources: number of data sources; if
-    there are several, steps also compute the totals by source. spikes: None: no step is a spike. compute_time: of this
-    rank, started by the caller. before_update: called in each step before state that checkpoints have is changed.
+    there are several, steps also compute the totals by source. average: of the weights. spikes: None: no step is a
+    spike. compute_time: of this rank, started by the caller. before_update: called in each step before state that
+    checkpoints have is changed.
     """
 
     optimizer: GatedOptimizer
@@ -35,6 +37,7 @@ class Trainer(ModelOnMesh):
     max_norm: float
     norm_type: NormType
     num_sources: int
+    average: WeightAverage = NO_AVERAGE
     spikes: SpikeGate | None = None
     compute_time: ComputeTime = field(default_factory=ComputeTime)
     before_update: Callable[[], None] = field(default=lambda: None)
@@ -79,6 +82,7 @@ class Trainer(ModelOnMesh):
                 ok &= spike_ratio <= self.spikes.factor
         with region("update"):
             self.optimizer.step_if(ok)
+            self.average.update_if(ok)
             end_step(self.mixtures, ok, self.mesh.position_group)
         return StepStats(
             mean_loss * self.counts_loss,

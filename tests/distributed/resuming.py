@@ -211,9 +211,10 @@ def _start(folder: str, store: str, rank: int, start: Start) -> dict[str, Any]:
 
 
 def tensors(run: Run) -> Numbers:
-    """Hashes of parameters and optimizer state, and positions of this rank's streams. A collective."""
+    """Hashes of parameters, their average and optimizer state, and positions of this rank's streams. A collective."""
     named = [(name, p.detach()) for part in run.trainer.model_parts for name, p in part.named_parameters()]
     named += [(f"{name} in the optimizer", tensor) for name, tensor in run.trainer.optimizer.named_state()]
+    named += [(f"{name} in the average", tensor) for name, tensor in run.trainer.average.tensors.items()]
     positions = {
         f"stream {n}": str(row) for n, row in zip(run.loader.stream_ids, run.loader.state().tolist(), strict=True)
     }

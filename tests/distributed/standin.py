@@ -81,6 +81,12 @@ class StandIn:
     def model(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self._tensors.items() if name.startswith("model/")}
 
+    def average(self) -> dict[str, Tensor]:
+        return {}
+
+    def restart_average(self) -> None:
+        pass
+
     def model_and_optimizer(self) -> dict[str, Tensor]:
         return dict(self._tensors)
 

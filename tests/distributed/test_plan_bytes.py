@@ -19,6 +19,7 @@ from titanlite.planning.stages import measure_stage, plan_stages
 
 Bytes = tuple[int, int, int, int]
 ADAMW = ["optimizer.name=AdamW"]
+AVERAGE = [*ADAMW, "optimizer.ema_decay=0.9"]
 UNEVEN = ["model.dim=36", "model.ffn_dim=52", "model.n_heads=2", *ADAMW]  # 131, 36 and 52 rows on 8 ranks
 PIPELINE = ["parallelism.pp=2", "model.n_layers=6", *ADAMW]
 
@@ -29,8 +30,12 @@ LAYOUTS: dict[int, list[list[str]]] = {
         ["training.dtype=bfloat16", *ADAMW],
         ["training.dtype=float32", "training.mixed_precision_param=bfloat16", *ADAMW],
         ["model.tie_embeddings=true", *ADAMW],
+        ["training.dtype=bfloat16", *AVERAGE],
+        ["optimizer.implementation=foreach", *AVERAGE],
     ],
     2: [
+        ["parallelism.tp=2", "model.tie_embeddings=true", *AVERAGE],
+        [*PIPELINE, "training.dtype=bfloat16", *AVERAGE],
         ["parallelism.tp=2", *ADAMW],
         ["parallelism.tp=2", "model.tie_embeddings=true", "optimizer.implementation=foreach", *ADAMW],
         [*PIPELINE, "parallelism.pp_schedule=InterleavedZeroBubble"],
@@ -66,13 +71,15 @@ def bytes_of_a_running_rank(layouts: list[tuple[str, ...]]) -> list[Bytes]:
         parameters = [p for part in trainer.model_parts for p in part.parameters()]
         gradients = [p.grad for p in parameters if p.grad is not None]
         assert len(gradients) == len(parameters)
-        state = [value for _, value in trainer.optimizer.named_state()]
+        state = [*(value for _, value in trainer.optimizer.named_state()), *trainer.average.tensors.values()]
         buffers = [buffer for part in trainer.model_parts for buffer in part.buffers()]
         tensors = [value for value in state if isinstance(value, Tensor)]
         found.append((size(parameters), size(gradients), size(tensors), size(buffers)))
         memory = plan_memory(config, mesh, build_parts(config, mesh))
         assert memory is not None
         assert found[-1] == (memory.parameters, memory.gradients, memory.optimizer, memory.buffers)
+        if config.optimizer.name == "AdamW" and config.optimizer.implementation == "auto":  # needs no memory itself
+            assert memory.update == max((size([tensor]) for tensor in trainer.average.tensors.values()), default=0)
     return found
 
 
@@ -84,7 +91,7 @@ def planned_bytes(settings: tuple[str, ...], world_size: int, rank: int, pp_rank
     return (
         sum(stage.parameter_bytes for stage in stages),
         sum(stage.parameter_bytes for stage in stages),
-        sum(stage.optimizer_bytes for stage in stages),
+        sum(stage.optimizer_bytes + stage.average_bytes for stage in stages),
         sum(stage.buffer_bytes for stage in stages),
     )
 

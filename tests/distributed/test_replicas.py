@@ -18,6 +18,7 @@ CASES: dict[str, list[tuple[Flip, str]]] = {
     "dp_replicate=2": [
         (("layers.0.attention.wq.weight", (1,)), "layers.0.attention.wq.weight: rank 1 differs from rank 0"),
         (("norm.weight/exp_avg_sq", (0,)), "norm.weight/exp_avg_sq: rank 1 differs from rank 0"),
+        (("norm.weight/ema", (1,)), "norm.weight/ema: rank 1 differs from rank 0"),
         (("layers.0.attention.wq.weight", (0, 1)), ""),
     ],
     "dp_replicate=2 tp=2": [
@@ -46,16 +47,18 @@ CASES: dict[str, list[tuple[Flip, str]]] = {
 
 def found_on_layout(layout: str) -> list[str]:
     """The first differences that are reported, by case; "" if none are."""
-    config = small_config(dist.get_world_size(), "optimizer.name=AdamW", "training.dtype=float32", *_keys(layout))
+    settings = ("optimizer.name=AdamW", "optimizer.ema_decay=0.9", "training.dtype=float32", *_keys(layout))
+    config = small_config(dist.get_world_size(), *settings)
     trainer, mesh = build_on_mesh(config)
-    replicas = Replicas(trainer.model_parts, trainer.optimizer, mesh, every=1)
+    replicas = Replicas(trainer.model_parts, trainer.optimizer, mesh, every=1, average=trainer.average)
     for step in range(2):
         trainer.train_step(local_batches(config, mesh, global_batch("uneven", step)))
         replicas.after_step(step + 1, last=False)
     tensors: dict[str, Tensor] = {name: p for part in trainer.model_parts for name, p in part.named_parameters()}
     tensors |= dict(trainer.optimizer.named_state())
+    tensors |= {f"{name}/ema": tensor for name, tensor in trainer.average.tensors.items()}
     found = []
-    rare = Replicas(trainer.model_parts, trainer.optimizer, mesh, every=100)
+    rare = Replicas(trainer.model_parts, trainer.optimizer, mesh, every=100, average=trainer.average)
     for number, ((name, ranks), _) in enumerate(CASES[layout]):
         if dist.get_rank() in ranks:
             flip_last_bit(local_part(tensors[name]))

@@ -15,6 +15,7 @@ from titanlite.models.init import init_parameters_
 from titanlite.models.registry import full_parameters, resolve_model
 from titanlite.optim.registry import build_optimizer
 from titanlite.optim.schedule import build_schedule
+from titanlite.optim.weight_average import WeightAverage
 from titanlite.parallel.data import resolve_gradient_sync, running_dtypes
 from titanlite.parallel.mesh import Mesh, shard_logits
 from titanlite.parallel.parallelize import parallelize
@@ -135,6 +136,7 @@ def build_trainer(config: JobConfig, model_parts: list[LanguageModel], mesh: Mes
         max_norm=config.training.max_norm,
         norm_type=config.training.norm_type,
         num_sources=len(config.data.sources),
+        average=WeightAverage(named, config.optimizer.ema_decay),
         spikes=SpikeGate(faults.spike_factor, device, skips=faults.on_spike == "skip") if faults.spike_factor else None,
     )
 

@@ -152,7 +152,9 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
         log.info("Environment: %s", line)
     meter = build_meter(config, world, mesh, group)
     hosts = run_on_all_ranks(socket.gethostname, group)
-    replicas = Replicas(model_parts, trainer.optimizer, mesh, config.faults.check_replicas_every)
+    replicas = Replicas(
+        model_parts, trainer.optimizer, mesh, config.faults.check_replicas_every, average=trainer.average
+    )
     stages = local_stages(config.parallelism, mesh.coordinate["pp"])
     recorder = build_recorder(config, mesh, trainer, stages, group, environment) if config.faults.record_steps else None
     skipped = SkippedSteps(config.faults, model_parts, stages, loader, group, recorder, counts_loss=trainer.counts_loss)
@@ -167,7 +169,7 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     stop, start, checkpoints = StopRequest(), Start(0, (), {}), None
     if config.checkpoint.enable or config.checkpoint.initial_load_path:
         norms = trainer.spikes.norms if trainer.spikes else None
-        state = RunState(model_parts, trainer.optimizer, loader, mesh, norms)
+        state = RunState(model_parts, trainer.optimizer, loader, mesh, norms, trainer.average)
         checkpoints = build_checkpoints(
             config, mesh, state, meter, tokenizer, loader.sources, stop, imported, check_state
         )

@@ -31,6 +31,7 @@ _ADDED = {
     "optimizer.newton_schulz_dtype": "auto",
     "optimizer.adjust_lr": "match_rms_adamw",
     "optimizer.groups": [],
+    "optimizer.ema_decay": 0.0,
     "lr_schedule.final_decay_steps": -1,
 }
 # Hyper-parameters that older checkpoints do not have, and the value they trained with.

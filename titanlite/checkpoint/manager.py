@@ -110,7 +110,7 @@ class Checkpoints:
         self._before_save(step)
         try:
             if step == self._finder.steps and self._section.last_save_model_only:
-                self._saver.save(self._draft(step, "model"), self._state.model())
+                self._saver.save(self._draft(step, "model"), self._state.model() | self._state.average())
             else:
                 self._saver.save(self._draft(step, "full"), self._full())
         except RanksError as error:

@@ -181,6 +181,7 @@ class StartFinder:
             log.info("Changed from the model of the weights: %s", line)
         self._warn_of_tokenizer(facts.get("tokenizer"), str(found.path))
         load(found, tensors, self.group)
+        self.state.restart_average()
         log.info(
             "Start: new run at step 0 with the weights of step %d in %s, %s",
             *(found.manifest.step, found.path, found.verified),
@@ -206,6 +207,7 @@ class StartFinder:
             return num_bytes
 
         read = run_on_all_ranks(fill, self.group)
+        self.state.restart_average()
         fingerprint = run_on_rank_0(folder.tokenizer_fingerprint, self.group)
         self._warn_of_tokenizer(fingerprint, folder.name)
         theirs = {"family": folder.family.name, **asdict(folder.hyper_parameters)}
@@ -306,6 +308,9 @@ class StartFinder:
         )
         if restarts:
             log.info("The state of the optimizers starts anew")
+        if self.state.average().keys() - saved.keys():
+            self.state.restart_average()
+            log.info("Weight average: begins at the weights of step %d, since the checkpoint has none", manifest.step)
         for line in changed_settings(manifest.config, self.about.config):
             log.info("Changed since the checkpoint: %s", line)
 

@@ -11,10 +11,11 @@ from torch.cuda._pin_memory_utils import pin_memory
 
 from titanlite.models.family import saved_tensors
 from titanlite.optim.optimizer import GatedOptimizer
+from titanlite.optim.weight_average import NO_AVERAGE, WeightAverage
 from titanlite.parallel.mesh import AXES, Mesh
 from titanlite.runtime.errors import UserError
 
-MODEL, OPTIMIZER, STREAMS = "model/", "optimizer/", "data/streams"
+MODEL, AVERAGE, OPTIMIZER, STREAMS = "model/", "ema/", "optimizer/", "data/streams"
 GRAD_NORMS = "faults/grad_norms"
 
 
@@ -34,10 +35,10 @@ class StreamsState(Protocol):
 class RunState:
     """The state of one run on this rank.
 
-    Named tensors, DTensors or plain: model/<parameter or persistent buffer>; optimizer/<parameter>/<state>;
-    data/streams, int64 (num_streams, fields of SourceState of each source), replicated; faults/grad_norms, replicated,
-    if spikes are detected, see SpikeGate. A tied parameter is saved once, under its first name. Learning rate and
-    random numbers follow from step and seed, so they have no state.
+    Named tensors, DTensors or plain: model/<parameter or persistent buffer>; ema/<parameter>, if the weights are
+    averaged; optimizer/<parameter>/<state>; data/streams, int64 (num_streams, fields of SourceState of each source),
+    replicated; faults/grad_norms, replicated, if spikes are detected, see SpikeGate. A tied parameter is saved once,
+    under its first name. Learning rate and random numbers follow from step and seed, so they have no state.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class RunState:
         loader: StreamsState,
         mesh: Mesh,
         grad_norms: Tensor | None = None,
+        average: WeightAverage = NO_AVERAGE,
     ) -> None:
         model_parts = list(model_parts)
         self._model = {MODEL + name: tensor for part in model_parts for name, tensor in saved_tensors(part).items()}
@@ -56,11 +58,20 @@ class RunState:
         self._optimizer = optimizer
         self._loader = loader
         self._grad_norms = grad_norms
+        self._average = average
         self._is_data_leader = mesh.is_data_leader
         self._is_stage_leader = mesh.is_first(axis for axis in AXES if axis != "pp")
 
     def model(self) -> dict[str, Tensor]:
         return dict(self._model)
+
+    def average(self) -> dict[str, Tensor]:
+        """The average of the weights; empty without one."""
+        return {AVERAGE + name: tensor for name, tensor in self._average.tensors.items()}
+
+    def restart_average(self) -> None:
+        """Start the average at the present weights."""
+        self._average.restart()
 
     def model_and_optimizer(self) -> dict[str, Tensor]:
         """The run's own tensors: writing into them changes the run. Initializes the optimizer's state if absent."""
@@ -69,7 +80,7 @@ class RunState:
 
     def recent(self) -> dict[str, Tensor]:
         """The run's own tensors that an earlier checkpoint may lack."""
-        return {} if self._grad_norms is None else {GRAD_NORMS: self._grad_norms}
+        return self.average() | ({} if self._grad_norms is None else {GRAD_NORMS: self._grad_norms})
 
     def streams(self, group: dist.ProcessGroup) -> Tensor:
         """The state of all streams after the steps returned so far. A collective over all ranks, on gloo."""
@@ -91,7 +102,8 @@ class RunState:
 
     def num_bytes(self, group: dist.ProcessGroup) -> int:
         """Approximate size of a checkpoint. A collective over all ranks, on gloo."""
-        own = sum(tensor.numel() * tensor.element_size() for tensor in self.model_and_optimizer().values())
+        tensors = self.model_and_optimizer() | self.average()
+        own = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         total = torch.tensor(own if self._is_stage_leader else 0)
         dist.all_reduce(total, group=group)
         return int(total)

@@ -1,4 +1,5 @@
-"""Comparison of replicas: weights and optimizer state that several ranks hold must be equal, bit for bit."""
+"""Comparison of replicas: weights, their average and optimizer state that several ranks hold must be equal, bit for
+bit."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from titanlite.models.family import saved_tensors
 from titanlite.optim.optimizer import GatedOptimizer
+from titanlite.optim.weight_average import NO_AVERAGE, WeightAverage
 from titanlite.parallel.mesh import EXPERT_AXES, PARAMETER_AXES, Mesh
 from titanlite.runtime.agreement import RanksError, run_on_all_ranks
 from titanlite.runtime.dtensors import is_dtensor, local_part
@@ -28,9 +30,17 @@ class Replicas:
     """Compares replicas every `every` steps (0: never), before each save, and after the last step. All methods are
     collectives."""
 
-    def __init__(self, model_parts: Sequence[nn.Module], optimizer: GatedOptimizer, mesh: Mesh, every: int) -> None:
+    def __init__(
+        self,
+        model_parts: Sequence[nn.Module],
+        optimizer: GatedOptimizer,
+        mesh: Mesh,
+        every: int,
+        average: WeightAverage = NO_AVERAGE,
+    ) -> None:
         self._model_parts = model_parts
         self._optimizer = optimizer
+        self._average = average
         self._mesh = mesh
         self._every = every
         self._axes = [axis for axis in PARAMETER_AXES if axis != "pp" and mesh.degrees[axis] > 1]
@@ -51,6 +61,7 @@ class Replicas:
             return
         self._compared = step
         tensors = dict(self._optimizer.named_state())
+        tensors |= {f"{name}/ema": tensor for name, tensor in self._average.tensors.items()}
         for part in self._model_parts:
             tensors |= saved_tensors(part)
         device = self._mesh.world.device

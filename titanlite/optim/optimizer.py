@@ -71,6 +71,8 @@ class OptimizerConfig:
     """Decoupled weight decay (AdamW, Muon, Lion), or added to the gradient (SGD)."""
     weight_decay_skip: tuple[str, ...] = ("*norm*", "*bias*")
     """Parameters without weight decay: shell patterns, matched against the full parameter name."""
+    ema_decay: float = ranged(0.0, "0 keeps no average; 0.999 is usual for 10,000 steps", least=0, below=1)
+    """Decay per step of an average of the weights, which checkpoints have beside the weights; 0: no average."""
     implementation: Literal["auto", "fused", "foreach", "for-loop"] = "auto"
     """Of AdamW and SGD. auto: fused AdamW, foreach SGD. torch has no fused SGD for sharded parameters."""
     groups: tuple[GroupConfig, ...] = ()

@@ -22,6 +22,7 @@ from titanlite.optim.optimizer import (
     skips_by_itself,
 )
 from titanlite.optim.sgd import SGD
+from titanlite.optim.weight_average import average_bytes
 from titanlite.parallel.mesh import Sharing
 from titanlite.runtime.errors import Problem, check_ranges, require
 
@@ -148,13 +149,14 @@ def kinds_of_state(section: OptimizerConfig, named: Mapping[str, Tensor], plan: 
 def memory_bytes(
     section: OptimizerConfig, shards: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], plan: Plan
 ) -> tuple[int, int]:
-    """(bytes of the state after a step, temporary bytes of an update). Allocates nothing of their size.
+    """(bytes of the state after a step, temporary bytes of an update), with those of the average of the weights.
+    Allocates nothing of their size.
 
     shards: this rank's, by name. shapes: of the full parameters. The step count of each tensor is on the device (fused,
     or any implementation on an accelerator) or on the host. Temporary: a copy of weights and state of optimizers that
     cannot skip an update; for the others, tensors of the size of one parameter, or of a matrix for Muon.
     """
-    state = update = 0
+    state, update = average_bytes(section.ema_decay, shards.values())
     for group in divide(section, OPTIMIZERS, shards, plan):
         # A step on a small parameter of each dtype. One on the meta device would import torch._dynamo: half a second.
         samples = {

@@ -13,7 +13,8 @@ from titanlite.planning.stages import Stage, Unit
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank. parameters, gradients, optimizer, buffers: exact, summed over its stages.
+    """Bytes on one rank. parameters, gradients, optimizer (its state and the average of the weights), buffers: exact,
+    summed over its stages.
 
     activations: saved between forward and backward for all microbatches in flight, plus the working memory of the
     largest part of a backward pass. data_parallel: gathered parameters, and gradients before their reduction.

@@ -61,7 +61,7 @@ from titanlite.tools.command import (
     read_options_and_overrides,
     write_json,
 )
-from titanlite.tools.saved_run import SavedRun, open_run, reading
+from titanlite.tools.saved_run import SavedRun, Weights, open_run, reading
 from titanlite.validation import Evaluator, build_token_bytes, why_no_bytes
 
 SECTIONS = ("validation", "data", "training", "parallelism", "compile", "loss", "comm")
@@ -88,6 +88,8 @@ class Options:
     """file, folder or glob; its kind follows from the file names"""
     steps: OptionalCount = ranged(None, "leave it out to evaluate on all of the data", least=1)
     """batches of training.global_batch_size sequences per source; None: all of its data"""
+    weights: Weights = "last"
+    """last: the weights of the checkpoint's step; ema: their average, of a run with optimizer.ema_decay above 0"""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """tokenizer.json or its folder, for a run on token files without a tokenizer; None: the run's own"""
     json: File = None
@@ -117,7 +119,7 @@ def main(argv: Sequence[str]) -> None:
             on_silence=failure.end_from_thread,
         )
         failure.connected(positions)
-        saved = verified_run(options.run, world, store)
+        saved = verified_run(options.run, options.weights, world, store)
         with reading(saved.path):
             tokenizer = saved.tokenizer_for(options.tokenizer)
             config = evaluated_config(saved, options, overrides, world, has_tokenizer=tokenizer is not None)
@@ -145,20 +147,21 @@ def read_arguments(argv: Sequence[str]) -> tuple[Options, list[str]]:
     return options, overrides
 
 
-def verified_run(path: Path, world: World, store: dist.Store) -> SavedRun:
+def verified_run(path: Path, weights: Weights, world: World, store: dist.Store) -> SavedRun:
     """The checkpoint to evaluate, the same path on all ranks: rank 0 chooses and verifies it. Raises UserError.
 
     The first rank of a node that has a copy of its own verifies this copy.
     """
     if world.rank == 0:
-        saved = open_run(path)
+        saved = open_run(path).with_weights(weights)
         store.set(CHECKPOINT_KEY, json.dumps([str(saved.path), copy_id(saved.path)]))
         return saved
     store.wait([CHECKPOINT_KEY], timedelta(seconds=CommConfig.save_timeout_s))
     text, verified = json.loads(store.get(CHECKPOINT_KEY))
     path = Path(text)
     with reading(path):
-        return open_run(path, verifies=world.local_rank == 0 and copy_id(path) != verified)
+        found = open_run(path, verifies=world.local_rank == 0 and copy_id(path) != verified)
+        return found.with_weights(weights)
 
 
 def evaluated_config(
@@ -273,6 +276,7 @@ def conditions(config: JobConfig, saved: SavedRun) -> dict[str, Any]:
     return {
         "checkpoint": str(saved.path),
         "step": saved.manifest.step,
+        "weights": saved.weights,
         "seq_len": training.seq_len,
         "dtype": training.dtype,
         "compute_dtype": training.mixed_precision_param,

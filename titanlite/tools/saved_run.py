@@ -3,9 +3,9 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.file_records import InvalidCheckpointError, check_file
 from titanlite.checkpoint.folder import published_steps, step_folder
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Manifest, UnknownFormatError, read_manifest
-from titanlite.checkpoint.state import MODEL
+from titanlite.checkpoint.state import AVERAGE, MODEL
 from titanlite.checkpoint.storage import first_failure, load_tensors, read_shapes
 from titanlite.config.load import CONFIG_COPY, config_from_values, parse_config
 from titanlite.config.schema import JobConfig
@@ -29,17 +29,21 @@ from titanlite.precision import DTYPES
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.logging import log
 
+Weights = Literal["last", "ema"]
+"""last: the weights of the checkpoint's step. ema: the average of the weights, see WeightAverage."""
+
 _ANOTHER = "pass another folder step-N, or the dump folder, whose latest valid checkpoint is used"
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """One valid checkpoint of a run. path: its folder, step-N."""
+    """One valid checkpoint of a run. path: its folder, step-N. weights: which ones are loaded."""
 
     path: Path
     manifest: Manifest
     family: Family
     hyper_parameters: Any
+    weights: Weights = "last"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -60,19 +64,18 @@ class SavedRun:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the model's parameters, by name. Raises UserError."""
-        try:
-            found = read_shapes(self.path)
-        except InvalidCheckpointError as error:
-            raise UserError(f"{self.path} is damaged: {error}; {_ANOTHER}") from None
-        return {name.removeprefix(MODEL): shape for name, (shape, _) in found.items() if name.startswith(MODEL)}
+        return self._shapes(MODEL)
 
     def load(self, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
         """Load `tensors`, keyed by parameter name, in place; reads no other tensors. Raises UserError.
 
-        group: the ranks that load together, each its own shards; None: this process only.
+        Buffers have no average, so they are always those of the step. group: the ranks that load together, each its own
+        shards; None: this process only.
         """
+        averages = self._shapes(AVERAGE) if self.weights == "ema" else {}
+        named = {(AVERAGE if name in averages else MODEL) + name: tensor for name, tensor in tensors.items()}
         try:
-            load_tensors(self.path, {MODEL + name: tensor for name, tensor in tensors.items()}, group)
+            load_tensors(self.path, named, group)
         except dcp.CheckpointException as error:
             raise UserError(f"{self.path} cannot be loaded: {first_failure(error)}") from None
 
@@ -118,6 +121,22 @@ class SavedRun:
             remedy = "pass the path of the tokenizer that the run was trained with"
             raise ConfigError([Problem("--tokenizer", path, rule, remedy)])
         return tokenizer
+
+    def with_weights(self, weights: Weights) -> "SavedRun":
+        """The same checkpoint, of which other weights are loaded. Raises ConfigError if it does not have them."""
+        if weights == "ema" and not self._shapes(AVERAGE):
+            rule = f"only with optimizer.ema_decay above 0: {self.path} has no average of the weights"
+            remedy = "leave it out for the last weights, or train with an average: --optimizer.ema_decay 0.999"
+            raise ConfigError([Problem("--weights", weights, rule, remedy)])
+        return replace(self, weights=weights)
+
+    def _shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tensors below `prefix`, by their names without it. Raises UserError."""
+        try:
+            found = read_shapes(self.path)
+        except InvalidCheckpointError as error:
+            raise UserError(f"{self.path} is damaged: {error}; {_ANOTHER}") from None
+        return {name.removeprefix(prefix): shape for name, (shape, _) in found.items() if name.startswith(prefix)}
 
     def _tokenizer_copies(self) -> list[Path]:
         """Candidate paths of the dump folder's copy: above the path as given, and above it with links resolved."""

@@ -195,6 +195,7 @@ LOGGED = {
     *("optimizer.weight_decay_skip", "optimizer.implementation", "optimizer.groups", "optimizer.momentum"),
     *("optimizer.nesterov", "optimizer.newton_schulz_steps", "optimizer.newton_schulz_coefficients"),
     *("optimizer.newton_schulz_dtype", "optimizer.adjust_lr", "optimizer.state_dtype", "optimizer.state_rounding"),
+    "optimizer.ema_decay",
     *("lr_schedule.warmup_steps", "lr_schedule.decay", "lr_schedule.decay_steps", "lr_schedule.decay_ratio"),
     *("lr_schedule.final_decay_steps", "lr_schedule.min_lr_factor"),
     *("debug.seed", "debug.deterministic", "debug.deterministic_warn_only"),

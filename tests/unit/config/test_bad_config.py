@@ -201,6 +201,7 @@ BAD = [
     Bad("optimizer.beta2", "below 1", "0.95", argv="--optimizer.beta2 -0.5"),
     Bad("optimizer.eps", "above 0", "1e-8", argv="--optimizer.eps 0"),
     Bad("optimizer.weight_decay", "0 or more", "0", argv="--optimizer.weight_decay -0.1"),
+    Bad("optimizer.ema_decay", "at least 0 and below 1", "0 keeps no average", argv="--optimizer.ema_decay 1.0"),
     Bad("optimizer.implementation", "fused", '"foreach"', argv="--optimizer.name SGD --optimizer.implementation fused"),
     Bad("lr_schedule.warmup_steps", "0 or more", "0", argv="--lr_schedule.warmup_steps -1"),
     Bad("training.tokens", "-1 or at least 1", "leave it out", argv="--training.tokens 0"),

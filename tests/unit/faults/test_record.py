@@ -135,6 +135,8 @@ def test_steps_of_other_settings_are_not_computed_again(tmp_path: Path) -> None:
     first, second = record_of(0.1, 1, 2, 3), record_of(0.2, 4, 5)
     require_same_settings(second, [second, record_of(0.2, 1, 2, 3)], None, None, 5)
     require_same_settings(record_of(0.1, 4), [first, second], None, None, 4)
+    second.about["config"]["optimizer"]["ema_decay"] = 0.9  # changes no step
+    require_same_settings(second, [second, record_of(0.2, 1, 2, 3)], None, None, 5)
     with pytest.raises(UserError, match=r"optimizer.lr: 0.1 in the checkpoint, 0.2 now"):
         require_same_settings(second, [second, first], None, None, 5)
     require_trained(tmp_path, [second], 5)

@@ -28,7 +28,7 @@ from titanlite.tools.command import (
 from titanlite.tools.convert.export_run import write_folder
 from titanlite.tools.convert.import_folder import kept_dtype, write_run
 from titanlite.tools.convert.verify import check_tokenizer, too_large, verify
-from titanlite.tools.saved_run import open_run
+from titanlite.tools.saved_run import Weights, open_run
 
 EXPORT_DTYPES = DTYPES | {"float16": torch.float16}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -44,6 +44,8 @@ class ExportOptions:
     """new folder"""
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
     """of the weights; auto: as in the run"""
+    weights: Weights = "last"
+    """last: the weights of the checkpoint's step; ema: their average, of a run with optimizer.ema_decay above 0"""
     shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "5GB"
     """maximum size of a file of weights: 5GB, 500MB, 2GiB"""
     verify: bool = False
@@ -84,10 +86,11 @@ def main(argv: Sequence[str]) -> None:
 
 def export_run(options: ExportOptions) -> None:
     shard_bytes = size_in_bytes(options.shard_size)
-    run = open_run(options.run)
+    run = open_run(options.run).with_weights(options.weights)
     dtype = EXPORT_DTYPES.get(options.dtype, run.dtype)
     too_long = None if options.verify or options.no_verify else too_large(run, dtype)
-    log.info("Exporting %s: %s", run.path, conversion(run.dtype, dtype))
+    average = "average of the weights, " if run.weights == "ema" else ""
+    log.info("Exporting %s: %s%s", run.path, average, conversion(run.dtype, dtype))
     if run.tokenizer() is None and run.manifest.facts["tokenizer"] is not None:
         log.warning("The run's tokenizer is missing: the folder will have no tokenizer")
     with new_folder(options.out) as folder:

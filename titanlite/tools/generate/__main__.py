@@ -22,7 +22,7 @@ from titanlite.runtime.logging import log, setup_logging
 from titanlite.tools.command import Count, OptionalCount, RunFolder, check_options, read_options, run_command
 from titanlite.tools.generate.printing import print_texts
 from titanlite.tools.generate.prompts import read_prompts
-from titanlite.tools.saved_run import SavedRun, open_run, reading
+from titanlite.tools.saved_run import SavedRun, Weights, open_run, reading
 
 DEFAULT_NEW_TOKENS = 200
 
@@ -57,6 +57,8 @@ class Options:
     """seed of the sampling"""
     ignore_eos: bool = False
     """continue after the end of a document, and print the token that ends it"""
+    weights: Weights = "last"
+    """last: the weights of the checkpoint's step; ema: their average, of a run with optimizer.ema_decay above 0"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if available"""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
@@ -78,7 +80,7 @@ def main(argv: Sequence[str]) -> None:
     setup_logging(0, sys.stderr)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals that are not UTF-8
-    run = open_run(options.run)
+    run = open_run(options.run).with_weights(options.weights)
     tokenizer = find_tokenizer(run, options.tokenizer)
     max_seq_len = run.hyper_parameters.max_seq_len
     prompts = encode_prompts(
@@ -93,7 +95,8 @@ def main(argv: Sequence[str]) -> None:
     eos_id = None if options.ignore_eos else tokenizer.eos_id
     device = torch.device("cuda", 0) if has_gpu and options.device != "cpu" else torch.device("cpu")
     dtype = DTYPES.get(options.dtype, run.dtype)
-    log.info("%s: %s, %s on %s", run.path, run.family.name, str(dtype).removeprefix("torch."), device)
+    average = "average of the weights, " if run.weights == "ema" else ""
+    log.info("%s: %s%s, %s on %s", run.path, average, run.family.name, str(dtype).removeprefix("torch."), device)
     warn(run, prompts, tokenizer, max_new_tokens)
     with reading(run.path):
         model = run.model(device, dtype)

@@ -37,6 +37,8 @@ from titanlite.tools.parity.measure import passes
 from titanlite.tools.saved_run import SavedRun, checkpoint_steps, initial_checkpoint
 from titanlite.trainer import Trainer
 
+AVERAGE_KEY = "optimizer.ema_decay"
+"""The setting that changes the average of the weights, but no step."""
 PROGRESS_S = 30.0
 """Seconds between two lines of progress."""
 
@@ -165,6 +167,7 @@ def require_same_settings(
     others += [saved.manifest.config] if saved is not None else []
     for other in others:
         changed = changed_settings(other, record.about["config"])
+        changed = [line for line in changed if not line.startswith(f"{AVERAGE_KEY}:")]
         if changed:
             raise UserError(
                 f"the steps before step {step} were trained with other settings, so they cannot be computed again with "
@@ -194,7 +197,7 @@ def replay(config: JobConfig, start: SavedRun | None, step: int, world: World) -
     try:
         trainer = build_trainer(config, build_model(config, mesh, world.device), mesh, world.device)
         norms = trainer.spikes.norms if trainer.spikes else None
-        state = RunState(trainer.model_parts, trainer.optimizer, loader, mesh, norms)
+        state = RunState(trainer.model_parts, trainer.optimizer, loader, mesh, norms, trainer.average)
         about = about_run(config, tokenizer, loader.sources)
         meter = build_meter(config, world, mesh, group)
         folder = Path(config.job.dump_folder, config.checkpoint.folder)
