@@ -28,6 +28,8 @@ from titanlite.precision import check_precision
 from titanlite.profiling.config import check_profiling
 from titanlite.runtime.errors import Problem, check_ranges, require
 
+BELOW_ONE = ("beta1", "beta2", "momentum")
+"""Keys of optimizers that must be below 1 also in the dtype of the arithmetic."""
 MAX_NAME_BYTES = 255
 MAX_PATH_BYTES = 3800
 """Linux allows 4,095; the rest is for names inside a folder."""
@@ -125,7 +127,10 @@ def _check_precision(facts: JobConfig) -> list[Problem]:
         "optimizer.weight_decay": optimizer.weight_decay,
         "training.max_norm": training.max_norm,
     }
-    betas = {"optimizer.beta1": optimizer.beta1, "optimizer.beta2": optimizer.beta2}
+    betas = {f"optimizer.{key}": getattr(optimizer, key) for key in BELOW_ONE}
+    for index, group in enumerate(optimizer.groups):
+        of_parameters[f"optimizer.groups.{index}.weight_decay"] = group.weight_decay
+        betas |= {f"optimizer.groups.{index}.{key}": getattr(group, key) for key in BELOW_ONE}
     computed = training.dtype if training.mixed_precision_param == "auto" else training.mixed_precision_param
     _, model = resolve_model(facts.model)
     return [
