@@ -34,6 +34,17 @@ EXPERT_ROWS = (0, 1, 130, 7, 0, 86, 0)
 """Rows of each expert: the first, the last and one between have none."""
 
 
+OPTIMIZERS = {
+    # its iterations raise small singular values, and their rounding errors, about 480-fold
+    "Muon": (OptimizerConfig(name="Muon", lr=1e-2), 1e-3),
+    "Lion": (OptimizerConfig(name="Lion", lr=1e-2), 1e-5),
+    "SGD with momentum": (OptimizerConfig(name="SGD", lr=1e-2, momentum=0.9), 1e-5),
+    # a random rounding of a moment by 1/256 may go the other way
+    "AdamW with moments in bfloat16": (OptimizerConfig(lr=1e-2, state_dtype="bfloat16"), 1e-2),
+}
+"""Optimizers, with a bound on the relative error of the change of the weights."""
+
+
 @dataclass(frozen=True)
 class Kernel:
     """An operation and what it should compute.
@@ -57,6 +68,8 @@ def check(emit: Emit, setup: Setup) -> None:
             emit(run_case(CHECK, f"{name}, {str(dtype).removeprefix('torch.')}", case))
     emit(run_case(CHECK, "experts without rows, bfloat16", lambda: unused_experts(setup)))
     emit(run_case(CHECK, "fused AdamW, float32", lambda: adamw(setup)))
+    for name, (section, bound) in OPTIMIZERS.items():
+        emit(run_case(CHECK, f"{name}, float32", partial(updates, section, bound, setup)))
 
 
 def compare(kernel: Kernel, dtype: torch.dtype, device: torch.device) -> Found:
@@ -238,3 +251,21 @@ def adamw(setup: Setup) -> Found:
         weight -= section.lr * first / (1 - section.beta1**steps) / scale
     error = difference(model.weight.detach().cpu().double() - before, weight - before)
     return require_errors({"update": error}, {"update": 256 * torch.finfo(torch.float32).eps / 2})
+
+
+def updates(section: OptimizerConfig, bound: float, setup: Setup) -> Found:
+    """Three updates, the second one skipped, against those on the host in float64."""
+    changes = []
+    for device, dtype in ((torch.device("cpu"), torch.float64), (setup.device, torch.float32)):
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.randn(48, 64, generator=generator, dtype=torch.float64)
+        block = nn.ParameterDict({"w": weight.to(device, dtype, copy=True)})
+        named = {f"block.{name}": parameter for name, parameter in block.named_parameters()}
+        optimizer = build_optimizer(section, named, Plan((), {"block": 0}, {}), device, Sharing(), 0)
+        for step in range(3):
+            gradient = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+            block["w"].grad = gradient.to(device, dtype)
+            optimizer.step_if(torch.tensor(step != 1, device=device))
+        changes.append(block["w"].detach().cpu().double() - weight)
+    expected, found = changes
+    return require_errors({"update": difference(found, expected)}, {"update": bound})
