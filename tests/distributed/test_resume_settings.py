@@ -54,7 +54,7 @@ REJECTED = [
     ("training.seq_len=8", "seq_len: 16 in the checkpoint, 8 now", "the checkpoint's training.seq_len"),
     ("data.num_streams=8", "num_streams: 16 in the checkpoint, 8 now", "data.num_streams: leave the key out"),
     ("training.dtype=float32", "dtype: float64 in the checkpoint, float32 now", "the checkpoint's training.dtype"),
-    ("optimizer.name=SGD", "optimizer: AdamW in the checkpoint, SGD now", "the checkpoint's optimizer.name"),
+    ("optimizer.name=SGD", "optimizer: AdamW in the checkpoint, SGD now", "the optimizers of the checkpoint"),
     (
         "optimizer.name=Muon",
         "optimizer.layers.*.attention.wq.weight: AdamW in the checkpoint, Muon now",
@@ -142,6 +142,12 @@ def test_other_changes_are_logged_accepted_or_ignored(tmp_path: Path) -> None:
             ("accepted change since the checkpoint: data: ",),
         ),
         (
+            "base",
+            ("optimizer.name=Muon", 'checkpoint.accept_changes=["optimizer"]'),
+            2,
+            ("accepted change since the checkpoint: optimizer.layers.*.attention.wk.weight: AdamW in",) * 7,
+        ),
+        (
             "text",
             (*text, other_tokens, 'checkpoint.accept_changes=["tokenizer"]'),
             1,
@@ -157,6 +163,11 @@ def test_other_changes_are_logged_accepted_or_ignored(tmp_path: Path) -> None:
         changes = [line for line in outcome.lines if "since the checkpoint" in line]
         assert len(changes) == len(lines), changes
         assert all(any(line.startswith(start) for line in changes) for start in lines), changes
+        if "optimizer.name=Muon" in settings:
+            assert outcome.logged("The state of the optimizers starts anew")
+            weights = [name for name in base_run.end if "in the optimizer" not in name]
+            assert {name: outcome.begin[name] for name in weights} == {name: base_run.end[name] for name in weights}
+            assert not any(name.endswith("exp_avg in the optimizer") and "wq" in name for name in outcome.begin)
         if set(ADDED_SOURCE) <= set(settings):
             for stream in range(16):
                 before = json.loads(base_run.end[f"stream {stream}"])

@@ -97,7 +97,7 @@ OPTIMIZERS = {
     "SGD with momentum": ["optimizer.name=SGD", "optimizer.momentum=0.9"],
     "Lion": ["optimizer.name=Lion"],
     "Muon": ["optimizer.name=Muon"],
-    "AdamW with bfloat16 moments": ["optimizer.state_dtype=bfloat16"],
+    "AdamW with bfloat16 moments": ["optimizer.name=AdamW", "optimizer.state_dtype=bfloat16"],
 }
 
 

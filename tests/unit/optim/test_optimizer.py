@@ -1,10 +1,12 @@
 """Formulas of the optimizers, implementations, and updates that are skipped on the device."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.optim.building import PLAN, optimizer_of
 from titanlite.optim.optimizer import GatedOptimizer, OptimizerConfig, without_compiler
@@ -71,6 +73,29 @@ def test_a_skipped_update_changes_neither_weights_nor_state(kind: str) -> None:
     set_gradients(model, math.inf)
     optimizer.step_if(torch.tensor(False))
     assert_same(before, snapshot(model, optimizer))
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the values that the host reads."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reads"),
+    [("AdamW", False), ("Muon", False), ("Lion", False), ("AdamW, bfloat16", False), ("AdamW, for-loop", True)],
+)
+def test_the_host_reads_nothing(kind: str, reads: bool) -> None:
+    model, optimizer = build(kind)
+    for _ in range(2):
+        set_gradients(model, 0.5)
+        with HostReads() as found:
+            optimizer.step_if(torch.tensor(True))
+        assert (found.count > 0) == reads
 
 
 @pytest.mark.parametrize("kind", KINDS)
