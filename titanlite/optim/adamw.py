@@ -28,12 +28,10 @@ class AdamWInBfloat16(SkippingOptimizer):
             for name, parameter in zip(group["param_names"], group["params"], strict=True)
         }
 
-    def init_state(self) -> None:
-        for parameter, _ in self.each():
-            if not self.state[parameter]:
-                step = torch.zeros((), dtype=torch.float32, device=local_part(parameter).device)
-                moments = (torch.zeros_like(parameter, dtype=torch.bfloat16, requires_grad=False) for _ in range(2))
-                self.state[parameter] |= {"step": step, **dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))}
+    def zero_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        first, second = (torch.zeros_like(parameter, dtype=torch.bfloat16, requires_grad=False) for _ in range(2))
+        step = torch.zeros((), dtype=torch.float32, device=local_part(parameter).device)
+        return {"step": step, "exp_avg": first, "exp_avg_sq": second}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002

@@ -1,6 +1,7 @@
 """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023)."""
 
 import torch
+from torch import Tensor
 
 from titanlite.optim.optimizer import Arguments, OptimizerKind, SkippingOptimizer
 from titanlite.runtime.dtensors import local_part
@@ -12,10 +13,8 @@ class Lion(SkippingOptimizer):
     State: momentum, of the parameter's shape, dtype and placement.
     """
 
-    def init_state(self) -> None:
-        for parameter, _ in self.each():
-            if not self.state[parameter]:
-                self.state[parameter]["momentum"] = torch.zeros_like(parameter, requires_grad=False)
+    def zero_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        return {"momentum": torch.zeros_like(parameter, requires_grad=False)}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002

@@ -65,10 +65,8 @@ class Muon(SkippingOptimizer):
         self._wide = torch.promote_types(self._parameters[0][0].dtype, torch.float32)
         self._owners = Owners([parameter for parameter, _ in self._parameters], sharing, partial(flops, steps=steps))
 
-    def init_state(self) -> None:
-        for parameter, _ in self._parameters:
-            if not self.state[parameter]:
-                self.state[parameter]["momentum"] = torch.zeros_like(parameter, requires_grad=False)
+    def zero_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        return {"momentum": torch.zeros_like(parameter, requires_grad=False)}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002

@@ -134,8 +134,14 @@ class SkippingOptimizer(torch.optim.Optimizer):
     found_inf: Tensor
 
     @abstractmethod
+    def zero_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The state of a parameter before its first update: zeros."""
+
     def init_state(self) -> None:
-        """Create the state that is missing: zeros."""
+        """Create the state that is missing."""
+        for parameter, _ in self.each():
+            if not self.state[parameter]:
+                self.state[parameter].update(self.zero_state(parameter))
 
     def each(self) -> Iterable[tuple[Tensor, dict[str, Any]]]:
         """(parameter, group) of all parameters, in order."""
