@@ -37,7 +37,7 @@ def divide(
     the parameters."""
     found: dict[tuple[int, str, bool], dict[str, Tensor]] = {}
     for name, parameter in named.items():
-        index = _group_of(section.groups, name)
+        index = next(iter(groups_of(section.groups, name)), -1)
         given = (section.groups[index] if index >= 0 else DEFAULT).optimizer
         optimizer = default_optimizer(section, plan, name, parameter.dim()) if given == "auto" else given
         decays = not any(fnmatchcase(name, pattern) for pattern in section.weight_decay_skip)
@@ -80,20 +80,14 @@ def default_optimizer(section: OptimizerConfig, plan: Plan, name: str, dims: int
     return "Muon" if in_block and dims >= 2 and not is_router else "AdamW"
 
 
-def _group_of(groups: Sequence[GroupConfig], name: str) -> int:
-    """The index of the group that has the parameter, -1 without one: that of its name, else that of a pattern."""
-    named = [index for index, group in enumerate(groups) if name in group.parameters]
-    return (named or matching(groups, name) or [-1])[0]
+def groups_of(groups: Sequence[GroupConfig], name: str) -> dict[int, str]:
+    """The groups that have a parameter, by index, with its name or the first pattern there that matches it.
 
-
-def matching(groups: Sequence[GroupConfig], name: str) -> list[int]:
-    """The indexes of the groups with a pattern that matches the name."""
-    return [index for index, group in enumerate(groups) if _pattern(group, name)]
-
-
-def _pattern(group: GroupConfig, name: str) -> str:
-    """The first pattern of the group that matches the name; "" without one."""
-    return next((text for text in group.parameters if fnmatchcase(name, text)), "")
+    Those with its name; if there are none, those with a pattern. There is at most one in a valid configuration.
+    """
+    exact = {index: name for index, group in enumerate(groups) if name in group.parameters}
+    matches = ((index, text) for index, group in enumerate(groups) for text in group.parameters[::-1])
+    return exact or {index: text for index, text in matches if fnmatchcase(name, text)}
 
 
 def check_groups(
@@ -128,18 +122,15 @@ def _check_conflicts(groups: Sequence[GroupConfig], names: Sequence[str]) -> lis
     """Parameters that several groups name, or, if no group names them, match. One problem per pair of texts."""
     found: dict[tuple[str, str], Problem] = {}
     for name in names:
-        exact = [index for index, group in enumerate(groups) if name in group.parameters]
-        several = exact or matching(groups, name)
-        for other in several[1:]:
-            texts = [name if exact else _pattern(groups[index], name) for index in (several[0], other)]
-            key = f"optimizer.groups.{other}.parameters"
-            rule = (
-                f'one group per parameter; "{name}" is in groups {several[0]} and {other}'
-                if exact
-                else f'one pattern per parameter; "{name}" matches "{texts[0]}" of groups.{several[0]} and "{texts[1]}"'
-            )
-            remedy = "remove one of them" if exact else f'narrow a pattern, or add "{name}" itself to one of the groups'
-            found.setdefault((texts[0], texts[1]), Problem(key, texts[1], rule, remedy))
+        (first, text), *others = groups_of(groups, name).items() or [(-1, "")]
+        for other, second in others:
+            if text == second == name:
+                rule = f'one group per parameter; "{name}" is in groups.{first} and groups.{other}'
+                remedy = "remove one of them"
+            else:
+                rule = f'one pattern per parameter; "{name}" matches "{text}" of groups.{first} and "{second}"'
+                remedy = f'narrow a pattern, or add "{name}" itself to one of the groups'
+            found.setdefault((text, second), Problem(f"optimizer.groups.{other}.parameters", second, rule, remedy))
     return list(found.values())
 
 
@@ -158,6 +149,13 @@ def _check_options(
             problems.append(Problem(f"optimizer.{group.label}.optimizer", group.optimizer, rule, remedy))
     for index, each in enumerate(section.groups):
         optimizers = of_group.get(f"groups.{index}", set())
+        problems += require(
+            bool(optimizers),
+            f"optimizer.groups.{index}.parameters",
+            each.parameters,
+            "at least one parameter that no other group names",
+            "remove this group, or a name from the others",
+        )
         used = {option for name in optimizers for option in kinds[name].options}
         for key in ("beta1", "beta2", "momentum"):
             problems += require(

@@ -112,7 +112,12 @@ def test_the_learning_rate_of_a_group_is_a_multiple_of_that_of_the_schedule() ->
             "groups.1.parameters",
             ['"block.experts"', '"block.*"', '"*.experts"'],
         ),
-        ((group("output.weight"), group("output.weight")), "groups.1.parameters", ['"output.weight"', "0 and 1"]),
+        (
+            (group("output.weight"), group("output.weight")),
+            "groups.1.parameters",
+            ['"output.weight"', "groups.0 and groups.1"],
+        ),
+        ((group("output.*"), group("output.weight")), "groups.0.parameters", ["no other group names"]),
         ((group("output.weight", "*.bias", optimizer="Muon"),), "groups.0.optimizer", ['"block.wide.bias"', "AdamW"]),
         ((group("output.weight", optimizer="Muon", beta1=0.5),), "groups.0.beta1", ["Muon", "leave it out"]),
         ((group("output.weight", momentum=0.5),), "groups.0.momentum", ["AdamW", "leave it out"]),
