@@ -1,9 +1,10 @@
 """Construction of the parallelized model, the optimizer and the trainer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from titanlite.config.schema import JobConfig
 from titanlite.faults.spikes import SpikeGate
@@ -13,11 +14,12 @@ from titanlite.models.decoder import describe_size
 from titanlite.models.family import DecoderConfig, LanguageModel
 from titanlite.models.init import init_parameters_
 from titanlite.models.registry import full_parameters, resolve_model
-from titanlite.optim.registry import build_optimizer
+from titanlite.optim.optimizer import GatedOptimizer
+from titanlite.optim.registry import build_optimizer, has_owners
 from titanlite.optim.schedule import build_schedule
 from titanlite.optim.weight_average import WeightAverage
 from titanlite.parallel.data import resolve_gradient_sync, running_dtypes
-from titanlite.parallel.mesh import Mesh, shard_logits
+from titanlite.parallel.mesh import Mesh, Sharing, shard_logits
 from titanlite.parallel.parallelize import parallelize
 from titanlite.parallel.pipeline import (
     Pipeline,
@@ -126,11 +128,10 @@ def build_forward(config: JobConfig, model_parts: list[LanguageModel], mesh: Mes
 def build_trainer(config: JobConfig, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device) -> Trainer:
     """Build the trainer of this rank's model parts."""
     faults = config.faults
-    _, plan = full_parameters(config.model)
     named = {name: parameter for part in model_parts for name, parameter in part.named_parameters()}
     return Trainer(
         **forward_parts(config, model_parts, mesh, device),
-        optimizer=build_optimizer(config.optimizer, named, plan, device, mesh.sharing(), config.debug.seed),
+        optimizer=build_optimizers(config, named, mesh, device),
         schedule=build_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps),
         sync=resolve_gradient_sync(config.parallelism.gradient_sync, mesh.degrees),
         max_norm=config.training.max_norm,
@@ -139,6 +140,15 @@ def build_trainer(config: JobConfig, model_parts: list[LanguageModel], mesh: Mes
         average=WeightAverage(named, config.optimizer.ema_decay),
         spikes=SpikeGate(faults.spike_factor, device, skips=faults.on_spike == "skip") if faults.spike_factor else None,
     )
+
+
+def build_optimizers(
+    config: JobConfig, named: Mapping[str, nn.Parameter], mesh: Mesh, device: torch.device
+) -> GatedOptimizer:
+    """Build the optimizers of this rank's parameters, by name. A collective: it may create a process group."""
+    section, (full, plan) = config.optimizer, full_parameters(config.model)
+    sharing = mesh.sharing() if has_owners(section, full, plan) else Sharing()
+    return build_optimizer(section, named, plan, device, sharing, config.debug.seed)
 
 
 def forward_parts(

@@ -126,6 +126,11 @@ def _optimizers(
     ]
 
 
+def has_owners(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> bool:
+    """Whether an update needs `sharing`. named, plan: of the full model, so that all ranks agree."""
+    return any(OPTIMIZERS[group.optimizer].takes_matrices for group in divide(section, OPTIMIZERS, named, plan))
+
+
 def describe_groups(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> list[str]:
     """A table of the groups, line by line. named, plan: of the full model."""
     return describe(divide(section, OPTIMIZERS, named, plan))

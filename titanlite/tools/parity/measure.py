@@ -19,12 +19,10 @@ from torch.distributed.tensor import DTensor
 
 import titanlite
 from titanlite.assembly.data import build_data, build_tokenizer
-from titanlite.assembly.model import build_model, build_trainer
+from titanlite.assembly.model import build_model, build_optimizers, build_trainer
 from titanlite.batch import FILLER, IGNORE_INDEX, Batch
 from titanlite.config.schema import JobConfig
 from titanlite.models.init import local_region
-from titanlite.models.registry import full_parameters
-from titanlite.optim.registry import build_optimizer
 from titanlite.optim.schedule import build_schedule
 from titanlite.parallel.clip import clip_grad_norm_
 from titanlite.parallel.data import running_dtypes
@@ -166,9 +164,7 @@ def named_parameters(trainer: Trainer) -> Iterator[tuple[str, nn.Parameter]]:
 def measure_updates(trainer: Trainer, config: JobConfig, steps: int, folder: Path) -> dict[str, float | None]:
     """Measurement.updates: clip the reference's gradients and update with the configuration's own optimizer."""
     load_weights_(trainer, weights_file(folder, 0))
-    _, plan = full_parameters(config.model)
-    named, sharing = dict(named_parameters(trainer)), trainer.mesh.sharing()
-    optimizer = build_optimizer(config.optimizer, named, plan, CPU, sharing, config.debug.seed)
+    optimizer = build_optimizers(config, dict(named_parameters(trainer)), trainer.mesh, CPU)
     schedule = build_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps)
     for step in range(steps):
         gradients = read_tensors(gradient_file(folder, step))
