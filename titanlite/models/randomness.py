@@ -39,10 +39,11 @@ def row_keys(seed: int, step: int, sequences: Tensor) -> Tensor:
 
 
 def words(seed: int, step: Tensor, site: str, elements: Tensor) -> Tensor:
-    """Random words, int64, one for each of `elements`, int64 indexes of a tensor. step: scalar on their device."""
+    """Random words, int64, one for each of `elements`, int64 indexes of a tensor: those of SplitMix64 with a state that
+    (seed, step, site) gives. step: scalar on their device."""
     key = _mixed(torch.full_like(elements[:1], _signed((seed + 1) * _GOLDEN)))
     key = _mixed(key + (step.to(torch.int64) + 1) * _signed(_GOLDEN))
-    return _mixed(_mixed(key + _signed(_hash_of(site))) + _mixed((elements + 1) * _signed(_GOLDEN)))
+    return _mixed(_mixed(key + _signed(_hash_of(site))) + (elements + 1) * _signed(_GOLDEN))
 
 
 def uniform(keys: Tensor, site: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,5 +1,7 @@
 """AdamW (Loshchilov, Hutter, "Decoupled Weight Decay Regularization", 2019), also with moments in bfloat16."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,8 +17,8 @@ class AdamWInBfloat16(SkippingOptimizer):
     """AdamW whose moments are bfloat16; it computes in promote_types(dtype of the weights, float32).
 
     State: exp_avg and exp_avg_sq, of the parameter's shape and placement, and step, a float32 scalar. Stochastic
-    rounding draws a number for each (seed, step, name of the parameter, index in the full parameter, moment), so that
-    all meshes round alike.
+    rounding draws a word for each (seed, step, name of the parameter, index in the full parameter), so that all meshes
+    round alike.
     """
 
     def __init__(self, arguments: Arguments) -> None:
@@ -46,23 +48,20 @@ class AdamWInBfloat16(SkippingOptimizer):
             wide = torch.promote_types(weights.dtype, torch.float32)
             gradient = local_part(parameter.grad).to(wide)
             step = state["step"].add_(ok).to(torch.float64)
-            means = {
-                "exp_avg": local_part(state["exp_avg"]).to(wide).lerp_(gradient, 1 - beta1),
-                "exp_avg_sq": local_part(state["exp_avg_sq"]).to(wide).lerp_(gradient.square(), 1 - beta2),
-            }
-            denominator = (means["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(group["eps"])
-            update = (means["exp_avg"] / (1 - beta1**step)).div_(denominator)
+            first, second = local_part(state["exp_avg"]), local_part(state["exp_avg_sq"])
+            means = first.to(wide).lerp_(gradient, 1 - beta1), second.to(wide).lerp_(gradient.square(), 1 - beta2)
+            denominator = (means[1] / (1 - beta2**step)).sqrt_().add_(group["eps"])
+            update = (means[0] / (1 - beta1**step)).div_(denominator)
             updated = (weights.to(wide) * (1 - group["lr"] * group["weight_decay"])).sub_(update, alpha=group["lr"])
             weights.copy_(torch.where(ok, updated.to(weights.dtype), weights))
-            for key, mean in means.items():
-                moment = local_part(state[key])
-                moment.copy_(torch.where(ok, self._rounded(mean, parameter, key, step), moment))
+            for moment, rounded in zip((first, second), self._rounded(means, parameter, step), strict=True):
+                moment.copy_(torch.where(ok, rounded, moment))
 
-    def _rounded(self, mean: Tensor, parameter: Tensor, key: str, step: Tensor) -> Tensor:
+    def _rounded(self, means: Sequence[Tensor], parameter: Tensor, step: Tensor) -> list[Tensor]:
         if self._seed is None:
-            return mean.to(torch.bfloat16)
+            return [mean.to(torch.bfloat16) for mean in means]
         _, shape, offset = local_region(parameter)
-        return round_to_bfloat16(mean, self._seed, step, f"{self._names[parameter]}/{key}", shape, offset)
+        return round_to_bfloat16(means, self._seed, step, self._names[parameter], shape, offset)
 
 
 def build(arguments: Arguments) -> torch.optim.Optimizer:
