@@ -11,8 +11,7 @@ from titanlite.models.family import Plan
 from titanlite.optim.adamw import ADAMW
 from titanlite.optim.groups import Group, check_groups, describe, divide, state_kinds
 from titanlite.optim.lion import LION
-from titanlite.optim.muon import MUON, muon_dtype
-from titanlite.optim.newton_schulz import temporary_elements
+from titanlite.optim.muon import MUON
 from titanlite.optim.optimizer import (
     Arguments,
     GatedOptimizer,
@@ -148,14 +147,18 @@ def kinds_of_state(section: OptimizerConfig, named: Mapping[str, Tensor], plan: 
     return state_kinds(divide(section, OPTIMIZERS, named, plan), label)
 
 
-def memory_bytes(
-    section: OptimizerConfig, shards: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], plan: Plan
-) -> tuple[int, int]:
+def names_of_muon(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> list[str]:
+    """The parameters that Muon updates, in the order in which it deals them out. named, plan: as for `divide`."""
+    groups = divide(section, OPTIMIZERS, named, plan)
+    return [name for group in groups if group.optimizer == "Muon" for name in group.parameters]
+
+
+def memory_bytes(section: OptimizerConfig, shards: Mapping[str, Tensor], plan: Plan) -> tuple[int, int]:
     """(bytes of the state after a step, temporary bytes of an update). Allocates nothing of their size.
 
-    shards: this rank's, by name. shapes: of the full parameters. The step count of each tensor is on the device (fused,
-    or any implementation on an accelerator) or on the host. Temporary: a copy of weights and state of optimizers that
-    cannot skip an update; for the others, tensors of the size of one parameter, or of a matrix for Muon.
+    shards: this rank's, by name. The step count of each tensor is on the device (fused, or any implementation on an
+    accelerator) or on the host. Temporary: a copy of weights and state of optimizers that cannot skip an update; for
+    the others, tensors of the size of one parameter. Those of Muon depend on the mesh: titanlite/planning/owners.py.
     """
     state = update = 0
     for group in divide(section, OPTIMIZERS, shards, plan):
@@ -176,10 +179,7 @@ def memory_bytes(
         state += own
         if not skips_by_itself(optimizer):
             update += own + sum(parameter.numel() * parameter.itemsize for parameter in group.parameters.values())
-        elif group.optimizer == "Muon":
-            elements = max(temporary_elements(*shapes[name][-2:]) for name in group.parameters)
-            update = max(update, elements * muon_dtype(section, next(iter(samples))).itemsize)
-        elif isinstance(optimizer, SkippingOptimizer):
+        elif isinstance(optimizer, SkippingOptimizer) and group.optimizer != "Muon":
             largest = max(parameter.numel() for parameter in group.parameters.values())
             update = max(update, 4 * largest * torch.promote_types(next(iter(samples)), torch.float32).itemsize)
     return state, update
