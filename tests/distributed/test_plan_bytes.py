@@ -21,6 +21,7 @@ Bytes = tuple[int, int, int, int]
 ADAMW = ["optimizer.name=AdamW"]
 UNEVEN = ["model.dim=36", "model.ffn_dim=52", "model.n_heads=2", *ADAMW]  # 131, 36 and 52 rows on 8 ranks
 PIPELINE = ["parallelism.pp=2", "model.n_layers=6", *ADAMW]
+MUON = ["optimizer.name=Muon"]
 
 LAYOUTS: dict[int, list[list[str]]] = {
     1: [
@@ -29,8 +30,13 @@ LAYOUTS: dict[int, list[list[str]]] = {
         ["training.dtype=bfloat16", *ADAMW],
         ["training.dtype=float32", "training.mixed_precision_param=bfloat16", *ADAMW],
         ["model.tie_embeddings=true", *ADAMW],
+        MUON,
+        ["training.dtype=float32", "optimizer.name=Lion"],
+        ["optimizer.momentum=0.9"],
+        ["training.dtype=float32", "optimizer.state_dtype=bfloat16", *ADAMW],
     ],
     2: [
+        ["parallelism.tp=2", *MUON],
         ["parallelism.tp=2", *ADAMW],
         ["parallelism.tp=2", "model.tie_embeddings=true", "optimizer.implementation=foreach", *ADAMW],
         [*PIPELINE, "parallelism.pp_schedule=InterleavedZeroBubble"],
@@ -116,6 +122,9 @@ PLANNED = [
     (4, [*EXPERTS, *PIPELINE, "parallelism.ep=2", "model.bias_rate=1e-3"]),
     (2, ["model.family=olmoe", "parallelism.tp=2"]),
     (2, ["model.family=qwen3", "parallelism.tp=2"]),
+    (4, [*EXPERTS, "parallelism.ep=2", "parallelism.tp=2", "parallelism.dp_shard=2", *MUON]),
+    (6, [*EXPERTS, "data.num_streams=6", *MUON]),
+    (8, [*UNEVEN, "parallelism.dp_replicate=2", *MUON]),
 ]
 
 

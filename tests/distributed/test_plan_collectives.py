@@ -80,7 +80,7 @@ LAYOUTS: dict[int, list[list[str]]] = {
         [*PP, *EP],
         ["parallelism.tp=2", *MUON],
         ["parallelism.dp_replicate=2", *MUON],
-        ["parallelism.tp=2", "parallelism.dp_shard=2", "model.dim=36", "model.ffn_dim=50", *MUON],
+        ["parallelism.tp=2", "parallelism.dp_shard=2", "model.dim=40", "model.ffn_dim=50", *MUON],
         ["parallelism.dp_replicate=2", *EP, *MUON],
         ["parallelism.tp=2", *EP, *MUON],
         [*EP, *MUON],

@@ -32,9 +32,12 @@ def flops(rows: int, columns: int, steps: int) -> int:
     return steps * 2 * (2 * small * small * large + small**3)
 
 
-def temporary_bytes(rows: int, columns: int, dtype: torch.dtype) -> int:
-    """Peak bytes of `orthogonalize`, with its input: x, its product with a matrix of the smaller dimension, and two of
-    those; or, before, the input and its quotient in float32."""
-    elements, square, wide = rows * columns, min(rows, columns) ** 2, torch.promote_types(dtype, torch.float32)
-    casts = 2 * elements * wide.itemsize if dtype != wide else 0
-    return elements * dtype.itemsize + max((2 * elements + 2 * square) * dtype.itemsize, casts)
+def temporary_bytes(rows: int, columns: int, size: int) -> int:
+    """Peak bytes of `orthogonalize`, with its input, in a dtype of `size` bytes.
+
+    x, its product with a matrix of the smaller dimension, and two of those; before, the input and its quotient in
+    float32.
+    """
+    elements, square = rows * columns, min(rows, columns) ** 2
+    casts = 2 * 4 * elements if size < 4 else 0
+    return elements * size + max((2 * elements + 2 * square) * size, casts)

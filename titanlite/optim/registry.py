@@ -20,6 +20,7 @@ from titanlite.optim.optimizer import (
     SkippingOptimizer,
     skips_by_itself,
 )
+from titanlite.optim.rounding import rounding_bytes
 from titanlite.optim.sgd import SGD
 from titanlite.parallel.mesh import Sharing
 from titanlite.runtime.errors import Problem, check_ranges, require
@@ -31,6 +32,8 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
     "SGD": SGD,
 }
 CPU = torch.device("cpu")
+WIDE_TENSORS = {"AdamW": 6, "Lion": 4}
+"""Tensors of the size of a parameter, in float32 at least, that an update by a SkippingOptimizer holds at once."""
 MAX_BETA2_NEAREST = 0.99
 """With moments rounded to the nearest bfloat16, which has 8 bits, a second moment that falls by less than 1 / 2^8 of
 itself in a step does not fall at all."""
@@ -157,8 +160,9 @@ def memory_bytes(section: OptimizerConfig, shards: Mapping[str, Tensor], plan: P
     """(bytes of the state after a step, temporary bytes of an update). Allocates nothing of their size.
 
     shards: this rank's, by name. The step count of each tensor is on the device (fused, or any implementation on an
-    accelerator) or on the host. Temporary: a copy of weights and state of optimizers that cannot skip an update; for
-    the others, tensors of the size of one parameter. Those of Muon depend on the mesh: titanlite/planning/owners.py.
+    accelerator) or on the host. Temporary: a copy of weights and state of optimizers that cannot skip an update, and
+    with foreach a tensor of the size of each parameter; for the others, tensors of the size of one parameter. Those of
+    Muon depend on the mesh: titanlite/planning/owners.py.
     """
     state = update = 0
     for group in divide(section, OPTIMIZERS, shards, plan):
@@ -178,8 +182,12 @@ def memory_bytes(section: OptimizerConfig, shards: Mapping[str, Tensor], plan: P
                 own += value.itemsize * (parameter.numel() if value.dim() else 1)
         state += own
         if not skips_by_itself(optimizer):
-            update += own + sum(parameter.numel() * parameter.itemsize for parameter in group.parameters.values())
-        elif isinstance(optimizer, SkippingOptimizer) and group.optimizer != "Muon":
+            weights = sum(parameter.numel() * parameter.itemsize for parameter in group.parameters.values())
+            update += own + weights * (2 if resolve_implementation(section, group.optimizer) == "foreach" else 1)
+        elif isinstance(optimizer, SkippingOptimizer) and group.optimizer in WIDE_TENSORS:
             largest = max(parameter.numel() for parameter in group.parameters.values())
-            update = max(update, 4 * largest * torch.promote_types(next(iter(samples)), torch.float32).itemsize)
+            wide = torch.promote_types(next(iter(samples)), torch.float32).itemsize
+            rounds = group.optimizer == "AdamW" and section.state_rounding == "stochastic"
+            temporary = WIDE_TENSORS[group.optimizer] * largest * wide + (rounding_bytes(largest) if rounds else 0)
+            update = max(update, temporary)
     return state, update

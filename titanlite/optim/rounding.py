@@ -15,6 +15,11 @@ CHUNK = 2**20
 """Elements rounded at once: their random numbers need several tensors of 8 bytes per element."""
 
 
+def rounding_bytes(elements: int) -> int:
+    """Peak bytes of `round_to_bfloat16`: its result, and five tensors of 8 bytes per element of a chunk."""
+    return 2 * elements + 40 * min(elements, CHUNK)
+
+
 def round_to_bfloat16(
     values: Tensor, seed: int, step: Tensor, name: str, shape: Sequence[int], offset: Sequence[int]
 ) -> Tensor:

@@ -86,7 +86,8 @@ def estimate(config: JobConfig, world_size: int, *, device_type: str) -> Estimat
     for pp_rank, actions in enumerate(order):
         stages = tuple(planned[index] for index in local_stages(section, pp_rank))
         shape = step_shape(config, sizes, actions, device_type)
-        memory, owners = _memory(config, stages, shape, device_type), _owners(config, stages, shape)
+        owners = _owners(config, stages, shape)
+        memory = _memory(config, stages, shape, owners, device_type)
         traffic = *_traffic(config, stages, shape), *owners.traffic
         ranks.append(RankPlan(pp_rank, shape, stages, memory, traffic, *_flops(config, stages, shape), owners))
     return Estimate(
@@ -101,7 +102,8 @@ def estimate_memory(
     """Estimate the memory of a rank that owns `stages`. config: as for estimate. sizes: degrees of the mesh axes."""
     # Without a pipeline, one microbatch follows the other: one needs as much memory as all.
     order = schedule_order(config.parallelism, divide_step(config, _data_degree(sizes)).per_batch)
-    return _memory(config, stages, step_shape(config, sizes, order[pp_rank], device_type), device_type)
+    shape = step_shape(config, sizes, order[pp_rank], device_type)
+    return _memory(config, stages, shape, _owners(config, stages, shape), device_type)
 
 
 def _data_degree(sizes: Mapping[str, int]) -> int:
@@ -144,11 +146,14 @@ def _loss_chunk(config: JobConfig, vocab_size: int, device_type: str) -> int:
     return tokens_per_chunk(config.loss.chunk_tokens, columns * wide.itemsize, device_type)
 
 
-def _memory(config: JobConfig, stages: Sequence[Stage], shape: StepShape, device_type: str) -> Memory:
+def _memory(
+    config: JobConfig, stages: Sequence[Stage], shape: StepShape, owners: OwnerRounds, device_type: str
+) -> Memory:
     family, model = resolve_model(config.model)
     activations = activation_bytes(model, family.plan(model), microbatch_shape(config, shape, device_type))
-    owner_bytes = _owners(config, stages, shape).temporary_bytes
-    return rank_memory(stages, config.parallelism, config.activation_checkpoint, shape, activations, owner_bytes)
+    return rank_memory(
+        stages, config.parallelism, config.activation_checkpoint, shape, activations, owners.temporary_bytes
+    )
 
 
 def _owners(config: JobConfig, stages: Sequence[Stage], shape: StepShape) -> OwnerRounds:

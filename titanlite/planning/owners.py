@@ -13,7 +13,7 @@ from itertools import chain
 
 import torch
 
-from titanlite.optim.newton_schulz import flops, temporary_bytes
+from titanlite.optim.newton_schulz import temporary_bytes
 from titanlite.planning.communication import Traffic
 from titanlite.planning.stages import Matrices, Stage
 from titanlite.planning.work import Product
@@ -37,37 +37,36 @@ def owner_rounds(
     shards: ranks of dp_shard x cp x tp. replicas: of dp_replicate. dtype: of the orthogonalization. stored: of the
     parameters. steps: of the orthogonalization.
     """
-    matrices = tuple(each for stage in stages for each in stage.matrices)
+    matrices = tuple(chain(*(stage.matrices for stage in stages)))
     wide = torch.promote_types(stored, torch.float32)
-    return _rounds(matrices, shards, replicas, dtype, wide, steps) if matrices else OwnerRounds()
+    return _rounds(matrices, shards, replicas, dtype.itemsize, wide.itemsize, steps) if matrices else OwnerRounds()
 
 
 @lru_cache(maxsize=1024)  # a search plans the same stages many times
 def _rounds(
-    matrices: tuple[Matrices, ...], shards: int, replicas: int, dtype: torch.dtype, wide: torch.dtype, steps: int
+    matrices: tuple[Matrices, ...], shards: int, replicas: int, size: int, wide: int, steps: int
 ) -> OwnerRounds:
-    counts = torch.tensor([each.count for each in matrices])
-    costs = torch.tensor([flops(each.rows, each.columns, steps) for each in matrices]).repeat_interleave(counts)
-    order = costs.sort(descending=True, stable=True).indices
-    numbers = torch.arange(len(matrices)).repeat_interleave(counts)[order]
-    owned = [matrices[number] for number in numbers[:: shards * replicas].tolist()]
-    # this rank's part of each matrix: of a stack, it has parts of the first ones
-    values = torch.tensor([size for each in matrices for size in (each.part, 0)])
-    parts = values.repeat_interleave(torch.tensor([n for each in matrices for n in (each.own, each.count - each.own)]))
-    padded = torch.zeros(len(owned) * shards * replicas, dtype=torch.int64)
-    padded[: len(order)] = parts[order]
-    by_replica: list[list[int]] = padded.view(len(owned), replicas, shards).sum(-1).tolist()
+    """size, wide: bytes of an element in the orthogonalization, and in the update of the weights."""
+    kinds: list[Matrices] = []  # of each matrix, in the order in which they are dealt out
+    parts: list[int] = []  # elements of this rank's part of each
+    for each in sorted(matrices, key=lambda each: -each.flops):
+        kinds += [each] * (each.parameters * each.count)
+        parts += ([each.part] * each.own + [0] * (each.count - each.own)) * each.parameters
+    owned = kinds[:: shards * replicas]
+    starts = range(0, len(owned) * shards * replicas, shards)
+    sums = [sum(parts[start : start + shards]) for start in starts]
+    by_replica = [sums[start : start + replicas] for start in range(0, len(sums), replicas)]
     exchanged = sum(sent for sent, *_ in by_replica) + sum(each.elements * each.copies for each in owned)
-    gathered = replicas * sum(map(max, by_replica))
+    gathered, carried = replicas * sum(map(max, by_replica)), max(sums)
     traffic = (
-        Traffic("dp_shard x tp", "all-to-all", 2 * len(owned), exchanged * dtype.itemsize, shards),
-        Traffic("dp_replicate", "all-gather", len(owned), gathered * dtype.itemsize, replicas),
+        Traffic("dp_shard x tp", "all-to-all", 2 * len(owned), exchanged * size, shards),
+        Traffic("dp_replicate", "all-gather", len(owned), gathered * size, replicas),
     )
-    sizes = Counter(tuple(sorted((each.rows, each.columns))) for each in owned)
+    shapes = Counter((each.small, each.large) for each in owned)
     return OwnerRounds(
-        tuple(chain(*(_products(*of, steps * count) for of, count in sizes.items()))),
+        tuple(chain(*(_products(small, large, steps * count) for (small, large), count in shapes.items()))),
         tuple(part for part in traffic if part.ranks > 1),
-        max(_peak_bytes(each, own, dtype, wide) for each, own in zip(owned, by_replica, strict=True)),
+        max(_peak_bytes(each, own, shards, carried, size, wide) for each, own in zip(owned, by_replica, strict=True)),
     )
 
 
@@ -80,18 +79,20 @@ def _products(small: int, large: int, count: int) -> list[Product]:
     ]
 
 
-def _peak_bytes(owned: Matrices, by_replica: Sequence[int], dtype: torch.dtype, wide: torch.dtype) -> int:
-    """Peak bytes of Owners.apply in a round. by_replica: elements of this rank's parts of the matrices of each replica.
+def _peak_bytes(owned: Matrices, by_replica: Sequence[int], shards: int, carried: int, size: int, wide: int) -> int:
+    """Peak bytes of Owners.apply in a round, of matrices with elements of `size` bytes.
 
-    This rank's parts exist all the time. The parts that arrived and the result exist besides the full matrix. Then
-    the results for all ranks are copied and sent, and come back. Last, replicas gather, and weights are updated.
+    by_replica: elements of this rank's parts of the matrices of each replica. carried: elements of results of the
+    previous round that still exist. wide: bytes per element of the weights' update.
     """
-    size, replicas = dtype.itemsize, len(by_replica)
-    sent, returned = by_replica[0], owned.elements * owned.copies
-    # its input, its output, and torch's own buffer of the output
+    replicas, sent, returned = len(by_replica), by_replica[0], owned.elements * owned.copies
+    received = owned.elements if shards > 1 else 0
+    full = received + 2 * owned.elements  # the parts that arrived, the matrix and its result
+    # the input, the output, and torch's own buffer of the output
     gathered = (2 * replicas + 1) * max(by_replica) if replicas > 1 else 0
     return size * sum(by_replica) + max(
-        size * owned.elements + temporary_bytes(owned.rows, owned.columns, dtype),
-        size * (3 * owned.elements + 2 * returned + sent),
-        size * (3 * owned.elements + returned + sent + gathered) + 3 * owned.part * wide.itemsize,
+        size * (carried + received) + temporary_bytes(owned.small, owned.large, size),
+        # results for all ranks, copied for the exchange, then those of this rank, copied after it
+        size * (carried + full + returned + sent + max(returned, sent)),
+        size * (full + returned + sent + gathered) + max(size * carried, 3 * wide * owned.part),
     )

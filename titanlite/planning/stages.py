@@ -1,10 +1,10 @@
 """The part of the model that each rank holds: computed for a plan, or measured on the parts of a run."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.models.experts import Experts
 from titanlite.models.family import LanguageModel, ModelConfig, Plan
 from titanlite.models.registry import FAMILIES, resolve_model
+from titanlite.optim.newton_schulz import flops
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.registry import memory_bytes, names_of_muon
 from titanlite.parallel.data import is_wrapped, sharded_dimension, wrapped_modules
@@ -47,14 +48,15 @@ class Unit:
 
 @dataclass(frozen=True)
 class Matrices:
-    """The matrices of a parameter that Muon updates: one, or a stack.
+    """Equal parameters that Muon updates: matrices, or stacks of them.
 
-    count: of the full parameter. own: of those of which this rank has a part, the first ones on coordinate 0. part:
-    elements of this rank's part of each. copies: ranks that have the same part.
+    small, large: dimensions of a matrix. parameters: how many. count: matrices of each. own: of those of which this rank
+    has a part, the first ones on coordinate 0. part: elements of this part. copies: ranks that have the same part.
     """
 
-    rows: int
-    columns: int
+    small: int
+    large: int
+    parameters: int
     count: int
     own: int
     part: int
@@ -62,8 +64,13 @@ class Matrices:
 
     @property
     def elements(self) -> int:
-        """Of each of them."""
-        return self.rows * self.columns
+        """Of a matrix."""
+        return self.small * self.large
+
+    @property
+    def flops(self) -> int:
+        """Of an iteration of the orthogonalization of a matrix."""
+        return flops(self.small, self.large, 1)
 
 
 @dataclass(frozen=True)
@@ -233,8 +240,8 @@ def _stages(
                 *memory_bytes(optimizer, parts, model.plan),
                 (model.buffers + len(blocks) * model.block_buffers) * wide,
                 tuple(units),
-                tuple(
-                    _matrices(shapes[name].shape, parts[name].shape, copies=tp if shapes[name].tp is None else 1)
+                _matrices(
+                    (shapes[name].shape, parts[name].shape, tp if shapes[name].tp is None else 1)
                     for name in names_of_muon(optimizer, parts, model.plan)
                 ),
                 blocks,
@@ -259,12 +266,8 @@ def measure_stage(config: JobConfig, mesh: Mesh, part: ModelPart) -> Stage:
         *memory_bytes(config.optimizer, shards, part.plan),
         sum(buffer.numel() * wide for buffer in model.buffers()),
         tuple(_units(model, part.plan, mesh)),
-        tuple(
-            _matrices(
-                named[name].shape,
-                shards[name].shape,
-                copies=mesh.degrees["tp"] if _is_replicated_over_tp(named[name]) else 1,
-            )
+        _matrices(
+            (named[name].shape, shards[name].shape, mesh.degrees["tp"] if _is_replicated_over_tp(named[name]) else 1)
             for name in names_of_muon(config.optimizer, shards, part.plan)
         ),
         tuple(part.plan.blocks.values()),
@@ -272,10 +275,15 @@ def measure_stage(config: JobConfig, mesh: Mesh, part: ModelPart) -> Stage:
     )
 
 
-def _matrices(shape: Sequence[int], part: Sequence[int], *, copies: int) -> Matrices:
-    """shape, part: of a parameter, and this rank's part of it."""
-    (*stack, rows, columns), (*own, own_rows, own_columns) = shape, part
-    return Matrices(rows, columns, math.prod(stack), math.prod(own), own_rows * own_columns, copies)
+def _matrices(parameters: Iterable[tuple[Sequence[int], Sequence[int], int]]) -> tuple[Matrices, ...]:
+    """In the order in which they are dealt out. parameters: shape, this rank's part of it, copies of the part."""
+    found = []
+    for shape, part, copies in parameters:
+        (*stack, rows, columns), (*own, own_rows, own_columns) = shape, part
+        small, large = sorted((rows, columns))
+        found.append(Matrices(small, large, 1, math.prod(stack), math.prod(own), own_rows * own_columns, copies))
+    found.sort(key=lambda each: -each.flops)  # stable, as in `deal`
+    return tuple(replace(each, parameters=len(list(equal))) for each, equal in groupby(found))
 
 
 def _units(model: LanguageModel, plan: Plan, mesh: Mesh) -> Iterator[Unit]:

@@ -195,7 +195,8 @@ def test_planned_bytes_of_the_state_are_those_of_a_step(kind: str, dtype: torch.
     named = dict(model.named_parameters())
     state, update = memory_bytes(KINDS[kind], named, PLAN)
     assert state == expected
-    assert (update > 0) == (kind != "AdamW")
+    # that of Muon depends on the mesh: tests/distributed/test_plan_memory.py
+    assert (update > 0) == (kind not in ("AdamW", "Muon"))
 
 
 def test_sgd_adds_the_decay_to_the_gradient() -> None:
