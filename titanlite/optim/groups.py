@@ -74,7 +74,7 @@ def default_optimizer(section: OptimizerConfig, plan: Plan, name: str, dims: int
     routers."""
     if section.name != "Muon":
         return section.name
-    in_block = any(name.startswith(f"{block}.") for block in plan.blocks)
+    in_block = any(name[: dot.start()] in plan.blocks for dot in re.finditer(r"\.", name))
     routers = (pattern for pattern, style in plan.tensor_styles.items() if style == "router")
     is_router = any(fnmatchcase(name, f"{pattern}.*") for pattern in routers)
     return "Muon" if in_block and dims >= 2 and not is_router else "AdamW"

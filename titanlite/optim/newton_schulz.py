@@ -32,7 +32,12 @@ def flops(rows: int, columns: int, steps: int) -> int:
     return steps * 2 * (2 * small * small * large + small**3)
 
 
-def temporary_elements(rows: int, columns: int) -> int:
-    """Of `orthogonalize`, with its input: x, its product with a matrix of the smaller dimension, and two of those."""
-    small = min(rows, columns)
-    return 3 * rows * columns + 2 * small * small
+def temporary_bytes(rows: int, columns: int, size: int) -> int:
+    """Peak bytes of `orthogonalize`, with its input, in a dtype of `size` bytes.
+
+    x, its product with a matrix of the smaller dimension, and two of those; before, the input and its quotient in
+    float32.
+    """
+    elements, square = rows * columns, min(rows, columns) ** 2
+    casts = 2 * 4 * elements if size < 4 else 0
+    return elements * size + max((2 * elements + 2 * square) * size, casts)

@@ -11,8 +11,7 @@ from titanlite.models.family import Plan
 from titanlite.optim.adamw import ADAMW
 from titanlite.optim.groups import Group, check_groups, describe, divide, state_kinds
 from titanlite.optim.lion import LION
-from titanlite.optim.muon import MUON, muon_dtype
-from titanlite.optim.newton_schulz import temporary_elements
+from titanlite.optim.muon import MUON
 from titanlite.optim.optimizer import (
     Arguments,
     GatedOptimizer,
@@ -21,6 +20,7 @@ from titanlite.optim.optimizer import (
     SkippingOptimizer,
     skips_by_itself,
 )
+from titanlite.optim.rounding import rounding_bytes
 from titanlite.optim.sgd import SGD
 from titanlite.optim.weight_average import average_bytes
 from titanlite.parallel.mesh import Sharing
@@ -33,6 +33,8 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
     "SGD": SGD,
 }
 CPU = torch.device("cpu")
+WIDE_TENSORS = {"AdamW": 6, "Lion": 4}
+"""Tensors of the size of a parameter, in float32 at least, that an update by a SkippingOptimizer holds at once."""
 MAX_BETA2_NEAREST = 0.99
 """With moments rounded to the nearest bfloat16, which has 8 bits, a second moment that falls by less than 1 / 2^8 of
 itself in a step does not fall at all."""
@@ -151,15 +153,20 @@ def kinds_of_state(section: OptimizerConfig, named: Mapping[str, Tensor], plan: 
     return state_kinds(divide(section, OPTIMIZERS, named, plan), label)
 
 
-def memory_bytes(
-    section: OptimizerConfig, shards: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], plan: Plan
-) -> tuple[int, int]:
+def names_of_muon(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> list[str]:
+    """The parameters that Muon updates, in the order in which it deals them out. named, plan: as for `divide`."""
+    groups = divide(section, OPTIMIZERS, named, plan)
+    return [name for group in groups if group.optimizer == "Muon" for name in group.parameters]
+
+
+def memory_bytes(section: OptimizerConfig, shards: Mapping[str, Tensor], plan: Plan) -> tuple[int, int]:
     """(bytes of the state after a step, temporary bytes of an update), with those of the average of the weights.
     Allocates nothing of their size.
 
-    shards: this rank's, by name. shapes: of the full parameters. The step count of each tensor is on the device (fused,
-    or any implementation on an accelerator) or on the host. Temporary: a copy of weights and state of optimizers that
-    cannot skip an update; for the others, tensors of the size of one parameter, or of a matrix for Muon.
+    shards: this rank's, by name. The step count of each tensor is on the device (fused, or any implementation on an
+    accelerator) or on the host. Temporary: a copy of weights and state of optimizers that cannot skip an update, and
+    with foreach a tensor of the size of each parameter; for the others, tensors of the size of one parameter. Those of
+    Muon depend on the mesh: titanlite/planning/owners.py.
     """
     state, update = average_bytes(section.ema_decay, shards.values())
     for group in divide(section, OPTIMIZERS, shards, plan):
@@ -179,11 +186,12 @@ def memory_bytes(
                 own += value.itemsize * (parameter.numel() if value.dim() else 1)
         state += own
         if not skips_by_itself(optimizer):
-            update += own + sum(parameter.numel() * parameter.itemsize for parameter in group.parameters.values())
-        elif group.optimizer == "Muon":
-            elements = max(temporary_elements(*shapes[name][-2:]) for name in group.parameters)
-            update = max(update, elements * muon_dtype(section, next(iter(samples))).itemsize)
-        elif isinstance(optimizer, SkippingOptimizer):
+            weights = sum(parameter.numel() * parameter.itemsize for parameter in group.parameters.values())
+            update += own + weights * (2 if resolve_implementation(section, group.optimizer) == "foreach" else 1)
+        elif isinstance(optimizer, SkippingOptimizer) and group.optimizer in WIDE_TENSORS:
             largest = max(parameter.numel() for parameter in group.parameters.values())
-            update = max(update, 4 * largest * torch.promote_types(next(iter(samples)), torch.float32).itemsize)
+            wide = torch.promote_types(next(iter(samples)), torch.float32).itemsize
+            rounds = group.optimizer == "AdamW" and section.state_rounding == "stochastic"
+            temporary = WIDE_TENSORS[group.optimizer] * largest * wide + (rounding_bytes(largest) if rounds else 0)
+            update = max(update, temporary)
     return state, update

@@ -14,8 +14,14 @@ from titanlite.models.randomness import words
 CHUNKS = {"cpu": 2**16}
 """Elements rounded at once, by device: their random numbers need several tensors of 8 bytes per element, which fit
 into a CPU's cache."""
-CHUNK = 2**24
+CHUNK = 2**22
 """Elements at once on other devices."""
+
+
+def rounding_bytes(elements: int) -> int:
+    """Most bytes of `round_to_bfloat16` for two tensors: its results, and five tensors of 8 bytes per element of a
+    chunk."""
+    return 4 * elements + 40 * min(elements, CHUNK)
 
 
 def round_to_bfloat16(

@@ -12,6 +12,7 @@ from titanlite.models.decoder import flops_per_token
 from titanlite.models.family import DecoderConfig
 from titanlite.models.head import tokens_per_chunk
 from titanlite.models.registry import resolve_model
+from titanlite.optim.muon import muon_dtype
 from titanlite.parallel.data import resolve_gradient_sync
 from titanlite.parallel.mesh import DATA_AXES, data_degree, resolve_degrees, shard_logits
 from titanlite.parallel.pipeline import local_stages, num_stages, splits_backward
@@ -20,6 +21,7 @@ from titanlite.planning.activations import MicrobatchShape, activation_bytes
 from titanlite.planning.communication import StepShape, Traffic, stage_traffic
 from titanlite.planning.memory import Memory, rank_memory
 from titanlite.planning.microbatches import divide_step
+from titanlite.planning.owners import OwnerRounds, owner_rounds
 from titanlite.planning.schedule import Action, bubble_share, schedule_order
 from titanlite.planning.stages import Stage, plan_stages
 from titanlite.precision import DTYPES
@@ -29,7 +31,8 @@ from titanlite.precision import DTYPES
 class RankPlan:
     """One pipeline rank; the numbers are those of its worst data and tp rank.
 
-    flops: matrix products of an optimizer step without recomputation; recomputed_flops: those of recomputation.
+    flops: matrix products of the model in an optimizer step, without recomputation; recomputed_flops: those of
+    recomputation. owners: the part of the update by owners, whose traffic is part of `traffic`.
     """
 
     pp_rank: int
@@ -39,6 +42,7 @@ class RankPlan:
     traffic: tuple[Traffic, ...]
     flops: int
     recomputed_flops: int
+    owners: OwnerRounds
 
 
 @dataclass(frozen=True)
@@ -82,9 +86,10 @@ def estimate(config: JobConfig, world_size: int, *, device_type: str) -> Estimat
     for pp_rank, actions in enumerate(order):
         stages = tuple(planned[index] for index in local_stages(section, pp_rank))
         shape = step_shape(config, sizes, actions, device_type)
-        memory = _memory(config, stages, shape, device_type)
-        traffic = _traffic(config, stages, shape)
-        ranks.append(RankPlan(pp_rank, shape, stages, memory, traffic, *_flops(config, stages, shape)))
+        owners = _owners(config, stages, shape)
+        memory = _memory(config, stages, shape, owners, device_type)
+        traffic = *_traffic(config, stages, shape), *owners.traffic
+        ranks.append(RankPlan(pp_rank, shape, stages, memory, traffic, *_flops(config, stages, shape), owners))
     return Estimate(
         *(sizes, step.microbatches, step.size, shape.schedule_steps, order, num_stages(section), step.filler_share),
         tuple(ranks),
@@ -97,7 +102,8 @@ def estimate_memory(
     """Estimate the memory of a rank that owns `stages`. config: as for estimate. sizes: degrees of the mesh axes."""
     # Without a pipeline, one microbatch follows the other: one needs as much memory as all.
     order = schedule_order(config.parallelism, divide_step(config, _data_degree(sizes)).per_batch)
-    return _memory(config, stages, step_shape(config, sizes, order[pp_rank], device_type), device_type)
+    shape = step_shape(config, sizes, order[pp_rank], device_type)
+    return _memory(config, stages, shape, _owners(config, stages, shape), device_type)
 
 
 def _data_degree(sizes: Mapping[str, int]) -> int:
@@ -140,10 +146,22 @@ def _loss_chunk(config: JobConfig, vocab_size: int, device_type: str) -> int:
     return tokens_per_chunk(config.loss.chunk_tokens, columns * wide.itemsize, device_type)
 
 
-def _memory(config: JobConfig, stages: Sequence[Stage], shape: StepShape, device_type: str) -> Memory:
+def _memory(
+    config: JobConfig, stages: Sequence[Stage], shape: StepShape, owners: OwnerRounds, device_type: str
+) -> Memory:
     family, model = resolve_model(config.model)
     activations = activation_bytes(model, family.plan(model), microbatch_shape(config, shape, device_type))
-    return rank_memory(stages, config.parallelism, config.activation_checkpoint, shape, activations)
+    return rank_memory(
+        stages, config.parallelism, config.activation_checkpoint, shape, activations, owners.temporary_bytes
+    )
+
+
+def _owners(config: JobConfig, stages: Sequence[Stage], shape: StepShape) -> OwnerRounds:
+    stored, sizes = DTYPES[config.training.dtype], shape.sizes
+    return owner_rounds(
+        *(stages, sizes["dp_shard"] * sizes["tp"], sizes["dp_replicate"]),
+        *(muon_dtype(config.optimizer, stored), stored, config.optimizer.newton_schulz_steps),
+    )
 
 
 def microbatch_shape(config: JobConfig, shape: StepShape, device_type: str) -> MicrobatchShape:
@@ -169,7 +187,7 @@ def microbatch_shape(config: JobConfig, shape: StepShape, device_type: str) -> M
 
 
 def _traffic(config: JobConfig, stages: Sequence[Stage], shape: StepShape) -> tuple[Traffic, ...]:
-    """The sum over the stages, by axis and operation."""
+    """The sum over the stages, by axis and operation, without that of owners."""
     total: dict[tuple[str, str], Traffic] = {}
     for stage in stages:
         for part in stage_traffic(stage, config.parallelism, config.activation_checkpoint, shape):

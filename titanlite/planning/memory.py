@@ -18,9 +18,9 @@ class Memory:
 
     activations: saved between forward and backward for all microbatches in flight, plus the working memory of the
     largest part of a backward pass. data_parallel: gathered parameters, and gradients before their reduction.
-    pipeline: buffers for received and sent tensors. update: temporary memory of the optimizer update, after the
-    activations are freed. microbatch: the part of `activations` that one microbatch keeps on one stage. in_flight:
-    microbatches per stage at the peak of activations.
+    pipeline: buffers for received and sent tensors. update: temporary memory of the optimizers' update, which run one
+    after the other when the activations are freed. microbatch: the part of `activations` that one microbatch keeps on
+    one stage. in_flight: microbatches per stage at the peak of activations.
     """
 
     parameters: int
@@ -66,8 +66,9 @@ def rank_memory(
     recompute: ActivationCheckpointConfig,
     shape: StepShape,
     activations: ActivationBytes,
+    owner_bytes: int,
 ) -> Memory:
-    """The memory of a rank that owns these stages."""
+    """The memory of a rank that owns these stages. owner_bytes: temporary bytes of Muon's update."""
     kept = {stage.index: kept_bytes(stage, recompute, activations, section.pp > 1) for stage in stages}
     most, in_flight = peak_in_flight(shape.actions, lambda index: kept[index])
     received = sum(remote_neighbors(stage, shape) for stage in stages)
@@ -82,7 +83,7 @@ def rank_memory(
         data_parallel=sum(data_parallel_bytes(stage, section, recompute, shape) for stage in stages),
         # torch's stages allocate an input and a gradient buffer per microbatch of a schedule step
         pipeline=received * per_step * activations.block_input,
-        update=sum(stage.update_bytes for stage in stages),
+        update=max(sum(stage.update_bytes for stage in stages), owner_bytes),
         microbatch=max(kept.values()),
         in_flight=in_flight,
     )

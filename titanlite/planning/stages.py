@@ -1,10 +1,10 @@
 """The part of the model that each rank holds: computed for a plan, or measured on the parts of a run."""
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from titanlite.config.schema import JobConfig
 from titanlite.models.experts import Experts
 from titanlite.models.family import LanguageModel, ModelConfig, Plan
 from titanlite.models.registry import FAMILIES, resolve_model
+from titanlite.optim.newton_schulz import flops
 from titanlite.optim.optimizer import OptimizerConfig
-from titanlite.optim.registry import memory_bytes
+from titanlite.optim.registry import memory_bytes, names_of_muon
 from titanlite.parallel.data import is_wrapped, sharded_dimension, wrapped_modules
 from titanlite.parallel.expert import FEATURES
 from titanlite.parallel.mesh import Mesh
@@ -46,12 +47,39 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class Matrices:
+    """Equal parameters that Muon updates: matrices, or stacks of them.
+
+    small, large: dimensions of a matrix. parameters: how many. count: matrices of each. own: of those of which this
+    rank has a part, the first ones on coordinate 0. part: elements of this part. copies: ranks that have the same part.
+    """
+
+    small: int
+    large: int
+    parameters: int
+    count: int
+    own: int
+    part: int
+    copies: int
+
+    @property
+    def elements(self) -> int:
+        """Of a matrix."""
+        return self.small * self.large
+
+    @property
+    def flops(self) -> int:
+        """Of an iteration of the orthogonalization of a matrix."""
+        return flops(self.small, self.large, 1)
+
+
+@dataclass(frozen=True)
 class Stage:
     """A pipeline stage on one rank.
 
     num_parameters: of the full stage, tied parameters counted once. The fields ..._bytes count this rank's share.
     parameter_bytes: of the parameters; the reduced gradients take as many, since they have the same dtype and sharding.
-    update_bytes: temporary bytes of the optimizer's update.
+    update_bytes: temporary bytes of the update, without that of `matrices`, which Muon updates.
     blocks: indexes of the stage's transformer blocks in the full model. wrapped: whether FSDP or replicate wraps it.
     """
 
@@ -63,6 +91,7 @@ class Stage:
     update_bytes: int
     buffer_bytes: int
     units: tuple[Unit, ...]
+    matrices: tuple[Matrices, ...]
     blocks: tuple[int, ...]
     wrapped: bool
 
@@ -188,7 +217,7 @@ def _stages(
     stages = []
     for index, own in enumerate(split):
         units, parts = [], dict[str, Tensor]()
-        shapes = {parameter.name: parameter.shape for unit in own for parameter in model.units[unit]}
+        shapes = {parameter.name: parameter for unit in own for parameter in model.units[unit]}
         for unit in own:
             elements = experts = 0
             for parameter in model.units[unit]:
@@ -208,9 +237,13 @@ def _stages(
                 index == len(split) - 1,
                 sum(model.costs[unit] for unit in own),
                 sum(part.numel() * part.element_size() for part in parts.values()),
-                *memory_bytes(optimizer, parts, shapes, model.plan),
+                *memory_bytes(optimizer, parts, model.plan),
                 (model.buffers + len(blocks) * model.block_buffers) * wide,
                 tuple(units),
+                _matrices(
+                    (shapes[name].shape, parts[name].shape, tp if shapes[name].tp is None else 1)
+                    for name in names_of_muon(optimizer, parts, model.plan)
+                ),
                 blocks,
                 wrapped,
             )
@@ -221,8 +254,8 @@ def _stages(
 def measure_stage(config: JobConfig, mesh: Mesh, part: ModelPart) -> Stage:
     """Measure a part that is parallelized and on the meta device."""
     model = part.model
-    shards = {name: local_part(parameter) for name, parameter in model.named_parameters()}
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    named = dict(model.named_parameters())
+    shards = {name: local_part(parameter) for name, parameter in named.items()}
     # the dtype that init_buffers uses
     wide = torch.promote_types(DTYPES[config.training.dtype], torch.float32).itemsize
     return Stage(
@@ -230,12 +263,27 @@ def measure_stage(config: JobConfig, mesh: Mesh, part: ModelPart) -> Stage:
         part.stage == num_stages(config.parallelism) - 1,
         sum(parameter.numel() for parameter in model.parameters()),  # of a DTensor: over all ranks
         sum(shard.numel() * shard.element_size() for shard in shards.values()),
-        *memory_bytes(config.optimizer, shards, shapes, part.plan),
+        *memory_bytes(config.optimizer, shards, part.plan),
         sum(buffer.numel() * wide for buffer in model.buffers()),
         tuple(_units(model, part.plan, mesh)),
+        _matrices(
+            (named[name].shape, shards[name].shape, mesh.degrees["tp"] if _is_replicated_over_tp(named[name]) else 1)
+            for name in names_of_muon(config.optimizer, shards, part.plan)
+        ),
         tuple(part.plan.blocks.values()),
         next(wrapped_modules(model), None) is not None,
     )
+
+
+def _matrices(parameters: Iterable[tuple[Sequence[int], Sequence[int], int]]) -> tuple[Matrices, ...]:
+    """In the order in which they are dealt out. parameters: shape, this rank's part of it, copies of the part."""
+    found = []
+    for shape, part, copies in parameters:
+        (*stack, rows, columns), (*own, own_rows, own_columns) = shape, part
+        small, large = sorted((rows, columns))
+        found.append(Matrices(small, large, 1, math.prod(stack), math.prod(own), own_rows * own_columns, copies))
+    found.sort(key=lambda each: -each.flops)  # stable, as in `deal`
+    return tuple(replace(each, parameters=len(list(equal))) for each, equal in groupby(found))
 
 
 def _units(model: LanguageModel, plan: Plan, mesh: Mesh) -> Iterator[Unit]:

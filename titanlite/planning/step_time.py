@@ -22,6 +22,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.hardware.profile import Profile
 from titanlite.models.attention import attention_dtype
 from titanlite.models.registry import FAMILIES, resolve_model
+from titanlite.optim.muon import muon_dtype
 from titanlite.parallel.compile import compiles_blocks
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
 from titanlite.parallel.pipeline import stage_owners
@@ -297,11 +298,21 @@ class Predictor:
 
     def update(self, rank: RankPlan) -> Seconds:
         """Seconds of the gradient norm, clipping and the optimizer: gradients are read three times and written once,
-        parameters and state read and written."""
+        parameters and state read and written; and of owners, their matrix products and their exchange."""
         memory = rank.memory
         moved = 4 * memory.gradients + 2 * (memory.parameters + memory.optimizer)
         units = sum(len(stage.units) for stage in rank.stages)
-        return {"update": self.timer.seconds(Work(moved=moved, operations=20 * units))}
+        seconds = self.timer.seconds(Work(moved=moved, operations=20 * units))
+        return {"update": seconds + self.owners(rank)}
+
+    def owners(self, rank: RankPlan) -> float:
+        """Seconds of the part of the update by owners."""
+        products = rank.owners.products
+        if not products:
+            return 0.0
+        dtype = muon_dtype(self.config.optimizer, DTYPES[self.config.training.dtype])
+        work = Work(products=products, operations=sum(product.count for product in products))
+        return replace(self.timer, dtype=dtype).seconds(work) + sum(map(self.traffic, rank.owners.traffic))
 
     def traffic(self, part: Traffic) -> float:
         """Seconds of all calls."""
@@ -317,6 +328,7 @@ class Predictor:
             "ep": (ep, tp),
             "expert_shard": (shards // ep, tp * ep),
             "dp_shard": (shards, tp),
+            "dp_shard x tp": (shards * tp, 1),
             "dp_replicate": (axes["dp_replicate"], tp * shards),
             "pp": (axes["pp"], tp * shards * axes["dp_replicate"]),
         }[axis]

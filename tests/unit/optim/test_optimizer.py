@@ -219,10 +219,10 @@ def test_planned_bytes_of_the_state_are_those_of_a_step(kind: str, dtype: torch.
     optimizer.step_if(torch.tensor(True))
     expected = sum(tensor.nbytes for _, tensor in optimizer.named_state())
     named = dict(model.named_parameters())
-    shapes = {name: parameter.shape for name, parameter in named.items()}
-    state, update = memory_bytes(KINDS[kind], named, shapes, PLAN)
+    state, update = memory_bytes(KINDS[kind], named, PLAN)
     assert state == expected
-    assert (update > 0) == (kind != "AdamW")
+    # that of Muon depends on the mesh: tests/distributed/test_plan_memory.py
+    assert (update > 0) == (kind not in ("AdamW", "Muon"))
 
 
 def test_sgd_adds_the_decay_to_the_gradient() -> None:
