@@ -1,4 +1,5 @@
-"""The benchmarks: that each starts, and what step, memory, growth, context and experts write, at a tiny size."""
+"""The benchmarks: that each starts, and what step, memory, growth, context, experts and optimizers write, at a tiny
+size."""
 
 import json
 import sys
@@ -8,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import context, experts, growth, memory, step
+from benchmarks import context, experts, growth, memory, optimizers, step
 from benchmarks.__main__ import benchmarks, main
 from benchmarks.measuring import case, configuration
+from tests.pool import run_ranks as run_pooled_ranks
+from titanlite.assembly.model import full_parameters
 from titanlite.planning.estimate import estimate
+from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.errors import UsageError
 from titanlite.runtime.launch import run_ranks
 
@@ -133,3 +137,65 @@ def test_the_compared_layers_compute_the_same(n_experts: int) -> None:
         assert found[0].norm() > 0
         assert all(torch.allclose(found[0], other, rtol=1e-5, atol=1e-4) for other in found[1:])
     assert dense(x).shape == x.shape
+
+
+def test_report_of_optimizers(tmp_path: Path) -> None:
+    optimizers.main(("dp_shard=1", "dp_shard=2"), rounds=2, steps=1, settings=TINY, json=tmp_path)
+    updates, savings = tables(tmp_path / "optimizers.json").values()
+    assert [row["optimizer"] for row in updates] == 2 * list(optimizers.OPTIMIZERS)
+    for row in updates:
+        assert len(row["time (ms)"]) == len(row["CPU (ms)"]) == 2
+        has_traffic = row["layout"] == "dp_shard=2" and "Muon" in row["optimizer"]
+        assert (row["sent (MiB)"] > 0) is (row["received (MiB)"] > 0) is has_traffic
+    assert [set(row) for row in savings] == [{"layout", "CPU"}, {"layout", "CPU", "sent", "received"}]
+
+
+def traffic(layouts: list[str]) -> list[dict[str, Any]]:
+    """Bytes of an update of this rank, by layout and optimizer."""
+    return [optimizers.measure(optimizers.settings_of(layout, TINY)[1], 1, 1) for layout in layouts]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_all_bytes_of_an_update_are_counted(ranks: int) -> None:
+    """Muon sends each matrix to its owner and back; the reference sends it to all other ranks of the shards."""
+    layouts = [f"dp_shard={ranks}", f"dp_replicate={ranks}"]
+    parameters, _ = full_parameters(configuration(optimizers.settings_of("dp_shard=1", TINY)[1], 1).model)
+    shapes = [tensor.shape for name, tensor in parameters.items() if name.startswith("layers.") and tensor.dim() == 2]
+    total = 4 * sum(shape.numel() for shape in shapes)
+    found = run_pooled_ranks(traffic, ranks, layouts)
+    sent, received = (
+        {name: [sum(rank[layout][name][key] for rank in found) for layout in (0, 1)] for name in optimizers.OPTIMIZERS}
+        for key in ("sent", "received")
+    )
+    assert sent == received
+    assert sent["Muon"][0] == 2 * total * (ranks - 1) / ranks
+    assert sent[optimizers.GATHERED] == [total * (ranks - 1), 0]
+    assert total <= sent["Muon"][1] / (ranks - 1) < 1.5 * total  # padded to the largest matrix of a round
+    assert all(sent[name] == [0, 0] for name in optimizers.OPTIMIZERS if "Muon" not in name)
+
+
+def has_equal_weights(layouts: list[str]) -> list[bool]:
+    """By layout: whether Muon and the reference without owners have made the same update, bit for bit."""
+    found = []
+    for layout in layouts:
+        trainers = optimizers.build_trainers(optimizers.settings_of(layout, TINY)[1])  # type: ignore[arg-type]
+        both = (trainers[name].model_parts[0].parameters() for name in ("Muon", optimizers.GATHERED))
+        pairs = [(local_part(one), local_part(other)) for one, other in zip(*both, strict=True)]
+        found.append(all(torch.equal(one, other) for one, other in pairs))
+    return found
+
+
+def test_the_reference_without_owners_makes_the_same_update() -> None:
+    assert run_pooled_ranks(has_equal_weights, 2, ["dp_shard=2", "dp_replicate=2", "tp=2"]) == [[True] * 3] * 2
+
+
+@pytest.mark.slow
+def test_report_of_the_quick_start(tmp_path: Path) -> None:
+    small = ("training.seq_len=32", "training.steps=40", "validation.steps=1")
+    optimizers.main(settings=(*TINY, *small), quickstart=True, muon=("optimizer.lr=2e-3",), json=tmp_path)
+    ((adamw, muon),) = tables(tmp_path / "optimizers.json").values()
+    assert [adamw["optimizer"], muon["optimizer"]] == ["AdamW", "Muon, optimizer.lr=2e-3"]
+    assert adamw["reached at"] == "40"
+    assert muon["reached at"] in ("20", "40", "not reached")
+    assert adamw["until reached (s)"] == pytest.approx(40 * sum(adamw["step (s)"]) / 4)
+    assert adamw["validation loss"] != muon["validation loss"]
