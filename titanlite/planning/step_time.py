@@ -219,7 +219,9 @@ class Predictor:
         kinds = Counter((action.kind, action.stage) for action in plan.order[longest] if action.kind in DURATION)
         parts = [times(passes[stage].of(kind), count) for (kind, stage), count in kinds.items()]
         found = added(times(added(*parts), plan.schedule_steps), tails[longest])
-        return StepTime(_in_order({**found, "pipeline": max(total, shared) - _sum(found)}), shared)
+        # In another division into stages, owners may have fewer rounds.
+        least = shared - sum(map(self.owners, plan.ranks)) * self.sharing / len(busy)
+        return StepTime(_in_order({**found, "pipeline": max(total, shared) - _sum(found)}), least)
 
     def passes(self, stage: Stage, shape: StepShape) -> PassSeconds:
         """Seconds of a microbatch on a stage, without data parallelism."""
