@@ -8,6 +8,7 @@ from titanlite.optim.newton_schulz import flops
 from titanlite.optim.owners import deal, divisions_of
 from titanlite.planning.estimate import estimate
 from titanlite.planning.owners import OwnerRounds, owner_rounds
+from titanlite.planning.remedies import remedies
 from titanlite.planning.stages import Matrices, Stage
 
 STEPS = 5
@@ -96,3 +97,20 @@ def test_no_rank_of_a_pipeline_exchanges_what_it_does_not_have() -> None:
     first, last = estimate(config_of(4, settings), 4, device_type="cuda").ranks
     assert last.owners == OwnerRounds()
     assert [part.calls for part in first.owners.traffic] == [2 * 8 * 7 // 2]
+
+
+def test_remedies_of_an_update_with_muon_reduce_its_rounds() -> None:
+    """Replicas gather the results of all of them."""
+    settings = ("parallelism.dp_replicate=4", "optimizer.name=Muon")
+    config = config_of(8, settings)
+    replicas, dtype, optimizer = remedies(config, "update")
+    assert "parallelism.dp_replicate = 1" in replicas
+    assert "optimizer.newton_schulz_dtype" in dtype
+    assert "AdamW" in optimizer
+
+    def update_bytes(*changes: str) -> int:
+        return estimate(config_of(8, (*settings, *changes)), 8, device_type="cuda").ranks[0].memory.update
+
+    before = update_bytes()
+    changes = ("parallelism.dp_replicate=1", "optimizer.newton_schulz_dtype=bfloat16", "optimizer.name=AdamW")
+    assert all(update_bytes(change) < before for change in changes)
