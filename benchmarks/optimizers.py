@@ -3,10 +3,13 @@
 The first table times `step_if` for the quick start's model, after a step on random tokens, with one thread per rank on
 gloo. All optimizers of a layout take turns in the same processes, in an order that alternates. Ranks share the cores of
 the machine: with more ranks than cores, "time" is mostly waiting for a core, and "CPU" is what an update costs a rank.
-"CPU" and bytes are those of the rank with the most. Bytes to and from other ranks are counted in every collective of
-an update; an all-gather over n ranks sends a rank's part n - 1 times. "Muon, gathered" is a reference without owners:
-every rank gathers every matrix over the shards and orthogonalizes it. The second table divides its figures by those of
-Muon. Replicas have all matrices already: there, the reference sends nothing and every rank orthogonalizes everything.
+"CPU" and bytes are those of the rank with the most. Bytes to and from other ranks are counted in every collective of an
+update; an all-gather over n ranks sends a rank's part n - 1 times, and in a broadcast, n ranks pass the message on to
+one another, each (n - 1) / n of it.
+
+"Muon, gathered" is a reference without owners: every rank gathers every matrix over the shards and orthogonalizes it.
+The second table divides its figures by those of Muon. Replicas have all matrices already: there, the reference sends
+nothing and every rank orthogonalizes everything.
 
 --quickstart instead trains the quick start as shipped and with Muon, both at once, so that they share the load of the
 machine, with one thread each. "training loss" is the mean of the last steps, "reached at" the first validation with the
@@ -111,6 +114,11 @@ class Traffic(TorchDispatchMode):
             others = dist.ProcessGroup.unbox(group).size() - 1
             self.sent += others * tensor.nbytes
             self.received += others * tensor.nbytes
+        elif name == "c10d::broadcast_":
+            (tensor,), group, root = args[:3]
+            group = dist.ProcessGroup.unbox(group)
+            self.sent += tensor.nbytes * (group.size() - 1) // group.size()
+            self.received += tensor.nbytes * (group.rank() != root)
         else:
             raise NotImplementedError(f"count the bytes of {name}")
 

@@ -26,7 +26,7 @@ OPERATIONS = {
     "c10d::allgather_into_tensor_coalesced_": "tp all-gather",
     "c10d::reduce_scatter_tensor_coalesced_": "tp reduce-scatter",
     "c10d::alltoall_base_": "cp all-to-all",
-    "c10d::allgather_": "dp_replicate all-gather",
+    "c10d::broadcast_": "dp_replicate broadcast",
     "c10d::send": "pp send",
     "c10d::allreduce_": "all-reduce",
 }

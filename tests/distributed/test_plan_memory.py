@@ -326,7 +326,6 @@ def test_peak_of_a_step_is_close_to_the_plan(layout: str) -> None:
 def test_temporary_memory_of_an_update_is_at_most_as_planned(
     world_size: int, settings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan has torch's buffers of all-gathers, too, which simulated ranks do not need."""
     # that of simulated ranks refuses to receive where nothing is sent
     monkeypatch.setattr(dist, "all_to_all_single", lambda *_, **__: None)
     measured = measured_update(world_size, settings)

@@ -1,14 +1,15 @@
 """Matrices whose parts are on several ranks: assembled on one rank each, its owner, and given back to all.
 
-One all-to-all brings the parts to the owners, another one the results back; with replicas of the parameters, an
-all-gather passes the results of each replica on to the others. Bytes per rank do not grow with the number of ranks.
+One all-to-all brings the parts to the owners, another one the results back; with replicas of the parameters, each one
+broadcasts the results of its owners. A rank sends and receives at most the bytes of its own parts, of the matrices that
+it owns, and with replicas of its own parts once more, however many ranks there are.
 Matrices are sorted by cost and dealt out in rounds of one per rank, so that those of a round cost about the same, and a
 rank holds one full matrix at a time.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,43 +91,74 @@ class Owners:
         """
         nothing = torch.empty(0, dtype=dtype, device=self._device)
         for matrices in self.rounds:
-            own = {matrix: part(matrix) for matrix in matrices if matrix.division.parts[self.rank] is not None}
-            for matrix, result in self._round(matrices, own, function, nothing):
-                use(matrix, result.view_as(own[matrix]))
+            computed = self._computed(self._own(matrices, part), matrices, function, nothing)
+            for replica in range(self.replicas):
+                self._use([m for m in matrices if m.replica == replica], computed, use)
+            del computed
 
-    def _round(
+    def _own(self, matrices: Sequence[Matrix], part: Callable[[Matrix], Tensor]) -> dict[Matrix, Tensor]:
+        """This rank's parts of the matrices that its replica owns. Calls `part` for all that it has parts of."""
+        own = {}
+        for matrix in matrices:
+            if matrix.division.parts[self.rank] is not None:
+                value = part(matrix)
+                if matrix.replica == self.replica:  # other replicas have the same parts
+                    own[matrix] = value
+        return own
+
+    def _use(self, matrices: Sequence[Matrix], computed: Tensor, use: Callable[[Matrix, Tensor], None]) -> None:
+        """Pass the results of one replica to all, and use them. computed: those of this rank's replica."""
+        sizes = [matrix.division.size(self.rank) for matrix in matrices]
+        if not sum(sizes):  # the same for this rank in all replicas
+            return
+        results, replica = computed, matrices[0].replica
+        if self._sharing.replicas is not None:
+            results = computed if replica == self.replica else computed.new_empty(sum(sizes))
+            dist.broadcast(results, group=self._sharing.replicas, group_src=replica)
+        for matrix, piece in zip(matrices, results.split(sizes), strict=True):
+            if (place := matrix.division.parts[self.rank]) is not None:
+                use(matrix, piece.view([each.stop - each.start for each in place]))
+
+    def _computed(
         self,
-        matrices: Sequence[Matrix],
         own: Mapping[Matrix, Tensor],
+        matrices: Sequence[Matrix],
         function: Callable[[Tensor], Tensor],
         nothing: Tensor,
-    ) -> Iterator[tuple[Matrix, Tensor]]:
-        """(matrix, this rank's part of the result, flat) of a round. own: this rank's parts. nothing: no elements."""
-        rank = self.rank
-        here = {matrix.owner: matrix for matrix in matrices if matrix.replica == self.replica}
-        sent = [
-            own[here[owner]].reshape(-1) if owner in here and rank in here[owner].division.senders else nothing
-            for owner in range(self.size)
-        ]
-        back, sizes = [nothing] * self.size, [0] * self.size
-        owned = here.get(rank)
-        if owned is not None:
-            for sender in owned.division.senders:
-                sizes[sender] = owned.division.size(sender)
+    ) -> Tensor:
+        """This rank's parts of the results of its replica, flat, in the order of the matrices. matrices: of a round.
+        own: this rank's parts of them. nothing: no elements."""
+        matrices = [matrix for matrix in matrices if matrix.replica == self.replica]
+        if not matrices:  # the same for all ranks of the shards
+            return nothing
+        here = {matrix.owner: matrix.division for matrix in matrices}
+        sent = [nothing] * self.size
+        for matrix, value in own.items():
+            if self.rank in matrix.division.senders:
+                sent[matrix.owner] = value.reshape(-1)
+        back, owned = [nothing] * self.size, next((m for m in matrices if m.owner == self.rank), None)
+        if owned is None:
+            self._exchange(sent, [0] * self.size)
+        else:
+            back = self._parts(function(self._assembled(owned, sent, nothing)), owned.division, nothing)
+        return torch.cat(self._exchange(back, [here[o].size(self.rank) if o in here else 0 for o in range(self.size)]))
+
+    def _assembled(self, owned: Matrix, sent: Sequence[Tensor], nothing: Tensor) -> Tensor:
+        """The matrix that this rank owns."""
+        division, sizes = owned.division, [0] * self.size
+        for sender in division.senders:
+            sizes[sender] = division.size(sender)
         received = self._exchange(sent, sizes)
-        if owned is not None:
-            full = nothing.new_empty(owned.shape)
-            for sender in owned.division.senders:
-                place = full[owned.division.parts[sender]]
-                place.copy_(received[sender].view_as(place))
-            result = function(full)
-            back = [nothing if part is None else result[part].reshape(-1) for part in owned.division.parts]
-        sizes = [here[owner].division.size(rank) if owner in here else 0 for owner in range(self.size)]
-        returned = torch.cat(self._exchange(back, sizes))
-        for replica, flat in enumerate(self._replicated(returned, matrices)):
-            of_replica = [matrix for matrix in matrices if matrix.replica == replica]
-            pieces = flat.split([matrix.division.size(rank) for matrix in of_replica])
-            yield from ((matrix, piece) for matrix, piece in zip(of_replica, pieces, strict=True) if len(piece))
+        full = nothing.new_empty(owned.shape)
+        for sender in division.senders:
+            place = full[division.parts[sender]]
+            place.copy_(received[sender].view_as(place))
+        return full
+
+    @staticmethod
+    def _parts(result: Tensor, division: Division, nothing: Tensor) -> list[Tensor]:
+        """The parts of all ranks, flat."""
+        return [nothing if part is None else result[part].reshape(-1) for part in division.parts]
 
     def _exchange(self, sent: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """All-to-all over the shards. sizes: elements from each rank."""
@@ -136,19 +168,6 @@ class Owners:
         lengths = [len(each) for each in sent]
         dist.all_to_all_single(received, torch.cat(list(sent)), list(sizes), lengths, group=self._sharing.shards)
         return list(received.split(list(sizes)))
-
-    def _replicated(self, own: Tensor, matrices: Sequence[Matrix]) -> list[Tensor]:
-        """The results of all replicas, which have the parts of this rank."""
-        if self._sharing.replicas is None:
-            return [own]
-        sizes = [0] * self.replicas
-        for matrix in matrices:
-            sizes[matrix.replica] += matrix.division.size(self.rank)
-        padded = own.new_zeros(max(sizes))
-        padded[: len(own)] = own
-        gathered = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(gathered, padded, group=self._sharing.replicas)
-        return [each[:size] for each, size in zip(gathered, sizes, strict=True)]
 
 
 def deal(

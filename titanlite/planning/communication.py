@@ -16,7 +16,7 @@ from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputes
 from titanlite.planning.schedule import Action, count_gathers
 from titanlite.planning.stages import Stage
 
-Operation = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
+Operation = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Traffic:
     """The calls of one operation over one mesh axis, with the total `bytes` of their full tensors.
 
     The full tensor is the output of an all-gather, the input of a reduce-scatter, all-reduce or all-to-all, the message
-    of a send.
+    of a broadcast or send.
     """
 
     axis: str

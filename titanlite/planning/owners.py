@@ -57,16 +57,15 @@ def _rounds(
     sums = [sum(parts[start : start + shards]) for start in starts]
     by_replica = [sums[start : start + replicas] for start in range(0, len(sums), replicas)]
     exchanged = sum(sent for sent, *_ in by_replica) + sum(each.elements * each.copies for each in owned)
-    gathered, carried = replicas * sum(map(max, by_replica)), max(sums)
     traffic = (
         Traffic("dp_shard x tp", "all-to-all", 2 * len(owned), exchanged * size, shards),
-        Traffic("dp_replicate", "all-gather", len(owned), gathered * size, replicas),
+        Traffic("dp_replicate", "broadcast", len(sums) - sums.count(0), sum(sums) * size, replicas),
     )
     shapes = Counter((each.small, each.large) for each in owned)
     return OwnerRounds(
         tuple(chain(*(_products(small, large, steps * count) for (small, large), count in shapes.items()))),
         tuple(part for part in traffic if part.ranks > 1),
-        max(_peak_bytes(each, own, shards, carried, size, wide) for each, own in zip(owned, by_replica, strict=True)),
+        max(_peak_bytes(each, own, shards, size, wide) for each, own in zip(owned, by_replica, strict=True)),
     )
 
 
@@ -79,20 +78,21 @@ def _products(small: int, large: int, count: int) -> list[Product]:
     ]
 
 
-def _peak_bytes(owned: Matrices, by_replica: Sequence[int], shards: int, carried: int, size: int, wide: int) -> int:
+def _peak_bytes(owned: Matrices, by_replica: Sequence[int], shards: int, size: int, wide: int) -> int:
     """Peak bytes of Owners.apply in a round, of matrices with elements of `size` bytes.
 
-    by_replica: elements of this rank's parts of the matrices of each replica. carried: elements of results of the
-    previous round that still exist. wide: bytes per element of the weights' update.
+    by_replica: elements of this rank's parts of the matrices of each replica. wide: bytes per element of the weights'
+    update.
     """
-    replicas, sent, returned = len(by_replica), by_replica[0], owned.elements * owned.copies
+    own, returned = by_replica[0], owned.elements * owned.copies
     received = owned.elements if shards > 1 else 0
-    full = received + 2 * owned.elements  # the parts that arrived, the matrix and its result
-    # the input, the output, and torch's own buffer of the output
-    gathered = (2 * replicas + 1) * max(by_replica) if replicas > 1 else 0
-    return size * sum(by_replica) + max(
-        size * (carried + received) + temporary_bytes(owned.small, owned.large, size),
-        # results for all ranks, copied for the exchange, then those of this rank, copied after it
-        size * (carried + full + returned + sent + max(returned, sent)),
-        size * (full + returned + sent + gathered) + max(size * carried, 3 * wide * owned.part),
+    return max(
+        # the parts are copied for the exchange, arrive, and are put together
+        size * (2 * own + received + owned.elements),
+        size * own + temporary_bytes(owned.small, owned.large, size),
+        # the results for all ranks, copied from the matrix, then for the exchange; those of this rank, copied after it
+        size * (own + owned.elements + returned),
+        size * (3 * own + 2 * returned),
+        # those of another replica, and the update of the weights
+        size * (own + max(by_replica)) + 3 * wide * owned.part,
     )

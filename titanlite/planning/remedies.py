@@ -30,7 +30,15 @@ def remedies(config: JobConfig, item: str) -> list[str]:
             "a larger parallelism.tp or pp",
         ]
     if item == "update":
-        return ['optimizer.implementation = "fused", which needs no copies', ranks]
+        optimizer = config.optimizer
+        if "Muon" not in (optimizer.name, *(group.optimizer for group in optimizer.groups)):
+            return ['optimizer.implementation = "fused", which needs no copies', ranks]
+        options = {
+            'optimizer.newton_schulz_dtype = "bfloat16" (less precise updates)': optimizer.newton_schulz_dtype
+            != "bfloat16",
+            'optimizer.name = "AdamW"': True,
+        }
+        return [option for option, helps in options.items() if helps]
     if item == "pipeline":
         return ['parallelism.gradient_sync = "every" (fewer microbatches at once)', "a larger parallelism.tp"]
     options = {

@@ -50,8 +50,8 @@ class Unit:
 class Matrices:
     """Equal parameters that Muon updates: matrices, or stacks of them.
 
-    small, large: dimensions of a matrix. parameters: how many. count: matrices of each. own: of those of which this
-    rank has a part, the first ones on coordinate 0. part: elements of this part. copies: ranks that have the same part.
+    small, large: dimensions of a matrix. parameters: how many. count: matrices of each. own: how many of them this rank
+    has a part of, the first ones on coordinate 0. part: elements of this part. copies: ranks that have the same part.
     """
 
     small: int

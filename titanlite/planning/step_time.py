@@ -219,7 +219,9 @@ class Predictor:
         kinds = Counter((action.kind, action.stage) for action in plan.order[longest] if action.kind in DURATION)
         parts = [times(passes[stage].of(kind), count) for (kind, stage), count in kinds.items()]
         found = added(times(added(*parts), plan.schedule_steps), tails[longest])
-        return StepTime(_in_order({**found, "pipeline": max(total, shared) - _sum(found)}), shared)
+        # In another division into stages, owners may have fewer rounds.
+        least = shared - sum(map(self.owners, plan.ranks)) * self.sharing / len(busy)
+        return StepTime(_in_order({**found, "pipeline": max(total, shared) - _sum(found)}), least)
 
     def passes(self, stage: Stage, shape: StepShape) -> PassSeconds:
         """Seconds of a microbatch on a stage, without data parallelism."""
@@ -333,7 +335,9 @@ class Predictor:
             "pp": (axes["pp"], tp * shards * axes["dp_replicate"]),
         }[axis]
         inside = min(max(self.profile.ranks_per_node // stride, 1), ranks)
-        return self.profile.collective_s(operation, size, ranks, inside)
+        # a ring passes the message of a broadcast on as an all-gather does its parts
+        known = "all-gather" if operation == "broadcast" else operation
+        return self.profile.collective_s(known, size, ranks, inside)
 
 
 @lru_cache(maxsize=1024)  # the same for all divisions of the data-parallel ranks

@@ -8,6 +8,7 @@ from titanlite.optim.newton_schulz import flops
 from titanlite.optim.owners import deal, divisions_of
 from titanlite.planning.estimate import estimate
 from titanlite.planning.owners import OwnerRounds, owner_rounds
+from titanlite.planning.remedies import remedies
 from titanlite.planning.stages import Matrices, Stage
 
 STEPS = 5
@@ -33,7 +34,7 @@ def part_of_first(shape: tuple[int, ...], cuts: list[tuple[int, int, int]]) -> l
 
 
 def planned_and_dealt(shards: int, tp: int, replicas: int) -> tuple[OwnerRounds, tuple[int, ...], int]:
-    """The rounds by formula; calls and elements of the all-to-alls and the all-gathers; FLOPs of rank 0."""
+    """The rounds by formula; calls and elements of the all-to-alls and the broadcasts; FLOPs of rank 0."""
     divided, matrices = [], []
     for shape, tp_dimension, dimension in PARAMETERS:
         cuts = [
@@ -49,7 +50,7 @@ def planned_and_dealt(shards: int, tp: int, replicas: int) -> tuple[OwnerRounds,
     rounds = deal(
         parameters, divided, lambda rows, columns: flops(rows, columns, STEPS), rank=0, size=size, replicas=replicas
     )
-    sent = returned = gathered = work = 0
+    sent = returned = broadcasts = passed_on = work = 0
     for dealt in rounds:
         here = [matrix for matrix in dealt if matrix.replica == 0]
         sent += sum(matrix.division.size(0) for matrix in here if 0 in matrix.division.senders)
@@ -59,20 +60,21 @@ def planned_and_dealt(shards: int, tp: int, replicas: int) -> tuple[OwnerRounds,
         of_replica = [0] * replicas
         for matrix in dealt:
             of_replica[matrix.replica] += matrix.division.size(0)
-        gathered += replicas * max(of_replica)
+        broadcasts += replicas - of_replica.count(0)
+        passed_on += sum(of_replica)
     stage = Stage(0, True, 0, 0, 0, 0, 0, (), tuple(matrices), (), wrapped=True)
     planned = owner_rounds([stage], size, replicas, torch.float32, torch.float32, STEPS)
-    return planned, (2 * len(rounds), sent + returned, len(rounds), gathered), work
+    return planned, (2 * len(rounds), sent + returned, broadcasts, passed_on), work
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3])
 @pytest.mark.parametrize("shards", [1, 2, 4, 7, 16])
 @pytest.mark.parametrize("replicas", [1, 2, 5])
 def test_rounds_are_those_that_are_dealt(shards: int, tp: int, replicas: int) -> None:
-    planned, (calls, exchanged, gathers, gathered), work = planned_and_dealt(shards, tp, replicas)
+    planned, (calls, exchanged, broadcasts, passed_on), work = planned_and_dealt(shards, tp, replicas)
     expected = [
         *([("dp_shard x tp", "all-to-all", calls, 4 * exchanged, shards * tp)] if shards * tp > 1 else []),
-        *([("dp_replicate", "all-gather", gathers, 4 * gathered, replicas)] if replicas > 1 else []),
+        *([("dp_replicate", "broadcast", broadcasts, 4 * passed_on, replicas)] if replicas > 1 else []),
     ]
     found = [(part.axis, part.operation, part.calls, part.bytes, part.ranks) for part in planned.traffic]
     assert found == expected
@@ -96,3 +98,18 @@ def test_no_rank_of_a_pipeline_exchanges_what_it_does_not_have() -> None:
     first, last = estimate(config_of(4, settings), 4, device_type="cuda").ranks
     assert last.owners == OwnerRounds()
     assert [part.calls for part in first.owners.traffic] == [2 * 8 * 7 // 2]
+
+
+def test_remedies_of_an_update_with_muon_reduce_its_rounds() -> None:
+    settings = ("parallelism.dp_replicate=4", "optimizer.name=Muon")
+    config = config_of(8, settings)
+    dtype, optimizer = remedies(config, "update")
+    assert "optimizer.newton_schulz_dtype" in dtype
+    assert "AdamW" in optimizer
+
+    def update_bytes(*changes: str) -> int:
+        return estimate(config_of(8, (*settings, *changes)), 8, device_type="cuda").ranks[0].memory.update
+
+    before = update_bytes()
+    changes = ("optimizer.newton_schulz_dtype=bfloat16", "optimizer.name=AdamW")
+    assert all(update_bytes(change) < before for change in changes)

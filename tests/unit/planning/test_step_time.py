@@ -130,3 +130,25 @@ def test_context_and_expert_parallelism_have_their_parts() -> None:
     experts = ("model.family=qwen3_moe", "parallelism.ep=2")
     assert predicted(2, *experts).parts["ep"] > 0
     assert math.isclose(sum(predicted(2, *experts).parts.values()), predicted(2, *experts).total)
+
+
+def test_an_update_with_muon_takes_the_products_and_the_exchange_of_owners() -> None:
+    """One matrix per rank and round, of which the first one is the most expensive."""
+    adamw, muon = (predicted(4, f"optimizer.name={name}", "parallelism.tp=2") for name in ("AdamW", "Muon"))
+    rank = estimate(config_of(4, ("optimizer.name=Muon", "parallelism.tp=2")), 4, device_type="cuda").ranks[0]
+    (exchange,) = rank.owners.traffic
+    assert exchange.calls == 2 * math.ceil(8 * 7 / 4)
+    expected = sum(product.flops for product in rank.owners.products) / RATE + exchange.sent_bytes / 1e10
+    assert muon.parts["update"] - adamw.parts["update"] == pytest.approx(expected, rel=1e-2)
+    others = [part for part in PARTS if part != "update"]
+    assert [muon.parts[part] for part in others] == [adamw.parts[part] for part in others]
+
+
+def test_the_orthogonalization_has_the_rate_of_its_dtype() -> None:
+    slow = profile().matmul | {"float32": Grid({"m": (64,), "k": (64,), "n": (64,)}, (RATE / 1000,))}
+    on = profile(bytes_per_s=1e18, matmul=slow)
+    wide, narrow = (
+        predicted(4, "optimizer.name=Muon", f"optimizer.newton_schulz_dtype={dtype}", on=on).parts["update"]
+        for dtype in ("auto", "bfloat16")
+    )
+    assert wide > 100 * narrow
