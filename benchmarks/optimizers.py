@@ -13,10 +13,11 @@ nothing and every rank orthogonalizes everything.
 
 --quickstart instead trains the quick start as shipped and with Muon, both at once, so that they share the load of the
 machine, with one thread each. "training loss" is the mean of the last steps, "reached at" the first validation with the
-last validation loss of AdamW, or a lower one.
+last validation loss of AdamW, or a lower one. "CPU per step" includes start and validation.
 """
 
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -183,10 +184,14 @@ def update_rows(layout: Layout, rounds: int, steps: int, settings: Sequence[str]
     return rows, savings
 
 
-def train_at_once(runs: Mapping[str, Sequence[str]], folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """The rows of metrics.jsonl of each run of the quick start, which is name -> settings. Writes into `folder`."""
+def train_at_once(
+    runs: Mapping[str, Sequence[str]], folder: Path
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, float]]:
+    """The rows of metrics.jsonl, and CPU seconds, of each run of the quick start. runs: settings by name. Writes into
+    `folder`."""
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    processes = {}
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    cpu_s = {}
     try:
         for name, settings in runs.items():
             arguments = [f"--{setting}" for setting in (*settings, f"job.dump_folder={folder / name}")]
@@ -194,14 +199,22 @@ def train_at_once(runs: Mapping[str, Sequence[str]], folder: Path) -> dict[str, 
                 command = [sys.executable, "-m", "titanlite.train", "quickstart", *arguments]
                 processes[name] = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         for name, process in processes.items():
+            before = cpu_of_ended_processes()
             if process.wait() != 0:
                 raise SystemExit(f"the run with {name} failed:\n{(folder / f'{name}.log').read_text()}")
+            cpu_s[name] = cpu_of_ended_processes() - before
     finally:
         for process in processes.values():
             process.kill()
             process.wait()
     files = {name: (folder / name / "metrics.jsonl").read_text() for name in runs}
-    return {name: [loads(line) for line in text.splitlines()] for name, text in files.items()}
+    return {name: [loads(line) for line in text.splitlines()] for name, text in files.items()}, cpu_s
+
+
+def cpu_of_ended_processes() -> float:
+    """CPU seconds of the processes that this one has started and waited for."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def quickstart_rows(settings: Sequence[str], muon_settings: Sequence[str]) -> list[Row]:
@@ -210,7 +223,7 @@ def quickstart_rows(settings: Sequence[str], muon_settings: Sequence[str]) -> li
     own = {"AdamW": (), "Muon": tuple(muon_settings)}
     with tempfile.TemporaryDirectory() as folder:
         runs = {name: (*shared, f"optimizer.name={name}", *keys) for name, keys in own.items()}
-        logged = train_at_once(runs, Path(folder))
+        logged, cpu_s = train_at_once(runs, Path(folder))
     losses = {
         name: {line["step"]: line["validation/loss"] for line in lines if "validation/loss" in line}
         for name, lines in logged.items()
@@ -228,6 +241,7 @@ def quickstart_rows(settings: Sequence[str], muon_settings: Sequence[str]) -> li
                 "validation loss": losses[name][max(losses[name])],
                 "reached at": "not reached" if reached is None else str(reached),
                 "step (s)": seconds,
+                "CPU per step (s)": cpu_s[name] / steps[-1]["step"],
                 "until reached (s)": "" if reached is None else reached * statistics.mean(seconds),
             }
         )
@@ -254,5 +268,6 @@ def main(
         tables["Muon that gathers every matrix on every rank / Muon"] = [savings for _, savings in found]
     forms = {"time (ms)": ",.1f", "CPU (ms)": ",.1f", "sent (MiB)": ",.2f", "received (MiB)": ",.2f"}
     forms |= dict.fromkeys(("CPU", "sent", "received"), ".2f")
-    forms |= {"training loss": ".3f", "validation loss": ".3f", "step (s)": ".2f", "until reached (s)": ",.0f"}
+    forms |= {"training loss": ".3f", "validation loss": ".3f", "step (s)": ".2f", "CPU per step (s)": ".2f"}
+    forms |= {"until reached (s)": ",.0f"}
     report("optimizers", tables, forms, json)
