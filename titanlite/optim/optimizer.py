@@ -133,6 +133,10 @@ class SkippingOptimizer(torch.optim.Optimizer):
 
     found_inf: Tensor
 
+    # without the wrappers that import torch._dynamo, see without_compiler
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
     @abstractmethod
     def zero_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """The state of a parameter before its first update: zeros."""
