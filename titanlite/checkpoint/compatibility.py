@@ -1,6 +1,7 @@
 """Compare a checkpoint's facts and settings with those of the run that resumes from it."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from titanlite.checkpoint.config import Changeable
@@ -111,11 +112,22 @@ def check_facts(
 def optimizer_differences(saved: Any, now: Any) -> list[str]:
     """One line per parameter, or pattern of names, whose optimizer differs. saved, now: see
     titanlite.optim.registry.kinds_of_state."""
-    if isinstance(saved, str) and isinstance(now, Mapping):
-        saved = dict.fromkeys(now, saved)
-    elif isinstance(now, str) and isinstance(saved, Mapping):
-        now = dict.fromkeys(saved, now)
-    return list(differences(saved, now, "optimizer"))
+    if not isinstance(saved, Mapping) and not isinstance(now, Mapping):
+        return list(differences(saved, now, "optimizer"))
+    sides = [side if isinstance(side, Mapping) else {"*": side} for side in (saved, now)]
+    names = {name for side in sides for name in side if not _covers_another(name, sides)}
+    before, after = ({name: _of(side, name) for name in sorted(names)} for side in sides)
+    return list(differences(before, after, "optimizer"))
+
+
+def _covers_another(pattern: str, sides: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a side has names, or narrower patterns, that the pattern matches."""
+    return any(name != pattern and fnmatchcase(name, pattern) for side in sides for name in side)
+
+
+def _of(side: Mapping[str, Any], name: str) -> Any:
+    """The value of a name, or of the pattern that matches it."""
+    return side.get(name, next((value for pattern, value in side.items() if fnmatchcase(name, pattern)), None))
 
 
 def model_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -24,7 +24,7 @@ from titanlite.parallel.context import check_context
 from titanlite.parallel.mesh import ParallelismConfig, check_experts, check_parallelism, data_degree, resolve_degrees
 from titanlite.parallel.pipeline import check_pipeline, splits_backward
 from titanlite.parallel.recompute import check_activation_checkpoint
-from titanlite.precision import check_precision
+from titanlite.precision import DTYPES, check_precision
 from titanlite.profiling.config import check_profiling
 from titanlite.runtime.errors import Problem, check_ranges, require
 
@@ -112,10 +112,11 @@ def _check_optimizer(config: JobConfig) -> list[Problem]:
     """Problems of [optimizer]; those that depend on the parameters only for a valid model."""
     section, training, layout = config.optimizer, config.training, config.parallelism
     problems = check_optimizer(section)
-    depends = section.groups or section.state_dtype != "auto"  # else no model is built, which takes half a second
+    # else no model is built, which takes half a second
+    depends = section.groups or section.state_dtype != "auto" or training.dtype == "bfloat16"
     if not depends or check_model(config.model, seq_len=training.seq_len, tp=layout.tp, pp=layout.pp):
         return problems
-    return problems + check_parameters(section, *full_parameters(config.model))
+    return problems + check_parameters(section, *full_parameters(config.model), DTYPES[training.dtype])
 
 
 def _check_precision(facts: JobConfig) -> list[Problem]:

@@ -112,9 +112,13 @@ def _check_names(key: str, group: GroupConfig, names: Sequence[str]) -> list[Pro
     )
     for text in group.parameters:
         close = get_close_matches(text, names, 1)
-        remedy = f'did you mean "{close[0]}"?' if close else f'parameters have names such as "{names[-1]}"'
+        words = re.findall(r"\w+", text)
+        similar = [name for name in names if words and words[-1] in name] or list(names[::-1])
+        remedy = f'did you mean "{close[0]}"?' if close else f'parameters have names such as "{similar[0]}"'
         found = any(fnmatchcase(name, text) for name in names)
-        problems += require(found, key, text, "the name of a parameter of the model, or a pattern of some", remedy)
+        problems += require(
+            found, key, text, "the name of a parameter (of tied ones, the first), or a pattern of some", remedy
+        )
     return problems
 
 
@@ -128,7 +132,8 @@ def _check_conflicts(groups: Sequence[GroupConfig], names: Sequence[str]) -> lis
                 rule = f'one group per parameter; "{name}" is in groups.{first} and groups.{other}'
                 remedy = "remove one of them"
             else:
-                rule = f'one pattern per parameter; "{name}" matches "{text}" of groups.{first} and "{second}"'
+                rule = f'one pattern per parameter; "{name}" matches "{text}" of groups.{first} and "{second}" of '
+                rule += f"groups.{other}"
                 remedy = f'narrow a pattern, or add "{name}" itself to one of the groups'
             found.setdefault((text, second), Problem(f"optimizer.groups.{other}.parameters", second, rule, remedy))
     return list(found.values())
@@ -144,8 +149,10 @@ def _check_options(
         of_group.setdefault(group.label, set()).add(group.optimizer)
         small = [name for name, parameter in group.parameters.items() if parameter.dim() < 2]
         if small and kinds[group.optimizer].takes_matrices:
-            rule = f'an optimizer of vectors, too: "{small[0]}" has one dimension, and {group.optimizer} needs two'
-            remedy = "use AdamW, or leave it out of the group"
+            rule = (
+                f'an optimizer that updates vectors: "{small[0]}" has one dimension, {group.optimizer} is for matrices'
+            )
+            remedy = 'write "AdamW", or leave this parameter out of the group'
             problems.append(Problem(f"optimizer.{group.label}.optimizer", group.optimizer, rule, remedy))
     for index, each in enumerate(section.groups):
         optimizers = of_group.get(f"groups.{index}", set())
@@ -168,12 +175,13 @@ def _check_options(
     return problems
 
 
-def describe(groups: Sequence[Group]) -> list[str]:
+def describe(groups: Sequence[Group], kinds: Mapping[str, OptimizerKind]) -> list[str]:
     """A table, line by line: group, optimizer, parameters, elements, hyper-parameters."""
-    rows = [["group", "optimizer", "parameters", "elements", "lr", "weight decay"]]
+    rows = [["group", "optimizer", "parameters", "elements", "lr", "weight decay", "betas or momentum"]]
     for group in groups:
         elements = sum(parameter.numel() for parameter in group.parameters.values())
-        options = group.options
+        options, used = group.options, kinds[group.optimizer].options
+        decays = options["betas"] if "beta1" in used else (options["momentum"],)
         rows.append(
             [
                 group.label,
@@ -182,6 +190,7 @@ def describe(groups: Sequence[Group]) -> list[str]:
                 f"{elements:,}",
                 f"x {options['lr_factor']:g}",
                 f"{options['weight_decay']:g}",
+                ", ".join(f"{decay:g}" for decay in decays),
             ]
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -42,8 +42,8 @@ itself in a step does not fall at all."""
 
 def check_optimizer(section: OptimizerConfig) -> list[Problem]:
     """Problems of [optimizer] that do not depend on the parameters."""
-    key, torchs = "optimizer", {section.name, *(group.optimizer for group in section.groups)} & {"AdamW", "SGD", "Lion"}
-    slower = [name for name in sorted(torchs) if not OPTIMIZERS[name].has_fused]
+    key, names = "optimizer", {section.name, *(group.optimizer for group in section.groups)} - {"auto"}
+    slower = [name for name in sorted(names - {"Muon"}) if not OPTIMIZERS[name].has_fused]
     return [
         *check_ranges(section, key),
         *require(
@@ -52,6 +52,13 @@ def check_optimizer(section: OptimizerConfig) -> list[Problem]:
             section.implementation,
             f'not "fused": torch has no fused {" and ".join(slower)} for sharded parameters',
             f'use "auto" or "foreach", or {key}.name = "AdamW"',
+        ),
+        *require(
+            section.momentum == -1 or any("momentum" in OPTIMIZERS[name].options for name in names),
+            f"{key}.momentum",
+            section.momentum,
+            f"an option of Muon and SGD, not of {' and '.join(sorted(names))}",
+            "leave it out",
         ),
         *require(
             len(section.newton_schulz_coefficients) == 3,
@@ -70,28 +77,37 @@ def check_optimizer(section: OptimizerConfig) -> list[Problem]:
     ]
 
 
-def check_parameters(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> list[Problem]:
-    """Problems of groups, and of moments in bfloat16. named, plan: of the full model."""
+def check_parameters(
+    section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan, dtype: torch.dtype
+) -> list[Problem]:
+    """Problems of groups, and of moments in bfloat16. named, plan: of the full model. dtype: of the parameters."""
     problems = check_groups(section, OPTIMIZERS, named, plan)
-    if problems or section.state_dtype == "auto":
+    small = section.state_dtype == "bfloat16"
+    if problems or not (small or dtype == torch.bfloat16):
         return problems
     adamw = [group for group in divide(section, OPTIMIZERS, named, plan) if group.optimizer == "AdamW"]
-    problems = require(
-        bool(adamw),
-        "optimizer.state_dtype",
-        section.state_dtype,
-        '"auto" without AdamW, whose moments it is about',
-        "leave it out",
-    )
     largest = max((group.options["betas"][1] for group in adamw), default=0.0)
-    return problems + require(
-        section.state_rounding == "stochastic" or largest <= MAX_BETA2_NEAREST,
-        "optimizer.state_rounding",
-        section.state_rounding,
-        f"stochastic with beta2 = {largest:g}, above {MAX_BETA2_NEAREST}: bfloat16 has 8 bits, so that a second moment "
-        "that falls by less than 1/256 of itself in a step is rounded back, and never falls",
-        f'leave it out, or set optimizer.beta2 to at most {MAX_BETA2_NEAREST}, or optimizer.state_dtype = "auto"',
+    if small:
+        problems += require(
+            bool(adamw),
+            "optimizer.state_dtype",
+            section.state_dtype,
+            '"auto" without AdamW, whose moments it is about',
+            "leave it out",
+        )
+    if largest <= MAX_BETA2_NEAREST or (small and section.state_rounding == "stochastic"):
+        return problems
+    why = (
+        "bfloat16 has 8 bits, so that a second moment that falls by less than 1/256 of itself in a step is rounded "
+        "back, and never falls"
     )
+    if small:
+        rule = f"stochastic with beta2 = {largest:g}, above {MAX_BETA2_NEAREST}: {why}"
+        remedy = f'leave it out, or set beta2 to at most {MAX_BETA2_NEAREST}, or optimizer.state_dtype = "auto"'
+        return [*problems, Problem("optimizer.state_rounding", section.state_rounding, rule, remedy)]
+    rule = f'at most {MAX_BETA2_NEAREST} with training.dtype = "bfloat16", in which AdamW has its moments, too: {why}'
+    remedy = 'set optimizer.state_dtype = "bfloat16", which rounds them stochastically, or a smaller beta2'
+    return [*problems, Problem("optimizer.beta2", largest, rule, remedy)]
 
 
 def resolve_implementation(section: OptimizerConfig, name: str) -> Literal["fused", "foreach", "for-loop"]:
@@ -135,7 +151,7 @@ def has_owners(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan
 
 def describe_groups(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> list[str]:
     """A table of the groups, line by line. named, plan: of the full model."""
-    return describe(divide(section, OPTIMIZERS, named, plan))
+    return describe(divide(section, OPTIMIZERS, named, plan), OPTIMIZERS)
 
 
 def kinds_of_state(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> str | dict[str, str]:

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from titanlite.checkpoint.compatibility import changed_settings, check_facts, differences
+from titanlite.checkpoint.compatibility import changed_settings, check_facts, differences, optimizer_differences
 from titanlite.checkpoint.config import Changeable
 from titanlite.config.schema import JobConfig
 from titanlite.runtime.errors import UserError
@@ -112,6 +112,15 @@ def test_optimizers_are_compared_by_parameter() -> None:
         "accepted change since the checkpoint: optimizer.layers.*.wq.weight: AdamW in the checkpoint, Muon now"
     )
     assert check_facts({"optimizer": muon}, {"optimizer": dict(muon)}, (), "here") == []
+
+
+def test_blocks_with_different_optimizers_are_compared_with_a_pattern() -> None:
+    muon = {"layers.*.wq.weight": "Muon", "output.weight": "AdamW"}
+    other = {"layers.0.wq.weight": "AdamW", "layers.1.wq.weight": "Muon", "output.weight": "AdamW"}
+    for saved, now in ((muon, other), (other, muon)):
+        (line,) = optimizer_differences(saved, now)
+        assert line.startswith("optimizer.layers.0.wq.weight: ")
+    assert optimizer_differences(muon, {name: muon.get(name, "Muon") for name in other}) == []
 
 
 def test_a_checkpoint_from_before_a_key_existed_has_its_default() -> None:

@@ -154,7 +154,7 @@ BAD = [
     Bad("optimizer.lr", "the range of float32", "inside this range", argv="--optimizer.lr 1e39"),
     Bad("optimizer.weight_decay", "the range of float32", "inside", argv="--optimizer.weight_decay 1e-40"),
     Bad("optimizer.beta2", "below 1 also in float32", "at most 0.99999988", argv="--optimizer.beta2 0.99999999"),
-    Bad("optimizer.momentum", "below 1 also in float32", "", argv="--optimizer.momentum 0.99999999"),
+    Bad("optimizer.momentum", "below 1 also in float32", "", argv="--optimizer.name Muon --optimizer.momentum 0.99999999"),
     Bad("optimizer.groups.0.beta2", "below 1 also in float32", "",
         toml='[[optimizer.groups]]\nparameters = ["output.weight"]\nbeta2 = 0.99999999'),
     Bad("optimizer.groups.0.parameters", "the name of a parameter", 'did you mean "output.weight"?',

@@ -29,7 +29,7 @@ def group(*parameters: str, **keys: Any) -> GroupConfig:
 
 
 def problems_of(given: OptimizerConfig) -> list[Problem]:
-    return check_parameters(given, NAMED, PLAN)
+    return check_parameters(given, NAMED, PLAN, torch.float32)
 
 
 def options(given: OptimizerConfig) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -107,6 +107,7 @@ def test_the_learning_rate_of_a_group_is_a_multiple_of_that_of_the_schedule() ->
     [
         ((group(),), "groups.0.parameters", ["names or patterns"]),
         ((group("output.weigth"),), "groups.0.parameters", ["the name of a parameter", '"output.weight"?']),
+        ((group("layers.*.router"),), "groups.0.parameters", ['such as "block.router.weight"']),
         (
             (group("block.*"), group("*.experts")),
             "groups.1.parameters",
@@ -118,7 +119,11 @@ def test_the_learning_rate_of_a_group_is_a_multiple_of_that_of_the_schedule() ->
             ['"output.weight"', "groups.0 and groups.1"],
         ),
         ((group("output.*"), group("output.weight")), "groups.0.parameters", ["no other group names"]),
-        ((group("output.weight", "*.bias", optimizer="Muon"),), "groups.0.optimizer", ['"block.wide.bias"', "AdamW"]),
+        (
+            (group("output.weight", "*.bias", optimizer="Muon"),),
+            "groups.0.optimizer",
+            ['"block.wide.bias"', "is for matrices"],
+        ),
         ((group("output.weight", optimizer="Muon", beta1=0.5),), "groups.0.beta1", ["Muon", "leave it out"]),
         ((group("output.weight", momentum=0.5),), "groups.0.momentum", ["AdamW", "leave it out"]),
         ((group("output.weight", lr_factor=0.0),), "groups.0.lr_factor", ["above 0"]),
@@ -147,8 +152,20 @@ def test_several_patterns_of_one_group_may_match() -> None:
 def test_the_table_has_all_elements() -> None:
     lines = describe_groups(section(group("output.weight", optimizer="Lion", lr_factor=0.5), name="Muon"), NAMED, PLAN)
     cells = [line.split() for line in lines]
-    assert cells[0] == ["group", "optimizer", "parameters", "elements", "lr", "weight", "decay"]
-    assert ["groups.0", "Lion", "1", "48", "x", "0.5", "0.1"] in cells
+    assert cells[0] == [
+        "group",
+        "optimizer",
+        "parameters",
+        "elements",
+        "lr",
+        "weight",
+        "decay",
+        "betas",
+        "or",
+        "momentum",
+    ]
+    assert ["groups.0", "Lion", "1", "48", "x", "0.5", "0.1", "0.9,", "0.95"] in cells
+    assert ["-", "Muon", "3", "446", "x", "1", "0.1", "0.95"] in cells
     assert sum(int(row[3].replace(",", "")) for row in cells[1:]) == sum(each.numel() for each in NAMED.values())
 
 

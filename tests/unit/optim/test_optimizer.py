@@ -261,8 +261,9 @@ def test_auto_is_fused_adamw_and_foreach_sgd() -> None:
     assert build("SGD")[1].optimizers[0].defaults["foreach"] is True
 
 
-def problems_of(section: OptimizerConfig) -> list[Problem]:
-    return [*check_optimizer(section), *check_parameters(section, dict(small_model().named_parameters()), PLAN)]
+def problems_of(section: OptimizerConfig, dtype: torch.dtype = torch.float32) -> list[Problem]:
+    named = dict(small_model().named_parameters())
+    return [*check_optimizer(section), *check_parameters(section, named, PLAN, dtype)]
 
 
 def test_edges_of_the_ranges_are_valid() -> None:
@@ -284,6 +285,7 @@ def test_edges_of_the_ranges_are_valid() -> None:
             "state_rounding",
             "never falls",
         ),
+        (OptimizerConfig(momentum=0.9), "momentum", "not of AdamW"),
         (OptimizerConfig(newton_schulz_coefficients=(1.0, 2.0)), "newton_schulz_coefficients", "three numbers"),
     ],
 )
@@ -295,3 +297,12 @@ def test_combinations_that_do_not_work_are_refused(section: OptimizerConfig, key
 
 def test_a_large_beta2_is_valid_with_stochastic_rounding() -> None:
     assert problems_of(OptimizerConfig(beta2=0.999, state_dtype="bfloat16")) == []
+
+
+def test_moments_of_bfloat16_parameters_have_the_same_limit() -> None:
+    (problem,) = problems_of(OptimizerConfig(beta2=0.995), torch.bfloat16)
+    assert problem.key == "optimizer.beta2"
+    assert 'optimizer.state_dtype = "bfloat16"' in problem.remedy
+    for valid in (OptimizerConfig(beta2=0.99), OptimizerConfig(beta2=0.999, state_dtype="bfloat16")):
+        assert problems_of(valid, torch.bfloat16) == []
+    assert problems_of(OptimizerConfig(name="Lion", beta2=0.995), torch.bfloat16) == []
