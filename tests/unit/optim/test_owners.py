@@ -2,6 +2,8 @@
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -117,6 +119,39 @@ def received(size: int, rank: int) -> int:
 def test_elements_per_rank_fall_with_the_number_of_ranks() -> None:
     for size in (1, 2, 4, 8, 16):
         assert {received(size, rank) for rank in range(size)} == {2 * 16 * 32 * 24 // size}
+
+
+def messages(sizes: tuple[int, ...], count: int) -> tuple[int, int, int]:
+    """Elements that this rank passes to all-to-alls and to broadcasts, of `count` matrices; elements of its parts."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "shards", "tp"))
+    placements = PLACEMENTS["shard 4"][1][0]
+    parameters = [distribute_tensor(full((12, 8), number), mesh, placements) for number in range(count)]
+    replicas = mesh["replicas"].get_group() if sizes[0] > 1 else None
+    owners = Owners(parameters, Sharing(mesh["shards", "tp"]._flatten("all").get_group(), replicas), cost)
+    exchanged, passed_on = [], []
+    all_to_all, broadcast = dist.all_to_all_single, dist.broadcast
+
+    def counted_all_to_all(output: Tensor, tensor: Tensor, *others: Any, **named: Any) -> None:
+        exchanged.append(tensor.numel())
+        all_to_all(output, tensor, *others, **named)
+
+    def counted_broadcast(tensor: Tensor, **named: Any) -> None:
+        passed_on.append(tensor.numel())
+        broadcast(tensor, **named)
+
+    with patch.multiple(dist, all_to_all_single=counted_all_to_all, broadcast=counted_broadcast):
+        apply(owners, [local_part(parameter) for parameter in parameters])
+    return sum(exchanged), sum(passed_on), sum(local_part(parameter).numel() for parameter in parameters)
+
+
+@pytest.mark.parametrize(("sizes", "count"), [((1, 4, 1), 8), ((2, 2, 1), 3), ((4, 1, 1), 2), ((4, 1, 1), 9)])
+def test_messages_do_not_grow_with_the_number_of_replicas(sizes: tuple[int, ...], count: int) -> None:
+    """Each result is broadcast once, also if some replicas own no matrix of a round."""
+    ranks = run_ranks(messages, 4, sizes, count)
+    full_elements = 12 * 8 * count
+    for _, passed_on, own in ranks:
+        assert passed_on == (own if sizes[0] > 1 else 0)
+    assert sum(exchanged for exchanged, *_ in ranks) == 2 * full_elements
 
 
 @pytest.mark.parametrize("shape", [(6, 40), (40, 6), (8, 8)])
