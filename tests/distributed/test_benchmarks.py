@@ -72,7 +72,7 @@ def test_report_of_step(tmp_path: Path) -> None:
     (row,), (profile,) = times, shares
     assert row["bare loop"] == "FSDP2"
     assert len(row["trainer / bare"]) == 2
-    assert all(0 < share < 1 for share in row["kernels / step"])
+    assert all(share > 0 for share in row["kernels / step"])  # timed apart, so a busy machine may give more than 1
     assert set(step.CAUSES) < set(profile)
     assert all(0 <= profile[cause] < 1 for cause in step.CAUSES)
     assert sum(profile[cause] for cause in step.CAUSES) == pytest.approx(1.0)
@@ -156,7 +156,7 @@ def traffic(layouts: list[str]) -> list[dict[str, Any]]:
     return [optimizers.measure(optimizers.settings_of(layout, TINY)[1], 1, 1) for layout in layouts]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_all_bytes_of_an_update_are_counted(ranks: int) -> None:
     """Muon sends each matrix to its owner and back, or from its owner to all replicas; the reference sends it to all
     other ranks of the shards."""
@@ -190,7 +190,7 @@ def test_the_reference_without_owners_makes_the_same_update() -> None:
     assert run_pooled_ranks(has_equal_weights, 2, ["dp_shard=2", "dp_replicate=2", "tp=2"]) == [[True] * 3] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_report_of_the_quick_start(tmp_path: Path) -> None:
     small = ("training.seq_len=32", "training.steps=40", "validation.steps=1")
     optimizers.main(settings=(*TINY, *small), quickstart=True, muon=("optimizer.lr=2e-3",), json=tmp_path)

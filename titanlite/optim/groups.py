@@ -83,7 +83,7 @@ def default_optimizer(section: OptimizerConfig, plan: Plan, name: str, dims: int
 def groups_of(groups: Sequence[GroupConfig], name: str) -> dict[int, str]:
     """The groups that have a parameter, by index, with its name or the first pattern there that matches it.
 
-    Those with its name; if there are none, those with a pattern. There is at most one in a valid configuration.
+    Those with its name, else those with a pattern. There is at most one in a valid configuration.
     """
     exact = {index: name for index, group in enumerate(groups) if name in group.parameters}
     matches = ((index, text) for index, group in enumerate(groups) for text in group.parameters[::-1])
