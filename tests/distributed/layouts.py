@@ -169,19 +169,14 @@ SLOW = (
     Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *LAST), accumulation=3, rows=24),
     Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *COMPILE, *BY_OP)),
     Layout((2, 1, 1, 1), (*schedule("DualPipeV"), *FULL)),
-    Layout((1, 1, 4, 1), (*EVERY, *TIED)),
     Layout((1, 2, 2, 1), accumulation=3, rows=24),
     Layout((1, 1, 2, 2), (*TIED, *LAST), accumulation=3, rows=24),
-    # stages of several FSDP units with a split backward pass
-    Layout((2, 1, 2, 1), (*schedule("DualPipeV"), *depth(7))),
     Layout((2, 1, 1, 2), (*schedule("InterleavedZeroBubble"), *FULL, *FULL_LOGITS, *PAIRS), rows=8),
-    Layout((4, 1, 1, 1), (*schedule("Interleaved1F1B"), *depth(7), *BY_LAYER)),
     # context parallelism: each axis beside it, and ranks that share a head of keys
     Layout((1, 1, 1, 1), (*QWEN3, *FULL), accumulation=3, rows=24, cp=2),
     Layout((1, 1, 2, 1), LAST, accumulation=3, rows=24, cp=2),
     Layout((1, 2, 1, 1), TIED, cp=2),
     Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *PAIRS), cp=2),
-    Layout((1, 1, 1, 1), cp=4),
     # experts, with the rows of the balance loss on several ranks and on several stages
     Layout((1, 1, 1, 1), (*EXPERTS, *FULL), accumulation=3, rows=24),
     Layout((2, 1, 1, 1), (*EXPERTS, *schedule("ZBVZeroBubble"), *depth(3), *FULL)),
@@ -205,6 +200,11 @@ THREE_AXES = (Layout((2, 1, 2, 2), (*schedule("1F1B"), *depth(5), *BY_LAYER, *PA
 
 
 SOAK = (
+    Layout((1, 1, 4, 1), (*EVERY, *TIED)),
+    Layout((4, 1, 1, 1), (*schedule("Interleaved1F1B"), *depth(7), *BY_LAYER)),
+    # stages of several FSDP units with a split backward pass
+    Layout((2, 1, 2, 1), (*schedule("DualPipeV"), *depth(7))),
+    Layout((1, 1, 1, 1), cp=4),
     # the last stage has only the norm and the head
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *depth(3), *split("norm"), *COMPILE)),
     Layout((2, 1, 1, 1), (*schedule("InterleavedZeroBubble"), *FULL, *PAIRS)),

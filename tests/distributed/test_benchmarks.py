@@ -186,6 +186,7 @@ def has_equal_weights(layouts: list[str]) -> list[bool]:
     return found
 
 
+@pytest.mark.soak
 def test_the_reference_without_owners_makes_the_same_update() -> None:
     assert run_pooled_ranks(has_equal_weights, 2, ["dp_shard=2", "dp_replicate=2", "tp=2"]) == [[True] * 3] * 2
 

@@ -322,7 +322,10 @@ def test_peak_of_a_step_is_close_to_the_plan(layout: str) -> None:
         assert all(-0.25 < error < 0.5 for error in errors), (mode, errors)
 
 
-@pytest.mark.parametrize(("world_size", "settings"), UPDATES)
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [*UPDATES[::2], *(pytest.param(*case, marks=pytest.mark.soak) for case in UPDATES[1::2])],
+)
 def test_temporary_memory_of_an_update_is_at_most_as_planned(
     world_size: int, settings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,7 +80,7 @@ def average_after_steps(settings: tuple[str, ...]) -> dict[str, Any]:
     ("ranks", "settings"),
     [
         (2, ("parallelism.pp=2",)),
-        pytest.param(4, ("parallelism.dp_shard=2", "parallelism.tp=2"), marks=pytest.mark.slow),
+        pytest.param(4, ("parallelism.dp_shard=2", "parallelism.tp=2"), marks=pytest.mark.soak),
     ],
 )
 def test_it_is_the_same_on_every_mesh(ranks: int, settings: tuple[str, ...]) -> None:
@@ -171,7 +171,7 @@ def test_it_begins_when_a_run_switches_it_on(tmp_path: Path) -> None:
     require_averages(tmp_path / "imported", 0, 1, saved(run, 4))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_biases_of_experts_have_no_average(tmp_path: Path) -> None:
     settings = (*AVERAGED, *EXPERTS, "model.bias_rate=0.01", "training.steps=2", "parallelism.ep=2")
     all_right(start_runs(tmp_path, [Start(settings, 2)]))
@@ -240,7 +240,10 @@ def evaluated(folder: Path, run: str, *arguments: str, ranks: int = 0) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "settings"), [(0, ()), (2, ()), (2, ("--parallelism.tp", "2"))])
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [(2, ("--parallelism.tp", "2")), *(pytest.param(n, (), marks=pytest.mark.soak) for n in (0, 2))],
+)
 def test_evaluate_reads_the_average(trained: Path, ranks: int, settings: tuple[str, ...]) -> None:
     found = evaluated(trained, "out", "--weights", "ema", *settings, ranks=ranks)
     expected, last = evaluated(trained, "by_hand"), evaluated(trained, "out")
@@ -303,7 +306,7 @@ def test_a_checkpoint_without_an_average_is_refused(trained: Path, tmp_path: Pat
         assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_step_is_replayed_with_the_average_and_across_its_begin(tmp_path: Path) -> None:
     """The earlier checkpoint was saved without an average, so steps are computed again with another setting."""
     settings = ("--training.dtype", "float32", "--checkpoint.enable", "true", "--checkpoint.interval", "2")

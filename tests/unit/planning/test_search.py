@@ -67,7 +67,7 @@ def everything(world_size: int, on: Profile, memory_gib: float) -> dict[tuple[in
     return found
 
 
-@pytest.mark.parametrize("memory_gib", [pytest.param(80.0, marks=pytest.mark.slow), 0.06])
+@pytest.mark.parametrize("memory_gib", [pytest.param(80.0, marks=pytest.mark.soak), 0.06])
 def test_the_search_finds_what_a_comparison_of_everything_finds(memory_gib: float) -> None:
     on = machine()
     found = search(config_of(4, SETTINGS), 4, on, memory_gib=memory_gib, count=5)
@@ -116,7 +116,7 @@ def test_what_is_too_large_is_named_with_its_least_memory() -> None:
     assert min(each.memory_bytes for each in found.too_large) > USABLE * on.memory_gib * GIB
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_thousands_of_ranks_take_seconds() -> None:
     import time
 
