@@ -238,6 +238,7 @@ PLANTED = (
 )
 
 
+@pytest.mark.slow
 def test_planted_mistakes_are_seen() -> None:
     names, layouts = zip(*PLANTED, strict=True)
     ranks = run_ranks(errors_of, 2, layouts, names)

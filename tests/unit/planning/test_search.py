@@ -67,7 +67,9 @@ def everything(world_size: int, on: Profile, memory_gib: float) -> dict[tuple[in
     return found
 
 
-@pytest.mark.parametrize("memory_gib", [pytest.param(80.0, marks=pytest.mark.soak), 0.06])
+@pytest.mark.parametrize(
+    "memory_gib", [pytest.param(80.0, marks=pytest.mark.soak), pytest.param(0.06, marks=pytest.mark.slow)]
+)
 def test_the_search_finds_what_a_comparison_of_everything_finds(memory_gib: float) -> None:
     on = machine()
     found = search(config_of(4, SETTINGS), 4, on, memory_gib=memory_gib, count=5)
