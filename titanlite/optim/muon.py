@@ -72,6 +72,7 @@ class Muon(SkippingOptimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
         """Update all parameters, unless found_inf. A parameter without a gradient stays unchanged."""
         self.init_state()
+        self._ok = self.found_inf == 0
         self._owners.apply(self._direction, self._orthogonalize, self._update, self._dtype)
 
     def _direction(self, matrix: Matrix) -> Tensor:
@@ -83,7 +84,7 @@ class Muon(SkippingOptimizer):
         gradient, decay = matrix.part_of(local_part(parameter.grad)).to(self._wide), group["momentum"]
         after = before.to(self._wide).lerp(gradient, 1 - decay)
         direction = gradient.lerp(after, decay) if self._nesterov else after
-        before.copy_(torch.where(self.found_inf == 0, after.to(before.dtype), before))
+        before.copy_(torch.where(self._ok, after.to(before.dtype), before))
         return direction.to(self._dtype)
 
     def _update(self, matrix: Matrix, result: Tensor) -> None:
@@ -95,7 +96,7 @@ class Muon(SkippingOptimizer):
         factor = group["lr"] * adjusted(self._adjustment, *matrix.shape)
         updated = weights.to(self._wide) * (1 - group["lr"] * group["weight_decay"])
         updated.sub_(result.to(self._wide), alpha=factor)
-        weights.copy_(torch.where(self.found_inf == 0, updated.to(weights.dtype), weights))
+        weights.copy_(torch.where(self._ok, updated.to(weights.dtype), weights))
 
 
 def build(arguments: Arguments) -> Muon:
