@@ -1,7 +1,7 @@
 """titanlite: pretraining of language models on any device mesh, with the same numbers on each of them."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 __version__ = "0.1.0"
 

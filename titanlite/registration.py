@@ -52,7 +52,7 @@ def register_family(family: Family) -> None:
         check.require(isinstance(config, family.config_type), f"flavor {flavor!r} is no {family.config_type.__name__}")
         sizes = {name: getattr(config, name, None) for name in SIZES}
         wrong = [name for name, value in sizes.items() if type(value) is not int]
-        check.require(not wrong, f"flavor {flavor!r} needs integers {', '.join(SIZES)}: {', '.join(wrong)} is none")
+        check.require(not wrong, f"flavor {flavor!r} has no integer {' and '.join(wrong)}")
     _check_model(check, family, next(iter(family.flavors.values())))
     add_entry(FAMILIES, family.name, family, "register_family")
 

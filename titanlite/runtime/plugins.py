@@ -13,10 +13,11 @@ import traceback
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from titanlite.runtime.errors import UserError
@@ -195,6 +196,17 @@ def _place(error: BaseException) -> str:
     return "" if last is None else f" ({last.filename}, line {last.lineno})"
 
 
+class _FileLoader(SourceFileLoader):
+    """Runs the given code of the file: that of the digest, and no cached bytecode."""
+
+    def __init__(self, name: str, path: str, code: bytes) -> None:
+        super().__init__(name, path)
+        self._code = code
+
+    def get_code(self, fullname: str) -> CodeType:  # noqa: ARG002
+        return self.source_to_code(self._code, self.path)
+
+
 def _import_file(path: str, shown: str) -> str:
     """Import a .py file; returns its digest, of the bytes that are run."""
     module_name = MODULE_PREFIX + re.sub(r"\W", "_", Path(path).stem)
@@ -203,12 +215,13 @@ def _import_file(path: str, shown: str) -> str:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise PluginError(shown, f"a readable file ({path}: {reason})", "put it there, or fix the path") from None
-    spec = spec_from_file_location(module_name, path)
+    loader = _FileLoader(module_name, path, code)
+    spec = spec_from_file_location(module_name, path, loader=loader)
     assert spec is not None
     module = module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses look up their module
     try:
-        exec(compile(code, path, "exec"), module.__dict__)
+        loader.exec_module(module)
     except BaseException:
         del sys.modules[module_name]
         raise
