@@ -45,7 +45,7 @@ def parallelize(
                 mixture.own_share = float(mesh.coordinate["tp"] == 0)  # all ranks of tp route the same positions
     recompute_first = inside_compilation(recompute)
     return [
-        *apply_context_parallel(model, mesh.cp_group, mesh.context_parallel),
+        *apply_context_parallel(model, plan, mesh.cp_group, mesh.context_parallel),
         *apply_expert_parallel(model, mesh.device_mesh, mesh.expert_mesh),
         *apply_tensor_parallel(model, plan, mesh.device_mesh),
         *(apply_recompute(model, plan, recompute) if recompute_first else []),

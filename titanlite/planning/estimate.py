@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ from titanlite.planning.owners import OwnerRounds, owner_rounds
 from titanlite.planning.schedule import Action, bubble_share, schedule_order
 from titanlite.planning.stages import Stage, plan_stages
 from titanlite.precision import DTYPES
+from titanlite.runtime.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,13 @@ class Estimate:
 def has_estimate(config: JobConfig) -> bool:
     """Whether memory can be estimated for the model's family: only for decoders (DecoderConfig)."""
     return isinstance(resolve_model(config.model)[1], DecoderConfig)
+
+
+def require_estimate(config: JobConfig, key: str, value: Any, remedy: str) -> None:
+    """Raise ConfigError about `key` unless the model's family has an estimate."""
+    if not has_estimate(config):
+        rule = f"only for families whose hyper-parameters are a DecoderConfig; {config.model.family!r} is another one"
+        raise ConfigError([Problem(key, value, rule, remedy)])
 
 
 def estimate(config: JobConfig, world_size: int, *, device_type: str) -> Estimate:

@@ -11,6 +11,7 @@ import tyro
 
 from titanlite.config.load import parse_config
 from titanlite.config.schema import JobConfig
+from titanlite.planning.estimate import require_estimate
 from titanlite.runtime.errors import ConfigError, Problem, ranged
 from titanlite.tools.command import (
     ConfigFile,
@@ -121,6 +122,7 @@ def prepare(options: Options, given: JobConfig) -> tuple[JobConfig, list[Layout]
     config = comparable_config(given, ranks)
     raise_problems(check_layout(config, ONE_PROCESS))
     if options.shrink:
+        require_estimate(config, "--shrink", True, "leave it out, and override sizes of the model yourself")
         small = shrink_config(config, ranks)
         print(f"shrunk: {describe_shrinking(config, small)}", flush=True)
         config = small
