@@ -49,6 +49,7 @@ from titanlite.metrics.sinks import Sinks, build_sinks
 from titanlite.metrics.slow_ranks import Place, SlowRanks
 from titanlite.models.attention import pin_kernels
 from titanlite.models.init import INIT_VERSION
+from titanlite.models.losses import LOSSES
 from titanlite.models.randomness import DRAW_VERSION
 from titanlite.models.registry import full_parameters, resolve_model
 from titanlite.optim.registry import describe_groups, kinds_of_state
@@ -304,6 +305,7 @@ def build_meter(config: JobConfig, world: World, mesh: Mesh, group: dist.Process
         flops_per_token=family.flops_per_token(hyper_parameters, config.training.seq_len),
         peak_flops=device_peak_flops(world.device, DTYPES[config.training.mixed_precision_param]),
         sources=source_names(config.data.sources),
+        terms=list(LOSSES[config.loss.name].terms),
         slow_ranks=SlowRanks(places, group),
     )
 
@@ -339,9 +341,14 @@ def build_validation(
     group = mesh.new_group(config.comm.init_timeout_s)
     metrics_file = Path(config.job.dump_folder, METRICS_FILE)
     _, hyper_parameters = resolve_model(config.model)
+    in_nats, token_bytes = config.loss.is_cross_entropy, None
+    if in_nats:
+        token_bytes = build_token_bytes(tokenizer, hyper_parameters.vocab_size, trainer.device)
+    else:
+        log.info('Validation: the loss is "%s", so there are no perplexity and no bits per byte', config.loss.name)
     return Validation(
         section,
-        Evaluator(trainer, group, build_token_bytes(tokenizer, hyper_parameters.vocab_size, trainer.device), stop),
+        Evaluator(trainer, group, token_bytes, stop, in_nats),
         loaders,
         meter,
         sinks,

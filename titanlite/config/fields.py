@@ -13,6 +13,8 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.kinds import KINDS
 from titanlite.data.sources.config import SourceConfig
 from titanlite.models.family import ModelConfig
+from titanlite.models.head import LossConfig
+from titanlite.models.losses import LOSSES
 from titanlite.models.registry import FAMILIES
 from titanlite.optim.optimizer import GroupConfig, OptimizerConfig
 from titanlite.optim.registry import OPTIMIZERS
@@ -23,6 +25,7 @@ INT64 = range(-(2**63), 2**63)
 
 TABLES: Mapping[type, Mapping[str, Mapping[str, Any]]] = {
     SourceConfig: {"kind": KINDS},
+    LossConfig: {"name": LOSSES},
     OptimizerConfig: {"name": OPTIMIZERS},
     GroupConfig: {"optimizer": {"auto": None, **OPTIMIZERS}},
 }
