@@ -16,7 +16,10 @@ from tests.distributed.gradients import build_on_mesh, compare, difference, has_
 from tests.distributed.layouts import (
     BOUNDS,
     CHUNKS,
+    COMPILE,
+    EP,
     EVERY,
+    EXPERTS,
     GATHER,
     LAST,
     PAIRS,
@@ -54,7 +57,8 @@ SOAK = (
     Layout((1, 2, 2, 1), (*SMOOTHED, *LAST), accumulation=3, rows=24),
     Layout((1, 1, 1, 2), (*SMOOTHED, *GATHER, *TIED), cp=2),
     Layout((1, 1, 2, 1), (*SMOOTHED, *LAST), accumulation=3, rows=24, cp=2),
-    Layout((1, 1, 2, 2), (*SMOOTHED, "compile.enable=true", "compile.backend=aot_eager")),
+    Layout((1, 1, 2, 2), (*SMOOTHED, *COMPILE)),
+    Layout((1, 1, 4, 1), (*SMOOTHED, *EXPERTS, *EP)),
 )
 
 

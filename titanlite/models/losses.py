@@ -202,7 +202,7 @@ def _are_close(one: Tensor, other: Tensor) -> bool:
 
 def extra_logits(loss: Loss) -> float:
     """The memory of a loss and its gradients beside the logits, as a multiple of their bytes: what autograd saves,
-    found by calling the functions, and two gradients of that size, three if there are terms."""
+    found by calling the functions, and two gradients of that size, and another one for each term."""
     logits = torch.zeros(2, 1024, dtype=torch.float64, requires_grad=True)
     labels = torch.zeros(2, dtype=torch.int64)
     saved: dict[int, int] = {}
@@ -216,4 +216,4 @@ def extra_logits(loss: Loss) -> float:
         kept = [loss.losses(logits, labels), *loss.term_values(logits, labels)]
     del kept
     saved.pop(logits.untyped_storage().data_ptr(), None)
-    return sum(saved.values()) / logits.nbytes + 2 + bool(loss.terms)
+    return sum(saved.values()) / logits.nbytes + 2 + len(loss.terms)

@@ -2,6 +2,7 @@
 
 import runpy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import titanlite
 from tests.custom_loss import LOSS, plain_objective
+from tests.distributed.test_plan_memory import peak_bytes
 from tests.unit.models.test_head import DIM, FORMS, ROWS, inputs, layer
 from titanlite.models.head import OutputLayer
-from titanlite.models.losses import CROSS_ENTROPY, LOSSES, Loss, Term, TokenFunction, check_loss, cross_entropy
+from titanlite.models.llama3 import LLAMA3
+from titanlite.models.losses import (
+    CROSS_ENTROPY,
+    LOSSES,
+    Loss,
+    Term,
+    TokenFunction,
+    check_loss,
+    cross_entropy,
+    extra_logits,
+)
+from titanlite.planning.activations import MicrobatchShape, activation_bytes
 from titanlite.runtime.errors import UserError
 
 
@@ -76,6 +90,25 @@ def test_without_gradients_only_the_loss_is_computed() -> None:
         _, mean, _ = plain_objective(nn.functional.linear(x, head.weight).flatten(0, 1), labels.flatten())
     torch.testing.assert_close(found, mean * (labels >= 0).sum(), rtol=1e-13, atol=0)
     assert head.term_sums is None
+
+
+class NamesOfOperations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.add(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@FORMS
+def test_the_host_never_reads_the_device(recomputes: bool) -> None:
+    head, (x, labels, num_valid) = custom(7, recomputes=recomputes), inputs()
+    with NamesOfOperations() as names:
+        head(x, labels, num_valid).sum().backward()
+    assert "aten.mm.out" in names.found
+    assert not names.found & {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.index.Tensor"}
 
 
 @FORMS
@@ -171,6 +204,24 @@ def test_valid_losses_have_no_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_loss(CROSS_ENTROPY) == check_loss(LOSS) == check_loss(example) == []
     (problem,) = check_loss(Loss("mine", cross_entropy, {"a/b": Term(cross_entropy, torch.ones_like)}))
     assert 'term "a/b"' in problem.key
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_planned_memory_of_a_chunk_is_that_of_a_real_one(dtype: torch.dtype) -> None:
+    """Beyond that of the cross-entropy."""
+    ids, dim, chunk, tp = 16_384, 8, 32, 2
+    config = replace(LLAMA3.flavors["debug"], vocab_size=ids, dim=dim)
+    x, labels = torch.randn(1, 2 * chunk, dim).to(dtype).requires_grad_(), torch.arange(2 * chunk).unsqueeze(0)
+    measured, planned = [], []
+    for loss, extra in ((CROSS_ENTROPY, None), (LOSS, extra_logits(LOSS))):
+        head = OutputLayer(dim, ids).to(dtype)
+        head.loss, head.chunk_tokens, head.denominators = loss, chunk, torch.ones(2, dtype=torch.float64)
+        measured.append(peak_bytes(lambda head=head: head(x, labels, labels[0, -1:]).sum().backward()))  # type: ignore[misc]
+        shape = MicrobatchShape(1, 2 * chunk, 1, 1, dtype.itemsize, 4, chunk, False, False, extra_logits=extra)
+        planned += [activation_bytes(config, LLAMA3.plan(config), replace(shape, tp=tp)).loss for tp in (1, tp)]
+    beyond = measured[1] - measured[0]
+    assert planned[2] - planned[0] == pytest.approx(beyond, rel=0.2)
+    assert planned[3] > 0.9 * planned[2], "each rank has all logits"
 
 
 def test_a_fault_with_other_sizes_names_the_loss() -> None:
