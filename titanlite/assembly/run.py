@@ -145,6 +145,8 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
         trainer = build_trainer(config, model_parts, mesh, world.device)
     if attention := describe_attention(config, world.device):
         log.info("Attention: %s", attention)
+    if not config.loss.is_cross_entropy:
+        log.info('Loss: "%s", terms of the objective: %s', config.loss.name, ", ".join(terms_of_loss(config)) or "none")
     for line in describe_groups(config.optimizer, *full_parameters(config.model)):
         log.info("Optimizer: %s", line)
     describe_batch(config, mesh)
@@ -294,6 +296,11 @@ def build_recorder(
     )
 
 
+def terms_of_loss(config: JobConfig) -> list[str]:
+    """Names of the terms of the loss."""
+    return list(LOSSES[config.loss.name].terms)
+
+
 def build_meter(config: JobConfig, world: World, mesh: Mesh, group: dist.ProcessGroup) -> Meter:
     """Build the meter, over all ranks, with the peak FLOP/s of the device if it is known. A collective."""
     family, hyper_parameters = resolve_model(config.model)
@@ -305,7 +312,7 @@ def build_meter(config: JobConfig, world: World, mesh: Mesh, group: dist.Process
         flops_per_token=family.flops_per_token(hyper_parameters, config.training.seq_len),
         peak_flops=device_peak_flops(world.device, DTYPES[config.training.mixed_precision_param]),
         sources=source_names(config.data.sources),
-        terms=list(LOSSES[config.loss.name].terms),
+        terms=terms_of_loss(config),
         slow_ranks=SlowRanks(places, group),
     )
 

@@ -160,12 +160,13 @@ def forward_backward(
     if model.draws:
         keys["row_keys"] = row_keys(seed, step, batch.sequences)
     logits, labels = model(batch.tokens, **keys).flatten(0, 1), batch.labels.flatten()
-    share = total = logits.sum() * 0  # a graph also without valid tokens
+    share: Tensor = logits.sum() * 0  # a graph also without valid tokens
+    total = share
     valid, loss = labels != IGNORE_INDEX, objective.loss
     if valid.any():
         logits, labels = logits[valid], labels[valid]
         share = loss.function(logits, labels).sum() / objective.num_valid
-        total = total + share
+        total = share
         for term, denominator in zip(loss.terms.values(), objective.denominators, strict=True):
             if denominator:
                 total = total + term.values(logits, labels).sum() / denominator
