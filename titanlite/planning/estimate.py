@@ -12,6 +12,7 @@ from titanlite.models.attention import attention_dtype, mask_form
 from titanlite.models.decoder import flops_per_token
 from titanlite.models.family import DecoderConfig
 from titanlite.models.head import tokens_per_chunk
+from titanlite.models.losses import LOSSES, extra_logits
 from titanlite.models.registry import resolve_model
 from titanlite.optim.muon import muon_dtype
 from titanlite.parallel.data import resolve_gradient_sync
@@ -141,6 +142,7 @@ def step_shape(config: JobConfig, sizes: Mapping[str, int], actions: Sequence[Ac
         n_active=model.n_active_experts,
         wide_norms=list(family.plan(model).tensor_styles.values()).count("wide_norm"),
         loss_chunk=_loss_chunk(config, model.vocab_size, device_type),
+        shard_logits=_shards_logits(config),
         dim=model.dim,
         vocab_size=model.vocab_size,
         param_bytes=DTYPES[training.mixed_precision_param].itemsize,
@@ -150,9 +152,13 @@ def step_shape(config: JobConfig, sizes: Mapping[str, int], actions: Sequence[Ac
 
 def _loss_chunk(config: JobConfig, vocab_size: int, device_type: str) -> int:
     """Positions whose logits exist at the same time."""
-    columns = -(-vocab_size // config.parallelism.tp) if shard_logits(config.parallelism) else vocab_size
+    columns = -(-vocab_size // config.parallelism.tp) if _shards_logits(config) else vocab_size
     wide = torch.promote_types(DTYPES[config.training.mixed_precision_param], torch.float32)
     return tokens_per_chunk(config.loss.chunk_tokens, columns * wide.itemsize, device_type)
+
+
+def _shards_logits(config: JobConfig) -> bool:
+    return shard_logits(config.parallelism, is_cross_entropy=config.loss.is_cross_entropy)
 
 
 def _memory(
@@ -186,12 +192,13 @@ def microbatch_shape(config: JobConfig, shape: StepShape, device_type: str) -> M
         element_bytes=compute_dtype.itemsize,
         attention_bytes=attention_dtype(device_type, compute_dtype).itemsize,
         loss_chunk=shape.loss_chunk,
-        shard_logits=shard_logits(section),
+        shard_logits=_shards_logits(config),
         recomputes_logits=section.pp > 1,
         mask=mask_form(device_type, compute_dtype, model.head_dim)
         if config.data.document_mask or gathers_keys
         else None,
         gathers_keys=gathers_keys,
+        extra_logits=None if config.loss.is_cross_entropy else extra_logits(LOSSES[config.loss.name]),
     )
 
 
