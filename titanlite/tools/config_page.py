@@ -37,7 +37,7 @@ SOURCES = """\
 One table per source. On the command line, tables are numbered from 0: `--data.sources.0.path X` changes the first table
 (the default source if the TOML file has no table). The number after the last one adds a table. In TOML:
 
-```toml
+```toml quick
 [[data.sources]]
 kind = "jsonl"
 path = "corpus/*.jsonl"
