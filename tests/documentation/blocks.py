@@ -89,7 +89,7 @@ def tag_problem(block: Block) -> str:
     if not block.language:
         return ""
     if block.language not in LANGUAGES:
-        return f"{block}: the language is none of {', '.join(LANGUAGES)}: leave it out for text and output"
+        return f"{block}: must be one of {', '.join(LANGUAGES)}; leave the language out for text and output"
     if len(block.words) != 1 or block.tag not in TAGS:
         return f"{block}: write ```{block.language} and one of {', '.join(TAGS)} (see CONTRIBUTING.md)"
     return ""
