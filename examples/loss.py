@@ -11,7 +11,6 @@ The z-loss (Chowdhery et al., "PaLM", 2022, section 5) keeps the logarithm of th
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 import titanlite
 from titanlite.models.losses import Term
@@ -23,7 +22,8 @@ Z_LOSS = 1e-4
 def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
     """The loss of each token, (tokens,). logits: (tokens, vocab_size). labels: negative for tokens that do not count,
     whose values are ignored."""
-    return functional.cross_entropy(logits, labels.clamp(min=0), label_smoothing=SMOOTHING, reduction="none")
+    own = logits.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return logits.logsumexp(1) - (1 - SMOOTHING) * own - SMOOTHING * logits.mean(1)
 
 
 def z_loss(logits: Tensor, labels: Tensor) -> Tensor:
