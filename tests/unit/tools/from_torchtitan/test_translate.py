@@ -15,7 +15,7 @@ from titanlite.runtime.errors import ConfigError
 from titanlite.tools.from_torchtitan.conversions import FLAVORS
 from titanlite.tools.from_torchtitan.table import RENAMED, RULES
 from titanlite.tools.from_torchtitan.translate import DEFAULTS, translate
-from titanlite.tools.torchtitan_page import document
+from titanlite.tools.from_torchtitan.page import document
 
 ROOT = Path(__file__).parents[4]
 
@@ -460,4 +460,4 @@ def test_the_table_is_consistent() -> None:
 
 def test_the_documentation_is_current() -> None:
     current = (ROOT / "docs" / "from-torchtitan.md").read_text(encoding="utf-8")
-    assert current == document(), "run: python -m titanlite.tools.torchtitan_page > docs/from-torchtitan.md"
+    assert current == document(), "run: python -m titanlite.tools.from_torchtitan.page > docs/from-torchtitan.md"
