@@ -13,9 +13,9 @@ from titanlite.models.registry import FAMILIES, resolve_model
 from titanlite.optim.schedule import build_schedule
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.from_torchtitan.conversions import FLAVORS
+from titanlite.tools.from_torchtitan.page import document
 from titanlite.tools.from_torchtitan.table import RENAMED, RULES
 from titanlite.tools.from_torchtitan.translate import DEFAULTS, translate
-from titanlite.tools.from_torchtitan.page import document
 
 ROOT = Path(__file__).parents[4]
 
