@@ -18,9 +18,11 @@ from titanlite.tools.parity.__main__ import Options as ParityOptions
 from titanlite.tools.plan.__main__ import Options as PlanOptions
 from titanlite.tools.replay.__main__ import Options as ReplayOptions
 from titanlite.tools.report.__main__ import Options as ReportOptions
+from titanlite.tools.sweep.__main__ import Options as SweepOptions
 
 OPTIONS: Mapping[str, Any] = {
     "train": options_type(JobConfig()),
+    "sweep": SweepOptions,
     "parity": ParityOptions,
     "plan": PlanOptions,
     "calibrate": calibrate.Options,
