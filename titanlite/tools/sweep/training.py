@@ -81,7 +81,7 @@ def wait_for(process: Process) -> int:
 
 
 def stop(process: Process, number: int) -> None:
-    """Stop a run, which saves first if it has checkpoints. Another signal meanwhile ends it at once."""
+    """Stop a run, which saves first if it has checkpoints. Another signal meanwhile stops it at once."""
     with suppress(ProcessLookupError):
         process.send_signal(number)
     try:
