@@ -8,8 +8,10 @@ from typing import Annotated, Any
 
 import tyro
 
+from titanlite.config.arguments import split_arguments
 from titanlite.config.describe import Key, describe_config
-from titanlite.config.load import CONFIG_FILE, parse_config, split_arguments
+from titanlite.config.files import CONFIG_FILE
+from titanlite.config.load import parse_config
 from titanlite.config.schema import JobConfig
 
 HELP = """\

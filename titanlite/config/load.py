@@ -1,8 +1,6 @@
 """Read a TOML file and a command line into one checked, frozen JobConfig; write it back as TOML."""
 
-import os
 import re
-import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -10,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.preflight import earlier_config
+from titanlite.config.arguments import Arguments, missing_value, split_arguments
 from titanlite.config.check import check_config, check_path_lengths, one_rank, resolve_config
 from titanlite.config.fields import (
     SECTIONS,
@@ -21,23 +20,20 @@ from titanlite.config.fields import (
     types_of,
     value_from_text,
 )
+from titanlite.config.files import CONFIG_FILE, EXTENDS, Content, read_file
 from titanlite.config.lengths import check_lengths, override_lengths
 from titanlite.config.other_names import KEYS, NAMES
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import ConfigError, Problem
-from titanlite.runtime.json_files import JsonError, check_depth, read_regular
 from titanlite.runtime.text import counted
 
-CONFIG_FILE = "job.config_file"
 CONFIG_COPY = "config.toml"
 """The resolved configuration of a run, in its dump folder."""
 
-SHIPPED = Path(__file__).parents[1] / "configs"
-"""The configurations that come with titanlite; their names without .toml are valid wherever a path is."""
-
-HELP = ("--help", "-h")
+COMMAND_LINE = "command line"
+"""The origin of a value that the command line sets."""
 
 Tables = dict[str, dict[str, Any]]
 """Section -> key -> value as written. Sections exist and are tables; keys and values are not checked yet."""
@@ -45,11 +41,15 @@ Tables = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Parsed:
-    """config: keys with a problem have their default. file_is_read: False if the TOML file could not be read."""
+    """config: keys with a problem have their default. file_is_read: False if a TOML file could not be read.
+
+    origins: full key that is given -> the file that sets it, or COMMAND_LINE; also of keys inside arrays of tables.
+    """
 
     config: JobConfig
     problems: list[Problem]
     file_is_read: bool
+    origins: Mapping[str, str]
 
 
 def load_config(
@@ -71,6 +71,7 @@ def load_config(
         placed = one_rank(config) if any_layout else config
         found = check_config(placed, world_size=world_size, device_type=device_type, checks_files=readable)
         found = [_with_origin(problem, parsed.config, config) for problem in found]
+        found = [_with_file(problem, parsed.origins, config.job.config_file) for problem in found]
         problems += [problem for problem in found if not _follows_from(problem, parsed.problems)]
     if problems:
         raise ConfigError(problems)
@@ -90,12 +91,13 @@ def most_ranks(argv: Sequence[str], world_size: int, *, device_type: str) -> int
 
 
 def given_keys(argv: Sequence[str]) -> set[str]:
-    """Full keys that the TOML file or the command line sets. argv: valid for load_config."""
-    arguments = split_arguments(argv)
-    path = arguments.texts.get(CONFIG_FILE)
-    content = _read_file(path, []) if path is not None else None
-    tables = {name: table for name, table in (content or {}).items() if isinstance(table, dict)}
-    return {f"{section}.{key}" for section, table in tables.items() for key in table} | arguments.texts.keys()
+    """Full keys that the TOML file, its bases or the command line set. argv: valid for load_config."""
+    return set(origins_of(argv))
+
+
+def origins_of(argv: Sequence[str]) -> Mapping[str, str]:
+    """Full key that is given -> the file that sets it, or COMMAND_LINE."""
+    return _parse(argv).origins
 
 
 def keep_earlier(config: JobConfig) -> JobConfig:
@@ -195,156 +197,40 @@ def _parse(argv: Sequence[str]) -> Parsed:
     arguments = split_arguments(argv)
     problems = list(arguments.problems)
     path = arguments.texts.get(CONFIG_FILE)
-    content = {} if path is None else _read_file(path, problems)
-    tables = sections_of(content or {}, problems)
+    content = Content() if path is None else read_file(path, problems)
+    tables = sections_of(content.tables if content else {}, problems)
     family = arguments.texts.get("model.family") or tables.get("model", {}).get("family", ModelConfig.family)
     family = family if isinstance(family, str) and family in FAMILIES else None
-    override_lengths(tables, arguments.texts)
+    override_lengths(tables, {key for key, text in arguments.texts.items() if text not in ("-1", "-1.0")})
+    origins = _origins(tables, content.files if content else {}, arguments)
     found = [put_argument(tables, key, text, family) for key, text in arguments.texts.items()]
     problems += [problem for problem in found if problem]
     problems += check_lengths(tables)
     sections = {name: build_section(name, tables.get(name, {}), family, problems) for name in SECTIONS}
-    return Parsed(JobConfig(**sections), problems, content is not None)
+    problems = [_with_file(problem, origins, path) for problem in problems]
+    return Parsed(JobConfig(**sections), problems, content is not None, origins)
 
 
-def _read_file(path: str, problems: list[Problem]) -> dict[str, Any] | None:
-    """The file's content; None if it cannot be read (adds the reason to `problems`)."""
-    if not path:
-        remedy = f"give the path of a TOML file, or one of {', '.join(shipped_names())}"
-        problems.append(Problem(CONFIG_FILE, path, "the path of a TOML file", remedy))
-        return None
-    try:
-        content = tomllib.loads(read_regular(config_path(path)).decode("utf-8-sig"))
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        folder = Path(path).parent
-        # os.path: no error for long names
-        files = [file for file in folder.glob("*.toml") if file.is_file()] if os.path.isdir(folder) else []
-        known = {name: name for name in shipped_names()} | {file.stem: str(file) for file in files}
-        close = get_close_matches(Path(path).stem, known, 1)
-        remedy = f"did you mean {known[close[0]]}?" if close else "give the path of a TOML file"
-        problems.append(
-            Problem(
-                CONFIG_FILE, path, f"a readable TOML file ({reason}), or one of {', '.join(shipped_names())}", remedy
-            )
-        )
-        return None
-    except JsonError as error:
-        remedy = "save it as a file, and give the file's path: every rank reads the file"
-        problems.append(Problem(CONFIG_FILE, path, f"a TOML file; it {error}", remedy))
-        return None
-    except UnicodeDecodeError as error:
-        problems.append(Problem(CONFIG_FILE, path, "a file in UTF-8", f"save it as UTF-8: byte {error.start} is not"))
-        return None
-    except RecursionError:
-        problems.append(Problem(CONFIG_FILE, path, "valid TOML", "fix the file: its arrays or tables are too deep"))
-        return None
-    except ValueError as error:
-        problems.append(Problem(CONFIG_FILE, path, "valid TOML", f"fix the file: {error}"))
-        return None
-    try:
-        check_depth(content)
-    except JsonError as error:
-        problems.append(Problem(CONFIG_FILE, path, f"valid TOML; it {error}", "fix the file: its tables are too deep"))
-        return None
-    if isinstance(content.get("job"), dict) and "config_file" in content["job"]:
-        value = content["job"].pop("config_file")
-        problems.append(Problem(CONFIG_FILE, value, "on the command line only", f"remove it from {path}"))
-    return content
+def _origins(tables: Tables, files: Mapping[str, str], arguments: Arguments) -> dict[str, str]:
+    """As in Parsed. tables: those of the files, without what the command line removes."""
+    origins = {key: file for key, file in files.items() if "." not in key}  # entries that are no tables
+    for section, table in tables.items():
+        for name, value in table.items():
+            key = f"{section}.{name}"
+            origins[key] = files[key]
+            rows = value if isinstance(value, list) else []
+            cells = ((index, column) for index, row in enumerate(rows) if isinstance(row, dict) for column in row)
+            origins |= {f"{key}.{index}.{column}": files[key] for index, column in cells}
+    return origins | dict.fromkeys(arguments.texts, COMMAND_LINE)
 
 
-def shipped_names() -> list[str]:
-    """Names of the configurations that come with titanlite."""
-    return sorted(file.stem for file in SHIPPED.glob("*.toml"))
-
-
-def config_path(name: str) -> Path:
-    """The TOML file that `name` means: a path, or the name of a shipped configuration if no such file exists."""
-    path = Path(name)
-    return SHIPPED / f"{name}.toml" if name in shipped_names() and not path.is_file() else path
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """The parsed command line.
-
-    texts: key -> text, in the given order; None if a key has no value. Repeated keys are left out.
-    problems: unexpected arguments and repeated keys. has_config: whether a configuration is given, maybe twice.
-    """
-
-    texts: dict[str, str | None]
-    wants_help: bool
-    problems: tuple[Problem, ...]
-    has_config: bool
-
-
-def split_arguments(argv: Sequence[str]) -> Arguments:
-    """Split `--section.key value` and `--section.key=value`; hyphens in keys count as underscores.
-
-    A value after a space does not start with `--`. A switch without a value is true.
-
-    One argument may be the configuration itself: the first one, a path ending in .toml, or a shipped name.
-    """
-    texts: dict[str, list[str | None]] = {}
-    problems: list[Problem] = []
-    wants_help = False
-    position = 0
-    while position < len(argv):
-        word = argv[position]
-        position += 1
-        if word in HELP:
-            wants_help = True
-        elif _may_be_path(word) and (position == 1 or word.endswith(".toml") or word in shipped_names()):
-            texts.setdefault(CONFIG_FILE, []).append(word)
-        elif not word.startswith("--") or word == "--":
-            problems.append(_unexpected(word))
-            if word.startswith("-") and "." in word and position < len(argv) and not _is_flag(argv[position]):
-                position += 1  # the value of a key with one hyphen
-        else:
-            key, equals, text = word[2:].partition("=")
-            key = re.sub(r"(?<=\w)-(?=\w)", "_", key)
-            value: str | None = text if equals else None
-            if not equals and position < len(argv) and not _is_flag(argv[position]):
-                value = argv[position]
-                position += 1
-            texts.setdefault(key, []).append(value)
-    problems += [_repeated(key, given) for key, given in texts.items() if len(given) > 1]
-    once = {key: given[0] for key, given in texts.items() if len(given) == 1}
-    return Arguments(once, wants_help, tuple(problems), CONFIG_FILE in texts)
-
-
-def missing_value(key: str, default: Any) -> Problem:
-    """The Problem of a known key without a value; the remedy has the default as an example."""
-    if isinstance(default, str):
-        remedy = f"write --{key} {default or 'TEXT'}; for a value that starts with --, write --{key}=--VALUE"
-    else:
-        remedy = f"write --{key} {literal(default)}"
-    return Problem(key, None, "needs a value", remedy)
-
-
-def _is_flag(word: str) -> bool:
-    return word.startswith("--") or word in HELP
-
-
-def _may_be_path(word: str) -> bool:
-    return not word.startswith("-") and "=" not in word
-
-
-def _unexpected(word: str) -> Problem:
-    rule = "every argument is CONFIG, a --section.key or its value"
-    if word.startswith("-") and "." in word.strip("-."):
-        remedy = f"write -{word}"
-    elif "=" in word and "." in word.partition("=")[0]:
-        remedy = f"write --{word}"
-    else:
-        remedy = """remove it, or write --section.key VALUE; an array is one argument: '["a", "b"]'"""
-    return Problem(f"argument {word!r}", None, rule, remedy)
-
-
-def _repeated(key: str, given: list[str | None]) -> Problem:
-    values = [text if text is not None else "" for text in given]
-    choices = " or ".join(f"--{key}={text}" for text in dict.fromkeys(values))
-    return Problem(key, values, "given once on the command line", f"keep one: {choices}")
+def _with_file(problem: Problem, origins: Mapping[str, str], path: str | None) -> Problem:
+    """Name the file that sets a wrong value if it is not `path`, the file on the command line."""
+    key = problem.key
+    while key not in origins and "." in key:
+        key = key.rpartition(".")[0]
+    file = origins.get(key, COMMAND_LINE)
+    return problem if problem.file or file in (COMMAND_LINE, path) else replace(problem, file=file)
 
 
 def sections_of(tables: Mapping[str, Any], problems: list[Problem]) -> Tables:
@@ -507,6 +393,13 @@ def full_keys(family: str | None) -> list[str]:
 def unknown_key(key: str, value: Any, family: str | None) -> Problem:
     """The Problem of a key that does not exist."""
     section, _, name = key.partition(".")
+    if EXTENDS in (key, name):
+        remedy = f'write {EXTENDS} = "base.toml" above the first [section] of the TOML file'
+        return Problem(key, value, "a key at the top of a TOML file", remedy)
+    others = [other for other in FAMILIES if name in section_types("model", other)]
+    if section == "model" and others:
+        rule = f"a key of [model] with family = {family!r}; {name} is a hyper-parameter of {', '.join(others)}"
+        return Problem(key, value, rule, "leave it out, or choose another model.family")
     meant = suggest(key, full_keys(family))
     if name and section in SECTIONS:
         rule = f"a key of [{section}]"

@@ -40,16 +40,19 @@ class Problem:
     """One problem of a configuration.
 
     key: the full key, as in TOML and on the command line ("training.steps"). value: the given value, None if
-    none is given. rule: the condition for valid values ("at least 1"). remedy: what to write instead.
+    none is given. rule: the condition for valid values ("at least 1"). remedy: what to write instead. file: the file that
+    sets the value, if it is not the one on the command line.
     """
 
     key: str
     value: Any
     rule: str
     remedy: str
+    file: str = ""
 
     def __str__(self) -> str:
         given = "" if self.value is None else f" = {self.value!r}"
+        given += f" in {self.file}" if self.file else ""
         return f"{self.key}{given}\n    rule:   {self.rule}\n    remedy: {self.remedy}"
 
 
