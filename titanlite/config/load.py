@@ -1,4 +1,4 @@
-"""Read a TOML file and a command line into one checked, frozen JobConfig; write it back as TOML."""
+"""Read a TOML file and a command line into one checked, frozen JobConfig."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -13,7 +13,6 @@ from titanlite.config.check import check_config, check_path_lengths, one_rank, r
 from titanlite.config.fields import (
     SECTIONS,
     fields_of,
-    literal,
     read_value,
     row_type,
     section_types,
@@ -21,9 +20,11 @@ from titanlite.config.fields import (
     value_from_text,
 )
 from titanlite.config.files import CONFIG_FILE, EXTENDS, Content, read_file
+from titanlite.config.ineffective import ineffective
 from titanlite.config.lengths import check_lengths, override_lengths
 from titanlite.config.other_names import KEYS, NAMES
 from titanlite.config.schema import JobConfig
+from titanlite.config.toml import COMMAND_LINE
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import ConfigError, Problem
@@ -31,9 +32,6 @@ from titanlite.runtime.text import counted
 
 CONFIG_COPY = "config.toml"
 """The resolved configuration of a run, in its dump folder."""
-
-COMMAND_LINE = "command line"
-"""The origin of a value that the command line sets."""
 
 Tables = dict[str, dict[str, Any]]
 """Section -> key -> value as written. Sections exist and are tables; keys and values are not checked yet."""
@@ -50,6 +48,7 @@ class Parsed:
     problems: list[Problem]
     file_is_read: bool
     origins: Mapping[str, str]
+    is_strict: bool
 
 
 def load_config(
@@ -58,7 +57,7 @@ def load_config(
     """The configuration of a run: read, checked and resolved, the same on every rank.
 
     checks_files: as for check_config. any_layout: check it for one rank, as with parallelism.layout = "auto"; a search
-    chooses the layout later. Raises ConfigError with all problems.
+    chooses the layout later. With --strict, settings without effect are problems. Raises ConfigError with all problems.
     """
     parsed = _parse(argv)
     any_layout |= parsed.config.parallelism.layout == "auto"
@@ -75,7 +74,10 @@ def load_config(
         problems += [problem for problem in found if not _follows_from(problem, parsed.problems)]
     if problems:
         raise ConfigError(problems)
-    return resolve_config(config, world_size=world_size, device_type=device_type)
+    config = resolve_config(config, world_size=world_size, device_type=device_type)
+    if parsed.is_strict and (problems := _without_effect(parsed, config, world_size)):
+        raise ConfigError(problems)
+    return config
 
 
 def most_ranks(argv: Sequence[str], world_size: int, *, device_type: str) -> int:
@@ -98,6 +100,16 @@ def given_keys(argv: Sequence[str]) -> set[str]:
 def origins_of(argv: Sequence[str]) -> Mapping[str, str]:
     """Full key that is given -> the file that sets it, or COMMAND_LINE."""
     return _parse(argv).origins
+
+
+def settings_without_effect(argv: Sequence[str], config: JobConfig, world_size: int) -> list[Problem]:
+    """A Problem for each given setting that has no effect. config: of argv, by load_config."""
+    return _without_effect(_parse(argv), config, world_size)
+
+
+def _without_effect(parsed: Parsed, config: JobConfig, world_size: int) -> list[Problem]:
+    found = ineffective(parsed.config, config, parsed.origins, world_size)
+    return [_with_file(problem, parsed.origins, config.job.config_file) for problem in found]
 
 
 def keep_earlier(config: JobConfig) -> JobConfig:
@@ -150,29 +162,6 @@ def config_from_values(values: Mapping[str, Mapping[str, Any]], argv: Sequence[s
     return JobConfig(**sections)
 
 
-def dump_config(config: JobConfig) -> str:
-    """TOML that reads back as `config`, without job.config_file."""
-    lines: list[str] = []
-    for section in SECTIONS:
-        values = getattr(config, section)
-        table = fields_of(values)
-        if isinstance(values, ModelConfig):
-            table |= table.pop("overrides")
-        if section == "job":
-            del table["config_file"]
-        lines += ["", f"[{section}]"]
-        rows = {key: value for key, value in table.items() if value and row_type(types_of(type(values)).get(key))}
-        lines += [f"{key} = {literal(value)}" for key, value in table.items() if key not in rows]
-        for key, tables in rows.items():
-            for row in tables:
-                lines += ["", f"[[{section}.{key}]]"]
-                defaults = fields_of(type(row)())
-                values = fields_of(row).items()
-                given = {name: value for name, value in values if name == "kind" or value != defaults[name]}
-                lines += [f"{name} = {literal(value)}" for name, value in given.items()]
-    return "\n".join(lines[1:]) + "\n"
-
-
 def _with_origin(problem: Problem, given: JobConfig, kept: JobConfig) -> Problem:
     """Explain a value that comes from the run's checkpoints, not from the user."""
     now = kept.data.num_streams
@@ -208,7 +197,7 @@ def _parse(argv: Sequence[str]) -> Parsed:
     problems += check_lengths(tables)
     sections = {name: build_section(name, tables.get(name, {}), family, problems) for name in SECTIONS}
     problems = [_with_file(problem, origins, path) for problem in problems]
-    return Parsed(JobConfig(**sections), problems, content is not None, origins)
+    return Parsed(JobConfig(**sections), problems, content is not None, origins, arguments.options.strict)
 
 
 def _origins(tables: Tables, files: Mapping[str, str], arguments: Arguments) -> dict[str, str]:

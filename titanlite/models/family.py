@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from titanlite.models.attention import AttentionMask, attention_mask
 from titanlite.models.init import Init
-from titanlite.runtime.errors import Problem
+from titanlite.runtime.errors import Needs, Problem
 
 
 @dataclass(frozen=True)
@@ -179,6 +179,7 @@ class Family:
     init(config, name): the distribution of the parameter `name`.
     flops_per_token(config, seq_len): floating-point operations per trained token, forward and backward.
     hugging_face: the family in the format of `transformers`.
+    needs: hyper-parameters that have no effect under other ones; see Needs.
     """
 
     name: str
@@ -190,3 +191,4 @@ class Family:
     init: Callable[[Any, str], Init]
     flops_per_token: Callable[[Any, int], int]
     hugging_face: HuggingFace
+    needs: Mapping[str, Needs] = field(default_factory=dict)

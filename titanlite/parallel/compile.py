@@ -8,7 +8,7 @@ from torch import nn
 
 from titanlite.models.family import Plan
 from titanlite.models.head import OutputLayer, exponentials_
-from titanlite.runtime.errors import Problem, require
+from titanlite.runtime.errors import Needs, Problem, require
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,14 @@ class CompileConfig:
     """Backend of torch.compile."""
     components: tuple[Literal["model", "loss"], ...] = ("model", "loss")
     """model: each transformer block separately; loss: the cross-entropy."""
+
+
+_ENABLED = Needs("compile.enable = true", lambda section: section.enable)
+NEEDS = {
+    "backend": Needs(f"{_ENABLED.condition} and components", lambda section: section.enable and section.components),
+    "components": _ENABLED,
+}
+"""See Needs."""
 
 
 def check_compile(

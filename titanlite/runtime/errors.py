@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -40,8 +40,8 @@ class Problem:
     """One problem of a configuration.
 
     key: the full key, as in TOML and on the command line ("training.steps"). value: the given value, None if
-    none is given. rule: the condition for valid values ("at least 1"). remedy: what to write instead. file: the file that
-    sets the value, if it is not the one on the command line.
+    none is given. rule: the condition for valid values ("at least 1"). remedy: what to write instead. file: the one
+    that sets the value, if it is not the file on the command line.
     """
 
     key: str
@@ -122,6 +122,17 @@ def check_ranges(section: Any, name: str) -> list[Problem]:
             if not rule.has(value):
                 problems += require(False, f"{name}.{key.name}", value, str(rule), rule.remedy)
     return problems
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a key needs to have an effect: a condition in words, as after "only with", and whether a section meets it.
+
+    Each section has a table NEEDS of its keys that have no effect under other settings of the section.
+    """
+
+    condition: str
+    is_met: Callable[[Any], bool]
 
 
 def integer_variable(name: str, default: int, *, least: int, most: int) -> int:
