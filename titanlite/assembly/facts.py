@@ -22,11 +22,13 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.hf.folder import PREFIX
 from titanlite.runtime.agreement import MODULE
 from titanlite.runtime.distributed import World
+from titanlite.runtime.plugins import plugin_digests
 
 MAY_DIFFER = (
     "job.config_file",
     "job.description",
     "job.dump_folder",
+    "job.plugins",
     "tokenizer.path",
     "checkpoint.initial_load_path",
     "*.sources.*.path",
@@ -74,6 +76,8 @@ def program_facts(config: JobConfig, world: World, environment: Mapping[str, str
     path = config.checkpoint.initial_load_path
     start = "initial weights" if not path else "a model, hf:" if path.startswith(PREFIX) else "a checkpoint"
     facts |= {"checkpoint.initial_load_path": start, "device": world.device_type}
+    digests = plugin_digests(config.job.plugins)
+    facts |= {f"plugin {name}": f"sha256 {digest}" for name, digest in digests.items()}
     return facts | code_facts(environment)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from titanlite.config.lengths import LENGTHS, UNSET, override_lengths
 from titanlite.runtime.errors import Problem
 from titanlite.runtime.json_files import JsonError, check_depth, read_regular
+from titanlite.runtime.plugins import split_entry
 
 CONFIG_FILE = "job.config_file"
 EXTENDS = "extends"
@@ -21,9 +22,6 @@ SHIPPED = Path(__file__).parents[1] / "configs"
 
 MAX_BASES = 16
 """Files in a chain of files that extend each other."""
-
-BESIDE_THE_FILE = {"job.plugins": ".py"}
-"""Key of an array of strings -> suffix of the items that are paths relative to the file that sets them."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ def _read(name: str, path: str, chain: tuple[str, ...], problems: list[Problem])
         rule, remedy = "the path of a TOML file, or an array of paths", f'write for example {EXTENDS} = "base.toml"'
         problems.append(Problem(EXTENDS, bases, rule, remedy, path))
         return None
-    _make_absolute(content, config_path(path).parent)
+    _plugins_beside(content, config_path(path).absolute().parent)
     merged = Content()
     for base in bases:
         found = _read(base, _beside(config_path(path).parent, base), (*chain, path), problems)
@@ -101,16 +99,14 @@ def _beside(folder: Path, base: str) -> str:
     return str(SHIPPED / f"{base}.toml" if base in shipped_names() and not path.is_file() else path)
 
 
-def _make_absolute(content: Mapping[str, Any], folder: Path) -> None:
-    """Make paths that are relative to the file in `folder` absolute: those of BESIDE_THE_FILE."""
-    for key, suffix in BESIDE_THE_FILE.items():
-        section, _, name = key.partition(".")
-        items = _table(content, section).get(name)
-        if isinstance(items, list):
-            content[section][name] = [
-                os.path.abspath(folder / item) if isinstance(item, str) and item.endswith(suffix) else item
-                for item in items
-            ]
+def _plugins_beside(content: Mapping[str, Any], folder: Path) -> None:
+    """Make paths in job.plugins, which are relative to the file in `folder`, absolute."""
+    job = _table(content, "job")
+    if isinstance(job.get("plugins"), list):
+        content["job"]["plugins"] = [
+            str(folder / item) if isinstance(item, str) and split_entry(item)[0].endswith(".py") else item
+            for item in job["plugins"]
+        ]
 
 
 def _parse_file(name: str, path: str, chain: tuple[str, ...], problems: list[Problem]) -> dict[str, Any] | None:

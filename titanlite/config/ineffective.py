@@ -139,9 +139,9 @@ def conditional_keys(family: str) -> set[str]:
 def ineffective(given: JobConfig, config: JobConfig, origins: Mapping[str, str], world_size: int) -> list[Problem]:
     """A Problem for each given setting that has no effect under the others.
 
-    given: as read. config: resolved, and valid for world_size processes. origins: full key that is given -> its file, or the command
-    line. A file with most of all keys does not count: titanlite has written it. Nor does a value that stands for an
-    automatic choice.
+    given: as read. config: resolved, and valid for world_size processes. origins: full key that is given -> its file,
+    or the command line. A file with most of all keys does not count: titanlite has written it. Nor does a value that
+    stands for an automatic choice.
     """
     counts = Counter(origin for key, origin in origins.items() if key.count(".") == 1)
     most = sum(len(section_types(section, None)) for section in SECTIONS) / 2

@@ -1,9 +1,8 @@
 """Read a TOML file and a command line into one checked, frozen JobConfig."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,19 @@ from titanlite.config.fields import (
     types_of,
     value_from_text,
 )
-from titanlite.config.files import CONFIG_FILE, EXTENDS, Content, read_file
+from titanlite.config.files import CONFIG_FILE, Content, read_file
 from titanlite.config.ineffective import ineffective
+from titanlite.config.keys import close_names, unknown_column, unknown_key
 from titanlite.config.lengths import check_lengths, override_lengths
-from titanlite.config.other_names import KEYS, NAMES
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import COMMAND_LINE
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
-from titanlite.runtime.errors import ConfigError, Problem
+from titanlite.runtime.errors import ConfigError, Problem, UserError
+from titanlite.runtime.plugins import PluginError, load_plugins, missing_plugins
 from titanlite.runtime.text import counted
 
+PLUGINS = "job.plugins"
 CONFIG_COPY = "config.toml"
 """The resolved configuration of a run, in its dump folder."""
 
@@ -123,7 +124,7 @@ def keep_earlier(config: JobConfig) -> JobConfig:
     if earlier := earlier_config(config.checkpoint, config.job.dump_folder):
         sequences, streams = earlier["training"]["global_batch_size"], earlier["data"]["num_streams"]
     elif config.checkpoint.enable and copy.is_file():
-        kept, _ = parse_config([f"--{CONFIG_FILE}", str(copy)])
+        kept = read_copy(copy.parent)
         sequences, streams = kept.training.global_batch_size, kept.data.num_streams
     else:
         return config
@@ -138,6 +139,12 @@ def parse_config(argv: Sequence[str]) -> tuple[JobConfig, list[Problem]]:
     """The configuration as given, and its problems with names and types; keys with a problem have their default."""
     parsed = _parse(argv)
     return parsed.config, parsed.problems
+
+
+def read_copy(dump_folder: Path) -> JobConfig:
+    """The configuration that the last start of a run wrote; keys with a problem have their default, and so does the
+    model of a plugin: none is imported."""
+    return _parse([f"--{CONFIG_FILE}", str(dump_folder / CONFIG_COPY)], imports=False).config
 
 
 def config_from_values(values: Mapping[str, Mapping[str, Any]], argv: Sequence[str] = ()) -> JobConfig:
@@ -162,6 +169,22 @@ def config_from_values(values: Mapping[str, Mapping[str, Any]], argv: Sequence[s
     return JobConfig(**sections)
 
 
+def import_plugins_of(values: Mapping[str, Mapping[str, Any]], where: Path, *, allowed: bool) -> None:
+    """Import the plugins of a saved configuration, and those of installed packages.
+
+    where: what was saved with it. allowed: whether the user allows the import of code that a file names. Raises
+    UserError if it is needed and not allowed.
+    """
+    load_plugins(())
+    entries = [str(entry) for entry in values.get("job", {}).get("plugins", [])]
+    if (missing := missing_plugins(entries)) and not allowed:
+        raise UserError(
+            f"{where} needs code that job.plugins of its run names: {', '.join(missing)}; to import it, if you trust "
+            "it, add --allow-import"
+        )
+    load_plugins(entries)
+
+
 def _with_origin(problem: Problem, given: JobConfig, kept: JobConfig) -> Problem:
     """Explain a value that comes from the run's checkpoints, not from the user."""
     now = kept.data.num_streams
@@ -182,12 +205,14 @@ def _follows_from(problem: Problem, earlier: list[Problem]) -> bool:
     return False
 
 
-def _parse(argv: Sequence[str]) -> Parsed:
+def _parse(argv: Sequence[str], *, imports: bool = True) -> Parsed:
     arguments = split_arguments(argv)
     problems = list(arguments.problems)
     path = arguments.texts.get(CONFIG_FILE)
     content = Content() if path is None else read_file(path, problems)
     tables = sections_of(content.tables if content else {}, problems)
+    if imports and (problem := _import_plugins(tables, arguments.texts)):
+        return Parsed(JobConfig(), [problem], False, {}, False)
     family = arguments.texts.get("model.family") or tables.get("model", {}).get("family", ModelConfig.family)
     family = family if isinstance(family, str) and family in FAMILIES else None
     override_lengths(tables, {key for key, text in arguments.texts.items() if text not in ("-1", "-1.0")})
@@ -206,10 +231,10 @@ def _origins(tables: Tables, files: Mapping[str, str], arguments: Arguments) -> 
     for section, table in tables.items():
         for name, value in table.items():
             key = f"{section}.{name}"
-            origins[key] = files[key]
+            origins[key] = files.get(key, COMMAND_LINE)  # of job.plugins
             rows = value if isinstance(value, list) else []
             cells = ((index, column) for index, row in enumerate(rows) if isinstance(row, dict) for column in row)
-            origins |= {f"{key}.{index}.{column}": files[key] for index, column in cells}
+            origins |= {f"{key}.{index}.{column}": origins[key] for index, column in cells}
     return origins | dict.fromkeys(arguments.texts, COMMAND_LINE)
 
 
@@ -220,6 +245,26 @@ def _with_file(problem: Problem, origins: Mapping[str, str], path: str | None) -
         key = key.rpartition(".")[0]
     file = origins.get(key, COMMAND_LINE)
     return problem if problem.file or file in (COMMAND_LINE, path) else replace(problem, file=file)
+
+
+def _import_plugins(tables: Tables, texts: dict[str, str | None]) -> Problem | None:
+    """Import the plugins of the command line, or of the file; put their entries with digests into `tables`.
+
+    Removes them from `texts`, the keys of the command line.
+    """
+    text = texts.get(PLUGINS)
+    value = tables.get("job", {}).get("plugins", []) if text is None else value_from_text(text, tuple[str, ...])
+    entries = read_value(PLUGINS, value, tuple[str, ...], ("my_package.model",))
+    if isinstance(entries, Problem):
+        return entries
+    try:
+        entries = load_plugins(entries)
+    except PluginError as error:
+        return Problem(PLUGINS, error.entry, error.rule, error.remedy)
+    texts.pop(PLUGINS, None)
+    if entries:
+        tables.setdefault("job", {})["plugins"] = list(entries)
+    return None
 
 
 def sections_of(tables: Mapping[str, Any], problems: list[Problem]) -> Tables:
@@ -310,7 +355,7 @@ def _put_in_row(tables: Tables, key: str, text: str | None, row: type) -> Proble
         remedy = f"write --{section}.{name}.{number}.{column} VALUE"
         return Problem(key, text or "", "one key of one table at a time", remedy)
     if len(columns) != 1 or columns[0] not in types_of(row):
-        return _unknown_column(key, text or "", row)
+        return unknown_column(key, text or "", row)
     if text is None and types_of(row)[columns[0]] is not bool:
         return missing_value(key, getattr(row, columns[0]))
     text = "true" if text is None else text
@@ -340,7 +385,7 @@ def _build_rows(key: str, value: Any, row: type, problems: list[Problem]) -> tup
         for name, given in table.items():
             path = f"{key}.{index}.{name}"
             if name not in types_of(row):
-                problems.append(_unknown_column(path, given, row))
+                problems.append(unknown_column(path, given, row))
                 continue
             found = read_value(path, given, types_of(row)[name], getattr(row, name))
             if isinstance(found, Problem):
@@ -351,74 +396,8 @@ def _build_rows(key: str, value: Any, row: type, problems: list[Problem]) -> tup
     return tuple(built)
 
 
-def _unknown_column(key: str, value: Any, row: type) -> Problem:
-    table, _, name = key.rpartition(".")
-    close = close_names(name, types_of(row))
-    remedy = f"did you mean {table}.{close[0]}?" if close else "its keys: " + ", ".join(types_of(row))
-    array = table.rpartition(".")[0]
-    return Problem(key, value, f"a key of one [[{array}]] table", remedy)
-
-
 def _default(section: str, name: str, family: str | None) -> Any:
     """The default of a key. For a hyper-parameter: its value in the family's first flavor."""
     if section == "model" and name not in types_of(ModelConfig) and family is not None:
         return getattr(next(iter(FAMILIES[family].flavors.values())), name)
     return getattr(SECTIONS[section](), name)
-
-
-def full_keys(family: str | None) -> list[str]:
-    """All keys in the spelling of the command line, with index 0 for arrays of tables (data.sources.0.path).
-
-    family: of the model; None leaves the hyper-parameters out.
-    """
-    keys = []
-    for section in SECTIONS:
-        for name, value_type in section_types(section, family).items():
-            row = row_type(value_type)
-            keys += [f"{section}.{name}.0.{column}" for column in types_of(row)] if row else [f"{section}.{name}"]
-    return keys
-
-
-def unknown_key(key: str, value: Any, family: str | None) -> Problem:
-    """The Problem of a key that does not exist."""
-    section, _, name = key.partition(".")
-    if EXTENDS in (key, name):
-        remedy = f'write {EXTENDS} = "base.toml" above the first [section] of the TOML file'
-        return Problem(key, value, "a key at the top of a TOML file", remedy)
-    others = [other for other in FAMILIES if name in section_types("model", other)]
-    if section == "model" and others:
-        rule = f"a key of [model] with family = {family!r}; {name} is a hyper-parameter of {', '.join(others)}"
-        return Problem(key, value, rule, "leave it out, or choose another model.family")
-    meant = suggest(key, full_keys(family))
-    if name and section in SECTIONS:
-        rule = f"a key of [{section}]"
-        valid = "use one of its keys: " + ", ".join(section_types(section, family))
-    else:
-        rule, valid = "a key of a section", "use a key of one of the sections: " + ", ".join(SECTIONS)
-    return Problem(key, value, rule, f"did you mean {' or '.join(meant)}?" if meant else valid)
-
-
-def suggest(key: str, known: Collection[str]) -> list[str]:
-    """The known keys most similar to `key`: usually one or none, several if equally likely."""
-    folded = _fold(key)
-    prefix, _, name = folded.rpartition(".")
-    if folded in known:
-        return [folded]
-    if other := KEYS.get(folded) or NAMES.get(name):
-        return [other]
-    elsewhere = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
-    elsewhere = [candidate for candidate in elsewhere if candidate.startswith(f"{prefix}.")] or elsewhere
-    siblings = [candidate.rpartition(".")[2] for candidate in known if candidate.rpartition(".")[0] == prefix]
-    if siblings:
-        return elsewhere or [f"{prefix}.{close}" for close in close_names(name, siblings)]
-    return get_close_matches(folded, known, 1, 0.75) or elsewhere
-
-
-def close_names(name: str, known: Collection[str]) -> list[str]:
-    """The known name most similar to `name`, if any, ignoring case and hyphens."""
-    folded = {_fold(candidate): candidate for candidate in known}
-    return [folded[match] for match in get_close_matches(_fold(name), folded, 1)]
-
-
-def _fold(name: str) -> str:
-    return name.lower().replace("-", "_")

@@ -19,7 +19,7 @@ Comment = Callable[[str, Any], str]
 
 
 def dump_config(config: JobConfig) -> str:
-    """TOML that reads back as `config`, without job.config_file. Tables in arrays have the keys that are no defaults."""
+    """TOML that reads back as `config`, without job.config_file. Tables in arrays are without defaults."""
     return "\n".join(_lines(config, lambda _key, _value: "", all_keys=False)) + "\n"
 
 
@@ -62,7 +62,7 @@ _RESOLVED = {
 
 
 def _lines(config: JobConfig, comment: Comment, *, all_keys: bool, as_comments: Collection[str] = ()) -> Iterator[str]:
-    """The lines of a TOML file. all_keys: also the defaults in arrays of tables. as_comments: keys that it leaves out."""
+    """The lines of a TOML file. all_keys: also defaults in arrays of tables. as_comments: keys that are left out."""
 
     def line(path: str, name: str, value: Any) -> str:
         text, note = f"{name} = {literal(value)}", comment(path, value)

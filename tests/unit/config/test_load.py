@@ -12,8 +12,9 @@ from tests.seeds import seeds
 from titanlite.config.check import resolve_config
 from titanlite.config.fields import SECTIONS, alternatives, literal, row_type, section_types, types_of
 from titanlite.config.lengths import LENGTHS, UNSET
-from titanlite.config.load import CONFIG_COPY, dump_config, load_config, most_ranks, parse_config
+from titanlite.config.load import CONFIG_COPY, load_config, most_ranks, parse_config
 from titanlite.config.schema import JobConfig
+from titanlite.config.toml import dump_config
 from titanlite.data.config import DataConfig
 from titanlite.data.sources.config import SourceConfig
 from titanlite.models.family import ModelConfig
@@ -242,6 +243,7 @@ def any_config(choose: random.Random) -> JobConfig:
             values = any_values(types_of(section_type), choose)
             others = {key for keys in LENGTHS for key in keys[1:]}
             values |= {key: type(values[key])(UNSET) for key in values if f"{name}.{key}" in others}
+            values |= {"plugins": ()} if name == "job" else {}  # they are imported
             sections[name] = section_type(**values)
     return JobConfig(**sections)
 

@@ -16,8 +16,10 @@ from titanlite.precision import DTYPES
 from titanlite.runtime.durability import sync_folder
 from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.runtime.logging import log, setup_logging
+from titanlite.runtime.plugins import load_plugins
 from titanlite.runtime.text import counted
 from titanlite.tools.command import (
+    AllowImport,
     Folder,
     RunFolder,
     appears_complete,
@@ -52,6 +54,7 @@ class ExportOptions:
     """compare logits even if memory may be short; otherwise skipped in that case"""
     no_verify: bool = False
     """do not compare the logits of the run and the folder"""
+    allow_import: AllowImport = False
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ def main(argv: Sequence[str]) -> None:
 
 def export_run(options: ExportOptions) -> None:
     shard_bytes = size_in_bytes(options.shard_size)
-    run = open_run(options.run).with_weights(options.weights)
+    run = open_run(options.run, allow_import=options.allow_import).with_weights(options.weights)
     dtype = EXPORT_DTYPES.get(options.dtype, run.dtype)
     too_long = None if options.verify or options.no_verify else too_large(run, dtype)
     average = "average of the weights, " if run.weights == "ema" else ""
@@ -110,6 +113,7 @@ def export_run(options: ExportOptions) -> None:
 
 
 def import_folder(options: ImportOptions) -> None:
+    load_plugins(())  # families of installed packages
     source = open_source(options.source.removeprefix(PREFIX))
     dtype = kept_dtype(source) if options.dtype == "auto" else options.dtype
     log.info("Importing %s: %s %s", source.name, source.family.name, source.describe(DTYPES[dtype]))
