@@ -22,7 +22,8 @@ from titanlite.assembly.facts import program_facts
 from titanlite.assembly.run import Run, build_run
 from titanlite.batch import Batch
 from titanlite.config.command_line import read_command_line
-from titanlite.config.load import given_keys, most_ranks
+from titanlite.config.ineffective import describe
+from titanlite.config.load import given_keys, most_ranks, settings_without_effect
 from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device
 from titanlite.metrics.meter import Record, is_log_step
@@ -48,6 +49,7 @@ from titanlite.runtime.logging import keep_for_log_file, log, setup_logging
 from titanlite.runtime.positions import Positions
 from titanlite.runtime.signals import StopRequest
 from titanlite.summary import summarize
+from titanlite.tools.preview import preview
 from titanlite.trainer import Trainer
 
 OWN_SIGNAL_S = 10.0
@@ -64,6 +66,7 @@ def main() -> None:
         setup_logging(launched.rank)
         if launched.rank == 0:
             keep_for_log_file()
+        preview(sys.argv[1:], [launched.size], launched.local_size)
         is_elastic, device_type = ELASTIC in environment, launched.device_type
         used = most_ranks(sys.argv[1:], launched.size, device_type=device_type) if is_elastic else launched.size
         config = read_command_line(sys.argv[1:], world_size=used, device_type=device_type)
@@ -84,6 +87,9 @@ def main() -> None:
         )
         failure.connected(positions)
         config = agree_on_layout(config, given_keys(sys.argv[1:]), world, store)
+        if world.rank == 0:
+            for problem in settings_without_effect(sys.argv[1:], config, world.size):
+                log.warning("Without effect: %s", describe(problem))
         facts = program_facts(config, world, environment)
         require_equal("program", facts, world, store, config.comm.init_timeout_s)
         with job_lock(config.job.dump_folder, world.rank, take_over=config.job.take_over, environment=environment):

@@ -8,14 +8,14 @@ from typing import Annotated, Any
 
 import tyro
 
-from titanlite.config.arguments import split_arguments
-from titanlite.config.describe import Key, describe_config
+from titanlite.config.arguments import Options, split_arguments
+from titanlite.config.describe import Key, describe_config, field_texts
 from titanlite.config.files import CONFIG_FILE
 from titanlite.config.load import parse_config
 from titanlite.config.schema import JobConfig
 
 HELP = """\
-Train a language model: titanlite train CONFIG [--section.key VALUE ...].
+Train a language model: titanlite train CONFIG [OPTION ...] [--section.key VALUE ...].
 CONFIG is a TOML file or the name of a shipped configuration. The command line
 overrides it; values are written as in TOML, strings without quotes. Given a
 CONFIG, --help shows its values as defaults.
@@ -31,7 +31,10 @@ def print_help(argv: Sequence[str]) -> None:
         print(message, file=sys.stderr, flush=True)
     options = options_type(config)
     try:
-        tyro.cli(options, prog="titanlite train", description=HELP, args=["--help"], use_underscores=True)
+        config = (tyro.conf.FlagCreatePairsOff,)
+        tyro.cli(
+            options, prog="titanlite train", description=HELP, args=["--help"], use_underscores=True, config=config
+        )
     except BrokenPipeError:  # the reader has closed the pipe, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
@@ -49,7 +52,16 @@ def options_type(config: JobConfig) -> Any:
         sections.append((section.name.replace(".", "_"), named, shown()))
     text = "TOML file, or the name of a shipped configuration"
     file = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG", help=text, help_behavior_hint="")]
-    return dataclasses.make_dataclass("JobConfig", [("config", file, ""), *sections], frozen=True)
+    texts = field_texts(Options)
+    options = [
+        (
+            key.name,
+            Annotated[key.type, tyro.conf.arg(name=key.name.replace("_", "-"), help=texts[key.name])],
+            key.default,
+        )
+        for key in dataclasses.fields(Options)
+    ]
+    return dataclasses.make_dataclass("JobConfig", [("config", file, ""), *options, *sections], frozen=True)
 
 
 def _argument(key: Key) -> Any:

@@ -47,7 +47,7 @@ def optimizers_of(section: OptimizerConfig) -> set[str]:
 
 
 def _uses(*names: str) -> Needs:
-    return Needs(" or ".join(names), lambda section: bool(optimizers_of(section) & {*names}))
+    return Needs(f"the optimizer {' or '.join(names)}", lambda section: bool(optimizers_of(section) & {*names}))
 
 
 NEEDS = {

@@ -15,6 +15,8 @@ from titanlite.runtime.memory import GIB, USABLE
 from titanlite.runtime.text import counted
 from titanlite.tools.plan.cost import Price, hours, mfu, tokens_per_second, tokens_per_step
 
+DEFAULT_GIB = 80.0
+"""Memory of a device that is not known."""
 SHOWN = 0.001
 """Share of a step from which on a part is shown."""
 
