@@ -4,7 +4,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import tyro
 
@@ -22,6 +22,10 @@ CONFIG, --help shows its values as defaults.
 """
 
 
+METAVARS = {"world_size": "N", "device": "cuda|cpu"}
+"""Names of the values of options."""
+
+
 def print_help(argv: Sequence[str]) -> None:
     """Print all keys with their values."""
     config, problems = parse_config(argv)
@@ -31,9 +35,13 @@ def print_help(argv: Sequence[str]) -> None:
         print(message, file=sys.stderr, flush=True)
     options = options_type(config)
     try:
-        config = (tyro.conf.FlagCreatePairsOff,)
         tyro.cli(
-            options, prog="titanlite train", description=HELP, args=["--help"], use_underscores=True, config=config
+            options,
+            prog="titanlite train",
+            description=HELP,
+            args=["--help"],
+            use_underscores=True,
+            config=(tyro.conf.FlagCreatePairsOff,),
         )
     except BrokenPipeError:  # the reader has closed the pipe, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -52,16 +60,16 @@ def options_type(config: JobConfig) -> Any:
         sections.append((section.name.replace(".", "_"), named, shown()))
     text = "TOML file, or the name of a shipped configuration"
     file = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG", help=text, help_behavior_hint="")]
-    texts = field_texts(Options)
+    texts, types = field_texts(Options), get_type_hints(Options)
     options = [
-        (
-            key.name,
-            Annotated[key.type, tyro.conf.arg(name=key.name.replace("_", "-"), help=texts[key.name])],
-            key.default,
-        )
+        (key.name, Annotated[types[key.name], _option(key.name, texts[key.name])], key.default)
         for key in dataclasses.fields(Options)
     ]
     return dataclasses.make_dataclass("JobConfig", [("config", file, ""), *options, *sections], frozen=True)
+
+
+def _option(name: str, text: str) -> Any:
+    return tyro.conf.arg(help=text, metavar=METAVARS.get(name), help_behavior_hint="")
 
 
 def _argument(key: Key) -> Any:

@@ -26,8 +26,8 @@ def json_schema() -> Schema:
     defaults = JobConfig()
     sections = {name: _section(name, getattr(defaults, name)) for name in SECTIONS}
     extends = {
-        "description": "TOML files that this one extends, relative to it, or names of shipped configurations. Later ones "
-        "override earlier ones, and this file overrides all.",
+        "description": "TOML files that this one extends, relative to it, or names of shipped configurations. "
+        "Later ones override earlier ones, and this file overrides all.",
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     }
     return {
