@@ -50,7 +50,7 @@ def _read(name: str, path: str, chain: tuple[str, ...], problems: list[Problem])
         problems.append(Problem(CONFIG_FILE, value, "on the command line only", f"remove it from {path}"))
     bases = content.pop(EXTENDS, [])
     bases = [bases] if isinstance(bases, str) else bases
-    if not isinstance(bases, list) or not all(isinstance(base, str) and base for base in bases):
+    if not isinstance(bases, list) or not all(isinstance(base, str) and base and "\0" not in base for base in bases):
         rule, remedy = "the path of a TOML file, or an array of paths", f'write for example {EXTENDS} = "base.toml"'
         problems.append(Problem(EXTENDS, bases, rule, remedy, path))
         return None

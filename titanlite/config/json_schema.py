@@ -1,7 +1,7 @@
 """The JSON schema of a TOML file, from which editors complete and check it."""
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Literal, get_args, get_origin
 
 from titanlite.config.describe import field_texts
@@ -86,22 +86,10 @@ def _values(kind: Any, rule: Range | None) -> Schema:
             "exclusiveMaximum": rule.below if rule.below != float("inf") else None,
         }
         given = {word: bound for word, bound in given.items() if bound is not None}
-        if isinstance(rule.unset, int | float) and not _holds(given, rule.unset):
+        if isinstance(rule.unset, int | float) and not replace(rule, unset=None).has(rule.unset):
             return schema | {"anyOf": [{"const": rule.unset}, given]}
         bounds |= given
     return schema | bounds
-
-
-def _holds(bounds: Mapping[str, float], value: float) -> bool:
-    """Whether a value is in a range."""
-    rule = Range(
-        "",
-        least=bounds.get("minimum"),
-        above=bounds.get("exclusiveMinimum"),
-        most=bounds.get("maximum"),
-        below=bounds.get("exclusiveMaximum"),
-    )
-    return rule.has(value)
 
 
 def _model(default: ModelConfig) -> Schema:
