@@ -30,6 +30,7 @@ from titanlite.metrics.meter import Record, is_log_step
 from titanlite.planning.batch import agree_on_local_batch_size
 from titanlite.planning.layout import agree_on_layout
 from titanlite.planning.out_of_memory import explained_out_of_memory
+from titanlite.preview import preview
 from titanlite.profiling.regions import region
 from titanlite.runtime.agreement import RanksError, require_equal
 from titanlite.runtime.distributed import (
@@ -49,7 +50,6 @@ from titanlite.runtime.logging import keep_for_log_file, log, setup_logging
 from titanlite.runtime.positions import Positions
 from titanlite.runtime.signals import StopRequest
 from titanlite.summary import summarize
-from titanlite.tools.preview import preview
 from titanlite.trainer import Trainer
 
 OWN_SIGNAL_S = 10.0

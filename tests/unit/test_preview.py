@@ -12,8 +12,8 @@ from torch.distributed.run import parse_args
 from tests.distributed.program import REPOSITORY, clean_environment
 from titanlite import torchrun
 from titanlite.config.command_line import read_command_line
+from titanlite.preview import preview
 from titanlite.runtime.errors import ConfigError, UsageError
-from titanlite.tools.preview import preview
 
 CONFIG = """
 extends = "quickstart"
