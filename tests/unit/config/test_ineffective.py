@@ -109,6 +109,12 @@ CASES = [
         2,
     ),
     ("parallelism.gradient_sync every", PP, f"{BATCH} --parallelism.tp 2", 2),
+    (
+        "parallelism.gradient_sync every",
+        f"{BATCH} --parallelism.dp_replicate 2 --training.local_batch_size 4",
+        BATCH,
+        2,
+    ),
     ("parallelism.fsdp_reshard_after_forward never", "", "--parallelism.dp_replicate 2", 2),
     ("activation_checkpoint.selective_policy op", "--activation_checkpoint.mode selective", "", 1),
     (

@@ -55,6 +55,7 @@ def test_every_value_has_its_origin(child: str) -> None:
         "training.max_norm": "default",
         "lr_schedule.warmup_steps": "resolved from lr_schedule.warmup_ratio (base.toml)",
         "lr_schedule.warmup_ratio": "0.5 (base.toml), resolved to lr_schedule.warmup_steps",
+        "lr_schedule.warmup_tokens": "default",
         "lr_schedule.decay_steps": "default",
         "data.num_streams": "-1: training.global_batch_size",
         "model.family": "default",
