@@ -7,6 +7,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "register_family": "titanlite.registration",
+    "register_loss": "titanlite.registration",
     "register_logger": "titanlite.registration",
     "register_optimizer": "titanlite.registration",
     "register_schedule": "titanlite.registration",

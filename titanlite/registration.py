@@ -1,4 +1,4 @@
-"""The functions by which plugins add families, sources, optimizers, schedules and loggers.
+"""The functions by which plugins add families, sources, optimizers, schedules, losses and loggers.
 
 Each checks what it adds, with a small instance of it, and raises RegistrationError. They work until a configuration is
 read, and in modules of job.plugins.
@@ -8,7 +8,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from titanlite.metrics.config import MetricsConfig
 from titanlite.metrics.sinks import OWN_LOGGERS, SERVICES
 from titanlite.models.family import Family, HuggingFace, LanguageModel, ModelConfig, Plan
 from titanlite.models.init import Init
+from titanlite.models.losses import LOSSES, CountFunction, Loss, Term, TokenFunction, check_loss
 from titanlite.models.registry import FAMILIES
-from titanlite.optim.optimizer import Arguments, GatedOptimizer, OptimizerConfig, OptimizerKind
+from titanlite.optim.optimizer import Arguments, GatedOptimizer, OptimizerConfig, OptimizerKind, skips_by_itself
 from titanlite.optim.registry import OPTIMIZERS
 from titanlite.optim.schedule import DECAY_SHAPES
 from titanlite.parallel.mesh import Sharing
@@ -103,6 +104,25 @@ def register_schedule(name: str, shape: Callable[[float], float]) -> None:
     add_entry(DECAY_SHAPES, name, shape, "register_schedule")
 
 
+def register_loss(
+    name: str, loss: TokenFunction, *, terms: Mapping[str, Term | tuple[TokenFunction, CountFunction]] | None = None
+) -> None:
+    """Add a loss, chosen by loss.name.
+
+    loss: (logits, labels) -> (tokens,), the loss of each token; see TokenFunction. terms: further terms of the
+    objective by name, each a function for the values of tokens and one for their denominator; see Term. titanlite sums
+    all of them over the global batch and divides. They are called with small random logits: the values of a token must
+    not depend on other tokens.
+    """
+    check = _Check("register_loss", name)
+    check.name(name)
+    named = {key: term if isinstance(term, Term) else Term(*term) for key, term in (terms or {}).items()}
+    found = Loss(name, loss, named)
+    for problem in check_loss(found):
+        check.require(False, f"{problem.key}: {problem.rule}; {problem.remedy}")
+    add_entry(LOSSES, name, found, "register_loss")
+
+
 def register_logger(name: str, build: Callable[[MetricsConfig, Path, AboutRun], Service]) -> None:
     """Add a logger, chosen by metrics.loggers.
 
@@ -172,20 +192,39 @@ def _check_model(check: _Check, family: Family, config: Any) -> None:
 
 
 def _check_updates(check: _Check, kind: OptimizerKind) -> None:
+    """Update a matrix twice, by titanlite with an update before that is skipped, and by torch alone."""
+    (ours, optimizer), (theirs, alone) = (_build_for_matrix(check, kind) for _ in range(2))
+    gated = GatedOptimizer([optimizer])
+    gated.init_state()
+    for ok in (False, True, True):
+        ours.grad = torch.ones(2, 3)
+        gated.set_lr(0.1)
+        before = ours.detach().clone()
+        gated.step_if(torch.tensor(ok))
+        changed = not torch.equal(ours, before)
+        check.require(changed == ok, "an update must change weights, and nothing if found_inf is not 0")
+        if ok:
+            theirs.grad = torch.ones(2, 3)
+            GatedOptimizer([alone]).set_lr(0.1)
+            if skips_by_itself(alone):
+                alone.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+            alone.step()
+    check.require(
+        torch.equal(ours, theirs),
+        "the state must be zero before the first update: a skipped one restores it; or derive the optimizer from "
+        "SkippingOptimizer of titanlite.optim.optimizer",
+    )
+    for key, value in optimizer.state[ours].items():
+        fits = isinstance(value, torch.Tensor) and value.shape in ((), (2, 3))
+        check.require(fits, f"state {key!r} must be a tensor of the parameter's shape, or a scalar tensor")
+
+
+def _build_for_matrix(check: _Check, kind: OptimizerKind) -> tuple[nn.Parameter, torch.optim.Optimizer]:
     weights = nn.Parameter(torch.ones(2, 3))
-    weights.grad = torch.ones(2, 3)
     options = {"lr_factor": 1.0, "weight_decay": 0.0, "betas": (0.9, 0.95), "momentum": kind.momentum}
     groups = [{"params": [("weights", weights)], **options}]
     optimizer = kind.build(Arguments(groups, OptimizerConfig(), "for-loop", CPU, Sharing(), 0))
     check.require(isinstance(optimizer, torch.optim.Optimizer), "build must return a torch.optim.Optimizer")
     kept = all({"lr_factor", "param_names"} <= group.keys() for group in optimizer.param_groups)
     check.require(kept, "build must pass the groups to torch's optimizer as they are, with names of parameters")
-    gated = GatedOptimizer([optimizer])
-    gated.set_lr(0.1)
-    for ok in (False, True):
-        gated.step_if(torch.tensor(ok))
-        changed = not torch.equal(weights, torch.ones(2, 3))
-        check.require(changed == ok, "an update must change weights, and nothing if found_inf is not 0")
-    for key, value in optimizer.state[weights].items():
-        fits = isinstance(value, torch.Tensor) and value.shape in ((), (2, 3))
-        check.require(fits, f"state {key!r} must be a tensor of the parameter's shape, or a scalar tensor")
+    return weights, optimizer

@@ -50,6 +50,7 @@ from titanlite.metrics.sinks import Sinks, build_sinks
 from titanlite.metrics.slow_ranks import Place, SlowRanks
 from titanlite.models.attention import pin_kernels
 from titanlite.models.init import INIT_VERSION
+from titanlite.models.losses import LOSSES
 from titanlite.models.randomness import DRAW_VERSION
 from titanlite.models.registry import full_parameters, resolve_model
 from titanlite.optim.registry import describe_groups, kinds_of_state
@@ -147,6 +148,8 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
         trainer = build_trainer(config, model_parts, mesh, world.device)
     if attention := describe_attention(config, world.device):
         log.info("Attention: %s", attention)
+    if not config.loss.is_cross_entropy:
+        log.info('Loss: "%s", terms of the objective: %s', config.loss.name, ", ".join(terms_of_loss(config)) or "none")
     for line in describe_groups(config.optimizer, *full_parameters(config.model)):
         log.info("Optimizer: %s", line)
     describe_batch(config, mesh)
@@ -296,6 +299,11 @@ def build_recorder(
     )
 
 
+def terms_of_loss(config: JobConfig) -> list[str]:
+    """Names of the terms of the loss."""
+    return list(LOSSES[config.loss.name].terms)
+
+
 def build_meter(config: JobConfig, world: World, mesh: Mesh, group: dist.ProcessGroup) -> Meter:
     """Build the meter, over all ranks, with the peak FLOP/s of the device if it is known. A collective."""
     family, hyper_parameters = resolve_model(config.model)
@@ -307,6 +315,7 @@ def build_meter(config: JobConfig, world: World, mesh: Mesh, group: dist.Process
         flops_per_token=family.flops_per_token(hyper_parameters, config.training.seq_len),
         peak_flops=device_peak_flops(world.device, DTYPES[config.training.mixed_precision_param]),
         sources=source_names(config.data.sources),
+        terms=terms_of_loss(config),
         slow_ranks=SlowRanks(places, group),
     )
 
@@ -342,9 +351,14 @@ def build_validation(
     group = mesh.new_group(config.comm.init_timeout_s)
     metrics_file = Path(config.job.dump_folder, METRICS_FILE)
     _, hyper_parameters = resolve_model(config.model)
+    in_nats, token_bytes = config.loss.is_cross_entropy, None
+    if in_nats:
+        token_bytes = build_token_bytes(tokenizer, hyper_parameters.vocab_size, trainer.device)
+    else:
+        log.info('Validation: the loss is "%s", so there are no perplexity and no bits per byte', config.loss.name)
     return Validation(
         section,
-        Evaluator(trainer, group, build_token_bytes(tokenizer, hyper_parameters.vocab_size, trainer.device), stop),
+        Evaluator(trainer, group, token_bytes, stop, in_nats),
         loaders,
         meter,
         sinks,

@@ -196,7 +196,8 @@ class _Files:
 
 
 def _model_of(name: str, fields: Mapping[str, Any], num_tensors: int) -> tuple[Family, Any]:
-    known = {family.hugging_face.model_type: family for family in FAMILIES.values() if family.hugging_face}
+    # the first one, if a plugin's family is a variant of another in the same format
+    known = {family.hugging_face.model_type: family for family in [*FAMILIES.values()][::-1] if family.hugging_face}
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in known:
         supported = " or ".join(map(repr, known))

@@ -249,9 +249,10 @@ def part_of_rows(rows: Tensor, rank: int, cp: int, form: ContextParallel) -> Ten
     return torch.cat((parts[rank], parts[2 * cp - 1 - rank]), dim=1)
 
 
-def shard_logits(section: ParallelismConfig) -> bool:
-    """Whether logits stay sharded along the vocabulary, over the tp axis."""
-    return section.loss_parallel and section.tp > 1
+def shard_logits(section: ParallelismConfig, *, is_cross_entropy: bool = True) -> bool:
+    """Whether logits stay sharded along the vocabulary, over the tp axis. is_cross_entropy: whether the loss is; any
+    other needs the full vocabulary."""
+    return section.loss_parallel and section.tp > 1 and is_cross_entropy
 
 
 def check_parallelism(section: ParallelismConfig, world_size: int) -> list[Problem]:
