@@ -20,6 +20,7 @@ COMMANDS = {
     "generate": ("titanlite.tools.generate", "generate text with the model of a run"),
     "evaluate": ("titanlite.tools.evaluate", "compute the loss of a run's model on any data"),
     "inspect": ("titanlite.tools.inspect", "show a configuration's data, and the first sequences as text"),
+    "schema": ("titanlite.tools.schema", "print the JSON schema of a configuration, for editors"),
     "tokenize": ("titanlite.tools.tokenize", "tokenize a configuration's data into token files"),
     "replay": ("titanlite.tools.replay", "recompute a step and compare it with what the run recorded"),
     "ledger": ("titanlite.tools.ledger", "print what each step of a run was trained on"),

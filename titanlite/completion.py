@@ -9,7 +9,7 @@ import tyro
 
 from titanlite.config.help import options_type
 from titanlite.config.schema import JobConfig
-from titanlite.tools import calibrate, evaluate, inspect, ledger, profile, tokenize, train_tokenizer
+from titanlite.tools import calibrate, evaluate, inspect, ledger, profile, schema, tokenize, train_tokenizer
 from titanlite.tools.command import run_command
 from titanlite.tools.convert.__main__ import Options as ConvertOptions
 from titanlite.tools.from_torchtitan.__main__ import Options as FromTorchtitanOptions
@@ -31,6 +31,7 @@ OPTIONS: Mapping[str, Any] = {
     "generate": GenerateOptions,
     "evaluate": evaluate.Options,
     "inspect": inspect.Options,
+    "schema": schema.Options,
     "tokenize": tokenize.Options,
     "replay": ReplayOptions,
     "ledger": ledger.Options,

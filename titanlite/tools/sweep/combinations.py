@@ -10,8 +10,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from titanlite.config.arguments import split_arguments
 from titanlite.config.fields import fields_of, is_text, literal, row_type, section_types, types_of
-from titanlite.config.load import CONFIG_COPY, CONFIG_FILE, load_config, parse_config, split_arguments
+from titanlite.config.files import CONFIG_FILE
+from titanlite.config.load import CONFIG_COPY, load_config, parse_config
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import ModelConfig
 from titanlite.runtime.errors import ConfigError, Problem, UsageError, require

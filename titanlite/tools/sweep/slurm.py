@@ -5,7 +5,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from titanlite.config.load import CONFIG_FILE
+from titanlite.config.files import CONFIG_FILE
 from titanlite.tools.sweep.combinations import Run
 from titanlite.tools.sweep.training import describe
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from titanlite.config.load import full_keys, load_config, parse_config
+from titanlite.config.keys import full_keys
+from titanlite.config.load import load_config, parse_config
 from titanlite.config.schema import JobConfig
 from titanlite.models.registry import FAMILIES, resolve_model
 from titanlite.optim.schedule import build_schedule

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config.load import dump_config, load_config
+from titanlite.config.load import load_config
+from titanlite.config.toml import dump_config
 from titanlite.runtime.errors import ConfigError, UsageError
 from titanlite.tools.sweep.combinations import Run, combinations, require_same_settings, split_values
 

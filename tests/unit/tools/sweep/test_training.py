@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config.load import dump_config
+from titanlite.config.toml import dump_config
 from titanlite.tools.command import run_command
 from titanlite.tools.sweep import __main__ as sweep
 from titanlite.tools.sweep import training
