@@ -118,5 +118,5 @@ def test_the_command_adds_what_plugins_register(capsys: pytest.CaptureFixture[st
     schema.main([str(example)])
     validator = jsonschema.Draft7Validator(json.loads(capsys.readouterr().out))
     assert list(validator.iter_errors(tomllib.loads(example.read_text()))) == []
-    with pytest.raises(ConfigError, match="job.config_file"):
+    with pytest.raises(ConfigError, match=r"job\.config_file"):
         schema.main(["nowhere.toml"])
