@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from titanlite.config.files import CONFIG_FILE
 from titanlite.config.json_schema import json_schema
-from titanlite.config.load import PLUGINS, parse_config
+from titanlite.config.load import parse_config
+from titanlite.config.plugins import PLUGINS
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.command import ConfigFile, File, check_output_file, read_options, run_command, write_json
 
