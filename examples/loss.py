@@ -21,13 +21,9 @@ Z_LOSS = 1e-4
 
 def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
     """The loss of each token, (tokens,). logits: (tokens, vocab_size). labels: negative for tokens that do not count,
-    whose values are ignored.
-
-    Not torch's cross_entropy(label_smoothing=...), whose gradient sums over the vocabulary: with a vocabulary of 32,770
-    in float32, gradients of parameters have relative errors of 5e-5, these 1e-6.
-    """
-    chosen = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
-    return logits.logsumexp(dim=1) - (1 - SMOOTHING) * chosen - SMOOTHING * logits.mean(dim=1)
+    whose values are ignored."""
+    own = logits.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return logits.logsumexp(1) - (1 - SMOOTHING) * own - SMOOTHING * logits.mean(1)
 
 
 def z_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -22,13 +22,15 @@ from titanlite.assembly.facts import program_facts
 from titanlite.assembly.run import Run, build_run
 from titanlite.batch import Batch
 from titanlite.config.command_line import read_command_line
-from titanlite.config.load import given_keys, most_ranks
+from titanlite.config.ineffective import describe
+from titanlite.config.load import given_keys, most_ranks, settings_without_effect
 from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device
 from titanlite.metrics.meter import Record, is_log_step
 from titanlite.planning.batch import agree_on_local_batch_size
 from titanlite.planning.layout import agree_on_layout
 from titanlite.planning.out_of_memory import explained_out_of_memory
+from titanlite.preview import preview
 from titanlite.profiling.regions import region
 from titanlite.runtime.agreement import RanksError, require_equal
 from titanlite.runtime.distributed import (
@@ -64,6 +66,7 @@ def main() -> None:
         setup_logging(launched.rank)
         if launched.rank == 0:
             keep_for_log_file()
+        preview(sys.argv[1:], [launched.size], launched.local_size)
         is_elastic, device_type = ELASTIC in environment, launched.device_type
         used = most_ranks(sys.argv[1:], launched.size, device_type=device_type) if is_elastic else launched.size
         config = read_command_line(sys.argv[1:], world_size=used, device_type=device_type)
@@ -84,6 +87,9 @@ def main() -> None:
         )
         failure.connected(positions)
         config = agree_on_layout(config, given_keys(sys.argv[1:]), world, store)
+        if world.rank == 0:
+            for problem in settings_without_effect(sys.argv[1:], config, world.size):
+                log.warning("Without effect: %s", describe(problem))
         facts = program_facts(config, world, environment)
         require_equal("program", facts, world, store, config.comm.init_timeout_s)
         with job_lock(config.job.dump_folder, world.rank, take_over=config.job.take_over, environment=environment):

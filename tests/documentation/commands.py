@@ -19,6 +19,7 @@ from titanlite.completion import OPTIONS
 from titanlite.config.load import parse_config
 from titanlite.runtime.errors import UserError
 from titanlite.tools.command import check_options, read_options_and_overrides
+from titanlite.tools.sweep.combinations import split_values
 
 OPERATORS = "();<>|&"
 KEYWORDS = {"do", "then", "else", "!"}
@@ -122,10 +123,15 @@ def _options_problem(arguments: Sequence[str]) -> str:
         return str(error)
     if problems := check_options(options):
         return "\n".join(map(str, problems))
-    config = getattr(options, "config", None)
-    if overrides and config is None and command != "evaluate":
+    config = getattr(options, "config", "")
+    if overrides and not config and command != "evaluate":
         return f"{command} takes no {overrides[0]}"
-    return _config_problem(overrides if config is None else [config, *overrides])
+    given = [config, *overrides] if config else overrides
+    if command != "sweep":
+        return _config_problem(given)
+    values = [split_values(word) for word in given]
+    runs = [[each[min(number, len(each) - 1)] for each in values] for number in range(max(map(len, values)))]
+    return next(filter(None, map(_config_problem, runs)), "")
 
 
 def _config_problem(arguments: Sequence[str]) -> str:

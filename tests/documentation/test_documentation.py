@@ -86,6 +86,7 @@ def test_reading_of_blocks() -> None:
         ("bash", "titanlite generate outputs --prompt a --training.steps 5", "generate takes no --training.steps"),
         ("bash", "titanlite plan quickstart --world-size 8 --training.steps five", "training.steps = 'five'"),
         ("bash", "titanlite pan quickstart", "the commands are train, "),
+        ("bash", "titanlite sweep quickstart --optimizer.lr 1e-3,x", "optimizer.lr = 'x'"),
         ("bash", "NGPU=2 ./run_train.sh absent.toml", "a readable TOML file"),
         ("bash", "sbatch --nodes 2 scripts/slurm.sbatch quickstart --modle.dim 5", "did you mean model.dim?"),
         ("bash", "torchrun --nprocs 2 -m titanlite train quickstart", "unrecognized arguments"),

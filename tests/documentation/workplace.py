@@ -53,6 +53,8 @@ enable = true
 [data]
 ledger = true
 """,
+    "base.toml": "",
+    "cluster.toml": "",
     "plug.py": "",
     "my_package/__init__.py": "",
     "my_package/model.py": "",

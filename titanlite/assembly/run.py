@@ -23,8 +23,9 @@ from titanlite.checkpoint.preflight import imported_from
 from titanlite.checkpoint.start import RunFacts, Start, StartFinder
 from titanlite.checkpoint.state import RunState
 from titanlite.config.fields import literal
-from titanlite.config.load import CONFIG_COPY, dump_config, read_copy
+from titanlite.config.load import CONFIG_COPY, read_copy
 from titanlite.config.schema import JobConfig
+from titanlite.config.toml import dump_config
 from titanlite.data.fingerprint import data_fingerprint
 from titanlite.data.kinds import source_names
 from titanlite.data.ledger import LEDGER_FOLDER, Ledger, ledger_files

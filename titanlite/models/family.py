@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from titanlite.models.attention import AttentionMask, attention_mask
 from titanlite.models.init import Init
-from titanlite.runtime.errors import Problem, UserError
+from titanlite.runtime.errors import Needs, Problem, UserError
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,7 @@ class Family:
     init(config, name): the distribution of the parameter `name`.
     flops_per_token(config, seq_len): floating-point operations per trained token, forward and backward.
     hugging_face: the family in the format of `transformers`; None: models cannot be exported and imported.
+    needs: hyper-parameters that have no effect under other ones; see Needs.
     """
 
     name: str
@@ -191,6 +192,7 @@ class Family:
     init: Callable[[Any, str], Init]
     flops_per_token: Callable[[Any, int], int]
     hugging_face: HuggingFace | None = None
+    needs: Mapping[str, Needs] = field(default_factory=dict)
 
     @property
     def exported(self) -> HuggingFace:

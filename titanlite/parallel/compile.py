@@ -9,7 +9,7 @@ from torch import nn
 from titanlite.models.family import Plan
 from titanlite.models.head import exponentials_, output_layers_of
 from titanlite.models.losses import CROSS_ENTROPY
-from titanlite.runtime.errors import Problem, require
+from titanlite.runtime.errors import Needs, Problem, require
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,14 @@ class CompileConfig:
     """Backend of torch.compile."""
     components: tuple[Literal["model", "loss"], ...] = ("model", "loss")
     """model: each transformer block separately; loss: the cross-entropy, no other loss."""
+
+
+_ENABLED = Needs("compile.enable = true", lambda section: section.enable)
+NEEDS = {
+    "backend": Needs(f"{_ENABLED.condition} and components", lambda section: section.enable and section.components),
+    "components": _ENABLED,
+}
+"""See Needs."""
 
 
 def check_compile(

@@ -97,7 +97,10 @@ def main(argv: Sequence[str]) -> None:
     with TemporaryDirectory(prefix="titanlite-parity-") as folder:
         references = run_reference(config, options.steps, folder)
         table = Table(named, own_dtypes(config), list(references[0].weights))
-        for line in (*head_lines(config, options.steps, references), *bound_lines(own_dtypes(config))):
+        for line in (
+            *head_lines(config, options.steps, references),
+            *bound_lines(own_dtypes(config), config.loss.name),
+        ):
             print(line)
         print(f"\n{table.head()}", flush=True)
         for group in compare_layouts(config, layouts, options.steps, references, folder):

@@ -20,10 +20,8 @@ from titanlite.runtime.errors import ConfigError, Problem, UsageError, ranged
 from titanlite.runtime.memory import GIB
 from titanlite.tools.command import ConfigFile, Count, check_options, read_options_and_overrides, run_command
 from titanlite.tools.plan.choices import describe_choices
-from titanlite.tools.plan.cost import Price
-from titanlite.tools.plan.report import describe_time, report
-
-DEFAULT_GIB = 80.0
+from titanlite.tools.plan.cost import Price, describe_time
+from titanlite.tools.plan.report import DEFAULT_GIB, report
 
 
 @dataclass(frozen=True)
