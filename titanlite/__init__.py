@@ -1,3 +1,41 @@
 """titanlite: pretraining of language models on any device mesh, with the same numbers on each of them."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from titanlite.api import evaluate_run as evaluate_run
+    from titanlite.api import export_run as export_run
+    from titanlite.api import generate_text as generate_text
+    from titanlite.api import load_config as load_config
+    from titanlite.api import run as run
+    from titanlite.runtime.errors import ConfigError as ConfigError
+    from titanlite.runtime.errors import UserError as UserError
+    from titanlite.tools.saved_run import open_run as open_run
+
 __version__ = "0.1.0"
+
+_MODULES = {
+    "load_config": "titanlite.api",
+    "run": "titanlite.api",
+    "open_run": "titanlite.tools.saved_run",
+    "generate_text": "titanlite.api",
+    "evaluate_run": "titanlite.api",
+    "export_run": "titanlite.api",
+    "ConfigError": "titanlite.runtime.errors",
+    "UserError": "titanlite.runtime.errors",
+}
+"""Public name -> the module that has it, imported when the name is first used: torch takes seconds."""
+
+__all__ = ["__version__", *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

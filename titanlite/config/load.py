@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from titanlite.checkpoint.preflight import earlier_config
@@ -53,14 +53,37 @@ class Parsed:
 
 
 def load_config(
-    argv: Sequence[str], *, world_size: int, device_type: str, checks_files: bool = True, any_layout: bool = False
+    argv: Sequence[str],
+    *,
+    world_size: int,
+    device_type: str,
+    checks_files: bool = True,
+    any_layout: bool = False,
+    values: Mapping[str, Any] | None = None,
 ) -> JobConfig:
     """The configuration of a run: read, checked and resolved, the same on every rank.
 
     checks_files: as for check_config. any_layout: check it for one rank, as with parallelism.layout = "auto"; a search
-    chooses the layout later. Raises ConfigError with all problems.
+    chooses the layout later. values: full key -> Python value, after argv; a list of tables replaces all tables of the
+    key. Raises ConfigError with all problems.
     """
-    parsed = _parse(argv)
+    return _checked(
+        _parse(argv, values or {}),
+        world_size=world_size,
+        device_type=device_type,
+        checks_files=checks_files,
+        any_layout=any_layout,
+    )
+
+
+def check_and_resolve(config: JobConfig, *, world_size: int, device_type: str) -> JobConfig:
+    """A configuration that was built or changed in Python, as load_config returns it. Raises ConfigError."""
+    return _checked(
+        Parsed(config, [], True), world_size=world_size, device_type=device_type, checks_files=True, any_layout=False
+    )
+
+
+def _checked(parsed: Parsed, *, world_size: int, device_type: str, checks_files: bool, any_layout: bool) -> JobConfig:
     any_layout |= parsed.config.parallelism.layout == "auto"
     world_size = 1 if any_layout else world_size
     too_long = check_path_lengths(parsed.config) if checks_files else []
@@ -191,16 +214,19 @@ def _follows_from(problem: Problem, earlier: list[Problem]) -> bool:
     return False
 
 
-def _parse(argv: Sequence[str]) -> Parsed:
+def _parse(argv: Sequence[str], values: Mapping[str, Any] | None = None) -> Parsed:
+    values = values or {}
     arguments = split_arguments(argv)
     problems = list(arguments.problems)
     path = arguments.texts.get(CONFIG_FILE)
     content = {} if path is None else _read_file(path, problems)
     tables = sections_of(content or {}, problems)
     family = arguments.texts.get("model.family") or tables.get("model", {}).get("family", ModelConfig.family)
+    family = values.get("model.family", family)
     family = family if isinstance(family, str) and family in FAMILIES else None
-    override_lengths(tables, arguments.texts)
+    override_lengths(tables, arguments.texts | {key: text_of(value) for key, value in values.items()})
     found = [put_argument(tables, key, text, family) for key, text in arguments.texts.items()]
+    found += [put_value(tables, key, value, family) for key, value in values.items()]
     problems += [problem for problem in found if problem]
     problems += check_lengths(tables)
     sections = {name: build_section(name, tables.get(name, {}), family, problems) for name in SECTIONS}
@@ -392,6 +418,33 @@ def put_argument(tables: Tables, key: str, text: str | None, family: str | None)
     text = "true" if text is None else text
     tables.setdefault(section, {})[name] = value_from_text(text, value_type)
     return None
+
+
+def put_value(tables: Tables, key: str, value: Any, family: str | None) -> Problem | None:
+    """Put the Python value of one full key into `tables`, or return its Problem; other parameters: put_argument."""
+    section, _, name = key.partition(".")
+    if section in SECTIONS and name in section_types(section, family):
+        tables.setdefault(section, {})[name] = _plain(value)
+        return None
+    return put_argument(tables, key, text_of(value), family)  # a key of one table, or unknown
+
+
+def text_of(value: Any) -> str | None:
+    """A Python value as it is written on the command line; None for a value that no key has."""
+    value = _plain(value)
+    try:
+        return value if isinstance(value, str) else literal(value)
+    except TypeError:
+        return None
+
+
+def _plain(value: Any) -> Any:
+    """The value as TOML has it: paths as strings, tuples as lists."""
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def build_section(section: str, table: Mapping[str, Any], family: str | None, problems: list[Problem]) -> Any:

@@ -153,13 +153,13 @@ class SavedRun:
             return None
 
 
-def open_run(path: Path, *, verifies: bool = True) -> SavedRun:
-    """Open the checkpoint that RUN refers to: a folder step-N, or the latest valid checkpoint of a dump folder or of a
-    checkpoint folder.
+def open_run(path: str | Path, *, verifies: bool = True) -> SavedRun:
+    """Open the checkpoint at `path`: a folder step-N, or the latest valid one of a dump folder or checkpoint folder.
 
     Verifies all its files. In a folder of several, skips damaged checkpoints with a warning each. verifies: False on
     ranks whose folder step-N another rank has verified. Raises UserError.
     """
+    path = Path(path)
     if (path / MANIFEST_FILE).exists():
         try:
             return _opened(path, verifies=verifies)
