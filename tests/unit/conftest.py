@@ -1,6 +1,7 @@
 """Fixtures of all unit tests: small corpora in temporary folders, and one cache folder per test."""
 
 import json
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from titanlite.data.bpe import train_bpe
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.runtime import plugins
 
 SENTENCE = "the model reads a few words and learns which of them follow the others in a text"
 
@@ -31,6 +33,16 @@ def small_standard_library(one_file_library: Path, monkeypatch: pytest.MonkeyPat
         return get_paths(*scheme, **options) | ({} if scheme or options else {"stdlib": str(one_file_library)})
 
     monkeypatch.setattr(sysconfig, "get_paths", small)
+
+
+@pytest.fixture
+def registries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Registries that are open, as in a program that has read no configuration; restored after the test."""
+    monkeypatch.setattr(plugins, "_state", plugins._State())
+    yield
+    plugins._undo(0)
+    for name in [name for name in sys.modules if name.startswith(plugins.MODULE_PREFIX)]:
+        del sys.modules[name]
 
 
 @pytest.fixture(scope="module")

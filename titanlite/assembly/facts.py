@@ -22,11 +22,13 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.hf.folder import PREFIX
 from titanlite.runtime.agreement import MODULE
 from titanlite.runtime.distributed import World
+from titanlite.runtime.plugins import MODULE_PREFIX, plugin_digests
 
 MAY_DIFFER = (
     "job.config_file",
     "job.description",
     "job.dump_folder",
+    "job.plugins",
     "tokenizer.path",
     "checkpoint.initial_load_path",
     "*.sources.*.path",
@@ -74,6 +76,8 @@ def program_facts(config: JobConfig, world: World, environment: Mapping[str, str
     path = config.checkpoint.initial_load_path
     start = "initial weights" if not path else "a model, hf:" if path.startswith(PREFIX) else "a checkpoint"
     facts |= {"checkpoint.initial_load_path": start, "device": world.device_type}
+    digests = plugin_digests(config.job.plugins)
+    facts |= {f"plugin {name}": f"sha256 {digest}" for name, digest in digests.items()}
     return facts | code_facts(environment)
 
 
@@ -128,7 +132,7 @@ def config_values(config: JobConfig) -> Iterator[tuple[str, Any]]:
 
 def _user_modules(package: Path) -> dict[str, Path]:
     """Name -> file of the imported modules that belong to neither Python, nor an installed package, nor `package`, and
-    of CUSTOMIZATIONS."""
+    of CUSTOMIZATIONS; without the files of plugins, which have facts of their own."""
     installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     excluded = tuple(f"{folder}{os.sep}" for folder in (*installed, str(package)))
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
@@ -137,6 +141,7 @@ def _user_modules(package: Path) -> dict[str, Path]:
         for name, file in files.items()
         # torch has modules with file names that do not exist
         if file and (name in CUSTOMIZATIONS or not file.startswith(excluded)) and os.path.isfile(file)
+        if not name.startswith(MODULE_PREFIX)
     }
 
 

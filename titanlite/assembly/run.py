@@ -24,7 +24,7 @@ from titanlite.checkpoint.preflight import imported_from
 from titanlite.checkpoint.start import RunFacts, Start, StartFinder
 from titanlite.checkpoint.state import RunState
 from titanlite.config.fields import literal
-from titanlite.config.load import CONFIG_COPY, dump_config, parse_config
+from titanlite.config.load import CONFIG_COPY, dump_config, read_copy
 from titanlite.config.schema import JobConfig
 from titanlite.data.fingerprint import data_fingerprint
 from titanlite.data.kinds import source_names
@@ -124,6 +124,8 @@ def build_run(
     config = pin_revisions(config, world, store)
     imported = fetch_imported(config, world, store)
     log.info("Job: %s, outputs in %s", config.job.description or "no description", config.job.dump_folder)
+    if config.job.plugins:
+        log.info("Plugins: %s", ", ".join(config.job.plugins))
     log.info("Device: %s, %.1f GiB", device_name(world.device), device_memory_bytes(world.device) / 2**30)
     # Build the data before the process group, so that a long index build on one rank does not cause a timeout.
     mesh = Mesh(config.parallelism, world)
@@ -445,7 +447,7 @@ def require_no_checkpoints(config: JobConfig) -> None:
     """Raise UserError if the dump folder has checkpoints of a run that this one would not resume."""
     dump_folder = Path(config.job.dump_folder)
     folder = dump_folder / config.checkpoint.folder
-    earlier, _ = parse_config(["--job.config_file", str(dump_folder / CONFIG_COPY)])  # the defaults if absent
+    earlier = read_copy(dump_folder)  # the defaults if absent
     inside = os.listdir(dump_folder) if dump_folder.is_dir() else ()
     for name in (*inside, earlier.checkpoint.folder):
         other = dump_folder / name

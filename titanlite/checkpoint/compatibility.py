@@ -7,6 +7,7 @@ from typing import Any
 from titanlite.checkpoint.config import Changeable
 from titanlite.data.fingerprint import describe_difference, num_sources
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.plugins import plugin_digests
 
 # Remedy per fact that must be equal to resume.
 _REMEDIES = {
@@ -161,7 +162,8 @@ def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
             name = f"{section}.{key}"
             if not name.startswith(_SILENT) and name not in _SILENT_KEYS:
                 lines += differences(saved.get(section, {}).get(key, _ADDED.get(name)), value, name)
-    return lines
+    earlier, later = (plugin_digests(values.get("job", {}).get("plugins", [])) for values in (saved, now))
+    return [*lines, *differences(earlier, later, "job.plugins")]
 
 
 def _shown(value: Any) -> str:

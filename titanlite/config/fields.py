@@ -4,35 +4,43 @@ import dataclasses
 import json
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import chain
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from titanlite.config.schema import JobConfig
 from titanlite.data.kinds import KINDS
 from titanlite.data.sources.config import SourceConfig
+from titanlite.metrics.config import MetricsConfig
+from titanlite.metrics.sinks import OWN_LOGGERS, SERVICES
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
 from titanlite.optim.optimizer import GroupConfig, OptimizerConfig
 from titanlite.optim.registry import OPTIMIZERS
+from titanlite.optim.schedule import DECAY_SHAPES, ScheduleConfig
 from titanlite.runtime.errors import Problem
 from titanlite.runtime.json_files import check_depth
 
 INT64 = range(-(2**63), 2**63)
 
-TABLES: Mapping[type, Mapping[str, Mapping[str, Any]]] = {
-    SourceConfig: {"kind": KINDS},
-    OptimizerConfig: {"name": OPTIMIZERS},
-    GroupConfig: {"optimizer": {"auto": None, **OPTIMIZERS}},
+TABLES: Mapping[type, Mapping[str, Sequence[Iterable[str]]]] = {
+    SourceConfig: {"kind": [KINDS]},
+    OptimizerConfig: {"name": [OPTIMIZERS]},
+    GroupConfig: {"optimizer": [("auto",), OPTIMIZERS]},
+    ScheduleConfig: {"decay": [DECAY_SHAPES]},
+    MetricsConfig: {"loggers": [OWN_LOGGERS, SERVICES]},
 }
-"""Keys whose choices are the entries of a registry."""
+"""Keys whose choices are the entries of registries, to which plugins may add."""
 
 
 def types_of(section_type: Any) -> dict[str, Any]:
     """Field -> type of its values, of a dataclass."""
     hints = get_type_hints(section_type)
-    hints |= {name: Literal[tuple(table)] for name, table in TABLES.get(section_type, {}).items()}
+    for name, tables in TABLES.get(section_type, {}).items():
+        choice: Any = Literal[tuple(chain(*tables))]
+        hints[name] = tuple[choice, ...] if get_origin(hints[name]) is tuple else choice
     return {field.name: hints[field.name] for field in dataclasses.fields(section_type)}
 
 

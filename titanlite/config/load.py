@@ -26,11 +26,13 @@ from titanlite.config.other_names import KEYS, NAMES
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
-from titanlite.runtime.errors import ConfigError, Problem
+from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.json_files import JsonError, check_depth, read_regular
+from titanlite.runtime.plugins import PluginError, load_plugins, missing_plugins, split_entry
 from titanlite.runtime.text import counted
 
 CONFIG_FILE = "job.config_file"
+PLUGINS = "job.plugins"
 CONFIG_COPY = "config.toml"
 """The resolved configuration of a run, in its dump folder."""
 
@@ -132,7 +134,7 @@ def keep_earlier(config: JobConfig) -> JobConfig:
     if earlier := earlier_config(config.checkpoint, config.job.dump_folder):
         sequences, streams = earlier["training"]["global_batch_size"], earlier["data"]["num_streams"]
     elif config.checkpoint.enable and copy.is_file():
-        kept, _ = parse_config([f"--{CONFIG_FILE}", str(copy)])
+        kept = read_copy(copy.parent)
         sequences, streams = kept.training.global_batch_size, kept.data.num_streams
     else:
         return config
@@ -147,6 +149,12 @@ def parse_config(argv: Sequence[str]) -> tuple[JobConfig, list[Problem]]:
     """The configuration as given, and its problems with names and types; keys with a problem have their default."""
     parsed = _parse(argv)
     return parsed.config, parsed.problems
+
+
+def read_copy(dump_folder: Path) -> JobConfig:
+    """The configuration that the last start of a run wrote; keys with a problem have their default, and so does the
+    model of a plugin: none is imported."""
+    return _parse([f"--{CONFIG_FILE}", str(dump_folder / CONFIG_COPY)], imports=False).config
 
 
 def config_from_values(values: Mapping[str, Mapping[str, Any]], argv: Sequence[str] = ()) -> JobConfig:
@@ -169,6 +177,22 @@ def config_from_values(values: Mapping[str, Mapping[str, Any]], argv: Sequence[s
     if problems:
         raise ConfigError(problems)
     return JobConfig(**sections)
+
+
+def import_plugins_of(values: Mapping[str, Mapping[str, Any]], where: Path, *, allowed: bool) -> None:
+    """Import the plugins of a saved configuration, and those of installed packages.
+
+    where: what was saved with it. allowed: whether the user allows the import of code that a file names. Raises
+    UserError if it is needed and not allowed.
+    """
+    load_plugins(())
+    entries = [str(entry) for entry in values.get("job", {}).get("plugins", [])]
+    if (missing := missing_plugins(entries)) and not allowed:
+        raise UserError(
+            f"{where} needs code that job.plugins of its run names: {', '.join(missing)}; to import it, if you trust "
+            "it, add --allow-import"
+        )
+    load_plugins(entries)
 
 
 def dump_config(config: JobConfig) -> str:
@@ -214,13 +238,17 @@ def _follows_from(problem: Problem, earlier: list[Problem]) -> bool:
     return False
 
 
-def _parse(argv: Sequence[str], values: Mapping[str, Any] | None = None) -> Parsed:
-    values = values or {}
+def _parse(argv: Sequence[str], values: Mapping[str, Any] | None = None, *, imports: bool = True) -> Parsed:
+    values = dict(values or {})
     arguments = split_arguments(argv)
     problems = list(arguments.problems)
     path = arguments.texts.get(CONFIG_FILE)
     content = {} if path is None else _read_file(path, problems)
     tables = sections_of(content or {}, problems)
+    if PLUGINS in values:
+        put_value(tables, PLUGINS, values.pop(PLUGINS), None)  # the imported entries have digests
+    if imports and (problem := _import_plugins(tables, arguments.texts)):
+        return Parsed(JobConfig(), [problem], False)
     family = arguments.texts.get("model.family") or tables.get("model", {}).get("family", ModelConfig.family)
     family = values.get("model.family", family)
     family = family if isinstance(family, str) and family in FAMILIES else None
@@ -231,6 +259,26 @@ def _parse(argv: Sequence[str], values: Mapping[str, Any] | None = None) -> Pars
     problems += check_lengths(tables)
     sections = {name: build_section(name, tables.get(name, {}), family, problems) for name in SECTIONS}
     return Parsed(JobConfig(**sections), problems, content is not None)
+
+
+def _import_plugins(tables: Tables, texts: dict[str, str | None]) -> Problem | None:
+    """Import the plugins of the command line, or of the file; put their entries with digests into `tables`.
+
+    Removes them from `texts`, the keys of the command line.
+    """
+    text = texts.get(PLUGINS)
+    value = tables.get("job", {}).get("plugins", []) if text is None else value_from_text(text, tuple[str, ...])
+    entries = read_value(PLUGINS, value, tuple[str, ...], ("my_package.model",))
+    if isinstance(entries, Problem):
+        return entries
+    try:
+        entries = load_plugins(entries)
+    except PluginError as error:
+        return Problem(PLUGINS, error.entry, error.rule, error.remedy)
+    texts.pop(PLUGINS, None)
+    if entries:
+        tables.setdefault("job", {})["plugins"] = list(entries)
+    return None
 
 
 def _read_file(path: str, problems: list[Problem]) -> dict[str, Any] | None:
@@ -273,10 +321,20 @@ def _read_file(path: str, problems: list[Problem]) -> dict[str, Any] | None:
     except JsonError as error:
         problems.append(Problem(CONFIG_FILE, path, f"valid TOML; it {error}", "fix the file: its tables are too deep"))
         return None
+    job = content.get("job")
+    if isinstance(job, dict) and isinstance(job.get("plugins"), list):
+        beside = config_path(path).absolute().parent
+        job["plugins"] = [_beside(entry, beside) for entry in job["plugins"]]
     if isinstance(content.get("job"), dict) and "config_file" in content["job"]:
         value = content["job"].pop("config_file")
         problems.append(Problem(CONFIG_FILE, value, "on the command line only", f"remove it from {path}"))
     return content
+
+
+def _beside(entry: Any, folder: Path) -> Any:
+    """An entry of job.plugins, in which the path of a .py file is relative to `folder`."""
+    is_file = isinstance(entry, str) and split_entry(entry)[0].endswith(".py")
+    return str(folder / entry) if is_file else entry
 
 
 def shipped_names() -> list[str]:

@@ -34,6 +34,9 @@ class JobSection:
     """Folder for all outputs of the run."""
     description: str = ""
     """Free text, logged at the start."""
+    plugins: tuple[str, ...] = ()
+    """Modules to import, which add families, sources, optimizers, ...: names, or paths that end in .py, beside the TOML
+    file. Runs store them with a digest of their code."""
     take_over: bool = False
     """Take dump_folder over from a job on another host that has ended. No effect if that job is known to run."""
 

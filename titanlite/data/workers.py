@@ -36,6 +36,7 @@ from titanlite.data.preparation import (
 )
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import DataError, UserError
+from titanlite.runtime.plugins import load_plugins, loaded_plugins
 from titanlite.runtime.signal_thread import STOP_SIGNALS
 
 T = TypeVar("T")
@@ -227,6 +228,7 @@ class _Worker:
     ) -> None:
         """Send the request to the process."""
         request = {"assignment": asdict(assignment), "content": content, "streams": streams, "states": states.tolist()}
+        request["plugins"] = loaded_plugins()
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # step() reports the exit
             self._process.stdin.write(json.dumps(request | {"next_sequence": next_sequence}).encode() + b"\n")
@@ -304,6 +306,7 @@ def main() -> None:
     logger.propagate = False
     with suppress(BrokenPipeError):
         try:
+            load_plugins(request["plugins"])  # their kinds of sources
             assignment = Assignment.from_json(request["assignment"])
             tokenizer = Tokenizer(**assignment.tokenizer) if assignment.tokenizer else None
             opened = [open_source(source) for source in assignment.section.sources]

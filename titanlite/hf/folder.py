@@ -91,7 +91,7 @@ class ModelFolder:
         Parameters may be plain tensors or DTensors of any placement: each rank reads its own shards, without
         communication. Raises UserError.
         """
-        num_bytes, names = 0, self.family.hugging_face.names(self.hyper_parameters)
+        num_bytes, names = 0, self.family.exported.names(self.hyper_parameters)
         for name, parameter in parameters.items():
             local, shape, offset = local_region(parameter)
             stored = self.tensors[name]
@@ -124,7 +124,7 @@ def open_folder(name: str, path: Path, inside: Path | None = None) -> ModelFolde
             files.find(entry)
     found = _read_shards(files, *_listed_shards(files))
     family, hyper_parameters = _model_of(name, fields, len(found))
-    names = family.hugging_face.names(hyper_parameters)
+    names = family.exported.names(hyper_parameters)
     tied = None
     stored = [theirs for name in names.values() for theirs in stored_names(name)]
     if EMBEDDING in stored and OUTPUT not in stored:
@@ -196,7 +196,8 @@ class _Files:
 
 
 def _model_of(name: str, fields: Mapping[str, Any], num_tensors: int) -> tuple[Family, Any]:
-    known = {family.hugging_face.model_type: family for family in FAMILIES.values()}
+    # the first one, if a plugin's family is a variant of another in the same format
+    known = {family.hugging_face.model_type: family for family in [*FAMILIES.values()][::-1] if family.hugging_face}
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in known:
         supported = " or ".join(map(repr, known))
@@ -208,7 +209,7 @@ def _model_of(name: str, fields: Mapping[str, Any], num_tensors: int) -> tuple[F
         if type(value) is int and not 1 <= value <= (num_tensors if key == "num_hidden_layers" else 2**31):
             raise UserError(f"{name}: {CONFIG_FILE}: {key} = {value}, but the folder has {num_tensors} tensors")
     try:
-        return known[kind], known[kind].hugging_face.config_from_json(fields)
+        return known[kind], known[kind].exported.config_from_json(fields)
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
 

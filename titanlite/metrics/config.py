@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import PurePath
-from typing import Literal
 
 from titanlite.runtime.errors import Problem, check_ranges, ranged, require
 from titanlite.runtime.job_lock import JOB_LOCK_FILE
@@ -21,8 +20,6 @@ OWN_FILES = (
 )
 """Files and folders that a run writes into job.dump_folder, in addition to the configured folders."""
 
-LoggerName = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]
-
 PACKAGES = {
     "tensorboard": ("tensorboard", "pip install tensorboard"),
     "wandb": ("wandb", "pip install 'wandb>=0.31'"),
@@ -37,7 +34,7 @@ class MetricsConfig:
 
     log_freq: int = ranged(10, "1 logs every step", least=1)
     """Steps between log lines; step 1 and the last step are always logged."""
-    loggers: tuple[LoggerName, ...] = ("console", "jsonl")
+    loggers: tuple[str, ...] = ("console", "jsonl")
     """Where the numbers go: console, jsonl (metrics.jsonl, required), tensorboard, wandb, mlflow: docs/loggers.md."""
     folder: str = "tb"
     """TensorBoard's folder, inside job.dump_folder."""

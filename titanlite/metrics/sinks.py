@@ -1,11 +1,11 @@
 """The loggers of metrics.loggers. Only rank 0 writes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from titanlite.metrics.about import AboutRun
-from titanlite.metrics.background import BackgroundSink
+from titanlite.metrics.background import BackgroundSink, Service
 from titanlite.metrics.config import EXPERTS_FILE, METRICS_FILE, SAMPLES_FILE, MetricsConfig
 from titanlite.metrics.console import ConsoleSink
 from titanlite.metrics.experts import ExpertsRecord, ExpertsRow
@@ -18,6 +18,13 @@ from titanlite.metrics.samples import SampleRow, SamplesRecord
 from titanlite.metrics.tensorboard import TensorBoardSink
 from titanlite.metrics.validation import ValidationRecord
 from titanlite.metrics.wandb import WandbService
+
+OWN_LOGGERS = ("console", "jsonl", "tensorboard")
+SERVICES: dict[str, Callable[[MetricsConfig, Path, AboutRun], Service]] = {
+    "wandb": WandbService,
+    "mlflow": MlflowService,
+}
+"""Loggers that a thread calls. Built on rank 0, with [metrics], the dump folder and facts of the run."""
 
 
 class Sink(Protocol):
@@ -87,8 +94,6 @@ def build_sinks(
                     sinks.append(JsonlSink(folder / EXPERTS_FILE, ExpertsRecord))
             case "tensorboard":
                 sinks.append(TensorBoardSink(folder / section.folder, resume_step, resume_tokens, about))
-            case "wandb":
-                sinks.append(BackgroundSink(WandbService(section, folder, about)))
-            case "mlflow":
-                sinks.append(BackgroundSink(MlflowService(section, folder, about)))
+            case _:
+                sinks.append(BackgroundSink(SERVICES[name](section, folder, about)))
     return Sinks(sinks)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from titanlite.models.attention import AttentionMask, attention_mask
 from titanlite.models.init import Init
-from titanlite.runtime.errors import Problem
+from titanlite.runtime.errors import Problem, UserError
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Family:
     plan(config): the Plan.
     init(config, name): the distribution of the parameter `name`.
     flops_per_token(config, seq_len): floating-point operations per trained token, forward and backward.
-    hugging_face: the family in the format of `transformers`.
+    hugging_face: the family in the format of `transformers`; None: models cannot be exported and imported.
     """
 
     name: str
@@ -189,4 +189,13 @@ class Family:
     plan: Callable[[Any], Plan]
     init: Callable[[Any, str], Init]
     flops_per_token: Callable[[Any, int], int]
-    hugging_face: HuggingFace
+    hugging_face: HuggingFace | None = None
+
+    @property
+    def exported(self) -> HuggingFace:
+        """hugging_face. Raises UserError if it is None."""
+        if self.hugging_face is None:
+            raise UserError(
+                f"the family {self.name!r} has no format for transformers: its Family does not set hugging_face"
+            )
+        return self.hugging_face

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from titanlite.runtime.errors import Problem, check_ranges, ranged
 
@@ -22,7 +21,7 @@ class ScheduleConfig:
     """Tokens of the warm-up in place of warmup_steps, rounded up to full steps."""
     warmup_ratio: float = ranged(-1.0, "0.01 warms up for a hundredth of the run", least=0, most=1, unset=-1)
     """Fraction of training.steps in place of warmup_steps."""
-    decay: Literal["none", "linear", "cosine", "sqrt"] = "linear"
+    decay: str = "linear"
     """Shape of the decay from optimizer.lr to min_lr_factor x optimizer.lr; none keeps optimizer.lr."""
     final_decay_steps: int = ranged(-1, "leave it out to decay over all steps after the warm-up", least=1, unset=-1)
     """Length of the decay in steps, at the end of the run, at most the entire run: warm-up, stable, decay (WSD)."""

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titanlite.runtime.plugins import load_plugins, loaded_plugins
+
 _LATE_FAILURES_S = 2.0
 PRELOAD: tuple[str, ...] = (
     *("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining"),
@@ -46,7 +48,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
                 store_path = os.path.join(folder, "store")
                 process = context.Process(
                     target=_run_rank,
-                    args=(function, args, rank, world_size, store_path, sender, timeout_s),
+                    args=(function, args, loaded_plugins(), rank, world_size, store_path, sender, timeout_s),
                     daemon=True,
                 )
                 process.start()
@@ -115,6 +117,7 @@ def end_with_parent() -> None:
 def _run_rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
+    plugins: tuple[str, ...],
     rank: int,
     world_size: int,
     store_path: str,
@@ -125,6 +128,7 @@ def _run_rank(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     try:
+        load_plugins(plugins)
         store = dist.FileStore(store_path, world_size)
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -27,6 +27,7 @@ Folder = Annotated[Path, tyro.conf.arg(metavar="DIR")]
 File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 Count = Annotated[int, tyro.conf.arg(metavar="N")]
 OptionalCount = Annotated[int | None, tyro.conf.arg(metavar="N")]
+AllowImport = Annotated[bool, tyro.conf.arg(help="import the modules that job.plugins of the run names: they are code")]
 
 
 def run_command(main: Callable[[Sequence[str]], None]) -> None:

@@ -29,6 +29,7 @@ from titanlite.data.sources.pieces import BadRowError
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.workers import describe_exit, start_process
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.plugins import load_plugins, loaded_plugins
 
 CHUNK_BYTES = 2**20
 """Approximate size of the text that a worker encodes at a time."""
@@ -167,7 +168,7 @@ def _start_worker(job: Job) -> _Worker:
     process = start_process("titanlite.tools.encoding", str(number), pass_fds=[number], stdin=subprocess.DEVNULL)
     theirs.close()
     with suppress(BrokenPipeError, ConnectionResetError):  # a worker that has ended is reported with its first chunk
-        ours.send_bytes(json.dumps(asdict(job)).encode())
+        ours.send_bytes(json.dumps({"plugins": loaded_plugins(), **asdict(job)}).encode())
     return _Worker(process, ours)
 
 
@@ -185,6 +186,7 @@ def _work(connection: Connection) -> None:
     """Run a worker: returns when the parent closes the connection or exits."""
     try:
         table = json.loads(connection.recv_bytes())
+        load_plugins(table.pop("plugins"))  # their kinds of sources
         sources = tuple(SourceConfig(**source) for source in table["sources"])
         encoder = JobEncoder(Job(**table | {"sources": sources}))
         while True:

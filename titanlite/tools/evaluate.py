@@ -54,6 +54,7 @@ from titanlite.runtime.logging import log, setup_logging
 from titanlite.runtime.positions import Positions
 from titanlite.runtime.signals import StopRequest
 from titanlite.tools.command import (
+    AllowImport,
     File,
     OptionalCount,
     RunFolder,
@@ -95,6 +96,7 @@ class Options:
     """tokenizer.json or its folder, for a run on token files without a tokenizer; None: the run's own"""
     json: File = None
     """also write the results to this file"""
+    allow_import: AllowImport = False
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def evaluate_saved(
 
     overrides: `--section.key value`, checked. Raises UserError.
     """
-    saved = verified_run(options.run, options.weights, world, store)
+    saved = verified_run(options, world, store)
     with reading(saved.path):
         tokenizer = saved.tokenizer_for(options.tokenizer)
         config = evaluated_config(saved, options, overrides, world, has_tokenizer=tokenizer is not None)
@@ -170,21 +172,22 @@ def check_arguments(options: Options, overrides: Sequence[str]) -> None:
         raise ConfigError(problems)
 
 
-def verified_run(path: Path, weights: Weights, world: World, store: dist.Store) -> SavedRun:
+def verified_run(options: Options, world: World, store: dist.Store) -> SavedRun:
     """The checkpoint to evaluate, the same path on all ranks: rank 0 chooses and verifies it. Raises UserError.
 
     The first rank of a node that has a copy of its own verifies this copy.
     """
     if world.rank == 0:
-        saved = open_run(path).with_weights(weights)
+        saved = open_run(options.run, allow_import=options.allow_import).with_weights(options.weights)
         store.set(CHECKPOINT_KEY, json.dumps([str(saved.path), copy_id(saved.path)]))
         return saved
     store.wait([CHECKPOINT_KEY], timedelta(seconds=CommConfig.save_timeout_s))
     text, verified = json.loads(store.get(CHECKPOINT_KEY))
     path = Path(text)
     with reading(path):
-        found = open_run(path, verifies=world.local_rank == 0 and copy_id(path) != verified)
-        return found.with_weights(weights)
+        verifies = world.local_rank == 0 and copy_id(path) != verified
+        found = open_run(path, verifies=verifies, allow_import=options.allow_import)
+        return found.with_weights(options.weights)
 
 
 def evaluated_config(

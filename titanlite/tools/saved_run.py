@@ -18,7 +18,7 @@ from titanlite.checkpoint.folder import published_steps, step_folder
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Manifest, UnknownFormatError, read_manifest
 from titanlite.checkpoint.state import AVERAGE, MODEL
 from titanlite.checkpoint.storage import first_failure, load_tensors, read_shapes
-from titanlite.config.load import CONFIG_COPY, config_from_values, parse_config
+from titanlite.config.load import CONFIG_COPY, config_from_values, import_plugins_of, read_copy
 from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, tokenizer_file
@@ -153,23 +153,24 @@ class SavedRun:
             return None
 
 
-def open_run(path: str | Path, *, verifies: bool = True) -> SavedRun:
+def open_run(path: str | Path, *, verifies: bool = True, allow_import: bool = False) -> SavedRun:
     """Open the checkpoint at `path`: a folder step-N, or the latest valid one of a dump folder or checkpoint folder.
 
     Verifies all its files. In a folder of several, skips damaged checkpoints with a warning each. verifies: False on
-    ranks whose folder step-N another rank has verified. Raises UserError.
+    ranks whose folder step-N another rank has verified. allow_import: whether to import the plugins that the run's
+    configuration names. Raises UserError.
     """
     path = Path(path)
     if (path / MANIFEST_FILE).exists():
         try:
-            return _opened(path, verifies=verifies)
+            return _opened(path, verifies=verifies, allow_import=allow_import)
         except InvalidCheckpointError as error:
             raise UserError(f"{path} is damaged: {error}; {_ANOTHER}") from None
     folder, steps = path, published_steps(path)
     if not steps:
         folder = path / _checkpoint_folder(path)
         steps = published_steps(folder)
-    found = next(_valid(folder, steps), None)
+    found = next(_valid(folder, steps, allow_import=allow_import), None)
     if found is not None:
         return found
     what = "no valid checkpoint" if steps else "no checkpoint"
@@ -179,18 +180,22 @@ def open_run(path: str | Path, *, verifies: bool = True) -> SavedRun:
     )
 
 
-def latest_before(dump_folder: Path, step: int) -> SavedRun | None:
+def latest_before(dump_folder: Path, step: int, *, allow_import: bool) -> SavedRun | None:
     """The latest valid checkpoint of a step before `step` with the state of the optimizer; None if absent.
 
-    Raises UserError.
+    allow_import: see open_run. Raises UserError.
     """
     folder = dump_folder / _checkpoint_folder(dump_folder)
-    return _latest_full(folder, [saved for saved in checkpoint_steps(dump_folder) if saved < step])
+    earlier = [saved for saved in checkpoint_steps(dump_folder) if saved < step]
+    return _latest_full(folder, earlier, allow_import=allow_import)
 
 
-def initial_checkpoint(path: Path) -> SavedRun:
-    """The checkpoint with the state of the optimizer that checkpoint.initial_load_path leads to. Raises UserError."""
-    found = open_run(path) if (path / MANIFEST_FILE).exists() else _latest_full(path, published_steps(path))
+def initial_checkpoint(path: Path, *, allow_import: bool) -> SavedRun:
+    """The checkpoint with the state of the optimizer that checkpoint.initial_load_path leads to. allow_import: see
+    open_run. Raises UserError."""
+    if (path / MANIFEST_FILE).exists():
+        return open_run(path, allow_import=allow_import)
+    found = _latest_full(path, published_steps(path), allow_import=allow_import)
     if found is None:
         raise UserError(
             f"checkpoint.initial_load_path: the run began from {path}, which has no valid checkpoint any more: put it "
@@ -199,9 +204,10 @@ def initial_checkpoint(path: Path) -> SavedRun:
     return found
 
 
-def _latest_full(folder: Path, steps: Sequence[int]) -> SavedRun | None:
+def _latest_full(folder: Path, steps: Sequence[int], *, allow_import: bool) -> SavedRun | None:
     """The latest valid checkpoint of `steps` with the state of the optimizer; None if absent. Raises UserError."""
-    return next((found for found in _valid(folder, steps) if found.manifest.content == "full"), None)
+    valid = _valid(folder, steps, allow_import=allow_import)
+    return next((found for found in valid if found.manifest.content == "full"), None)
 
 
 def checkpoint_steps(dump_folder: Path) -> list[int]:
@@ -209,11 +215,11 @@ def checkpoint_steps(dump_folder: Path) -> list[int]:
     return published_steps(dump_folder / _checkpoint_folder(dump_folder))
 
 
-def _valid(folder: Path, steps: Sequence[int]) -> Iterator[SavedRun]:
+def _valid(folder: Path, steps: Sequence[int], *, allow_import: bool) -> Iterator[SavedRun]:
     """The valid checkpoints of `steps`, the latest first; damaged ones are skipped with a warning."""
     for step in reversed(steps):
         try:
-            yield _opened(step_folder(folder, step))
+            yield _opened(step_folder(folder, step), allow_import=allow_import)
         except InvalidCheckpointError as error:
             log.warning("%s is damaged: %s; trying the previous checkpoint", step_folder(folder, step), error)
 
@@ -223,11 +229,10 @@ def _checkpoint_folder(dump_folder: Path) -> str:
     copy = dump_folder / CONFIG_COPY
     if not copy.is_file():
         return CheckpointConfig.folder
-    config, _ = parse_config(["--job.config_file", str(copy)])
-    return config.checkpoint.folder
+    return read_copy(dump_folder).checkpoint.folder
 
 
-def _opened(path: Path, *, verifies: bool = True) -> SavedRun:
+def _opened(path: Path, *, verifies: bool = True, allow_import: bool) -> SavedRun:
     """Raises InvalidCheckpointError, UserError."""
     try:
         manifest = read_manifest(path)
@@ -235,6 +240,7 @@ def _opened(path: Path, *, verifies: bool = True) -> SavedRun:
         raise UserError(f"{path}: {error}") from None
     for name, record in manifest.files.items() if verifies else ():
         check_file(path, name, record, "full")
+    import_plugins_of(manifest.config, path, allowed=allow_import)
     values = dict(manifest.facts["model"])
     family = FAMILIES.get(values.pop("family"))
     if family is None:

@@ -242,6 +242,7 @@ def any_config(choose: random.Random) -> JobConfig:
             values = any_values(types_of(section_type), choose)
             others = {key for keys in LENGTHS for key in keys[1:]}
             values |= {key: type(values[key])(UNSET) for key in values if f"{name}.{key}" in others}
+            values |= {"plugins": ()} if name == "job" else {}  # they are imported
             sections[name] = section_type(**values)
     return JobConfig(**sections)
 

@@ -15,7 +15,7 @@ import pytest
 from titanlite.metrics import background, config
 from titanlite.metrics.about import AboutRun
 from titanlite.metrics.background import BackgroundSink
-from titanlite.metrics.config import LoggerName, MetricsConfig, check_metrics
+from titanlite.metrics.config import MetricsConfig, check_metrics
 from titanlite.metrics.meter import Record
 from titanlite.metrics.mlflow import MlflowService
 from titanlite.metrics.samples import SamplesRecord
@@ -232,7 +232,7 @@ def test_mlflow_on_files_has_metrics_params_and_tags_in_one_run(
 
 
 def test_a_missing_package_is_a_problem_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    names: tuple[LoggerName, ...] = ("jsonl", "wandb", "mlflow")
+    names: tuple[...] = ("jsonl", "wandb", "mlflow")
     assert check_metrics(MetricsConfig(loggers=names)) == []
     monkeypatch.setattr(config, "find_spec", lambda _: None)
     (problem,) = check_metrics(MetricsConfig(loggers=names))

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 
 from titanlite.metrics.about import AboutRun
-from titanlite.metrics.config import EXPERTS_FILE, METRICS_FILE, LoggerName, MetricsConfig, check_metrics
+from titanlite.metrics.config import EXPERTS_FILE, METRICS_FILE, MetricsConfig, check_metrics
 from titanlite.metrics.console import ConsoleSink, table_lines
 from titanlite.metrics.jsonl import JsonlSink, json_line
 from titanlite.metrics.meter import Record
@@ -41,7 +41,7 @@ RECORD = Record(
     bad_rows=0,
 )
 
-TENSORBOARD: tuple[LoggerName, ...] = ("console", "jsonl", "tensorboard")
+TENSORBOARD: tuple[str, ...] = ("console", "jsonl", "tensorboard")
 ABOUT = AboutRun(
     {"run_id": "r-1", "torch": "2"}, {"training.steps": 7, "data.shuffle": True}, "[training]\nsteps = 7\n"
 )

@@ -16,8 +16,10 @@ from titanlite.precision import DTYPES
 from titanlite.runtime.durability import sync_folder
 from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.runtime.logging import log, setup_logging
+from titanlite.runtime.plugins import load_plugins
 from titanlite.runtime.text import counted
 from titanlite.tools.command import (
+    AllowImport,
     Folder,
     RunFolder,
     appears_complete,
@@ -52,6 +54,7 @@ class ExportOptions:
     """compare logits even if memory may be short; otherwise skipped in that case"""
     no_verify: bool = False
     """do not compare the logits of the run and the folder"""
+    allow_import: AllowImport = False
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def check_new(out: Path) -> None:
 
 def export_folder(options: ExportOptions) -> None:
     shard_bytes = size_in_bytes(options.shard_size)
-    run = open_run(options.run).with_weights(options.weights)
+    run = open_run(options.run, allow_import=options.allow_import).with_weights(options.weights)
     write_export(run, options, shard_bytes)
     print(f"{options.out} is complete. To load it: AutoModelForCausalLM.from_pretrained({str(options.out)!r})")
 
@@ -120,6 +123,7 @@ def write_export(run: SavedRun, options: ExportOptions, shard_bytes: int) -> Non
 
 
 def import_folder(options: ImportOptions) -> None:
+    load_plugins(())  # families of installed packages
     source = open_source(options.source.removeprefix(PREFIX))
     dtype = kept_dtype(source) if options.dtype == "auto" else options.dtype
     log.info("Importing %s: %s %s", source.name, source.family.name, source.describe(DTYPES[dtype]))

@@ -40,7 +40,7 @@ def write_folder(run: SavedRun, folder: Path, dtype: torch.dtype, shard_bytes: i
 
 def config_json(run: SavedRun, dtype: torch.dtype, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """The contents of config.json. Names the dtype twice: transformers before 4.56 reads it as torch_dtype."""
-    described = run.family.hugging_face
+    described = run.family.exported
     name = str(dtype).removeprefix("torch.")
     return {
         "architectures": [described.architecture],
@@ -61,7 +61,7 @@ def _separators(tokenizer: Tokenizer | None) -> dict[str, int | None]:
 
 def _write_weights(run: SavedRun, folder: Path, dtype: torch.dtype, shard_bytes: int) -> list[str]:
     shapes = run.shapes()
-    names = run.family.hugging_face.names(run.hyper_parameters)
+    names = run.family.exported.names(run.hyper_parameters)
     assert names.keys() <= shapes.keys(), "the family maps a name that the run does not have"
     _require_no_others(run, {name: shape for name, shape in shapes.items() if name not in names})
     sizes = {name: prod(shapes[name]) * dtype.itemsize for name in names}
@@ -94,7 +94,7 @@ def _require_no_others(run: SavedRun, others: Mapping[str, tuple[int, ...]]) -> 
     if kept:
         raise UserError(
             f"{run.path} has {kept[0]}{f' and {len(kept) - 1} more' if len(kept) > 1 else ''}, which the format of "
-            f"{run.family.hugging_face.architecture} does not have: without it, the model would compute something "
+            f"{run.family.exported.architecture} does not have: without it, the model would compute something "
             "else. Train without it (for experts: model.bias_rate = 0.0), or use the run in titanlite"
         )
 

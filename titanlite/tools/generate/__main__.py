@@ -19,7 +19,15 @@ from titanlite.generation.sampling import Sampling
 from titanlite.precision import DTYPES
 from titanlite.runtime.errors import ConfigError, Problem, ranged, require
 from titanlite.runtime.logging import log, setup_logging
-from titanlite.tools.command import Count, OptionalCount, RunFolder, check_options, read_options, run_command
+from titanlite.tools.command import (
+    AllowImport,
+    Count,
+    OptionalCount,
+    RunFolder,
+    check_options,
+    read_options,
+    run_command,
+)
 from titanlite.tools.generate.printing import print_texts
 from titanlite.tools.generate.prompts import read_prompts
 from titanlite.tools.saved_run import SavedRun, Weights, open_run, reading
@@ -65,6 +73,7 @@ class Options:
     """of weights and arithmetic; auto: the dtype of the run's weights"""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """tokenizer.json or its folder; None: the run's own"""
+    allow_import: AllowImport = False
 
 
 def main(argv: Sequence[str]) -> None:
@@ -77,7 +86,7 @@ def main(argv: Sequence[str]) -> None:
     setup_logging(0, sys.stderr)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals that are not UTF-8
-    run = open_run(options.run).with_weights(options.weights)
+    run = open_run(options.run, allow_import=options.allow_import).with_weights(options.weights)
     found = prepare(run, prompts_given, options)
     streams = [TextStream(found.tokenizer, prompt.ids) for prompt in found.prompts]
     began = time.perf_counter()

@@ -15,7 +15,7 @@ from titanlite.faults.record import read_records
 from titanlite.runtime.distributed import world_from_environment
 from titanlite.runtime.errors import ConfigError, UsageError, UserError, ranged
 from titanlite.runtime.logging import setup_logging
-from titanlite.tools.command import Count, check_options, read_options, run_command
+from titanlite.tools.command import AllowImport, Count, check_options, read_options, run_command
 from titanlite.tools.parity.measure import own_dtypes
 from titanlite.tools.replay.compare import judge
 from titanlite.tools.replay.compute import (
@@ -50,6 +50,7 @@ class Options:
     """do not compute earlier steps again: needs a checkpoint of step K - 1"""
     sequences: Count = ranged(5, least=0)
     """number of sequences to show: those with the largest losses"""
+    allow_import: AllowImport = False
 
 
 def main(argv: Sequence[str]) -> None:
@@ -67,9 +68,9 @@ def main(argv: Sequence[str]) -> None:
     all_records = read_records(folder)
     require_trained(folder, all_records, step)
     records = [record for record in all_records if step in record.steps]
-    saved = latest_before(folder, step)
-    config = launch_config(folder, records, saved)
-    start = saved or start_of_run(config, step)
+    saved = latest_before(folder, step, allow_import=options.allow_import)
+    config = launch_config(folder, records, saved, allow_import=options.allow_import)
+    start = saved or start_of_run(config, step, allow_import=options.allow_import)
     config = replayed_config(config, folder, start, world)
     require_start(folder, config, records, start, step, from_checkpoint_only=options.from_checkpoint_only)
     if records:

@@ -16,7 +16,7 @@ from titanlite.checkpoint.compatibility import changed_settings
 from titanlite.checkpoint.start import StartFinder
 from titanlite.checkpoint.state import RunState
 from titanlite.config.check import check_config, resolve_config
-from titanlite.config.load import CONFIG_COPY, config_from_values, parse_config
+from titanlite.config.load import CONFIG_COPY, config_from_values, import_plugins_of, parse_config, read_copy
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader
 from titanlite.data.tokenizer import Tokenizer
@@ -64,29 +64,34 @@ class Replayed:
     rows: list[Row]
 
 
-def launch_config(folder: Path, records: Sequence[Record], saved: SavedRun | None) -> JobConfig:
+def launch_config(folder: Path, records: Sequence[Record], saved: SavedRun | None, *, allow_import: bool) -> JobConfig:
     """The configuration of the launch that took the step. Raises ConfigError.
 
     It is in the record; without one, that of the run's checkpoint `saved` or of the latest start is taken.
+    allow_import: whether to import its plugins.
     """
     if records:
-        return config_from_values(records[0].about["config"])
+        values = records[0].about["config"]
+        import_plugins_of(values, folder, allowed=allow_import)
+        return config_from_values(values)
     if saved is not None:
         return saved.config
+    copy = read_copy(folder)
+    import_plugins_of({"job": {"plugins": copy.job.plugins}}, folder, allowed=allow_import)
     config, problems = parse_config(["--job.config_file", str(folder / CONFIG_COPY)])
     if problems:
         raise ConfigError(problems)
     return config
 
 
-def start_of_run(config: JobConfig, step: int) -> SavedRun | None:
+def start_of_run(config: JobConfig, step: int, *, allow_import: bool) -> SavedRun | None:
     """The checkpoint of another run that this one continued; None if it began at step 0. Raises UserError.
 
-    config: of a launch. step: the one to replay.
+    config: of a launch. step: the one to replay. allow_import: see open_run.
     """
     if not config.checkpoint.initial_load_path or config.checkpoint.initial_load_model_only:
         return None
-    found = initial_checkpoint(Path(config.checkpoint.initial_load_path))
+    found = initial_checkpoint(Path(config.checkpoint.initial_load_path), allow_import=allow_import)
     if step <= found.manifest.step:
         raise UserError(
             f"the run began after step {found.manifest.step}, from {found.path}, so it has not taken step {step}: "

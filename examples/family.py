@@ -1,0 +1,105 @@
+"""A model family: Llama 3 with a feed-forward of two matrices and the squared ReLU, w2(relu(w1 x)^2).
+
+So et al., "Primer: Searching for Efficient Transformers for Language Modeling", 2021. Use it with
+
+    [job]
+    plugins = ["family.py"]
+    [model]
+    family = "primer"
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+import titanlite
+from titanlite.models.decoder import TENSOR_STYLES, Decoder, check_decoder, check_width, decoder_plan, init
+from titanlite.models.family import DecoderConfig, Family, Plan
+from titanlite.models.layers import Attention
+from titanlite.runtime.errors import Problem
+
+
+@dataclass(frozen=True)
+class PrimerConfig(DecoderConfig):
+    """Hyper-parameters of the primer family. The text below each field is its help."""
+
+    dim: int
+    """Width of the residual stream."""
+    n_layers: int
+    """Number of transformer blocks."""
+    n_heads: int
+    """Query heads; each is dim / n_heads wide."""
+    n_kv_heads: int
+    """Key/value heads, each shared by n_heads / n_kv_heads query heads."""
+    ffn_dim: int
+    """Width of the feed-forward's hidden layer."""
+    vocab_size: int
+    """Rows of the embedding and of the output, at least the tokenizer's vocabulary."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in RMSNorm."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary wavelengths."""
+    max_seq_len: int = 4096
+    """Maximum sequence length, and the length of the rotary tables."""
+    tie_embeddings: bool = False
+    """The output layer uses the embedding's weights."""
+
+    @property
+    def head_dim(self) -> int:  # type: ignore[override]
+        """Width of one attention head."""
+        return self.dim // self.n_heads
+
+
+class SquaredReLU(nn.Module):
+    """w2(relu(w1 x)^2)."""
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (batch, seq_len, dim). Returns the same shape."""
+        out: Tensor = self.w2(functional.relu(self.w1(x)).square())
+        return out
+
+
+def build(config: PrimerConfig) -> Decoder:
+    attention = partial(Attention, config.dim, config.n_heads, config.n_kv_heads, config.head_dim)
+    return Decoder(config, attention, feed_forward=partial(SquaredReLU, config.dim, config.ffn_dim))
+
+
+def plan(config: PrimerConfig) -> Plan:
+    """As for Llama, without the third matrix: tensor parallelism cuts w1 by its output and w2 by its input."""
+    styles = {name: style for name, style in TENSOR_STYLES.items() if not name.endswith(".w3")}
+    return decoder_plan(config, styles)
+
+
+def check(config: PrimerConfig, seq_len: int, tp: int, pp: int) -> list[Problem]:
+    return [*check_decoder(config, seq_len, tp, pp, published="Primer"), *check_width(config)]
+
+
+def flops_per_token(config: PrimerConfig, seq_len: int) -> int:
+    """6 operations per weight that multiplies a token, and attention's 12 per layer, position and feature."""
+    block = 2 * config.dim * (config.n_heads + config.n_kv_heads) * config.head_dim + 2 * config.dim * config.ffn_dim
+    weights = config.n_layers * block + config.vocab_size * config.dim
+    return 6 * weights + 12 * config.n_layers * seq_len * config.dim
+
+
+titanlite.register_family(
+    Family(
+        name="primer",
+        config_type=PrimerConfig,
+        flavors={
+            "debug": PrimerConfig(dim=128, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=512, vocab_size=2000),
+            "100M": PrimerConfig(dim=768, n_layers=12, n_heads=12, n_kv_heads=12, ffn_dim=3072, vocab_size=32_000),
+        },
+        check=check,
+        build=build,
+        plan=plan,
+        init=init,
+        flops_per_token=flops_per_token,
+    )
+)

@@ -1,0 +1,115 @@
+"""Tests that each file of examples/ does what its docstring says."""
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from titanlite.config.load import load_config, parse_config
+from titanlite.data.config import DataConfig
+from titanlite.data.kinds import KINDS, open_source
+from titanlite.data.sources.config import SourceConfig
+from titanlite.data.sources.pieces import BadRowError
+from titanlite.metrics.about import AboutRun
+from titanlite.metrics.background import BackgroundSink
+from titanlite.metrics.config import MetricsConfig
+from titanlite.metrics.meter import Record
+from titanlite.metrics.sinks import SERVICES
+from titanlite.models.registry import FAMILIES
+from titanlite.optim.optimizer import Arguments, GatedOptimizer, OptimizerConfig
+from titanlite.optim.registry import OPTIMIZERS
+from titanlite.optim.schedule import ScheduleConfig, build_schedule
+from titanlite.parallel.mesh import Sharing
+from titanlite.runtime.plugins import load_plugins
+
+pytestmark = pytest.mark.usefixtures("registries")
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_the_configuration_of_all_examples_is_valid() -> None:
+    config = load_config([str(EXAMPLES / "plugins.toml")], world_size=1, device_type="cpu")
+    assert [entry.partition("@")[0] for entry in config.job.plugins] == [
+        str(EXAMPLES / f"{name}.py") for name in ("family", "optimizer", "schedule", "logger")
+    ]
+    assert (config.model.family, config.optimizer.name, config.lr_schedule.decay) == ("primer", "RAdam", "restarts")
+    _, (problem,) = parse_config([str(EXAMPLES / "plugins.toml"), "--model.ffn", "3"])
+    assert problem.remedy == "did you mean model.ffn_dim?"
+
+
+def test_the_family_has_a_squared_relu() -> None:
+    load_plugins([str(EXAMPLES / "family.py")])
+    family = FAMILIES["primer"]
+    model = family.build(family.flavors["debug"])
+    feed_forward = model.get_submodule("layers.0.feed_forward")
+    with torch.no_grad():
+        for parameter in feed_forward.parameters():
+            parameter.fill_(0.5)
+    x = torch.ones(1, 1, 128)
+    assert feed_forward(x).unique().tolist() == [512 * 0.5 * (128 * 0.5) ** 2]
+    assert feed_forward(-x).unique().tolist() == [0.0]
+
+
+def test_the_source_reads_the_cells_of_notebooks(tmp_path: Path) -> None:
+    load_plugins([str(EXAMPLES / "source.py")])
+    text = "é" * 30
+    content = {"cells": [{"source": ["# Title\n", "text"]}, {"source": ""}, {"source": text}]}
+    (tmp_path / "good.ipynb").write_text(json.dumps(content))
+    (tmp_path / "bad.ipynb").write_text("{}")
+    source = open_source(SourceConfig("notebooks", str(tmp_path)))
+    bad, good = source.files()
+    pieces = list(source.scan(good, 1, 40))  # type: ignore[attr-defined]
+    assert [piece.row for piece in pieces] == [1, 3, 3]
+    texts = [source.read(good, piece) for piece in pieces]  # type: ignore[attr-defined]
+    assert (texts[0], texts[1] + texts[2]) == ("# Title\ntext", text)
+    (piece,) = source.scan(bad, 0, 40)  # type: ignore[attr-defined]
+    with pytest.raises(BadRowError, match="not a notebook: KeyError"):
+        source.read(bad, piece)  # type: ignore[attr-defined]
+    assert "notebooks" in KINDS
+    assert DataConfig(sources=(source.config,)).sources[0].kind == "notebooks"
+
+
+def test_the_optimizer_is_radam_and_can_skip() -> None:
+    load_plugins([str(EXAMPLES / "optimizer.py")])
+    ours, theirs = (nn.Parameter(torch.arange(6.0).reshape(2, 3)) for _ in range(2))
+    options = {"lr_factor": 1.0, "weight_decay": 0.1, "betas": (0.8, 0.9), "momentum": 0.0}
+    groups = [{"params": [("weights", ours)], **options}]
+    section = OptimizerConfig(lr=0.01)
+    gated = GatedOptimizer(
+        [OPTIMIZERS["RAdam"].build(Arguments(groups, section, "foreach", torch.device("cpu"), Sharing(), 0))]
+    )
+    reference = torch.optim.RAdam([theirs], lr=0.01, betas=(0.8, 0.9), weight_decay=0.1, decoupled_weight_decay=True)
+    gated.set_lr(0.01)
+    for step in range(3):
+        ours.grad = theirs.grad = torch.full((2, 3), step - 1.5)
+        gated.step_if(torch.tensor(False))
+        gated.step_if(torch.tensor(True))
+        reference.step()
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_schedule_restarts_four_times() -> None:
+    load_plugins([str(EXAMPLES / "schedule.py")])
+    section = ScheduleConfig(warmup_steps=0, decay="restarts", min_lr_factor=0.0)
+    lr = build_schedule(section, 2.0, 400)
+    rates = np.array([lr(step) for step in range(401)])
+    assert rates[[0, 100, 200, 300]].tolist() == [2.0] * 4
+    assert math.isclose(rates[50], 1.0)
+    assert rates[[99, 199, 299, 399]].max() < 0.001
+    assert rates[400] == 0.0
+
+
+def test_the_logger_appends_rows(tmp_path: Path) -> None:
+    load_plugins([str(EXAMPLES / "logger.py")])
+    record = Record(3, 2.5, 1.0, 0.1, *[0] * 8)
+    for _ in range(2):  # the second one is a resumed run
+        sink = BackgroundSink(SERVICES["csv"](MetricsConfig(), tmp_path, AboutRun({}, {}, "")))
+        sink.write(record)
+        sink.close()
+    rows = list(csv.reader((tmp_path / "metrics.csv").read_text().splitlines()))
+    assert rows == [["step", "loss", "lr"], ["3", "2.5", "0.1"], ["3", "2.5", "0.1"]]

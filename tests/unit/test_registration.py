@@ -1,0 +1,204 @@
+"""Tests of the checks of register_...: each refuses what would fail later, and in words."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+import titanlite
+from titanlite.config.load import parse_config
+from titanlite.data.kinds import KINDS
+from titanlite.data.sources.text import Text
+from titanlite.metrics.background import Service
+from titanlite.metrics.sinks import SERVICES
+from titanlite.models.family import Family, Plan
+from titanlite.models.init import Init
+from titanlite.models.llama3 import LLAMA3, Llama3Config
+from titanlite.models.registry import FAMILIES
+from titanlite.optim.optimizer import Arguments, OptimizerKind
+from titanlite.optim.registry import OPTIMIZERS
+from titanlite.runtime.plugins import RegistrationError
+
+pytestmark = pytest.mark.usefixtures("registries")
+
+TINY = Llama3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=64)
+FAMILY = replace(LLAMA3, name="mine", flavors={"tiny": TINY})
+
+
+@dataclass
+class Thawed:
+    dim: int = 1
+
+
+@dataclass(frozen=True)
+class Odd(Llama3Config):
+    """With a hyper-parameter that TOML cannot express."""
+
+    activation: Callable[[Any], Any] = torch.relu
+
+
+@dataclass(frozen=True)
+class Taken(Llama3Config):
+    """With the name of a key of [model]."""
+
+    flavor: str = "mine"
+
+
+def odd(kind: type[Llama3Config]) -> Family:
+    return replace(FAMILY, config_type=kind, flavors={"tiny": kind(**vars(TINY))})
+
+
+def plan_without(unit: int) -> Callable[[Any], Plan]:
+    def plan(config: Any) -> Plan:
+        full = LLAMA3.plan(config)
+        return replace(full, units=full.units[:unit] + full.units[unit + 1 :])
+
+    return plan
+
+
+def test_a_family_is_a_choice_with_its_hyper_parameters() -> None:
+    titanlite.register_family(FAMILY)
+    config, problems = parse_config(["--model.family", "mine", "--model.flavor", "tiny", "--model.ffn_dim", "96"])
+    assert problems == []
+    assert (config.model.family, config.model.overrides) == ("mine", {"ffn_dim": 96})
+    _, (problem,) = parse_config(["--model.family", "mime"])
+    assert problem.remedy == 'did you mean "mine"?'
+    with pytest.raises(RegistrationError, match="the registries are fixed"):
+        titanlite.register_family(replace(FAMILY, name="late"))
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        (TINY, "takes a titanlite.models.family.Family"),
+        (replace(FAMILY, name="my family"), "the name must have letters, digits"),
+        (replace(FAMILY, name="llama3"), "this name is titanlite's own"),
+        (replace(FAMILY, config_type=Thawed), "must be a frozen dataclass"),
+        (odd(Odd), "activation: .* is no type of TOML keys"),
+        (odd(Taken), "flavor cannot be hyper-parameters"),
+        (replace(FAMILY, flavors={}), "flavors is empty"),
+        (replace(FAMILY, flavors={"tiny": 3}), "flavor 'tiny' is no Llama3Config"),
+        (replace(FAMILY, build=lambda config: torch.nn.Linear(config.dim, 1)), "build must return a titanlite"),
+        (replace(FAMILY, plan=plan_without(1)), "layers.0.attention_norm.weight is in 0"),
+        (replace(FAMILY, init=lambda _, name: Init("ones") if "norm" in name else None), "init has no"),
+        (replace(FAMILY, flops_per_token=lambda *_: 0), "flops_per_token must return a positive"),
+        (
+            replace(FAMILY, hugging_face=replace(LLAMA3.exported, names=lambda _: {"norm.weight": "norm"})),
+            "hugging_face.names differs from the model's parameters: layers.0.attention.wk.weight",
+        ),
+    ],
+)
+def test_a_family_that_would_fail_later_is_refused(family: Any, reason: str) -> None:
+    with pytest.raises(RegistrationError, match=rf"register_family\(.*\): .*{reason}"):
+        titanlite.register_family(family)
+    assert "mine" not in FAMILIES
+
+
+def test_a_source_is_a_choice() -> None:
+    class Lines(Text):
+        kind = "my-lines"
+
+    titanlite.register_source(Lines)
+    assert KINDS["my-lines"] is Lines
+
+
+class NoKind(Text):
+    kind = 3  # type: ignore[assignment]
+
+
+class OtherKeys(Text):
+    kind = "others"
+    keys = ("document", "colour")
+
+
+class Abstract(Text.__base__):  # type: ignore[misc, name-defined]
+    kind = "abstract"
+    row_name = "line"
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (Text, "this name is titanlite's own"),
+        (object, "takes a subclass of TextSource or StreamedSource"),
+        (NoKind, "the class needs an attribute kind"),
+        (OtherKeys, "keys has colour"),
+        (Abstract, "the class needs read, scan"),
+    ],
+)
+def test_a_source_that_would_fail_later_is_refused(source: Any, reason: str) -> None:
+    with pytest.raises(RegistrationError, match=reason):
+        titanlite.register_source(source)
+
+
+class RowState(torch.optim.SGD):
+    """Keeps a number per row: a part of a checkpoint that no mesh could cut as it cuts the parameter."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["rows"] = parameter.detach().sum(1)
+
+
+def sgd(arguments: Arguments) -> torch.optim.Optimizer:
+    return torch.optim.SGD(arguments.groups, lr=arguments.section.lr)
+
+
+def without_names(arguments: Arguments) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for _, parameter in arguments.groups[0]["params"]], lr=0.1)
+
+
+def idle(arguments: Arguments) -> torch.optim.Optimizer:
+    optimizer = sgd(arguments)
+    optimizer.step = lambda *_: None  # type: ignore[method-assign, assignment]
+    return optimizer
+
+
+def test_an_optimizer_is_a_choice() -> None:
+    titanlite.register_optimizer("Plain", OptimizerKind(sgd, options=()))
+    assert OPTIMIZERS["Plain"].options == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (torch.optim.SGD, "takes a titanlite.optim.optimizer.OptimizerKind"),
+        (OptimizerKind(sgd, options=("rho",)), "options has rho"),
+        (OptimizerKind(lambda arguments: arguments, options=()), r"build must return a torch.optim.Optimizer"),  # type: ignore[arg-type, return-value]
+        (OptimizerKind(without_names, options=()), "build must pass the groups"),
+        (OptimizerKind(idle, options=()), "an update must change weights"),
+        (OptimizerKind(lambda arguments: torch.optim.NAdam(arguments.groups), options=()), "the state must be zero"),
+        (OptimizerKind(lambda arguments: RowState(arguments.groups), options=()), "state 'rows' must be a tensor of"),
+    ],
+)
+def test_an_optimizer_that_would_fail_later_is_refused(kind: Any, reason: str) -> None:
+    with pytest.raises(RegistrationError, match=reason):
+        titanlite.register_optimizer("Mine", kind)
+    assert "Mine" not in OPTIMIZERS
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        (lambda progress: 2 * progress, r"shape\(0.51\) is 1.02, and must be from 0 to 1"),
+        (lambda _: "0.5", r"shape\(0.0\) is '0.5'"),
+        (lambda _: float("nan"), "is nan"),
+    ],
+)
+def test_a_schedule_that_would_fail_later_is_refused(shape: Any, reason: str) -> None:
+    with pytest.raises(RegistrationError, match=reason):
+        titanlite.register_schedule("mine", shape)
+
+
+def test_a_logger_is_a_choice() -> None:
+    def build(section: Any, folder: Any, about: Any) -> Service:
+        raise NotImplementedError
+
+    titanlite.register_logger("mine", build)
+    assert SERVICES["mine"] is build
+    for name in ("console", "mine"):
+        with pytest.raises(RegistrationError, match="name"):
+            titanlite.register_logger(name, build)
+    assert parse_config(["--metrics.loggers", '["jsonl", "mine"]'])[1] == []

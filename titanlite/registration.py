@@ -1,0 +1,210 @@
+"""The functions by which plugins add families, sources, optimizers, schedules and loggers.
+
+Each checks what it adds, with a small instance of it, and raises RegistrationError. They work until a configuration is
+read, and in modules of job.plugins.
+"""
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from titanlite.config.describe import type_label
+from titanlite.config.fields import fields_of, types_of
+from titanlite.data.kinds import KINDS
+from titanlite.data.sources.base import Source, StreamedSource, TextSource
+from titanlite.data.sources.config import SourceConfig
+from titanlite.metrics.about import AboutRun
+from titanlite.metrics.background import Service
+from titanlite.metrics.config import MetricsConfig
+from titanlite.metrics.sinks import OWN_LOGGERS, SERVICES
+from titanlite.models.family import Family, HuggingFace, LanguageModel, ModelConfig, Plan
+from titanlite.models.init import Init
+from titanlite.models.registry import FAMILIES
+from titanlite.optim.optimizer import Arguments, GatedOptimizer, OptimizerConfig, OptimizerKind, skips_by_itself
+from titanlite.optim.registry import OPTIMIZERS
+from titanlite.optim.schedule import DECAY_SHAPES
+from titanlite.parallel.mesh import Sharing
+from titanlite.runtime.plugins import RegistrationError, add_entry
+
+CPU = torch.device("cpu")
+NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
+SIZES = ("dim", "head_dim", "vocab_size", "max_seq_len")
+"""Hyper-parameters that every family has, since code outside of it reads them."""
+
+
+def register_family(family: Family) -> None:
+    """Add a model family, chosen by model.family; its hyper-parameters become keys of [model].
+
+    Its first flavor is built on the meta device and compared with its plan, initial distributions and names.
+    """
+    check = _Check("register_family", getattr(family, "name", family))
+    check.require(isinstance(family, Family), "takes a titanlite.models.family.Family")
+    check.name(family.name)
+    _check_hyper_parameters(check, family)
+    for flavor, config in family.flavors.items():
+        check.require(isinstance(config, family.config_type), f"flavor {flavor!r} is no {family.config_type.__name__}")
+        sizes = {name: getattr(config, name, None) for name in SIZES}
+        wrong = [name for name, value in sizes.items() if type(value) is not int]
+        check.require(not wrong, f"flavor {flavor!r} has no integer {' and '.join(wrong)}")
+    _check_model(check, family, next(iter(family.flavors.values())))
+    add_entry(FAMILIES, family.name, family, "register_family")
+
+
+def register_source(source: type[Source]) -> None:
+    """Add a kind of source, chosen by data.sources.0.kind: a subclass of TextSource or StreamedSource."""
+    check = _Check("register_source", getattr(source, "kind", source))
+    is_source = isinstance(source, type) and issubclass(source, TextSource | StreamedSource)
+    check.require(is_source, "takes a subclass of TextSource or StreamedSource of titanlite.data.sources.base")
+    check.require(isinstance(getattr(source, "kind", None), str), "the class needs an attribute kind, a string")
+    check.name(source.kind)
+    missing = sorted(getattr(source, "__abstractmethods__", ()))
+    check.require(not missing, f"the class needs {', '.join(missing)}")
+    has_row_name = not issubclass(source, TextSource) or isinstance(getattr(source, "row_name", None), str)
+    check.require(has_row_name, 'the class needs row_name, the word for a row in messages, such as "line"')
+    unknown = sorted({*source.keys} - {*fields_of(SourceConfig())})
+    check.require(not unknown, f"keys has {', '.join(unknown)}, which [[data.sources]] does not have")
+    add_entry(KINDS, source.kind, source, "register_source")
+
+
+def register_optimizer(name: str, kind: OptimizerKind) -> None:
+    """Add an optimizer, chosen by optimizer.name and in groups.
+
+    It is built for one matrix and updates it: an update that is skipped must change nothing, and its state must be
+    tensors of the parameter's shape, or scalars, since checkpoints cut the state as they cut the parameter.
+    """
+    check = _Check("register_optimizer", name)
+    check.require(isinstance(kind, OptimizerKind), "takes a titanlite.optim.optimizer.OptimizerKind")
+    check.name(name)
+    unknown = sorted({*kind.options} - {"beta1", "beta2", "momentum"})
+    check.require(not unknown, f"options has {', '.join(unknown)}; there are beta1, beta2 and momentum")
+    _check_updates(check, kind)
+    add_entry(OPTIMIZERS, name, kind, "register_optimizer")
+
+
+def register_schedule(name: str, shape: Callable[[float], float]) -> None:
+    """Add a shape of the learning rate's decay, chosen by lr_schedule.decay.
+
+    shape: the position between the peak learning rate (0) and the smallest one (1), by the completed fraction of the
+    decay, from 0 to 1.
+    """
+    check = _Check("register_schedule", name)
+    check.name(name)
+    for percent in range(101):
+        value = shape(percent / 100)
+        is_number = isinstance(value, int | float) and math.isfinite(value)
+        check.require(is_number and 0 <= value <= 1, f"shape({percent / 100}) is {value!r}, and must be from 0 to 1")
+    add_entry(DECAY_SHAPES, name, shape, "register_schedule")
+
+
+def register_logger(name: str, build: Callable[[MetricsConfig, Path, AboutRun], Service]) -> None:
+    """Add a logger, chosen by metrics.loggers.
+
+    build: called on rank 0 with [metrics], the dump folder and facts of the run; returns a Service of
+    titanlite.metrics.background. A thread calls it; if it raises, the run continues without it.
+    """
+    check = _Check("register_logger", name)
+    check.name(name)
+    check.require(name not in OWN_LOGGERS, "this name is titanlite's own: choose another one")
+    check.require(callable(build), "takes a function or class that is called with [metrics], folder and facts")
+    add_entry(SERVICES, name, build, "register_logger")
+
+
+class _Check:
+    """Raises RegistrationErrors about one call. name: of the entry."""
+
+    def __init__(self, function: str, name: Any) -> None:
+        self._call = f"{function}({name!r})"
+
+    def require(self, ok: bool, text: str) -> None:
+        if not ok:
+            raise RegistrationError(f"{self._call}: {text}")
+
+    def name(self, name: Any) -> None:
+        is_name = isinstance(name, str) and re.fullmatch(NAME, name) is not None
+        self.require(is_name, "the name must have letters, digits, _, - and . only")
+
+
+def _check_hyper_parameters(check: _Check, family: Family) -> None:
+    kind = family.config_type
+    is_frozen = dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    check.require(is_frozen, "config_type must be a frozen dataclass")
+    taken = sorted({field.name for field in dataclasses.fields(kind)} & {*fields_of(ModelConfig())})
+    check.require(not taken, f"{', '.join(taken)} cannot be hyper-parameters: [model] has them")
+    for name, value_type in types_of(kind).items():
+        try:
+            type_label(value_type)
+        except (KeyError, TypeError):
+            check.require(False, f"{name}: {value_type} is no type of TOML keys: bool, int, float, str, or a Literal")
+    check.require(bool(family.flavors), "flavors is empty")
+
+
+def _check_model(check: _Check, family: Family, config: Any) -> None:
+    """Compare a model on the meta device with the other parts of its family."""
+    with torch.device("meta"):
+        model = family.build(config)
+    check.require(isinstance(model, LanguageModel), "build must return a titanlite.models.family.LanguageModel")
+    model.tie_weights()
+    names = [name for name, _ in model.named_parameters()]
+    plan = family.plan(config)
+    check.require(isinstance(plan, Plan), "plan must return a titanlite.models.family.Plan")
+    modules = dict(model.named_modules())
+    missing = [name for unit in (*plan.units, (*plan.blocks,)) for name in unit if name not in modules]
+    check.require(not missing, f"the plan has {', '.join(missing)}, which the model does not have")
+    prefixes = [tuple(f"{name}." for name in unit) for unit in plan.units]
+    units = Counter({name: sum(name.startswith(prefix) for prefix in prefixes) for name in names})
+    wrong = [f"{name} is in {count}" for name, count in units.items() if count != 1]
+    check.require(not wrong, f"each parameter must be in one unit of the plan: {'; '.join(wrong[:3])}")
+    for name in names:
+        check.require(isinstance(family.init(config, name), Init), f"init has no distribution for {name}")
+    check.require(family.flops_per_token(config, 1) > 0, "flops_per_token must return a positive number")
+    if family.hugging_face is not None:
+        is_format = isinstance(family.hugging_face, HuggingFace)
+        check.require(is_format, "hugging_face must be None or a titanlite.models.family.HuggingFace")
+        other = {*family.hugging_face.names(config)} ^ {*names}
+        check.require(not other, f"hugging_face.names differs from the model's parameters: {', '.join(sorted(other))}")
+
+
+def _check_updates(check: _Check, kind: OptimizerKind) -> None:
+    """Update a matrix twice, by titanlite with an update before that is skipped, and by torch alone."""
+    (ours, optimizer), (theirs, alone) = (_build_for_matrix(check, kind) for _ in range(2))
+    gated = GatedOptimizer([optimizer])
+    gated.init_state()
+    for ok in (False, True, True):
+        ours.grad = torch.ones(2, 3)
+        gated.set_lr(0.1)
+        before = ours.detach().clone()
+        gated.step_if(torch.tensor(ok))
+        changed = not torch.equal(ours, before)
+        check.require(changed == ok, "an update must change weights, and nothing if found_inf is not 0")
+        if ok:
+            theirs.grad = torch.ones(2, 3)
+            GatedOptimizer([alone]).set_lr(0.1)
+            if skips_by_itself(alone):
+                alone.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+            alone.step()
+    check.require(
+        torch.equal(ours, theirs),
+        "the state must be zero before the first update: a skipped one restores it; or derive the optimizer from "
+        "SkippingOptimizer of titanlite.optim.optimizer",
+    )
+    for key, value in optimizer.state[ours].items():
+        fits = isinstance(value, torch.Tensor) and value.shape in ((), (2, 3))
+        check.require(fits, f"state {key!r} must be a tensor of the parameter's shape, or a scalar tensor")
+
+
+def _build_for_matrix(check: _Check, kind: OptimizerKind) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+    weights = nn.Parameter(torch.ones(2, 3))
+    options = {"lr_factor": 1.0, "weight_decay": 0.0, "betas": (0.9, 0.95), "momentum": kind.momentum}
+    groups = [{"params": [("weights", weights)], **options}]
+    optimizer = kind.build(Arguments(groups, OptimizerConfig(), "for-loop", CPU, Sharing(), 0))
+    check.require(isinstance(optimizer, torch.optim.Optimizer), "build must return a torch.optim.Optimizer")
+    kept = all({"lr_factor", "param_names"} <= group.keys() for group in optimizer.param_groups)
+    check.require(kept, "build must pass the groups to torch's optimizer as they are, with names of parameters")
+    return weights, optimizer
