@@ -322,7 +322,7 @@ class FailureReport:
 
 
 class EmbeddedReport(FailureReport):
-    """The report of a run inside a program that goes on after it: errors are raised, and the process is not ended.
+    """The report of a run inside a program that continues after it: errors are raised, and the process is not ended.
 
     Not entered as a context. A rank that loses another one gets torch's error. cleanup: ends the recording of signals.
     """

@@ -1,4 +1,4 @@
-"""The settings of a process that a run changes, for programs that go on after it."""
+"""The settings of a process that a run changes, for programs that continue after it."""
 
 import gc
 import os

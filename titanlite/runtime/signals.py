@@ -65,7 +65,7 @@ class StopRequest:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Context of `activate` for a program that goes on: the process is not ended, and handlers are restored.
+        """Context of `activate` for a program that continues: the process is not ended, and handlers are restored.
 
         A second SIGTERM or SIGINT goes to the handler from before: Ctrl-C raises KeyboardInterrupt. Signals that the
         program handles itself are not recorded, and none is outside of the main thread, which has all handlers.
