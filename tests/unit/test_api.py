@@ -93,10 +93,11 @@ def settings_of_the_process() -> dict[str, Any]:
 
 
 @pytest.fixture
-def unusual() -> Iterator[None]:
+def unusual(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Settings that a notebook may have, and a run must not be changed by."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     torch.manual_seed(5)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     torch.set_default_dtype(torch.bfloat16)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
     with torch.no_grad():

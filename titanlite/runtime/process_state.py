@@ -52,8 +52,7 @@ def _torch_restored(device: torch.device) -> Iterator[None]:
     benchmark, cudnn_deterministic = cudnn.benchmark, cudnn.deterministic
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([device] if has_gpu else []))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.inference_mode(False))  # turns gradients on, too
         if has_gpu:
             stack.enter_context(torch.cuda.device(device))
             kernels = torch_attention._cur_sdpa_kernel_backends(with_priority=True)
