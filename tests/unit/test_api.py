@@ -116,8 +116,11 @@ def test_runs_have_the_same_numbers_and_leave_the_process_as_it_was(
     train: Callable[..., TrainedRun], in_step_3: list[Callable[[], object]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = settings_of_the_process()
+    inside: list[torch.dtype] = []
+    in_step_3.append(lambda: inside.append(torch.get_default_dtype()))
     first = train("first", {"metrics.loggers": ["jsonl", "tensorboard", "console"], "debug.deterministic": True})
     assert settings_of_the_process() == before
+    assert inside == [torch.float32]
     assert "Done: 6 steps" in capsys.readouterr().out
     other = train("other", {"model.n_layers": 1, "optimizer.name": "SGD", "training.dtype": "float32"})
     in_step_3.append(lambda: 1 / 0)
@@ -128,6 +131,15 @@ def test_runs_have_the_same_numbers_and_leave_the_process_as_it_was(
     second = train("second")
     assert losses(first) == losses(second) != losses(other)
     assert (second.step, second.ended, second.loss) == (6, "finished", losses(second)[-1])
+
+
+@pytest.mark.slow
+def test_any_number_of_models_is_compiled(train: Callable[..., TrainedRun], monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch compiles one piece of code for a limited number of models."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    for dim in (32, 40):
+        settings = {"compile.enable": True, "compile.backend": "eager", "training.steps": 1, "model.dim": dim}
+        assert train(f"{dim}", settings).ended == "finished"
 
 
 def interrupt() -> None:
@@ -253,12 +265,15 @@ def test_load_config_reads_python_values(tmp_path: Path) -> None:
 
 
 def test_generate_text_is_the_command(spoken: TrainedRun, capsys: pytest.CaptureFixture[str]) -> None:
-    found = titanlite.generate_text(spoken, ["the model", "says"], max_new_tokens=12, seed=3)
+    prompts = ["the model", "says"] * 4
+    found = titanlite.generate_text(spoken, prompts, max_new_tokens=100, seed=3)
     assert capsys.readouterr().out == ""
-    arguments = ("--prompt", "the model", "--prompt", "says", "--max-new-tokens", "12", "--seed", "3")
-    generate([str(spoken.folder), *arguments])
-    first, second = found
-    assert capsys.readouterr().out == f"--- 1 of 2\nthe model{first}\n--- 2 of 2\nsays{second}\n"
+    arguments = [word for prompt in prompts for word in ("--prompt", prompt)]
+    generate([str(spoken.folder), *arguments, "--max-new-tokens", "100", "--seed", "3"])
+    texts = [f"{prompt}{text}\n" for prompt, text in zip(prompts, found, strict=True)]
+    assert capsys.readouterr().out == "".join(f"--- {row} of 8\n{text}" for row, text in enumerate(texts, 1))
+    assert min(map(len, found)) < max(map(len, found)) / 2  # an EOS was drawn
+    (first,) = titanlite.generate_text(spoken, "the model", max_new_tokens=12, seed=3)
     saved = titanlite.open_run(str(spoken.folder))
     runs: list[AnyRun] = [saved, saved.path, str(spoken.folder)]
     for run in runs:
