@@ -134,6 +134,7 @@ def test_runs_have_the_same_numbers_and_leave_the_process_as_it_was(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # by Dynamo
 def test_any_number_of_models_is_compiled(train: Callable[..., TrainedRun], monkeypatch: pytest.MonkeyPatch) -> None:
     """torch compiles one piece of code for a limited number of models."""
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
