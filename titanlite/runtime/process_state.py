@@ -72,10 +72,8 @@ def _torch_restored(device: torch.device) -> Iterator[None]:
 
 
 def _clear_caches() -> None:
-    """Clear torch's caches that refer to process groups and to modules of the run.
-
-    Operators of DTensor would find destroyed groups for an equal mesh, and a block can be compiled for few models only.
-    """
+    """Clear torch's caches that refer to process groups and modules of the run. A block is compiled for few models only,
+    then torch refuses."""
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
