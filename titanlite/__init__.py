@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from titanlite.api import run as run
     from titanlite.registration import register_family as register_family
     from titanlite.registration import register_logger as register_logger
+    from titanlite.registration import register_loss as register_loss
     from titanlite.registration import register_optimizer as register_optimizer
     from titanlite.registration import register_schedule as register_schedule
     from titanlite.registration import register_source as register_source
@@ -30,6 +31,7 @@ _PUBLIC = {
     "ConfigError": "titanlite.runtime.errors",
     "UserError": "titanlite.runtime.errors",
     "register_family": "titanlite.registration",
+    "register_loss": "titanlite.registration",
     "register_logger": "titanlite.registration",
     "register_optimizer": "titanlite.registration",
     "register_schedule": "titanlite.registration",

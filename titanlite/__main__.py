@@ -11,6 +11,7 @@ from titanlite.runtime.failure import end_on_interrupt
 
 COMMANDS = {
     "train": ("titanlite.train", "train a model; on several processes: torchrun -m titanlite.train"),
+    "sweep": ("titanlite.tools.sweep", "train all combinations of some values, and compare them"),
     "parity": ("titanlite.tools.parity", "compare layouts of a configuration with one process"),
     "plan": ("titanlite.tools.plan", "estimate memory, communication, idle time and speed of a layout"),
     "calibrate": ("titanlite.tools.calibrate", "measure this machine for the plan's predictions of time"),
@@ -19,10 +20,12 @@ COMMANDS = {
     "generate": ("titanlite.tools.generate", "generate text with the model of a run"),
     "evaluate": ("titanlite.tools.evaluate", "compute the loss of a run's model on any data"),
     "inspect": ("titanlite.tools.inspect", "show a configuration's data, and the first sequences as text"),
+    "schema": ("titanlite.tools.schema", "print the JSON schema of a configuration, for editors"),
     "tokenize": ("titanlite.tools.tokenize", "tokenize a configuration's data into token files"),
     "replay": ("titanlite.tools.replay", "recompute a step and compare it with what the run recorded"),
     "ledger": ("titanlite.tools.ledger", "print what each step of a run was trained on"),
     "report": ("titanlite.tools.report", "write a report of runs: one HTML file with charts"),
+    "from-torchtitan": ("titanlite.tools.from_torchtitan", "translate a configuration of torchtitan 0.2"),
     "train-tokenizer": ("titanlite.tools.train_tokenizer", "train a tokenizer on a configuration's data"),
 }
 """Command -> its module, and what it does."""

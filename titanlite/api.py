@@ -12,17 +12,20 @@ import torch.distributed as dist
 
 from titanlite.assembly.facts import config_values
 from titanlite.config import load
-from titanlite.config.load import check_and_resolve, text_of
+from titanlite.config.files import CONFIG_FILE
+from titanlite.config.ineffective import describe
+from titanlite.config.load import check_and_resolve, settings_without_effect, text_of
 from titanlite.config.schema import JobConfig
 from titanlite.generation.prompts import Prompt
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.history import last_row, read_rows
 from titanlite.metrics.validation import SetTotals, sum_of
+from titanlite.planning.layout import agree_on_layout
 from titanlite.runtime.distributed import ELASTIC, CommConfig, World, connect, world_from_environment
 from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import ConfigError, UsageError, UserError
 from titanlite.runtime.failure import EmbeddedReport
-from titanlite.runtime.logging import keep_for_log_file, setup_logging
+from titanlite.runtime.logging import keep_for_log_file, log, setup_logging
 from titanlite.runtime.process_state import restored_process
 from titanlite.tools import evaluate
 from titanlite.tools.convert import __main__ as convert
@@ -38,8 +41,8 @@ _USED = threading.Lock()
 class TrainedRun:
     """A run that `run` has trained. `generate_text`, `evaluate_run` and `export_run` take it, if it has checkpoints.
 
-    config: as trained, without automatic values. step: the last one. loss: of the last logged step, the mean
-    cross-entropy in nats per token; None if no step was logged.
+    config: as trained, without automatic values. step: the last one. loss: of the last logged step, per token, by
+    default the cross-entropy in nats; None if no step was logged.
     ended: "finished": training.steps are done. "data exhausted": data.sources with `epochs` are read. "stopped": a
     signal, such as Ctrl-C, has stopped the run after `step`, which is saved; `run` with the same configuration resumes.
     """
@@ -76,17 +79,17 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """Mean cross-entropy over all sources, in nats per token."""
+        """Mean loss per token over all sources: the cross-entropy in nats, or that of loss.name."""
         return sum_of(self.by_source.values()).numbers()["loss"]
 
     @property
-    def perplexity(self) -> float:
-        """The exponential of the loss."""
-        return sum_of(self.by_source.values()).numbers()["perplexity"]
+    def perplexity(self) -> float | None:
+        """The exponential of the loss; None if loss.name is not the cross-entropy."""
+        return sum_of(self.by_source.values()).numbers().get("perplexity")
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits per byte of text; None if the tokenizer does not define the bytes of its tokens."""
+        """Bits per byte of text; None as for the perplexity, or if the bytes of the tokens are unknown."""
         return sum_of(self.by_source.values()).numbers().get("bits_per_byte")
 
 
@@ -134,11 +137,15 @@ def run(config: JobConfig | str | Path, overrides: Mapping[str, Any] | None = No
         if isinstance(config, JobConfig):
             if overrides:
                 raise UsageError("overrides are for a path or a name: give them to load_config, or replace the values")
-            config = check_and_resolve(config, world_size=world.size, device_type=world.device_type)
+            argv, config = None, check_and_resolve(config, world_size=world.size, device_type=world.device_type)
         else:
-            config = _loaded(config, overrides, world)
+            argv, config = _argv(config), _loaded(config, overrides, world)
         store = connect(world, config.comm)
-        end = run_locked(config, _changed_keys(config), world, store, EmbeddedReport(cleanup), environment, cleanup)
+        config = agree_on_layout(config, _changed_keys(config), world, store)
+        if argv is not None and world.rank == 0:
+            for problem in settings_without_effect(argv, config, world.size, overrides):
+                log.warning("Without effect: %s", describe(problem))
+        end = run_locked(config, world, store, EmbeddedReport(cleanup), environment, cleanup)
         trained = TrainedRun(end.config, end.step, None, end.how)
         loss = end.record.loss if end.record else last_row(trained.folder / METRICS_FILE).get("loss")
         return replace(trained, loss=loss)
@@ -283,9 +290,12 @@ def _in_this_process() -> Iterator[tuple[World, ExitStack]]:
         _USED.release()
 
 
+def _argv(config: str | Path) -> list[str]:
+    return [f"--{CONFIG_FILE}={config}"]
+
+
 def _loaded(config: str | Path, overrides: Mapping[str, Any] | None, world: World) -> JobConfig:
-    argv = [f"--{load.CONFIG_FILE}={config}"]
-    return load.load_config(argv, world_size=world.size, device_type=world.device_type, values=overrides)
+    return load.load_config(_argv(config), world_size=world.size, device_type=world.device_type, values=overrides)
 
 
 def _changed_keys(config: JobConfig) -> set[str]:

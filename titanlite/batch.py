@@ -66,6 +66,7 @@ class StepStats:
         of the loader's; 0 except on the last stage of a pipeline.
     shard_norms: norm of this rank's shard of each gradient, float64 (parameters,), see GradNorm.
     spike_ratio: global norm relative to the median of recent steps, see SpikeGate; 0 if spikes are disabled.
+    terms: this rank's share of each term of the loss, in their order; empty on ranks that compute no loss.
     """
 
     mean_loss: Tensor
@@ -76,3 +77,4 @@ class StepStats:
     row_losses: Tensor
     shard_norms: Tensor
     spike_ratio: Tensor
+    terms: Sequence[Tensor] = ()

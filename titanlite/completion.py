@@ -9,17 +9,20 @@ import tyro
 
 from titanlite.config.help import options_type
 from titanlite.config.schema import JobConfig
-from titanlite.tools import calibrate, evaluate, inspect, ledger, profile, tokenize, train_tokenizer
+from titanlite.tools import calibrate, evaluate, inspect, ledger, profile, schema, tokenize, train_tokenizer
 from titanlite.tools.command import run_command
 from titanlite.tools.convert.__main__ import Options as ConvertOptions
+from titanlite.tools.from_torchtitan.__main__ import Options as FromTorchtitanOptions
 from titanlite.tools.generate.__main__ import Options as GenerateOptions
 from titanlite.tools.parity.__main__ import Options as ParityOptions
 from titanlite.tools.plan.__main__ import Options as PlanOptions
 from titanlite.tools.replay.__main__ import Options as ReplayOptions
 from titanlite.tools.report.__main__ import Options as ReportOptions
+from titanlite.tools.sweep.__main__ import Options as SweepOptions
 
 OPTIONS: Mapping[str, Any] = {
     "train": options_type(JobConfig()),
+    "sweep": SweepOptions,
     "parity": ParityOptions,
     "plan": PlanOptions,
     "calibrate": calibrate.Options,
@@ -28,10 +31,12 @@ OPTIONS: Mapping[str, Any] = {
     "generate": GenerateOptions,
     "evaluate": evaluate.Options,
     "inspect": inspect.Options,
+    "schema": schema.Options,
     "tokenize": tokenize.Options,
     "replay": ReplayOptions,
     "ledger": ledger.Options,
     "report": ReportOptions,
+    "from-torchtitan": FromTorchtitanOptions,
     "train-tokenizer": train_tokenizer.Options,
 }
 """Command -> the dataclass of its options, or a union of them."""

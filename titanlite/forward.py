@@ -11,6 +11,7 @@ from titanlite.batch import Batch
 from titanlite.models.attention import document_arguments
 from titanlite.models.experts import mixtures_of
 from titanlite.models.family import LanguageModel
+from titanlite.models.head import output_layers_of
 from titanlite.models.randomness import row_keys
 from titanlite.parallel.mesh import Mesh, part_of_rows
 from titanlite.parallel.pipeline import Pipeline
@@ -37,9 +38,10 @@ class ModelOnMesh:
         self.counts_loss = self.mesh.is_loss_leader and (self.pipeline is None or self.pipeline.owns_last)
         self.counts_rows = self.mesh.is_data_leader
         self.mixtures = mixtures_of(self.model_parts)
+        self.heads_with_terms = [head for head in output_layers_of(self.model_parts) if head.loss.terms]
 
     def row_losses(self, batch: Batch) -> Tensor:
-        """Summed cross-entropy of each row, (rows,), without backward; 0 except on the last stage of a pipeline."""
+        """Summed loss of each row, (rows,), without backward; 0 except on the last stage of a pipeline."""
         arguments = self.forward_arguments(batch, torch.ones((), dtype=torch.int64, device=self.device))
         arguments.pop("row_keys", None)  # no random numbers without keys
         forward = self.model_parts[0] if self.pipeline is None else self.pipeline.row_losses

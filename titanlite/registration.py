@@ -1,4 +1,4 @@
-"""The functions by which plugins add families, sources, optimizers, schedules and loggers.
+"""The functions by which plugins add families, sources, optimizers, schedules, losses and loggers.
 
 Each checks what it adds, with a small instance of it, and raises RegistrationError. They work until a configuration is
 read, and in modules of job.plugins.
@@ -8,7 +8,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from titanlite.metrics.config import MetricsConfig
 from titanlite.metrics.sinks import OWN_LOGGERS, SERVICES
 from titanlite.models.family import Family, HuggingFace, LanguageModel, ModelConfig, Plan
 from titanlite.models.init import Init
+from titanlite.models.losses import LOSSES, CountFunction, Loss, Term, TokenFunction, check_loss
 from titanlite.models.registry import FAMILIES
 from titanlite.optim.optimizer import Arguments, GatedOptimizer, OptimizerConfig, OptimizerKind, skips_by_itself
 from titanlite.optim.registry import OPTIMIZERS
@@ -101,6 +102,25 @@ def register_schedule(name: str, shape: Callable[[float], float]) -> None:
         is_number = isinstance(value, int | float) and math.isfinite(value)
         check.require(is_number and 0 <= value <= 1, f"shape({percent / 100}) is {value!r}, and must be from 0 to 1")
     add_entry(DECAY_SHAPES, name, shape, "register_schedule")
+
+
+def register_loss(
+    name: str, loss: TokenFunction, *, terms: Mapping[str, Term | tuple[TokenFunction, CountFunction]] | None = None
+) -> None:
+    """Add a loss, chosen by loss.name.
+
+    loss: (logits, labels) -> (tokens,), the loss of each token; see TokenFunction. terms: further terms of the
+    objective by name, each a function for the values of tokens and one for their denominator; see Term. titanlite sums
+    all of them over the global batch and divides. They are called with small random logits: the values of a token must
+    not depend on other tokens.
+    """
+    check = _Check("register_loss", name)
+    check.name(name)
+    named = {key: term if isinstance(term, Term) else Term(*term) for key, term in (terms or {}).items()}
+    found = Loss(name, loss, named)
+    for problem in check_loss(found):
+        check.require(False, f"{problem.key}: {problem.rule}; {problem.remedy}")
+    add_entry(LOSSES, name, found, "register_loss")
 
 
 def register_logger(name: str, build: Callable[[MetricsConfig, Path, AboutRun], Service]) -> None:

@@ -43,6 +43,7 @@ from torch.distributed.run import determine_local_world_size, get_rdzv_endpoint,
 from titanlite.assembly.facts import program_facts
 from titanlite.config.command_line import read_command_line
 from titanlite.config.load import most_ranks
+from titanlite.preview import preview
 from titanlite.runtime.agreement import describe_differences
 from titanlite.runtime.distributed import ELASTIC, World
 from titanlite.runtime.environment import raise_open_file_limit
@@ -148,9 +149,11 @@ def check(arguments: Namespace) -> dict[str, str]:
     os.environ.pop(ELASTIC, None)
     if arguments.module and arguments.training_script == TRAIN:
         argv, device_type = arguments.training_script_args, "cuda" if torch.cuda.is_available() else "cpu"
-        for number in (fewest, nodes) if fewest < nodes else (nodes,):
-            ranks = number * processes
-            used = most_ranks(argv, ranks, device_type=device_type) if fewest < nodes else ranks
+        sizes = [number * processes for number in ((fewest, nodes) if fewest < nodes else (nodes,))]
+        if fewest < nodes:
+            sizes = [most_ranks(argv, ranks, device_type=device_type) for ranks in sizes]
+        preview(argv, sizes, processes)
+        for used in sizes:
             config = read_command_line(argv, world_size=used, device_type=device_type)
             if fewest < nodes:
                 facts = program_facts(config, World(0, 0, used, device_type), os.environ)

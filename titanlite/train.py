@@ -10,7 +10,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +24,15 @@ from titanlite.assembly.facts import program_facts
 from titanlite.assembly.run import Run, build_run
 from titanlite.batch import Batch
 from titanlite.config.command_line import read_command_line
-from titanlite.config.load import given_keys, most_ranks
+from titanlite.config.ineffective import describe
+from titanlite.config.load import given_keys, most_ranks, settings_without_effect
 from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device
 from titanlite.metrics.meter import Record, is_log_step
 from titanlite.planning.batch import agree_on_local_batch_size
 from titanlite.planning.layout import agree_on_layout
 from titanlite.planning.out_of_memory import explained_out_of_memory
+from titanlite.preview import preview
 from titanlite.profiling.regions import region
 from titanlite.runtime.agreement import RanksError, require_equal
 from titanlite.runtime.distributed import (
@@ -81,6 +83,7 @@ def main() -> None:
         setup_logging(launched.rank)
         if launched.rank == 0:
             keep_for_log_file()
+        preview(sys.argv[1:], [launched.size], launched.local_size)
         is_elastic, device_type = ELASTIC in environment, launched.device_type
         used = most_ranks(sys.argv[1:], launched.size, device_type=device_type) if is_elastic else launched.size
         config = read_command_line(sys.argv[1:], world_size=used, device_type=device_type)
@@ -100,8 +103,12 @@ def main() -> None:
             on_silence=failure.end_from_thread,
         )
         failure.connected(positions)
+        config = agree_on_layout(config, given_keys(sys.argv[1:]), world, store)
+        if world.rank == 0:
+            for problem in settings_without_effect(sys.argv[1:], config, world.size):
+                log.warning("Without effect: %s", describe(problem))
         cleanup = ExitStack()  # not entered: an error ends the process, which must not wait for other ranks before
-        end = run_locked(config, given_keys(sys.argv[1:]), world, store, failure, environment, cleanup)
+        end = run_locked(config, world, store, failure, environment, cleanup)
         if end.stop is None and world.rank == 0:
             note_finished(store)
         if end.stop is not None and is_elastic:
@@ -110,7 +117,6 @@ def main() -> None:
 
 def run_locked(
     config: JobConfig,
-    kept: Collection[str],
     world: World,
     store: dist.Store,
     failure: FailureReport,
@@ -119,10 +125,9 @@ def run_locked(
 ) -> End:
     """Run the job in its dump folder, which is locked for it. A collective.
 
-    kept: full keys that parallelism.layout = "auto" does not change. environment: the variables at program start.
-    cleanup: empty, and again on return; after an error, closing it closes what was built.
+    config: with a layout. environment: the variables at program start. cleanup: empty, and again on return; after an
+    error, closing it closes what was built.
     """
-    config = agree_on_layout(config, kept, world, store)
     facts = program_facts(config, world, environment)
     require_equal("program", facts, world, store, config.comm.init_timeout_s)
     with job_lock(config.job.dump_folder, world.rank, take_over=config.job.take_over, environment=environment):

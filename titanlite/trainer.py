@@ -44,6 +44,7 @@ class Trainer(ModelOnMesh):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.counts_positions = self.mesh.is_first(["tp"])  # all ranks of tp compute the same terms
         self.pp_group = self.mesh.group("pp")
         self.data_group = self.mesh.data_group
         self.accum_dtype = torch.promote_types(next(self.model_parts[0].parameters()).dtype, torch.float32)
@@ -60,6 +61,7 @@ class Trainer(ModelOnMesh):
             num_valid = self.count_valid_tokens(batches)
             if self.mixtures:
                 self.count_rows_and_tokens(batches)
+            self.count_terms(batches)
         mean_loss = torch.zeros((), dtype=self.accum_dtype, device=self.device)
         row_losses = []
         by_source = torch.zeros(NUM_TOTALS, self.num_sources, dtype=torch.float64, device=self.device)
@@ -93,6 +95,7 @@ class Trainer(ModelOnMesh):
             row_losses=torch.cat(row_losses)[: count_sequences(batches)],
             shard_norms=shard_norms,
             spike_ratio=spike_ratio,
+            terms=self.term_shares(),
         )
 
     def count_valid_tokens(self, batches: Sequence[Batch]) -> Tensor:
@@ -107,6 +110,21 @@ class Trainer(ModelOnMesh):
         dist.all_reduce(counts, group=self.data_group)
         for mixture in self.mixtures:
             mixture.num_rows, mixture.num_tokens = counts.clamp(min=1).unbind()
+
+    def count_terms(self, batches: Sequence[Batch]) -> None:
+        """Set the denominators of the terms of the loss, if it has terms; one all-reduce over the data axes."""
+        for head in self.heads_with_terms:
+            head.denominators = torch.stack([head.loss.counts(batch.labels) for batch in batches]).sum(0)
+            dist.all_reduce(head.denominators, group=self.data_group)
+
+    def term_shares(self) -> list[Tensor]:
+        """StepStats.terms of the microbatches since the last call."""
+        shares: list[Tensor] = []
+        for head in self.heads_with_terms:
+            if head.term_sums is not None:
+                shares += (head.term_sums * self.counts_positions).unbind()
+            head.term_sums = None
+        return shares
 
     def forward_backward(self, batch: Batch, num_valid: Tensor) -> Tensor:
         """Accumulate the gradients of this microbatch's share of the mean loss; return the share of each row, (rows,).

@@ -80,13 +80,15 @@ class Evaluator:
     """Sums the loss of a model over entire data sets. Its methods are collectives.
 
     group: gloo group of all ranks, to agree whether data is left, before each step. token_bytes: int64 (vocab_size,),
-    number of text bytes of each token, on the device; None if unknown. stop: this rank's stop request.
+    number of text bytes of each token, on the device; None if unknown. stop: this rank's stop request. in_nats: whether
+    the model's loss is the cross-entropy in nats.
     """
 
     model: ModelOnMesh
     group: dist.ProcessGroup
     token_bytes: Tensor | None
     stop: StopRequest
+    in_nats: bool = True
 
     def totals(
         self,
@@ -120,7 +122,8 @@ class Evaluator:
         dist.all_reduce(totals)
         loss_sum, *counts = totals.tolist()
         num_valid, num_bytes, bad_rows = (int(count) for count in counts)
-        return SetTotals(loss_sum, num_valid, None if self.token_bytes is None else num_bytes), bad_rows
+        known_bytes = None if self.token_bytes is None else num_bytes
+        return SetTotals(loss_sum, num_valid, known_bytes, self.in_nats), bad_rows
 
     def totals_by_name(
         self, loaders: Mapping[str, Loader], *, steps: int, max_bad_rows: int, failure: FailureReport

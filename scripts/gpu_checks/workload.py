@@ -17,11 +17,12 @@ from titanlite.forward import on_device
 from titanlite.models.attention import pin_kernels
 from titanlite.models.experts import mixtures_of
 from titanlite.models.init import local_region
+from titanlite.models.losses import LOSSES
 from titanlite.models.registry import resolve_model
 from titanlite.parallel.mesh import Mesh
 from titanlite.runtime.distributed import World, connect, init_process_group
 from titanlite.tools.parity.measure import full_tensor, named_parameters
-from titanlite.tools.parity.reference import forward_backward, plain_model
+from titanlite.tools.parity.reference import forward_backward, objective_of, plain_model
 from titanlite.trainer import Trainer
 
 BOUNDS = {"float64": 1e-11, "float32": 1e-4, "bfloat16": 0.05}
@@ -177,7 +178,8 @@ def reference(config: JobConfig, batch: Batch) -> Reference:
         model = plain_model(config)
         for mixture in mixtures_of([model]):
             mixture.num_rows, mixture.num_tokens = rows_and_tokens([batch])
-        loss = forward_backward(model, batch, int((batch.labels != IGNORE_INDEX).sum()), config.debug.seed, 1)
+        objective = objective_of(LOSSES[config.loss.name], [batch])
+        loss = forward_backward(model, batch, objective, config.debug.seed, 1)
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         _references[key] = Reference(loss, gradients)
     return _references[key]

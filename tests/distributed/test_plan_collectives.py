@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from tests.custom_loss import LOSS, registered
 from tests.distributed.gradients import build_on_mesh
 from tests.distributed.layouts import EXPERTS, FULL, GATHER, OLMOE
 from tests.distributed.reference import global_batch, rank_batches, small_config
@@ -169,3 +170,24 @@ def test_all_reduces_of_norms_over_all_heads() -> None:
     plans = [estimate(small_config(2, *settings), 2, device_type="cpu").ranks[0].traffic for settings in layouts]
     planned = [sum(part.calls for part in plan if part.operation == "all-reduce") for plan in plans]
     assert measured[1] - measured[0] == planned[1] - planned[0] > 0
+
+
+def with_registered_loss(layouts: list[list[str]]) -> list[int]:
+    """All-reduces of a step."""
+    with registered():
+        return [calls["all-reduce"] for calls, *_ in calls_and_bytes(layouts)]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [(2, TP), (4, [*TP, "parallelism.pp=2", "parallelism.pp_schedule=InterleavedZeroBubble", "model.n_layers=4"])],
+)
+def test_all_reduces_of_a_registered_loss(world_size: int, settings: list[str]) -> None:
+    """Those of its logits, and one for the denominators of its terms, compared with the cross-entropy's."""
+    layouts = [settings, [*settings, f"loss.name={LOSS.name}"]]
+    measured = run_ranks(with_registered_loss, world_size, layouts)[-1]
+    with registered():
+        plans = [estimate(small_config(world_size, *each), world_size, device_type="cpu") for each in layouts]
+    planned = [sum(part.calls for part in plan.ranks[-1].traffic if part.operation == "all-reduce") for plan in plans]
+    assert measured[1] - measured[0] == planned[1] - planned[0] + 1

@@ -21,7 +21,7 @@ import titanlite
 from tests.distributed.program import CONFIG
 from tests.distributed.reference import TOKENS
 from titanlite.api import AnyRun, TrainedRun
-from titanlite.config.load import dump_config
+from titanlite.config.toml import dump_config
 from titanlite.data.bpe import train_bpe
 from titanlite.runtime import signals
 from titanlite.runtime.errors import ConfigError, UsageError, UserError

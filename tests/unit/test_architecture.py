@@ -19,7 +19,7 @@ COMMANDS = {"__main__", "parity", "plan", "convert", "generate", "evaluate"}
 """The command table and the older command names, which are above all layers."""
 
 LAYER = {name: len(LAYERS) - place for place, name in enumerate(LAYERS)} | dict.fromkeys(COMMANDS, len(LAYERS) + 1)
-MAX_FILES_OF_TRAINER, MAX_DEPTH_OF_TRAINER, MAX_DEPTH_OF_TRAIN = 24, 7, 15
+MAX_FILES_OF_TRAINER, MAX_DEPTH_OF_TRAINER, MAX_DEPTH_OF_TRAIN = 25, 7, 15
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "components"}
 
 

@@ -35,7 +35,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def test_the_configuration_of_all_examples_is_valid() -> None:
     config = load_config([str(EXAMPLES / "plugins.toml")], world_size=1, device_type="cpu")
     assert [entry.partition("@")[0] for entry in config.job.plugins] == [
-        str(EXAMPLES / f"{name}.py") for name in ("family", "optimizer", "schedule", "logger")
+        str(EXAMPLES / f"{name}.py") for name in ("family", "optimizer", "schedule", "loss", "logger")
     ]
     assert (config.model.family, config.optimizer.name, config.lr_schedule.decay) == ("primer", "RAdam", "restarts")
     _, (problem,) = parse_config([str(EXAMPLES / "plugins.toml"), "--model.ffn", "3"])

@@ -12,6 +12,7 @@ from titanlite.forward import ModelOnMesh
 from titanlite.models.attention import chosen_kernel, mask_form
 from titanlite.models.decoder import describe_size
 from titanlite.models.family import DecoderConfig, LanguageModel
+from titanlite.models.head import output_layers_of
 from titanlite.models.init import init_parameters_
 from titanlite.models.registry import full_parameters, resolve_model
 from titanlite.optim.optimizer import GatedOptimizer
@@ -32,6 +33,7 @@ from titanlite.parallel.pipeline import (
 from titanlite.planning.microbatches import divide_step
 from titanlite.planning.stages import ModelPart
 from titanlite.precision import DTYPES
+from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.runtime.logging import log
 from titanlite.trainer import Trainer
 
@@ -59,6 +61,8 @@ def build_parts(config: JobConfig, mesh: Mesh) -> list[ModelPart]:
             count = sum(parameter.numel() for parameter in part.parameters())
             size = describe_size(count, hyper_parameters)
             log.info("Model: %s %s, %s", family.name, config.model.flavor, size)
+        if not config.loss.is_cross_entropy:
+            require_output_layer(config, part)
         plan = family.plan(hyper_parameters)
         if config.parallelism.pp > 1:
             stages = split_stages(part, plan, config.parallelism)
@@ -69,7 +73,7 @@ def build_parts(config: JobConfig, mesh: Mesh) -> list[ModelPart]:
             part,
             plan,
             mesh,
-            shard_logits=shard_logits(config.parallelism),
+            shard_logits=shard_logits(config.parallelism, is_cross_entropy=config.loss.is_cross_entropy),
             loss=config.loss,
             recompute=config.activation_checkpoint,
             compilation=config.compile,
@@ -82,6 +86,15 @@ def build_parts(config: JobConfig, mesh: Mesh) -> list[ModelPart]:
         part.tie_weights()
         parts.append(ModelPart(part, plan, stage))
     return parts
+
+
+def require_output_layer(config: JobConfig, model: LanguageModel) -> None:
+    """Raise ConfigError if the full model computes the cross-entropy without the OutputLayer."""
+    if not output_layers_of([model]):
+        rule = f'"cross_entropy" for model.family = "{config.model.family}", whose output layer is no OutputLayer'
+        raise ConfigError(
+            [Problem("loss.name", config.loss.name, rule, "leave it out, or use OutputLayer in the model")]
+        )
 
 
 def allocate_parts(

@@ -24,8 +24,9 @@ from titanlite.checkpoint.preflight import imported_from
 from titanlite.checkpoint.start import RunFacts, Start, StartFinder
 from titanlite.checkpoint.state import RunState
 from titanlite.config.fields import literal
-from titanlite.config.load import CONFIG_COPY, dump_config, read_copy
+from titanlite.config.load import CONFIG_COPY, read_copy
 from titanlite.config.schema import JobConfig
+from titanlite.config.toml import dump_config
 from titanlite.data.fingerprint import data_fingerprint
 from titanlite.data.kinds import source_names
 from titanlite.data.ledger import LEDGER_FOLDER, Ledger, ledger_files
@@ -50,6 +51,7 @@ from titanlite.metrics.sinks import Sinks, build_sinks
 from titanlite.metrics.slow_ranks import Place, SlowRanks
 from titanlite.models.attention import pin_kernels
 from titanlite.models.init import INIT_VERSION
+from titanlite.models.losses import LOSSES
 from titanlite.models.randomness import DRAW_VERSION
 from titanlite.models.registry import full_parameters, resolve_model
 from titanlite.optim.registry import describe_groups, kinds_of_state
@@ -154,6 +156,8 @@ def build_run(
         trainer = build_trainer(config, model_parts, mesh, world.device)
     if attention := describe_attention(config, world.device):
         log.info("Attention: %s", attention)
+    if not config.loss.is_cross_entropy:
+        log.info('Loss: "%s", terms of the objective: %s', config.loss.name, ", ".join(terms_of_loss(config)) or "none")
     for line in describe_groups(config.optimizer, *full_parameters(config.model)):
         log.info("Optimizer: %s", line)
     describe_batch(config, mesh)
@@ -305,6 +309,11 @@ def build_recorder(
     )
 
 
+def terms_of_loss(config: JobConfig) -> list[str]:
+    """Names of the terms of the loss."""
+    return list(LOSSES[config.loss.name].terms)
+
+
 def build_meter(config: JobConfig, world: World, mesh: Mesh, group: dist.ProcessGroup) -> Meter:
     """Build the meter, over all ranks, with the peak FLOP/s of the device if it is known. A collective."""
     family, hyper_parameters = resolve_model(config.model)
@@ -316,6 +325,7 @@ def build_meter(config: JobConfig, world: World, mesh: Mesh, group: dist.Process
         flops_per_token=family.flops_per_token(hyper_parameters, config.training.seq_len),
         peak_flops=device_peak_flops(world.device, DTYPES[config.training.mixed_precision_param]),
         sources=source_names(config.data.sources),
+        terms=terms_of_loss(config),
         slow_ranks=SlowRanks(places, group),
     )
 
@@ -351,9 +361,14 @@ def build_validation(
     group = mesh.new_group(config.comm.init_timeout_s)
     metrics_file = Path(config.job.dump_folder, METRICS_FILE)
     _, hyper_parameters = resolve_model(config.model)
+    in_nats, token_bytes = config.loss.is_cross_entropy, None
+    if in_nats:
+        token_bytes = build_token_bytes(tokenizer, hyper_parameters.vocab_size, trainer.device)
+    else:
+        log.info('Validation: the loss is "%s", so there are no perplexity and no bits per byte', config.loss.name)
     return Validation(
         section,
-        Evaluator(trainer, group, build_token_bytes(tokenizer, hyper_parameters.vocab_size, trainer.device), stop),
+        Evaluator(trainer, group, token_bytes, stop, in_nats),
         loaders,
         meter,
         sinks,

@@ -24,6 +24,7 @@ _REMEDIES = {
 }
 # Settings that older checkpoints do not have, and the value they trained with.
 _ADDED = {
+    "loss.name": "cross_entropy",
     "optimizer.state_dtype": "auto",
     "optimizer.state_rounding": "stochastic",
     "optimizer.momentum": -1.0,
@@ -54,13 +55,14 @@ _FRESH = "start a new run from these weights: --checkpoint.initial_load_path FOL
 # that are resolved to others.
 _SILENT = (
     *("job.", "parallelism.", "activation_checkpoint.", "compile.", "comm.", "metrics.", "checkpoint.", "faults."),
-    *("model.", "tokenizer.", "memory.", "loss.", "profiling.", "samples."),
+    *("model.", "tokenizer.", "memory.", "profiling.", "samples."),
 )
 _SILENT_KEYS = {
     *("training.steps", "training.local_batch_size", "training.gc_freq", "data.max_bad_rows"),
     *("training.seq_len", "training.dtype", "optimizer.name", "data.num_streams", "data.sources", "data.shuffle"),
     *("data.seed", "data.max_piece_bytes", "data.packing", "data.document_mask", "data.add_bos", "data.add_eos"),
     *("data.num_workers", "data.ledger", "validation.enable", "validation.interval"),
+    "loss.chunk_tokens",
     *("training.tokens", "lr_schedule.warmup_tokens", "lr_schedule.warmup_ratio", "lr_schedule.decay_tokens"),
     "lr_schedule.final_decay_tokens",
 }

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Literal
 
-from titanlite.runtime.errors import Problem, check_ranges, ranged, require
+from titanlite.runtime.errors import Needs, Problem, check_ranges, ranged, require
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
 Changeable = Literal["data", "tokenizer", "init_version", "rope", "optimizer"]
@@ -48,6 +48,27 @@ class CheckpointConfig:
     accept_changes: tuple[Changeable, ...] = ()
     """Differences from the checkpoint, or from an imported model, to accept. rope: the keys model.rope_*, as in a run
     that extends the context. optimizer: the state of all optimizers then starts anew."""
+
+
+_SAVES = Needs("checkpoint.enable = true", lambda section: section.enable)
+_LOADS = Needs(
+    "checkpoint.enable = true or an initial_load_path",
+    lambda section: section.enable or section.initial_load_path,
+)
+NEEDS = {
+    **dict.fromkeys(
+        ("folder", "interval", "async_mode", "keep_latest_k", "on_save_error", "last_save_model_only"), _SAVES
+    ),
+    "load_step": _SAVES,
+    "keep_every": Needs(
+        "checkpoint.enable = true and keep_latest_k above 0",
+        lambda section: section.enable and section.keep_latest_k > 0,
+    ),
+    "initial_load_model_only": Needs("checkpoint.initial_load_path", lambda section: section.initial_load_path),
+    "verify": _LOADS,
+    "accept_changes": _LOADS,
+}
+"""See Needs."""
 
 
 def check_checkpoint(section: CheckpointConfig, device_type: str, taken: Collection[str] = ()) -> list[Problem]:

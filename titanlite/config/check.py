@@ -136,7 +136,7 @@ def _check_precision(facts: JobConfig) -> list[Problem]:
     _, model = resolve_model(facts.model)
     return [
         *check_precision(of_parameters, betas, training.dtype),
-        *check_precision({"model.norm_eps": model.norm_eps}, {}, computed),
+        *check_precision({"model.norm_eps": model.norm_eps} if hasattr(model, "norm_eps") else {}, {}, computed),
     ]
 
 
@@ -148,8 +148,15 @@ def check_layout(config: JobConfig, world_size: int) -> list[Problem]:
     model_is_valid = not problems
     problems += [*check_training(training, section), *check_parallelism(section, world_size)]
     if model_is_valid:
+        problems += require(
+            section.tp == 1 or bool(family.plan(model).tensor_styles),
+            "parallelism.tp",
+            section.tp,
+            f"1 with the family {family.name!r}, whose plan has no tensor_styles",
+            "use dp_shard or pp, or add tensor_styles to its plan",
+        )
         problems += check_context(section, model, training.seq_len)
-        problems += check_experts(section, model.n_experts)
+        problems += check_experts(section, getattr(model, "n_experts", 1))
         layout = replace(section, dp_shard=resolve_degrees(section, world_size)["dp_shard"])
         problems += check_pipeline(layout, family.plan(model), document_mask=config.data.document_mask)
     splits = splits_backward(section)

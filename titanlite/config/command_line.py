@@ -5,7 +5,9 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from titanlite.config.load import load_config, shipped_names, split_arguments
+from titanlite.config.arguments import split_arguments
+from titanlite.config.files import shipped_names
+from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
 from titanlite.runtime.errors import UsageError
 

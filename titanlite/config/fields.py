@@ -16,6 +16,8 @@ from titanlite.data.sources.config import SourceConfig
 from titanlite.metrics.config import MetricsConfig
 from titanlite.metrics.sinks import OWN_LOGGERS, SERVICES
 from titanlite.models.family import ModelConfig
+from titanlite.models.head import LossConfig
+from titanlite.models.losses import LOSSES
 from titanlite.models.registry import FAMILIES
 from titanlite.optim.optimizer import GroupConfig, OptimizerConfig
 from titanlite.optim.registry import OPTIMIZERS
@@ -27,6 +29,7 @@ INT64 = range(-(2**63), 2**63)
 
 TABLES: Mapping[type, Mapping[str, Sequence[Iterable[str]]]] = {
     SourceConfig: {"kind": [KINDS]},
+    LossConfig: {"name": [LOSSES]},
     OptimizerConfig: {"name": [OPTIMIZERS]},
     GroupConfig: {"optimizer": [("auto",), OPTIMIZERS]},
     ScheduleConfig: {"decay": [DECAY_SHAPES]},

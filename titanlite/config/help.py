@@ -4,20 +4,26 @@ import dataclasses
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import tyro
 
-from titanlite.config.describe import Key, describe_config
-from titanlite.config.load import CONFIG_FILE, parse_config, split_arguments
+from titanlite.config.arguments import Options, split_arguments
+from titanlite.config.describe import Key, describe_config, field_texts
+from titanlite.config.files import CONFIG_FILE
+from titanlite.config.load import parse_config
 from titanlite.config.schema import JobConfig
 
 HELP = """\
-Train a language model: titanlite train CONFIG [--section.key VALUE ...].
+Train a language model: titanlite train CONFIG [OPTION ...] [--section.key VALUE ...].
 CONFIG is a TOML file or the name of a shipped configuration. The command line
 overrides it; values are written as in TOML, strings without quotes. Given a
 CONFIG, --help shows its values as defaults.
 """
+
+
+METAVARS = {"world_size": "N", "device": "cuda|cpu"}
+"""Names of the values of options."""
 
 
 def print_help(argv: Sequence[str]) -> None:
@@ -29,7 +35,14 @@ def print_help(argv: Sequence[str]) -> None:
         print(message, file=sys.stderr, flush=True)
     options = options_type(config)
     try:
-        tyro.cli(options, prog="titanlite train", description=HELP, args=["--help"], use_underscores=True)
+        tyro.cli(
+            options,
+            prog="titanlite train",
+            description=HELP,
+            args=["--help"],
+            use_underscores=True,
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
     except BrokenPipeError:  # the reader has closed the pipe, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
@@ -47,7 +60,16 @@ def options_type(config: JobConfig) -> Any:
         sections.append((section.name.replace(".", "_"), named, shown()))
     text = "TOML file, or the name of a shipped configuration"
     file = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG", help=text, help_behavior_hint="")]
-    return dataclasses.make_dataclass("JobConfig", [("config", file, ""), *sections], frozen=True)
+    texts, types = field_texts(Options), get_type_hints(Options)
+    options = [
+        (key.name, Annotated[types[key.name], _option(key.name, texts[key.name])], key.default)
+        for key in dataclasses.fields(Options)
+    ]
+    return dataclasses.make_dataclass("JobConfig", [("config", file, ""), *options, *sections], frozen=True)
+
+
+def _option(name: str, text: str) -> Any:
+    return tyro.conf.arg(help=text, metavar=METAVARS.get(name), help_behavior_hint="")
 
 
 def _argument(key: Key) -> Any:

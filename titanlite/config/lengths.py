@@ -1,6 +1,6 @@
 """Lengths that are given by one of several keys: in steps, in tokens or as a ratio."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +20,10 @@ LENGTHS = (
 UNSET = -1
 
 
-def override_lengths(tables: Mapping[str, dict[str, Any]], texts: Mapping[str, str | None]) -> None:
-    """Remove a length from the tables of a file if the command line gives it by another key.
-
-    texts: key -> value on the command line.
-    """
-    given = {key for key, text in texts.items() if text not in ("-1", "-1.0")}
+def override_lengths(tables: Mapping[str, dict[str, Any]], given: Collection[str]) -> None:
+    """Remove a length from the tables of a file if another of its keys is given elsewhere: on the command line, or in a
+    file that extends this one."""
+    given = set(given)
     for keys in LENGTHS:
         if given.intersection(keys):
             for key in set(keys) - given:

@@ -1,15 +1,13 @@
-"""Read a TOML file and a command line into one checked, frozen JobConfig; write it back as TOML."""
+"""Read a TOML file and a command line into one checked, frozen JobConfig."""
 
-import os
 import re
-import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path, PurePath
 from typing import Any
 
 from titanlite.checkpoint.preflight import earlier_config
+from titanlite.config.arguments import Arguments, missing_value, split_arguments
 from titanlite.config.check import check_config, check_path_lengths, one_rank, resolve_config
 from titanlite.config.fields import (
     SECTIONS,
@@ -21,25 +19,21 @@ from titanlite.config.fields import (
     types_of,
     value_from_text,
 )
+from titanlite.config.files import CONFIG_FILE, Content, read_file
+from titanlite.config.ineffective import ineffective
+from titanlite.config.keys import close_names, unknown_column, unknown_key
 from titanlite.config.lengths import check_lengths, override_lengths
-from titanlite.config.other_names import KEYS, NAMES
 from titanlite.config.schema import JobConfig
+from titanlite.config.toml import COMMAND_LINE
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import ConfigError, Problem, UserError
-from titanlite.runtime.json_files import JsonError, check_depth, read_regular
-from titanlite.runtime.plugins import PluginError, load_plugins, missing_plugins, split_entry
+from titanlite.runtime.plugins import PluginError, load_plugins, missing_plugins
 from titanlite.runtime.text import counted
 
-CONFIG_FILE = "job.config_file"
 PLUGINS = "job.plugins"
 CONFIG_COPY = "config.toml"
 """The resolved configuration of a run, in its dump folder."""
-
-SHIPPED = Path(__file__).parents[1] / "configs"
-"""The configurations that come with titanlite; their names without .toml are valid wherever a path is."""
-
-HELP = ("--help", "-h")
 
 Tables = dict[str, dict[str, Any]]
 """Section -> key -> value as written. Sections exist and are tables; keys and values are not checked yet."""
@@ -47,11 +41,16 @@ Tables = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Parsed:
-    """config: keys with a problem have their default. file_is_read: False if the TOML file could not be read."""
+    """config: keys with a problem have their default. file_is_read: False if a TOML file could not be read.
+
+    origins: full key that is given -> the file that sets it, or COMMAND_LINE; also of keys inside arrays of tables.
+    """
 
     config: JobConfig
     problems: list[Problem]
     file_is_read: bool
+    origins: Mapping[str, str]
+    is_strict: bool
 
 
 def load_config(
@@ -66,11 +65,11 @@ def load_config(
     """The configuration of a run: read, checked and resolved, the same on every rank.
 
     checks_files: as for check_config. any_layout: check it for one rank, as with parallelism.layout = "auto"; a search
-    chooses the layout later. values: full key -> Python value, after argv; a list of tables replaces all tables of the
-    key. Raises ConfigError with all problems.
+    chooses the layout later. With --strict, settings without effect are problems. values: full key -> Python value,
+    after argv; a list of tables replaces all tables of the key. Raises ConfigError with all problems.
     """
     return _checked(
-        _parse(argv, values or {}),
+        _parse(argv, values),
         world_size=world_size,
         device_type=device_type,
         checks_files=checks_files,
@@ -80,9 +79,8 @@ def load_config(
 
 def check_and_resolve(config: JobConfig, *, world_size: int, device_type: str) -> JobConfig:
     """A configuration that was built or changed in Python, as load_config returns it. Raises ConfigError."""
-    return _checked(
-        Parsed(config, [], True), world_size=world_size, device_type=device_type, checks_files=True, any_layout=False
-    )
+    parsed = Parsed(config, [], True, {}, False)
+    return _checked(parsed, world_size=world_size, device_type=device_type, checks_files=True, any_layout=False)
 
 
 def _checked(parsed: Parsed, *, world_size: int, device_type: str, checks_files: bool, any_layout: bool) -> JobConfig:
@@ -96,10 +94,14 @@ def _checked(parsed: Parsed, *, world_size: int, device_type: str, checks_files:
         placed = one_rank(config) if any_layout else config
         found = check_config(placed, world_size=world_size, device_type=device_type, checks_files=readable)
         found = [_with_origin(problem, parsed.config, config) for problem in found]
+        found = [_with_file(problem, parsed.origins, config.job.config_file) for problem in found]
         problems += [problem for problem in found if not _follows_from(problem, parsed.problems)]
     if problems:
         raise ConfigError(problems)
-    return resolve_config(config, world_size=world_size, device_type=device_type)
+    config = resolve_config(config, world_size=world_size, device_type=device_type)
+    if parsed.is_strict and (problems := _without_effect(parsed, config, world_size)):
+        raise ConfigError(problems)
+    return config
 
 
 def most_ranks(argv: Sequence[str], world_size: int, *, device_type: str) -> int:
@@ -115,12 +117,25 @@ def most_ranks(argv: Sequence[str], world_size: int, *, device_type: str) -> int
 
 
 def given_keys(argv: Sequence[str]) -> set[str]:
-    """Full keys that the TOML file or the command line sets. argv: valid for load_config."""
-    arguments = split_arguments(argv)
-    path = arguments.texts.get(CONFIG_FILE)
-    content = _read_file(path, []) if path is not None else None
-    tables = {name: table for name, table in (content or {}).items() if isinstance(table, dict)}
-    return {f"{section}.{key}" for section, table in tables.items() for key in table} | arguments.texts.keys()
+    """Full keys that the TOML file, its bases or the command line set. argv: valid for load_config."""
+    return set(origins_of(argv))
+
+
+def origins_of(argv: Sequence[str]) -> Mapping[str, str]:
+    """Full key that is given -> the file that sets it, or COMMAND_LINE."""
+    return _parse(argv).origins
+
+
+def settings_without_effect(
+    argv: Sequence[str], config: JobConfig, world_size: int, values: Mapping[str, Any] | None = None
+) -> list[Problem]:
+    """A Problem for each given setting that has no effect. config: of argv and values, by load_config."""
+    return _without_effect(_parse(argv, values), config, world_size)
+
+
+def _without_effect(parsed: Parsed, config: JobConfig, world_size: int) -> list[Problem]:
+    found = ineffective(parsed.config, config, parsed.origins, world_size)
+    return [_with_file(problem, parsed.origins, config.job.config_file) for problem in found]
 
 
 def keep_earlier(config: JobConfig) -> JobConfig:
@@ -195,29 +210,6 @@ def import_plugins_of(values: Mapping[str, Mapping[str, Any]], where: Path, *, a
     load_plugins(entries)
 
 
-def dump_config(config: JobConfig) -> str:
-    """TOML that reads back as `config`, without job.config_file."""
-    lines: list[str] = []
-    for section in SECTIONS:
-        values = getattr(config, section)
-        table = fields_of(values)
-        if isinstance(values, ModelConfig):
-            table |= table.pop("overrides")
-        if section == "job":
-            del table["config_file"]
-        lines += ["", f"[{section}]"]
-        rows = {key: value for key, value in table.items() if value and row_type(types_of(type(values)).get(key))}
-        lines += [f"{key} = {literal(value)}" for key, value in table.items() if key not in rows]
-        for key, tables in rows.items():
-            for row in tables:
-                lines += ["", f"[[{section}.{key}]]"]
-                defaults = fields_of(type(row)())
-                values = fields_of(row).items()
-                given = {name: value for name, value in values if name == "kind" or value != defaults[name]}
-                lines += [f"{name} = {literal(value)}" for name, value in given.items()]
-    return "\n".join(lines[1:]) + "\n"
-
-
 def _with_origin(problem: Problem, given: JobConfig, kept: JobConfig) -> Problem:
     """Explain a value that comes from the run's checkpoints, not from the user."""
     now = kept.data.num_streams
@@ -243,22 +235,52 @@ def _parse(argv: Sequence[str], values: Mapping[str, Any] | None = None, *, impo
     arguments = split_arguments(argv)
     problems = list(arguments.problems)
     path = arguments.texts.get(CONFIG_FILE)
-    content = {} if path is None else _read_file(path, problems)
-    tables = sections_of(content or {}, problems)
+    content = Content() if path is None else read_file(path, problems)
+    tables = sections_of(content.tables if content else {}, problems)
     if PLUGINS in values:
         put_value(tables, PLUGINS, values.pop(PLUGINS), None)  # the imported entries have digests
     if imports and (problem := _import_plugins(tables, arguments.texts)):
-        return Parsed(JobConfig(), [problem], False)
+        return Parsed(JobConfig(), [problem], False, {}, False)
     family = arguments.texts.get("model.family") or tables.get("model", {}).get("family", ModelConfig.family)
     family = values.get("model.family", family)
     family = family if isinstance(family, str) and family in FAMILIES else None
-    override_lengths(tables, arguments.texts | {key: text_of(value) for key, value in values.items()})
+    given = {key for key, text in arguments.texts.items() if text not in ("-1", "-1.0")}
+    override_lengths(tables, given | {key for key, value in values.items() if value != -1})
+    origins = _origins(tables, content.files if content else {}, arguments, values)
     found = [put_argument(tables, key, text, family) for key, text in arguments.texts.items()]
     found += [put_value(tables, key, value, family) for key, value in values.items()]
     problems += [problem for problem in found if problem]
     problems += check_lengths(tables)
     sections = {name: build_section(name, tables.get(name, {}), family, problems) for name in SECTIONS}
-    return Parsed(JobConfig(**sections), problems, content is not None)
+    problems = [_with_file(problem, origins, path) for problem in problems]
+    return Parsed(JobConfig(**sections), problems, content is not None, origins, arguments.options.strict)
+
+
+def _origins(
+    tables: Tables, files: Mapping[str, str], arguments: Arguments, values: Mapping[str, Any]
+) -> dict[str, str]:
+    """As in Parsed, where values count as of the command line. tables: those of the files, without what the command
+    line removes."""
+    origins = {key: file for key, file in files.items() if "." not in key}  # entries that are no tables
+    for section, table in tables.items():
+        for name, value in table.items():
+            key = f"{section}.{name}"
+            origins[key] = files.get(key, COMMAND_LINE)  # of job.plugins
+            rows = value if isinstance(value, list) else []
+            cells = ((index, column) for index, row in enumerate(rows) if isinstance(row, dict) for column in row)
+            origins |= {f"{key}.{index}.{column}": origins[key] for index, column in cells}
+    replaced = tuple(f"{key}." for key in values)
+    kept = {key: file for key, file in origins.items() if not key.startswith(replaced)}
+    return kept | dict.fromkeys([*arguments.texts, *values], COMMAND_LINE)
+
+
+def _with_file(problem: Problem, origins: Mapping[str, str], path: str | None) -> Problem:
+    """Name the file that sets a wrong value if it is not `path`, the file on the command line."""
+    key = problem.key
+    while key not in origins and "." in key:
+        key = key.rpartition(".")[0]
+    file = origins.get(key, COMMAND_LINE)
+    return problem if problem.file or file in (COMMAND_LINE, path) else replace(problem, file=file)
 
 
 def _import_plugins(tables: Tables, texts: dict[str, str | None]) -> Problem | None:
@@ -279,156 +301,6 @@ def _import_plugins(tables: Tables, texts: dict[str, str | None]) -> Problem | N
     if entries:
         tables.setdefault("job", {})["plugins"] = list(entries)
     return None
-
-
-def _read_file(path: str, problems: list[Problem]) -> dict[str, Any] | None:
-    """The file's content; None if it cannot be read (adds the reason to `problems`)."""
-    if not path:
-        remedy = f"give the path of a TOML file, or one of {', '.join(shipped_names())}"
-        problems.append(Problem(CONFIG_FILE, path, "the path of a TOML file", remedy))
-        return None
-    try:
-        content = tomllib.loads(read_regular(config_path(path)).decode("utf-8-sig"))
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        folder = Path(path).parent
-        # os.path: no error for long names
-        files = [file for file in folder.glob("*.toml") if file.is_file()] if os.path.isdir(folder) else []
-        known = {name: name for name in shipped_names()} | {file.stem: str(file) for file in files}
-        close = get_close_matches(Path(path).stem, known, 1)
-        remedy = f"did you mean {known[close[0]]}?" if close else "give the path of a TOML file"
-        problems.append(
-            Problem(
-                CONFIG_FILE, path, f"a readable TOML file ({reason}), or one of {', '.join(shipped_names())}", remedy
-            )
-        )
-        return None
-    except JsonError as error:
-        remedy = "save it as a file, and give the file's path: every rank reads the file"
-        problems.append(Problem(CONFIG_FILE, path, f"a TOML file; it {error}", remedy))
-        return None
-    except UnicodeDecodeError as error:
-        problems.append(Problem(CONFIG_FILE, path, "a file in UTF-8", f"save it as UTF-8: byte {error.start} is not"))
-        return None
-    except RecursionError:
-        problems.append(Problem(CONFIG_FILE, path, "valid TOML", "fix the file: its arrays or tables are too deep"))
-        return None
-    except ValueError as error:
-        problems.append(Problem(CONFIG_FILE, path, "valid TOML", f"fix the file: {error}"))
-        return None
-    try:
-        check_depth(content)
-    except JsonError as error:
-        problems.append(Problem(CONFIG_FILE, path, f"valid TOML; it {error}", "fix the file: its tables are too deep"))
-        return None
-    job = content.get("job")
-    if isinstance(job, dict) and isinstance(job.get("plugins"), list):
-        beside = config_path(path).absolute().parent
-        job["plugins"] = [_beside(entry, beside) for entry in job["plugins"]]
-    if isinstance(content.get("job"), dict) and "config_file" in content["job"]:
-        value = content["job"].pop("config_file")
-        problems.append(Problem(CONFIG_FILE, value, "on the command line only", f"remove it from {path}"))
-    return content
-
-
-def _beside(entry: Any, folder: Path) -> Any:
-    """An entry of job.plugins, in which the path of a .py file is relative to `folder`."""
-    is_file = isinstance(entry, str) and split_entry(entry)[0].endswith(".py")
-    return str(folder / entry) if is_file else entry
-
-
-def shipped_names() -> list[str]:
-    """Names of the configurations that come with titanlite."""
-    return sorted(file.stem for file in SHIPPED.glob("*.toml"))
-
-
-def config_path(name: str) -> Path:
-    """The TOML file that `name` means: a path, or the name of a shipped configuration if no such file exists."""
-    path = Path(name)
-    return SHIPPED / f"{name}.toml" if name in shipped_names() and not path.is_file() else path
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """The parsed command line.
-
-    texts: key -> text, in the given order; None if a key has no value. Repeated keys are left out.
-    problems: unexpected arguments and repeated keys. has_config: whether a configuration is given, maybe twice.
-    """
-
-    texts: dict[str, str | None]
-    wants_help: bool
-    problems: tuple[Problem, ...]
-    has_config: bool
-
-
-def split_arguments(argv: Sequence[str]) -> Arguments:
-    """Split `--section.key value` and `--section.key=value`; hyphens in keys count as underscores.
-
-    A value after a space does not start with `--`. A switch without a value is true.
-
-    One argument may be the configuration itself: the first one, a path ending in .toml, or a shipped name.
-    """
-    texts: dict[str, list[str | None]] = {}
-    problems: list[Problem] = []
-    wants_help = False
-    position = 0
-    while position < len(argv):
-        word = argv[position]
-        position += 1
-        if word in HELP:
-            wants_help = True
-        elif _may_be_path(word) and (position == 1 or word.endswith(".toml") or word in shipped_names()):
-            texts.setdefault(CONFIG_FILE, []).append(word)
-        elif not word.startswith("--") or word == "--":
-            problems.append(_unexpected(word))
-            if word.startswith("-") and "." in word and position < len(argv) and not _is_flag(argv[position]):
-                position += 1  # the value of a key with one hyphen
-        else:
-            key, equals, text = word[2:].partition("=")
-            key = re.sub(r"(?<=\w)-(?=\w)", "_", key)
-            value: str | None = text if equals else None
-            if not equals and position < len(argv) and not _is_flag(argv[position]):
-                value = argv[position]
-                position += 1
-            texts.setdefault(key, []).append(value)
-    problems += [_repeated(key, given) for key, given in texts.items() if len(given) > 1]
-    once = {key: given[0] for key, given in texts.items() if len(given) == 1}
-    return Arguments(once, wants_help, tuple(problems), CONFIG_FILE in texts)
-
-
-def missing_value(key: str, default: Any) -> Problem:
-    """The Problem of a known key without a value; the remedy has the default as an example."""
-    if isinstance(default, str):
-        remedy = f"write --{key} {default or 'TEXT'}; for a value that starts with --, write --{key}=--VALUE"
-    else:
-        remedy = f"write --{key} {literal(default)}"
-    return Problem(key, None, "needs a value", remedy)
-
-
-def _is_flag(word: str) -> bool:
-    return word.startswith("--") or word in HELP
-
-
-def _may_be_path(word: str) -> bool:
-    return not word.startswith("-") and "=" not in word
-
-
-def _unexpected(word: str) -> Problem:
-    rule = "every argument is CONFIG, a --section.key or its value"
-    if word.startswith("-") and "." in word.strip("-."):
-        remedy = f"write -{word}"
-    elif "=" in word and "." in word.partition("=")[0]:
-        remedy = f"write --{word}"
-    else:
-        remedy = """remove it, or write --section.key VALUE; an array is one argument: '["a", "b"]'"""
-    return Problem(f"argument {word!r}", None, rule, remedy)
-
-
-def _repeated(key: str, given: list[str | None]) -> Problem:
-    values = [text if text is not None else "" for text in given]
-    choices = " or ".join(f"--{key}={text}" for text in dict.fromkeys(values))
-    return Problem(key, values, "given once on the command line", f"keep one: {choices}")
 
 
 def sections_of(tables: Mapping[str, Any], problems: list[Problem]) -> Tables:
@@ -546,7 +418,7 @@ def _put_in_row(tables: Tables, key: str, text: str | None, row: type) -> Proble
         remedy = f"write --{section}.{name}.{number}.{column} VALUE"
         return Problem(key, text or "", "one key of one table at a time", remedy)
     if len(columns) != 1 or columns[0] not in types_of(row):
-        return _unknown_column(key, text or "", row)
+        return unknown_column(key, text or "", row)
     if text is None and types_of(row)[columns[0]] is not bool:
         return missing_value(key, getattr(row, columns[0]))
     text = "true" if text is None else text
@@ -576,7 +448,7 @@ def _build_rows(key: str, value: Any, row: type, problems: list[Problem]) -> tup
         for name, given in table.items():
             path = f"{key}.{index}.{name}"
             if name not in types_of(row):
-                problems.append(_unknown_column(path, given, row))
+                problems.append(unknown_column(path, given, row))
                 continue
             found = read_value(path, given, types_of(row)[name], getattr(row, name))
             if isinstance(found, Problem):
@@ -587,67 +459,8 @@ def _build_rows(key: str, value: Any, row: type, problems: list[Problem]) -> tup
     return tuple(built)
 
 
-def _unknown_column(key: str, value: Any, row: type) -> Problem:
-    table, _, name = key.rpartition(".")
-    close = close_names(name, types_of(row))
-    remedy = f"did you mean {table}.{close[0]}?" if close else "its keys: " + ", ".join(types_of(row))
-    array = table.rpartition(".")[0]
-    return Problem(key, value, f"a key of one [[{array}]] table", remedy)
-
-
 def _default(section: str, name: str, family: str | None) -> Any:
     """The default of a key. For a hyper-parameter: its value in the family's first flavor."""
     if section == "model" and name not in types_of(ModelConfig) and family is not None:
         return getattr(next(iter(FAMILIES[family].flavors.values())), name)
     return getattr(SECTIONS[section](), name)
-
-
-def full_keys(family: str | None) -> list[str]:
-    """All keys in the spelling of the command line, with index 0 for arrays of tables (data.sources.0.path).
-
-    family: of the model; None leaves the hyper-parameters out.
-    """
-    keys = []
-    for section in SECTIONS:
-        for name, value_type in section_types(section, family).items():
-            row = row_type(value_type)
-            keys += [f"{section}.{name}.0.{column}" for column in types_of(row)] if row else [f"{section}.{name}"]
-    return keys
-
-
-def unknown_key(key: str, value: Any, family: str | None) -> Problem:
-    """The Problem of a key that does not exist."""
-    section, _, name = key.partition(".")
-    meant = suggest(key, full_keys(family))
-    if name and section in SECTIONS:
-        rule = f"a key of [{section}]"
-        valid = "use one of its keys: " + ", ".join(section_types(section, family))
-    else:
-        rule, valid = "a key of a section", "use a key of one of the sections: " + ", ".join(SECTIONS)
-    return Problem(key, value, rule, f"did you mean {' or '.join(meant)}?" if meant else valid)
-
-
-def suggest(key: str, known: Collection[str]) -> list[str]:
-    """The known keys most similar to `key`: usually one or none, several if equally likely."""
-    folded = _fold(key)
-    prefix, _, name = folded.rpartition(".")
-    if folded in known:
-        return [folded]
-    if other := KEYS.get(folded) or NAMES.get(name):
-        return [other]
-    elsewhere = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
-    elsewhere = [candidate for candidate in elsewhere if candidate.startswith(f"{prefix}.")] or elsewhere
-    siblings = [candidate.rpartition(".")[2] for candidate in known if candidate.rpartition(".")[0] == prefix]
-    if siblings:
-        return elsewhere or [f"{prefix}.{close}" for close in close_names(name, siblings)]
-    return get_close_matches(folded, known, 1, 0.75) or elsewhere
-
-
-def close_names(name: str, known: Collection[str]) -> list[str]:
-    """The known name most similar to `name`, if any, ignoring case and hyphens."""
-    folded = {_fold(candidate): candidate for candidate in known}
-    return [folded[match] for match in get_close_matches(_fold(name), folded, 1)]
-
-
-def _fold(name: str) -> str:
-    return name.lower().replace("-", "_")

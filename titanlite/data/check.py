@@ -136,7 +136,7 @@ def _check_keys(config: SourceConfig, key: str) -> list[Problem]:
     """Problems of keys that this kind does not have, and of values out of range."""
     problems: list[Problem] = []
     for field in fields(config):
-        kinds = [kind for kind, source in KINDS.items() if _has(source, field.name)]
+        kinds = [kind for kind, source in KINDS.items() if has_key(source, field.name)]
         value = getattr(config, field.name)
         problems += require(
             value == field.default or not kinds or config.kind in kinds,
@@ -148,7 +148,7 @@ def _check_keys(config: SourceConfig, key: str) -> list[Problem]:
     return problems + check_ranges(config, key)
 
 
-def _has(kind: type[Source], name: str) -> bool:
+def has_key(kind: type[Source], name: str) -> bool:
     """Whether `name` is a key that only some kinds have, and this kind is one of them."""
     return kind.needs_path if name == "path" else name in kind.keys
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from titanlite.data.sources.config import SourceConfig
-from titanlite.runtime.errors import ranged
+from titanlite.runtime.errors import Needs, ranged
 
 MIN_PIECE_BYTES = 16
 PIECE_BYTES_PER_POSITION = 64
@@ -46,6 +46,15 @@ class DataConfig:
     """Corpora to train on: [[data.sources]] tables."""
 
 
+NEEDS = {
+    "seed": Needs(
+        "data.shuffle = true or several data.sources", lambda section: section.shuffle or len(section.sources) > 1
+    ),
+    "max_bad_rows": Needs('data.on_bad_row = "skip"', lambda section: section.on_bad_row == "skip"),
+}
+"""See Needs."""
+
+
 @dataclass(frozen=True)
 class ValidationConfig:
     """Loss on held-out data: [[validation.sources]] tables, with the keys of [[data.sources]].
@@ -61,6 +70,12 @@ class ValidationConfig:
     """Maximum batches of training.global_batch_size sequences per source; -1: all of each source."""
     sources: tuple[SourceConfig, ...] = ()
     """Corpora to validate on, each read once and unshuffled: [[validation.sources]] tables."""
+
+
+VALIDATION_NEEDS = dict.fromkeys(
+    ("interval", "steps", "sources"), Needs("validation.enable = true", lambda section: section.enable)
+)
+"""See Needs."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from titanlite.runtime.errors import ranged
+from titanlite.runtime.errors import Needs, ranged
 
 
 @dataclass(frozen=True)
@@ -26,3 +26,7 @@ class FaultsConfig:
     record_steps: int = ranged(100, "0 disables the record", least=0, most=1000)
     """Number of last steps whose gradient norms by parameter and losses by sequence are kept in the dump folder, for
     titanlite replay. 0: none."""
+
+
+NEEDS = {"on_spike": Needs("faults.spike_factor above 0", lambda section: section.spike_factor > 0)}
+"""See Needs."""

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from titanlite.runtime.errors import Problem, check_ranges, ranged, require
+from titanlite.runtime.errors import Needs, Problem, check_ranges, ranged, require
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,16 @@ class SamplesConfig:
     """Divides the logits; 0: always the most likely token."""
     seed: int = ranged(0, "write a number in this range", least=0, most=2**63 - 1)
     """Seed of the draws, if temperature is above 0; the same in each step."""
+
+
+_SAMPLES = Needs("samples.prompts", lambda section: section.prompts)
+NEEDS = {
+    **dict.fromkeys(("interval", "max_new_tokens", "temperature"), _SAMPLES),
+    "seed": Needs(
+        "samples.prompts and a temperature above 0", lambda section: section.prompts and section.temperature > 0
+    ),
+}
+"""See Needs."""
 
 
 def check_samples(section: SamplesConfig, *, has_tokenizer: bool) -> list[Problem]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from titanlite.models.attention import AttentionMask
+from titanlite.models.decoder import Decoder
 from titanlite.models.family import LanguageModel
 from titanlite.models.layers import Attention
 
@@ -51,6 +52,24 @@ class Reading:
         return torch.zeros_like(visible, dtype=self._dtype).masked_fill_(~visible, -torch.inf).unsqueeze(1)
 
 
+class Rereading:
+    """The same for models of any architecture: each call reads all columns again, row by row and without padding."""
+
+    def __init__(self, model: LanguageModel, padding: Sequence[int]) -> None:
+        self._model, self._padding = model, padding
+        self._tokens: list[Tensor] = []
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """Logits (rows, 1, vocab_size) of the last column; 0 for a row that has only padding so far."""
+        self._tokens.append(tokens)
+        read = torch.cat(self._tokens, dim=1)
+        with torch.inference_mode():
+            rows = [row[missing:].unsqueeze(0) for row, missing in zip(read, self._padding, strict=True)]
+            logits = [self._model(row)[:, -1:] if row.numel() else None for row in rows]
+        empty = torch.zeros_like(next(row for row in logits if row is not None))
+        return torch.cat([empty if row is None else row for row in logits])
+
+
 class KeyValueCache:
     """Replaces the `attend` of one Attention: attends to all columns read so far, in buffers of the full capacity."""
 
@@ -84,17 +103,16 @@ class KeyValueCache:
 
 
 @contextmanager
-def remembering(model: LanguageModel, padding: Sequence[int], capacity: int) -> Iterator[Reading]:
+def remembering(model: LanguageModel, padding: Sequence[int], capacity: int) -> Iterator[Reading | Rereading]:
     """Replace the model's attention by cached attention inside the block. padding, capacity: see Reading.
 
-    Requires that positions interact only in modules of class Attention (models/layers.py), whose queries and keys are
-    already rotated by `positions`. Raises TypeError if the model has no such module.
+    Only of a Decoder (models/decoder.py), in which positions interact only in the Attention of each block, whose
+    queries and keys are already rotated by `positions`. Other models read all columns again for each token.
     """
     layers = [module for module in model.modules() if isinstance(module, Attention)]
-    if not layers:
-        raise TypeError(
-            f"{type(model).__name__} cannot generate: it has no module of class titanlite.models.layers.Attention"
-        )
+    if not isinstance(model, Decoder) or len(layers) != len(model.layers):
+        yield Rereading(model, padding)
+        return
     kernels = [layer.attend for layer in layers]
     reading = Reading(model, padding, capacity)
     for layer in layers:

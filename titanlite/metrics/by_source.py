@@ -6,7 +6,7 @@ from torch import Tensor
 from titanlite.batch import IGNORE_INDEX
 
 NUM_TOTALS = 3
-"""Per source: the summed cross-entropy in nats, valid tokens, and sequences with a valid token."""
+"""Per source: the summed loss, valid tokens, and sequences with a valid token."""
 
 
 def totals_by_source(loss_sums: Tensor, labels: Tensor, sources: Tensor, num_sources: int) -> Tensor:

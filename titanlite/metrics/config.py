@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import PurePath
 
-from titanlite.runtime.errors import Problem, check_ranges, ranged, require
+from titanlite.runtime.errors import Needs, Problem, check_ranges, ranged, require
 from titanlite.runtime.job_lock import JOB_LOCK_FILE
 
 METRICS_FILE = "metrics.jsonl"
@@ -44,6 +44,16 @@ class MetricsConfig:
     """Group of the run in W&B; the tag `group` in MLflow."""
     tags: tuple[str, ...] = ()
     """Tags of the run in W&B and MLflow."""
+
+
+_TRACKS = Needs(
+    '"wandb" or "mlflow" in metrics.loggers', lambda section: not {"wandb", "mlflow"}.isdisjoint(section.loggers)
+)
+NEEDS = {
+    "folder": Needs('"tensorboard" in metrics.loggers', lambda section: "tensorboard" in section.loggers),
+    **dict.fromkeys(("project", "group", "tags"), _TRACKS),
+}
+"""See Needs."""
 
 
 def check_metrics(section: MetricsConfig) -> list[Problem]:

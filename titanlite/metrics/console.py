@@ -88,9 +88,9 @@ def validation_line(record: ValidationRecord) -> str:
     """The record as one line, with the loss of each source if there are several."""
     total = sum_of(record.by_source.values())
     numbers = total.numbers()
-    perplexity = numbers["perplexity"]
-    digits = 2 if perplexity < 1000 else 0
-    parts = [f"loss {numbers['loss']:.4f}", f"perplexity {perplexity:,.{digits}f}"]
+    parts = [f"loss {numbers['loss']:.4f}"]
+    if "perplexity" in numbers:
+        parts.append(f"perplexity {numbers['perplexity']:,.{2 if numbers['perplexity'] < 1000 else 0}f}")
     if "bits_per_byte" in numbers:
         parts.append(f"{numbers['bits_per_byte']:.4f} bits/byte")
     of_sources = {name: totals.numbers() for name, totals in record.by_source.items() if len(record.by_source) > 1}

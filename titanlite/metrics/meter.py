@@ -22,7 +22,7 @@ class Record:
     step: int
     """Optimizer step, from 1. loss, grad_norm, lr and num_valid are those of this step, not of the interval."""
     loss: float
-    """Mean cross-entropy per valid token."""
+    """Mean loss (loss.name) per valid token, without its terms."""
     grad_norm: float
     """Global gradient norm before clipping."""
     lr: float
@@ -44,7 +44,7 @@ class Record:
     bad_rows: int
     """Rows so far that were skipped as bad, over all data ranks."""
     interval_loss: float | None = None
-    """Mean cross-entropy per valid token since the last row, without skipped steps; None if all were skipped."""
+    """Mean loss per valid token since the last row, without skipped steps; None if all were skipped."""
     mfu: float | None = None
     """Model FLOP/s as a fraction of the devices' peak; None if the peak is unknown."""
     slowest_rank: int | None = None
@@ -57,12 +57,14 @@ class Record:
     epochs: Mapping[str, float] = field(default_factory=dict)
     """epoch/NAME: by source, how often it has been read so far."""
     by_source: Mapping[str, float] = field(default_factory=dict)
-    """By source, if there are several. loss/NAME: mean cross-entropy per valid token of the source since the last row,
-    without skipped steps; absent if the source had no valid token. share/NAME: the source's fraction of all sequences
+    """By source, if there are several. loss/NAME: mean loss per valid token of the source since the last row, without
+    skipped steps; absent if the source had no valid token. share/NAME: the source's fraction of all sequences
     so far with a valid token."""
+    terms: Mapping[str, float] = field(default_factory=dict)
+    """term/NAME: by term of the loss, its part of this step's objective; `loss` does not contain it."""
     experts: Mapping[str, float] = field(default_factory=dict)
     """If the model has experts, since the last row. balance_loss, z_loss: without their coefficients, means over the
-    blocks; loss is the cross-entropy alone. By transformer block: max_load/BLOCK, min_load/BLOCK, positions of the most
+    blocks; `loss` does not contain them. By transformer block: max_load/BLOCK, min_load/BLOCK, positions of the most
     and of the least loaded expert relative to the mean of the block's experts; router_entropy/BLOCK, of the
     probabilities of a position, 1 if all experts are equally probable; bias_range/BLOCK, the largest minus the smallest
     bias, if there are biases."""
@@ -73,7 +75,7 @@ class Record:
     def row(self) -> dict[str, int | float | str]:
         """Key -> value in the order of the fields, without unknown values."""
         row = {key: value for key, value in asdict(self).items() if value is not None}
-        groups = [row.pop(name) for name in ("epochs", "by_source", "experts", "goodput")]
+        groups = [row.pop(name) for name in ("epochs", "by_source", "terms", "experts", "goodput")]
         return {**row, **{key: value for group in groups for key, value in group.items()}}
 
 
@@ -109,6 +111,7 @@ class Meter:
         flops_per_token: float,
         peak_flops: float | None,
         sources: Sequence[str] = (),
+        terms: Sequence[str] = (),
         slow_ranks: SlowRanks | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
@@ -116,7 +119,8 @@ class Meter:
         group: all ranks of the mesh, one device each. device: this rank's device, which holds the StepStats.
         tokens_per_step: input positions of one optimizer step (global batch size x sequence length).
         flops_per_token: of forward and backward. peak_flops: of one device; None if unknown: no MFU.
-        sources: names of the data sources. slow_ranks: None: ranks are not compared.
+        sources: names of the data sources. terms: names of the terms of the loss. slow_ranks: None: ranks are not
+        compared.
         The first interval begins now, or with `start`.
         """
         self._group = group
@@ -130,6 +134,7 @@ class Meter:
         self._interval = torch.zeros(2, dtype=torch.float64, device=device)
         self._names = tuple(sources)
         self._sources = self._names if len(sources) > 1 else ()
+        self._terms = tuple(terms)
         self._by_source = torch.zeros(NUM_TOTALS, len(self._sources), dtype=torch.float64, device=device)
         self._tokens_seen = 0
         self._last: tuple[int, StepStats, float] | None = None
@@ -236,7 +241,8 @@ class Meter:
         columns = list(zip(*ranks, strict=True))
         mean_loss, grad_norm, num_valid, skipped_steps, data_time_s, memory, bad_rows, compute_s = columns[:8]
         loss_sum, num_counted = (sum(column) for column in columns[8:10])
-        of_epochs, by_source = columns[10 : 10 + len(epochs)], columns[10 + len(epochs) :]
+        of_terms, others = columns[10 : 10 + len(self._terms)], columns[10 + len(self._terms) :]
+        of_epochs, by_source = others[: len(epochs)], others[len(epochs) :]
         step_time_s = (now - self._interval_start) / self._num_steps
         tokens_per_second = self._tokens_per_step / step_time_s
         flops = tokens_per_second * self._flops_per_token
@@ -261,6 +267,7 @@ class Meter:
             slowest_ratio=slowest.ratio if slowest else None,
             epochs={f"epoch/{name}": sum(parts) for name, parts in zip(self._names, of_epochs, strict=False)},
             by_source=self._describe_sources([sum(column) for column in by_source]),
+            terms={f"term/{name}": sum(parts) for name, parts in zip(self._terms, of_terms, strict=True)},
             experts=experts or {},
             goodput=goodput(),
         )
@@ -295,6 +302,7 @@ class Meter:
                 torch.stack([value.detach().to(torch.float64) for value in on_device]),
                 torch.tensor(on_host, dtype=torch.float64, device=self._device),
                 self._interval,
+                torch.stack(list(stats.terms)) if stats.terms else self._interval.new_zeros(len(self._terms)),
                 torch.tensor(epochs, dtype=torch.float64, device=self._device),
                 self._by_source.flatten(),
             ]

@@ -9,19 +9,25 @@ from dataclasses import dataclass
 class SetTotals:
     """Sums over a data set.
 
-    loss_sum: cross-entropy in nats, over num_valid targets. num_bytes: bytes of text of these targets; None if unknown.
+    loss_sum: over num_valid targets. num_bytes: bytes of text of these targets; None if unknown. in_nats: whether the
+    loss is the cross-entropy in nats.
     """
 
     loss_sum: float
     num_valid: int
     num_bytes: int | None
+    in_nats: bool = True
 
     def numbers(self) -> dict[str, float]:
-        """Mean loss per target, perplexity and, if the bytes are known, bits per byte; {} if there is no target."""
+        """Mean loss per target; of a cross-entropy, also perplexity and, if the bytes are known, bits per byte; {} if
+        there is no target."""
         if not self.num_valid:
             return {}
         loss = self.loss_sum / self.num_valid
-        numbers = {"loss": loss, "perplexity": math.inf if loss > 700 else math.exp(loss)}  # exp would overflow
+        numbers = {"loss": loss}
+        if not self.in_nats:
+            return numbers
+        numbers["perplexity"] = math.inf if loss > 700 else math.exp(loss)  # exp would overflow
         if self.num_bytes:
             numbers["bits_per_byte"] = self.loss_sum / math.log(2) / self.num_bytes
         return numbers
@@ -35,6 +41,7 @@ def sum_of(sets: Iterable[SetTotals]) -> SetTotals:
         math.fsum(totals.loss_sum for totals in sets),
         sum(totals.num_valid for totals in sets),
         sum(sizes) if len(sizes) == len(sets) else None,
+        all(totals.in_nats for totals in sets),
     )
 
 

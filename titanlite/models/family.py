@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from titanlite.models.attention import AttentionMask, attention_mask
 from titanlite.models.init import Init
-from titanlite.runtime.errors import Problem, UserError
+from titanlite.runtime.errors import Needs, Problem, UserError
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,11 @@ class LanguageModel(nn.Module, ABC):
         """Logits (batch, seq_len, vocab_size) of the token that follows each of `tokens`, int64 (batch, seq_len).
 
         With labels, int64 (batch, seq_len), the share of each row in the mean loss instead: (batch,), in
-        promote_types(dtype, float32). This is the sum of the cross-entropy, in nats, over the positions whose label is
-        not negative, divided by num_valid, int64 (batch,): in training, the valid labels of the global batch, the same
-        number for each row. A row without a valid label has a share of 0 with a graph, so that backward runs. All
-        shares must get the same gradient, since the division is the only weight of a row.
+        promote_types(dtype, float32). This is the sum of the output layer's loss, normally the cross-entropy in nats,
+        over the positions whose label is not negative, divided by num_valid, int64 (batch,): in training, the valid
+        labels of the global batch, the same number for each row. A row without a valid label has a share of 0 with a
+        graph, so that backward runs. All shares must get the same gradient, since the division is the only weight of a
+        row.
 
         Without the first unit, `tokens` is the previous stage's output, (batch, seq_len / tp, dim). Without the last
         unit, the result has this shape, too.
@@ -179,6 +180,7 @@ class Family:
     init(config, name): the distribution of the parameter `name`.
     flops_per_token(config, seq_len): floating-point operations per trained token, forward and backward.
     hugging_face: the family in the format of `transformers`; None: models cannot be exported and imported.
+    needs: hyper-parameters that have no effect under other ones; see Needs.
     """
 
     name: str
@@ -190,6 +192,7 @@ class Family:
     init: Callable[[Any, str], Init]
     flops_per_token: Callable[[Any, int], int]
     hugging_face: HuggingFace | None = None
+    needs: Mapping[str, Needs] = field(default_factory=dict)
 
     @property
     def exported(self) -> HuggingFace:

@@ -1,10 +1,11 @@
-"""The output layer with its cross-entropy, computed in chunks of tokens: the logits of a batch never exist at once.
+"""The output layer with its loss, computed in chunks of tokens: the logits of a batch never exist at once.
 
-The products and their gradients are those of a linear layer followed by a cross-entropy. Only the number of logits that
-exist at the same time differs.
+The products and their gradients are those of a linear layer followed by the loss. Only the number of logits that exist
+at the same time differs.
 """
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titanlite.models.losses import CROSS_ENTROPY, Loss
 from titanlite.runtime.dtensors import is_dtensor
 from titanlite.runtime.errors import ranged
 
@@ -28,20 +30,31 @@ Exponentials = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class LossConfig:
-    """The computation of the loss."""
+    """The loss and its computation."""
 
+    name: str = CROSS_ENTROPY.name
+    """The loss of a token: cross_entropy, or one that a plugin has registered (docs/models.md)."""
     chunk_tokens: int | Literal["auto"] = ranged("auto", 'set a positive number, or "auto"', least=1, unset="auto")
     """Tokens whose logits exist at the same time. auto: as many as take 128 MiB in the dtype of the loss, at least
     float32; on a CPU at most 256. With a narrower compute dtype, two copies in this dtype exist beside them."""
 
+    @property
+    def is_cross_entropy(self) -> bool:
+        """Whether the loss is in nats, and needs the logits of a part of the vocabulary only."""
+        return self.name == CROSS_ENTROPY.name
+
 
 @dataclass(frozen=True)
-class Scoring:
+class Scoring(ABC):
     """How the scores of tokens are computed: in chunks of `chunk` tokens, over one part of the vocabulary.
 
     start: the first id whose weights this rank has, of `size` ids in all. group: the ranks that have the other parts
     (mesh axis tp); None: this rank has all. gathers: whether each rank gathers the scores of all ids, instead of two
-    numbers per token. exponentials: the function exponentials_, or its compiled form.
+    numbers per token.
+
+    Subclasses compute the loss and its gradient from scores, (tokens, ids), which they may overwrite. A gradient of the
+    scores comes with a factor of each token, (tokens, 1), to be applied to smaller tensors; None: 1. weights: of the
+    losses in the objective, (tokens,).
     """
 
     chunk: int
@@ -49,7 +62,23 @@ class Scoring:
     size: int
     group: dist.ProcessGroup | None
     gathers: bool
-    exponentials: Exponentials
+
+    @abstractmethod
+    def losses_(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of each token, 0 if it is not valid, and what `gradient_` needs of it, both (tokens,)."""
+
+    @abstractmethod
+    def losses_and_gradient_(
+        self, scores: Tensor, labels: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The loss of each token, and the gradient of the objective with its factor."""
+
+    @abstractmethod
+    def gradient_(
+        self, scores: Tensor, labels: Tensor, weights: Tensor, kept: Tensor, scales: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The gradient of the objective with its factor. kept: from `losses_`. scales: of all that a token adds to the
+        objective, (tokens,)."""
 
     def chunks(self, tokens: int) -> list[slice]:
         return [slice(begin, begin + self.chunk) for begin in range(0, tokens, self.chunk)]
@@ -67,6 +96,30 @@ class Scoring:
         full[:, self.start : self.start + scores.shape[1]] = scores
         dist.all_reduce(full, group=self.group)  # sums with zeros; parts of different sizes cannot be gathered
         return full
+
+
+@dataclass(frozen=True)
+class CrossEntropy(Scoring):
+    """The cross-entropy in nats. exponentials: the function exponentials_, or its compiled form."""
+
+    exponentials: Exponentials
+
+    def losses_(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Keeps the logarithm of the sum of the exponentials."""
+        losses, top, total = self.statistics_(scores, labels)
+        return losses, top + total.log()
+
+    def losses_and_gradient_(
+        self, scores: Tensor, labels: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        losses, _, total = self.statistics_(scores, labels)
+        return losses, *self._differences_(scores, labels, total, weights)
+
+    def gradient_(
+        self, scores: Tensor, labels: Tensor, weights: Tensor, kept: Tensor, scales: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        exponentials = scores.sub_(kept.unsqueeze(1)).exp_()
+        return self._differences_(exponentials, labels, torch.ones_like(kept), weights * scales)
 
     def statistics_(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Replace the scores, (tokens, ids), by exp(scores - top). Returns loss, top and total, each (tokens,).
@@ -90,13 +143,81 @@ class Scoring:
         last = scores.shape[1] - 1
         return ids.clamp(0, last).unsqueeze(1), (ids >= 0) & (ids <= last)
 
+    def _differences_(
+        self, exponentials: Tensor, labels: Tensor, total: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The gradient weights * (exponentials / total - one-hot labels), with weights / total as its factor.
+
+        exponentials: see exponentials_; overwritten.
+        """
+        ids, is_own = self.own_ids(labels, exponentials)
+        exponentials.scatter_add_(1, ids, torch.where(is_own, -total, 0).unsqueeze(1))
+        return exponentials, (weights / total).unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class RegisteredLoss(Scoring):
+    """A loss by its function and terms, over the full vocabulary, which each rank of the group computes alike.
+
+    shares: of a token's values in each term, 1 / its denominator, (terms,). sums: this rank's share of each term,
+    float64 (terms,), added up in place. Both None: without terms.
+    """
+
+    loss: Loss
+    shares: Tensor | None
+    sums: Tensor | None
+
+    def losses_(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Keeps nothing."""
+        if self.shares is not None:
+            self._note([values.sum() for values in self.loss.term_values(scores, labels)])
+        losses = self.loss.losses(scores, labels)
+        return losses, torch.zeros_like(losses)
+
+    def losses_and_gradient_(
+        self, scores: Tensor, labels: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        losses, gradient, term_sums = self._differentiated(scores, labels, weights, torch.ones_like(weights))
+        self._note(term_sums)
+        return losses, gradient, None
+
+    def gradient_(
+        self, scores: Tensor, labels: Tensor, weights: Tensor, kept: Tensor, scales: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        del kept
+        return self._differentiated(scores, labels, weights * scales, scales)[1], None
+
+    def _differentiated(
+        self, scores: Tensor, labels: Tensor, weights: Tensor, scales: Tensor
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """The losses, the gradient of the objective, and the sum of each term's values."""
+        leaf = scores.detach().requires_grad_()
+        with torch.enable_grad():
+            losses = self.loss.losses(leaf, labels)
+            objective, term_sums = (losses * weights).sum(), []
+            if self.shares is not None:
+                for share, values in zip(self.shares, self.loss.term_values(leaf, labels), strict=True):
+                    objective = objective + (values * (scales * share)).sum()
+                    term_sums.append(values.detach().sum())
+        (gradient,) = torch.autograd.grad(objective, leaf)
+        # a function may give NaN for tokens that are not valid, and then their gradients are NaN, too
+        return losses.detach(), gradient.contiguous().masked_fill_((labels < 0).unsqueeze(1), 0), term_sums
+
+    def _note(self, term_sums: Sequence[Tensor]) -> None:
+        if self.shares is not None and self.sums is not None:
+            self.sums.add_(torch.stack([each.to(torch.float64) for each in term_sums]) * self.shares)
+
 
 class OutputLayer(nn.Linear):
     """Linear layer without bias from the residual stream to logits, or with labels to the loss of each row.
 
     chunk_tokens: see LossConfig. recomputes: whether backward computes the logits again. Otherwise forward computes the
     gradients at once and keeps them, (vocab_size, dim) for the weight, per microbatch in flight: one product less, and
-    no more memory if only one microbatch is in flight. gathers_logits, exponentials: see Scoring.
+    no more memory if only one microbatch is in flight. gathers_logits, exponentials: see Scoring and CrossEntropy.
+
+    denominators: of the terms of the loss, float64 (terms,), over the global batch; the trainer sets them before each
+    step. The terms are in the gradients, not in the loss of a row. term_sums: this rank's share of each term since the
+    trainer has set it to None, float64 (terms,).
     """
 
     def __init__(self, dim: int, vocab_size: int) -> None:
@@ -105,6 +226,9 @@ class OutputLayer(nn.Linear):
         self.recomputes = False
         self.gathers_logits = False
         self.exponentials: Exponentials = exponentials_
+        self.loss = CROSS_ENTROPY
+        self.denominators: Tensor | None = None
+        self.term_sums: Tensor | None = None
 
     def forward(self, x: Tensor, labels: Tensor | None = None, num_valid: Tensor | None = None) -> Tensor:
         """Logits of x, (batch, seq_len, vocab_size), or with labels the share of each row in the mean loss, (batch,).
@@ -119,12 +243,15 @@ class OutputLayer(nn.Linear):
             mesh, rows = weight.device_mesh, -(-self.out_features // weight.device_mesh.size())
             start, group = min(rows * mesh.get_local_rank(), self.out_features), mesh.get_group()
             weight = weight.to_local()
-        gathers = group is not None and self.gathers_logits
+        is_registered = self.loss is not CROSS_ENTROPY
+        gathers = group is not None and (self.gathers_logits or is_registered)
         wide = torch.promote_types(x.dtype, torch.float32)
         columns = self.out_features if gathers else len(weight)
         chunk = tokens_per_chunk(self.chunk_tokens, columns * wide.itemsize, x.device.type)
         # A negative label is not valid.
         weights = (labels >= 0) / num_valid.clamp(min=1).to(wide).unsqueeze(1)
+        part = chunk, start, self.out_features, group, gathers
+        scoring = self._registered(part) if is_registered else CrossEntropy(*part, self.exponentials)
         form = _Recomputed if self.recomputes or not torch.is_grad_enabled() else _AtOnce
         losses: Tensor = form.apply(  # type: ignore[no-untyped-call]
             x.flatten(0, 1),
@@ -132,9 +259,23 @@ class OutputLayer(nn.Linear):
             weight.view_as(weight),
             labels.flatten(),
             weights.flatten(),
-            Scoring(chunk, start, self.out_features, group, gathers, self.exponentials),
+            scoring,
         )
         return losses.view(labels.shape).sum(1)
+
+    def _registered(self, part: tuple[int, int, int, dist.ProcessGroup | None, bool]) -> "RegisteredLoss":
+        """The computation of a registered loss; without its terms if there are no gradients to compute."""
+        if not self.loss.terms or not torch.is_grad_enabled():
+            return RegisteredLoss(*part, self.loss, None, None)
+        assert self.denominators is not None, "terms without denominators"
+        if self.term_sums is None:
+            self.term_sums = torch.zeros_like(self.denominators)
+        shares = torch.where(self.denominators > 0, 1 / self.denominators, 0)
+        return RegisteredLoss(*part, self.loss, shares, self.term_sums)
+
+
+def output_layers_of(model_parts: Iterable[nn.Module]) -> list[OutputLayer]:
+    return [module for part in model_parts for module in part.modules() if isinstance(module, OutputLayer)]
 
 
 def tokens_per_chunk(chunk_tokens: int | Literal["auto"], token_bytes: int, device_type: str) -> int:
@@ -146,7 +287,7 @@ def tokens_per_chunk(chunk_tokens: int | Literal["auto"], token_bytes: int, devi
 
 
 class _AtOnce(torch.autograd.Function):
-    """The weighted cross-entropy of each token. Forward computes the gradients, too."""
+    """The weighted loss of each token. Forward computes the gradients, too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, scoring: Scoring) -> Tensor:
@@ -154,8 +295,9 @@ class _AtOnce(torch.autograd.Function):
         gradients, buffer = Gradients(x, weight, scoring), scoring.buffer(x, weight)
         for tokens in scoring.chunks(len(x)):
             scores = scoring.scores(x[tokens], weight, buffer)
-            losses[tokens], _, total = scoring.statistics_(scores, labels[tokens])
-            gradients.add(tokens, scores, labels[tokens], total, weights[tokens])
+            losses[tokens], of_scores, factor = scoring.losses_and_gradient_(scores, labels[tokens], weights[tokens])
+            gradients.add(tokens, of_scores, factor)
+            del scores, of_scores
         ctx.gradients = gradients.result()
         return losses.mul_(weights)
 
@@ -169,31 +311,30 @@ class _AtOnce(torch.autograd.Function):
 
 
 class _Recomputed(torch.autograd.Function):
-    """The weighted cross-entropy of each token. Backward computes the logits again."""
+    """The weighted loss of each token. Backward computes the logits again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, scoring: Scoring) -> Tensor:
-        losses, logsumexp = torch.empty_like(weights), torch.empty_like(weights)
+        losses, kept = torch.empty_like(weights), torch.empty_like(weights)
         buffer = scoring.buffer(x, weight)
         for tokens in scoring.chunks(len(x)):
             scores = scoring.scores(x[tokens], weight, buffer)
-            losses[tokens], top, total = scoring.statistics_(scores, labels[tokens])
-            logsumexp[tokens] = top + total.log()
-        ctx.save_for_backward(x, weight, labels, weights, logsumexp)
+            losses[tokens], kept[tokens] = scoring.losses_(scores, labels[tokens])
+        ctx.save_for_backward(x, weight, labels, weights, kept)
         ctx.scoring = scoring
         return losses.mul_(weights)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, labels, weights, logsumexp = ctx.saved_tensors
+        x, weight, labels, weights, kept = ctx.saved_tensors
         # A split backward pass calls this twice, once for each of the two gradients.
         needs = [torch._C._will_engine_execute_node(node) for node, _ in ctx.next_functions[:2]]
         scoring: Scoring = ctx.scoring
         gradients, buffer = Gradients(x, weight, scoring, *needs), scoring.buffer(x, weight)
         for tokens in scoring.chunks(len(x)):
-            scores = scoring.scores(x[tokens], weight, buffer).sub_(logsumexp[tokens].unsqueeze(1)).exp_()
-            one = torch.ones_like(logsumexp[tokens])
-            gradients.add(tokens, scores, labels[tokens], one, weights[tokens] * gradient[tokens])
+            scores = scoring.scores(x[tokens], weight, buffer)
+            of_tokens = (each[tokens] for each in (labels, weights, kept, gradient))
+            gradients.add(tokens, *scoring.gradient_(scores, *of_tokens))
         return *gradients.result(), None, None, None
 
 
@@ -208,28 +349,23 @@ class Gradients:
         wide = torch.promote_types(weight.dtype, torch.float32)
         self._weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
 
-    def add(self, tokens: slice, exponentials: Tensor, labels: Tensor, total: Tensor, weights: Tensor) -> None:
-        """Add the gradients of a chunk. exponentials: see exponentials_; overwritten. weights: of the tokens' losses.
-
-        The gradient of the logits is weights * (exponentials / total - one-hot labels). The division and the weights
-        are applied to the smaller tensors (tokens, dim).
-        """
-        ids, is_own = self._scoring.own_ids(labels, exponentials)
-        exponentials.scatter_add_(1, ids, torch.where(is_own, -total, 0).unsqueeze(1))
+    def add(self, tokens: slice, of_scores: Tensor, factor: Tensor | None) -> None:
+        """Add the gradients of a chunk, from that of its scores. factor: of each token, (tokens, 1); None: 1."""
         if self._scoring.gathers:
-            exponentials = exponentials[:, self._scoring.start :][:, : len(self._of)]
-        differences = exponentials.to(self._of.dtype)
-        factor = (weights / total).unsqueeze(1)
+            of_scores = of_scores[:, self._scoring.start :][:, : len(self._of)]
+        of_scores = of_scores.to(self._of.dtype)
         if self._x is not None:
-            self._x[tokens] = (differences @ self._of) * factor
+            product = of_scores @ self._of
+            self._x[tokens] = product if factor is None else product * factor
         if self._weight is not None:
-            scaled = (self._inputs[tokens] * factor).to(self._of.dtype)
+            inputs = self._inputs[tokens]
+            scaled = inputs if factor is None else (inputs * factor).to(self._of.dtype)
             if self._weight.dtype == scaled.dtype:
-                self._weight.addmm_(differences.T, scaled)
+                self._weight.addmm_(of_scores.T, scaled)
                 return
-            parts = zip(self._weight.split(PART_IDS), differences.split(PART_IDS, 1), strict=True)
-            for of_part, of_logits in parts:
-                of_part += of_logits.T @ scaled
+            parts = zip(self._weight.split(PART_IDS), of_scores.split(PART_IDS, 1), strict=True)
+            for of_part, of_ids in parts:
+                of_part += of_ids.T @ scaled
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of x and of the weight, in their dtypes. With a cut vocabulary, x's is a part of a sum."""

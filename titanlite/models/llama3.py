@@ -30,7 +30,7 @@ from titanlite.models.hugging_face import (
     rope_fields,
 )
 from titanlite.models.layers import Attention, Llama3Scaling
-from titanlite.runtime.errors import Problem, require
+from titanlite.runtime.errors import Needs, Problem, require
 
 
 @dataclass(frozen=True)
@@ -191,6 +191,10 @@ def config_from_json(fields: Mapping[str, Any]) -> Llama3Config:
     return config
 
 
+_SCALES = Needs("model.rope_scaling_factor above 1", lambda config: config.rope_scaling_factor > 1)
+NEEDS = dict.fromkeys(("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_seq_len"), _SCALES)
+"""See Needs."""
+
 LLAMA3 = Family(
     name="llama3",
     config_type=Llama3Config,
@@ -201,4 +205,5 @@ LLAMA3 = Family(
     init=init,
     flops_per_token=flops_per_token,
     hugging_face=HuggingFace("llama", "LlamaForCausalLM", names, config_json, config_from_json),
+    needs=NEEDS,
 )

@@ -32,7 +32,7 @@ from titanlite.models.hugging_face import (
     rope_fields,
 )
 from titanlite.models.layers import Attention, RMSNorm, YarnScaling
-from titanlite.runtime.errors import Problem, require
+from titanlite.runtime.errors import Needs, Problem, require
 
 
 @dataclass(frozen=True)
@@ -217,6 +217,10 @@ def values_from_json(fields: Mapping[str, Any]) -> dict[str, Any]:
     return decoder_values(fields) | {"head_dim": head_dim, "rope_theta": theta} | scaling_values
 
 
+_SCALES = Needs("model.rope_scaling_factor above 1", lambda config: config.rope_scaling_factor > 1)
+NEEDS = dict.fromkeys(("rope_beta_fast", "rope_beta_slow", "rope_original_seq_len"), _SCALES)
+"""See Needs."""
+
 QWEN3 = Family(
     name="qwen3",
     config_type=Qwen3Config,
@@ -227,4 +231,5 @@ QWEN3 = Family(
     init=init,
     flops_per_token=flops_per_token,
     hugging_face=HuggingFace("qwen3", "Qwen3ForCausalLM", names, config_json, config_from_json),
+    needs=NEEDS,
 )

@@ -17,7 +17,7 @@ from titanlite.models.hugging_face import (
     refuse_invalid,
     refuse_other,
 )
-from titanlite.models.qwen3 import SCALING_FIELDS, Qwen3, Qwen3Config
+from titanlite.models.qwen3 import NEEDS, SCALING_FIELDS, Qwen3, Qwen3Config
 from titanlite.runtime.errors import Problem
 
 
@@ -123,4 +123,5 @@ QWEN3_MOE = Family(
     init=init,
     flops_per_token=flops_per_token,
     hugging_face=HuggingFace("qwen3_moe", "Qwen3MoeForCausalLM", names, config_json, config_from_json),
+    needs=NEEDS,
 )

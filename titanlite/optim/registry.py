@@ -24,7 +24,7 @@ from titanlite.optim.rounding import rounding_bytes
 from titanlite.optim.sgd import SGD
 from titanlite.optim.weight_average import average_bytes
 from titanlite.parallel.mesh import Sharing
-from titanlite.runtime.errors import Problem, check_ranges, require
+from titanlite.runtime.errors import Needs, Problem, check_ranges, require
 
 OPTIMIZERS: dict[str, OptimizerKind] = {
     "AdamW": ADAMW,
@@ -38,6 +38,39 @@ WIDE_TENSORS = {"AdamW": 6, "Lion": 4}
 MAX_BETA2_NEAREST = 0.99
 """With moments rounded to the nearest bfloat16, which has 8 bits, a second moment that falls by less than 1 / 2^8 of
 itself in a step does not fall at all."""
+
+
+def optimizers_of(section: OptimizerConfig) -> set[str]:
+    """Names of the optimizers that may update parameters. Beside Muon, AdamW updates those that are no matrices."""
+    names = {section.name, *(group.optimizer for group in section.groups)} - {"auto"}
+    return names | ({"AdamW"} if section.name == "Muon" else set())
+
+
+def _uses(*names: str) -> Needs:
+    return Needs(f"the optimizer {' or '.join(names)}", lambda section: bool(optimizers_of(section) & {*names}))
+
+
+NEEDS = {
+    **dict.fromkeys(("beta1", "beta2"), _uses("AdamW", "Lion")),
+    **dict.fromkeys(("eps", "state_dtype"), _uses("AdamW")),
+    "state_rounding": Needs(
+        'optimizer.state_dtype = "bfloat16" and AdamW',
+        lambda section: section.state_dtype == "bfloat16" and "AdamW" in optimizers_of(section),
+    ),
+    "momentum": _uses("Muon", "SGD"),
+    **dict.fromkeys(
+        ("nesterov", "newton_schulz_steps", "newton_schulz_coefficients", "newton_schulz_dtype", "adjust_lr"),
+        _uses("Muon"),
+    ),
+    "weight_decay_skip": Needs(
+        "weight decay", lambda section: any(each.weight_decay > 0 for each in (section, *section.groups))
+    ),
+    "implementation": Needs(
+        'SGD, or AdamW with optimizer.state_dtype = "auto"',
+        lambda section: bool(optimizers_of(section) & ({"SGD", "AdamW"} if section.state_dtype == "auto" else {"SGD"})),
+    ),
+}
+"""See Needs."""
 
 
 def check_optimizer(section: OptimizerConfig) -> list[Problem]:

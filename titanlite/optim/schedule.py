@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from titanlite.runtime.errors import Problem, check_ranges, ranged
+from titanlite.runtime.errors import Needs, Problem, check_ranges, ranged
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,17 @@ class ScheduleConfig:
     """Tokens of the decay in place of decay_steps, rounded up to full steps."""
     min_lr_factor: float = ranged(0.1, "0.1 ends at a tenth of optimizer.lr", least=0, most=1)
     """Learning rate at the end of the decay and after it, as a factor of optimizer.lr."""
+
+
+_DECAYS = Needs("lr_schedule.decay other than none and min_lr_factor below 1", lambda section: decays(section))
+NEEDS = {
+    "decay": Needs(
+        "lr_schedule.min_lr_factor below 1", lambda section: section.decay == "none" or section.min_lr_factor < 1
+    ),
+    "min_lr_factor": Needs("lr_schedule.decay other than none", lambda section: section.decay != "none"),
+    **dict.fromkeys(("final_decay_steps", "final_decay_tokens", "decay_ratio", "decay_steps", "decay_tokens"), _DECAYS),
+}
+"""See Needs."""
 
 
 # Position between the peak (0) and the minimum (1) as a function of the completed fraction of the decay. "sqrt" is the

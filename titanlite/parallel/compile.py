@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from titanlite.models.family import Plan
-from titanlite.models.head import OutputLayer, exponentials_
-from titanlite.runtime.errors import Problem, require
+from titanlite.models.head import exponentials_, output_layers_of
+from titanlite.models.losses import CROSS_ENTROPY
+from titanlite.runtime.errors import Needs, Problem, require
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,15 @@ class CompileConfig:
     backend: str = "inductor"
     """Backend of torch.compile."""
     components: tuple[Literal["model", "loss"], ...] = ("model", "loss")
-    """model: each transformer block separately; loss: the cross-entropy."""
+    """model: each transformer block separately; loss: the cross-entropy, no other loss."""
+
+
+_ENABLED = Needs("compile.enable = true", lambda section: section.enable)
+NEEDS = {
+    "backend": Needs(f"{_ENABLED.condition} and components", lambda section: section.enable and section.components),
+    "components": _ENABLED,
+}
+"""See Needs."""
 
 
 def check_compile(
@@ -75,7 +84,7 @@ def apply_compile(model: nn.Module, plan: Plan, section: CompileConfig) -> list[
     start log."""
     applied = []
     if section.enable and "loss" in section.components:
-        for head in (module for module in model.modules() if isinstance(module, OutputLayer)):
+        for head in (head for head in output_layers_of([model]) if head.loss is CROSS_ENTROPY):
             head.exponentials = torch.compile(exponentials_, backend=section.backend)
             applied.append(f"compile ({section.backend}) to the loss")
     if compiles_blocks(section):

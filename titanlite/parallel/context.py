@@ -17,20 +17,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.models.attention import AttentionMask, attend, attention_mask
-from titanlite.models.family import DecoderConfig, LanguageModel
+from titanlite.models.family import DecoderConfig, LanguageModel, Plan
 from titanlite.models.layers import Attention
 from titanlite.parallel.mesh import ContextParallel, ParallelismConfig, part_of_rows
 from titanlite.runtime.errors import ConfigError, Problem, require
 
 
-def apply_context_parallel(model: LanguageModel, group: dist.ProcessGroup | None, form: ContextParallel) -> list[str]:
+def apply_context_parallel(
+    model: LanguageModel, plan: Plan, group: dist.ProcessGroup | None, form: ContextParallel
+) -> list[str]:
     """Let the attention of the model see entire rows, in place; return descriptions for the start log.
 
     group: the ranks of the cp axis, in the order of `part_of_rows`; None: there is one. Raises ConfigError for a model
-    that draws by row key, since all ranks would draw the numbers of the first positions.
+    that draws by row key, since all ranks would draw the numbers of the first positions, and for one with blocks that
+    have no Attention.
     """
     if group is None:
         return []
+    for name in plan.blocks:
+        if not any(isinstance(module, Attention) for module in model.get_submodule(name).modules()):
+            rule = f"1 with {type(model).__name__}: {name} has no titanlite.models.layers.Attention, which knows cp"
+            raise ConfigError([Problem("parallelism.cp", group.size(), rule, "use dp_shard, tp or pp")])
     if model.draws:
         rule = f"1 with {type(model).__name__}, which draws random numbers by row key: each rank has a part of the row"
         raise ConfigError([Problem("parallelism.cp", group.size(), rule, "use dp_shard, or a model without draws")])
@@ -129,11 +136,17 @@ class _Gather(torch.autograd.Function):
         return _operations.wait_tensor(own), None
 
 
-def check_context(section: ParallelismConfig, model: DecoderConfig, seq_len: int) -> list[Problem]:
-    """Problems between cp, the heads of the model and the sequences. The sizes of the model must be valid."""
+def check_context(section: ParallelismConfig, model: Any, seq_len: int) -> list[Problem]:
+    """Problems between cp, the heads of the model and the sequences. The sizes of the model must be valid.
+
+    model: the hyper-parameters, of any family.
+    """
     cp, tp = section.cp, section.tp
     if cp <= 1 or tp < 1:
         return []
+    if not isinstance(model, DecoderConfig):
+        rule = "1 with a family whose hyper-parameters are no DecoderConfig: its attention may not know cp"
+        return require(False, "parallelism.cp", cp, rule, "use dp_shard, tp or pp")
     gathers = section.context_parallel == "gather"
     parts = math.lcm(2 * cp, cp * tp) if gathers else cp * tp
     what = "2 x parallelism.cp, and by cp x tp:" if gathers else "parallelism.cp x tp ="

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlite.runtime.distributed import CommConfig, World, set_timeout
-from titanlite.runtime.errors import Problem, check_ranges, ranged, require
+from titanlite.runtime.errors import Needs, Problem, check_ranges, ranged, require
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from the outermost to the innermost, whose ranks are adjacent; ParallelismConfig has their degrees."""
@@ -78,6 +78,16 @@ class ParallelismConfig:
     fsdp_reshard_after_forward: ReshardAfterForward = "default"
     """Whether sharded parameters are freed between forward and backward. default: frees all FSDP units but the last;
     with pp frees none, because every microbatch would gather them again."""
+
+
+_PIPELINE = Needs("parallelism.pp above 1", lambda section: section.pp > 1)
+NEEDS = {
+    "hardware": Needs('parallelism.layout = "auto"', lambda section: section.layout == "auto"),
+    "context_parallel": Needs("parallelism.cp above 1", lambda section: section.cp > 1),
+    "loss_parallel": Needs("parallelism.tp above 1", lambda section: section.tp > 1),
+    **dict.fromkeys(("pp_schedule", "pp_microbatch_size", "pp_split"), _PIPELINE),
+}
+"""See Needs. Not valid if a search chooses the degrees, but for hardware."""
 
 
 def resolve_degrees(section: ParallelismConfig, world_size: int) -> dict[str, int]:
@@ -239,9 +249,10 @@ def part_of_rows(rows: Tensor, rank: int, cp: int, form: ContextParallel) -> Ten
     return torch.cat((parts[rank], parts[2 * cp - 1 - rank]), dim=1)
 
 
-def shard_logits(section: ParallelismConfig) -> bool:
-    """Whether logits stay sharded along the vocabulary, over the tp axis."""
-    return section.loss_parallel and section.tp > 1
+def shard_logits(section: ParallelismConfig, *, is_cross_entropy: bool = True) -> bool:
+    """Whether logits stay sharded along the vocabulary, over the tp axis. is_cross_entropy: whether the loss is; any
+    other needs the full vocabulary."""
+    return section.loss_parallel and section.tp > 1 and is_cross_entropy
 
 
 def check_parallelism(section: ParallelismConfig, world_size: int) -> list[Problem]:

@@ -4,7 +4,8 @@ import torch
 
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.family import LanguageModel, Plan
-from titanlite.models.head import LossConfig, OutputLayer
+from titanlite.models.head import LossConfig, output_layers_of
+from titanlite.models.losses import LOSSES
 from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.context import apply_context_parallel
 from titanlite.parallel.data import apply_data_parallel
@@ -33,8 +34,8 @@ def parallelize(
     Computes in `param_dtype`, reduces gradients in `reduce_dtype`.
     Returns descriptions of what was applied, in order, for the start log.
     """
-    for head in (module for module in model.modules() if isinstance(module, OutputLayer)):
-        head.chunk_tokens = loss.chunk_tokens
+    for head in output_layers_of([model]):
+        head.loss, head.chunk_tokens = LOSSES[loss.name], loss.chunk_tokens
         # A pipeline has several microbatches in flight: the gradients of each would take too much memory.
         head.recomputes = mesh.degrees["pp"] > 1
         head.gathers_logits = not shard_logits
@@ -45,7 +46,7 @@ def parallelize(
                 mixture.own_share = float(mesh.coordinate["tp"] == 0)  # all ranks of tp route the same positions
     recompute_first = inside_compilation(recompute)
     return [
-        *apply_context_parallel(model, mesh.cp_group, mesh.context_parallel),
+        *apply_context_parallel(model, plan, mesh.cp_group, mesh.context_parallel),
         *apply_expert_parallel(model, mesh.device_mesh, mesh.expert_mesh),
         *apply_tensor_parallel(model, plan, mesh.device_mesh),
         *(apply_recompute(model, plan, recompute) if recompute_first else []),

@@ -352,7 +352,7 @@ class Pipeline:
         return torch.cat(self._row_shares) if self.owns_last else torch.zeros(len(tokens), device=self._device)
 
     def row_losses(self, tokens: Tensor, **keys: Tensor) -> Tensor:
-        """Summed cross-entropy of each row, (rows,), without backward; 0 except on the ranks of the last stage.
+        """Summed loss of each row, (rows,), without backward; 0 except on the ranks of the last stage.
 
         keys: see forward_backward. Does not use the schedule, which would keep what backward needs: stages
         compute and send one microbatch after the other.

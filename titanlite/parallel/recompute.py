@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from titanlite.models.family import Plan
 from titanlite.parallel.compile import can_split_compiled_backward
-from titanlite.runtime.errors import Problem, check_ranges, ranged, require
+from titanlite.runtime.errors import Needs, Problem, check_ranges, ranged, require
 
 SAVED_OPS: tuple[Any, ...] = (
     torch.ops.aten.mm.default,
@@ -53,6 +53,23 @@ class ActivationCheckpointConfig:
     """Stop a recomputation as soon as backward has all the tensors that it needs."""
     debug: bool = False
     """Errors of a recomputation list the operations of both passes; slow."""
+
+
+_RECOMPUTES = Needs(
+    'activation_checkpoint.mode = "full" or "selective"', lambda section: section.mode in ("full", "selective")
+)
+NEEDS = {
+    "selective_policy": Needs('activation_checkpoint.mode = "selective"', lambda section: section.mode == "selective"),
+    "selective_every": Needs(
+        'activation_checkpoint.mode = "selective" and selective_policy = "layer"',
+        lambda section: section.mode == "selective" and section.selective_policy == "layer",
+    ),
+    "memory_budget": Needs(
+        'activation_checkpoint.mode = "memory_budget"', lambda section: section.mode == "memory_budget"
+    ),
+    **dict.fromkeys(("preserve_rng_state", "determinism_check", "early_stop", "debug"), _RECOMPUTES),
+}
+"""See Needs."""
 
 
 def check_activation_checkpoint(

@@ -15,7 +15,8 @@ class MicrobatchShape:
     loss_chunk: positions whose logits exist at the same time. shard_logits: whether each rank has the logits of its
     part of the vocabulary only. recomputes_logits: whether the head's backward pass computes them again, as with a
     pipeline. mask: the form of the mask; None: causal. gathers_keys: whether each of the cp ranks attends to gathered
-    keys and values, instead of exchanging positions for heads.
+    keys and values, instead of exchanging positions for heads. extra_logits: of a registered loss, see
+    models/losses.py; None for the cross-entropy.
     """
 
     rows: int
@@ -29,6 +30,7 @@ class MicrobatchShape:
     recomputes_logits: bool
     mask: MaskForm | None = None
     gathers_keys: bool = False
+    extra_logits: float | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,11 @@ def activation_bytes(config: DecoderConfig, plan: Plan, shape: MicrobatchShape) 
     own_ids = -(-config.vocab_size // tp)
     columns = own_ids if shape.shard_logits else config.vocab_size
     # logits in the wide dtype and, if it differs, logits and their gradients in the compute dtype
-    chunk = min(shape.loss_chunk, positions) * columns * (wide if wide == size else wide + 2 * size)
+    tokens = min(shape.loss_chunk, positions)
+    chunk = tokens * columns * (wide if wide == size else wide + 2 * size)
+    if shape.extra_logits is not None:  # beside the own logits, those of all ids, if they are another tensor
+        full = shape.extra_logits + (wide != size or tp > 1)
+        chunk = tokens * (own_ids * size + int(full * config.vocab_size * wide))
     if wide != size:  # the gradient of the head's weight: added up in the wide dtype in parts, at the end in both
         part = min(PART_IDS, own_ids) * config.dim * (size + wide)
         chunk = max(chunk + part + own_ids * config.dim * (wide - size), own_ids * config.dim * wide)

@@ -10,11 +10,10 @@ import torch.distributed as dist
 from titanlite.config.schema import JobConfig
 from titanlite.data.deal import most_sequences
 from titanlite.parallel.mesh import data_degree, resolve_degrees
-from titanlite.planning.estimate import estimate_memory, has_estimate
+from titanlite.planning.estimate import estimate_memory, require_estimate
 from titanlite.planning.microbatches import divide_step
 from titanlite.planning.stages import plan_stages
 from titanlite.runtime.distributed import World
-from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.runtime.logging import log
 from titanlite.runtime.memory import GIB, USABLE, device_memory_bytes
 
@@ -47,9 +46,7 @@ def fit_local_batch_size(config: JobConfig, world_size: int, *, device_type: str
 
     config: checked, with a global batch size and without a pipeline.
     """
-    if not has_estimate(config):
-        rule = f"at least 1 for the family {config.model.family!r}, whose memory titanlite cannot plan"
-        raise ConfigError([Problem(KEY, -1, rule, f"set {KEY}")])
+    require_estimate(config, KEY, -1, f"set {KEY}")
     degree = data_degree(config.parallelism, world_size)
     sequences = most_sequences(config.training.global_batch_size, config.data.num_streams, degree)
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from titanlite.parallel.data import replicates_at_once
 from titanlite.parallel.mesh import GradientSync, ParallelismConfig
-from titanlite.parallel.pipeline import resolve_reshard_after_forward
+from titanlite.parallel.pipeline import resolve_reshard_after_forward, splits_backward
 from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputes
 from titanlite.planning.schedule import Action, count_gathers
 from titanlite.planning.stages import Stage
@@ -47,10 +47,10 @@ class Traffic:
 class StepShape:
     """The inputs of the traffic formulas besides the stage. sizes: of the mesh axes; dp_shard stands for dp_shard x cp.
     sync: None with a pipeline. microbatches: per optimizer step, of `positions` positions of this rank each,
-    `loss_chunk` of them per chunk of the loss. exchanged: elements per position that attention exchanges, or gathers,
-    over cp. n_experts, n_active: experts of a block, and those of a position. wide_norms: norms of a block whose
-    squares are summed over tp. schedule_steps: runs of the actions per
-    optimizer step. device_type: "cuda" or "cpu"."""
+    `loss_chunk` of them per chunk of the loss. shard_logits: whether each rank has the logits of its part of the
+    vocabulary only. exchanged: elements per position that attention exchanges, or gathers, over cp. n_experts,
+    n_active: experts of a block, and those of a position. wide_norms: norms of a block whose squares are summed over
+    tp. schedule_steps: runs of the actions per optimizer step. device_type: "cuda" or "cpu"."""
 
     device_type: str
     sizes: Mapping[str, int]
@@ -64,6 +64,7 @@ class StepShape:
     n_active: int
     wide_norms: int
     loss_chunk: int
+    shard_logits: bool
     dim: int
     vocab_size: int
     param_bytes: int
@@ -202,9 +203,10 @@ def _tensor_parallel(
     if stage.is_last:
         chunks, loss_bytes = -(-shape.positions // shape.loss_chunk), shape.positions * max(4, shape.param_bytes)
         # per position: maximum, and in one call the sum of exponentials and the label's own score; or all logits, which
-        # a pipeline's backward pass computes again
-        calls, numbers = (2 * chunks, 3) if section.loss_parallel else (chunks, shape.vocab_size)
-        passes = count * (2 if section.pp > 1 and not section.loss_parallel else 1)
+        # a pipeline's backward pass computes again, each half of a split one
+        calls, numbers = (2 * chunks, 3) if shape.shard_logits else (chunks, shape.vocab_size)
+        logits_again = 1 + splits_backward(section) if section.pp > 1 and not shape.shard_logits else 0
+        passes = count * (1 + logits_again)
         found.append(Traffic("tp", "all-reduce", passes * calls, passes * numbers * loss_bytes, tp))
     # the squares of each position, also if they are recomputed, and one product backward
     sums = shape.wide_norms * (2 * len(stage.blocks) + again) * count

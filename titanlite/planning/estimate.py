@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from titanlite.models.attention import attention_dtype, mask_form
 from titanlite.models.decoder import flops_per_token
 from titanlite.models.family import DecoderConfig
 from titanlite.models.head import tokens_per_chunk
+from titanlite.models.losses import LOSSES, extra_logits
 from titanlite.models.registry import resolve_model
 from titanlite.optim.muon import muon_dtype
 from titanlite.parallel.data import resolve_gradient_sync
@@ -25,6 +27,7 @@ from titanlite.planning.owners import OwnerRounds, owner_rounds
 from titanlite.planning.schedule import Action, bubble_share, schedule_order
 from titanlite.planning.stages import Stage, plan_stages
 from titanlite.precision import DTYPES
+from titanlite.runtime.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,13 @@ class Estimate:
 def has_estimate(config: JobConfig) -> bool:
     """Whether memory can be estimated for the model's family: only for decoders (DecoderConfig)."""
     return isinstance(resolve_model(config.model)[1], DecoderConfig)
+
+
+def require_estimate(config: JobConfig, key: str, value: Any, remedy: str) -> None:
+    """Raise ConfigError about `key` unless the model's family has an estimate."""
+    if not has_estimate(config):
+        rule = f"only for families whose hyper-parameters are a DecoderConfig; {config.model.family!r} is another one"
+        raise ConfigError([Problem(key, value, rule, remedy)])
 
 
 def estimate(config: JobConfig, world_size: int, *, device_type: str) -> Estimate:
@@ -132,6 +142,7 @@ def step_shape(config: JobConfig, sizes: Mapping[str, int], actions: Sequence[Ac
         n_active=model.n_active_experts,
         wide_norms=list(family.plan(model).tensor_styles.values()).count("wide_norm"),
         loss_chunk=_loss_chunk(config, model.vocab_size, device_type),
+        shard_logits=_shards_logits(config),
         dim=model.dim,
         vocab_size=model.vocab_size,
         param_bytes=DTYPES[training.mixed_precision_param].itemsize,
@@ -141,9 +152,13 @@ def step_shape(config: JobConfig, sizes: Mapping[str, int], actions: Sequence[Ac
 
 def _loss_chunk(config: JobConfig, vocab_size: int, device_type: str) -> int:
     """Positions whose logits exist at the same time."""
-    columns = -(-vocab_size // config.parallelism.tp) if shard_logits(config.parallelism) else vocab_size
+    columns = -(-vocab_size // config.parallelism.tp) if _shards_logits(config) else vocab_size
     wide = torch.promote_types(DTYPES[config.training.mixed_precision_param], torch.float32)
     return tokens_per_chunk(config.loss.chunk_tokens, columns * wide.itemsize, device_type)
+
+
+def _shards_logits(config: JobConfig) -> bool:
+    return shard_logits(config.parallelism, is_cross_entropy=config.loss.is_cross_entropy)
 
 
 def _memory(
@@ -177,12 +192,13 @@ def microbatch_shape(config: JobConfig, shape: StepShape, device_type: str) -> M
         element_bytes=compute_dtype.itemsize,
         attention_bytes=attention_dtype(device_type, compute_dtype).itemsize,
         loss_chunk=shape.loss_chunk,
-        shard_logits=shard_logits(section),
+        shard_logits=_shards_logits(config),
         recomputes_logits=section.pp > 1,
         mask=mask_form(device_type, compute_dtype, model.head_dim)
         if config.data.document_mask or gathers_keys
         else None,
         gathers_keys=gathers_keys,
+        extra_logits=None if config.loss.is_cross_entropy else extra_logits(LOSSES[config.loss.name]),
     )
 
 

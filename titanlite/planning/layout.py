@@ -12,6 +12,7 @@ import torch.distributed as dist
 from titanlite.config.schema import JobConfig
 from titanlite.hardware.calibrate import calibrate, device_name
 from titanlite.hardware.profile import Profile, dump_profile, load_profile
+from titanlite.planning.estimate import require_estimate
 from titanlite.planning.search import Found, search, with_settings
 from titanlite.runtime.cache import cache_folder, content_key
 from titanlite.runtime.distributed import World
@@ -34,6 +35,7 @@ def agree_on_layout(config: JobConfig, kept: Collection[str], world: World, stor
     """
     if config.parallelism.layout == "given":
         return config
+    require_estimate(config, "parallelism.layout", "auto", 'write "given", and the degrees of the mesh')
     store = dist.PrefixStore("layout", store)
     profile = _profile(config, world, store)
     if world.rank == 0:

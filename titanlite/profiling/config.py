@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from titanlite.runtime.errors import Problem, check_ranges, ranged, require
+from titanlite.runtime.errors import Needs, Problem, check_ranges, ranged, require
 
 TRACES_FOLDER = "traces"
 SNAPSHOTS_FOLDER = "memory_snapshots"
@@ -38,6 +38,14 @@ class ProfilingConfig:
     def place(self, step: int) -> int:
         """The place of a step in its interval, from 1."""
         return (step - 1) % self.interval + 1
+
+
+_TRACES = Needs(
+    "profiling.enable_trace or enable_memory_snapshot",
+    lambda section: section.enable_trace or section.enable_memory_snapshot,
+)
+NEEDS = dict.fromkeys(("interval", "wait", "warmup", "active", "ranks"), _TRACES)
+"""See Needs."""
 
 
 def check_profiling(section: ProfilingConfig, *, world_size: int, device_type: str, steps: int) -> list[Problem]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from titanlite.runtime.errors import ranged
+from titanlite.runtime.errors import Needs, ranged
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,12 @@ class DebugConfig:
     """Use deterministic algorithms only; disables cuDNN's benchmark and sets CUBLAS_WORKSPACE_CONFIG."""
     deterministic_warn_only: bool = False
     """With deterministic: operations without a deterministic implementation warn instead of failing."""
+
+
+NEEDS = {
+    "deterministic_warn_only": Needs("debug.deterministic = true", lambda section: section.deterministic),
+}
+"""See Needs."""
 
 
 def apply_determinism(section: DebugConfig) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -40,16 +40,19 @@ class Problem:
     """One problem of a configuration.
 
     key: the full key, as in TOML and on the command line ("training.steps"). value: the given value, None if
-    none is given. rule: the condition for valid values ("at least 1"). remedy: what to write instead.
+    none is given. rule: the condition for valid values ("at least 1"). remedy: what to write instead. file: the one
+    that sets the value, if it is not the file on the command line.
     """
 
     key: str
     value: Any
     rule: str
     remedy: str
+    file: str = ""
 
     def __str__(self) -> str:
         given = "" if self.value is None else f" = {self.value!r}"
+        given += f" in {self.file}" if self.file else ""
         return f"{self.key}{given}\n    rule:   {self.rule}\n    remedy: {self.remedy}"
 
 
@@ -119,6 +122,17 @@ def check_ranges(section: Any, name: str) -> list[Problem]:
             if not rule.has(value):
                 problems += require(False, f"{name}.{key.name}", value, str(rule), rule.remedy)
     return problems
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a key needs to have an effect: a condition in words, as after "only with", and whether a section meets it.
+
+    Each section has a table NEEDS of its keys that have no effect under other settings of the section.
+    """
+
+    condition: str
+    is_met: Callable[[Any], bool]
 
 
 def integer_variable(name: str, default: int, *, least: int, most: int) -> int:

@@ -72,8 +72,8 @@ def _torch_restored(device: torch.device) -> Iterator[None]:
 
 
 def _clear_caches() -> None:
-    """Clear torch's caches that refer to process groups and modules of the run. A block is compiled for few models only,
-    then torch refuses."""
+    """Clear torch's caches that refer to process groups and modules of the run: torch compiles a block for a limited
+    number of models."""
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 

@@ -19,8 +19,9 @@ A TOML file configures a run; the command line overrides single keys:
 torchrun --nproc-per-node 2 -m titanlite.train my.toml --training.steps 50
 ```
 
-**Precedence.** Defaults < TOML < command line. The run writes the result to `<dump_folder>/config.toml`, with every
-`-1` and `"auto"` that affects numbers replaced by its value. That file is a valid configuration for another run.
+**Precedence.** Defaults < files that the TOML [extends](configuration.md) < TOML < command line. The run writes the
+result to `<dump_folder>/config.toml`, with every `-1` and `"auto"` that affects numbers replaced by its value. That
+file is a valid configuration for another run.
 
 **Command line.** `--section.key value` or `--section.key=value`, with the key names of the TOML file. Write values as
 in TOML, but strings without quotes: `--optimizer.lr 1e-3`, `--data.shuffle false`, `--job.description "a first run"`,

@@ -80,8 +80,9 @@ class Options:
 
     Nothing is trained or written into the run's folder. The run's own configuration applies, except for its layout:
     all processes are data-parallel unless --parallelism.AXIS is given. Without --data, the run's validation.sources
-    are evaluated. --section.key VALUE overrides a key of the sections validation, data, training, parallelism, compile
-    and comm; --validation.sources.0.KEY VALUE sets the keys of a source that --data cannot express.
+    are evaluated. --section.key VALUE overrides a key of the sections validation, data, training, parallelism, compile,
+    loss and comm; --validation.sources.0.KEY VALUE sets the keys of a source that --data cannot express. A run with
+    another loss than the cross-entropy is evaluated by its own, without terms; --loss.name cross_entropy: by this one.
     """
 
     run: RunFolder
@@ -289,8 +290,10 @@ def evaluate(
     set_timeout([control], config.comm.init_timeout_s)
     log.info("Loaded %s", saved.path)
     model = build_forward(config, parts, mesh, world.device)
-    token_bytes = build_token_bytes(tokenizer, saved.hyper_parameters.vocab_size, world.device)
-    evaluator = Evaluator(model, control, token_bytes, StopRequest())
+    in_nats, token_bytes = config.loss.is_cross_entropy, None
+    if in_nats:
+        token_bytes = build_token_bytes(tokenizer, saved.hyper_parameters.vocab_size, world.device)
+    evaluator = Evaluator(model, control, token_bytes, StopRequest(), in_nats)
     failure.enter(saved.manifest.step, "evaluating")
     totals, time_s, start = {}, {}, perf_counter()
     for name, found in evaluator.totals_by_name(
@@ -298,7 +301,8 @@ def evaluate(
     ):
         totals[name], time_s[name] = found, perf_counter() - start
         start = perf_counter()
-    return Found(totals, time_s, why_no_bytes(tokenizer) if token_bytes is None else "")
+    why = "the loss is not the cross-entropy" if not in_nats else why_no_bytes(tokenizer) if token_bytes is None else ""
+    return Found(totals, time_s, why)
 
 
 def conditions(config: JobConfig, saved: SavedRun) -> dict[str, Any]:
@@ -307,6 +311,7 @@ def conditions(config: JobConfig, saved: SavedRun) -> dict[str, Any]:
     return {
         "checkpoint": str(saved.path),
         "step": saved.manifest.step,
+        "loss_name": config.loss.name,
         "weights": saved.weights,
         "seq_len": training.seq_len,
         "dtype": training.dtype,
@@ -321,7 +326,7 @@ def conditions(config: JobConfig, saved: SavedRun) -> dict[str, Any]:
 def report_lines(config: JobConfig, saved: SavedRun, found: Found) -> list[str]:
     """The settings that losses depend on, a row per source, and a row for all sources."""
     about = conditions(config, saved)
-    settings = ", ".join(f"{name} {json.dumps(about[name])}".replace('"', "") for name in list(about)[2:-2])
+    settings = ", ".join(f"{name} {json.dumps(about[name])}".replace('"', "") for name in list(about)[3:-2])
     limit = config.validation.steps
     limits = [] if limit < 0 else [f"at most {limit} x {about['global_batch_size']} sequences of each source"]
     table = [["source", "loss", "perplexity", "bits/byte", "tokens", "seconds", "tokens/s"]]
@@ -337,6 +342,9 @@ def report_lines(config: JobConfig, saved: SavedRun, found: Found) -> list[str]:
                 *(f"{totals.num_valid:,}", f"{time_s:.1f}", f"{totals.num_valid / time_s:,.0f}"),
             ]
         )
+    meaning = "cross-entropy in nats per token; perplexity: its exponential"
+    if not config.loss.is_cross_entropy:
+        meaning = f'loss "{config.loss.name}" (loss.name) per token, without its terms'
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [
         f"{saved.path}, step {saved.manifest.step}",
@@ -345,7 +353,7 @@ def report_lines(config: JobConfig, saved: SavedRun, found: Found) -> list[str]:
         "",
         *("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in table),
         "",
-        "loss: the mean cross-entropy in nats per token; perplexity: its exponential",
+        f"loss: the mean {meaning}",
         *([f"no bits per byte: {found.why_no_bytes}"] if found.why_no_bytes else []),
     ]
 

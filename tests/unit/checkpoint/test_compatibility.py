@@ -128,6 +128,7 @@ def test_a_checkpoint_from_before_a_key_existed_has_its_default() -> None:
     saved = resolved(config)
     for key in ("groups", "momentum", "state_dtype", "newton_schulz_coefficients"):
         del saved["optimizer"][key]
+    del saved["loss"]["name"]
     assert changed_settings(saved, resolved(config)) == []
 
 
@@ -204,7 +205,7 @@ LOGGED = {
     *("optimizer.weight_decay_skip", "optimizer.implementation", "optimizer.groups", "optimizer.momentum"),
     *("optimizer.nesterov", "optimizer.newton_schulz_steps", "optimizer.newton_schulz_coefficients"),
     *("optimizer.newton_schulz_dtype", "optimizer.adjust_lr", "optimizer.state_dtype", "optimizer.state_rounding"),
-    "optimizer.ema_decay",
+    *("optimizer.ema_decay", "loss.name"),
     *("lr_schedule.warmup_steps", "lr_schedule.decay", "lr_schedule.decay_steps", "lr_schedule.decay_ratio"),
     *("lr_schedule.final_decay_steps", "lr_schedule.min_lr_factor"),
     *("debug.seed", "debug.deterministic", "debug.deterministic_warn_only"),
@@ -214,13 +215,13 @@ SILENT = {
     *("training.steps", "training.local_batch_size", "training.seq_len", "training.dtype", "training.gc_freq"),
     *("data.num_streams", "data.shuffle", "data.seed", "data.max_piece_bytes", "data.add_bos", "data.add_eos"),
     *("data.max_bad_rows", "data.sources", "data.packing", "data.document_mask", "data.num_workers", "data.ledger"),
-    *("optimizer.name", "validation.enable", "validation.interval"),
+    *("optimizer.name", "validation.enable", "validation.interval", "loss.chunk_tokens"),
     *("training.tokens", "lr_schedule.warmup_tokens", "lr_schedule.warmup_ratio", "lr_schedule.decay_tokens"),
     "lr_schedule.final_decay_tokens",
 }
 SILENT_SECTIONS = {
     *("job", "model", "tokenizer", "parallelism", "activation_checkpoint", "compile", "checkpoint", "metrics", "comm"),
-    *("faults", "memory", "loss", "profiling", "samples"),
+    *("faults", "memory", "profiling", "samples"),
 }
 
 

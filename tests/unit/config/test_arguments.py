@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config.load import SHIPPED, config_path, shipped_names, split_arguments
+from titanlite.config.arguments import split_arguments
+from titanlite.config.files import SHIPPED, config_path, shipped_names
 
 
 @pytest.mark.parametrize(

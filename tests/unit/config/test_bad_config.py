@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.seeds import seeds
-from titanlite.config.load import full_keys, load_config, parse_config
+from titanlite.config.keys import full_keys
+from titanlite.config.load import load_config, parse_config
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import ConfigError, Problem
 

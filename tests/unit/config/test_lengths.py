@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config.load import dump_config, load_config, parse_config
+from titanlite.config.load import load_config, parse_config
 from titanlite.config.schema import JobConfig
+from titanlite.config.toml import dump_config
 from titanlite.runtime.errors import ConfigError
 
 BATCH = "[training]\nseq_len = 10\nlocal_batch_size = 2\n"

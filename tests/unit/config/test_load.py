@@ -12,8 +12,9 @@ from tests.seeds import seeds
 from titanlite.config.check import resolve_config
 from titanlite.config.fields import SECTIONS, alternatives, literal, row_type, section_types, types_of
 from titanlite.config.lengths import LENGTHS, UNSET
-from titanlite.config.load import CONFIG_COPY, dump_config, load_config, most_ranks, parse_config
+from titanlite.config.load import CONFIG_COPY, load_config, most_ranks, parse_config
 from titanlite.config.schema import JobConfig
+from titanlite.config.toml import dump_config
 from titanlite.data.config import DataConfig
 from titanlite.data.sources.config import SourceConfig
 from titanlite.models.family import ModelConfig

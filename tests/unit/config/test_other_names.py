@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanlite.config.load import full_keys, suggest
+from titanlite.config.keys import full_keys, suggest
 from titanlite.config.other_names import KEYS, NAMES
 from titanlite.models.registry import FAMILIES
 

@@ -1,9 +1,9 @@
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.unit.generation.tiny import CONFIG, PROMPTS, tiny
 from titanlite.generation import generate as generation
@@ -145,23 +145,25 @@ def test_the_model_is_restored_afterwards() -> None:
     after.sum().backward()
 
 
-def test_a_family_without_cacheable_attention_is_refused() -> None:
+def test_a_model_of_another_architecture_reads_all_columns_again(monkeypatch: pytest.MonkeyPatch) -> None:
     class Other(LanguageModel):
-        def __init__(self) -> None:
-            super().__init__()
-            self.output = nn.Linear(1, 1)
+        """Positions may interact anywhere, as far as the cache knows."""
 
-        def forward(
-            self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None
-        ) -> Tensor: ...
+        def __init__(self, inner: LanguageModel) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, tokens: Tensor, *arguments: Tensor | None, **more: Tensor | None) -> Tensor:
+            logits: Tensor = self.inner(tokens, *arguments, **more)
+            return logits
 
         def tie_weights(self) -> None: ...
 
         def init_buffers(self, device: torch.device) -> None: ...
 
-    steps: Iterator[list[int | None]] = generate(Other(), PROMPTS, GREEDY, max_new_tokens=1, eos_id=None)
-    with pytest.raises(TypeError, match=r"Other cannot generate: it has no module of class titanlite\.models\.layers"):
-        next(steps)
+    monkeypatch.setattr("titanlite.generation.generate.COLUMNS_AT_ONCE", 8)
+    long = [*PROMPTS, list(range(1, 61))]  # read in several parts, of which short prompts have only the last one
+    assert written(Other(tiny()), long, count=5) == written(tiny(), long, count=5)
 
 
 def test_diverged_weights_are_an_error() -> None:

@@ -4,7 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 from unittest import mock
 
@@ -92,6 +92,7 @@ def meter_of(
     clock: Clock,
     peak_flops: float | None = None,
     sources: Sequence[str] = (),
+    terms: Sequence[str] = (),
     slow_ranks: SlowRanks | None = None,
 ) -> Meter:
     return Meter(
@@ -101,6 +102,7 @@ def meter_of(
         flops_per_token=1e6,
         peak_flops=peak_flops,
         sources=sources,
+        terms=terms,
         slow_ranks=slow_ranks,
         clock=clock,
     )
@@ -130,13 +132,27 @@ def test_a_record_has_the_last_step_and_means_of_the_interval(group: dist.Proces
     assert "mfu" not in record.row()
 
 
+def test_terms_of_the_loss_are_those_of_the_last_step(group: dist.ProcessGroup) -> None:
+    """A rank that computes no loss adds nothing; epochs and sources stay where they are."""
+    clock = Clock()
+    meter = meter_of(group, clock, sources=("a", "b"), terms=("z_loss", "other"))
+    stats = stats_of(1.0, by_source=((1.0, 2.0), (1.0, 1.0), (1.0, 1.0)))
+    for terms, found in (((0.25, 3.0), [0.25, 3.0]), ((), [0.0, 0.0])):
+        given = [torch.tensor(term, dtype=torch.float64) for term in terms]
+        clock.now += 1.0
+        meter.update(1, replace(stats, terms=given), lr=0.1, data_wait_s=0.0, bad_rows=0)
+        row = meter.flush([0.5, 0.75]).row()
+        assert [row[key] for key in ("term/z_loss", "term/other")] == found
+        assert [row[key] for key in ("epoch/a", "epoch/b", "loss/b")] == [0.5, 0.75, 2.0]
+
+
 def test_the_keys_of_a_row(group: dist.ProcessGroup) -> None:
     clock = Clock()
     meter = meter_of(group, clock, peak_flops=1e12)
     clock.now += 1.0
     meter.update(1, stats_of(1.0), lr=0.1, data_wait_s=0.0, bad_rows=0)
     row = meter.flush().row()
-    left_out = ("epochs", "by_source", "experts", "goodput", *SLOWEST)
+    left_out = ("epochs", "by_source", "terms", "experts", "goodput", *SLOWEST)
     assert list(row) == [field.name for field in fields(Record) if field.name not in left_out] == KEYS
     assert row["mfu"] == pytest.approx(512 * 1e6 / 1e12)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -30,6 +31,12 @@ def test_each_token_has_equal_weight() -> None:
     }
     assert is_validation(row)
     assert not is_validation({"step": 7, "loss": 1.0})
+
+
+def test_another_loss_has_no_numbers_in_nats() -> None:
+    record = ValidationRecord(7, {"code": replace(CODE, in_nats=False), "text": replace(TEXT, in_nats=False)}, 1.5, 0)
+    assert [key for key in record.row() if "loss" not in key] == ["step", "validation/num_valid", "validation/time_s"]
+    assert validation_line(record) == "validation after step 7: loss 2.7500, code 2.0000, text 3.0000 (2s)"
 
 
 def test_a_single_source_has_no_keys_by_source() -> None:

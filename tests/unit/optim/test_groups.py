@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tests.unit.optim.building import PLAN, optimizer_of
 from tests.unit.optim.test_muon import model_of, set_gradients
-from titanlite.config.load import dump_config, load_config
+from titanlite.config.load import load_config
+from titanlite.config.toml import dump_config
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import full_parameters
 from titanlite.optim.optimizer import GroupConfig, OptimizerConfig

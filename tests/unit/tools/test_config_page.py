@@ -6,7 +6,7 @@ import pytest
 
 from titanlite.config.describe import describe_config
 from titanlite.config.help import print_help
-from titanlite.config.load import full_keys
+from titanlite.config.keys import full_keys
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES

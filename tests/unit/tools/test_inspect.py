@@ -15,7 +15,7 @@ from titanlite.data.loader import build_loader
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import UserError
-from titanlite.tools import inspect, tokenize
+from titanlite.tools import inspect, sequences, tokenize
 
 ROWS = [f"the model reads {n} words\n" * (1 + n % 5) for n in range(40)]
 
@@ -199,7 +199,7 @@ def test_a_damaged_documents_file_without_a_manifest_is_named(config: Path, tmp_
     ("text", "shown"), [("a\tb\n", "a\tb\n"), ("\x1b[31m", "\\x1b[31m"), ("é ©\u202e", "é ©\\u202e")]
 )
 def test_control_characters_are_escaped(text: str, shown: str) -> None:
-    assert inspect.printable(text) == shown
+    assert sequences.printable(text) == shown
 
 
 def test_an_invalid_number(config: Path) -> None:

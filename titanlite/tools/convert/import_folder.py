@@ -19,8 +19,9 @@ from titanlite.checkpoint.manifest import Branch, Manifest, write_manifest
 from titanlite.checkpoint.state import MODEL, first_not_finite
 from titanlite.checkpoint.storage import first_failure, save_tensors
 from titanlite.config.check import resolve_config
-from titanlite.config.load import CONFIG_COPY, dump_config
+from titanlite.config.load import CONFIG_COPY
 from titanlite.config.schema import JobConfig, JobSection, TrainingConfig
+from titanlite.config.toml import dump_config
 from titanlite.data.config import TokenizerConfig
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from titanlite.hf.folder import ModelFolder

@@ -11,6 +11,7 @@ import tyro
 
 from titanlite.config.load import parse_config
 from titanlite.config.schema import JobConfig
+from titanlite.planning.estimate import require_estimate
 from titanlite.runtime.errors import ConfigError, Problem, ranged
 from titanlite.tools.command import (
     ConfigFile,
@@ -96,7 +97,10 @@ def main(argv: Sequence[str]) -> None:
     with TemporaryDirectory(prefix="titanlite-parity-") as folder:
         references = run_reference(config, options.steps, folder)
         table = Table(named, own_dtypes(config), list(references[0].weights))
-        for line in (*head_lines(config, options.steps, references), *bound_lines(own_dtypes(config))):
+        for line in (
+            *head_lines(config, options.steps, references),
+            *bound_lines(own_dtypes(config), config.loss.name),
+        ):
             print(line)
         print(f"\n{table.head()}", flush=True)
         for group in compare_layouts(config, layouts, options.steps, references, folder):
@@ -121,6 +125,7 @@ def prepare(options: Options, given: JobConfig) -> tuple[JobConfig, list[Layout]
     config = comparable_config(given, ranks)
     raise_problems(check_layout(config, ONE_PROCESS))
     if options.shrink:
+        require_estimate(config, "--shrink", True, "leave it out, and override sizes of the model yourself")
         small = shrink_config(config, ranks)
         print(f"shrunk: {describe_shrinking(config, small)}", flush=True)
         config = small

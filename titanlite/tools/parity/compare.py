@@ -64,7 +64,7 @@ def compare_layouts(
             for number, (dtypes, reference) in enumerate(zip(all_dtypes, references, strict=True)):
                 measured = merge_ranks([Measurement.of_json(rank[index][number]) for rank in answers])
                 if layout == ONE_PROCESS:
-                    alone = Bounds(FLOAT64_BOUND) if number == 0 else own_bounds(dtypes, None)
+                    alone = Bounds(FLOAT64_BOUND) if number == 0 else own_bounds(dtypes, None, config.loss.name)
                     verdict = judge(measured, reference, alone)
                     bounds.append(alone if number == 0 else own_bounds(dtypes, verdict.errors))
                 else:

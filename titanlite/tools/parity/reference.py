@@ -1,12 +1,12 @@
 """The reference for all layouts: one process, plain torch, float64, no code of the trainer."""
 
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
@@ -18,6 +18,7 @@ from titanlite.models.attention import document_arguments
 from titanlite.models.experts import end_step, mixtures_of
 from titanlite.models.family import LanguageModel
 from titanlite.models.init import init_parameters_
+from titanlite.models.losses import LOSSES, Loss
 from titanlite.models.randomness import row_keys
 from titanlite.models.registry import full_parameters, resolve_model
 from titanlite.optim.registry import build_optimizer
@@ -48,9 +49,9 @@ from titanlite.tools.parity.routing import Routing, places_of
 def measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, Any]:
     """Run the reference on one rank of run_ranks; writes the gradients to `folder`.
 
-    Plain torch: the family's model; the loss is the summed cross-entropy of the global batch over its number of valid
-    tokens; the update is w -= lr * gradient. Returns measurements (one per pass, which differ only in the dtype of the
-    hashed weights) and imprecise (the first operation below float64; None if all are float64).
+    Plain torch: the family's model; the loss is that of all logits, summed over the global batch and divided by its
+    number of valid tokens; the update is w -= lr * gradient. Returns measurements (one per pass, which differ only in
+    the dtype of the hashed weights) and imprecise (the first operation below float64; None if all are float64).
     """
     with record_status("the reference", folder):
         return _measure_reference(config_of(config, ONE_PROCESS), steps, folder)
@@ -73,16 +74,16 @@ def _measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, 
         for step in range(steps):
             torch.save({name: p.detach() for name, p in named.items()}, weights_file(Path(folder), step))
             batches, rows = mask_and_hash(loader.next_step(), config)
-            num_valid = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
+            objective = objective_of(LOSSES[config.loss.name], batches)
             num_rows, num_tokens = rows_and_tokens(batches)
             for mixture in mixtures:
                 mixture.num_rows, mixture.num_tokens = max(num_rows, 1), max(num_tokens, 1)
             model.zero_grad()
             with modules, watch:
-                loss = 0.0
+                mean_loss = 0.0
                 for batch in batches:
                     places = {"is_token": places_of(batch, training.global_batch_size)} if mixtures else {}
-                    loss += forward_backward(model, batch, num_valid, config.debug.seed, step + 1, **places)
+                    mean_loss += forward_backward(model, batch, objective, config.debug.seed, step + 1, **places)
             gradients = {
                 name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 for name, parameter in named.items()
@@ -91,7 +92,7 @@ def _measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, 
             torch.save(routing.chosen, routing_file(Path(folder), step))
             norms: dict[str, float | None] = {name: torch.linalg.vector_norm(g).item() for name, g in gradients.items()}
             norm = nn.utils.get_total_norm(gradients.values(), float(config.training.norm_type))
-            measured.append(Step(loss, norm.item(), num_valid, False, rows, norms))
+            measured.append(Step(mean_loss, norm.item(), objective.num_valid, False, rows, norms))
             end_step(mixtures, torch.tensor(True), None)
             with torch.no_grad():
                 for name, parameter in named.items():
@@ -131,10 +132,26 @@ def measure_updates(config: JobConfig, steps: int, folder: Path) -> dict[str, fl
     return {name: torch.linalg.vector_norm(p.detach() - before[name]).item() for name, p in named.items()}
 
 
+@dataclass(frozen=True)
+class Objective:
+    """The mean of the loss over num_valid tokens, plus each of its terms over its denominator."""
+
+    loss: Loss
+    num_valid: int
+    denominators: Sequence[float]
+
+
+def objective_of(loss: Loss, batches: Sequence[Batch]) -> Objective:
+    """The objective of a step. batches: its global batch."""
+    labels = torch.cat([batch.labels.flatten() for batch in batches])
+    labels = labels[labels != IGNORE_INDEX]
+    return Objective(loss, len(labels), [term.count(labels).double().sum().item() for term in loss.terms.values()])
+
+
 def forward_backward(
-    model: LanguageModel, batch: Batch, num_valid: int, seed: int, step: int, **others: Tensor
+    model: LanguageModel, batch: Batch, objective: Objective, seed: int, step: int, **others: Tensor
 ) -> float:
-    """Accumulate the gradient of these rows' share of the mean loss; returns the share.
+    """Accumulate the gradient of these rows' share of the objective; returns their share of the mean loss.
 
     seed, step: the keys of the random numbers of a model with `draws`; step counts from 1. others: further arguments of
     the model.
@@ -143,9 +160,17 @@ def forward_backward(
     if model.draws:
         keys["row_keys"] = row_keys(seed, step, batch.sequences)
     logits, labels = model(batch.tokens, **keys).flatten(0, 1), batch.labels.flatten()
-    total = functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-    share = total / max(num_valid, 1)
-    share.backward()
+    share: Tensor = logits.sum() * 0  # a graph also without valid tokens
+    total = share
+    valid, loss = labels != IGNORE_INDEX, objective.loss
+    if valid.any():
+        logits, labels = logits[valid], labels[valid]
+        share = loss.function(logits, labels).sum() / objective.num_valid
+        total = share
+        for term, denominator in zip(loss.terms.values(), objective.denominators, strict=True):
+            if denominator:
+                total = total + term.values(logits, labels).sum() / denominator
+    total.backward()
     return share.item()
 
 

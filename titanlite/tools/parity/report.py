@@ -10,7 +10,7 @@ from titanlite.runtime.text import counted
 from titanlite.tools.parity.compare import Result, combined_hash
 from titanlite.tools.parity.layouts import Layout, Refusal
 from titanlite.tools.parity.measure import Measurement
-from titanlite.tools.parity.verdict import FLOAT64_BOUND, FLOOR_EPS, MULTIPLE, ONE_PROCESS_EPS, dead_parameters
+from titanlite.tools.parity.verdict import FLOAT64_BOUND, FLOOR_EPS, MULTIPLE, dead_parameters, one_process_eps
 
 COLUMNS = (
     "layout",
@@ -62,13 +62,13 @@ def head_lines(config: JobConfig, steps: int, references: Sequence[Measurement])
         yield f"note: untested, since they get no gradient: {len(dead)} parameters, {', '.join(dead)}"
 
 
-def bound_lines(own_dtypes: Sequence[str]) -> Iterator[str]:
-    """The bounds on relative errors."""
+def bound_lines(own_dtypes: Sequence[str], loss: str) -> Iterator[str]:
+    """The bounds on relative errors. loss: loss.name."""
     yield f"bounds on relative errors: float64 {FLOAT64_BOUND:.0e}"
     if set(own_dtypes) != {"float64"}:
         yield (
             f"    {short_dtypes(own_dtypes)}, against float64: {MULTIPLE:g} x the one-process run's own error + "
-            f"{FLOOR_EPS:g} eps; for the one-process run: {ONE_PROCESS_EPS:g} eps"
+            f"{FLOOR_EPS:g} eps; for the one-process run: {one_process_eps(loss):g} eps"
         )
 
 

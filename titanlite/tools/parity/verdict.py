@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from titanlite.models.losses import CROSS_ENTROPY
 from titanlite.precision import DTYPES
 from titanlite.tools.parity.measure import Measurement, Step
 
@@ -19,6 +20,8 @@ FLOAT64_BOUND = 1e-11
 MULTIPLE = 4.0
 FLOOR_EPS = 4.0
 ONE_PROCESS_EPS = 100.0
+REGISTERED_LOSS_EPS = 1000.0
+"""The same with a registered loss, whose own rounding counts, too (docs/numerics.md)."""
 SMALL_SHARE = 1e-4
 RANKS_DISAGREE = "the ranks disagree"
 
@@ -60,12 +63,19 @@ class Bounds:
         return self.floor + of_one + 2 / max(routed, 1)
 
 
-def own_bounds(dtypes: Sequence[str], one_process: Sequence[StepErrors] | None) -> Bounds:
+def one_process_eps(loss: str) -> float:
+    """The bound of the one-process run, by loss.name, in eps of the coarsest dtype."""
+    return ONE_PROCESS_EPS if loss == CROSS_ENTROPY.name else REGISTERED_LOSS_EPS
+
+
+def own_bounds(
+    dtypes: Sequence[str], one_process: Sequence[StepErrors] | None, loss: str = CROSS_ENTROPY.name
+) -> Bounds:
     """The bounds in a configuration's own dtypes. one_process: the errors of the one-process run; None: the bounds of
-    that run itself, which depend only on its coarsest dtype."""
+    that run itself, which depend only on its coarsest dtype and on loss.name."""
     eps = max(torch.finfo(DTYPES[name]).eps for name in dtypes)
     if one_process is None:
-        return Bounds(ONE_PROCESS_EPS * eps)
+        return Bounds(one_process_eps(loss) * eps)
     return Bounds(FLOOR_EPS * eps, MULTIPLE, one_process)
 
 

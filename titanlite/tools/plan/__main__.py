@@ -13,17 +13,15 @@ from titanlite.config.load import given_keys, load_config
 from titanlite.config.schema import JobConfig
 from titanlite.hardware.profile import Profile, load_profile, profile_names
 from titanlite.planning.batch import fit_local_batch_size
-from titanlite.planning.estimate import estimate
+from titanlite.planning.estimate import estimate, require_estimate
 from titanlite.planning.search import search
 from titanlite.planning.step_time import predict
 from titanlite.runtime.errors import ConfigError, Problem, UsageError, ranged
 from titanlite.runtime.memory import GIB
 from titanlite.tools.command import ConfigFile, Count, check_options, read_options_and_overrides, run_command
 from titanlite.tools.plan.choices import describe_choices
-from titanlite.tools.plan.cost import Price
-from titanlite.tools.plan.report import describe_time, report
-
-DEFAULT_GIB = 80.0
+from titanlite.tools.plan.cost import Price, describe_time
+from titanlite.tools.plan.report import DEFAULT_GIB, report
 
 
 @dataclass(frozen=True)
@@ -78,6 +76,7 @@ def main(argv: Sequence[str]) -> None:
     config = load_config(
         arguments, world_size=options.world_size, device_type=device, checks_files=False, any_layout=options.search
     )
+    require_estimate(config, "model.family", config.model.family, "choose a family of decoders")
     is_auto = config.parallelism.layout == "auto"
     if profile is not None and (options.search or is_auto):
         kept = given_keys(arguments if is_auto else overrides)

@@ -1,12 +1,18 @@
 """The throughput of a predicted step, and what a training costs."""
 
+import math
+import textwrap
 from dataclasses import dataclass
 
 from titanlite.config.schema import JobConfig
 from titanlite.hardware.profile import Profile
 from titanlite.models.decoder import flops_per_token
 from titanlite.models.registry import resolve_model
+from titanlite.planning.estimate import Estimate
 from titanlite.planning.step_time import StepTime
+
+SHOWN = 0.001
+"""Share of a step from which on a part is shown."""
 
 
 @dataclass(frozen=True)
@@ -41,3 +47,22 @@ def mfu(config: JobConfig, time: StepTime, ranks: int, profile: Profile) -> floa
 def hours(config: JobConfig, time: StepTime) -> float:
     """Of the entire training, without saving and validation."""
     return config.training.steps * time.total / 3600
+
+
+def describe_time(config: JobConfig, plan: Estimate, profile: Profile, time: StepTime, price: Price) -> str:
+    """The predicted time of a step by part, the throughput, and the duration of the training."""
+    ranks = math.prod(plan.axes.values())
+    used = mfu(config, time, ranks, profile)
+    rate = tokens_per_second(config, time, ranks)
+    tokens = config.training.steps * tokens_per_step(config)
+    shown = {part: share for part, seconds in time.parts.items() if (share := seconds / time.total) > SHOWN}
+    shares = [f"{part} {share:.1%}" for part, share in shown.items()]
+    lines = [
+        f"Predicted step: {time.total:.3g} s on {profile.name}",
+        f"Throughput: {rate:,.0f} tokens/s per rank, {rate * ranks:,.0f} in all"
+        + ("" if used is None else f", MFU {used:.1%}"),
+        *textwrap.wrap(f"Parts: {', '.join(shares)}", 120, subsequent_indent="  "),
+        f"Training: {config.training.steps:,} steps of {tokens_per_step(config):,} tokens = {tokens:,} tokens, "
+        f"{price.describe(hours(config, time), ranks)} (without saving and validation)",
+    ]
+    return "\n".join(lines) + "\n"

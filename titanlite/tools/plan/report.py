@@ -1,22 +1,18 @@
 """Format the plan as text."""
 
 import math
-import textwrap
 from collections.abc import Iterable, Sequence
 
 from titanlite.config.schema import JobConfig
-from titanlite.hardware.profile import Profile
 from titanlite.models.decoder import describe_size
 from titanlite.models.registry import resolve_model
 from titanlite.planning.estimate import Estimate, RankPlan
 from titanlite.planning.remedies import remedies
-from titanlite.planning.step_time import StepTime
 from titanlite.runtime.memory import GIB, USABLE
 from titanlite.runtime.text import counted
-from titanlite.tools.plan.cost import Price, hours, mfu, tokens_per_second, tokens_per_step
 
-SHOWN = 0.001
-"""Share of a step from which on a part is shown."""
+DEFAULT_GIB = 80.0
+"""Memory of a device that is not known."""
 
 
 def report(config: JobConfig, plan: Estimate, device_memory_gib: float) -> str:
@@ -42,25 +38,6 @@ def report(config: JobConfig, plan: Estimate, device_memory_gib: float) -> str:
     lines += ["", "Peak memory per pipeline rank (worst data and tp rank), GiB:", *_memory_table(plan.ranks)]
     lines += ["", "Per rank and optimizer step: PFLOPs, and GiB sent (number of calls) by axis:"]
     return "\n".join([*lines, *_work_table(plan.ranks), "", *verdict(config, plan, device_memory_gib)]) + "\n"
-
-
-def describe_time(config: JobConfig, plan: Estimate, profile: Profile, time: StepTime, price: Price) -> str:
-    """The predicted time of a step by part, the throughput, and the duration of the training."""
-    ranks = math.prod(plan.axes.values())
-    used = mfu(config, time, ranks, profile)
-    rate = tokens_per_second(config, time, ranks)
-    tokens = config.training.steps * tokens_per_step(config)
-    shown = {part: share for part, seconds in time.parts.items() if (share := seconds / time.total) > SHOWN}
-    shares = [f"{part} {share:.1%}" for part, share in shown.items()]
-    lines = [
-        f"Predicted step: {time.total:.3g} s on {profile.name}",
-        f"Throughput: {rate:,.0f} tokens/s per rank, {rate * ranks:,.0f} in all"
-        + ("" if used is None else f", MFU {used:.1%}"),
-        *textwrap.wrap(f"Parts: {', '.join(shares)}", 120, subsequent_indent="  "),
-        f"Training: {config.training.steps:,} steps of {tokens_per_step(config):,} tokens = {tokens:,} tokens, "
-        f"{price.describe(hours(config, time), ranks)} (without saving and validation)",
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def verdict(config: JobConfig, plan: Estimate, device_memory_gib: float) -> list[str]:

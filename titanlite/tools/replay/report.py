@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from titanlite.faults.record import Record, RecordedStep
-from titanlite.tools.inspect import printable
 from titanlite.tools.replay.compare import GRAD_NORM, LOSS, Verdict
 from titanlite.tools.replay.compute import Replayed
+from titanlite.tools.sequences import printable
 
 SHOWN_PARAMETERS = 8
 SHOWN_CHARACTERS = 300

@@ -93,7 +93,7 @@ def charts_of(runs: Sequence[RunFiles]) -> list[Chart | HeatMap]:
     note = "before clipping; dashed: training.max_norm"
     shown = {number: limit for number, limit in limits.items() if isinstance(limit, int | float) and limit > 0}
     charts = [
-        Chart("loss", "Loss", [*losses, *validations], "log", smooth=True, wide=True, note="cross-entropy per token"),
+        Chart("loss", "Loss", [*losses, *validations], "log", smooth=True, wide=True, note="per token"),
         Chart("grad_norm", "Gradient norm", norms, "log", note, smooth=True, limits=shown),
         Chart("lr", "Learning rate", _curves(runs, "lr")),
         Chart("tokens_per_second", "Tokens per second", _curves(runs, "tokens_per_second"), note="all ranks"),

@@ -1,0 +1,211 @@
+"""Settings without effect: each conditional key with settings under which it has an effect, and others without."""
+
+from pathlib import Path
+
+import pytest
+
+from titanlite.config.files import shipped_names
+from titanlite.config.ineffective import conditional_keys, describe
+from titanlite.config.keys import full_keys
+from titanlite.config.load import load_config, settings_without_effect
+from titanlite.config.toml import dump_config
+from titanlite.models.registry import FAMILIES
+from titanlite.runtime.errors import ConfigError
+
+ALWAYS = {
+    *("job.config_file", "job.dump_folder", "job.description", "job.plugins", "job.take_over"),
+    *(
+        "model.family",
+        "model.flavor",
+        "model.dim",
+        "model.n_layers",
+        "model.n_heads",
+        "model.n_kv_heads",
+        "model.ffn_dim",
+    ),
+    *("model.vocab_size", "model.head_dim", "model.norm_eps", "model.rope_theta", "model.rope_scaling_factor"),
+    *("model.max_seq_len", "model.tie_embeddings", "model.n_experts", "model.n_active_experts", "model.balance_loss"),
+    *("model.z_loss", "model.bias_rate"),
+    # eos also stops the texts that the run's model generates later
+    *("tokenizer.path", "tokenizer.eos"),
+    *("data.num_streams", "data.shuffle", "data.document_mask", "data.num_workers", "data.ledger"),
+    *("data.sources.kind", "data.sources.name", "data.sources.epochs"),
+    # refused in [validation], if it is enabled
+    *("validation.enable", "validation.sources.kind", "validation.sources.name", "validation.sources.epochs"),
+    "validation.sources.weight",
+    *("training.steps", "training.tokens", "training.seq_len", "training.global_batch_size", "training.max_norm"),
+    # also of the norm that is logged
+    *("training.norm_type", "training.dtype", "training.mixed_precision_param", "training.mixed_precision_reduce"),
+    "training.gc_freq",
+    *(f"parallelism.{key}" for key in ("layout", "dp_replicate", "dp_shard", "cp", "ep", "tp", "pp")),
+    *("activation_checkpoint.mode", "compile.enable", "loss.name", "loss.chunk_tokens"),
+    *("optimizer.name", "optimizer.lr", "optimizer.weight_decay", "optimizer.ema_decay"),
+    # refused, if the optimizer of the group lacks them
+    *(f"optimizer.groups.{key}" for key in ("parameters", "optimizer", "lr_factor", "weight_decay")),
+    *("optimizer.groups.beta1", "optimizer.groups.beta2", "optimizer.groups.momentum"),
+    *("lr_schedule.warmup_steps", "lr_schedule.warmup_tokens", "lr_schedule.warmup_ratio"),
+    *("checkpoint.enable", "checkpoint.initial_load_path"),
+    # skipped spikes count as well
+    *("faults.on_nonfinite", "faults.max_skipped_steps", "faults.spike_factor", "faults.record_steps"),
+    *("memory.check", "metrics.log_freq", "metrics.loggers"),
+    *("profiling.enable_trace", "profiling.enable_memory_snapshot", "samples.prompts"),
+    *("debug.seed", "debug.deterministic", "comm.init_timeout_s", "comm.train_timeout_s"),
+}
+"""Keys that have an effect under any valid settings."""
+
+
+def test_every_key_has_a_rule_or_always_an_effect() -> None:
+    """A new key belongs into NEEDS of its section, or into ALWAYS above."""
+    keys = {key.replace(".0.", ".") for family in FAMILIES for key in full_keys(family)}
+    conditional = {key for family in FAMILIES for key in conditional_keys(family)}
+    assert sorted(keys - ALWAYS - conditional) == []
+    assert sorted(ALWAYS & conditional) == []
+    assert (ALWAYS | conditional) - keys == {"validation.sources"}  # an array, with its tables
+
+
+def without_effect(*argv: str, world_size: int = 1) -> set[str]:
+    config = load_config(argv, world_size=world_size, device_type="cpu", checks_files=False)
+    return {problem.key for problem in settings_without_effect(argv, config, world_size)}
+
+
+PP = "--parallelism.pp 2 --training.local_batch_size 2 --training.global_batch_size 8"
+MUON = "--optimizer.name Muon"
+SGD = "--optimizer.name SGD"
+ROPE = "--model.rope_scaling_factor 8"
+TEXT = "--data.sources.0.kind text --data.sources.0.path x --tokenizer.path t"
+TOKENS = "--data.sources.0.kind tokens --data.sources.0.path x.npy"
+TWO = "--data.sources.0.weight 1 --data.sources.1.kind python-stdlib --data.sources.1.weight 2"
+BATCH = "--training.global_batch_size 16"
+SAVE, LOAD = "--checkpoint.enable", "--checkpoint.initial_load_path hf:x"
+SAMPLES = '--samples.prompts ["a"]'
+VALIDATE = "--validation.enable --validation.sources.0.kind python-stdlib"
+CASES = [
+    # setting, settings under which it has an effect, settings under which it has none, processes
+    ("model.rope_low_freq_factor 1.5", ROPE, "", 1),
+    ("model.rope_beta_fast 31", f"--model.family qwen3 {ROPE}", "--model.family qwen3", 1),
+    ("tokenizer.bos b", f"{TEXT} --data.add_bos", TEXT, 1),
+    ("data.seed 1", "", "--data.shuffle false", 1),
+    ("data.seed 1", f"--data.shuffle false {TWO}", "--data.shuffle false", 1),
+    ("data.max_piece_bytes 100", TEXT, TOKENS, 1),
+    ("data.packing concatenate", TEXT, TOKENS, 1),
+    ("data.on_bad_row skip", TEXT, TOKENS, 1),
+    ("data.max_bad_rows 5", "--data.on_bad_row skip", "", 1),
+    ("data.add_bos true", TEXT, TOKENS, 1),
+    ("data.add_eos false", TEXT, TOKENS, 1),
+    ("data.sources.0.weight 1.0", "--data.sources.1.kind python-stdlib --data.sources.1.weight 2", "", 1),
+    ("data.sources.0.streaming true", "--data.sources.0.kind hf --data.sources.0.path x --tokenizer.path t", TEXT, 1),
+    ("validation.interval 5", VALIDATE, "", 1),
+    ("validation.sources.0.split validation", VALIDATE, "--validation.enable false", 1),
+    ("training.local_batch_size 2", "", "--parallelism.pp 2 --training.global_batch_size 8", 2),
+    ("parallelism.hardware h100", f"--parallelism.layout auto {BATCH}", "", 1),
+    ("parallelism.context_parallel heads", "--parallelism.cp 2", "", 2),
+    ("parallelism.loss_parallel false", "--parallelism.tp 2", "", 2),
+    ("parallelism.pp_schedule 1F1B", PP, "", 2),
+    ("parallelism.pp_split []", PP, "", 2),
+    (
+        "parallelism.gradient_sync every",
+        f"{BATCH} --training.local_batch_size 4",
+        f"{BATCH} --training.local_batch_size 8",
+        2,
+    ),
+    ("parallelism.gradient_sync every", PP, f"{BATCH} --parallelism.tp 2", 2),
+    (
+        "parallelism.gradient_sync every",
+        f"{BATCH} --parallelism.dp_replicate 2 --training.local_batch_size 4",
+        BATCH,
+        2,
+    ),
+    ("parallelism.fsdp_reshard_after_forward never", "", "--parallelism.dp_replicate 2", 2),
+    ("activation_checkpoint.selective_policy op", "--activation_checkpoint.mode selective", "", 1),
+    (
+        "activation_checkpoint.selective_every 2",
+        "--activation_checkpoint.mode selective --activation_checkpoint.selective_policy layer",
+        "--activation_checkpoint.mode full",
+        1,
+    ),
+    ("activation_checkpoint.memory_budget 0.4", "--activation_checkpoint.mode memory_budget --compile.enable", "", 1),
+    ("activation_checkpoint.early_stop false", "--activation_checkpoint.mode full", "", 1),
+    ("compile.backend eager", "--compile.enable", "", 1),
+    ("compile.backend eager", "--compile.enable", "--compile.enable --compile.components []", 1),
+    ("optimizer.beta1 0.8", MUON, SGD, 1),
+    ("optimizer.eps 1e-7", MUON, "--optimizer.name Lion", 1),
+    ("optimizer.state_rounding nearest", "--optimizer.state_dtype bfloat16", "", 1),
+    ("optimizer.nesterov false", MUON, "", 1),
+    ("optimizer.adjust_lr original", MUON, SGD, 1),
+    ("optimizer.weight_decay_skip []", "", "--optimizer.weight_decay 0", 1),
+    ("optimizer.implementation for-loop", SGD, "--optimizer.name Lion", 1),
+    ("lr_schedule.decay_steps 5", "", "--lr_schedule.decay none", 1),
+    ("lr_schedule.final_decay_tokens 5", "", "--lr_schedule.min_lr_factor 1", 1),
+    ("lr_schedule.min_lr_factor 0.2", "", "--lr_schedule.decay none", 1),
+    ("lr_schedule.decay cosine", "", "--lr_schedule.min_lr_factor 1", 1),
+    ("checkpoint.interval 5", SAVE, "", 1),
+    ("checkpoint.keep_every 5", SAVE, f"{SAVE} --checkpoint.keep_latest_k 0", 1),
+    ("checkpoint.verify size", LOAD, "", 1),
+    ("checkpoint.initial_load_model_only true", LOAD, SAVE, 1),
+    ("faults.on_spike skip", "--faults.spike_factor 8", "", 1),
+    ("faults.check_replicas_every 5", "", PP, 2),
+    ("metrics.folder x", '--metrics.loggers ["jsonl","tensorboard"]', "", 1),
+    ("metrics.group x", '--metrics.loggers ["jsonl","wandb"]', "", 1),
+    ("profiling.interval 100", "--profiling.enable_trace", "", 1),
+    ("samples.interval 5", SAMPLES, "", 1),
+    ("samples.seed 5", f"{SAMPLES} --samples.temperature 1", SAMPLES, 1),
+    ("debug.deterministic_warn_only true", "--debug.deterministic", "", 1),
+    ("comm.save_timeout_s 5", SAVE, "", 1),
+]
+
+
+@pytest.mark.parametrize(("setting", "used", "unused", "world_size"), CASES, ids=[case[0] for case in CASES])
+def test_a_setting_is_named_only_if_it_has_no_effect(setting: str, used: str, unused: str, world_size: int) -> None:
+    key, value = setting.split(" ")
+    named = "validation.sources" if key.startswith("validation.sources") else key
+    assert named not in without_effect(*used.split(), f"--{key}", value, world_size=world_size)
+    found = without_effect(*unused.split(), f"--{key}", value, world_size=world_size)
+    if named == key:
+        assert named in found
+    assert not {other for other in found if f"--{other}" not in f"--{key} {unused}"}
+
+
+def test_tables_of_validation_that_is_not_enabled_are_one_setting(tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text("[[validation.sources]]\nkind = 'text'\npath = 'x'\n")
+    argv = [str(file)]
+    config = load_config(argv, world_size=1, device_type="cpu", checks_files=False)
+    (problem,) = settings_without_effect(argv, config, 1)
+    assert describe(problem) == "validation.sources has an effect only with validation.enable = true"
+
+
+def test_a_search_of_layouts_may_use_any_setting() -> None:
+    argv = "--parallelism.pp_schedule GPipe --activation_checkpoint.selective_policy layer"
+    assert without_effect("--parallelism.layout", "auto", *BATCH.split(), *argv.split()) == set()
+
+
+def test_defaults_automatic_values_and_written_files_are_not_named(tmp_path: Path) -> None:
+    assert without_effect() == set()
+    assert without_effect("--lr_schedule.decay", "none", "--lr_schedule.decay_steps=-1") == set()
+    file = tmp_path / "config.toml"
+    file.write_text(dump_config(load_config([], world_size=1, device_type="cpu")))
+    assert without_effect(str(file)) == set()
+    assert without_effect(str(file), "--parallelism.pp_schedule", "GPipe") == {"parallelism.pp_schedule"}
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_all_settings_of_shipped_configurations_have_an_effect(name: str) -> None:
+    world_size = {"quickstart": 1, "llama3_8b_one_gpu": 1, "qwen3_0_6b": 1}.get(name, 128)
+    config = load_config([name], world_size=world_size, device_type="cuda", checks_files=False)
+    assert settings_without_effect([name], config, world_size) == []
+
+
+def test_strict_refuses_settings_without_effect(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text("[parallelism]\npp_schedule = 'GPipe'")
+    (tmp_path / "my.toml").write_text("extends = 'base.toml'")
+    argv = [str(tmp_path / "my.toml"), "--optimizer.nesterov", "false"]
+    config = load_config(argv, world_size=1, device_type="cpu")
+    assert describe(settings_without_effect(argv, config, 1)[0]) == (
+        f'parallelism.pp_schedule = "GPipe" in {tmp_path / "base.toml"} has an effect only with parallelism.pp above 1'
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config([*argv, "--strict"], world_size=1, device_type="cpu")
+    assert [problem.key for problem in caught.value.problems] == ["parallelism.pp_schedule", "optimizer.nesterov"]
+    assert load_config(
+        [argv[0], "--parallelism.pp_schedule=1F1B", "--parallelism.pp=2", "--strict"], world_size=2, device_type="cpu"
+    )

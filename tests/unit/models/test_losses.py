@@ -1,0 +1,232 @@
+"""Registered losses: their value, gradients and terms in chunks equal those of all tokens; faults are reported."""
+
+import runpy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import titanlite
+from tests.custom_loss import LOSS, plain_objective
+from tests.distributed.test_plan_memory import peak_bytes
+from tests.unit.models.test_head import DIM, FORMS, ROWS, inputs, layer
+from titanlite.models.head import OutputLayer
+from titanlite.models.llama3 import LLAMA3
+from titanlite.models.losses import (
+    CROSS_ENTROPY,
+    LOSSES,
+    Loss,
+    Term,
+    TokenFunction,
+    check_loss,
+    cross_entropy,
+    extra_logits,
+)
+from titanlite.planning.activations import MicrobatchShape, activation_bytes
+from titanlite.runtime.errors import UserError
+
+
+def custom(chunk: int, *, recomputes: bool, dtype: torch.dtype = torch.float64) -> OutputLayer:
+    head = layer(dtype, chunk, recomputes=recomputes)
+    head.loss, head.denominators = LOSS, LOSS.counts(inputs()[1])
+    return head
+
+
+@FORMS
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_loss_terms_and_gradients_equal_those_of_all_tokens(chunk: int, recomputes: bool) -> None:
+    head, (x, labels, num_valid) = custom(chunk, recomputes=recomputes), inputs()
+    objective, mean, terms = plain_objective(nn.functional.linear(x, head.weight).flatten(0, 1), labels.flatten())
+    shares = head(x, labels, num_valid)
+    assert shares.shape == (ROWS,)
+    torch.testing.assert_close(shares.sum(), mean, rtol=1e-14, atol=0)
+    torch.testing.assert_close(head.term_sums, torch.stack(terms), rtol=1e-13, atol=0)
+    gradients = torch.autograd.grad(2 * shares.sum(), (x, head.weight))
+    for found, right in zip(gradients, torch.autograd.grad(2 * objective, (x, head.weight)), strict=True):
+        assert (found - right).norm() <= 1e-13 * right.norm()
+    assert head.term_sums is not None
+    torch.testing.assert_close(head.term_sums, torch.stack(terms), rtol=1e-13, atol=0)
+
+
+@FORMS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_low_precision_computes_the_loss_in_float32(dtype: torch.dtype, recomputes: bool) -> None:
+    head, (x, labels, num_valid) = custom(7, recomputes=recomputes, dtype=dtype), inputs(dtype)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, head.weight)]
+    objective, mean, _ = plain_objective(nn.functional.linear(*exact).flatten(0, 1), labels.flatten())
+    right = torch.autograd.grad(objective, exact)
+    shares = head(x, labels, num_valid)
+    assert shares.dtype == torch.float32
+    bound = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    pairs = zip((shares.sum(), *torch.autograd.grad(shares.sum(), (x, head.weight))), (mean, *right), strict=True)
+    assert max(((found - true).norm() / true.norm()).item() for found, true in pairs) <= bound
+
+
+def test_a_split_backward_pass_counts_terms_once() -> None:
+    head, (x, labels, num_valid) = custom(7, recomputes=True), inputs()
+    body = nn.Linear(DIM, DIM, bias=False).double()
+    objective, _, terms = plain_objective(nn.functional.linear(body(x), head.weight).flatten(0, 1), labels.flatten())
+    right = torch.autograd.grad(objective, (x, body.weight, head.weight))
+    parameters = [*body.parameters(), *head.parameters()]
+    (of_x, *_), groups = stage_backward_input([head(body(x), labels, num_valid).sum()], None, [x], iter(parameters))
+    stage_backward_weight(iter(parameters), groups)
+    for found, expected in zip((of_x, body.weight.grad, head.weight.grad), right, strict=True):
+        assert found is not None
+        assert (found - expected).norm() <= 1e-13 * expected.norm()
+    torch.testing.assert_close(head.term_sums, torch.stack(terms), rtol=1e-13, atol=0)
+
+
+def test_without_gradients_only_the_loss_is_computed() -> None:
+    head, (x, labels, _) = custom(7, recomputes=False), inputs()
+    head.denominators = None
+    with torch.no_grad():
+        found = head(x, labels, torch.ones(ROWS, dtype=torch.int64)).sum()
+        _, mean, _ = plain_objective(nn.functional.linear(x, head.weight).flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(found, mean * (labels >= 0).sum(), rtol=1e-13, atol=0)
+    assert head.term_sums is None
+
+
+class NamesOfOperations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.add(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@FORMS
+def test_the_host_never_reads_the_device(recomputes: bool) -> None:
+    head, (x, labels, num_valid) = custom(7, recomputes=recomputes), inputs()
+    with NamesOfOperations() as names:
+        head(x, labels, num_valid).sum().backward()
+    assert "aten.mm.out" in names.found
+    assert not names.found & {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.index.Tensor"}
+
+
+@FORMS
+def test_no_valid_token_gives_zeros(recomputes: bool) -> None:
+    head, (x, labels, _) = custom(16, recomputes=recomputes), inputs()
+    labels = torch.full_like(labels, -1)
+    head.denominators = LOSS.counts(labels)
+    assert not head.denominators.any()
+    shares = head(x, labels, torch.zeros(ROWS, dtype=torch.int64))
+    assert not torch.stack([each.abs().sum() for each in torch.autograd.grad(shares.sum(), (x, head.weight))]).any()
+    assert not shares.any()
+    assert head.term_sums is not None
+    assert not head.term_sums.any()
+
+
+def test_the_plain_cross_entropy_is_that_of_the_output_layer() -> None:
+    """A loss of the same function takes the path of registered losses."""
+    assert LOSSES == {"cross_entropy": CROSS_ENTROPY}
+    x, labels, num_valid = inputs()
+    shares = []
+    for loss in (CROSS_ENTROPY, Loss("another", cross_entropy)):
+        head = layer()
+        head.loss = loss
+        shares.append(head(x, labels, num_valid))
+    torch.testing.assert_close(*shares, rtol=1e-13, atol=0)
+
+
+def token_mean(logits: Tensor, labels: Tensor) -> Tensor:
+    """Depends on the other tokens of the call."""
+    losses = cross_entropy(logits, labels)
+    return losses - losses.mean()
+
+
+FAULTS: list[tuple[Callable[[Tensor, Tensor], Any], str]] = [
+    (
+        lambda logits, labels: cross_entropy(logits, labels).mean(),
+        r"it returns shape \(\) for logits of shape \(8, 24\)",
+    ),
+    (lambda *given: given[0], r"it returns shape \(8, 24\)"),
+    (lambda *_: None, "it returns NoneType"),
+    (lambda *given: given[1], r"it returns torch.int64 for logits in torch.float64"),
+    (
+        lambda logits, labels: cross_entropy(logits, labels).float(),
+        "it returns torch.float32 for logits in torch.float64",
+    ),
+    (lambda logits, labels: cross_entropy(logits.detach(), labels), "without a gradient"),
+    (
+        lambda logits, labels: logits.gather(1, labels.unsqueeze(1)).squeeze(1),
+        r"(?s)raises RuntimeError: .*clamp\(min=0\)",
+    ),
+    (lambda logits, labels: cross_entropy(logits, labels) / 0, "finite values"),
+    (lambda logits, labels: cross_entropy(logits, labels) * torch.rand(len(labels)), "not random"),
+    (token_mean, "does not depend on other tokens"),
+]
+
+
+@pytest.mark.parametrize(("function", "message"), FAULTS)
+def test_faults_of_functions_are_reported(function: Callable[[Tensor, Tensor], Any], message: str) -> None:
+    (problem,) = check_loss(Loss("mine", function))
+    assert problem.key == 'loss "mine"'
+    (of_term,) = check_loss(Loss("mine", cross_entropy, {"extra": Term(function, torch.ones_like)}))
+    assert of_term.key == 'loss "mine", term "extra"'
+    for found in (problem, of_term):
+        with pytest.raises(AssertionError, match=message):
+            raise AssertionError(str(found))
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        (lambda labels: labels.sum(), r"it returns a count of shape \(\)"),
+        (lambda labels: len(labels), "it returns int as count"),
+        (lambda labels: -torch.ones_like(labels), "at least 0"),
+        (lambda labels: torch.full_like(labels, len(labels)), "does not depend on other tokens"),
+    ],
+)
+def test_faults_of_counts_are_reported(count: Callable[[Tensor], Any], message: str) -> None:
+    (problem,) = check_loss(Loss("mine", cross_entropy, {"extra": Term(cross_entropy, count)}))
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(str(problem))
+
+
+def test_valid_losses_have_no_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    examples: list[Loss] = []
+
+    def register_loss(name: str, loss: TokenFunction, *, terms: dict[str, Term]) -> None:
+        examples.append(Loss(name, loss, terms))
+
+    monkeypatch.setattr(titanlite, "register_loss", register_loss, raising=False)
+    runpy.run_path(str(Path(titanlite.__file__).parents[1] / "examples" / "loss.py"))
+    (example,) = examples
+    assert list(example.terms) == ["z_loss"]
+    assert check_loss(CROSS_ENTROPY) == check_loss(LOSS) == check_loss(example) == []
+    (problem,) = check_loss(Loss("mine", cross_entropy, {"a/b": Term(cross_entropy, torch.ones_like)}))
+    assert 'term "a/b"' in problem.key
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_planned_memory_of_a_chunk_is_that_of_a_real_one(dtype: torch.dtype) -> None:
+    """Beyond that of the cross-entropy."""
+    ids, dim, chunk, tp = 16_384, 8, 32, 2
+    config = replace(LLAMA3.flavors["debug"], vocab_size=ids, dim=dim)
+    x, labels = torch.randn(1, 2 * chunk, dim).to(dtype).requires_grad_(), torch.arange(2 * chunk).unsqueeze(0)
+    measured, planned = [], []
+    for loss, extra in ((CROSS_ENTROPY, None), (LOSS, extra_logits(LOSS))):
+        head = OutputLayer(dim, ids).to(dtype)
+        head.loss, head.chunk_tokens, head.denominators = loss, chunk, torch.ones(2, dtype=torch.float64)
+        measured.append(peak_bytes(lambda head=head: head(x, labels, labels[0, -1:]).sum().backward()))  # type: ignore[misc]
+        shape = MicrobatchShape(1, 2 * chunk, 1, 1, dtype.itemsize, 4, chunk, False, False, extra_logits=extra)
+        planned += [activation_bytes(config, LLAMA3.plan(config), replace(shape, tp=tp)).loss for tp in (1, tp)]
+    beyond = measured[1] - measured[0]
+    assert planned[2] - planned[0] == pytest.approx(beyond, rel=0.2)
+    assert planned[3] > 0.9 * planned[2], "each rank has all logits"
+
+
+def test_a_fault_with_other_sizes_names_the_loss() -> None:
+    """The check calls the functions with small logits only."""
+    head, (x, labels, num_valid) = layer(), inputs()
+    head.loss = Loss("mine", lambda logits, labels: cross_entropy(logits, labels).sum())
+    with pytest.raises(UserError, match=r'loss "mine" returns shape \(\) for logits of shape \(16, 101\): return one'):
+        head(x, labels, num_valid)

@@ -1,0 +1,212 @@
+"""Settings that are given but have no effect under the others: the tables NEEDS of all sections, rules across them."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from titanlite.checkpoint import config as checkpoint
+from titanlite.config.fields import SECTIONS, literal, section_types, types_of
+from titanlite.config.schema import JobConfig
+from titanlite.data import config as data
+from titanlite.data.bpe import kept_tokenizer
+from titanlite.data.check import has_key
+from titanlite.data.deal import most_sequences
+from titanlite.data.kinds import KINDS, open_source
+from titanlite.data.sources.config import SourceConfig
+from titanlite.faults import config as faults
+from titanlite.generation import config as samples
+from titanlite.metrics import config as metrics
+from titanlite.models.registry import FAMILIES, resolve_model
+from titanlite.optim import registry as optimizer
+from titanlite.optim import schedule
+from titanlite.parallel import compile as compilation
+from titanlite.parallel import mesh, recompute
+from titanlite.profiling import config as profiling
+from titanlite.runtime import determinism
+from titanlite.runtime.errors import Needs, Problem
+
+OF_SECTIONS: Mapping[str, Mapping[str, Needs]] = {
+    "data": data.NEEDS,
+    "validation": data.VALIDATION_NEEDS,
+    "parallelism": mesh.NEEDS,
+    "activation_checkpoint": recompute.NEEDS,
+    "compile": compilation.NEEDS,
+    "optimizer": optimizer.NEEDS,
+    "lr_schedule": schedule.NEEDS,
+    "checkpoint": checkpoint.NEEDS,
+    "faults": faults.NEEDS,
+    "metrics": metrics.NEEDS,
+    "profiling": profiling.NEEDS,
+    "samples": samples.NEEDS,
+    "debug": determinism.NEEDS,
+}
+SEARCHED = ("parallelism", "activation_checkpoint")
+"""Sections of which a search of layouts chooses keys that are not given, so that any other key may have an effect."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What rules across sections read: the resolved configuration, the given keys, the number of processes."""
+
+    config: JobConfig
+    given: Collection[str]
+    world_size: int
+
+    @property
+    def sources(self) -> Sequence[SourceConfig]:
+        """Of training, and of validation if it is enabled."""
+        validation = self.config.validation
+        return (*self.config.data.sources, *(validation.sources if validation.enable else ()))
+
+    @property
+    def is_searched(self) -> bool:
+        return self.config.parallelism.layout == "auto"
+
+    def has_text(self) -> bool:
+        return any(open_source(source).holds == "text" for source in self.sources)
+
+    def separates(self) -> bool:
+        """Whether separators of documents matter: token files with a tokenizer must have been written with the same."""
+        return self.has_text() or kept_tokenizer(self.sources) is not None
+
+    def shards(self) -> int:
+        degrees = mesh.resolve_degrees(self.config.parallelism, self.world_size)
+        return degrees["dp_shard"] * degrees["cp"]
+
+    def accumulates(self) -> bool:
+        """Whether a data rank has more sequences per step than a microbatch, or than a batch of the pipeline."""
+        training, degree = self.config.training, mesh.data_degree(self.config.parallelism, self.world_size)
+        sequences = most_sequences(training.global_batch_size, self.config.data.num_streams, degree)
+        return training.local_batch_size == -1 or sequences > training.local_batch_size
+
+    def syncs(self) -> bool:
+        """Whether parallelism.gradient_sync decides when gradients are reduced."""
+        section = self.config.parallelism
+        return self.is_searched or (
+            self.accumulates() and (section.pp > 1 or section.dp_replicate > 1 or self.shards() > 1)
+        )
+
+    def divides(self) -> bool:
+        """Whether training.local_batch_size decides a batch."""
+        section, is_given = self.config.parallelism, "training.global_batch_size" in self.given
+        return self.is_searched or section.pp == 1 or section.gradient_sync == "every" or not is_given
+
+
+_TEXT = Needs("a source of text, not of tokens", Facts.has_text)
+ACROSS: Mapping[str, Needs] = {
+    "tokenizer.bos": Needs(
+        "data.add_bos = true, or token files",
+        lambda facts: facts.config.data.add_bos or any(open_source(each).holds == "tokens" for each in facts.sources),
+    ),
+    "data.max_piece_bytes": _TEXT,
+    "data.packing": _TEXT,
+    "data.on_bad_row": _TEXT,
+    "data.add_bos": Needs(_TEXT.condition, lambda facts: facts.separates() or facts.config.samples.prompts),
+    "data.add_eos": Needs(_TEXT.condition, Facts.separates),
+    "training.local_batch_size": Needs(
+        'parallelism.pp = 1, gradient_sync = "every" or no training.global_batch_size', Facts.divides
+    ),
+    "parallelism.gradient_sync": Needs(
+        "several data ranks or pipeline stages, and several microbatches of training.local_batch_size per step",
+        Facts.syncs,
+    ),
+    "parallelism.fsdp_reshard_after_forward": Needs(
+        "parallelism.dp_shard or cp above 1", lambda facts: facts.is_searched or facts.shards() > 1
+    ),
+    "faults.check_replicas_every": Needs(
+        "several processes per pipeline stage", lambda facts: facts.world_size > facts.config.parallelism.pp
+    ),
+    "comm.save_timeout_s": Needs(
+        "checkpoint.enable = true or an initial_load_path",
+        lambda facts: facts.config.checkpoint.enable or facts.config.checkpoint.initial_load_path,
+    ),
+}
+"""Rules across sections, by full key; is_met takes Facts."""
+
+
+SEVERAL = Needs("several data.sources", lambda facts: len(facts.config.data.sources) > 1)
+
+
+def conditional_keys(family: str) -> set[str]:
+    """The full keys that have no effect under some other settings, without the index of arrays of tables."""
+    keys = {f"{section}.{key}" for section, needs in OF_SECTIONS.items() for key in needs}
+    kinds = {key for key in types_of(SourceConfig) if _kinds_with(key)}
+    keys |= {f"{section}.sources.{key}" for section in ("data", "validation") for key in kinds}
+    return keys | {*ACROSS, "data.sources.weight"} | {f"model.{key}" for key in FAMILIES[family].needs}
+
+
+def ineffective(given: JobConfig, config: JobConfig, origins: Mapping[str, str], world_size: int) -> list[Problem]:
+    """A Problem for each given setting that has no effect under the others.
+
+    given: as read. config: resolved, and valid for world_size processes. origins: full key that is given -> its file,
+    or the command line. A file with most of all keys does not count: titanlite has written it. Nor does a value that
+    stands for an automatic choice.
+    """
+    counts = Counter(origin for key, origin in origins.items() if key.count(".") == 1)
+    most = sum(len(section_types(section, None)) for section in SECTIONS) / 2
+    facts = Facts(config, origins.keys(), world_size)
+    problems: list[Problem] = []
+    for key, origin in origins.items():
+        section, name, *row = key.split(".")
+        values = getattr(given, section)
+        if row:
+            values, name = getattr(values, name)[int(row[0])], row[1]
+        if counts[origin] >= most or _is_automatic(values, name):
+            continue
+        if condition := _unmet(facts, key):
+            value = values.overrides[name] if section == "model" else getattr(values, name)
+            problems.append(Problem(key, value, f"has an effect only with {condition}", "leave it out"))
+    return problems
+
+
+def describe(problem: Problem) -> str:
+    """A setting without effect, in one line."""
+    value = (
+        ""
+        if isinstance(problem.value, tuple) and problem.value[:1] and is_dataclass(problem.value[0])
+        else (f" = {literal(problem.value)}")
+    )
+    return f"{problem.key}{value}{f' in {problem.file}' if problem.file else ''} {problem.rule}"
+
+
+def _unmet(facts: Facts, key: str) -> str:
+    """What a key needs to have an effect; "" if it has one."""
+    section, name, *row = key.split(".")
+    values = getattr(facts.config, section)
+    if row and name == "sources":
+        return _unmet_in_source(facts, section, getattr(values, name)[int(row[0])], row[1])
+    if row:
+        return ""
+    if section == "model":
+        family, hyper_parameters = resolve_model(facts.config.model)
+        needs = [(family.needs.get(name), hyper_parameters)]
+    else:
+        own = OF_SECTIONS.get(section, {}).get(name)
+        searched = facts.is_searched and section in SEARCHED and name != "hardware"
+        needs = [(None if searched else own, values), (ACROSS.get(key), facts)]
+    return next((need.condition for need, of in needs if need is not None and not need.is_met(of)), "")
+
+
+def _unmet_in_source(facts: Facts, section: str, source: SourceConfig, name: str) -> str:
+    """As _unmet, for a key of a table of sources."""
+    if section == "validation" and not facts.config.validation.enable:
+        return ""  # the array itself has no effect
+    kinds = _kinds_with(name)
+    if kinds and source.kind not in kinds:
+        return f"kind = {' or '.join(map(literal, kinds))}"
+    if name == "weight" and not SEVERAL.is_met(facts):
+        return SEVERAL.condition
+    return ""
+
+
+def _kinds_with(name: str) -> list[str]:
+    """The kinds of sources that have a key of the table, [] if all have it."""
+    return [kind for kind, source in KINDS.items() if has_key(source, name)]
+
+
+def _is_automatic(section: Any, name: str) -> bool:
+    """Whether the value of a key stands for an automatic choice, as if it were left out."""
+    rules = {key.name: key.metadata.get("range") for key in fields(section)}
+    rule = rules.get(name)
+    return rule is not None and rule.unset is not None and getattr(section, name) == rule.unset

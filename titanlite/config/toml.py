@@ -1,0 +1,119 @@
+"""Write a configuration as TOML, with the origin of each value as a comment if wanted."""
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.fields import SECTIONS, fields_of, literal, row_type, types_of
+from titanlite.config.lengths import LENGTHS, UNSET
+from titanlite.config.schema import JobConfig
+from titanlite.models.family import ModelConfig
+from titanlite.models.registry import resolve_model
+
+COMMAND_LINE = "command line"
+"""The origin of a value that the command line sets."""
+
+Comment = Callable[[str, Any], str]
+"""The comment of a line, for its full key and its value; "" for none."""
+
+
+def dump_config(config: JobConfig) -> str:
+    """TOML that reads back as `config`, without job.config_file. Tables in arrays are without defaults."""
+    return "\n".join(_lines(config, lambda _key, _value: "", all_keys=False)) + "\n"
+
+
+def print_config(
+    given: JobConfig, kept: JobConfig, config: JobConfig, origins: Mapping[str, str], chosen_later: Collection[str]
+) -> str:
+    """TOML of all keys that reads back as `config`, with the origin of each value as a comment.
+
+    given: as read. kept: with the values that the run has from an earlier start. config: resolved. origins: full key
+    that is given -> its file, or COMMAND_LINE. chosen_later: keys of which the start of the run will choose those that
+    are not given; they are comments.
+    """
+    labels = _labels(origins, given.job.config_file)
+
+    def comment(key: str, value: Any) -> str:
+        where = labels[origins[key]] if key in origins else _default(key, config)
+        before, after = _value(given, key), _value(kept, key)
+        if before != after:
+            return f"kept from the run in {config.job.dump_folder}"
+        others = [other for keys in LENGTHS if key in keys for other in keys if other in origins]
+        if others and key not in origins and value != UNSET:
+            return f"resolved from {others[0]} ({labels[origins[others[0]]]})"
+        if before == value:
+            return where
+        if value == UNSET:
+            return f"{literal(before)} ({where}), resolved to {re.sub('(tokens|ratio)$', 'steps', key)}"
+        return f"{literal(before).strip(chr(34))}: {_RESOLVED.get(key, literal(value).strip(chr(34)))}"
+
+    open_keys = {key for key in chosen_later if key not in origins}
+    return "\n".join(_lines(config, comment, all_keys=True, as_comments=open_keys)) + "\n"
+
+
+_RESOLVED = {
+    "training.global_batch_size": "local_batch_size x data ranks",
+    "data.num_streams": "training.global_batch_size",
+    "data.max_piece_bytes": "64 x training.seq_len",
+    "data.num_workers": "by the devices and the kinds of the sources",
+}
+"""What an automatic value is resolved from; that of any other key is its result."""
+
+
+def _lines(config: JobConfig, comment: Comment, *, all_keys: bool, as_comments: Collection[str] = ()) -> Iterator[str]:
+    """The lines of a TOML file. all_keys: also defaults in arrays of tables. as_comments: keys that are left out."""
+
+    def line(path: str, name: str, value: Any) -> str:
+        text, note = f"{name} = {literal(value)}", comment(path, value)
+        hidden = "# " if path in as_comments else ""
+        return hidden + (f"{text}  # {_printable(note)}" if note else text)
+
+    for number, section in enumerate(SECTIONS):
+        values = getattr(config, section)
+        table = fields_of(values)
+        if isinstance(values, ModelConfig):
+            overrides = table.pop("overrides")
+            table |= fields_of(resolve_model(values)[1]) if all_keys else overrides
+        if section == "job":
+            del table["config_file"]
+        yield from ["", f"[{section}]"] if number else [f"[{section}]"]
+        rows = {key: value for key, value in table.items() if value and row_type(types_of(type(values)).get(key))}
+        yield from (line(f"{section}.{key}", key, value) for key, value in table.items() if key not in rows)
+        for key, tables in rows.items():
+            for index, row in enumerate(tables):
+                yield from ["", f"[[{section}.{key}]]"]
+                defaults = fields_of(type(row)())
+                for name, value in fields_of(row).items():
+                    if all_keys or name == "kind" or value != defaults[name]:
+                        yield line(f"{section}.{key}.{index}.{name}", name, value)
+
+
+def _default(key: str, config: JobConfig) -> str:
+    """The origin of a value that is not given."""
+    is_own = key.partition(".")[2] in types_of(ModelConfig)
+    return "default" if is_own or not key.startswith("model.") else f"flavor {config.model.flavor}"
+
+
+def _value(config: JobConfig, key: str) -> Any:
+    """The value of a key, or of one in a table of an array; of a hyper-parameter, that of the model."""
+    section, name, *row = key.split(".")
+    values = getattr(config, section)
+    if row:
+        return getattr(getattr(values, name)[int(row[0])], row[1])
+    if section == "model" and name not in types_of(ModelConfig):
+        return getattr(resolve_model(values)[1], name)
+    return getattr(values, name)
+
+
+def _labels(origins: Mapping[str, str], given: str) -> dict[str, str]:
+    """Origin -> its label: the name of a file if no other file has it, else its path."""
+    files = {origin for origin in origins.values() if origin != COMMAND_LINE}
+    names = [Path(file).name for file in files]
+    labels = {file: Path(file).name if names.count(Path(file).name) == 1 else file for file in files}
+    return labels | {given: Path(given).name} | {COMMAND_LINE: COMMAND_LINE}
+
+
+def _printable(comment: str) -> str:
+    """A comment without control characters, which names of files may have."""
+    return "".join(character if character.isprintable() else "?" for character in comment)

@@ -1,0 +1,133 @@
+"""What `titanlite train` prints in place of training: --print-config, --check, --dry-run."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from titanlite.config.arguments import Options, split_arguments
+from titanlite.config.command_line import read_command_line
+from titanlite.config.ineffective import describe
+from titanlite.config.load import given_keys, keep_earlier, origins_of, parse_config, settings_without_effect
+from titanlite.config.schema import JobConfig
+from titanlite.config.toml import print_config
+from titanlite.data.bpe import prepare_tokenizer
+from titanlite.hardware.profile import load_profile
+from titanlite.models.registry import resolve_model
+from titanlite.parallel.mesh import resolve_degrees
+from titanlite.planning.batch import fit_local_batch_size
+from titanlite.planning.estimate import estimate, has_estimate
+from titanlite.planning.search import SEARCHED, search, with_settings
+from titanlite.runtime.errors import UsageError
+from titanlite.runtime.memory import GIB, device_memory_bytes
+from titanlite.runtime.text import counted
+from titanlite.tools.plan.report import DEFAULT_GIB, report
+from titanlite.tools.sequences import sequences_as_text
+
+SHOWN_SEQUENCES = 8
+"""Sequences of the first step that --dry-run shows at most."""
+
+
+def preview(argv: Sequence[str], world_sizes: Sequence[int], local_size: int) -> None:
+    """Print what an option of argv asks for, on rank 0, and exit with 0; return if there is no such option.
+
+    world_sizes: numbers of processes that the launcher may start; local_size: those on this machine. --world-size
+    replaces both. Starts nothing, and writes nothing into the dump folder. Raises ConfigError, UsageError.
+    """
+    arguments = split_arguments(argv)
+    options = arguments.options
+    if arguments.wants_help or not options.preview:
+        return
+    device_type = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if options.world_size:
+        world_sizes, local_size = [options.world_size], options.world_size
+    for world_size in world_sizes:
+        config = read_command_line(argv, world_size=world_size, device_type=device_type)
+        if os.environ.get("RANK", "0") == "0":
+            _print(_text(argv, options, config, world_size, min(local_size, world_size), device_type))
+    raise SystemExit(0)
+
+
+def _text(
+    argv: Sequence[str], options: Options, config: JobConfig, world_size: int, local_size: int, device_type: str
+) -> str:
+    if options.print_config:
+        given, _ = parse_config(argv)
+        return print_config(given, keep_earlier(given), config, origins_of(argv), SEARCHED if _is_auto(config) else ())
+    lines = [_summary(config, world_size, device_type)] if options.check else []
+    unused = [f"Without effect: {describe(problem)}" for problem in settings_without_effect(argv, config, world_size)]
+    if options.dry_run:
+        lines += _dry_run(argv, config, world_size, local_size, device_type)
+    return "\n".join([*lines, *unused]) + "\n"
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:  # the reader has closed the pipe, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _is_auto(config: JobConfig) -> bool:
+    return config.parallelism.layout == "auto"
+
+
+def _summary(config: JobConfig, world_size: int, device_type: str) -> str:
+    """That the configuration is valid, and the run in one line."""
+    model, training = config.model, config.training
+    sizes = resolve_degrees(config.parallelism, world_size)
+    axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank"
+    return (
+        f"{Path(config.job.config_file).name} is valid for {counted(world_size, 'process')}: "
+        f"{model.family} {model.flavor} on {device_type}, layout {'auto' if _is_auto(config) else axes}, "
+        f"{counted(training.steps, 'step')} of {counted(training.global_batch_size, 'sequence')} "
+        f"of {training.seq_len:,} tokens"
+    )
+
+
+def _dry_run(argv: Sequence[str], config: JobConfig, world_size: int, local_size: int, device_type: str) -> list[str]:
+    """The plan for this machine, and the first sequences as text. argv: of config."""
+    memory_gib = DEFAULT_GIB
+    if device_type == "cpu":  # the processes of a node share its memory
+        memory_gib = device_memory_bytes(torch.device("cpu")) / GIB / local_size
+    elif torch.cuda.is_available():
+        memory_gib = device_memory_bytes(torch.device("cuda", 0)) / GIB
+    memory_gib = round(memory_gib, 1)
+    if _is_auto(config):
+        config = _with_fastest_layout(argv, config, world_size, memory_gib)
+    lines = [f"The memory of the family {config.model.family} cannot be planned", ""]
+    if has_estimate(config):
+        if config.training.local_batch_size == -1:
+            memory_bytes = round(memory_gib * GIB)
+            rows = fit_local_batch_size(config, world_size, device_type=device_type, memory_bytes=memory_bytes)
+            config = replace(config, training=replace(config.training, local_batch_size=rows))
+        plan = estimate(config, world_size, device_type=device_type)
+        lines = [report(config, plan, memory_gib)]
+    vocab_size = resolve_model(config.model)[1].vocab_size
+    tokenizer = prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=vocab_size)
+    sequences = config.training.global_batch_size
+    shown = min(sequences, SHOWN_SEQUENCES)
+    lines.append(f"The first step has {counted(sequences, 'sequence')}; shown: {shown}")
+    lines += islice(sequences_as_text(config, tokenizer, vocab_size), shown)
+    if shown < sequences:
+        lines += ["", f"All of them: titanlite inspect {config.job.config_file} --sequences {sequences}"]
+    return [*lines, ""]
+
+
+def _with_fastest_layout(argv: Sequence[str], config: JobConfig, world_size: int, memory_gib: float) -> JobConfig:
+    """The configuration with the layout that the start of the run would choose. Raises UsageError."""
+    if not config.parallelism.hardware:
+        raise UsageError(
+            'parallelism.layout = "auto" measures the machine at the start of the run: for --dry-run, add '
+            "--parallelism.hardware, the name of a profile or a file of titanlite calibrate"
+        )
+    profile = load_profile(config.parallelism.hardware)
+    found = search(config, world_size, profile, memory_gib=memory_gib, kept=given_keys(argv))
+    if not found.fastest:
+        raise UsageError(
+            f'parallelism.layout = "auto": no layout of {counted(world_size, "rank")} fits: see titanlite plan --search'
+        )
+    return with_settings(config, found.fastest[0].settings)

@@ -1,0 +1,33 @@
+"""Command: print the JSON schema of a configuration, for the completion and the checks of editors."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from titanlite.config.json_schema import json_schema
+from titanlite.runtime.errors import ConfigError
+from titanlite.tools.command import File, check_output_file, read_options, run_command, write_json
+
+
+@dataclass(frozen=True)
+class Options:
+    """Print the JSON schema (draft 7) of a TOML file, with which editors complete its keys and check its values."""
+
+    out: File = None
+    """write it to this file, which is replaced"""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print or write the schema. Raises UserError."""
+    options = read_options(Options, argv, "schema")
+    if problems := check_output_file("--out", options.out):
+        raise ConfigError(problems)
+    if options.out is not None:
+        write_json(options.out, json_schema())
+    else:
+        sys.stdout.write(json.dumps(json_schema(), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,95 @@
+"""The sequences that a run is trained on, as text."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+
+from titanlite.batch import IGNORE_INDEX
+from titanlite.config.schema import JobConfig
+from titanlite.data.config import DataConfig
+from titanlite.data.corpus import open_index
+from titanlite.data.kinds import open_source
+from titanlite.data.loader import Loader, build_loader
+from titanlite.data.sources.base import TextSource
+from titanlite.data.sources.config import SourceConfig
+from titanlite.data.sources.pieces import STARTS_DOCUMENT
+from titanlite.data.sources.tokens import Tokens, documents_file
+from titanlite.data.streams import Origin
+from titanlite.data.tokenizer import Tokenizer
+
+
+def sequences_as_text(config: JobConfig, tokenizer: Tokenizer | None, vocab_size: int) -> Iterator[str]:
+    """The run's sequences in order, as the trainer's loader yields them; without a tokenizer, the ids.
+
+    A rule stands before each document and before the padding.
+    """
+    data, training = config.data, config.training
+
+    def loader(document_mask: bool) -> Loader:
+        return build_loader(
+            replace(data, document_mask=document_mask, num_workers=0),
+            tokenizer,
+            seq_len=training.seq_len,
+            vocab_size=vocab_size,
+            global_batch_size=training.global_batch_size,
+            local_batch_size=training.global_batch_size,
+            data_rank=0,
+            data_degree=1,
+        )
+
+    # A document mask shows where documents start, but it also changes labels: a second loader provides the mask.
+    with ExitStack() as stack:
+        plain = stack.enter_context(closing(loader(False)))
+        marked = stack.enter_context(closing(loader(True))) if documents_are_known(data.sources) else None
+        while not all(plain.ended):
+            (batch,) = plain.next_step()
+            (masked,) = marked.next_step() if marked else (batch,)
+            for row, origin in enumerate(plain.origins):
+                targets = int((batch.labels[row] != IGNORE_INDEX).sum())
+                # Before the padding, each token has a label, except maybe the last.
+                length = min(targets + 1, training.seq_len) if targets else 0
+                starts = [0] if masked.positions is None else (masked.positions[row] == 0).nonzero().flatten().tolist()
+                begins = [start for start in starts if start < length]
+                labels = (masked if data.document_mask else batch).labels[row].tolist()
+                name, ids = plain.source_names[origin.source], batch.tokens[row].tolist()
+                at = (
+                    f"epoch {origin.epoch}, from token {origin.offset} of piece {origin.piece}"
+                    if length
+                    else "at its end"
+                )
+                lines = [f"\n════ sequence {batch.sequences[row]} of the run: {name}, {at} ════"]
+                for begin, end in zip(begins, [*begins[1:], length], strict=True):
+                    what = "document" if begin else head_of(origin, data)
+                    places = ", ".join(str(place) for place in range(begin, end) if labels[place] == IGNORE_INDEX)
+                    rest = f", masked labels at {places}" if places else ""
+                    lines.append(f"──── {what}: {name}, tokens {begin} to {end - 1}{rest} ────")
+                    part = ids[begin:end]
+                    lines.append(printable(tokenizer.decode(part)) if tokenizer else " ".join(map(str, part)))
+                if length < len(ids):
+                    lines.append(f"──── padding, masked: tokens {length} to {len(ids) - 1} ────")
+                yield "\n".join(lines)
+
+
+def head_of(origin: Origin, data: DataConfig) -> str:
+    """Label of the document that a sequence's first token belongs to."""
+    source = open_source(data.sources[origin.source])
+    if source.holds == "tokens":
+        return "window"
+    if origin.offset > 0:
+        return "document, continued"
+    if source.is_streamed or origin.piece < 0:
+        return "document"
+    assert isinstance(source, TextSource)
+    piece = open_index(source, data.max_piece_bytes)[origin.piece]
+    return "document" if piece.flags & STARTS_DOCUMENT else "part of a document"
+
+
+def documents_are_known(sources: Sequence[SourceConfig]) -> bool:
+    """Whether the starts of documents are known: token files of other programs lack them."""
+    files = [file for source in map(open_source, sources) if isinstance(source, Tokens) for file in source.files()]
+    return all(documents_file(file).is_file() for file in files)
+
+
+def printable(text: str) -> str:
+    """Escape control characters, so that the text cannot control the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)

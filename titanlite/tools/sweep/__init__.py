@@ -1,0 +1,1 @@
+"""Command: train all combinations of some values of a configuration."""

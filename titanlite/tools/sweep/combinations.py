@@ -1,0 +1,226 @@
+"""The runs of a sweep: values on the command line, their combinations, one folder per run, the check of all."""
+
+import hashlib
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.arguments import split_arguments
+from titanlite.config.fields import fields_of, is_text, literal, row_type, section_types, types_of
+from titanlite.config.files import CONFIG_FILE
+from titanlite.config.load import CONFIG_COPY, load_config, parse_config
+from titanlite.config.schema import JobConfig
+from titanlite.models.family import ModelConfig
+from titanlite.runtime.errors import ConfigError, Problem, UsageError, require
+
+DUMP_FOLDER = "job.dump_folder"
+MAX_RUNS = 1000
+MAX_VALUE_CHARS = 40
+"""Of a value in the name of a folder; a longer one is cut."""
+RUNNING = (
+    *("job.", "parallelism.", "activation_checkpoint.", "compile.", "comm.", "metrics.", "checkpoint.", "faults."),
+    *("memory.", "profiling.", "samples.", "validation.", "loss."),
+    *("training.local_batch_size", "training.gc_freq", "data.num_workers", "data.ledger", "data.max_bad_rows"),
+)
+"""Keys that do not decide what a finished run has learned, or the starts of their names."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One combination. name: of its folder. values: swept key -> value, as text. arguments: of `titanlite train`.
+    config: resolved."""
+
+    name: str
+    values: Mapping[str, str]
+    arguments: Sequence[str]
+    config: JobConfig
+
+    @property
+    def folder(self) -> Path:
+        """Its dump folder."""
+        return Path(self.config.job.dump_folder)
+
+
+def split_values(text: str) -> list[str]:
+    """The values that commas separate. A comma in brackets or quotes belongs to a value."""
+    values, depth, quote, start, position = [], 0, "", 0, 0
+    while position < len(text):
+        char = text[position]
+        if quote:
+            position += char == "\\" and quote == '"'
+            quote = "" if char == quote else quote
+        elif char in "\"'":
+            quote = char
+        elif char in "[{":
+            depth += 1
+        elif char in "]}":
+            depth -= 1
+        elif char == "," and depth <= 0:
+            values.append(text[start:position].strip())
+            start = position + 1
+        position += 1
+    return [*values, text[start:].strip()]
+
+
+def combinations(config: str, overrides: Sequence[str], *, world_size: int, device_type: str) -> list[Run]:
+    """The checked runs, the values of the last key varying fastest. config: path or shipped name. overrides:
+    `--section.key VALUE[,VALUE ...]`. Raises ConfigError with the problems of all runs."""
+    arguments = split_arguments([f"--{CONFIG_FILE}={config}", *overrides])
+    problems = list(arguments.problems)
+    given = {key: text for key, text in arguments.texts.items() if key != CONFIG_FILE}
+    common, _ = parse_config([f"--{CONFIG_FILE}={config}"])
+    values = {key: _values(key, text, common) for key, text in given.items()}
+    swept = {key: found for key, found in values.items() if len(found) > 1}
+    remedy = 'leave the last comma out, or write the value; an empty text is "" in quotes: \'""\''
+    problems += [
+        Problem(key, given[key], "a value on both sides of each comma", remedy)
+        for key, found in swept.items()
+        if "" in found and '""' not in split_values(given[key] or "")
+    ]
+    rule = "one value: each run has a folder below it, named by its values"
+    problems += require(DUMP_FOLDER not in swept, DUMP_FOLDER, given.get(DUMP_FOLDER), rule, "keep one")
+    count = prod(map(len, swept.values()))
+    problems += require(count <= MAX_RUNS, "sweep", count, f"at most {MAX_RUNS} runs", "sweep over fewer values")
+    if problems:
+        raise ConfigError(problems)
+    if not swept:
+        example = "titanlite sweep my.toml --optimizer.lr 1e-3,3e-4"
+        raise UsageError(f"no key has several values: write them with commas between them, as in {example}")
+    names = short_names(list(swept))
+    runs: list[Run] = []
+    found: dict[Problem, list[str]] = {}
+    for chosen in product(*values.values()):
+        texts = dict(zip(values, chosen, strict=True))
+        label = ", ".join(f"{names[key]} = {texts[key]}" for key in swept)
+        try:
+            runs.append(_run(config, texts, names, world_size=world_size, device_type=device_type))
+        except ConfigError as error:
+            for problem in error.problems:
+                found.setdefault(replace(problem, value=_hashable(problem.value)), []).append(label)
+    if found:
+        raise ConfigError([_of_runs(problem, labels, count) for problem, labels in found.items()])
+    _require_different(runs)
+    return runs
+
+
+def _values(key: str, text: str | None, config: JobConfig) -> list[str]:
+    """The values of one key. A text in quotes loses them, so that it can have commas."""
+    if text is None:
+        return ["true"]
+    values = split_values(text)
+    return [_unquoted(value) for value in values] if _is_text(key, config) else values
+
+
+def _is_text(key: str, config: JobConfig) -> bool:
+    """Whether the key takes strings. An unknown key does not."""
+    section, _, name = key.partition(".")
+    name, *row = name.split(".")
+    try:
+        kind = section_types(section, config.model.family).get(name)
+        kind = types_of(row_type(kind)).get(row[-1]) if row and row_type(kind) else kind
+    except KeyError:
+        return False
+    return kind is not None and is_text(kind)
+
+
+def _unquoted(text: str) -> str:
+    if len(text) < 2 or text[0] not in "\"'" or text[-1] != text[0]:
+        return text
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, KeyError):
+        return text
+    return value if isinstance(value, str) else text
+
+
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """Key -> its last part; the entire key if another key has the same last part."""
+    last = [key.rpartition(".")[2] for key in keys]
+    return {key: name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)}
+
+
+def _run(config: str, texts: Mapping[str, str], names: Mapping[str, str], *, world_size: int, device_type: str) -> Run:
+    """The run of a combination, checked. Raises ConfigError."""
+    plain = [f"--{key}={text}" for key, text in texts.items() if key != DUMP_FOLDER]
+    parsed, problems = parse_config(
+        [f"--{CONFIG_FILE}={config}", *plain, *(f"--{key}={texts[key]}" for key in texts.keys() & {DUMP_FOLDER})]
+    )
+    if problems:
+        raise ConfigError(problems)
+    values = {key: _shown(value_at(parsed, key)) for key in names}
+    name = "_".join(f"{names[key]}-{in_path(value)}" for key, value in values.items())
+    arguments = [f"--{CONFIG_FILE}={config}", *plain, f"--{DUMP_FOLDER}={Path(parsed.job.dump_folder, name)}"]
+    checked = load_config(arguments, world_size=world_size, device_type=device_type)
+    return Run(name, values, arguments, checked)
+
+
+def value_at(config: JobConfig, key: str) -> Any:
+    """The value of a full key, as on the command line: data.sources.0.path."""
+    section, name, *row = key.split(".")
+    table = getattr(config, section)
+    if isinstance(table, ModelConfig) and name in table.overrides:
+        return table.overrides[name]
+    value = getattr(table, name)
+    return getattr(value[int(row[0])], row[1]) if row else value
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else literal(value)
+
+
+def in_path(text: str) -> str:
+    """A value as a part of a folder's name: with a hash, if it has other characters or is long."""
+    name = re.sub(r"[^\w.+-]+", "-", text, flags=re.ASCII).strip("-.")[:MAX_VALUE_CHARS]
+    return name if name == text else f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:6]}".strip("-")
+
+
+def _hashable(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _of_runs(problem: Problem, labels: Sequence[str], count: int) -> Problem:
+    """The problem, with the runs that have it, unless all have."""
+    if len(labels) == count:
+        return problem
+    others = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
+    return replace(problem, rule=f"{problem.rule} (run {labels[0]}{others})")
+
+
+def _require_different(runs: Sequence[Run]) -> None:
+    """Raise ConfigError if two runs have the same values."""
+    names = [run.name for run in runs]
+    for key in runs[0].values:
+        for value in dict.fromkeys(run.values[key] for run in runs):
+            same = [run for run in runs if run.values[key] == value]
+            if len(same) != len({run.name for run in same}):
+                rule = "different values: two runs would have the same folder"
+                raise ConfigError([Problem(key, value, rule, "write it once")])
+    assert len(set(names)) == len(names)
+
+
+def require_same_settings(run: Run) -> None:
+    """Raise ConfigError if the finished run in the folder had other settings: it would be skipped unnoticed."""
+    earlier, _ = parse_config([f"--{CONFIG_FILE}={run.folder / CONFIG_COPY}"])
+    before, now = _settings(earlier), _settings(run.config)
+    texts = [f"{key} = {before[key]} (now {now[key]})" for key in now if before[key] != now[key]]
+    if texts:
+        rule = f"a folder without a finished run of other settings; it has one with {', '.join(texts)}"
+        remedy = f"choose another --{DUMP_FOLDER}, or remove the folder"
+        raise ConfigError([Problem(DUMP_FOLDER, str(run.folder), rule, remedy)])
+
+
+def _settings(config: JobConfig) -> dict[str, Any]:
+    """Full key -> value of the keys that decide what is learned. A start resolves the revision of a source."""
+    sources = tuple(replace(source, revision="") for source in config.data.sources)
+    config = replace(config, data=replace(config.data, sources=sources))
+    found = {
+        f"{section}.{key}": value
+        for section, values in fields_of(config).items()
+        for key, value in fields_of(values).items()
+    }
+    return {key: value for key, value in found.items() if not key.startswith(RUNNING)}

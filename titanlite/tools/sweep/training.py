@@ -1,0 +1,101 @@
+"""Train the runs of a sweep one after the other."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal, Protocol
+
+from titanlite.checkpoint.folder import latest_manifest
+from titanlite.metrics.config import METRICS_FILE
+from titanlite.metrics.history import has_validation, last_row
+from titanlite.tools.sweep.combinations import Run
+
+State = Literal["new", "interrupted", "finished"]
+KILL_S = 5.0
+"""How long a run may take to end after the second Ctrl-C."""
+
+
+class Process(Protocol):
+    """The part of subprocess.Popen that is needed."""
+
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+    def kill(self) -> None: ...
+
+
+def start_run(run: Run, processes: int) -> Process:
+    """Start the training in a session of its own: Ctrl-C reaches it through this process only."""
+    environment = {**os.environ, "NGPU": str(processes)}
+    command = [sys.executable, "-m", "titanlite.launcher", "--", *run.arguments]
+    return subprocess.Popen(command, env=environment, start_new_session=True)
+
+
+def state_of(run: Run) -> State:
+    """Whether the run has reached its last step, with its validation, and with checkpoints saved it."""
+    section, steps = run.config.checkpoint, run.config.training.steps
+    manifest = latest_manifest(run.folder / section.folder) if section.enable else None
+    metrics = run.folder / METRICS_FILE
+    logged = last_row(metrics).get("step", 0)
+    reached = logged if not section.enable else manifest.step if manifest is not None else 0
+    if reached >= steps and (not run.config.validation.enable or has_validation(metrics, steps)):
+        return "finished"
+    return "interrupted" if logged else "new"
+
+
+def train_all(runs: Sequence[Run], start: Callable[[Run], Process]) -> dict[str, int]:
+    """Train the runs that are not finished. Returns the exit code of each started run, by name.
+
+    A run that fails does not stop the others. On Ctrl-C or a signal, the current run is stopped first.
+    """
+    codes: dict[str, int] = {}
+    for number, run in enumerate(runs, start=1):
+        label = f"Run {number} of {len(runs)}, {describe(run)}"
+        state = state_of(run)
+        if state == "finished":
+            print(f"{label}: finished before, skipped", flush=True)
+            continue
+        resumes = "resumes, " if state == "interrupted" and run.config.checkpoint.enable else ""
+        print(f"{label}: {resumes}in {run.folder}", flush=True)
+        codes[run.name] = wait_for(start(run))
+        if code := codes[run.name]:
+            print(f"titanlite: run {number} of {len(runs)}, {describe(run)}, failed ({code})", file=sys.stderr)
+    return codes
+
+
+def describe(run: Run) -> str:
+    """The values of the run."""
+    return ", ".join(f"{key} = {value}" for key, value in run.values.items())
+
+
+def wait_for(process: Process) -> int:
+    """The exit code of the process. If this process is interrupted or terminated, stops the other one first."""
+    try:
+        return process.wait()
+    except (KeyboardInterrupt, SystemExit) as end:
+        stop(process, signal.SIGINT if isinstance(end, KeyboardInterrupt) else signal.SIGTERM)
+        raise
+
+
+def stop(process: Process, number: int) -> None:
+    """Stop a run, which saves first if it has checkpoints. Another signal meanwhile stops it at once."""
+    with suppress(ProcessLookupError):
+        process.send_signal(number)
+    try:
+        print("titanlite: stopping the run; once more: without a save", file=sys.stderr, flush=True)
+        process.wait()
+    except (KeyboardInterrupt, SystemExit):
+        with suppress(ProcessLookupError):
+            process.send_signal(number)
+        try:
+            process.wait(KILL_S)
+        except (subprocess.TimeoutExpired, TimeoutError, KeyboardInterrupt, SystemExit):
+            process.kill()
+
+
+def folders(runs: Sequence[Run]) -> list[Path]:
+    """The folders of the runs that have logged a step."""
+    return [run.folder for run in runs if (run.folder / METRICS_FILE).is_file()]
