@@ -23,15 +23,14 @@ from titanlite.config.files import CONFIG_FILE, Content, read_file
 from titanlite.config.ineffective import ineffective
 from titanlite.config.keys import close_names, unknown_column, unknown_key
 from titanlite.config.lengths import check_lengths, override_lengths
+from titanlite.config.plugins import PLUGINS, import_plugins
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import COMMAND_LINE
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
-from titanlite.runtime.errors import ConfigError, Problem, UserError
-from titanlite.runtime.plugins import PluginError, load_plugins, missing_plugins
+from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.runtime.text import counted
 
-PLUGINS = "job.plugins"
 CONFIG_COPY = "config.toml"
 """The resolved configuration of a run, in its dump folder."""
 
@@ -194,22 +193,6 @@ def config_from_values(values: Mapping[str, Mapping[str, Any]], argv: Sequence[s
     return JobConfig(**sections)
 
 
-def import_plugins_of(values: Mapping[str, Mapping[str, Any]], where: Path, *, allowed: bool) -> None:
-    """Import the plugins of a saved configuration, and those of installed packages.
-
-    where: what was saved with it. allowed: whether the user allows the import of code that a file names. Raises
-    UserError if it is needed and not allowed.
-    """
-    load_plugins(())
-    entries = [str(entry) for entry in values.get("job", {}).get("plugins", [])]
-    if (missing := missing_plugins(entries)) and not allowed:
-        raise UserError(
-            f"{where} needs code that job.plugins of its run names: {', '.join(missing)}; to import it, if you trust "
-            "it, add --allow-import"
-        )
-    load_plugins(entries)
-
-
 def _with_origin(problem: Problem, given: JobConfig, kept: JobConfig) -> Problem:
     """Explain a value that comes from the run's checkpoints, not from the user."""
     now = kept.data.num_streams
@@ -239,7 +222,7 @@ def _parse(argv: Sequence[str], values: Mapping[str, Any] | None = None, *, impo
     tables = sections_of(content.tables if content else {}, problems)
     if PLUGINS in values:
         put_value(tables, PLUGINS, values.pop(PLUGINS), None)  # the imported entries have digests
-    if imports and (problem := _import_plugins(tables, arguments.texts)):
+    if imports and (problem := import_plugins(tables, arguments.texts)):
         return Parsed(JobConfig(), [problem], False, {}, False)
     family = arguments.texts.get("model.family") or tables.get("model", {}).get("family", ModelConfig.family)
     family = values.get("model.family", family)
@@ -281,26 +264,6 @@ def _with_file(problem: Problem, origins: Mapping[str, str], path: str | None) -
         key = key.rpartition(".")[0]
     file = origins.get(key, COMMAND_LINE)
     return problem if problem.file or file in (COMMAND_LINE, path) else replace(problem, file=file)
-
-
-def _import_plugins(tables: Tables, texts: dict[str, str | None]) -> Problem | None:
-    """Import the plugins of the command line, or of the file; put their entries with digests into `tables`.
-
-    Removes them from `texts`, the keys of the command line.
-    """
-    text = texts.get(PLUGINS)
-    value = tables.get("job", {}).get("plugins", []) if text is None else value_from_text(text, tuple[str, ...])
-    entries = read_value(PLUGINS, value, tuple[str, ...], ("my_package.model",))
-    if isinstance(entries, Problem):
-        return entries
-    try:
-        entries = load_plugins(entries)
-    except PluginError as error:
-        return Problem(PLUGINS, error.entry, error.rule, error.remedy)
-    texts.pop(PLUGINS, None)
-    if entries:
-        tables.setdefault("job", {})["plugins"] = list(entries)
-    return None
 
 
 def sections_of(tables: Mapping[str, Any], problems: list[Problem]) -> Tables:

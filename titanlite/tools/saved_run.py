@@ -18,7 +18,8 @@ from titanlite.checkpoint.folder import published_steps, step_folder
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Manifest, UnknownFormatError, read_manifest
 from titanlite.checkpoint.state import AVERAGE, MODEL
 from titanlite.checkpoint.storage import first_failure, load_tensors, read_shapes
-from titanlite.config.load import CONFIG_COPY, config_from_values, import_plugins_of, read_copy
+from titanlite.config.load import CONFIG_COPY, config_from_values, read_copy
+from titanlite.config.plugins import import_plugins_of
 from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, tokenizer_file

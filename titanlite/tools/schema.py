@@ -5,15 +5,23 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from titanlite.config.files import CONFIG_FILE
 from titanlite.config.json_schema import json_schema
+from titanlite.config.load import parse_config
+from titanlite.config.plugins import PLUGINS
 from titanlite.runtime.errors import ConfigError
-from titanlite.tools.command import File, check_output_file, read_options, run_command, write_json
+from titanlite.tools.command import ConfigFile, File, check_output_file, read_options, run_command, write_json
 
 
 @dataclass(frozen=True)
 class Options:
-    """Print the JSON schema (draft 7) of a TOML file, with which editors complete its keys and check its values."""
+    """Print the JSON schema (draft 7) of a TOML file, with which editors complete its keys and check its values.
 
+    With CONFIG, the schema has what its plugins add.
+    """
+
+    config: ConfigFile = ""
+    """TOML file whose plugins are imported"""
     out: File = None
     """write it to this file, which is replaced"""
 
@@ -21,7 +29,11 @@ class Options:
 def main(argv: Sequence[str]) -> None:
     """Print or write the schema. Raises UserError."""
     options = read_options(Options, argv, "schema")
-    if problems := check_output_file("--out", options.out):
+    problems = check_output_file("--out", options.out)
+    if options.config:
+        _, found = parse_config([f"--{CONFIG_FILE}", options.config])
+        problems += [problem for problem in found if problem.key in (CONFIG_FILE, PLUGINS)]
+    if problems:
         raise ConfigError(problems)
     if options.out is not None:
         write_json(options.out, json_schema())

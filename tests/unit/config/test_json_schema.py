@@ -12,6 +12,7 @@ from titanlite.config.files import SHIPPED, shipped_names
 from titanlite.config.json_schema import json_schema
 from titanlite.config.load import load_config
 from titanlite.config.toml import dump_config
+from titanlite.runtime.errors import ConfigError
 from titanlite.tools import schema
 
 VALIDATOR = jsonschema.Draft7Validator(json_schema())
@@ -107,3 +108,15 @@ def test_the_command_prints_or_writes_it(tmp_path: Path, capsys: pytest.CaptureF
     schema.main(["--out", str(tmp_path / "schema.json")])
     assert json.loads((tmp_path / "schema.json").read_text()) == json_schema()
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.usefixtures("registries")
+def test_the_command_adds_what_plugins_register(capsys: pytest.CaptureFixture[str]) -> None:
+    example = Path(__file__).parents[3] / "examples" / "plugins.toml"
+    registered = ["model.family", "loss.name", "optimizer.name", "lr_schedule.decay", "metrics.loggers.2"]
+    assert paths_of(example.read_text()) == registered
+    schema.main([str(example)])
+    validator = jsonschema.Draft7Validator(json.loads(capsys.readouterr().out))
+    assert list(validator.iter_errors(tomllib.loads(example.read_text()))) == []
+    with pytest.raises(ConfigError, match=r"job\.config_file"):
+        schema.main(["nowhere.toml"])

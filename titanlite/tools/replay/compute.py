@@ -16,7 +16,8 @@ from titanlite.checkpoint.compatibility import changed_settings
 from titanlite.checkpoint.start import StartFinder
 from titanlite.checkpoint.state import RunState
 from titanlite.config.check import check_config, resolve_config
-from titanlite.config.load import CONFIG_COPY, config_from_values, import_plugins_of, parse_config, read_copy
+from titanlite.config.load import CONFIG_COPY, config_from_values, parse_config, read_copy
+from titanlite.config.plugins import import_plugins_of
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader
 from titanlite.data.tokenizer import Tokenizer

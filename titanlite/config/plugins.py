@@ -1,0 +1,47 @@
+"""Import of the plugins that a configuration names: of one that the user gives, or of a saved run with permission."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.fields import read_value, value_from_text
+from titanlite.runtime.errors import Problem, UserError
+from titanlite.runtime.plugins import PluginError, load_plugins, missing_plugins
+
+PLUGINS = "job.plugins"
+
+
+def import_plugins(tables: dict[str, dict[str, Any]], texts: dict[str, str | None]) -> Problem | None:
+    """Import the plugins of the command line, or of the file; put their entries with digests into `tables`.
+
+    Removes them from `texts`, the keys of the command line.
+    """
+    text = texts.get(PLUGINS)
+    value = tables.get("job", {}).get("plugins", []) if text is None else value_from_text(text, tuple[str, ...])
+    entries = read_value(PLUGINS, value, tuple[str, ...], ("my_package.model",))
+    if isinstance(entries, Problem):
+        return entries
+    try:
+        entries = load_plugins(entries)
+    except PluginError as error:
+        return Problem(PLUGINS, error.entry, error.rule, error.remedy)
+    texts.pop(PLUGINS, None)
+    if entries:
+        tables.setdefault("job", {})["plugins"] = list(entries)
+    return None
+
+
+def import_plugins_of(values: Mapping[str, Mapping[str, Any]], where: Path, *, allowed: bool) -> None:
+    """Import the plugins of a saved configuration, and those of installed packages.
+
+    where: what was saved with it. allowed: whether the user allows the import of code that a file names. Raises
+    UserError if it is needed and not allowed.
+    """
+    load_plugins(())
+    entries = [str(entry) for entry in values.get("job", {}).get("plugins", [])]
+    if (missing := missing_plugins(entries)) and not allowed:
+        raise UserError(
+            f"{where} needs code that job.plugins of its run names: {', '.join(missing)}; to import it, if you trust "
+            "it, add --allow-import"
+        )
+    load_plugins(entries)
