@@ -11,9 +11,11 @@ if __name__ == "__main__":  # before the imports that take seconds
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -56,6 +58,21 @@ OWN_SIGNAL_S = 10.0
 """Elastic launchers that see a node join stop their ranks one after another, each within --monitor-interval (0.1 s)."""
 
 
+@dataclass(frozen=True)
+class End:
+    """How a training has ended.
+
+    config: as trained. step: the last one. record: of that step, if this start has trained to the end. stop: the stop
+    request of this rank if a signal on any rank has stopped the run before its end.
+    """
+
+    config: JobConfig
+    how: Literal["finished", "data exhausted", "stopped"]
+    step: int
+    record: Record | None = None
+    stop: StopRequest | None = None
+
+
 def main() -> None:
     """Read the configuration, build the run, train; the same program on every rank."""
     end_with_launcher()
@@ -90,14 +107,31 @@ def main() -> None:
         if world.rank == 0:
             for problem in settings_without_effect(sys.argv[1:], config, world.size):
                 log.warning("Without effect: %s", describe(problem))
-        facts = program_facts(config, world, environment)
-        require_equal("program", facts, world, store, config.comm.init_timeout_s)
-        with job_lock(config.job.dump_folder, world.rank, take_over=config.job.take_over, environment=environment):
-            stopped = run_job(config, world, store, failure, environment)
-        if stopped is None and world.rank == 0:
+        cleanup = ExitStack()  # not entered: an error ends the process, which must not wait for other ranks before
+        end = run_locked(config, world, store, failure, environment, cleanup)
+        if end.stop is None and world.rank == 0:
             note_finished(store)
-        if stopped is not None and is_elastic:
-            wait_for_launcher(stopped, OWN_SIGNAL_S)
+        if end.stop is not None and is_elastic:
+            wait_for_launcher(end.stop, OWN_SIGNAL_S)
+
+
+def run_locked(
+    config: JobConfig,
+    world: World,
+    store: dist.Store,
+    failure: FailureReport,
+    environment: Mapping[str, str],
+    cleanup: ExitStack,
+) -> End:
+    """Run the job in its dump folder, which is locked for it. A collective.
+
+    config: with a layout. environment: the variables at program start. cleanup: empty, and again on return; after an
+    error, closing it closes what was built.
+    """
+    facts = program_facts(config, world, environment)
+    require_equal("program", facts, world, store, config.comm.init_timeout_s)
+    with job_lock(config.job.dump_folder, world.rank, take_over=config.job.take_over, environment=environment):
+        return run_job(config, world, store, failure, environment, cleanup)
 
 
 def wait_for_launcher(stopped: StopRequest, seconds: float) -> None:
@@ -111,27 +145,31 @@ def wait_for_launcher(stopped: StopRequest, seconds: float) -> None:
 
 
 def run_job(
-    config: JobConfig, world: World, store: dist.Store, failure: FailureReport, environment: Mapping[str, str]
-) -> StopRequest | None:
-    """Build the run, train, log how it ended. The dump folder is locked for this job.
-
-    Returns the stop request of this rank if a signal on any rank has stopped the run before its end.
-    """
+    config: JobConfig,
+    world: World,
+    store: dist.Store,
+    failure: FailureReport,
+    environment: Mapping[str, str],
+    cleanup: ExitStack,
+) -> End:
+    """Build the run, train, log how it ended. The dump folder is locked for this job. cleanup: see run_locked."""
     config = agree_on_local_batch_size(config, world, store)
-    run = build_run(config, world, store, environment)
-    first_step, stopped = run.trainer.step + 1, None
+    run = build_run(config, world, store, environment, cleanup)
+    first_step = run.trainer.step + 1
     ended = run.data_end.before_training()
     if run.validation is not None and run.validation.missing:  # a kill or a signal prevented it
         last = any(ended) or first_step > config.training.steps
         if run.validation.is_due(run.start.step, last):
             run.validation.after_step(run.start.step, failure)
     if any(ended):
+        end = End(config, "data exhausted", run.trainer.step)
         log.info(
             "Nothing to do: the data is exhausted after step %d (%s)",
             run.trainer.step,
             describe_end(config, run, ended),
         )
     elif first_step > config.training.steps:
+        end = End(config, "finished", run.trainer.step)
         log.info(
             "Nothing to do: the run is finished, step %d of training.steps = %d. To continue: %s",
             *(run.start.step, config.training.steps),
@@ -147,29 +185,24 @@ def run_job(
             record = train(config, run, failure)
         if record is None:
             assert run.checkpoints is not None
-            stopped = run.stop
+            end = End(config, "stopped", run.trainer.step, stop=run.stop)
             log.info(
                 "Stopped by %s after step %d, which is saved: run the same command%s to resume",
                 *(run.checkpoints.stopped_by, run.trainer.step),
                 " without --checkpoint.load_step" if config.checkpoint.load_step >= 0 else "",
             )
+        elif record.step < config.training.steps:
+            end = End(config, "data exhausted", record.step, record)
+            log.info("The data is exhausted after step %d (%s)", end.step, describe_end(config, run, run.loader.ended))
         else:
-            if record.step < config.training.steps:
-                ended = run.loader.ended
-                log.info("The data is exhausted after step %d (%s)", record.step, describe_end(config, run, ended))
+            end = End(config, "finished", record.step, record)
         log.info("Time: %s", run.goodput.describe())
         if record is not None and world.rank == 0:
             summarize(config, record, record.step - first_step + 1, perf_counter() - start)
     failure.enter(run.trainer.step, "ending")
-    run.loader.close()
-    if run.validation is not None:
-        run.validation.close()
-    run.sinks.close()
-    if run.ledger is not None:
-        run.ledger.close()
-    dist.destroy_process_group()
+    cleanup.close()
     failure.finish(run.trainer.step)
-    return stopped
+    return end
 
 
 def describe_end(config: JobConfig, run: Run, ended: Sequence[bool]) -> str:
@@ -266,7 +299,7 @@ def stoppable(run: Run, failure: FailureReport) -> Iterator[None]:
     if run.checkpoints is None:
         yield
         return
-    run.stop.activate(failure.explain_sigterm, failure.end_by_signal)
+    failure.record_stops(run.stop)
     with closing(run.checkpoints):
         yield
 

@@ -244,8 +244,3 @@ class Validation:
                 return stopped.number
             self.sinks.write(ValidationRecord(step, by_source, clock(), self.meter.tokens_seen))
         return 0
-
-    def close(self) -> None:
-        """Stop the loaders' threads."""
-        for loader in self.loaders.values():
-            loader.close()

@@ -6,7 +6,7 @@ rows, log lines and metrics.jsonl.
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -198,7 +198,7 @@ def _start(folder: str, store: str, rank: int, start: Start) -> dict[str, Any]:
             )
             with job_lock(config.job.dump_folder, rank, take_over=False, environment={}):
                 world, connection = World(rank, rank, start.ranks, "cpu"), dist.FileStore(store, start.ranks)
-                train.run_job(config, world, connection, FailureReport(), {})
+                train.run_job(config, world, connection, FailureReport(), {}, ExitStack())
     except UserError as error:
         found["error"] = str(error)
     except KilledError:

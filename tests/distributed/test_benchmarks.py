@@ -88,6 +88,7 @@ def test_kernels_are_all_products_of_a_step(layout: Any) -> None:
         assert result["kernel_flops"] == plan.flops + plan.recomputed_flops
 
 
+@pytest.mark.soak
 def test_report_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     memory.main(("single",), (512,), (64, 1024), rounds=1, settings=TINY, json=tmp_path)
     ((short, long),) = tables(tmp_path / "memory.json").values()
@@ -97,6 +98,7 @@ def test_report_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "| single | 512 | 1,024 | " in capsys.readouterr().out
 
 
+@pytest.mark.soak
 def test_report_of_growth(tmp_path: Path) -> None:
     growth.main(("ranks",), rounds=2, steps=1, settings=TINY, json=tmp_path)
     (rows,) = tables(tmp_path / "growth.json").values()
@@ -106,6 +108,7 @@ def test_report_of_growth(tmp_path: Path) -> None:
         assert len(row["tokens/s"]) == len(row["peak (MiB)"]) == 2
 
 
+@pytest.mark.soak
 def test_report_of_context(tmp_path: Path) -> None:
     tiny = ("model.n_layers=1", "model.dim=64", "model.ffn_dim=64", "model.vocab_size=512", "model.max_seq_len=64")
     context.main(64, (32,), rounds=1, steps=1, settings=tiny, json=tmp_path)
@@ -116,6 +119,7 @@ def test_report_of_context(tmp_path: Path) -> None:
     assert all(tokens > 0 for row in speeds for tokens in row["tokens/s"])
 
 
+@pytest.mark.slow
 def test_report_of_experts(tmp_path: Path) -> None:
     experts.main(((4, 16, 2),), dim=32, tokens=64, rounds=2, steps=1, json=tmp_path)
     layers, steps = tables(tmp_path / "experts.json").values()
@@ -140,6 +144,7 @@ def test_the_compared_layers_compute_the_same(n_experts: int) -> None:
     assert dense(x).shape == x.shape
 
 
+@pytest.mark.slow
 def test_report_of_optimizers(tmp_path: Path) -> None:
     optimizers.main(("dp_shard=1", "dp_shard=2"), rounds=2, steps=1, settings=TINY, json=tmp_path)
     updates, savings = tables(tmp_path / "optimizers.json").values()

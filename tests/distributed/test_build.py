@@ -1,6 +1,7 @@
 """Building a run: timeouts of process groups, deterministic algorithms, token and FLOP counts."""
 
 import os
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def build(folder: str, *settings: str) -> Run:
     config = small_config(size, f"job.dump_folder={folder}/run", *settings)
     dist.barrier()  # until all ranks are connected
     dist.destroy_process_group()
-    return build_run(config, World(rank, rank, size, "cpu"), dist.FileStore(f"{folder}/store", size), {})
+    return build_run(config, World(rank, rank, size, "cpu"), dist.FileStore(f"{folder}/store", size), {}, ExitStack())
 
 
 def timeouts_of_a_run(folder: str) -> tuple[list[float], list[float], bool]:

@@ -264,7 +264,7 @@ CHANGES = ["mkdir", "create", "written", "fsync", "fsynced", "rename", "remove",
     ("name", "mode", "kinds"),
     [
         ("first", "disabled", [["mkdir", "written", "rename"], ["written"]]),
-        ("beside", "disabled", [CHANGES, ["create", "written", "fsynced"]]),
+        pytest.param("beside", "disabled", [CHANGES, ["create", "written", "fsynced"]], marks=pytest.mark.soak),
         ("beside", "async", [CHANGES, ["create", "written", "fsynced"]]),
         ("back", "disabled", [["rename", "fsync"], ["fsync"]]),
         ("leftovers", "disabled", [["shutil.rmtree", "rmdir"], ["written"]]),
@@ -324,7 +324,7 @@ def errors(parent: Parent, root: Path, mode: str, *, everywhere: bool) -> list[C
 @pytest.mark.parametrize(
     ("mode", "everywhere"),
     [
-        *((mode, False) for mode in MODES),
+        *(pytest.param(mode, False, marks=[pytest.mark.soak] if mode == "disabled" else []) for mode in MODES),
         *(pytest.param(mode, True, marks=[pytest.mark.soak, pytest.mark.timeout(0)]) for mode in MODES),
     ],
 )

@@ -36,7 +36,7 @@ def trained_on(folder: Path) -> list[tuple[int, ...]]:
     return sorted(tuple(row[2:4]) for _, rows in read_ledger(folder) for row in rows if row[3] >= 0)
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # default suite: the next ones
 def test_seven_rows_on_one_to_four_ranks(tmp_path: Path) -> None:
     """One of 4 streams has a row less, so its last sequence is masked.
 

@@ -186,7 +186,7 @@ def found_mistakes(folder: str) -> dict[str, Any]:
     return {"results": results, "expected": expected}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_mistakes_are_detected(tmp_path: Path) -> None:
     ranks = run_ranks(found_mistakes, 2, str(tmp_path))
     for number, (layout, planted, seen) in enumerate(MISTAKES):

@@ -4,12 +4,14 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.distributed.program import PYTHON, REPOSITORY, start_command
+from tests.distributed.program import REPOSITORY, start_command
 from titanlite.data.bpe import train_bpe
+from titanlite.runtime import plugins
+from titanlite.tools.parity.__main__ import main as parity
+from titanlite.tools.plan.__main__ import main as plan
 
 FAMILY = REPOSITORY / "examples" / "family.py"
 CONFIG = """
@@ -57,10 +59,8 @@ def workplace(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(
-    workplace: Path, *arguments: str, program: str = "titanlite.train", ranks: int = 0, code: int = 0, **options: Any
-) -> str:
-    started = start_command(workplace, *arguments, program=("-m", program), ranks=ranks, **options)
+def run(workplace: Path, *arguments: str, program: str = "titanlite.train", ranks: int = 0, code: int = 0) -> str:
+    started = start_command(workplace, *arguments, program=("-m", program), ranks=ranks)
     try:
         assert started.wait() == code, started.output
         return started.output
@@ -124,10 +124,16 @@ def test_ranks_with_different_code_are_refused(workplace: Path) -> None:
 
 
 @pytest.mark.slow
-def test_parity_and_plan_know_a_registered_family(workplace: Path) -> None:
-    toml = "configs/my.toml"
-    # it starts processes, which a forked process may not
-    output = run(workplace, toml, "--layouts", "1x1x1x2", program="titanlite.tools.parity", launcher=PYTHON)
-    assert "all 2 layouts agree with the reference" in output
-    output = run(workplace, toml, "--world-size", "4", program="titanlite.tools.plan")
-    assert "Model: primer debug" in output
+def test_parity_and_plan_know_a_registered_family(
+    workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, whose registries are restored: parity starts ranks, which a forked process may not."""
+    monkeypatch.setattr(plugins, "_state", plugins._State())
+    monkeypatch.chdir(workplace)
+    try:
+        parity(["configs/my.toml", "--layouts", "1x1x1x2", "--steps", "1"])
+        assert "all 2 layouts agree with the reference" in capsys.readouterr().out
+        plan(["configs/my.toml", "--world-size", "4"])
+        assert "Model: primer debug" in capsys.readouterr().out
+    finally:
+        plugins._undo(0)

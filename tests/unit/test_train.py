@@ -85,12 +85,13 @@ def events(run: MagicMock) -> list[str]:
 
 
 def test_calls_of_each_step_are_in_order(run: MagicMock) -> None:
-    failure = Mock()
+    failure = Mock(enter=Mock(name="enter"))  # with a name, it is not in run.mock_calls
+    run.attach_mock(failure, "failure")
     record = train(config(), run, failure)
     assert record is not None
     assert record.step == 3
     assert events(run) == [
-        *("stop.activate", "profiling.start", "meter.start"),
+        *("failure.record_stops", "profiling.start", "meter.start"),
         *(*STEP, *LOG, "mesh.set_timeout", *AFTER),
         *(*STEP, *AFTER),
         *(*STEP, *LOG, *AFTER),
@@ -101,7 +102,7 @@ def test_calls_of_each_step_are_in_order(run: MagicMock) -> None:
     assert [call.args for call in paced.after_step.call_args_list] == [(1,), (2,)]
     assert [call.args for call in run.checkpoints.after_step.call_args_list] == [(1, False), (2, False), (3, True)]
     assert run.replicas.after_step.call_args_list == run.checkpoints.after_step.call_args_list
-    run.stop.activate.assert_called_once_with(failure.explain_sigterm, failure.end_by_signal)
+    failure.record_stops.assert_called_once_with(run.stop)
     compute_s = run.trainer.compute_time.stop.return_value
     numbers = {"data_wait_s": run.loader.wait_s, "bad_rows": run.loader.bad_rows, "compute_s": compute_s}
     updates = [(call.args[0], call.kwargs) for call in run.meter.update.call_args_list]

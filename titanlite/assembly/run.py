@@ -6,6 +6,7 @@ import platform
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -110,10 +111,13 @@ class Run:
     memory: Memory | None
 
 
-def build_run(config: JobConfig, world: World, store: dist.Store, environment: Mapping[str, str]) -> Run:
+def build_run(
+    config: JobConfig, world: World, store: dist.Store, environment: Mapping[str, str], cleanup: ExitStack
+) -> Run:
     """Build all parts of the run; logs a line for each part.
 
     config: validated and resolved. store: shared by all ranks. environment: environment variables at program start.
+    cleanup: gets what closes the parts, also those that exist if the build fails; the process group last.
     """
     began = time.monotonic()
     apply_determinism(config.debug)
@@ -129,11 +133,15 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
     mesh = Mesh(config.parallelism, world)
     tokenizer = build_tokenizer(config)
     loader = build_data(config, mesh, tokenizer)
+    cleanup.callback(loader.close)
     validation_data = build_validation_data(config, mesh, tokenizer)
+    for each in validation_data.values():
+        cleanup.callback(each.close)
     weights = imported.files() if imported else []
     content = content_facts(config, tokenizer, loader, validation_data, weights)
     require_equal("content", content, world, store, config.comm.init_timeout_s)
     group = init_process_group(world, store, config.comm)
+    cleanup.callback(dist.destroy_process_group)
     mesh.connect(config.comm)
     log.info(
         "Building %d-D device mesh with %s, %s", len(mesh.degrees), list(mesh.degrees), list(mesh.degrees.values())
@@ -199,12 +207,14 @@ def build_run(config: JobConfig, world: World, store: dist.Store, environment: M
         has_samples=bool(config.samples.prompts),
         has_experts=getattr(resolve_model(config.model)[1], "n_experts", 1) > 1,
     )
+    cleanup.callback(sinks.close)
     data_end = DataEnd(None, None)
     if any(source.epochs != -1 for source in config.data.sources):
         data_end = DataEnd(loader, mesh.new_group(config.comm.init_timeout_s))
     ledger = None
     if config.data.ledger and trainer.counts_rows:
         ledger = Ledger(config.job.dump_folder, data_rank=mesh.data_rank, data_degree=mesh.data_degree)
+        cleanup.callback(ledger.close)
     checkpoints = checkpoints if config.checkpoint.enable else None
     if checkpoints is not None:
         trainer.before_update = checkpoints.before_update

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from titanlite.checkpoint.preflight import earlier_config
@@ -12,6 +12,7 @@ from titanlite.config.check import check_config, check_path_lengths, one_rank, r
 from titanlite.config.fields import (
     SECTIONS,
     fields_of,
+    literal,
     read_value,
     row_type,
     section_types,
@@ -22,7 +23,7 @@ from titanlite.config.files import CONFIG_FILE, Content, read_file
 from titanlite.config.ineffective import ineffective
 from titanlite.config.keys import close_names, unknown_column, unknown_key
 from titanlite.config.lengths import check_lengths, override_lengths
-from titanlite.config.plugins import import_plugins
+from titanlite.config.plugins import PLUGINS, import_plugins
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import COMMAND_LINE
 from titanlite.models.family import ModelConfig
@@ -52,14 +53,36 @@ class Parsed:
 
 
 def load_config(
-    argv: Sequence[str], *, world_size: int, device_type: str, checks_files: bool = True, any_layout: bool = False
+    argv: Sequence[str],
+    *,
+    world_size: int,
+    device_type: str,
+    checks_files: bool = True,
+    any_layout: bool = False,
+    values: Mapping[str, Any] | None = None,
 ) -> JobConfig:
     """The configuration of a run: read, checked and resolved, the same on every rank.
 
     checks_files: as for check_config. any_layout: check it for one rank, as with parallelism.layout = "auto"; a search
-    chooses the layout later. With --strict, settings without effect are problems. Raises ConfigError with all problems.
+    chooses the layout later. With --strict, settings without effect are problems. values: full key -> Python value,
+    after argv; a list of tables replaces all tables of the key. Raises ConfigError with all problems.
     """
-    parsed = _parse(argv)
+    return _checked(
+        _parse(argv, values),
+        world_size=world_size,
+        device_type=device_type,
+        checks_files=checks_files,
+        any_layout=any_layout,
+    )
+
+
+def check_and_resolve(config: JobConfig, *, world_size: int, device_type: str) -> JobConfig:
+    """A configuration that was built or changed in Python, as load_config returns it. Raises ConfigError."""
+    parsed = Parsed(config, [], True, {}, False)
+    return _checked(parsed, world_size=world_size, device_type=device_type, checks_files=True, any_layout=False)
+
+
+def _checked(parsed: Parsed, *, world_size: int, device_type: str, checks_files: bool, any_layout: bool) -> JobConfig:
     any_layout |= parsed.config.parallelism.layout == "auto"
     world_size = 1 if any_layout else world_size
     too_long = check_path_lengths(parsed.config) if checks_files else []
@@ -102,9 +125,11 @@ def origins_of(argv: Sequence[str]) -> Mapping[str, str]:
     return _parse(argv).origins
 
 
-def settings_without_effect(argv: Sequence[str], config: JobConfig, world_size: int) -> list[Problem]:
-    """A Problem for each given setting that has no effect. config: of argv, by load_config."""
-    return _without_effect(_parse(argv), config, world_size)
+def settings_without_effect(
+    argv: Sequence[str], config: JobConfig, world_size: int, values: Mapping[str, Any] | None = None
+) -> list[Problem]:
+    """A Problem for each given setting that has no effect. config: of argv and values, by load_config."""
+    return _without_effect(_parse(argv, values), config, world_size)
 
 
 def _without_effect(parsed: Parsed, config: JobConfig, world_size: int) -> list[Problem]:
@@ -188,19 +213,25 @@ def _follows_from(problem: Problem, earlier: list[Problem]) -> bool:
     return False
 
 
-def _parse(argv: Sequence[str], *, imports: bool = True) -> Parsed:
+def _parse(argv: Sequence[str], values: Mapping[str, Any] | None = None, *, imports: bool = True) -> Parsed:
+    values = dict(values or {})
     arguments = split_arguments(argv)
     problems = list(arguments.problems)
     path = arguments.texts.get(CONFIG_FILE)
     content = Content() if path is None else read_file(path, problems)
     tables = sections_of(content.tables if content else {}, problems)
+    if PLUGINS in values:
+        put_value(tables, PLUGINS, values.pop(PLUGINS), None)  # the imported entries have digests
     if imports and (problem := import_plugins(tables, arguments.texts)):
         return Parsed(JobConfig(), [problem], False, {}, False)
     family = arguments.texts.get("model.family") or tables.get("model", {}).get("family", ModelConfig.family)
+    family = values.get("model.family", family)
     family = family if isinstance(family, str) and family in FAMILIES else None
-    override_lengths(tables, {key for key, text in arguments.texts.items() if text not in ("-1", "-1.0")})
-    origins = _origins(tables, content.files if content else {}, arguments)
+    given = {key for key, text in arguments.texts.items() if text not in ("-1", "-1.0")}
+    override_lengths(tables, given | {key for key, value in values.items() if value != -1})
+    origins = _origins(tables, content.files if content else {}, arguments, values)
     found = [put_argument(tables, key, text, family) for key, text in arguments.texts.items()]
+    found += [put_value(tables, key, value, family) for key, value in values.items()]
     problems += [problem for problem in found if problem]
     problems += check_lengths(tables)
     sections = {name: build_section(name, tables.get(name, {}), family, problems) for name in SECTIONS}
@@ -208,8 +239,11 @@ def _parse(argv: Sequence[str], *, imports: bool = True) -> Parsed:
     return Parsed(JobConfig(**sections), problems, content is not None, origins, arguments.options.strict)
 
 
-def _origins(tables: Tables, files: Mapping[str, str], arguments: Arguments) -> dict[str, str]:
-    """As in Parsed. tables: those of the files, without what the command line removes."""
+def _origins(
+    tables: Tables, files: Mapping[str, str], arguments: Arguments, values: Mapping[str, Any]
+) -> dict[str, str]:
+    """As in Parsed, where values count as of the command line. tables: those of the files, without what the command
+    line removes."""
     origins = {key: file for key, file in files.items() if "." not in key}  # entries that are no tables
     for section, table in tables.items():
         for name, value in table.items():
@@ -218,7 +252,9 @@ def _origins(tables: Tables, files: Mapping[str, str], arguments: Arguments) -> 
             rows = value if isinstance(value, list) else []
             cells = ((index, column) for index, row in enumerate(rows) if isinstance(row, dict) for column in row)
             origins |= {f"{key}.{index}.{column}": origins[key] for index, column in cells}
-    return origins | dict.fromkeys(arguments.texts, COMMAND_LINE)
+    replaced = tuple(f"{key}." for key in values)
+    kept = {key: file for key, file in origins.items() if not key.startswith(replaced)}
+    return kept | dict.fromkeys([*arguments.texts, *values], COMMAND_LINE)
 
 
 def _with_file(problem: Problem, origins: Mapping[str, str], path: str | None) -> Problem:
@@ -275,6 +311,33 @@ def put_argument(tables: Tables, key: str, text: str | None, family: str | None)
     text = "true" if text is None else text
     tables.setdefault(section, {})[name] = value_from_text(text, value_type)
     return None
+
+
+def put_value(tables: Tables, key: str, value: Any, family: str | None) -> Problem | None:
+    """Put the Python value of one full key into `tables`, or return its Problem; other parameters: put_argument."""
+    section, _, name = key.partition(".")
+    if section in SECTIONS and name in section_types(section, family):
+        tables.setdefault(section, {})[name] = _plain(value)
+        return None
+    return put_argument(tables, key, text_of(value), family)  # a key of one table, or unknown
+
+
+def text_of(value: Any) -> str | None:
+    """A Python value as it is written on the command line; None for a value that no key has."""
+    value = _plain(value)
+    try:
+        return value if isinstance(value, str) else literal(value)
+    except TypeError:
+        return None
+
+
+def _plain(value: Any) -> Any:
+    """The value as TOML has it: paths as strings, tuples as lists."""
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def build_section(section: str, table: Mapping[str, Any], family: str | None, problems: list[Problem]) -> Any:

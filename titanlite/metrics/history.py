@@ -85,6 +85,11 @@ def _content(path: Path) -> bytes:
         ) from None
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows in the file at `path`, in order; [] if it does not exist. Raises UserError if it cannot be read."""
+    return [row for row in map(_row_of, _content(path).splitlines()) if row is not None]
+
+
 def last_row(path: Path) -> dict[str, Any]:
     """The last row of a step in the file at `path`; {} without one. Raises UserError if it cannot be read."""
     rows = (_row_of(line) for line in reversed(_content(path).splitlines()))

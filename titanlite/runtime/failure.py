@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Literal, NoReturn, Self
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from titanlite.runtime.positions import Positions
+    from titanlite.runtime.signals import StopRequest
 
 Detail = Literal["full", "brief", "silent"]
 
@@ -168,6 +169,10 @@ class FailureReport:
         with suppress(RuntimeError):
             while time.monotonic() < end and self.positions.is_needed():
                 time.sleep(SILENT_POLL_S)
+
+    def record_stops(self, stop: StopRequest) -> None:
+        """Let signals request a stop from now on. For the main thread only."""
+        stop.activate(self.explain_sigterm, self.end_by_signal)
 
     def explain_sigterm(self) -> None:
         """Print why the launcher has sent SIGTERM, if a rank of this node has ended without a message. For a thread.
@@ -314,6 +319,20 @@ class FailureReport:
         """Wait until all ranks have finished their work, after `step`, or have failed. Raises RuntimeError."""
         if self.positions is not None:
             self.positions.finish(step)
+
+
+class EmbeddedReport(FailureReport):
+    """The report of a run inside a program that continues after it: errors are raised, and the process is not ended.
+
+    Not entered as a context. A rank that loses another one gets torch's error. cleanup: ends the recording of signals.
+    """
+
+    def __init__(self, cleanup: ExitStack) -> None:
+        super().__init__()
+        self._cleanup = cleanup
+
+    def record_stops(self, stop: StopRequest) -> None:
+        self._cleanup.enter_context(stop.recorded())
 
 
 def describe_user_error(error: UserError) -> str:

@@ -4,7 +4,8 @@ import io
 import logging
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -103,6 +104,21 @@ def append_errors_to(path: Path) -> None:
     """Set the log file for `log_last_error` in this process."""
     global _error_file
     _error_file = path
+
+
+@contextmanager
+def logging_restored() -> Iterator[None]:
+    """Context that undoes the functions above: the logger is afterwards as before, and a log file is closed."""
+    global _error_file
+    before = log.handlers[:], log.level, log.propagate, _error_file
+    try:
+        yield
+    finally:
+        for handler in log.handlers:
+            if isinstance(handler, _LogFile) and handler not in before[0]:
+                handler.stream.close()
+        log.handlers[:], level, log.propagate, _error_file = before
+        log.setLevel(level)
 
 
 def log_last_error(message: str) -> None:

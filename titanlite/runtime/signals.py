@@ -8,14 +8,18 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 
 from titanlite.runtime.signal_thread import STOP_SIGNALS, leave_to_thread, receive_in_thread, stop_signals
 
 # A signal often arrives twice: from a terminal or a scheduler, and forwarded by torchrun.
 SAME_SIGNAL_S = 1.0
 POLL_S = 0.05
+DEFAULT_HANDLERS = (signal.SIG_DFL, signal.default_int_handler)
+"""Those of a program that handles no signal itself."""
 
 
 class StopRequest:
@@ -59,16 +63,46 @@ class StopRequest:
         for number in stop_signals():
             leave_to_thread(number)
 
-    def _receive(self, on_sigterm: Callable[[], None], end: Callable[[int, str], None], number: int) -> None:
-        if number not in STOP_SIGNALS:
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Context of `activate` for a program that continues: the process is not ended, and handlers are restored.
+
+        A second SIGTERM or SIGINT goes to the handler from before: Ctrl-C raises KeyboardInterrupt. Signals that the
+        program handles itself are not recorded, and none is outside of the main thread, which has all handlers.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
             return
+        before = {number: signal.getsignal(number) for number in stop_signals()}
+        own = {number: handler for number, handler in before.items() if handler in DEFAULT_HANDLERS}
+
+        def receive(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+            if self._note(number):
+                signal.signal(number, own[signal.Signals(number)])
+                signal.raise_signal(number)
+
+        try:
+            for number in own:
+                signal.signal(number, receive)
+            yield
+        finally:
+            for number, handler in own.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int) -> bool:
+        """Record a signal; whether it is a second one, which ends the process."""
         self.number = self.number or number
         if number in (signal.SIGUSR1, signal.SIGHUP):
-            return
+            return False
         now = time.monotonic()
         if self._requested_at is None:
             self._requested_at = now
-        elif now - self._requested_at > SAME_SIGNAL_S:
+        return now - self._requested_at > SAME_SIGNAL_S
+
+    def _receive(self, on_sigterm: Callable[[], None], end: Callable[[int, str], None], number: int) -> None:
+        if number not in STOP_SIGNALS:
+            return
+        if self._note(number):
             end(number, f"second {signal.Signals(number).name}: exiting at once")
         if number == signal.SIGTERM:
             threading.Thread(target=on_sigterm, name="titanlite-sigterm", daemon=True).start()

@@ -14,6 +14,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -122,23 +123,46 @@ def main(argv: Sequence[str]) -> None:
             on_silence=failure.end_from_thread,
         )
         failure.connected(positions)
-        saved = verified_run(options, world, store)
-        with reading(saved.path):
-            tokenizer = saved.tokenizer_for(options.tokenizer)
-            config = evaluated_config(saved, options, overrides, world, has_tokenizer=tokenizer is not None)
-            positions.silence_s = config.comm.train_timeout_s
-            found = evaluate(config, saved, tokenizer, world, store, failure)
+        cleanup = ExitStack()  # not entered: an error ends the process at once
+        config, saved, found = evaluate_saved(options, overrides, world, store, failure, cleanup)
         if world.rank == 0:
             print("\n".join(report_lines(config, saved, found)), flush=True)
             if options.json is not None:
                 write_json(options.json, json_results(config, saved, found))
-        dist.destroy_process_group()
+        cleanup.close()
         failure.finish(saved.manifest.step)
+
+
+def evaluate_saved(
+    options: Options,
+    overrides: Sequence[str],
+    world: World,
+    store: dist.Store,
+    failure: FailureReport,
+    cleanup: ExitStack,
+) -> tuple[JobConfig, SavedRun, Found]:
+    """(configuration of the evaluation, evaluated checkpoint, result). A collective; cleanup: see `evaluate`.
+
+    overrides: `--section.key value`, checked. Raises UserError.
+    """
+    saved = verified_run(options, world, store)
+    with reading(saved.path):
+        tokenizer = saved.tokenizer_for(options.tokenizer)
+        config = evaluated_config(saved, options, overrides, world, has_tokenizer=tokenizer is not None)
+        if failure.positions is not None:
+            failure.positions.silence_s = config.comm.train_timeout_s
+        return config, saved, evaluate(config, saved, tokenizer, world, store, failure, cleanup)
 
 
 def read_arguments(argv: Sequence[str]) -> tuple[Options, list[str]]:
     """The command's options, and the overrides: `--section.key value`. Raises UsageError."""
     options, overrides = read_options_and_overrides(Options, argv, "evaluate")
+    check_arguments(options, overrides)
+    return options, overrides
+
+
+def check_arguments(options: Options, overrides: Sequence[str]) -> None:
+    """Raise ConfigError if an option is out of range, or if an override does not concern evaluation."""
     problems = [*check_options(options), *check_output_file("--json", options.json)]
     for word in overrides:
         key = word[2:].partition("=")[0]
@@ -147,7 +171,6 @@ def read_arguments(argv: Sequence[str]) -> tuple[Options, list[str]]:
             problems.append(Problem(key, None, rule, "leave it out: the run's saved value is used"))
     if problems:
         raise ConfigError(problems)
-    return options, overrides
 
 
 def verified_run(options: Options, world: World, store: dist.Store) -> SavedRun:
@@ -238,8 +261,12 @@ def evaluate(
     world: World,
     store: dist.Store,
     failure: FailureReport,
+    cleanup: ExitStack,
 ) -> Found:
-    """Build the model without optimizer, load it, evaluate the data. On all ranks. Raises UserError."""
+    """Build the model without optimizer, load it, evaluate the data. On all ranks. Raises UserError.
+
+    cleanup: gets what closes the loaders and the process group.
+    """
     apply_determinism(config.debug)
     pin_kernels(world.device)
     facts = program_facts(config, world, os.environ)
@@ -248,9 +275,12 @@ def evaluate(
     # As in training, data comes before the process group: building an index may exceed its timeout.
     mesh = Mesh(config.parallelism, world)
     loaders = build_validation_data(config, mesh, tokenizer)
+    for loader in loaders.values():
+        cleanup.callback(loader.close)
     facts = content_facts(config, tokenizer, None, loaders, [saved.path / MANIFEST_FILE])
     require_equal("content", facts, world, store, config.comm.init_timeout_s)
     init_process_group(world, store, config.comm)
+    cleanup.callback(dist.destroy_process_group)
     mesh.connect(config.comm)
     control = mesh.new_group(config.comm.init_timeout_s)
     parts = build_model(config, mesh, world.device, draws_weights=False)
@@ -271,8 +301,6 @@ def evaluate(
     ):
         totals[name], time_s[name] = found, perf_counter() - start
         start = perf_counter()
-    for loader in loaders.values():
-        loader.close()
     why = "the loss is not the cross-entropy" if not in_nats else why_no_bytes(tokenizer) if token_bytes is None else ""
     return Found(totals, time_s, why)
 

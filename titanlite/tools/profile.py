@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -118,16 +119,15 @@ def main(argv: Sequence[str]) -> None:
         require_equal("program", facts, world, store, config.comm.init_timeout_s)
         folder = output_folder(options.out, world, store, config.comm.init_timeout_s)
         config = agree_on_local_batch_size(profiled_config(config, options.steps, folder), world, store)
-        run = build_run(config, world, store, environment)
+        cleanup = ExitStack()
+        run = build_run(config, world, store, environment, cleanup)
         with explained_out_of_memory(config, run.memory, world, lambda: f"in step {run.trainer.step + 1}"):
             found = measure(config, run, options, failure)
         waits = waits_by_rank(found)
-        run.loader.close()
         run.profiling.close()
-        run.sinks.close()
         if world.rank == 0:
             print("\n".join(["", *report_lines(config, run, found, waits)]), flush=True)
-        dist.destroy_process_group()
+        cleanup.close()
         failure.finish(run.trainer.step)
 
 

@@ -154,14 +154,14 @@ class SavedRun:
             return None
 
 
-def open_run(path: Path, *, verifies: bool = True, allow_import: bool = False) -> SavedRun:
-    """Open the checkpoint that RUN refers to: a folder step-N, or the latest valid checkpoint of a dump folder or of a
-    checkpoint folder.
+def open_run(path: str | Path, *, verifies: bool = True, allow_import: bool = False) -> SavedRun:
+    """Open the checkpoint at `path`: a folder step-N, or the latest valid one of a dump folder or checkpoint folder.
 
     Verifies all its files. In a folder of several, skips damaged checkpoints with a warning each. verifies: False on
     ranks whose folder step-N another rank has verified. allow_import: whether to import the plugins that the run's
     configuration names. Raises UserError.
     """
+    path = Path(path)
     if (path / MANIFEST_FILE).exists():
         try:
             return _opened(path, verifies=verifies, allow_import=allow_import)

@@ -30,7 +30,7 @@ from titanlite.tools.command import (
 from titanlite.tools.convert.export_run import write_folder
 from titanlite.tools.convert.import_folder import kept_dtype, write_run
 from titanlite.tools.convert.verify import check_tokenizer, too_large, verify
-from titanlite.tools.saved_run import Weights, open_run
+from titanlite.tools.saved_run import SavedRun, Weights, open_run
 
 EXPORT_DTYPES = DTYPES | {"float16": torch.float16}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -78,18 +78,29 @@ def main(argv: Sequence[str]) -> None:
     """Write a new folder, or nothing. Raises UserError."""
     options = read_options(Options, argv, "convert")
     setup_logging(0)
-    require_new(options.out)
-    for left in sorted(options.out.parent.glob(f"{options.out.name}.incomplete-*")):
-        log.warning("%s was left by an interrupted conversion, or is being written now; remove it if none runs", left)
+    check_new(options.out)
     if isinstance(options, ExportOptions):
-        export_run(options)
+        export_folder(options)
     else:
         import_folder(options)
 
 
-def export_run(options: ExportOptions) -> None:
+def check_new(out: Path) -> None:
+    """Raise UserError if `out` exists; warn of folders that interrupted conversions to `out` have left."""
+    require_new(out)
+    for left in sorted(out.parent.glob(f"{out.name}.incomplete-*")):
+        log.warning("%s was left by an interrupted conversion, or is being written now; remove it if none runs", left)
+
+
+def export_folder(options: ExportOptions) -> None:
     shard_bytes = size_in_bytes(options.shard_size)
     run = open_run(options.run, allow_import=options.allow_import).with_weights(options.weights)
+    write_export(run, options, shard_bytes)
+    print(f"{options.out} is complete. To load it: AutoModelForCausalLM.from_pretrained({str(options.out)!r})")
+
+
+def write_export(run: SavedRun, options: ExportOptions, shard_bytes: int) -> None:
+    """Write the folder options.out, complete or not at all. The weights are those of `run`. Raises UserError."""
     dtype = EXPORT_DTYPES.get(options.dtype, run.dtype)
     too_long = None if options.verify or options.no_verify else too_large(run, dtype)
     average = "average of the weights, " if run.weights == "ema" else ""
@@ -109,7 +120,6 @@ def export_run(options: ExportOptions) -> None:
         warning = check_tokenizer(run, folder)
         if warning:
             log.warning("%s", warning)
-    print(f"{options.out} is complete. To load it: AutoModelForCausalLM.from_pretrained({str(options.out)!r})")
 
 
 def import_folder(options: ImportOptions) -> None:

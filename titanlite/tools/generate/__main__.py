@@ -4,7 +4,7 @@ import io
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -80,20 +80,58 @@ def main(argv: Sequence[str]) -> None:
     """Print the texts. Raises UserError."""
     options = read_options(Options, argv, "generate")
     prompts_given, problems = read_prompts(options.prompt, options.prompt_file)
-    has_gpu = torch.cuda.is_available()
-    has_device = has_gpu or options.device != "cuda"
-    problems += require(has_device, "--device", "cuda", "a GPU that torch can use", "leave it out, or use cpu")
-    problems += check_options(options)
+    problems += check(options)
     if problems:
         raise ConfigError(problems)
     setup_logging(0, sys.stderr)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals that are not UTF-8
     run = open_run(options.run, allow_import=options.allow_import).with_weights(options.weights)
+    found = prepare(run, prompts_given, options)
+    streams = [TextStream(found.tokenizer, prompt.ids) for prompt in found.prompts]
+    began = time.perf_counter()
+    written = print_texts(found.prompts, streams, found.steps, found.eos_id)
+    took = time.perf_counter() - began
+    log.info("%s tokens in %.1f s, %.1f tokens/s", f"{written:,}", took, written / took)
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A generation that is about to start. prompts: tokenized. steps: see `generate`."""
+
+    prompts: Sequence[Prompt]
+    steps: Iterator[Sequence[int | None]]
+    tokenizer: Tokenizer
+    eos_id: int | None
+
+
+def check(options: Options) -> list[Problem]:
+    """Problems of the options, except for the prompts."""
+    has_device = torch.cuda.is_available() or options.device != "cuda"
+    problems = require(has_device, "--device", "cuda", "a GPU that torch can use", "leave it out, or use cpu")
+    return problems + check_options(options)
+
+
+def generated_texts(run: SavedRun, prompts: Sequence[Prompt], options: Options) -> list[str]:
+    """The continuation of each prompt, as one batch. options: checked; those of the run and prompts are not used.
+
+    Raises UserError.
+    """
+    found = prepare(run, prompts, options)
+    texts = []
+    for prompt, tokens in zip(found.prompts, zip(*found.steps, strict=True), strict=True):
+        stream = TextStream(found.tokenizer, prompt.ids)
+        shown = [stream.add(token) for token in tokens if token is not None and token != found.eos_id]
+        texts.append("".join(shown) + stream.rest())
+    return texts
+
+
+def prepare(run: SavedRun, prompts: Sequence[Prompt], options: Options) -> Continuation:
+    """Tokenize the prompts and load the model. Raises UserError."""
     tokenizer = find_tokenizer(run, options.tokenizer)
     max_seq_len = run.hyper_parameters.max_seq_len
     prompts = encode_prompts(
-        prompts_given,
+        prompts,
         tokenizer,
         starts_with_bos=run.config.data.add_bos,
         max_new_tokens=options.max_new_tokens or 1,
@@ -102,6 +140,7 @@ def main(argv: Sequence[str]) -> None:
     room = max_seq_len - max(len(prompt.ids) for prompt in prompts)
     max_new_tokens = options.max_new_tokens or min(DEFAULT_NEW_TOKENS, room)
     eos_id = None if options.ignore_eos else tokenizer.eos_id
+    has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if has_gpu and options.device != "cpu" else torch.device("cpu")
     dtype = DTYPES.get(options.dtype, run.dtype)
     average = "average of the weights, " if run.weights == "ema" else ""
@@ -109,12 +148,9 @@ def main(argv: Sequence[str]) -> None:
     warn(run, prompts, tokenizer, max_new_tokens)
     with reading(run.path):
         model = run.model(device, dtype)
-    began = time.perf_counter()
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     steps = generate(model, [prompt.ids for prompt in prompts], sampling, max_new_tokens=max_new_tokens, eos_id=eos_id)
-    written = print_texts(prompts, [TextStream(tokenizer, prompt.ids) for prompt in prompts], steps, eos_id)
-    took = time.perf_counter() - began
-    log.info("%s tokens in %.1f s, %.1f tokens/s", f"{written:,}", took, written / took)
+    return Continuation(prompts, steps, tokenizer, eos_id)
 
 
 def find_tokenizer(run: SavedRun, path: str | None) -> Tokenizer:

@@ -1,0 +1,82 @@
+"""The settings of a process that a run changes, for programs that continue after it."""
+
+import gc
+import os
+import resource
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.nn.attention as torch_attention
+
+from titanlite.runtime.logging import logging_restored
+
+
+@contextmanager
+def restored_process(device: torch.device) -> Iterator[None]:
+    """Context of a run: inside, torch has the settings of a new process that the run relies on; after it, also after an
+    error, the process has the settings from before.
+
+    These are: environment variables, the limit of open files, torch's default dtype, gradient mode, deterministic
+    algorithms and random state (of the CPU and of `device`), the current GPU, the order of attention kernels, frozen
+    objects of the garbage collector, filters of warnings, and the logger "titanlite". The memory of the run is free.
+    Functions of torch.compile are compiled again at their next call.
+    """
+    environment, limit = dict(os.environ), resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_frozen = gc.get_freeze_count() > 0
+    with ExitStack() as stack:
+        stack.enter_context(logging_restored())
+        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(_torch_restored(device))
+        try:
+            yield
+        finally:
+            gc.collect()  # parameters, buffers and process groups are in cycles
+            if is_frozen:
+                gc.freeze()
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+            for name in os.environ.keys() - environment.keys():
+                del os.environ[name]
+            os.environ.update(environment)
+
+
+@contextmanager
+def _torch_restored(device: torch.device) -> Iterator[None]:
+    has_gpu = device.type == "cuda"
+    donates = getattr(sys.modules.get("torch._functorch.config"), "donated_buffer", True)
+    dtype, cudnn = torch.get_default_dtype(), torch.backends.cudnn
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark, cudnn_deterministic = cudnn.benchmark, cudnn.deterministic
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([device] if has_gpu else []))
+        stack.enter_context(torch.inference_mode(False))  # turns gradients on, too
+        if has_gpu:
+            stack.enter_context(torch.cuda.device(device))
+            kernels = torch_attention._cur_sdpa_kernel_backends(with_priority=True)
+            stack.enter_context(torch_attention.sdpa_kernel(kernels, set_priority=True))
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+            cudnn.benchmark, cudnn.deterministic = benchmark, cudnn_deterministic
+            if functorch := sys.modules.get("torch._functorch.config"):
+                functorch.donated_buffer = donates  # type: ignore[attr-defined]
+            _clear_caches()
+            if has_gpu:
+                torch.cuda.empty_cache()
+
+
+def _clear_caches() -> None:
+    """Clear torch's caches that refer to process groups and modules of the run: torch compiles a block for a limited
+    number of models."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
