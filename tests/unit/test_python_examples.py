@@ -64,7 +64,7 @@ def test_the_cells_run(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("library")
 def test_the_programs_of_the_documentation_run() -> None:
-    programs = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    programs = re.findall(r"^```python soak\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
     assert len(programs) == 3
     namespace = execute(programs)
     assert namespace["run"].folder == Path("outputs/lr-0.003")
