@@ -13,6 +13,7 @@ import torch.distributed as dist
 from titanlite.data.bpe import train_bpe
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime import plugins
+from titanlite.runtime.logging import logging_restored
 
 SENTENCE = "the model reads a few words and learns which of them follow the others in a text"
 
@@ -33,6 +34,13 @@ def small_standard_library(one_file_library: Path, monkeypatch: pytest.MonkeyPat
         return get_paths(*scheme, **options) | ({} if scheme or options else {"stdlib": str(one_file_library)})
 
     monkeypatch.setattr(sysconfig, "get_paths", small)
+
+
+@pytest.fixture(autouse=True)
+def restored_log() -> Iterator[None]:
+    """Commands that a test calls in this process set up the log, with the streams that pytest captures."""
+    with logging_restored():
+        yield
 
 
 @pytest.fixture

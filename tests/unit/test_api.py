@@ -76,6 +76,8 @@ def in_step_3(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
 
 def settings_of_the_process() -> dict[str, Any]:
     log = logging.getLogger("titanlite")
+    names = {thread.name for thread in threading.enumerate()} - {"tqdm_monitor"}
+    threads = {name for name in names if "process_request_thread" not in name}  # of web servers of other tests
     return {
         "environment": dict(os.environ),
         "handlers": {number: signal.getsignal(number) for number in (*signals.STOP_SIGNALS, signal.SIGALRM)},
@@ -87,7 +89,7 @@ def settings_of_the_process() -> dict[str, Any]:
         "groups": dist.is_initialized(),
         "garbage": (gc.isenabled(), gc.get_freeze_count() > 0),
         "warnings": warnings.filters[:],
-        "threads": (threading.excepthook, {thread.name for thread in threading.enumerate()} - {"tqdm_monitor"}),
+        "threads": (threading.excepthook, threads),
         "folder": os.getcwd(),
     }
 
