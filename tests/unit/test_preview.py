@@ -120,7 +120,7 @@ def test_options_that_make_no_sense_are_refused() -> None:
         (["--check", "--device", "tpu"], ["--device"]),
         (["--check=true"], ["--check"]),
         (["--check", "--dry-run"], ["--dry-run"]),
-        (["--check", "--check"], ["check"]),
+        (["--check", "--check"], ["--check"]),
     ):
         with pytest.raises(ConfigError) as caught:
             read_command_line(["quickstart", *argv], world_size=1, device_type="cpu")

@@ -151,6 +151,8 @@ def _unexpected(word: str) -> Problem:
 
 
 def _repeated(key: str, given: list[str | None]) -> Problem:
+    flag = f"--{key.replace('_', '-')}" if key in OPTIONS else f"--{key}"
     values = [text if text is not None else "" for text in given]
-    choices = " or ".join(f"--{key}={text}" for text in dict.fromkeys(values))
-    return Problem(key, values, "given once on the command line", f"keep one: {choices}")
+    choices = " or ".join(flag if text is None else f"{flag}={text}" for text in dict.fromkeys(given))
+    name, value = (flag if key in OPTIONS else key), (values if any(values) else None)
+    return Problem(name, value, "given once on the command line", f"keep one: {choices}")

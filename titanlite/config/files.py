@@ -20,7 +20,7 @@ EXTENDS = "extends"
 SHIPPED = Path(__file__).parents[1] / "configs"
 """The configurations that come with titanlite; their names without .toml are valid wherever a path is."""
 
-MAX_BASES = 16
+MAX_FILES = 16
 """Files in a chain of files that extend each other."""
 
 
@@ -125,8 +125,8 @@ def _parse_file(name: str, path: str, chain: tuple[str, ...], problems: list[Pro
     if places[-1] in places[:-1]:
         refuse(f"no cycle: {' > '.join([*chain, path])}", f"remove {EXTENDS} from one of these files")
         return None
-    if len(chain) > MAX_BASES:
-        refuse(f"at most {MAX_BASES} files in a chain", "merge some of the files")
+    if len(chain) >= MAX_FILES:
+        refuse(f"at most {MAX_FILES} files in a chain", "merge some of the files")
         return None
     try:
         text = read_regular(config_path(path))

@@ -115,7 +115,8 @@ ACROSS: Mapping[str, Needs] = {
         "parallelism.dp_shard or cp above 1", lambda facts: facts.is_searched or facts.shards() > 1
     ),
     "faults.check_replicas_every": Needs(
-        "several processes per pipeline stage", lambda facts: facts.world_size > facts.config.parallelism.pp
+        "several processes per pipeline stage",
+        lambda facts: facts.is_searched or facts.world_size > facts.config.parallelism.pp,
     ),
     "comm.save_timeout_s": Needs(
         "checkpoint.enable = true or an initial_load_path",
@@ -156,17 +157,15 @@ def ineffective(given: JobConfig, config: JobConfig, origins: Mapping[str, str],
             continue
         if condition := _unmet(facts, key):
             value = values.overrides[name] if section == "model" else getattr(values, name)
+            if isinstance(value, tuple):
+                value = None if value and is_dataclass(value[0]) else list(value)  # tables have no short form
             problems.append(Problem(key, value, f"has an effect only with {condition}", "leave it out"))
     return problems
 
 
 def describe(problem: Problem) -> str:
     """A setting without effect, in one line."""
-    value = (
-        ""
-        if isinstance(problem.value, tuple) and problem.value[:1] and is_dataclass(problem.value[0])
-        else (f" = {literal(problem.value)}")
-    )
+    value = "" if problem.value is None else f" = {literal(problem.value)}"
     return f"{problem.key}{value}{f' in {problem.file}' if problem.file else ''} {problem.rule}"
 
 

@@ -244,7 +244,8 @@ def _origins(
 ) -> dict[str, str]:
     """As in Parsed, where values count as of the command line. tables: those of the files, without what the command
     line removes."""
-    origins = {key: file for key, file in files.items() if "." not in key}  # entries that are no tables
+    # of entries that are no sections
+    origins = {name: file for key, file in files.items() if (name := key.partition(".")[0]) not in tables}
     for section, table in tables.items():
         for name, value in table.items():
             key = f"{section}.{name}"

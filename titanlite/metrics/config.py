@@ -1,5 +1,6 @@
 """The [metrics] section."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import PurePath
@@ -46,11 +47,18 @@ class MetricsConfig:
     """Tags of the run in W&B and MLflow."""
 
 
-_TRACKS = Needs(
-    '"wandb" or "mlflow" in metrics.loggers', lambda section: not {"wandb", "mlflow"}.isdisjoint(section.loggers)
-)
+LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
+"""Those of titanlite. One that a plugin registers may read any key of [metrics]."""
+
+
+def _has_one(section: MetricsConfig, names: Sequence[str]) -> bool:
+    """Whether the run has one of these loggers, or one of a plugin."""
+    return not {*section.loggers}.isdisjoint(names) or not {*section.loggers} <= {*LOGGERS}
+
+
+_TRACKS = Needs('"wandb" or "mlflow" in metrics.loggers', lambda section: _has_one(section, ("wandb", "mlflow")))
 NEEDS = {
-    "folder": Needs('"tensorboard" in metrics.loggers', lambda section: "tensorboard" in section.loggers),
+    "folder": Needs('"tensorboard" in metrics.loggers', lambda section: _has_one(section, ("tensorboard",))),
     **dict.fromkeys(("project", "group", "tags"), _TRACKS),
 }
 """See Needs."""

@@ -32,6 +32,8 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
     "Lion": LION,
     "SGD": SGD,
 }
+OWN = frozenset(OPTIMIZERS)
+"""Those of titanlite. One that a plugin registers may read any key of [optimizer]."""
 CPU = torch.device("cpu")
 WIDE_TENSORS = {"AdamW": 6, "Lion": 4}
 """Tensors of the size of a parameter, in float32 at least, that an update by a SkippingOptimizer holds at once."""
@@ -47,7 +49,13 @@ def optimizers_of(section: OptimizerConfig) -> set[str]:
 
 
 def _uses(*names: str) -> Needs:
-    return Needs(f"the optimizer {' or '.join(names)}", lambda section: bool(optimizers_of(section) & {*names}))
+    return Needs(f"the optimizer {' or '.join(names)}", lambda section: _has_one(section, names))
+
+
+def _has_one(section: OptimizerConfig, names: Sequence[str]) -> bool:
+    """Whether the run has one of these optimizers, or one of a plugin."""
+    used = optimizers_of(section)
+    return not used.isdisjoint(names) or not used <= OWN
 
 
 NEEDS = {
@@ -67,7 +75,7 @@ NEEDS = {
     ),
     "implementation": Needs(
         'SGD, or AdamW with optimizer.state_dtype = "auto"',
-        lambda section: bool(optimizers_of(section) & ({"SGD", "AdamW"} if section.state_dtype == "auto" else {"SGD"})),
+        lambda section: _has_one(section, ("SGD", "AdamW") if section.state_dtype == "auto" else ("SGD",)),
     ),
 }
 """See Needs."""

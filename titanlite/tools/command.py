@@ -185,10 +185,10 @@ def write_json(file: Path, content: Any) -> None:
         raise UserError(f"cannot write {file}: {error.strerror or error}; fix this, or choose another path") from None
 
 
-def require_new(out: Path) -> None:
-    """Raise UserError if `out` exists: nothing is overwritten."""
+def require_new(out: Path, option: str = "--out") -> None:
+    """Raise UserError if `out`, the value of `option`, exists: nothing is overwritten."""
     if os.path.lexists(out):
-        raise UserError(f"{out} already exists and is not overwritten: remove it, or choose another --out")
+        raise UserError(f"{out} already exists and is not overwritten: remove it, or choose another {option}")
 
 
 def cannot_write(out: Path, error: OSError) -> UserError:

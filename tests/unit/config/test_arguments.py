@@ -90,4 +90,7 @@ def test_shipped_configurations_are_found_by_name(tmp_path: Path, monkeypatch: p
 def test_repeated_key_is_one_problem_and_has_no_text() -> None:
     arguments = split_arguments(["--a.b", "1", "--a.b=2", "--a.b"])
     assert [(problem.key, problem.value) for problem in arguments.problems] == [("a.b", ["1", "2", ""])]
+    assert arguments.problems[0].remedy == "keep one: --a.b=1 or --a.b=2 or --a.b"
     assert arguments.texts == {}
+    (problem,) = split_arguments(["--dry-run", "--dry-run"]).problems
+    assert (problem.key, problem.value, problem.remedy) == ("--dry-run", None, "keep one: --dry-run")

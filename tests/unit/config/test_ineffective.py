@@ -12,6 +12,7 @@ from titanlite.config.toml import dump_config
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import ConfigError
 
+PLUGINS = Path(__file__).parents[3] / "examples" / "plugins.toml"
 ALWAYS = {
     *("job.config_file", "job.dump_folder", "job.description", "job.plugins", "job.take_over"),
     *(
@@ -172,11 +173,23 @@ def test_tables_of_validation_that_is_not_enabled_are_one_setting(tmp_path: Path
     config = load_config(argv, world_size=1, device_type="cpu", checks_files=False)
     (problem,) = settings_without_effect(argv, config, 1)
     assert describe(problem) == "validation.sources has an effect only with validation.enable = true"
+    assert str(problem).splitlines()[0] == "validation.sources"
 
 
 def test_a_search_of_layouts_may_use_any_setting() -> None:
     argv = "--parallelism.pp_schedule GPipe --activation_checkpoint.selective_policy layer"
-    assert without_effect("--parallelism.layout", "auto", *BATCH.split(), *argv.split()) == set()
+    argv += f" --faults.check_replicas_every 5 --parallelism.layout auto {BATCH}"
+    assert without_effect(*argv.split(), world_size=4) == set()
+    load_config([*argv.split(), "--strict"], world_size=4, device_type="cpu", checks_files=False)
+
+
+@pytest.mark.usefixtures("registries")
+def test_optimizers_and_loggers_of_plugins_may_use_any_setting() -> None:
+    optimizer = "--optimizer.eps 1e-6 --optimizer.beta1 0.8 --optimizer.implementation foreach"
+    logger = '--metrics.folder csv --metrics.project p --metrics.tags ["t"]'
+    assert without_effect(str(PLUGINS), *optimizer.split(), *logger.split()) == set()
+    own = ["--optimizer.name", "SGD", "--metrics.loggers", '["jsonl"]']
+    assert len(without_effect(str(PLUGINS), *optimizer.split(), *logger.split(), *own)) == 5
 
 
 def test_defaults_automatic_values_and_written_files_are_not_named(tmp_path: Path) -> None:

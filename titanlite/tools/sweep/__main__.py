@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
     if problems := check_options(options):
         raise ConfigError(problems)
     if options.write_slurm is not None:
-        require_new(options.write_slurm)
+        require_new(options.write_slurm, "--write-slurm")
     processes = options.nproc or processes_of_node()
     is_cuda = torch.cuda.is_available() or options.write_slurm is not None  # which is for another machine
     device_type = "cuda" if is_cuda else "cpu"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.config.load import load_config
+from titanlite.runtime.errors import UserError
 from titanlite.tools.sweep.__main__ import main
 
 ROOT = Path(__file__).parents[4]
@@ -30,6 +31,8 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     main([*SWEEP, "--write-slurm", "sweep.sbatch"])
     assert capsys.readouterr().out == "Script: sweep.sbatch (4 runs); see its first lines\n"
     assert [path.name for path in folder.iterdir()] == ["sweep.sbatch"]
+    with pytest.raises(UserError, match=r"^sweep\.sbatch already exists .* choose another --write-slurm$"):
+        main([*SWEEP, "--write-slurm", "sweep.sbatch"])
     return folder / "sweep.sbatch"
 
 
