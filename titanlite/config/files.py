@@ -37,11 +37,15 @@ class Content:
 
 def read_file(path: str, problems: list[Problem]) -> Content | None:
     """The content of a file and its bases; None if one of them cannot be read (adds the reason to `problems`)."""
-    return _read(path, path, (), problems)
+    return _read(path, path, (), {}, problems)
 
 
-def _read(name: str, path: str, chain: tuple[str, ...], problems: list[Problem]) -> Content | None:
-    """As read_file. chain: the files that lead to `path`; the last one calls it `name`."""
+def _read(
+    name: str, path: str, chain: tuple[str, ...], known: dict[str, Content], problems: list[Problem]
+) -> Content | None:
+    """As read_file. chain: the files that lead to `path`; the last one calls it `name`. known: content by path."""
+    if path in known:
+        return known[path]
     content = _parse_file(name, path, chain, problems)
     if content is None:
         return None
@@ -57,11 +61,12 @@ def _read(name: str, path: str, chain: tuple[str, ...], problems: list[Problem])
     _plugins_beside(content, config_path(path).absolute().parent)
     merged = Content()
     for base in bases:
-        found = _read(base, _beside(config_path(path).parent, base), (*chain, path), problems)
+        found = _read(base, _beside(config_path(path).parent, base), (*chain, path), known, problems)
         if found is None:
             return None
         merged = _overridden(merged, found)
-    return _overridden(merged, Content(content, dict.fromkeys(_keys(content), path)))
+    known[path] = _overridden(merged, Content(content, dict.fromkeys(_keys(content), path)))
+    return known[path]
 
 
 def _overridden(base: Content, over: Content) -> Content:

@@ -95,10 +95,6 @@ class Facts:
 
 _TEXT = Needs("a source of text, not of tokens", Facts.has_text)
 ACROSS: Mapping[str, Needs] = {
-    "tokenizer.bos": Needs(
-        "data.add_bos = true, or token files",
-        lambda facts: facts.config.data.add_bos or any(open_source(each).holds == "tokens" for each in facts.sources),
-    ),
     "data.max_piece_bytes": _TEXT,
     "data.packing": _TEXT,
     "data.on_bad_row": _TEXT,

@@ -134,7 +134,9 @@ def settings_without_effect(
 
 def _without_effect(parsed: Parsed, config: JobConfig, world_size: int) -> list[Problem]:
     found = ineffective(parsed.config, config, parsed.origins, world_size)
-    return [_with_file(problem, parsed.origins, config.job.config_file) for problem in found]
+    named = [_with_file(problem, parsed.origins, config.job.config_file) for problem in found]
+    other = "leave it out of {}, or extend another file"
+    return [replace(each, remedy=other.format(each.file)) if each.file else each for each in named]
 
 
 def keep_earlier(config: JobConfig) -> JobConfig:

@@ -183,6 +183,8 @@ def test_a_long_chain_is_refused_and_a_diamond_is_not() -> None:
     write(top="training.steps = 4", left="extends = 'top.toml'", right="extends = 'top.toml'")
     write(child="extends = ['left.toml', 'right.toml']")
     assert config_of("child.toml").training.steps == 4
+    write(**{f"g{n}": f"extends = ['g{n + 1}.toml', 'g{n + 1}.toml']" for n in range(15)}, g15="training.steps = 5")
+    assert config_of("g0.toml").training.steps == 5  # each file is read once, not 2^15 times
 
 
 @pytest.mark.parametrize("argv", [["child.toml"], ["--extends", "base.toml"]])

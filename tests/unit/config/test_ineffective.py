@@ -27,8 +27,8 @@ ALWAYS = {
     *("model.vocab_size", "model.head_dim", "model.norm_eps", "model.rope_theta", "model.rope_scaling_factor"),
     *("model.max_seq_len", "model.tie_embeddings", "model.n_experts", "model.n_active_experts", "model.balance_loss"),
     *("model.z_loss", "model.bias_rate"),
-    # eos also stops the texts that the run's model generates later
-    *("tokenizer.path", "tokenizer.eos"),
+    # eos also stops the texts that the run's model generates later, and exported models name both
+    *("tokenizer.path", "tokenizer.bos", "tokenizer.eos"),
     *("data.num_streams", "data.shuffle", "data.document_mask", "data.num_workers", "data.ledger"),
     *("data.sources.kind", "data.sources.name", "data.sources.epochs"),
     # refused in [validation], if it is enabled
@@ -84,7 +84,6 @@ CASES = [
     # setting, settings under which it has an effect, settings under which it has none, processes
     ("model.rope_low_freq_factor 1.5", ROPE, "", 1),
     ("model.rope_beta_fast 31", f"--model.family qwen3 {ROPE}", "--model.family qwen3", 1),
-    ("tokenizer.bos b", f"{TEXT} --data.add_bos", TEXT, 1),
     ("data.seed 1", "", "--data.shuffle false", 1),
     ("data.seed 1", f"--data.shuffle false {TWO}", "--data.shuffle false", 1),
     ("data.max_piece_bytes 100", TEXT, TOKENS, 1),
@@ -219,6 +218,10 @@ def test_strict_refuses_settings_without_effect(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config([*argv, "--strict"], world_size=1, device_type="cpu")
     assert [problem.key for problem in caught.value.problems] == ["parallelism.pp_schedule", "optimizer.nesterov"]
+    assert [problem.remedy for problem in caught.value.problems] == [
+        f"leave it out of {tmp_path / 'base.toml'}, or extend another file",
+        "leave it out",
+    ]
     assert load_config(
         [argv[0], "--parallelism.pp_schedule=1F1B", "--parallelism.pp=2", "--strict"], world_size=2, device_type="cpu"
     )

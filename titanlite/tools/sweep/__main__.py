@@ -47,6 +47,8 @@ class Options:
     """TOML file, or name of a shipped configuration; --section.key VALUE[,VALUE ...] overrides its keys"""
     nproc: OptionalCount = ranged(None, "write the number of processes of each run", least=1, most=MAX_PROCESSES)
     """processes of each run on this machine; default: the number of GPUs, else 1; in a Slurm script, GPUs per node"""
+    strict: bool = False
+    """refuse settings without effect, as titanlite train --strict does"""
     results: Annotated[bool, EITHER] = False
     """print the table of the runs so far, and start nothing"""
     write_slurm: Annotated[File, EITHER] = None
@@ -63,6 +65,7 @@ def main(argv: Sequence[str]) -> None:
     processes = options.nproc or processes_of_node()
     is_cuda = torch.cuda.is_available() or options.write_slurm is not None  # which is for another machine
     device_type = "cuda" if is_cuda else "cpu"
+    overrides += ["--strict"] if options.strict else []
     runs = combinations(options.config, overrides, world_size=processes, device_type=device_type)
     if options.write_slurm is not None:
         text = array_script(runs, script=str(options.write_slurm), processes=processes)

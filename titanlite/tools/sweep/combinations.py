@@ -24,8 +24,15 @@ MAX_VALUE_CHARS = 40
 """Of a value in the name of a folder; a longer one is cut."""
 RUNNING = (
     *("job.", "parallelism.", "activation_checkpoint.", "compile.", "comm.", "metrics.", "checkpoint.", "faults."),
-    *("memory.", "profiling.", "samples.", "validation.", "loss."),
-    *("training.local_batch_size", "training.gc_freq", "data.num_workers", "data.ledger", "data.max_bad_rows"),
+    *("memory.", "profiling.", "samples.", "validation."),
+    *(
+        "loss.chunk_tokens",
+        "training.local_batch_size",
+        "training.gc_freq",
+        "data.num_workers",
+        "data.ledger",
+        "data.max_bad_rows",
+    ),
 )
 """Keys that do not decide what a finished run has learned, or the starts of their names."""
 
@@ -69,7 +76,7 @@ def split_values(text: str) -> list[str]:
 
 def combinations(config: str, overrides: Sequence[str], *, world_size: int, device_type: str) -> list[Run]:
     """The checked runs, the values of the last key varying fastest. config: path or shipped name. overrides:
-    `--section.key VALUE[,VALUE ...]`. Raises ConfigError with the problems of all runs."""
+    `--section.key VALUE[,VALUE ...]`, and `--strict`. Raises ConfigError with the problems of all runs."""
     arguments = split_arguments([f"--{CONFIG_FILE}={config}", *overrides])
     problems = list(arguments.problems)
     given = {key: text for key, text in arguments.texts.items() if key != CONFIG_FILE}
@@ -98,7 +105,8 @@ def combinations(config: str, overrides: Sequence[str], *, world_size: int, devi
         texts = dict(zip(values, chosen, strict=True))
         label = ", ".join(f"{names[key]} = {texts[key]}" for key in swept)
         try:
-            runs.append(_run(config, texts, names, world_size=world_size, device_type=device_type))
+            strict = ["--strict"] if arguments.options.strict else []
+            runs.append(_run(config, texts, names, strict, world_size=world_size, device_type=device_type))
         except ConfigError as error:
             for problem in error.problems:
                 found.setdefault(replace(problem, value=_hashable(problem.value)), []).append(label)
@@ -144,7 +152,15 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
     return {key: name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)}
 
 
-def _run(config: str, texts: Mapping[str, str], names: Mapping[str, str], *, world_size: int, device_type: str) -> Run:
+def _run(
+    config: str,
+    texts: Mapping[str, str],
+    names: Mapping[str, str],
+    switches: Sequence[str],
+    *,
+    world_size: int,
+    device_type: str,
+) -> Run:
     """The run of a combination, checked. Raises ConfigError."""
     plain = [f"--{key}={text}" for key, text in texts.items() if key != DUMP_FOLDER]
     parsed, problems = parse_config(
@@ -155,6 +171,7 @@ def _run(config: str, texts: Mapping[str, str], names: Mapping[str, str], *, wor
     values = {key: _shown(value_at(parsed, key)) for key in names}
     name = "_".join(f"{names[key]}-{in_path(value)}" for key, value in values.items())
     arguments = [f"--{CONFIG_FILE}={config}", *plain, f"--{DUMP_FOLDER}={Path(parsed.job.dump_folder, name)}"]
+    arguments += switches
     checked = load_config(arguments, world_size=world_size, device_type=device_type)
     return Run(name, values, arguments, checked)
 

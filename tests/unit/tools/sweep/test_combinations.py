@@ -15,6 +15,15 @@ def runs_of(*overrides: str, folder: Path, world_size: int = 1) -> list[Run]:
     return combinations("quickstart", [*overrides, place], world_size=world_size, device_type="cpu")
 
 
+def test_strict_is_that_of_each_run(tmp_path: Path) -> None:
+    argv = ("--parallelism.pp_schedule", "1F1B,GPipe")
+    assert len(runs_of(*argv, folder=tmp_path)) == 2
+    with pytest.raises(ConfigError, match="has an effect only with"):
+        runs_of(*argv, "--strict", folder=tmp_path)
+    (first, _) = runs_of("--training.steps", "1,2", "--strict", folder=tmp_path)
+    assert first.arguments[-1] == "--strict"
+
+
 @pytest.mark.parametrize(
     ("text", "values"),
     [
