@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -88,6 +90,7 @@ def settings_of_the_process() -> dict[str, Any]:
         "garbage": (gc.isenabled(), gc.get_freeze_count() > 0),
         "warnings": warnings.filters[:],
         "threads": (threading.excepthook, {thread.name for thread in threading.enumerate()} - {"tqdm_monitor"}),
+        "hook": sys.excepthook,
         "folder": os.getcwd(),
     }
 
@@ -243,7 +246,8 @@ def test_load_config_reads_python_values(tmp_path: Path) -> None:
         "data.sources": sources,
         "data.sources.1.name": "two",
         "training.steps": 7,
-        "optimizer.lr": 1e-3,
+        "optimizer.lr": np.float64(1e-3),
+        "training.seq_len": np.int64(128),
         "validation.enable": False,
         "model.family": "qwen3",
         "parallelism.pp_split": (),
@@ -254,6 +258,7 @@ def test_load_config_reads_python_values(tmp_path: Path) -> None:
         (str(TOKENS), "two", 2.0),
     ]
     assert (config.training.steps, config.optimizer.lr, config.model.family) == (7, 1e-3, "qwen3")
+    config = replace(config, optimizer=replace(config.optimizer, eps=np.float64(1e-9)))
     (tmp_path / "same.toml").write_text(dump_config(config))
     same = titanlite.load_config(tmp_path / "same.toml")
     assert replace(same, job=config.job) == config
