@@ -290,6 +290,10 @@ def test_generate_text_is_the_command(spoken: TrainedRun, capsys: pytest.Capture
     with pytest.raises(ConfigError) as error:
         titanlite.generate_text(spoken, "a", top_k=0, max_new_tokens=0, temperature=-1.0)
     assert [problem.key for problem in error.value.problems] == ["max_new_tokens", "temperature", "top_k"]
+    wrong: dict[str, Any] = {"weights": "avg", "device": "gpu", "dtype": "float8"}
+    with pytest.raises(ConfigError) as error:
+        titanlite.generate_text(spoken, "a", **wrong)
+    assert [problem.key for problem in error.value.problems] == [*wrong]
     with pytest.raises(ConfigError, match=r"prompts\[1\] = ''"):
         titanlite.generate_text(spoken, ["a", ""])
 
@@ -311,6 +315,8 @@ def test_evaluate_run_has_the_loss_of_validation(spoken: TrainedRun, capsys: pyt
         titanlite.evaluate_run(spoken, text, overrides={"optimizer.lr": 1.0})
     with pytest.raises(ConfigError, match="steps = 0"):
         titanlite.evaluate_run(spoken, text, steps=0)
+    with pytest.raises(ConfigError, match="weights = 'avg'"):
+        titanlite.evaluate_run(spoken, text, weights="avg")  # type: ignore[arg-type]
 
 
 def test_export_run_writes_the_folder_of_the_command(
@@ -321,5 +327,7 @@ def test_export_run_writes_the_folder_of_the_command(
     convert(["export", str(spoken.folder), "--out", str(tmp_path / "b"), "--no-verify"])
     content = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("a", "b")]
     assert content[0] == content[1]
+    with pytest.raises(ConfigError, match="dtype = 'int8'"):
+        titanlite.export_run(spoken, tmp_path / "c", dtype="int8")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="already exists"):
         titanlite.export_run(spoken, tmp_path / "a")
