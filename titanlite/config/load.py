@@ -186,6 +186,7 @@ def config_from_values(values: Mapping[str, Mapping[str, Any]], argv: Sequence[s
     tables["model"] = model | model.pop("overrides", {})
     problems = list(arguments.problems)
     family = model.get("family", ModelConfig.family)
+    family = family if family in FAMILIES else None
     known = sections_of(tables, problems)
     found = [put_argument(known, key, text, family) for key, text in arguments.texts.items()]
     problems += [problem for problem in found if problem]
