@@ -8,8 +8,13 @@ import pytest
 import torch
 
 import titanlite
+from titanlite.config.check import resolve_config
 from titanlite.config.load import parse_config
+from titanlite.config.schema import JobConfig
+from titanlite.data.check import check_data
+from titanlite.data.config import DataConfig
 from titanlite.data.kinds import KINDS
+from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.text import Text
 from titanlite.metrics.background import Service
 from titanlite.metrics.sinks import SERVICES
@@ -102,6 +107,12 @@ def test_a_source_is_a_choice() -> None:
 
     titanlite.register_source(Lines)
     assert KINDS["my-lines"] is Lines
+    for workers, keys in ((3, ["data.num_workers"]), (0, [])):
+        data = DataConfig(sources=(SourceConfig("my-lines", "lines.txt"),), num_workers=workers)
+        found = check_data(data, global_batch_size=1, data_degree=1, vocab_size=0, checks_files=False)
+        assert [problem.key for problem in found] == keys
+    config = JobConfig(data=replace(data, num_workers=-1))
+    assert resolve_config(config, world_size=1, device_type="cuda").data.num_workers == 0
 
 
 class NoKind(Text):

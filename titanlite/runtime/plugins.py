@@ -110,6 +110,11 @@ def missing_plugins(entries: Iterable[str]) -> list[str]:
     return [name for name, digest in split if name not in _state.loaded and digest not in digests]
 
 
+def is_of_program(registry: MutableMapping[str, Any], name: str) -> bool:
+    """Whether this program has registered the entry itself, outside of plugins: processes that it starts lack it."""
+    return any(table is registry and known == name and not plugin for table, known, plugin in _state.added)
+
+
 def plugin_digests(entries: Iterable[str]) -> dict[str, str]:
     """Plugin, without its folder -> digest, of stored entries."""
     return {Plugin(*split_entry(entry)).label: split_entry(entry)[1] for entry in entries}
