@@ -179,7 +179,9 @@ def _importing(name: str, shown: str) -> Iterator[None]:
         _undo(number)
         kind = "" if isinstance(error, RegistrationError) else f"{type(error).__name__}: "
         reason = " ".join(f"{kind}{error}{_place(error)}".split())
-        raise PluginError(shown, f"importable: {reason}", "fix its code") from error
+        is_missing = isinstance(error, ModuleNotFoundError)  # a .py file does not find the files beside it
+        remedy = "install that module, or add its folder to PYTHONPATH" if is_missing else "fix its code"
+        raise PluginError(shown, f"importable: {reason}", remedy) from error
     finally:
         _state.importing = earlier
 

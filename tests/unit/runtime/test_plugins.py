@@ -98,7 +98,7 @@ def test_a_file_that_changes_while_the_program_runs_is_refused(plug: Path) -> No
     [
         ("x = 1 / 0", r"ZeroDivisionError: division by zero \(\S+plug.py, line 3\)"),
         ("if x", r"SyntaxError: expected ':' \(plug.py, line 3\)"),
-        ("import not_there", r"ModuleNotFoundError: No module named 'not_there' \(\S+plug.py, line 3\)"),
+        ("import not_there", r"No module named 'not_there' \(\S+plug.py, line 3\); install that module, or add"),
         ("raise SystemExit(3)", r"SystemExit: 3 \(\S+plug.py, line 3\)"),
         (CODE.format(name="cosine"), r"importable: register_schedule\('cosine'\): this name is titanlite's own"),
         (CODE.format(name="first"), r"register_schedule\('first'\): this name was registered by plug.py"),
