@@ -127,7 +127,7 @@ def register_logger(name: str, build: Callable[[MetricsConfig, Path, AboutRun], 
     """Add a logger, chosen by metrics.loggers.
 
     build: called on rank 0 with [metrics], the dump folder and facts of the run; returns a Service of
-    titanlite.metrics.background. A thread calls it; if it raises, the run continues without it.
+    titanlite.metrics.background. A thread calls it. If `build` or the thread raises, the run continues without it.
     """
     check = _Check("register_logger", name)
     check.name(name)

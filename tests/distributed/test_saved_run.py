@@ -15,6 +15,7 @@ from titanlite.checkpoint.folder import step_folder
 from titanlite.checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from titanlite.data.bpe import train_bpe
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import UserError
 from titanlite.tools.saved_run import open_run
 
@@ -122,6 +123,15 @@ def test_hyper_parameters_of_another_version(run: Path) -> None:
         UserError, match=r"step-3: another version of .* wrote this model .*'number_to_come'; use that version"
     ):
         open_run(run)
+
+
+def test_a_family_that_is_not_there_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = open_run(run)
+    monkeypatch.delitem(FAMILIES, found.family.name)
+    with pytest.raises(UserError, match=rf"there is no family '{found.family.name}': a program has registered it, or"):
+        open_run(run)
+    with pytest.raises(UserError, match=r"model\.family = "):
+        _ = found.config
 
 
 def test_folder_without_a_run_is_rejected(tmp_path: Path) -> None:

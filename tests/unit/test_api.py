@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -90,6 +92,7 @@ def settings_of_the_process() -> dict[str, Any]:
         "garbage": (gc.isenabled(), gc.get_freeze_count() > 0),
         "warnings": warnings.filters[:],
         "threads": (threading.excepthook, threads),
+        "hook": sys.excepthook,
         "folder": os.getcwd(),
     }
 
@@ -245,7 +248,8 @@ def test_load_config_reads_python_values(tmp_path: Path) -> None:
         "data.sources": sources,
         "data.sources.1.name": "two",
         "training.steps": 7,
-        "optimizer.lr": 1e-3,
+        "optimizer.lr": np.float64(1e-3),
+        "training.seq_len": np.int64(128),
         "validation.enable": False,
         "model.family": "qwen3",
         "parallelism.pp_split": (),
@@ -256,6 +260,7 @@ def test_load_config_reads_python_values(tmp_path: Path) -> None:
         (str(TOKENS), "two", 2.0),
     ]
     assert (config.training.steps, config.optimizer.lr, config.model.family) == (7, 1e-3, "qwen3")
+    config = replace(config, optimizer=replace(config.optimizer, eps=np.float64(1e-9)))
     (tmp_path / "same.toml").write_text(dump_config(config))
     same = titanlite.load_config(tmp_path / "same.toml")
     assert replace(same, job=config.job) == config
@@ -287,6 +292,10 @@ def test_generate_text_is_the_command(spoken: TrainedRun, capsys: pytest.Capture
     with pytest.raises(ConfigError) as error:
         titanlite.generate_text(spoken, "a", top_k=0, max_new_tokens=0, temperature=-1.0)
     assert [problem.key for problem in error.value.problems] == ["max_new_tokens", "temperature", "top_k"]
+    wrong: dict[str, Any] = {"weights": "avg", "device": "gpu", "dtype": "float8"}
+    with pytest.raises(ConfigError) as error:
+        titanlite.generate_text(spoken, "a", **wrong)
+    assert [problem.key for problem in error.value.problems] == [*wrong]
     with pytest.raises(ConfigError, match=r"prompts\[1\] = ''"):
         titanlite.generate_text(spoken, ["a", ""])
 
@@ -308,6 +317,8 @@ def test_evaluate_run_has_the_loss_of_validation(spoken: TrainedRun, capsys: pyt
         titanlite.evaluate_run(spoken, text, overrides={"optimizer.lr": 1.0})
     with pytest.raises(ConfigError, match="steps = 0"):
         titanlite.evaluate_run(spoken, text, steps=0)
+    with pytest.raises(ConfigError, match="weights = 'avg'"):
+        titanlite.evaluate_run(spoken, text, weights="avg")  # type: ignore[arg-type]
 
 
 def test_export_run_writes_the_folder_of_the_command(
@@ -318,5 +329,7 @@ def test_export_run_writes_the_folder_of_the_command(
     convert(["export", str(spoken.folder), "--out", str(tmp_path / "b"), "--no-verify"])
     content = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("a", "b")]
     assert content[0] == content[1]
+    with pytest.raises(ConfigError, match="dtype = 'int8'"):
+        titanlite.export_run(spoken, tmp_path / "c", dtype="int8")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="already exists"):
         titanlite.export_run(spoken, tmp_path / "a")

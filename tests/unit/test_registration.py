@@ -8,11 +8,17 @@ import pytest
 import torch
 
 import titanlite
+from titanlite.config.check import resolve_config
 from titanlite.config.load import parse_config
+from titanlite.config.schema import JobConfig
+from titanlite.data.check import check_data
+from titanlite.data.config import DataConfig
 from titanlite.data.kinds import KINDS
+from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.text import Text
 from titanlite.metrics.background import Service
-from titanlite.metrics.sinks import SERVICES
+from titanlite.metrics.config import MetricsConfig
+from titanlite.metrics.sinks import SERVICES, build_sinks
 from titanlite.models.family import Family, Plan
 from titanlite.models.init import Init
 from titanlite.models.llama3 import LLAMA3, Llama3Config
@@ -102,6 +108,12 @@ def test_a_source_is_a_choice() -> None:
 
     titanlite.register_source(Lines)
     assert KINDS["my-lines"] is Lines
+    for workers, keys in ((3, ["data.num_workers"]), (0, [])):
+        data = DataConfig(sources=(SourceConfig("my-lines", "lines.txt"),), num_workers=workers)
+        found = check_data(data, global_batch_size=1, data_degree=1, vocab_size=0, checks_files=False)
+        assert [problem.key for problem in found] == keys
+    config = JobConfig(data=replace(data, num_workers=-1))
+    assert resolve_config(config, world_size=1, device_type="cuda").data.num_workers == 0
 
 
 class NoKind(Text):
@@ -192,12 +204,16 @@ def test_a_schedule_that_would_fail_later_is_refused(shape: Any, reason: str) ->
         titanlite.register_schedule("mine", shape)
 
 
-def test_a_logger_is_a_choice() -> None:
+def test_a_logger_is_a_choice(caplog: pytest.LogCaptureFixture) -> None:
     def build(section: Any, folder: Any, about: Any) -> Service:
         raise NotImplementedError
 
     titanlite.register_logger("mine", build)
     assert SERVICES["mine"] is build
+    section = MetricsConfig(loggers=("mine",))
+    options = {"resume_step": 0, "resume_tokens": 0, "about": None, "has_samples": False, "has_experts": False}
+    build_sinks(section, ".", 0, 1, "memory", **options).close()  # type: ignore[arg-type]
+    assert "mine: NotImplementedError: ; the run continues without this logger" in caplog.text
     for name in ("console", "mine"):
         with pytest.raises(RegistrationError, match="name"):
             titanlite.register_logger(name, build)

@@ -11,7 +11,7 @@ from titanlite.config.schema import JobConfig, JobSection, TrainingConfig
 from titanlite.data.bpe import kept_tokenizer
 from titanlite.data.check import check_data, check_tokenizer, check_validation
 from titanlite.data.config import PIECE_BYTES_PER_POSITION
-from titanlite.data.kinds import open_source
+from titanlite.data.kinds import KINDS, open_source
 from titanlite.generation.config import check_samples
 from titanlite.hf.folder import PREFIX
 from titanlite.hf.source import check_source
@@ -27,6 +27,7 @@ from titanlite.parallel.recompute import check_activation_checkpoint
 from titanlite.precision import DTYPES, check_precision
 from titanlite.profiling.config import check_profiling
 from titanlite.runtime.errors import Problem, check_ranges, require
+from titanlite.runtime.plugins import is_of_program
 
 BELOW_ONE = ("beta1", "beta2", "momentum")
 """Keys of optimizers that must be below 1 also in the dtype of the arithmetic."""
@@ -207,7 +208,8 @@ def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> J
     if data.num_workers == -1:
         # Kernels are launched by the training process, whose interpreter a thread would share.
         launches = device_type == "cuda" and any(open_source(source).holds == "text" for source in data.sources)
-        data = replace(data, num_workers=int(launches))
+        has_all = not any(is_of_program(KINDS, source.kind) for source in data.sources)
+        data = replace(data, num_workers=int(launches and has_all))
     return resolve_lengths(replace(config, training=training, data=data))
 
 

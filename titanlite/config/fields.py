@@ -79,8 +79,10 @@ def literal(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, int | float):
-        return repr(value)
+    if isinstance(value, int):
+        return int.__repr__(value)
+    if isinstance(value, float):
+        return float.__repr__(value)  # a subclass, as those of numpy, may have another one
     if isinstance(value, tuple | list):
         return "[" + ", ".join(literal(item) for item in value) + "]"
     raise TypeError(f"{type(value).__name__} is not a type of the configuration: {value!r}")

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
+
 from titanlite.checkpoint.preflight import earlier_config
 from titanlite.config.arguments import Arguments, missing_value, split_arguments
 from titanlite.config.check import check_config, check_path_lengths, one_rank, resolve_config
@@ -186,6 +188,7 @@ def config_from_values(values: Mapping[str, Mapping[str, Any]], argv: Sequence[s
     tables["model"] = model | model.pop("overrides", {})
     problems = list(arguments.problems)
     family = model.get("family", ModelConfig.family)
+    family = family if family in FAMILIES else None
     known = sections_of(tables, problems)
     found = [put_argument(known, key, text, family) for key, text in arguments.texts.items()]
     problems += [problem for problem in found if problem]
@@ -335,9 +338,11 @@ def text_of(value: Any) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """The value as TOML has it: paths as strings, tuples as lists."""
+    """The value as TOML has it: paths as strings, tuples as lists, numbers of numpy as those of Python."""
     if isinstance(value, PurePath):
         return str(value)
+    if isinstance(value, np.generic):
+        return value.item()
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value

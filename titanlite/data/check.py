@@ -20,6 +20,7 @@ from titanlite.data.sources.text import Text
 from titanlite.data.sources.tokens import Tokens, manifests_of
 from titanlite.data.tokenizer import Tokenizer, tokenizer_file
 from titanlite.runtime.errors import Problem, UserError, check_ranges, require
+from titanlite.runtime.plugins import is_of_program
 
 TRAIN_TOKENIZER = "titanlite train-tokenizer CONFIG --out DIR"
 
@@ -69,6 +70,13 @@ def check_data(
             "start fewer data ranks, or begin a new run with more streams",
         )
     for n, source in enumerate(section.sources):
+        problems += require(
+            section.num_workers < 1 or not is_of_program(KINDS, source.kind),
+            "data.num_workers",
+            section.num_workers,
+            f"0 if this program has registered data.sources.{n}.kind = {source.kind!r}: data workers do not have it",
+            "write 0, or register it in a module that job.plugins names",
+        )
         problems += check_source(source, f"data.sources.{n}", section, vocab_size=vocab_size, checks_files=checks_files)
     return problems + _check_weights(section.sources)
 

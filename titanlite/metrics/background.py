@@ -67,7 +67,7 @@ class BackgroundSink:
             while (record := self._pending.get()) is not None and not self._has_failed:
                 service.write(record)
             service.close()
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # of a plugin; a thread ends silently by a SystemExit
             self._warn(describe(error))
 
     def _warn(self, why: str) -> None:
@@ -75,7 +75,7 @@ class BackgroundSink:
         self._has_failed = True
 
 
-def describe(error: Exception) -> str:
+def describe(error: BaseException) -> str:
     """The error on one line, with its type unless it is one of the file system."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror

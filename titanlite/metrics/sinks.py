@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Protocol
 
 from titanlite.metrics.about import AboutRun
-from titanlite.metrics.background import BackgroundSink, Service
+from titanlite.metrics.background import BackgroundSink, Service, describe
 from titanlite.metrics.config import EXPERTS_FILE, METRICS_FILE, SAMPLES_FILE, MetricsConfig
 from titanlite.metrics.console import ConsoleSink
 from titanlite.metrics.experts import ExpertsRecord, ExpertsRow
@@ -18,6 +18,7 @@ from titanlite.metrics.samples import SampleRow, SamplesRecord
 from titanlite.metrics.tensorboard import TensorBoardSink
 from titanlite.metrics.validation import ValidationRecord
 from titanlite.metrics.wandb import WandbService
+from titanlite.runtime.logging import log
 
 OWN_LOGGERS = ("console", "jsonl", "tensorboard")
 SERVICES: dict[str, Callable[[MetricsConfig, Path, AboutRun], Service]] = {
@@ -95,5 +96,8 @@ def build_sinks(
             case "tensorboard":
                 sinks.append(TensorBoardSink(folder / section.folder, resume_step, resume_tokens, about))
             case _:
-                sinks.append(BackgroundSink(SERVICES[name](section, folder, about)))
+                try:
+                    sinks.append(BackgroundSink(SERVICES[name](section, folder, about)))
+                except Exception as error:
+                    log.warning("%s: %s; the run continues without this logger", name, describe(error))
     return Sinks(sinks)

@@ -78,23 +78,23 @@ _state = _State()
 def load_plugins(entries: Iterable[str]) -> tuple[str, ...]:
     """Import the plugins of installed packages and those of job.plugins, once per process; then fix the registries.
 
-    Returns the entries to store. An entry whose digest is that of a plugin that is imported already is this plugin. A
-    digest that differs from the code's is a warning. Raises PluginError.
+    Returns the entries to store, without plugins that other configurations of this process have named. An entry whose
+    digest is that of an imported plugin is this plugin, wherever its file is now. A digest that differs from the code's
+    is a warning. Raises PluginError.
     """
-    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        _load(point.value, f"{point.value} of the installed package {_distribution(point)}")
-    stored = list(_state.loaded)
+    installed = sorted(entry_points(group=GROUP), key=lambda point: point.name)
+    found = [
+        _load(point.value, f"{point.value} of the installed package {_distribution(point)}") for point in installed
+    ]
     for entry in entries:
         name, digest = split_entry(entry)
-        path = os.path.abspath(name) if name.endswith(".py") else name
-        elsewhere = (plugin for plugin in _state.loaded.values() if plugin.digest == digest)
-        plugin = _load(path, name) if path in _state.loaded else next(elsewhere, None) or _load(path, name)
+        same = (plugin for plugin in _state.loaded.values() if plugin.digest == digest)
+        plugin = next(same, None) or _load(os.path.abspath(name) if name.endswith(".py") else name, name)
         if digest not in ("", plugin.digest):
             log.warning("Plugin: %s has changed since its digest was stored (sha256:%s)", plugin.entry, digest)
-        if plugin.name not in stored:
-            stored.append(plugin.name)
+        found.append(plugin)
     _state.is_fixed = True
-    return tuple(_state.loaded[name].entry for name in stored)
+    return tuple(dict.fromkeys(plugin.entry for plugin in found))
 
 
 def loaded_plugins() -> tuple[str, ...]:
@@ -108,6 +108,11 @@ def missing_plugins(entries: Iterable[str]) -> list[str]:
     digests = {plugin.digest for plugin in _state.loaded.values()}
     split = [split_entry(entry) for entry in entries]
     return [name for name, digest in split if name not in _state.loaded and digest not in digests]
+
+
+def is_of_program(registry: MutableMapping[str, Any], name: str) -> bool:
+    """Whether this program has registered the entry itself, outside of plugins: processes that it starts lack it."""
+    return any(table is registry and known == name and not plugin for table, known, plugin in _state.added)
 
 
 def plugin_digests(entries: Iterable[str]) -> dict[str, str]:
@@ -174,7 +179,9 @@ def _importing(name: str, shown: str) -> Iterator[None]:
         _undo(number)
         kind = "" if isinstance(error, RegistrationError) else f"{type(error).__name__}: "
         reason = " ".join(f"{kind}{error}{_place(error)}".split())
-        raise PluginError(shown, f"importable: {reason}", "fix its code") from error
+        is_missing = isinstance(error, ModuleNotFoundError)  # a .py file does not find the files beside it
+        remedy = "install that module, or add its folder to PYTHONPATH" if is_missing else "fix its code"
+        raise PluginError(shown, f"importable: {reason}", remedy) from error
     finally:
         _state.importing = earlier
 

@@ -21,11 +21,13 @@ def restored_process(device: torch.device) -> Iterator[None]:
 
     These are: environment variables, the limit of open files, torch's default dtype, gradient mode, deterministic
     algorithms and random state (of the CPU and of `device`), the current GPU, the order of attention kernels, frozen
-    objects of the garbage collector, filters of warnings, and the logger "titanlite". The memory of the run is free.
+    objects of the garbage collector, filters of warnings, sys.excepthook, and the logger "titanlite". The memory of the
+    run is free.
     Functions of torch.compile are compiled again at their next call.
     """
     environment, limit = dict(os.environ), resource.getrlimit(resource.RLIMIT_NOFILE)
     is_frozen = gc.get_freeze_count() > 0
+    excepthook = sys.excepthook  # which torch's process groups replace, by one that writes the rank before each line
     with ExitStack() as stack:
         stack.enter_context(logging_restored())
         stack.enter_context(warnings.catch_warnings())
@@ -37,6 +39,7 @@ def restored_process(device: torch.device) -> Iterator[None]:
             if is_frozen:
                 gc.freeze()
             resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+            sys.excepthook = excepthook
             for name in os.environ.keys() - environment.keys():
                 del os.environ[name]
             os.environ.update(environment)

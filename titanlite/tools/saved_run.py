@@ -245,7 +245,10 @@ def _opened(path: Path, *, verifies: bool = True, allow_import: bool) -> SavedRu
     values = dict(manifest.facts["model"])
     family = FAMILIES.get(values.pop("family"))
     if family is None:
-        raise UserError(f"{path}: this version of titanlite has no family {manifest.facts['model']['family']!r}")
+        raise UserError(
+            f"{path}: there is no family {manifest.facts['model']['family']!r}: a program has registered it, or "
+            "another version of titanlite has it; register it before in the same way, or use that version"
+        )
     try:
         hyper_parameters = family.config_type(**values)
     except TypeError as error:

@@ -54,20 +54,21 @@ def _propagating_log(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Service:
-    """Notes its calls; fails at the steps in `fails` ("open": at the start), waits for `gate` in each call."""
+    """Notes its calls; raises `error` at the steps in `fails` ("open": at the start), waits for `gate` in each call."""
 
     name = "Service"
 
-    def __init__(self, *fails: int | str) -> None:
+    def __init__(self, *fails: int | str, error: type[BaseException] = ConnectionError) -> None:
         self.calls: list[int | str] = []
         self.fails = fails
+        self.error = error
         self.gate = threading.Event()
         self.gate.set()
 
     def call(self, name: int | str) -> None:
         self.gate.wait()
         if name in self.fails:
-            raise ConnectionError(f"refused\n at {name}")
+            raise self.error(f"refused\n at {name}")
         self.calls.append(name)
 
     def open(self) -> None:
@@ -94,15 +95,19 @@ def test_records_arrive_in_order_and_close_waits_for_them(caplog: pytest.LogCapt
     assert not warnings_of(caplog)
 
 
-@pytest.mark.parametrize("fails", ["open", 2, "close"])
-def test_a_failure_is_one_warning(fails: int | str, caplog: pytest.LogCaptureFixture) -> None:
-    sink = BackgroundSink(Service(fails))
+@pytest.mark.parametrize(
+    ("fails", "error"), [("open", ConnectionError), (2, ConnectionError), ("close", ConnectionError), (2, SystemExit)]
+)
+def test_a_failure_is_one_warning(
+    fails: int | str, error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    sink = BackgroundSink(Service(fails, error=error))
     for step in (1, 2, 3, 4):
         sink.write(replace(RECORD, step=step))
     sink.close()
     sink.write(RECORD)
     (warning,) = warnings_of(caplog)
-    assert warning.startswith(f"Service: ConnectionError: refused at {fails}; the run continues without it")
+    assert warning.startswith(f"Service: {error.__name__}: refused at {fails}; the run continues without it")
 
 
 def test_a_service_that_hangs_blocks_no_write_and_is_given_up(

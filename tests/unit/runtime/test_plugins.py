@@ -86,9 +86,18 @@ def test_the_same_code_elsewhere_is_the_same_plugin(plug: Path) -> None:
     assert load_plugins([moved]) == (entry,)
 
 
-def test_a_file_that_changes_while_the_program_runs_is_refused(plug: Path) -> None:
+def test_plugins_of_another_configuration_are_not_stored(plug: Path, package: Path) -> None:
     load_plugins([str(plug)])
+    (entry,) = load_plugins([f"{package.name}.model"])
+    assert entry.startswith(package.name)
+    assert load_plugins([]) == ()
+    assert len(loaded_plugins()) == 2
+
+
+def test_a_file_that_changes_while_the_program_runs_is_refused(plug: Path) -> None:
+    (entry,) = load_plugins([str(plug)])
     plug.write_text("")
+    assert load_plugins([entry]) == (entry,)  # of a run with the code that was imported
     with pytest.raises(PluginError, match="start Python again"):
         load_plugins([str(plug)])
 
@@ -98,7 +107,7 @@ def test_a_file_that_changes_while_the_program_runs_is_refused(plug: Path) -> No
     [
         ("x = 1 / 0", r"ZeroDivisionError: division by zero \(\S+plug.py, line 3\)"),
         ("if x", r"SyntaxError: expected ':' \(plug.py, line 3\)"),
-        ("import not_there", r"ModuleNotFoundError: No module named 'not_there' \(\S+plug.py, line 3\)"),
+        ("import not_there", r"No module named 'not_there' \(\S+plug.py, line 3\); install that module, or add"),
         ("raise SystemExit(3)", r"SystemExit: 3 \(\S+plug.py, line 3\)"),
         (CODE.format(name="cosine"), r"importable: register_schedule\('cosine'\): this name is titanlite's own"),
         (CODE.format(name="first"), r"register_schedule\('first'\): this name was registered by plug.py"),

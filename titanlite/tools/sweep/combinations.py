@@ -13,10 +13,12 @@ from typing import Any
 from titanlite.config.arguments import split_arguments
 from titanlite.config.fields import fields_of, is_text, literal, row_type, section_types, types_of
 from titanlite.config.files import CONFIG_FILE
-from titanlite.config.load import CONFIG_COPY, load_config, parse_config
+from titanlite.config.load import load_config, parse_config, read_copy
+from titanlite.config.plugins import PLUGINS
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import ModelConfig
 from titanlite.runtime.errors import ConfigError, Problem, UsageError, require
+from titanlite.runtime.plugins import plugin_digests
 
 DUMP_FOLDER = "job.dump_folder"
 MAX_RUNS = 1000
@@ -24,15 +26,8 @@ MAX_VALUE_CHARS = 40
 """Of a value in the name of a folder; a longer one is cut."""
 RUNNING = (
     *("job.", "parallelism.", "activation_checkpoint.", "compile.", "comm.", "metrics.", "checkpoint.", "faults."),
-    *("memory.", "profiling.", "samples.", "validation."),
-    *(
-        "loss.chunk_tokens",
-        "training.local_batch_size",
-        "training.gc_freq",
-        "data.num_workers",
-        "data.ledger",
-        "data.max_bad_rows",
-    ),
+    *("memory.", "profiling.", "samples.", "validation.", "loss.chunk_tokens"),
+    *("training.local_batch_size", "training.gc_freq", "data.num_workers", "data.ledger", "data.max_bad_rows"),
 )
 """Keys that do not decide what a finished run has learned, or the starts of their names."""
 
@@ -222,8 +217,7 @@ def _require_different(runs: Sequence[Run]) -> None:
 
 def require_same_settings(run: Run) -> None:
     """Raise ConfigError if the finished run in the folder had other settings: it would be skipped unnoticed."""
-    earlier, _ = parse_config([f"--{CONFIG_FILE}={run.folder / CONFIG_COPY}"])
-    before, now = _settings(earlier), _settings(run.config)
+    before, now = _settings(read_copy(run.folder)), _settings(run.config)
     texts = [f"{key} = {before[key]} (now {now[key]})" for key in now if before[key] != now[key]]
     if texts:
         rule = f"a folder without a finished run of other settings; it has one with {', '.join(texts)}"
@@ -240,4 +234,5 @@ def _settings(config: JobConfig) -> dict[str, Any]:
         for section, values in fields_of(config).items()
         for key, value in fields_of(values).items()
     }
-    return {key: value for key, value in found.items() if not key.startswith(RUNNING)}
+    learned = {key: value for key, value in found.items() if not key.startswith(RUNNING)}
+    return learned | {PLUGINS: plugin_digests(config.job.plugins)}

@@ -1,5 +1,6 @@
 """The runs of a sweep: values, names, and the check of all runs before the first one starts."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,16 @@ def test_a_finished_run_of_other_settings_is_not_taken_for_this_one(tmp_path: Pa
     (other, _) = runs_of("--optimizer.lr=1e-3,1e-4", "--optimizer.beta1=0.8", folder=tmp_path)
     with pytest.raises(ConfigError, match=r"other settings; it has one with optimizer\.beta1 = 0\.9 \(now 0\.8\)"):
         require_same_settings(other)
+    with pytest.raises(ConfigError, match=r"loss\.name = cross_entropy \(now mine\)"):
+        require_same_settings(replace(run, config=replace(run.config, loss=replace(run.config.loss, name="mine"))))
+
+
+def test_the_code_that_a_finished_run_names_is_compared_and_not_imported(tmp_path: Path) -> None:
+    (run, _) = runs_of("--optimizer.lr=1e-3,1e-4", folder=tmp_path)
+    (tmp_path / "plug.py").write_text("raise AssertionError")
+    entry = f"{tmp_path}/plug.py@sha256:0123456789abcdef"
+    run.folder.mkdir(parents=True)
+    job = replace(run.config.job, plugins=(entry,))
+    (run.folder / "config.toml").write_text(dump_config(replace(run.config, job=job)))
+    with pytest.raises(ConfigError, match=r"job\.plugins = {'plug.py': '0123456789abcdef'} \(now {}\)"):
+        require_same_settings(run)
