@@ -213,7 +213,7 @@ def test_a_logger_is_a_choice(caplog: pytest.LogCaptureFixture) -> None:
     section = MetricsConfig(loggers=("mine",))
     options = {"resume_step": 0, "resume_tokens": 0, "about": None, "has_samples": False, "has_experts": False}
     build_sinks(section, ".", 0, 1, "memory", **options).close()  # type: ignore[arg-type]
-    assert "mine: NotImplementedError: ; the run continues without this logger" in caplog.text
+    assert "mine: NotImplementedError:; the run continues without this logger" in caplog.text
     for name in ("console", "mine"):
         with pytest.raises(RegistrationError, match="name"):
             titanlite.register_logger(name, build)
