@@ -23,7 +23,8 @@ prints or writes a TOML with the meaning of one of torchtitan 0.2.0 to 0.2.2. (t
 Each key of the file is translated, or named in a comment with the reason and what to do. A default of torchtitan that
 the file relies on is written if titanlite's differs. The exit code is 0, also if keys have no counterpart; 1 if FILE
 cannot be read; 2 if a value has the wrong type. The comments at the top list the values to fill in, such as the folder
-of a tokenizer; then `titanlite train my.toml` starts. Keys of torchtitan 0.1 are read under their later names.
+of a tokenizer; then `titanlite train my.toml` starts. Sections that are switched off are translated, too, so `--strict`
+would refuse their keys. Keys of torchtitan 0.1 are read under their later names.
 
 [comparison.md](comparison.md) compares what the two do. This page was written from the published names, defaults and
 meanings; defaults are those of 0.2.2.

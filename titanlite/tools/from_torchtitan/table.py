@@ -13,7 +13,7 @@ RULES: tuple[Rule, ...] = (
     absent({"job.config_file": None}, "It is the first argument of the command: `titanlite train my.toml`."),
     absent(
         {"job.print_config": False, "job.save_config_file": None},
-        "Each run writes its configuration, with defaults, to config.toml in its dump folder.",
+        "titanlite train my.toml --print-config; each run writes its configuration to config.toml in its dump folder.",
     ),
     absent({"job.custom_config_module": ""}, "Code for torchtitan: see docs/plugins.md."),
     # model
