@@ -119,7 +119,7 @@ def test_report_of_context(tmp_path: Path) -> None:
     assert all(tokens > 0 for row in speeds for tokens in row["tokens/s"])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_report_of_experts(tmp_path: Path) -> None:
     experts.main(((4, 16, 2),), dim=32, tokens=64, rounds=2, steps=1, json=tmp_path)
     layers, steps = tables(tmp_path / "experts.json").values()

@@ -18,7 +18,7 @@ def numbers(folder: Path) -> list[tuple[Any, ...]]:
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows(folder)]
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.soak)])
 def test_runs_of_one_program_have_the_numbers_of_commands(ranks: int, tmp_path: Path, start: Starter) -> None:
     names = MESHES if ranks else {"fsdp": MESHES["fsdp"]}
     for name, settings in names.items():

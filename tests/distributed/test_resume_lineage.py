@@ -80,7 +80,7 @@ def test_new_branch_wins_after_a_rewind(tmp_path: Path) -> None:
     assert {name.rpartition("-")[2] for name in names} == {lineages[2][0].id}
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # default suite: test_new_branch_wins_after_a_rewind
 def test_saved_branch_is_in_the_lineage_and_continued_by_a_restart(tmp_path: Path) -> None:
     back = ("checkpoint.load_step=4", "training.steps=12")
     one = partial(restarted, 1, 1)

@@ -99,7 +99,7 @@ def check_numbers(folder: Path, rel: float) -> None:
 @pytest.mark.parametrize(
     ("meshes", "settings"),
     [
-        pytest.param(ROUND, (), id="round"),
+        pytest.param(ROUND, (), id="round", marks=pytest.mark.soak),
         pytest.param(INTERLEAVED, ("model.n_layers=4",), id="interleaved", marks=pytest.mark.soak),
         pytest.param(TIED, ("model.tie_embeddings=true",), id="tied"),
         pytest.param(DEALT_OUT, (*BIASED, *ALL_OPTIMIZERS), id="experts and all optimizers"),

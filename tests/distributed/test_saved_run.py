@@ -127,11 +127,15 @@ def test_hyper_parameters_of_another_version(run: Path) -> None:
 
 def test_a_family_that_is_not_there_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = open_run(run)
+    before = dict(FAMILIES)
     monkeypatch.delitem(FAMILIES, found.family.name)
     with pytest.raises(UserError, match=rf"there is no family '{found.family.name}': a program has registered it, or"):
         open_run(run)
     with pytest.raises(UserError, match=r"model\.family = "):
         _ = found.config
+    monkeypatch.undo()
+    FAMILIES.clear()
+    FAMILIES.update(before)  # in the same order
 
 
 def test_folder_without_a_run_is_rejected(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ FUSED, *OTHERS = OPTIMIZERS
     [
         ([], [FUSED]),
         pytest.param([], OTHERS, marks=pytest.mark.slow),
-        pytest.param(REPLICATE, ["fused AdamW", "foreach AdamW", "for-loop SGD"], marks=pytest.mark.slow),
+        pytest.param(REPLICATE, ["fused AdamW", "foreach AdamW", "for-loop SGD"], marks=pytest.mark.soak),
     ],
 )
 def test_updates_require_a_valid_token_and_a_finite_norm(layout: list[str], optimizers: list[str]) -> None:

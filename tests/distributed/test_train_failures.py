@@ -277,7 +277,7 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # default suite: test_a_rank_that_is_killed_or_hangs_is_named
 def test_a_rank_that_is_killed_or_hangs_outside_of_a_step_is_named(tmp_path: Path, start: Starter) -> None:
     """In start-up, in the thread of a save, and after the last step, in four programs at the same time."""
     timeouts = [f"--comm.{name}_timeout_s={seconds}" for name, seconds in (("init", 6), ("train", 4), ("save", 3))]
