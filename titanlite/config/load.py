@@ -247,8 +247,8 @@ def _parse(argv: Sequence[str], values: Mapping[str, Any] | None = None, *, impo
 def _origins(
     tables: Tables, files: Mapping[str, str], arguments: Arguments, values: Mapping[str, Any]
 ) -> dict[str, str]:
-    """As in Parsed, where values count as of the command line. tables: those of the files, without what the command
-    line removes."""
+    """The field `origins` of Parsed. The origin of `values` is COMMAND_LINE. tables: of the files, without the lengths
+    that the command line replaces."""
     # of entries that are no sections
     origins = {name: file for key, file in files.items() if (name := key.partition(".")[0]) not in tables}
     for section, table in tables.items():

@@ -32,7 +32,7 @@ MODULE_PREFIX = "titanlite_plugin_"
 
 
 class PluginError(UserError):
-    """A plugin cannot be used. entry: as given. rule, remedy: as of a Problem."""
+    """A plugin cannot be used. entry: of job.plugins. rule, remedy: see Problem."""
 
     def __init__(self, entry: str, rule: str, remedy: str) -> None:
         self.entry, self.rule, self.remedy = entry, rule, remedy
@@ -78,9 +78,9 @@ _state = _State()
 def load_plugins(entries: Iterable[str]) -> tuple[str, ...]:
     """Import the plugins of installed packages and those of job.plugins, once per process; then fix the registries.
 
-    Returns the entries to store, without plugins that other configurations of this process have named. An entry whose
-    digest is that of an imported plugin is this plugin, wherever its file is now. A digest that differs from the code's
-    is a warning. Raises PluginError.
+    Returns the entries to store, without plugins that other configurations of this process have named. A file with the
+    name and the digest of an imported one is the same plugin, in any folder. A digest that differs from the code's is a
+    warning. Raises PluginError.
     """
     installed = sorted(entry_points(group=GROUP), key=lambda point: point.name)
     found = [
@@ -88,8 +88,7 @@ def load_plugins(entries: Iterable[str]) -> tuple[str, ...]:
     ]
     for entry in entries:
         name, digest = split_entry(entry)
-        same = (plugin for plugin in _state.loaded.values() if plugin.digest == digest)
-        plugin = next(same, None) or _load(os.path.abspath(name) if name.endswith(".py") else name, name)
+        plugin = _imported(entry) or _load(os.path.abspath(name) if name.endswith(".py") else name, name)
         if digest not in ("", plugin.digest):
             log.warning("Plugin: %s has changed since its digest was stored (sha256:%s)", plugin.entry, digest)
         found.append(plugin)
@@ -103,11 +102,18 @@ def loaded_plugins() -> tuple[str, ...]:
 
 
 def missing_plugins(entries: Iterable[str]) -> list[str]:
-    """The names of plugins that this process has not imported. A module of the same code elsewhere counts as the
-    same plugin."""
-    digests = {plugin.digest for plugin in _state.loaded.values()}
-    split = [split_entry(entry) for entry in entries]
-    return [name for name, digest in split if name not in _state.loaded and digest not in digests]
+    """The names of plugins that this process has not imported. A file of the same name and code in another folder is
+    the same plugin."""
+    names = {entry: split_entry(entry)[0] for entry in entries}
+    return [name for entry, name in names.items() if name not in _state.loaded and _imported(entry) is None]
+
+
+def _imported(entry: str) -> Plugin | None:
+    """The imported plugin with the digest of an entry, and its name without the folder. Modules of one package have
+    the same digest."""
+    wanted = Plugin(*split_entry(entry))
+    same = (each for each in _state.loaded.values() if (each.label, each.digest) == (wanted.label, wanted.digest))
+    return next(same, None)
 
 
 def is_of_program(registry: MutableMapping[str, Any], name: str) -> bool:

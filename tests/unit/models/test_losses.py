@@ -3,6 +3,7 @@
 import runpy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import titanlite
@@ -30,6 +32,7 @@ from titanlite.models.losses import (
 )
 from titanlite.planning.activations import MicrobatchShape, activation_bytes
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.plugins import load_plugins
 
 
 def custom(chunk: int, *, recomputes: bool, dtype: torch.dtype = torch.float64) -> OutputLayer:
@@ -230,3 +233,19 @@ def test_a_fault_with_other_sizes_names_the_loss() -> None:
     head.loss = Loss("mine", lambda logits, labels: cross_entropy(logits, labels).sum())
     with pytest.raises(UserError, match=r'loss "mine" returns shape \(\) for logits of shape \(16, 101\): return one'):
         head(x, labels, num_valid)
+
+
+@pytest.mark.usefixtures("registries")
+def test_the_example_rounds_less_than_label_smoothing_of_torch() -> None:
+    """The gradient of a row of logits sums to 0. With -s, prints the sums of docs/numerics.md."""
+    load_plugins([str(Path(titanlite.__file__).parents[1] / "examples" / "loss.py")])
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = 0.02 * torch.randn(16, 65_537, generator=generator), torch.arange(16)
+    of_torch = partial(functional.cross_entropy, label_smoothing=0.1, reduction="none")
+    sums = []
+    for function in (LOSSES["smoothed"].function, of_torch):
+        leaf = logits.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(function(leaf, labels).sum(), leaf)
+        sums.append(float(gradient.double().sum(1).abs().max()))
+    print(f"largest sum of a row: {sums[0]:.1e}, by torch's label_smoothing {sums[1]:.1e}")
+    assert sums[0] < 1e-5 < sums[1]

@@ -86,6 +86,22 @@ def test_the_same_code_elsewhere_is_the_same_plugin(plug: Path) -> None:
     assert load_plugins([moved]) == (entry,)
 
 
+def test_two_modules_of_a_package_are_two_plugins_of_one_digest(package: Path) -> None:
+    (package / "data.py").write_text(CODE.format(name="second"))
+    entries = load_plugins([f"{package.name}.model", f"{package.name}.data"])
+    assert len({split_entry(entry)[1] for entry in entries}) == 1
+    for name in ("packaged", "second"):
+        del DECAY_SHAPES[name]
+    for name in [name for name in sys.modules if name.startswith(package.name)]:
+        del sys.modules[name]
+    plugins._state = plugins._State()  # as in a process that gets the stored entries
+    assert missing_plugins(entries) == [f"{package.name}.model", f"{package.name}.data"]
+    load_plugins(entries[:1])
+    assert missing_plugins(entries) == [f"{package.name}.data"]
+    assert load_plugins(entries) == entries
+    assert {"packaged", "second"} <= DECAY_SHAPES.keys()
+
+
 def test_plugins_of_another_configuration_are_not_stored(plug: Path, package: Path) -> None:
     load_plugins([str(plug)])
     (entry,) = load_plugins([f"{package.name}.model"])
