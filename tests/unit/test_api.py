@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from titanlite.train import Trainer
 
 SENTENCE = "the model reads what it is given, and says it again\n"
 SAVES = {"checkpoint.enable": True, "checkpoint.interval": 100}
+EARLIER_THREADS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 @pytest.fixture
@@ -76,10 +78,15 @@ def in_step_3(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
     return actions
 
 
+@pytest.fixture(autouse=True)
+def earlier_threads() -> None:
+    """Threads of earlier tests in this process may end during any later one."""
+    EARLIER_THREADS.update(threading.enumerate())
+
+
 def settings_of_the_process() -> dict[str, Any]:
     log = logging.getLogger("titanlite")
-    names = {thread.name for thread in threading.enumerate()} - {"tqdm_monitor"}
-    threads = {name for name in names if "process_request_thread" not in name}  # of web servers of other tests
+    threads = {thread.name for thread in threading.enumerate() if thread not in EARLIER_THREADS} - {"tqdm_monitor"}
     return {
         "environment": dict(os.environ),
         "handlers": {number: signal.getsignal(number) for number in (*signals.STOP_SIGNALS, signal.SIGALRM)},
