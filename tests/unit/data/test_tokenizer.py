@@ -272,9 +272,7 @@ def test_chat_template_is_the_chosen_one_or_that_of_the_folder(folder: Path, tmp
     for faulty in ({"a": 1}, [{"name": "default", "template": 1}], "\ud800"):
         config.write_text(json.dumps({"chat_template": faulty}))
         (folder / CHAT_TEMPLATE).unlink(missing_ok=True)
-        with pytest.raises(
-            UserError, match=r"tokenizer_config\.json has a chat_template (that is not|with an unpaired)"
-        ):
+        with pytest.raises(UserError, match=r"_config\.json has a chat_template (that is not|with an unpaired)"):
             Tokenizer(file)
 
 
@@ -294,6 +292,23 @@ def test_saved_chat_templates_are_those_that_transformers_reads(folder: Path, tm
     assert saved("config", "one") == (None, "config")
     assert saved(several, "two") == (several, "")
     assert saved(several, "three", chat_template=str(chosen)) == (None, "chosen")
+
+
+@pytest.mark.parametrize(
+    ("special_tokens", "fault"),
+    [
+        (["<|a|>", "[B c]"], None),
+        (["<|a|>", "<|a|>"], "different"),
+        ([EOS], f"without {EOS}"),
+        ([""], "several words"),
+        (["user"], "several words"),
+        ([" 日本"], "several words"),
+        (["=="], "several words"),
+    ],
+)
+def test_special_tokens_that_plain_text_could_have_are_refused(special_tokens: list[str], fault: str | None) -> None:
+    found = bpe.special_tokens_fault(special_tokens)
+    assert found is None if fault is None else fault in str(found)
 
 
 def test_check_tokenizer_with_a_chat_template(folder: Path, tmp_path: Path) -> None:

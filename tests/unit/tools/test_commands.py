@@ -182,21 +182,14 @@ def test_special_tokens_of_a_trained_tokenizer(config: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--special-tokens", "<|a|>", "<|a|>"], "--special-tokens = '<|a|> <|a|>'\n    rule:   different texts"),
-        (["--special-tokens", "<|endoftext|>"], "rule:   without <|endoftext|>, which every tokenizer has as EOS"),
-        (["--special-tokens", ""], "rule:   texts of several words, such as <|user|>"),
-        (["--special-tokens", "user"], "rule:   texts of several words, such as <|user|>"),
-        (["--special-tokens", " the"], "rule:   texts of several words, such as <|user|>"),
-        (["--special-tokens", "<|a|>", "--vocab-size", "257"], "--vocab-size = 257\n    rule:   at least 258: a token"),
-        (
-            ["--special-tokens", "<|a|>", "--model.vocab_size", "257"],
-            "model.vocab_size = 257\n    rule:   at least 258",
-        ),
+        (["user"], "--special-tokens = 'user'\n    rule:   texts of several words, such as <|user|>"),
+        (["<|a|>", "--vocab-size", "257"], "--vocab-size = 257\n    rule:   at least 258: a token for each byte"),
+        (["<|a|>", "--model.vocab_size", "257"], "model.vocab_size = 257\n    rule:   at least 258: a token for each"),
     ],
 )
 def test_special_tokens_that_are_refused(arguments: list[str], problem: str, config: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(problem)):
-        train_tokenizer.main([str(config), "--out", str(tmp_path / "out"), *arguments])
+        train_tokenizer.main([str(config), "--out", str(tmp_path / "out"), "--special-tokens", *arguments])
     assert not (tmp_path / "out").exists()
 
 

@@ -140,9 +140,8 @@ def test_turns_found_by_rendering_are_those_of_generation_blocks(
     conversations = random_conversations(COUNT, seed=3) + with_special_text(style, seed=4)
     expected = usable(encoder, conversations)
     found = incremental.encode(conversations, "assistant")
-    assert any(isinstance(one, BadRowError) for one in found) == (
-        style == "qwen"
-    )  # the other templates trim, or write " "
+    # The other templates trim the answer, or write a space before it.
+    assert any(isinstance(one, BadRowError) for one in found) == (style == "qwen")
     for messages, one, other in zip(conversations, expected, found, strict=True):
         if isinstance(other, BadRowError):
             assert any(message["content"].lstrip(" ").startswith("\n") for message in messages)
