@@ -207,16 +207,16 @@ def test_a_turn_that_the_template_shortens_if_others_follow(tmp_path: Path) -> N
 
 
 def test_special_tokens_that_are_words_of_the_vocabulary(tmp_path: Path) -> None:
-    """Merges of plain text give "th", which is a special token all the same."""
+    """Merges of plain text give "the", by way of "he", which is a special token all the same."""
     file = Path(make_tokenizer("qwen", QWEN, tmp_path).arguments["file"])
     made = tokenizers.Tokenizer.from_file(str(file))
-    assert made.encode("the").tokens[0].startswith("th")
-    made.add_special_tokens(["th"])
+    assert made.token_to_id("he") is not None
+    made.add_special_tokens(["he"])
     made.save(str(file))
     tokenizer = Tokenizer(file)
     (one,) = usable(ChatEncoder(tokenizer), [[ANSWER | {"role": "user"}, ANSWER | {"content": "the"}]])
     assert tokenizer.decode(one.tokens[one.trained].tolist()) == "the<|im_end|>\n"
-    assert made.token_to_id("th") not in one.tokens
+    assert made.token_to_id("he") not in one.tokens[one.trained]
 
 
 def test_stop_ids_are_the_end_of_a_turn_and_eos(encoder: ChatEncoder, tokenizer: Tokenizer, style: str) -> None:
