@@ -207,7 +207,7 @@ def test_a_turn_that_the_template_shortens_if_others_follow(tmp_path: Path) -> N
 
 
 def test_special_tokens_that_are_words_of_the_vocabulary(tmp_path: Path) -> None:
-    """Merges of plain text give "the", by way of "he", which is a special token all the same."""
+    """Merges of plain text give "the", by way of "he", which is also a special token."""
     file = Path(make_tokenizer("qwen", QWEN, tmp_path).arguments["file"])
     made = tokenizers.Tokenizer.from_file(str(file))
     assert made.token_to_id("he") is not None
