@@ -159,7 +159,7 @@ def check_layout(config: JobConfig, world_size: int) -> list[Problem]:
         problems += check_context(section, model, training.seq_len)
         problems += check_experts(section, getattr(model, "n_experts", 1))
         layout = replace(section, dp_shard=resolve_degrees(section, world_size)["dp_shard"])
-        problems += check_pipeline(layout, family.plan(model), document_mask=config.data.document_mask)
+        problems += check_pipeline(layout, family.plan(model), document_mask=config.data.masks_documents)
     splits = splits_backward(section)
     return [
         *problems,
@@ -203,6 +203,7 @@ def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> J
         training = replace(training, mixed_precision_reduce="float32" if mixed else training.dtype)
     if data.num_streams == -1:
         data = replace(data, num_streams=training.global_batch_size)
+    data = replace(data, document_mask=data.masks_documents)
     if data.max_piece_bytes == -1:
         data = replace(data, max_piece_bytes=PIECE_BYTES_PER_POSITION * training.seq_len)
     if data.num_workers == -1:

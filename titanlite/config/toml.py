@@ -55,6 +55,7 @@ def print_config(
 _RESOLVED = {
     "training.global_batch_size": "local_batch_size x data ranks",
     "data.num_streams": "training.global_batch_size",
+    "data.document_mask": "true if a source of data is of kind chat",
     "data.max_piece_bytes": "64 x training.seq_len",
     "data.num_workers": "by the devices and the kinds of the sources",
 }

@@ -11,6 +11,7 @@ from titanlite.data.bpe import MIN_VOCAB_SIZE, QUICKSTART_VOCAB_SIZE, kept_token
 from titanlite.data.config import DataConfig, TokenizerConfig, ValidationConfig
 from titanlite.data.kinds import KINDS, open_source
 from titanlite.data.sources.base import Source, files_below
+from titanlite.data.sources.chat import Chat
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.jsonl import COMPRESSIONS, Jsonl
 from titanlite.data.sources.parquet import Parquet
@@ -36,6 +37,7 @@ PACKED = {
 READS = {
     Text.kind: (Jsonl.kind, Csv.kind),
     Jsonl.kind: (Text.kind, *COMPRESSIONS),
+    Chat.kind: (Text.kind, *COMPRESSIONS),
     Parquet.kind: (),
     Csv.kind: (Text.kind, *COMPRESSIONS),
     Arrow.kind: (),
@@ -90,7 +92,7 @@ def check_source(
     if checks_files:
         problems = problems or _check_formats(source, key)
         problems = problems or source.check_files(key)
-        problems = problems or source.check_content(key, vocab_size=vocab_size, needs_documents=section.document_mask)
+        problems = problems or source.check_content(key, vocab_size=vocab_size, needs_documents=section.masks_documents)
     return problems + require(
         source.holds != "tokens" or section.packing == "concatenate",
         "data.packing",

@@ -85,8 +85,11 @@ class Loader:
         self._states = states
         self.ended: list[bool] = ended.astype(bool).tolist()
         """For each source, whether it is exhausted in all of this rank's streams."""
-        self.bad_rows = int(states.reshape(-1, len(SourceState._fields))[:, _BAD_ROWS].sum())
+        by_source = states.reshape(len(states), -1, len(SourceState._fields)).sum(axis=0)
+        self.bad_rows = int(by_source[:, _BAD_ROWS].sum())
         """Bad rows that this rank's streams skipped in the steps returned."""
+        self.too_long: list[int] = by_source[:, _TOO_LONG].tolist()
+        """For each source, the conversations longer than a sequence that these streams truncated or skipped."""
 
     def next_step(self) -> list[Batch]:
         """The microbatches of this rank's part of the next optimizer step.
@@ -263,6 +266,7 @@ def with_filler(batch: Batch, rows: int, vocab_size: int) -> Batch:
 
 _EPOCH = SourceState._fields.index("epoch")
 _BAD_ROWS = SourceState._fields.index("bad_rows")
+_TOO_LONG = SourceState._fields.index("too_long")
 _SEQUENCES = SourceState._fields.index("sequences")
 
 

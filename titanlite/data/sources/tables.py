@@ -39,9 +39,6 @@ class Table(Jsonl):
         Raises BadRowError if the column is missing or not text, and CONVERSION_ERRORS.
         """
 
-    def check_content(self, key: str, *, vocab_size: int, needs_documents: bool) -> list[Problem]:  # noqa: ARG002
-        return check_first_file(self, key, self.field, self._fault_of_first_file)
-
     def _fault_of_first_file(self, opened: IO[bytes]) -> BadRowError | None:
         try:
             next(self.rows(opened, self.files()[0].name), None)
