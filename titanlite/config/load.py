@@ -147,7 +147,7 @@ def keep_earlier(config: JobConfig) -> JobConfig:
 
     A batch size or number of streams of -1: that of the checkpoint to resume from; before there is one, with
     checkpoint.enable, that of the configuration in the dump folder: a start that is lost before its first save has the
-    same batch again, on any number of ranks. data.document_mask, which follows from the sources: that of the checkpoint.
+    same batch again, on any number of ranks. data.document_mask, which depends on the sources: that of the checkpoint.
     """
     training, data = config.training, config.data
     earlier = earlier_config(config.checkpoint, config.job.dump_folder)

@@ -258,9 +258,10 @@ def _messages(row: str) -> list[Message] | BadRowError:
         return bad
 
 
-def build_encoder(
-    source: SourceConfig, tokenizer: Tokenizer, *, add_bos: bool, add_eos: bool
-) -> Encoder | ConversationEncoder:
+PieceEncoder = Encoder | ConversationEncoder
+
+
+def build_encoder(source: SourceConfig, tokenizer: Tokenizer, *, add_bos: bool, add_eos: bool) -> PieceEncoder:
     """The encoder of the pieces of a source. add_bos, add_eos: for documents. Raises UserError."""
     if source.is_chat:
         return ConversationEncoder(tokenizer, source.loss_on)
@@ -272,7 +273,7 @@ class TextCorpus:
 
     windows = False
 
-    def __init__(self, texts: Texts, encoder: Encoder | ConversationEncoder) -> None:
+    def __init__(self, texts: Texts, encoder: PieceEncoder) -> None:
         self.count = sum(texts.counts)
         self.size = texts.size
         self.description = texts.description

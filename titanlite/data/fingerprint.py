@@ -20,7 +20,9 @@ def source_facts(source: Source, section: DataConfig, tokenizer: Tokenizer | Non
     return facts
 
 
-def data_fingerprint(section: DataConfig, sources: Sequence[Source], tokenizer: Tokenizer | None) -> dict[str, Any]:
+def data_fingerprint(
+    section: DataConfig, sources: Sequence[Source], tokenizer: Tokenizer | None = None
+) -> dict[str, Any]:
     """The facts that decide which tokens a run sees and in which order, as JSON values. Compare two by
     `describe_difference`.
 

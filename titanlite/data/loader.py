@@ -197,6 +197,11 @@ class Loader:
         """
         return self._preparation.epochs(self._states)
 
+    def too_long_by_name(self, *, counts: bool) -> dict[str, int]:
+        """The key of metrics -> value in `too_long`, of each source of conversations. counts: else the values are 0."""
+        sources = zip(self.sources, self.source_names, self.too_long, strict=True)
+        return {f"too_long/{name}": count * counts for source, name, count in sources if source.config.is_chat}
+
     def describe_epochs(self, steps: int) -> str:
         """Tokens of an epoch of each source, and how often a run of `steps` reads it. Tokenizes a sample of text."""
         parts = []

@@ -27,10 +27,16 @@ def num_sequences(pieces: Sequence[TokenPiece], seq_len: int, packing: Packing, 
     """
     if too_long is None:
         lengths = [len(piece.tokens) for piece in pieces]
-        return sum(lengths) / seq_len if packing == "concatenate" else sum(-(-max(0, n - 1) // seq_len) for n in lengths)
+        return (
+            sum(lengths) / seq_len if packing == "concatenate" else sum(-(-max(0, n - 1) // seq_len) for n in lengths)
+        )
+    return num_packed([len(fitted(piece, seq_len, too_long).tokens) for piece in pieces], seq_len, packing)
+
+
+def num_packed(lengths: Sequence[int], seq_len: int, packing: Packing) -> int:
+    """The sequences that conversations fill in this order. lengths: of the parts that a sequence has; 0: none."""
     sequences, room = 0, 0
-    for piece in pieces:
-        length = len(fitted(piece, seq_len, too_long).tokens)
+    for length in lengths:
         if length > room or (length and packing == "none"):
             sequences, room = sequences + 1, seq_len + 1
         room -= length

@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
     unshuffled stream reads. Tokens and shards depend neither on the number of workers nor on interruptions.
     """
     options, overrides = read_options_and_overrides(Options, argv, "tokenize")
-    config = config_of_data(options, overrides, needs_tokenizer=True)
+    config = config_of_data(options, overrides, needs_tokenizer=True, reads_chat=False)
     with _own_folder(options.out):
         manifest, description = tokenize(config, options.out, options.workers, options.shard_tokens)
     print(

@@ -73,7 +73,7 @@ class Jsonl(TextSource):
     """
 
     kind = "jsonl"
-    keys = ("field",)
+    keys: ClassVar[tuple[str, ...]] = ("field",)
     suffixes: ClassVar[tuple[str, ...]] = (
         *(".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".json.gz"),
         *(".jsonl.zst", ".ndjson.zst", ".json.zst"),

@@ -13,11 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from titanlite.data.sources.base import check_first_file
 from titanlite.data.sources.jsonl import CHECKED_ROWS, UNPACKING_ERRORS, Jsonl, is_damage, open_lines
 from titanlite.data.sources.parquet import as_bytes, text_type
 from titanlite.data.sources.pieces import BadRowError, FieldError
-from titanlite.runtime.errors import Problem
 from titanlite.runtime.files import open_regular
 
 CONVERSION_ERRORS = (*UNPACKING_ERRORS, ValueError)
