@@ -38,7 +38,7 @@ def write_data(folder: Path) -> None:
     train_bpe(iter(["abc"]), 259, folder / "tokenizer", MESSAGE)
     (folder / "tokenizer" / "chat_template.jinja").write_bytes(CHATML.read_bytes())
     conversations = [
-        [{"role": "user", "content": "abc"}, {"role": "assistant", "content": ("a" * n + "bca" * n)[1 : n]}]
+        [{"role": "user", "content": "abc"}, {"role": "assistant", "content": ("a" * n + "bca" * n)[1:n]}]
         for n in ANSWERS
     ]
     lines = [json.dumps({"messages": messages}) + "\n" for messages in conversations]

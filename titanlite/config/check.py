@@ -12,6 +12,7 @@ from titanlite.data.bpe import kept_tokenizer
 from titanlite.data.check import check_data, check_tokenizer, check_validation
 from titanlite.data.config import PIECE_BYTES_PER_POSITION
 from titanlite.data.kinds import KINDS, open_source
+from titanlite.data.tokenizer import tokenizer_file
 from titanlite.generation.config import check_samples
 from titanlite.hf.folder import PREFIX
 from titanlite.hf.source import check_source
@@ -184,6 +185,18 @@ def one_rank(config: JobConfig) -> JobConfig:
     """The configuration without parallelism, for checks of what any layout needs."""
     alone = replace(config.parallelism, layout="auto", pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1)
     return replace(config, parallelism=alone)
+
+
+def with_model_tokenizer(config: JobConfig) -> JobConfig:
+    """The configuration with the tokenizer of the model folder that the run starts from, if it needs one and names
+    none: the weights know no other."""
+    text, sources = config.checkpoint.initial_load_path, config.data.sources
+    folder = text.removeprefix(PREFIX)
+    if config.tokenizer.path or folder in ("", text) or not tokenizer_file(folder).is_file():
+        return config
+    if kept_tokenizer(sources) or all(open_source(source).holds == "tokens" for source in sources):
+        return config
+    return replace(config, tokenizer=replace(config.tokenizer, path=folder))
 
 
 def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> JobConfig:

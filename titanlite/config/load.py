@@ -10,7 +10,7 @@ import numpy as np
 
 from titanlite.checkpoint.preflight import earlier_config
 from titanlite.config.arguments import Arguments, missing_value, split_arguments
-from titanlite.config.check import check_config, check_path_lengths, one_rank, resolve_config
+from titanlite.config.check import check_config, check_path_lengths, one_rank, resolve_config, with_model_tokenizer
 from titanlite.config.fields import (
     SECTIONS,
     alternatives,
@@ -90,7 +90,9 @@ def _checked(parsed: Parsed, *, world_size: int, device_type: str, checks_files:
     world_size = 1 if any_layout else world_size
     too_long = check_path_lengths(parsed.config) if checks_files else []
     problems = [*parsed.problems, *too_long]
-    config = keep_earlier(parsed.config) if checks_files and not too_long else parsed.config
+    config = parsed.config
+    if checks_files and not too_long:
+        config = with_model_tokenizer(keep_earlier(config))
     if parsed.file_is_read:
         readable = checks_files and not too_long
         placed = one_rank(config) if any_layout else config

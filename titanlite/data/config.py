@@ -91,7 +91,8 @@ class TokenizerConfig:
 
     path: str = ""
     """A tokenizer.json or its folder. Empty: the tokenizer in the folder of the token files, if any (kind tokens), or
-    one that is trained on the corpus (python-stdlib)."""
+    in the model folder of checkpoint.initial_load_path = "hf:FOLDER", or one that is trained on the corpus
+    (python-stdlib)."""
     bos: str = ""
     """Token that starts a document; default: from the tokenizer_config.json beside the tokenizer, if any."""
     eos: str = ""

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+from titanlite.config.check import with_model_tokenizer
 from titanlite.config.load import parse_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.check import check_data, check_tokenizer
@@ -37,6 +38,7 @@ def config_of_data(
     """
     config, problems = parse_config(["--job.config_file", options.config, *overrides])
     if not problems:  # else these checks would also report problems of the defaults that replace invalid values
+        config = with_model_tokenizer(config)
         data, vocab_size = config.data, resolve_model(config.model)[1].vocab_size
         room = vocab_size if reads_tokens else 0
         problems = check_data(data, global_batch_size=0, data_degree=0, vocab_size=room)

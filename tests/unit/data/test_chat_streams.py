@@ -79,7 +79,9 @@ def padded(row: list[tuple[list[int], list[bool]]], seq_len: int) -> tuple[list[
     inputs, labels, positions = list[int](), list[int](), list[int]()
     for tokens, trained in row:
         inputs += tokens
-        labels += [token if is_target else IGNORE_INDEX for token, is_target in zip(tokens[1:], trained[1:], strict=True)]
+        labels += [
+            token if is_target else IGNORE_INDEX for token, is_target in zip(tokens[1:], trained[1:], strict=True)
+        ]
         labels.append(IGNORE_INDEX)
         positions += range(len(tokens))
     rest = max(0, seq_len - len(inputs))

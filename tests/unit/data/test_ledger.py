@@ -79,7 +79,9 @@ def test_a_killed_run_has_the_ledger_of_an_uninterrupted_one(
     reference = Run(section, tokenizer, tmp_path / "reference", 1, packing)
     expected = {number: reference.step(number) for number in range(1, STEPS + 1)}
     assert len({tuple(origin) for origin in reference.ranks.loaders[0].origins}) > 1
-    assert reference.ranks.state()[:, :: len(SourceState._fields)].max(0).values.min() >= 1, "not all sources have crossed epochs"
+    assert reference.ranks.state()[:, :: len(SourceState._fields)].max(0).values.min() >= 1, (
+        "not all sources have crossed epochs"
+    )
     reference.close()
 
     saved, saved_at, done = None, 0, 0
