@@ -59,7 +59,7 @@ def config_of(layout: Layout, folder: str, mixture: bool) -> JobConfig:
     )
 
 
-def whole_batch(config: JobConfig) -> Batch:
+def entire_batch(config: JobConfig) -> Batch:
     """All rows of the first step, from one loader."""
     rows = config.training.global_batch_size
     loader = build_loader(
@@ -89,10 +89,10 @@ ROWS = 8
 
 
 def chat_step(layout: Layout, folder: str, *, mixture: bool = False, planted: bool = False) -> dict[str, Any]:
-    """Errors of a step on this rank's rows, by its own loader; numbers: of valid tokens by row of the whole batch."""
+    """Errors of a step on this rank's rows, by its own loader; numbers: of valid tokens by row of the global batch."""
     config = config_of(layout, folder, mixture)
     assert config.data.document_mask is True
-    batch = whole_batch(config)
+    batch = entire_batch(config)
     reference = documents_reference(config, batch)
     trainer, mesh = build_on_mesh(config)
     same = has_weights(trainer, reference.weights)
@@ -115,7 +115,7 @@ def planted_step(layout: Layout, folder: str) -> tuple[dict[str, Any], float]:
     """Errors of a step with the mistake of an average per row; the size that its loss must have, relative."""
     found = chat_step(layout, folder, planted=True)
     config = config_of(layout, folder, mixture=False)
-    batch, model = whole_batch(config), plain_model(config)
+    batch, model = entire_batch(config), plain_model(config)
     by_row = torch.zeros(len(batch.tokens), dtype=torch.float64)
     numbers = torch.tensor(found["numbers"])
     with torch.no_grad():

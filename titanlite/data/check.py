@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.data.bpe import MIN_VOCAB_SIZE, QUICKSTART_VOCAB_SIZE, kept_tokenizer
+from titanlite.data.chat.source import Chat
 from titanlite.data.chat.template import ChatTemplate
 from titanlite.data.config import DataConfig, TokenizerConfig, ValidationConfig
 from titanlite.data.kinds import KINDS, open_source
 from titanlite.data.sources.base import Source, files_below
-from titanlite.data.sources.chat import Chat
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.jsonl import COMPRESSIONS, Jsonl
 from titanlite.data.sources.parquet import Parquet

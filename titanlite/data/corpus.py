@@ -17,8 +17,8 @@ from tqdm import tqdm
 
 from titanlite.data.chat.encoder import ChatEncoder, EncodedChat
 from titanlite.data.chat.messages import Message
+from titanlite.data.chat.source import conversation
 from titanlite.data.sources.base import TextSource
-from titanlite.data.sources.chat import conversation
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import (
     AT_BEGIN,

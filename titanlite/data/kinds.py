@@ -3,8 +3,8 @@
 import os
 from collections.abc import Sequence
 
+from titanlite.data.chat.source import Chat
 from titanlite.data.sources.base import Source, TextSource
-from titanlite.data.sources.chat import Chat
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.hf import HuggingFace
 from titanlite.data.sources.jsonl import Jsonl
