@@ -38,6 +38,8 @@ def summarize(config: JobConfig, record: Record, steps: int, train_s: float) -> 
             "%d of %d steps were skipped: they did not change the weights, see the warnings above",
             *(record.skipped_steps, record.step),
         )
+    for (_, name), count in ((key.split("/", 1), count) for key, count in record.too_long.items() if count):
+        log.info("%s: %d conversations had more than training.seq_len + 1 tokens (too_long)", name, count)
     if not config.checkpoint.enable:
         log.warning("The weights were not saved: checkpoint.enable = false")
     log.info("Outputs: %s (a row per logged step), %s (the configuration)", folder / METRICS_FILE, folder / CONFIG_COPY)

@@ -258,7 +258,8 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
                 epochs = loader.epochs()
                 own_epochs = epochs if trainer.counts_rows else [0.0] * len(epochs)
                 of_experts, loads = run.expert_loads.flush(step)
-                record = run.meter.flush(own_epochs, of_experts, run.goodput.columns)
+                too_long = loader.too_long_by_name(counts=trainer.counts_rows)
+                record = run.meter.flush(own_epochs, too_long, of_experts, run.goodput.columns)
                 run.sinks.write(record)
                 if loads is not None:
                     run.sinks.write(loads)

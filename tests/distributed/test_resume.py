@@ -14,6 +14,7 @@ from tests.distributed.drawing import drawing_families
 from tests.distributed.program import Starter
 from tests.distributed.resuming import Outcome, Start, hashes, numbers, start_runs
 from titanlite.assembly.run import Run
+from titanlite.data.streams import SourceState
 from titanlite.metrics.meter import MeterState
 
 pytestmark = pytest.mark.slow
@@ -120,7 +121,7 @@ def forget_step_counts(run: Run) -> None:
 
 
 def forget_streams(run: Run) -> None:
-    run.loader.load_state(torch.zeros(run.loader.num_streams, 5, dtype=torch.int64))
+    run.loader.load_state(torch.zeros(run.loader.num_streams, len(SourceState._fields), dtype=torch.int64))
 
 
 def forget_one_stream(run: Run) -> None:

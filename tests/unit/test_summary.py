@@ -16,7 +16,7 @@ from titanlite.data.sources.config import SourceConfig
 from titanlite.parallel.mesh import ParallelismConfig
 from titanlite.summary import next_commands, summarize
 
-RECORD: Any = SimpleNamespace(step=1000, tokens_seen=8, loss=1.0, skipped_steps=0)
+RECORD: Any = SimpleNamespace(step=1000, tokens_seen=8, loss=1.0, skipped_steps=0, too_long={})
 TRAINING = TrainingConfig(local_batch_size=4, global_batch_size=8)
 SAVING = JobConfig(training=TRAINING, checkpoint=CheckpointConfig(enable=True))
 

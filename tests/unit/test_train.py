@@ -36,7 +36,7 @@ STEP = [
     "meter.update",
     "data_end.after_step",
 ]
-LOG = ["loader.epochs", "expert_loads.flush", "meter.flush", "sinks.write", "skipped.check"]
+LOG = ["loader.epochs", "expert_loads.flush", "loader.too_long_by_name", "meter.flush", "sinks.write", "skipped.check"]
 SAVE = ["ledger.write", "replicas.after_step", "checkpoints.after_step"]
 VALIDATE = ["validation.is_due", "mesh.set_timeout", "validation.after_step", "mesh.set_timeout"]
 SAMPLE = ["samples.is_due", "samples.after_step"]
@@ -143,7 +143,7 @@ def test_the_end_of_the_data_is_the_last_step(run: MagicMock) -> None:
     record = train(config(), run, Mock())
     assert record is not None
     assert record.step == 2
-    assert events(run)[-17:] == [*LOG, *AFTER, *END]
+    assert events(run)[-18:] == [*LOG, *AFTER, *END]
     assert run.checkpoints.after_step.call_args.args == (2, True)
 
 

@@ -16,6 +16,7 @@ import torch
 import titanlite
 from titanlite.config.fields import fields_of, literal
 from titanlite.config.schema import JobConfig
+from titanlite.data.fingerprint import source_facts
 from titanlite.data.loader import Loader
 from titanlite.data.sources.base import sampled_digest
 from titanlite.data.tokenizer import Tokenizer
@@ -117,7 +118,7 @@ def content_facts(
     }
     for section, sources in sections.items():
         for index, source in enumerate(sources):
-            content = source.facts(document_mask=config.data.document_mask)
+            content = source_facts(source, config.data, tokenizer)
             facts |= {f"{section}.sources.{index}: {key}": str(content[key]) for key in content if key != "name"}
     return facts | {f"weights: {file.name}": sampled_digest(file).hex() for file in weights}
 

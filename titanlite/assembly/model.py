@@ -124,7 +124,7 @@ def describe_attention(config: JobConfig, device: torch.device) -> str | None:
         return None
     dtype, tp = DTYPES[config.training.mixed_precision_param], config.parallelism.tp
     gathers_keys = config.parallelism.cp > 1 and config.parallelism.context_parallel == "gather"
-    if (config.data.document_mask or gathers_keys) and mask_form(
+    if (config.data.masks_documents or gathers_keys) and mask_form(
         device.type, dtype, hyper_parameters.head_dim
     ) == "blocks":
         return "FlexAttention"

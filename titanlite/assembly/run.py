@@ -420,7 +420,7 @@ def about_run(config: JobConfig, tokenizer: Tokenizer | None, sources: Sequence[
         "dtype": config.training.dtype,
         "optimizer": kinds_of_state(config.optimizer, *full_parameters(config.model)),
         "num_streams": config.data.num_streams,
-        "data": data_fingerprint(config.data, sources),
+        "data": data_fingerprint(config.data, sources, tokenizer),
         "tokenizer": tokenizer.fingerprint if tokenizer else None,
         "streams_version": STREAM_VERSION,
         "init_version": INIT_VERSION,

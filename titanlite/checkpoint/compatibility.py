@@ -37,6 +37,8 @@ _ADDED = {
     "optimizer.ema_decay": 0.0,
     "lr_schedule.final_decay_steps": -1,
 }
+# Keys of tables of sources that older checkpoints do not have, and their defaults.
+_ADDED_TO_SOURCES = {"loss_on": "assistant", "too_long": "truncate"}
 # Hyper-parameters that older checkpoints do not have, and the value they trained with.
 _ADDED_TO_MODEL = {
     "rope_scaling_factor": 1.0,
@@ -163,7 +165,10 @@ def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
         for key, value in values.items():
             name = f"{section}.{key}"
             if not name.startswith(_SILENT) and name not in _SILENT_KEYS:
-                lines += differences(saved.get(section, {}).get(key, _ADDED.get(name)), value, name)
+                before = saved.get(section, {}).get(key, _ADDED.get(name))
+                if name == "validation.sources" and before is not None:
+                    before = [_ADDED_TO_SOURCES | source for source in before]
+                lines += differences(before, value, name)
     earlier, later = (plugin_digests(values.get("job", {}).get("plugins", [])) for values in (saved, now))
     return [*lines, *differences(earlier, later, "job.plugins")]
 

@@ -14,7 +14,7 @@ from titanlite.runtime.durability import write_file
 from titanlite.runtime.json_files import JsonError, parse_json, read_regular
 
 MANIFEST_FILE = "MANIFEST.json"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Incremented with every change that older versions of titanlite cannot read."""
 
 

@@ -12,6 +12,7 @@ from titanlite.data.bpe import kept_tokenizer
 from titanlite.data.check import check_data, check_tokenizer, check_validation
 from titanlite.data.config import PIECE_BYTES_PER_POSITION
 from titanlite.data.kinds import KINDS, open_source
+from titanlite.data.tokenizer import tokenizer_file
 from titanlite.generation.config import check_samples
 from titanlite.hf.folder import PREFIX
 from titanlite.hf.source import check_source
@@ -159,7 +160,7 @@ def check_layout(config: JobConfig, world_size: int) -> list[Problem]:
         problems += check_context(section, model, training.seq_len)
         problems += check_experts(section, getattr(model, "n_experts", 1))
         layout = replace(section, dp_shard=resolve_degrees(section, world_size)["dp_shard"])
-        problems += check_pipeline(layout, family.plan(model), document_mask=config.data.document_mask)
+        problems += check_pipeline(layout, family.plan(model), document_mask=config.data.masks_documents)
     splits = splits_backward(section)
     return [
         *problems,
@@ -186,6 +187,18 @@ def one_rank(config: JobConfig) -> JobConfig:
     return replace(config, parallelism=alone)
 
 
+def with_model_tokenizer(config: JobConfig) -> JobConfig:
+    """The configuration with the tokenizer of the model folder that the run starts from, if it needs one and names
+    none: the weights know no other."""
+    text, sources = config.checkpoint.initial_load_path, config.data.sources
+    folder = text.removeprefix(PREFIX)
+    if config.tokenizer.path or folder in ("", text) or not tokenizer_file(folder).is_file():
+        return config
+    if kept_tokenizer(sources) or all(open_source(source).holds == "tokens" for source in sources):
+        return config
+    return replace(config, tokenizer=replace(config.tokenizer, path=folder))
+
+
 def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> JobConfig:
     """Replace every -1, "auto" and number of tokens, except training.local_batch_size, which does not affect numbers.
 
@@ -203,6 +216,7 @@ def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> J
         training = replace(training, mixed_precision_reduce="float32" if mixed else training.dtype)
     if data.num_streams == -1:
         data = replace(data, num_streams=training.global_batch_size)
+    data = replace(data, document_mask=data.masks_documents)
     if data.max_piece_bytes == -1:
         data = replace(data, max_piece_bytes=PIECE_BYTES_PER_POSITION * training.seq_len)
     if data.num_workers == -1:

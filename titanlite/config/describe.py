@@ -73,7 +73,7 @@ def type_label(value_type: Any) -> str:
     """The values of a type: "INT", "{true,false}", "{AdamW,SGD}", "[STR, ...]", "{INT,auto}"."""
     other_type, words = alternatives(value_type)
     if words:
-        return "{" + ",".join([type_label(other_type), *words]) + "}"
+        return "{" + ",".join([type_label(other_type).strip("{}"), *words]) + "}"
     if get_origin(value_type) is Literal:
         return "{" + ",".join(choice or '""' for choice in get_args(value_type)) + "}"
     if get_origin(value_type) is tuple:

@@ -66,9 +66,12 @@ class Facts:
     def has_text(self) -> bool:
         return any(open_source(source).holds == "text" for source in self.sources)
 
+    def has_documents(self) -> bool:
+        return any(open_source(source).holds == "text" and not source.is_chat for source in self.sources)
+
     def separates(self) -> bool:
         """Whether separators of documents matter: token files with a tokenizer must have been written with the same."""
-        return self.has_text() or kept_tokenizer(self.sources) is not None
+        return self.has_documents() or kept_tokenizer(self.sources) is not None
 
     def shards(self) -> int:
         degrees = mesh.resolve_degrees(self.config.parallelism, self.world_size)
@@ -94,12 +97,13 @@ class Facts:
 
 
 _TEXT = Needs("a source of text, not of tokens", Facts.has_text)
+_DOCUMENTS = Needs("a source of documents, not of tokens or conversations", Facts.has_documents)
 ACROSS: Mapping[str, Needs] = {
-    "data.max_piece_bytes": _TEXT,
+    "data.max_piece_bytes": _DOCUMENTS,
     "data.packing": _TEXT,
     "data.on_bad_row": _TEXT,
-    "data.add_bos": Needs(_TEXT.condition, lambda facts: facts.separates() or facts.config.samples.prompts),
-    "data.add_eos": Needs(_TEXT.condition, Facts.separates),
+    "data.add_bos": Needs(_DOCUMENTS.condition, lambda facts: facts.separates() or facts.config.samples.prompts),
+    "data.add_eos": Needs(_DOCUMENTS.condition, Facts.separates),
     "training.local_batch_size": Needs(
         'parallelism.pp = 1, gradient_sync = "every" or no training.global_batch_size', Facts.divides
     ),

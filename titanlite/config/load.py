@@ -10,9 +10,10 @@ import numpy as np
 
 from titanlite.checkpoint.preflight import earlier_config
 from titanlite.config.arguments import Arguments, missing_value, split_arguments
-from titanlite.config.check import check_config, check_path_lengths, one_rank, resolve_config
+from titanlite.config.check import check_config, check_path_lengths, one_rank, resolve_config, with_model_tokenizer
 from titanlite.config.fields import (
     SECTIONS,
+    alternatives,
     fields_of,
     literal,
     read_value,
@@ -89,7 +90,9 @@ def _checked(parsed: Parsed, *, world_size: int, device_type: str, checks_files:
     world_size = 1 if any_layout else world_size
     too_long = check_path_lengths(parsed.config) if checks_files else []
     problems = [*parsed.problems, *too_long]
-    config = keep_earlier(parsed.config) if checks_files and not too_long else parsed.config
+    config = parsed.config
+    if checks_files and not too_long:
+        config = with_model_tokenizer(keep_earlier(config))
     if parsed.file_is_read:
         readable = checks_files and not too_long
         placed = one_rank(config) if any_layout else config
@@ -142,14 +145,18 @@ def _without_effect(parsed: Parsed, config: JobConfig, world_size: int) -> list[
 
 
 def keep_earlier(config: JobConfig) -> JobConfig:
-    """If the run has started before, replace a batch size or number of streams of -1 by the value of its first start.
+    """If the run has started before, replace automatic settings of its batches by the values of its first start.
 
-    That of the checkpoint to resume from; before there is one, with checkpoint.enable, that of the configuration in the
-    dump folder: a start that is lost before its first save has the same batch again, on any number of ranks.
+    A batch size or number of streams of -1: that of the checkpoint to resume from; before there is one, with
+    checkpoint.enable, that of the configuration in the dump folder: a start that is lost before its first save has the
+    same batch again, on any number of ranks. data.document_mask, which depends on the sources: that of the checkpoint.
     """
     training, data = config.training, config.data
+    earlier = earlier_config(config.checkpoint, config.job.dump_folder)
+    if earlier and data.document_mask == "auto":
+        data = replace(data, document_mask=earlier["data"].get("document_mask", False))
     copy = Path(config.job.dump_folder, CONFIG_COPY)
-    if earlier := earlier_config(config.checkpoint, config.job.dump_folder):
+    if earlier:
         sequences, streams = earlier["training"]["global_batch_size"], earlier["data"]["num_streams"]
     elif config.checkpoint.enable and copy.is_file():
         kept = read_copy(copy.parent)
@@ -312,7 +319,7 @@ def put_argument(tables: Tables, key: str, text: str | None, family: str | None)
         return unknown_key(key, text or "", family)
     if row:
         return Problem(key, text or "", "one key of one table at a time", f"write --{key}.0.KEY VALUE")
-    if text is None and value_type is not bool:
+    if text is None and alternatives(value_type)[0] is not bool:
         return missing_value(key, _default(section, name, family))
     text = "true" if text is None else text
     tables.setdefault(section, {})[name] = value_from_text(text, value_type)

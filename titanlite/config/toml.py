@@ -46,15 +46,18 @@ def print_config(
             return where
         if value == UNSET:
             return f"{literal(before)} ({where}), resolved to {re.sub('(tokens|ratio)$', 'steps', key)}"
-        return f"{literal(before).strip(chr(34))}: {_RESOLVED.get(key, literal(value).strip(chr(34)))}"
+        automatic = literal(before).strip(chr(34))
+        return f"{automatic}{': ' if automatic else ''}{_RESOLVED.get(key, literal(value).strip(chr(34)))}"
 
     open_keys = {key for key in chosen_later if key not in origins}
     return "\n".join(_lines(config, comment, all_keys=True, as_comments=open_keys)) + "\n"
 
 
 _RESOLVED = {
+    "tokenizer.path": "the model folder in checkpoint.initial_load_path",
     "training.global_batch_size": "local_batch_size x data ranks",
     "data.num_streams": "training.global_batch_size",
+    "data.document_mask": "true if a source of data is of kind chat",
     "data.max_piece_bytes": "64 x training.seq_len",
     "data.num_workers": "by the devices and the kinds of the sources",
 }

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
-from titanlite.data.corpus import BYTES_PER_TOKEN, Encoder
+from titanlite.data.corpus import BYTES_PER_TOKEN, PieceEncoder
 from titanlite.data.indexed import MIN_PATIENCE, READ_AHEAD_PIECES
 from titanlite.data.order import shuffled
 from titanlite.data.sources.base import MAX_BLOCK_BYTES, MAX_BLOCK_ROWS, Row, Share, StreamedSource, Unit
@@ -265,7 +265,7 @@ class BlockPieces:
 
     windows = False
 
-    def __init__(self, division: Division, stream: int, *, encoder: Encoder, max_piece_bytes: int) -> None:
+    def __init__(self, division: Division, stream: int, *, encoder: PieceEncoder, max_piece_bytes: int) -> None:
         self.name = division.source.name
         self.patience = sys.maxsize  # the number of pieces is unknown until the end of the first full epoch
         self._blocks = Blocks(division, stream, max_piece_bytes)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.data.bpe import MIN_VOCAB_SIZE, QUICKSTART_VOCAB_SIZE, kept_tokenizer
+from titanlite.data.chat.source import Chat
 from titanlite.data.chat.template import ChatTemplate
 from titanlite.data.config import DataConfig, TokenizerConfig, ValidationConfig
 from titanlite.data.kinds import KINDS, open_source
@@ -37,6 +38,7 @@ PACKED = {
 READS = {
     Text.kind: (Jsonl.kind, Csv.kind),
     Jsonl.kind: (Text.kind, *COMPRESSIONS),
+    Chat.kind: (Text.kind, *COMPRESSIONS),
     Parquet.kind: (),
     Csv.kind: (Text.kind, *COMPRESSIONS),
     Arrow.kind: (),
@@ -91,7 +93,7 @@ def check_source(
     if checks_files:
         problems = problems or _check_formats(source, key)
         problems = problems or source.check_files(key)
-        problems = problems or source.check_content(key, vocab_size=vocab_size, needs_documents=section.document_mask)
+        problems = problems or source.check_content(key, vocab_size=vocab_size, needs_documents=section.masks_documents)
     return problems + require(
         source.holds != "tokens" or section.packing == "concatenate",
         "data.packing",
@@ -212,6 +214,8 @@ def check_tokenizer(
         rule = f"at least {tokenizer.vocab_size}, the vocabulary size of {file}"
         remedy = f"write vocab_size = {tokenizer.vocab_size} in [model], or use another tokenizer.path"
         problems.append(Problem("model.vocab_size", vocab_size, rule, remedy))
+    if not section.chat_template and tokenizer.chat_template is None:
+        problems += _require_chat_template(data, held_out, file)
     if problems or all(source.kind != Tokens.kind for source in (*data.sources, *held_out)):
         return problems  # loading a large tokenizer again takes a second
     configured = Tokenizer(file, bos=section.bos, eos=section.eos)
@@ -243,7 +247,21 @@ def _check_kept(
         n, source = next((n, source) for n, source in enumerate(data.sources) if kept_tokenizer([source]))
         rule = "token files with a tokenizer that the tokenizers library can load"
         return [Problem(f"data.sources.{n}.path", source.path, rule, f"{error}: copy {file.parent} again")]
-    return _check_made_by(section, tokenizer, data, held_out) + _check_written_with(data)
+    problems = _check_made_by(section, tokenizer, data, held_out) + _check_written_with(data)
+    if not section.chat_template and tokenizer.chat_template is None:
+        problems += _require_chat_template(data, held_out, file)
+    return problems
+
+
+def _require_chat_template(data: DataConfig, held_out: Sequence[SourceConfig], file: Path) -> list[Problem]:
+    """A problem if sources hold conversations. file: a tokenizer.json without a chat template."""
+    keys = [f"data.sources.{n}" for n, source in enumerate(data.sources) if source.is_chat]
+    keys += [f"validation.sources.{n}" for n, source in enumerate(held_out) if source.is_chat]
+    if not keys:
+        return []
+    rule = f"required for conversations ({keys[0]}): {file.parent} has no chat template"
+    remedy = "write the path of a Jinja file that uses special tokens of this tokenizer, such as examples/chatml.jinja"
+    return [Problem("tokenizer.chat_template", "", rule, remedy)]
 
 
 def _check_made_by(

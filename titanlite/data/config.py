@@ -22,15 +22,17 @@ class DataConfig:
     seed: int = ranged(0, "write a number from 0", least=0, most=2**63 - 1)
     """Seed of the permutation and of the mixture of sources."""
     max_piece_bytes: int = ranged(-1, "leave it out: -1 means 64 x training.seq_len", least=MIN_PIECE_BYTES, unset=-1)
-    """Maximum size of a piece. Longer documents are cut into several pieces, at line ends if possible.
-    -1: 64 x training.seq_len."""
+    """Maximum size of a piece. Longer documents are cut into several pieces, at line ends if possible; conversations
+    never. -1: 64 x training.seq_len."""
     packing: Literal["concatenate", "none"] = "concatenate"
-    """concatenate: fill each sequence with consecutive documents. none: start a sequence with each piece (a document or
-    a part of a long one), pad and mask the rest of the piece's last sequence."""
-    document_mask: bool = False
-    """Whether attention stays inside a document and positions restart at each document."""
+    """concatenate: fill each sequence with consecutive documents, or with the consecutive conversations that fit. none:
+    start a sequence with each piece (a document or a part of a long one, or a conversation), pad and mask the rest of
+    the piece's last sequence."""
+    document_mask: bool | Literal["auto"] = "auto"
+    """Whether attention stays inside a document or conversation and positions restart at each. auto: true if a source
+    of training data is of kind chat, resolved at the first start and kept in the checkpoints."""
     add_bos: bool = False
-    """Whether each document starts with the tokenizer's BOS token."""
+    """Whether each document starts with the tokenizer's BOS token. Conversations have those of the chat template."""
     add_eos: bool = True
     """Whether each document ends with the tokenizer's EOS token, if it has one."""
     on_bad_row: Literal["error", "skip"] = "error"
@@ -44,6 +46,11 @@ class DataConfig:
     """Whether to record the origin of each sequence in <dump_folder>/ledger."""
     sources: tuple[SourceConfig, ...] = (SourceConfig(),)
     """Corpora to train on: [[data.sources]] tables."""
+
+    @property
+    def masks_documents(self) -> bool:
+        """document_mask, resolved."""
+        return any(source.is_chat for source in self.sources) if self.document_mask == "auto" else self.document_mask
 
 
 NEEDS = {
@@ -84,7 +91,8 @@ class TokenizerConfig:
 
     path: str = ""
     """A tokenizer.json or its folder. Empty: the tokenizer in the folder of the token files, if any (kind tokens), or
-    one that is trained on the corpus (python-stdlib)."""
+    in the model folder of checkpoint.initial_load_path = "hf:FOLDER", or one that is trained on the corpus
+    (python-stdlib)."""
     bos: str = ""
     """Token that starts a document; default: from the tokenizer_config.json beside the tokenizer, if any."""
     eos: str = ""

@@ -15,7 +15,11 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from titanlite.data.chat.encoder import ChatEncoder, EncodedChat
+from titanlite.data.chat.messages import Message
+from titanlite.data.chat.source import conversation
 from titanlite.data.sources.base import TextSource
+from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import (
     AT_BEGIN,
     EMPTY,
@@ -151,13 +155,20 @@ class Texts:
 
     def read(self, piece: int) -> str | Exception:
         """The text of a piece, or the error for its consumer to raise: BadRowError, UserError."""
+        return self._read(piece, lambda _, text: text)
+
+    def plain_text(self, piece: int) -> str | Exception:
+        """As read, what people wrote in the text of a piece, see TextSource.plain_text."""
+        return self._read(piece, lambda source, text: source.plain_text(text))
+
+    def _read(self, piece: int, convert: Callable[[TextSource, str], str]) -> str | Exception:
         number, place = self._place(piece)
         source, index = self._sources[number]
         row = index[place]
         path = index.files[row.file]
         what = f"{path} of the source {source.name!r}"
         try:
-            return retrying(what, lambda: source.read(path, row))
+            return retrying(what, lambda: convert(source, source.read(path, row)))
         except BadRowError as bad:
             return BadRowError(f"{path}, {source.row_name} {row.row}: {bad}")
         except UserError as error:
@@ -213,29 +224,75 @@ class Encoder:
         return TokenPiece(tokens, AT_BEGIN if starts else EMPTY)
 
 
+class ConversationEncoder:
+    """Tokenizes conversations by the chat template of the tokenizer. Raises UserError if it has none.
+
+    loss_on: turns whose tokens are targets.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, loss_on: Literal["assistant", "all"]) -> None:
+        self._chat = ChatEncoder(tokenizer)
+        self._loss_on = loss_on
+
+    def encode(
+        self, pieces: Sequence[tuple[int, str | Exception]], locate: Callable[[int], str]
+    ) -> list[TokenPiece | Exception]:
+        """As Encoder.encode. The texts are rows of JSON; one that is not a conversation is a bad row."""
+        parsed = [text if isinstance(text, Exception) else _messages(text) for _, text in pieces]
+        conversations = [found for found in parsed if not isinstance(found, Exception)]
+        encoded = iter(self._chat.encode(conversations, self._loss_on))
+        results: list[TokenPiece | Exception] = []
+        for n, ((_, text), found) in enumerate(zip(pieces, parsed, strict=True)):
+            result = found if isinstance(found, Exception) else next(encoded)
+            if isinstance(result, EncodedChat):
+                results.append(TokenPiece(result.tokens, AT_BEGIN, result.trained))
+            else:
+                results.append(result if isinstance(text, Exception) else BadRowError(f"{locate(n)}: {result}"))
+        return results
+
+
+def _messages(row: str) -> list[Message] | BadRowError:
+    try:
+        return conversation(row.encode())
+    except BadRowError as bad:
+        return bad
+
+
+PieceEncoder = Encoder | ConversationEncoder
+
+
+def build_encoder(source: SourceConfig, tokenizer: Tokenizer, *, add_bos: bool, add_eos: bool) -> PieceEncoder:
+    """The encoder of the pieces of a source. add_bos, add_eos: for documents. Raises UserError."""
+    if source.is_chat:
+        return ConversationEncoder(tokenizer, source.loss_on)
+    return Encoder(tokenizer, add_bos=add_bos, add_eos=add_eos)
+
+
 class TextCorpus:
-    """Corpus of text documents, tokenized piece by piece."""
+    """Corpus of documents or conversations, tokenized piece by piece."""
 
     windows = False
 
-    def __init__(self, texts: Texts, encoder: Encoder) -> None:
+    def __init__(self, texts: Texts, encoder: PieceEncoder) -> None:
         self.count = sum(texts.counts)
         self.size = texts.size
         self.description = texts.description
         self._texts = texts
         self._encoder = encoder
 
-    def epoch_size(self, seq_len: int, packing: Literal["concatenate", "none"]) -> EpochSize | None:
-        """Estimate the size of an epoch from evenly spaced pieces; None if none of them has tokens."""
+    def epoch_size(self, count_sequences: Callable[[Sequence[TokenPiece]], float]) -> EpochSize | None:
+        """Estimate the size of an epoch from evenly spaced pieces; None if none of them has tokens.
+
+        count_sequences: the sequences that these pieces fill.
+        """
         count = min(self.count, max(MIN_SAMPLED_PIECES, SAMPLED_BYTES * self.count // self.size))
         sample = [n * self.count // count for n in range(count)]
-        lengths = [len(piece.tokens) for piece in self.fetch(sample) if isinstance(piece, TokenPiece)]
-        if not sum(lengths):
+        pieces = [piece for piece in self.fetch(sample) if isinstance(piece, TokenPiece)]
+        num_tokens = sum(len(piece.tokens) for piece in pieces)
+        if not num_tokens:
             return None
-        alone = sum(-(-(length - 1) // seq_len) for length in lengths if length > 1)
-        sequences = sum(lengths) / seq_len if packing == "concatenate" else alone
         scale = self.size / sum(map(self._texts.num_bytes, sample))
-        return EpochSize(round(sum(lengths) * scale), sequences * scale, is_exact=count == self.count)
+        return EpochSize(round(num_tokens * scale), count_sequences(pieces) * scale, is_exact=count == self.count)
 
     def ahead(self, pieces: Iterator[int], num_tokens: int) -> list[int]:
         taken, num_bytes = list[int](), 0

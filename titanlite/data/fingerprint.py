@@ -4,17 +4,30 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from titanlite.data.chat.encoder import ChatEncoder
 from titanlite.data.config import DataConfig
 from titanlite.data.order import STREAM_VERSION
 from titanlite.data.sources.base import Source
+from titanlite.data.tokenizer import Tokenizer
 
 
-def data_fingerprint(section: DataConfig, sources: Sequence[Source]) -> dict[str, Any]:
+def source_facts(source: Source, section: DataConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The facts of a source, with that of the chat template if it holds conversations. Raises UserError."""
+    facts = source.facts(document_mask=section.masks_documents)
+    if source.config.is_chat:
+        assert tokenizer is not None, "sources of conversations need a tokenizer"
+        facts["chat_template"] = f"sha256:{ChatEncoder(tokenizer).fingerprint}"
+    return facts
+
+
+def data_fingerprint(
+    section: DataConfig, sources: Sequence[Source], tokenizer: Tokenizer | None = None
+) -> dict[str, Any]:
     """The facts that decide which tokens a run sees and in which order, as JSON values. Compare two by
     `describe_difference`.
 
-    `section` is resolved (no -1); `sources` are its sources. The tokenizer, data.num_streams, training.seq_len and
-    training.global_batch_size also decide tokens and order, but are not included.
+    `section` is resolved (no -1); `sources` are its sources. Of the tokenizer, only the chat template is included. The
+    rest of it, data.num_streams, training.seq_len and training.global_batch_size also decide tokens and order.
 
     Included: sizes of the files, and the content of SAMPLED_BLOCKS blocks of each file. Not included: paths, names and
     times, so a corpus may be moved, copied and renamed if its files keep their order. **An edit is not detected if it
@@ -26,14 +39,14 @@ def data_fingerprint(section: DataConfig, sources: Sequence[Source]) -> dict[str
     facts: dict[str, Any] = {"stream_version": STREAM_VERSION, "shuffle": section.shuffle}
     if section.shuffle or len(section.sources) > 1:
         facts["seed"] = section.seed
-    facts |= {"packing": section.packing, "document_mask": section.document_mask}
-    if any(source.holds == "text" for source in sources):
+    facts |= {"packing": section.packing, "document_mask": section.masks_documents}
+    if any(source.holds == "text" and not source.config.is_chat for source in sources):
         facts |= {
             "max_piece_bytes": section.max_piece_bytes,
             "add_bos": section.add_bos,
             "add_eos": section.add_eos,
         }
-    return facts | {"sources": [source.facts(document_mask=section.document_mask) for source in sources]}
+    return facts | {"sources": [source_facts(source, section, tokenizer) for source in sources]}
 
 
 def describe_difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -70,6 +83,8 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def _change(key: str, saved: Any, now: Any) -> str:
     if key == "content":
         return "content differs"
+    if key == "chat_template" and saved and now:
+        return "the chat template differs"
     if key == "documents" and saved and now:
         return "the starts of documents differ"
     if key in ("files", "bytes") and isinstance(saved, int) and isinstance(now, int):

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 
+from titanlite.data.chat.source import Chat
 from titanlite.data.sources.base import Source, TextSource
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.hf import HuggingFace
@@ -17,6 +18,7 @@ from titanlite.runtime.errors import Problem
 KINDS: dict[str, type[Source]] = {
     Text.kind: Text,
     Jsonl.kind: Jsonl,
+    Chat.kind: Chat,
     Parquet.kind: Parquet,
     Csv.kind: Csv,
     Arrow.kind: Arrow,
@@ -56,7 +58,8 @@ def source_from_path(path: str, key: str) -> SourceConfig | Problem:
     expanded = os.path.expanduser(path)
     if os.path.isfile(os.path.join(expanded, MANIFEST)):
         return SourceConfig(Tokens.kind, path)
-    known = [kind for kind in KINDS.values() if kind.needs_path and kind.suffixes]
+    # The suffixes of conversations are those of documents in JSON lines, whose check names the kind chat.
+    known = [kind for kind in KINDS.values() if kind.needs_path and kind.suffixes and kind is not Chat]
     if os.path.isdir(expanded):
         kinds = [kind for kind in known if kind(SourceConfig(kind.kind, path)).files()]
     else:

@@ -85,8 +85,11 @@ class Loader:
         self._states = states
         self.ended: list[bool] = ended.astype(bool).tolist()
         """For each source, whether it is exhausted in all of this rank's streams."""
-        self.bad_rows = int(states.reshape(-1, len(SourceState._fields))[:, _BAD_ROWS].sum())
+        by_source = states.reshape(len(states), -1, len(SourceState._fields)).sum(axis=0)
+        self.bad_rows = int(by_source[:, _BAD_ROWS].sum())
         """Bad rows that this rank's streams skipped in the steps returned."""
+        self.too_long: list[int] = by_source[:, _TOO_LONG].tolist()
+        """For each source, the conversations longer than a sequence that these streams truncated or skipped."""
 
     def next_step(self) -> list[Batch]:
         """The microbatches of this rank's part of the next optimizer step.
@@ -194,6 +197,11 @@ class Loader:
         """
         return self._preparation.epochs(self._states)
 
+    def too_long_by_name(self, *, counts: bool) -> dict[str, int]:
+        """The key of metrics -> value in `too_long`, of each source of conversations. counts: else the values are 0."""
+        sources = zip(self.sources, self.source_names, self.too_long, strict=True)
+        return {f"too_long/{name}": count * counts for source, name, count in sources if source.config.is_chat}
+
     def describe_epochs(self, steps: int) -> str:
         """Tokens of an epoch of each source, and how often a run of `steps` reads it. Tokenizes a sample of text."""
         parts = []
@@ -263,6 +271,7 @@ def with_filler(batch: Batch, rows: int, vocab_size: int) -> Batch:
 
 _EPOCH = SourceState._fields.index("epoch")
 _BAD_ROWS = SourceState._fields.index("bad_rows")
+_TOO_LONG = SourceState._fields.index("too_long")
 _SEQUENCES = SourceState._fields.index("sequences")
 
 

@@ -9,10 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from titanlite.data.blocks import BlockPieces, Division
+from titanlite.data.chat.encoder import ChatEncoder
 from titanlite.data.config import DataConfig
-from titanlite.data.corpus import Encoder, TextCorpus, Texts
+from titanlite.data.corpus import TextCorpus, Texts, build_encoder
 from titanlite.data.indexed import IndexedPieces
 from titanlite.data.order import Mixture, Permutation
+from titanlite.data.packing import num_sequences
 from titanlite.data.sources.base import Source, StreamedSource, TextSource
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import Corpus, EpochSize, StreamPieces
@@ -100,15 +102,27 @@ class Sources:
     def stream(self, number: int) -> Stream:
         """Stream `number` of the section's num_streams streams."""
         seq_len, packing = self._assignment.seq_len, self._assignment.section.packing
-        pieces = [source.pieces(number) for source in self._open]
-        sources = [SourceStream(one, seq_len=seq_len, packing=packing, policy=self._policy) for one in pieces]
+        sources = [
+            SourceStream(
+                order.pieces(number),
+                seq_len=seq_len,
+                packing=packing,
+                policy=self._policy,
+                too_long=source.too_long if source.is_chat else None,
+            )
+            for order, source in zip(self._open, self._assignment.section.sources, strict=True)
+        ]
         return Stream(number, sources, self.mixture)
 
 
 def content_keys(sources: Sequence[Source], tokenizer: Tokenizer | None) -> dict[str, str]:
     """Hashes of the facts about what is read, by key: processes whose hashes are equal read the same."""
     keys = {f"data.sources.{n}.path": content_key(source.content_facts) for n, source in enumerate(sources)}
-    return keys | ({"tokenizer.path": tokenizer.fingerprint} if tokenizer else {})
+    if tokenizer is not None:
+        keys |= {"tokenizer.path": tokenizer.fingerprint}
+        if any(source.config.is_chat for source in sources):
+            keys["tokenizer.chat_template"] = ChatEncoder(tokenizer).fingerprint
+    return keys
 
 
 def bad_row_policy(section: DataConfig, *, logs: bool = True) -> BadRowPolicy:
@@ -124,18 +138,20 @@ def open_order(source: Source, number: int, assignment: Assignment, tokenizer: T
     epoch_size: Callable[[], EpochSize | None]
     checks = []
     if isinstance(source, Tokens):
-        windows = WindowCorpus(source, assignment.seq_len, assignment.vocab_size, documents=section.document_mask)
+        windows = WindowCorpus(source, assignment.seq_len, assignment.vocab_size, documents=section.masks_documents)
         corpus, epoch_size, checks = windows, windows.epoch_size, [windows.check_unchanged]
     else:
         assert tokenizer is not None, "sources of text need a tokenizer"
-        encoder = Encoder(tokenizer, add_bos=section.add_bos, add_eos=section.add_eos)
+        encoder = build_encoder(source.config, tokenizer, add_bos=section.add_bos, add_eos=section.add_eos)
         if isinstance(source, StreamedSource) and source.is_streamed:
             division = Division(source, section.num_streams, seeds)
             blocks = partial(BlockPieces, division, encoder=encoder, max_piece_bytes=section.max_piece_bytes)
             return SourceOrder(1, division.description, blocks, division.locate)  # a placeholder: the size is unknown
         assert isinstance(source, TextSource)
         texts = TextCorpus(Texts([source], section.max_piece_bytes), encoder)
-        corpus, epoch_size = texts, partial(texts.epoch_size, assignment.seq_len, section.packing)
+        too_long = source.config.too_long if source.config.is_chat else None
+        count = partial(num_sequences, seq_len=assignment.seq_len, packing=section.packing, too_long=too_long)
+        corpus, epoch_size = texts, partial(texts.epoch_size, count)
     if corpus.size == 0 or corpus.count == 0:
         # Each empty or corrupted file is one piece, whose error names the reason.
         bad = [str(found) for found in corpus.fetch(range(min(1, corpus.count))) if isinstance(found, Exception)]
@@ -208,7 +224,7 @@ class Preparation:
         own = sequences_of(self._streams, num_streams, range(first, self.next_sequence))
         shape = (len(own), self._assignment.seq_len)
         tokens, labels = np.empty(shape, np.int64), np.empty(shape, np.int64)
-        positions = np.empty(shape, np.int64) if self._assignment.section.document_mask else None
+        positions = np.empty(shape, np.int64) if self._assignment.section.masks_documents else None
         lengths = np.empty((len(own), 1), np.int64)
         origins = np.empty((len(own), len(Origin._fields)), np.int64)
         for place, sequence in enumerate(own):

@@ -7,13 +7,14 @@ pieces one after the other and cuts them into sequences.
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from titanlite.batch import IGNORE_INDEX
 from titanlite.data.order import Mixture
+from titanlite.data.packing import Packing, TooLong, fitted
 from titanlite.data.sources.pieces import EMPTY, EMPTY_PIECE, BadRowError, Place, StreamPieces, TokenPiece
 from titanlite.runtime.errors import UserError
 
@@ -27,7 +28,8 @@ class SourceState(NamedTuple):
     """The state of one source in a stream.
 
     epoch, position: the current piece. offset: index in this piece of the next sequence's first token. sequences:
-    number of sequences returned. bad_rows: number of rows skipped.
+    number of sequences returned. bad_rows: number of rows skipped. too_long: number of conversations that were longer
+    than a sequence, truncated or skipped.
     """
 
     epoch: int
@@ -35,6 +37,19 @@ class SourceState(NamedTuple):
     offset: int
     sequences: int
     bad_rows: int
+    too_long: int = 0
+
+
+def with_all_fields(state: npt.NDArray[np.int64], num_sources: int) -> npt.NDArray[np.int64]:
+    """The saved state of streams, (streams, values), with the last fields of SourceState as 0 if it is older than they.
+
+    num_sources: those of the state.
+    """
+    if num_sources == 0 or state.shape[1] % num_sources:
+        return state
+    fields = state.reshape(len(state), num_sources, -1)
+    missing = max(0, len(SourceState._fields) - fields.shape[2])
+    return np.pad(fields, ((0, 0), (0, 0), (0, missing))).reshape(len(state), -1)
 
 
 class Origin(NamedTuple):
@@ -76,13 +91,15 @@ class BadRowPolicy:
 
 
 class _Part(NamedTuple):
-    """Tokens of one piece in a sequence, from `offset`. starts: the indices in `tokens` at which documents start."""
+    """Tokens of one piece in a sequence, from `offset`. starts: the indices in `tokens` at which documents start.
+    trained: see TokenPiece."""
 
     epoch: int
     piece: int
     offset: int
     tokens: npt.NDArray[np.integer]
     starts: npt.NDArray[np.int64]
+    trained: npt.NDArray[np.bool_] | None
 
 
 class SourceStream:
@@ -92,19 +109,35 @@ class SourceStream:
     Neighboring sequences share one token, so each token except the first is a target exactly once. "none": cuts each
     piece separately in the same way.
 
+    Conversations, of sources with `too_long`, are not cut: a sequence has as many consecutive ones as fit into seq_len
+    + 1 tokens, with packing "none" one. Of one that is longer, it has the beginning, or with too_long "skip" nothing.
+
     Fetches a piece when a sequence needs it, and raises or counts a bad row then. This depends on the stream alone, so
-    it happens at the same step on every mesh. Bad rows are counted in the first epoch only, once each. A stream raises
-    if its own count exceeds the limit; the trainer checks the sum over all streams.
+    it happens at the same step on every mesh. Bad rows and conversations that are too long are counted in the first
+    epoch only, once each. A stream raises if its own count of bad rows exceeds the limit; the trainer checks the sum
+    over all streams.
     """
 
     def __init__(
-        self, pieces: StreamPieces, *, seq_len: int, packing: Literal["concatenate", "none"], policy: BadRowPolicy
+        self,
+        pieces: StreamPieces,
+        *,
+        seq_len: int,
+        packing: Packing,
+        policy: BadRowPolicy,
+        too_long: TooLong | None = None,
     ) -> None:
+        """too_long: None if the pieces are not conversations."""
         self._pieces = pieces
         self._seq_len = seq_len
-        self._take = (
-            self._window if pieces.windows else self._concatenated if packing == "concatenate" else self._single_piece
-        )
+        self._packing = packing
+        self._too_long: TooLong | None = too_long
+        if too_long is not None:
+            self._take = self._conversations
+        elif pieces.windows:
+            self._take = self._window
+        else:
+            self._take = self._concatenated if packing == "concatenate" else self._single_piece
         self._policy = policy
         self._order = np.arange(seq_len)
         self.load_state(SourceState(*pieces.first(), 0, 0, 0))
@@ -115,7 +148,7 @@ class SourceStream:
         return self._pieces.has_ended(self._place)
 
     def state(self) -> SourceState:
-        return SourceState(*self._place, self._offset, self.sequences, self._bad_rows)
+        return SourceState(*self._place, self._offset, self.sequences, self._bad_rows, self._num_too_long)
 
     def epochs(self, state: SourceState) -> float:
         """The part of the source that this stream has read at `state`, see StreamPieces.epochs."""
@@ -126,7 +159,7 @@ class SourceStream:
         self._place = Place(state.epoch, state.position)
         if min(state) < 0 or not self._pieces.has(self._place):
             raise UserError(f"the source {self._pieces.name!r} has no piece at the saved state {state}")
-        self._offset, self._bad_rows = state.offset, state.bad_rows
+        self._offset, self._bad_rows, self._num_too_long = state.offset, state.bad_rows, state.too_long
         self.sequences = state.sequences
         """Number of sequences returned, including masked ones."""
         self._current: TokenPiece | None = None
@@ -171,6 +204,24 @@ class SourceStream:
             self._advance()
         return []
 
+    def _conversations(self) -> list[_Part]:
+        """The next conversations that fit into a sequence together. Passes over those without a target."""
+        assert self._too_long is not None
+        taken: list[_Part] = []
+        room = self._seq_len + 1
+        while not self.ended and (self._packing == "concatenate" or not taken):
+            length = self._rest(self._seq_len + 1)
+            assert self._current is not None
+            count = len(fitted(self._current, self._seq_len, self._too_long).tokens)
+            if count > room:
+                break
+            if count:
+                taken.append(self._part(count))
+                room -= count
+            self._num_too_long += length > self._seq_len + 1 and self._place.epoch == 0
+            self._advance()
+        return taken
+
     def _window(self) -> list[_Part]:
         """The next piece, which is one sequence."""
         if self.ended:
@@ -183,12 +234,13 @@ class SourceStream:
         """The next `count` tokens of the current piece."""
         assert self._current is not None
         self._pieces_without_target = 0
-        tokens, starts = self._current
+        tokens, starts, trained = self._current
         begin, end = self._offset, self._offset + count
         if len(tokens) > count:
             starts = starts[(starts >= begin) & (starts < end)] - begin
         number = self._pieces.number(self._place)
-        return _Part(self._place.epoch, number, begin, tokens[begin:end], starts)
+        own = None if trained is None else trained[begin:end]
+        return _Part(self._place.epoch, number, begin, tokens[begin:end], starts, own)
 
     def _write(self, parts: list[_Part], row: Row) -> bool:
         """Write inputs and labels, padded and masked after the last token. Returns whether there is any target."""
@@ -199,6 +251,9 @@ class SourceStream:
         row.tokens[count:] = PAD_TOKEN
         row.labels[: max(0, count - 1)] = joined[1:count]
         row.labels[max(0, count - 1) :] = IGNORE_INDEX
+        trained = [part.trained for part in parts if part.trained is not None]  # of all parts or of none
+        if trained:
+            row.labels[: count - 1][~np.concatenate(trained)[1:count]] = IGNORE_INDEX
         if row.positions is not None:
             row.positions[:] = self._order
             for start in _document_starts(parts) if count else ():
@@ -211,10 +266,13 @@ class SourceStream:
         """Step to the next piece."""
         self._pieces_without_target += 1  # _part() resets it
         if self._pieces_without_target > self._pieces.patience:
+            what, counts = "documents (or parts of long ones)", f"{self._bad_rows} bad rows were skipped"
+            if self._too_long is not None:
+                what = "conversations"
+                counts += f", {self._num_too_long} conversations have more than training.seq_len + 1 tokens"
             raise UserError(
-                f"{self._pieces.name}: {self._pieces.patience:,} consecutive documents (or parts of long ones) have no "
-                f"token to train on ({self._bad_rows} bad rows were skipped); look at the source with titanlite "
-                "inspect CONFIG --all, and fix or remove it"
+                f"{self._pieces.name}: {self._pieces.patience:,} consecutive {what} have no token to train on "
+                f"({counts}); look at the source with titanlite inspect CONFIG --all, and fix or remove it"
             )
         self._current, self._offset = None, 0
         self._place = self._pieces.after(self._place)

@@ -202,7 +202,7 @@ class WorkerPool:
             merge("origins", workers),
             merge("states", of_states),
             np.min([part.ended for part in parts], axis=0),
-            merge("positions", workers) if self._assignment.section.document_mask else None,
+            merge("positions", workers) if self._assignment.section.masks_documents else None,
         )
 
     def close(self) -> None:

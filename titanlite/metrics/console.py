@@ -44,7 +44,8 @@ class ConsoleSink:
 
 
 def table_lines(record: Record, total_steps: int) -> tuple[str, str]:
-    """(header, row) of a training record. Counts of skipped steps and bad rows follow the columns unless they are 0."""
+    """(header, row) of a training record. Counts of skipped steps, bad rows and conversations that are too long
+    follow the columns unless they are 0."""
     step = f"{record.step}/{total_steps}"
     columns = [
         ("step", 2 * len(str(total_steps)) + 1, step),
@@ -59,7 +60,8 @@ def table_lines(record: Record, total_steps: int) -> tuple[str, str]:
         *([("epoch", 5, f"{max(record.epochs.values()):.2f}")] if record.epochs else []),
         ("ETA", 6, _duration((total_steps - record.step) * record.step_time_s).replace(" ", "")),
     ]
-    rare = [("skipped steps", record.skipped_steps), ("bad rows", record.bad_rows)]
+    too_long = round(sum(record.too_long.values()))
+    rare = [("skipped steps", record.skipped_steps), ("bad rows", record.bad_rows), ("too long", too_long)]
     header = " ".join(f"{name:>{width}}" for name, width, _ in columns)
     row = " ".join(f"{text:>{width}}" for _, width, text in columns)
     return header, "".join([row, *(f" | {name} {count}" for name, count in rare if count)])

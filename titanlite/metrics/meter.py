@@ -56,6 +56,8 @@ class Record:
     ComputeTime."""
     epochs: Mapping[str, float] = field(default_factory=dict)
     """epoch/NAME: by source, how often it has been read so far."""
+    too_long: Mapping[str, float] = field(default_factory=dict)
+    """too_long/NAME: by source of conversations, those so far that were longer than a sequence, in its first epoch."""
     by_source: Mapping[str, float] = field(default_factory=dict)
     """By source, if there are several. loss/NAME: mean loss per valid token of the source since the last row, without
     skipped steps; absent if the source had no valid token. share/NAME: the source's fraction of all sequences
@@ -75,7 +77,7 @@ class Record:
     def row(self) -> dict[str, int | float | str]:
         """Key -> value in the order of the fields, without unknown values."""
         row = {key: value for key, value in asdict(self).items() if value is not None}
-        groups = [row.pop(name) for name in ("epochs", "by_source", "terms", "experts", "goodput")]
+        groups = [row.pop(name) for name in ("epochs", "too_long", "by_source", "terms", "experts", "goodput")]
         return {**row, **{key: value for group in groups for key, value in group.items()}}
 
 
@@ -222,27 +224,30 @@ class Meter:
     def flush(
         self,
         epochs: Sequence[float] = (),
+        too_long: Mapping[str, int] | None = None,
         experts: Mapping[str, float] | None = None,
         goodput: Callable[[], Mapping[str, float]] = dict,
     ) -> Record:
         """End the interval; return the record of the last noted step, the same on all ranks except for times.
 
-        epochs: this data rank's, by source; they are summed over ranks, so ranks other than the data leader pass 0.
-        experts: of the interval. goodput: Goodput.columns, called when the steps have ended. A collective over the
-        group. The host waits for the device here only (and before it for experts), so the measured time is that of the
-        steps.
+        epochs, too_long: this data rank's, by source; they are summed over ranks, so ranks other than the data leader
+        pass 0. The keys of too_long are those of its columns, the same on all ranks. experts: of the interval. goodput:
+        Goodput.columns, called when the steps have ended. A collective over the group. The host waits for the device
+        here only (and before it for experts), so the measured time is that of the steps.
         """
         assert self._last is not None, "flush without a step"
         assert self._num_steps > 0, "flush without a step since the last one"
         step, stats, lr = self._last
-        ranks = self._gather(stats, epochs)
+        too_long = too_long or {}
+        ranks = self._gather(stats, [*epochs, *too_long.values()])
         now = self._clock()
 
         columns = list(zip(*ranks, strict=True))
         mean_loss, grad_norm, num_valid, skipped_steps, data_time_s, memory, bad_rows, compute_s = columns[:8]
         loss_sum, num_counted = (sum(column) for column in columns[8:10])
         of_terms, others = columns[10 : 10 + len(self._terms)], columns[10 + len(self._terms) :]
-        of_epochs, by_source = others[: len(epochs)], others[len(epochs) :]
+        of_epochs, others = others[: len(epochs)], others[len(epochs) :]
+        of_too_long, by_source = others[: len(too_long)], others[len(too_long) :]
         step_time_s = (now - self._interval_start) / self._num_steps
         tokens_per_second = self._tokens_per_step / step_time_s
         flops = tokens_per_second * self._flops_per_token
@@ -266,6 +271,7 @@ class Meter:
             slowest_host=slowest.host if slowest else None,
             slowest_ratio=slowest.ratio if slowest else None,
             epochs={f"epoch/{name}": sum(parts) for name, parts in zip(self._names, of_epochs, strict=False)},
+            too_long={name: sum(parts) for name, parts in zip(too_long, of_too_long, strict=True)},
             by_source=self._describe_sources([sum(column) for column in by_source]),
             terms={f"term/{name}": sum(parts) for name, parts in zip(self._terms, of_terms, strict=True)},
             experts=experts or {},
@@ -288,8 +294,11 @@ class Meter:
             f"share/{name}": number / sum(sequences) for name, _, _, number in by_source if sum(sequences)
         }
 
-    def _gather(self, stats: StepStats, epochs: Sequence[float]) -> list[list[float]]:
-        """One row per rank, in float64 (counts are exact up to 2^53): values on the device, then those on the host."""
+    def _gather(self, stats: StepStats, of_sources: Sequence[float]) -> list[list[float]]:
+        """One row per rank, in float64 (counts are exact up to 2^53): values on the device, then those on the host.
+
+        of_sources: values of the host that are summed over ranks.
+        """
         on_device = (stats.mean_loss, stats.grad_norm, stats.num_valid, self._skipped_steps)
         on_host = (
             (self._data_wait_s - self._data_wait_s_logged) / self._num_steps,
@@ -303,7 +312,7 @@ class Meter:
                 torch.tensor(on_host, dtype=torch.float64, device=self._device),
                 self._interval,
                 torch.stack(list(stats.terms)) if stats.terms else self._interval.new_zeros(len(self._terms)),
-                torch.tensor(epochs, dtype=torch.float64, device=self._device),
+                torch.tensor(of_sources, dtype=torch.float64, device=self._device),
                 self._by_source.flatten(),
             ]
         )

@@ -195,7 +195,7 @@ def microbatch_shape(config: JobConfig, shape: StepShape, device_type: str) -> M
         shard_logits=_shards_logits(config),
         recomputes_logits=section.pp > 1,
         mask=mask_form(device_type, compute_dtype, model.head_dim)
-        if config.data.document_mask or gathers_keys
+        if config.data.masks_documents or gathers_keys
         else None,
         gathers_keys=gathers_keys,
         extra_logits=None if config.loss.is_cross_entropy else extra_logits(LOSSES[config.loss.name]),

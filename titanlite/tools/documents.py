@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+from titanlite.config.check import with_model_tokenizer
 from titanlite.config.load import parse_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.check import check_data, check_tokenizer
@@ -13,6 +14,7 @@ from titanlite.data.config import PIECE_BYTES_PER_POSITION, DataConfig
 from titanlite.data.corpus import Texts
 from titanlite.data.kinds import open_source
 from titanlite.data.preparation import bad_row_policy
+from titanlite.data.sources.config import CHAT
 from titanlite.data.sources.pieces import BadRowError
 from titanlite.models.registry import resolve_model
 from titanlite.runtime.errors import ConfigError, Problem
@@ -22,19 +24,25 @@ T = TypeVar("T")
 
 
 def config_of_data(
-    options: Any, overrides: Sequence[str], *, needs_tokenizer: bool, reads_tokens: bool = False
+    options: Any,
+    overrides: Sequence[str],
+    *,
+    needs_tokenizer: bool,
+    reads_tokens: bool = False,
+    reads_chat: bool = True,
 ) -> JobConfig:
     """The configuration of a command that reads its data: options.config, then --section.key value.
 
     Checks both and the options. Raises ConfigError. reads_tokens: the command reads data as training does: any kind of
-    source is valid, and the vocabulary must fit the model.
+    source is valid, and the vocabulary must fit the model. reads_chat: sources of conversations are valid.
     """
     config, problems = parse_config(["--job.config_file", options.config, *overrides])
     if not problems:  # else these checks would also report problems of the defaults that replace invalid values
+        config = with_model_tokenizer(config)
         data, vocab_size = config.data, resolve_model(config.model)[1].vocab_size
         room = vocab_size if reads_tokens else 0
         problems = check_data(data, global_batch_size=0, data_degree=0, vocab_size=room)
-        problems = problems or ([] if reads_tokens else _check_text(data))
+        problems = problems or ([] if reads_tokens else _check_text(data, reads_chat=reads_chat))
         if needs_tokenizer:
             # An existing tokenizer may be larger than this model's vocabulary; one that is trained here must fit it.
             room = vocab_size if reads_tokens or not config.tokenizer.path else 0
@@ -45,8 +53,12 @@ def config_of_data(
     return config
 
 
-def _check_text(section: DataConfig) -> list[Problem]:
+def _check_text(section: DataConfig, *, reads_chat: bool) -> list[Problem]:
     """Problems of sources that a command cannot read document by document."""
+    if not reads_chat and (chats := [n for n, source in enumerate(section.sources) if source.is_chat]):
+        rule = "a source of documents: token files do not say which tokens are trained on"
+        remedy = "train on the conversations themselves: they are tokenized during training"
+        return [Problem(f"data.sources.{n}.kind", CHAT, rule, remedy) for n in chats]
     rule = "a source of text: this command does not read token files"
     remedy = "pass a CONFIG with the text from which the token files were written"
     opened = [open_source(source) for source in section.sources]

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from titanlite.data.corpus import Encoder, TextCorpus, Texts
+from titanlite.data.corpus import TextCorpus, Texts, build_encoder
 from titanlite.data.kinds import text_sources
 from titanlite.data.sources.config import SourceConfig
-from titanlite.data.sources.pieces import BadRowError
+from titanlite.data.sources.pieces import BadRowError, TokenPiece
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.workers import describe_exit, start_process
 from titanlite.runtime.errors import UserError
@@ -74,19 +74,25 @@ class JobEncoder:
         tokenizer = Tokenizer(**job.tokenizer)
         self.texts = Texts(text_sources(job.sources), job.max_piece_bytes)
         self.dtype = id_type(tokenizer.vocab_size)
-        self._corpus = TextCorpus(self.texts, Encoder(tokenizer, add_bos=job.add_bos, add_eos=job.add_eos))
+        # Conversations are the only source of their job: token files have documents.
+        encoder = build_encoder(job.sources[0], tokenizer, add_bos=job.add_bos, add_eos=job.add_eos)
+        self._corpus = TextCorpus(self.texts, encoder)
+
+    def fetch(self, pieces: Sequence[int]) -> Iterator[TokenPiece | Exception]:
+        """The tokens of each piece, or its error."""
+        for begin in range(0, len(pieces), BATCH_PIECES):
+            yield from self._corpus.fetch(pieces[begin : begin + BATCH_PIECES])
 
     def encode(self, pieces: Sequence[int]) -> Chunk:
         ids, lengths = [np.empty(0, self.dtype)], list[int]()
         errors: dict[int, Exception] = {}
-        for begin in range(0, len(pieces), BATCH_PIECES):
-            for piece in self._corpus.fetch(pieces[begin : begin + BATCH_PIECES]):
-                if isinstance(piece, Exception):
-                    errors[len(lengths)] = piece
-                    lengths.append(0)
-                else:
-                    ids.append(piece.tokens.astype(self.dtype))
-                    lengths.append(len(piece.tokens))
+        for piece in self.fetch(pieces):
+            if isinstance(piece, Exception):
+                errors[len(lengths)] = piece
+                lengths.append(0)
+            else:
+                ids.append(piece.tokens.astype(self.dtype))
+                lengths.append(len(piece.tokens))
         return Chunk(np.concatenate(ids), lengths, [self.texts.row(piece).flags for piece in pieces], errors)
 
 

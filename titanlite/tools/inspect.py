@@ -16,10 +16,11 @@ from titanlite.data.config import DataConfig
 from titanlite.data.corpus import open_index
 from titanlite.data.kinds import open_source
 from titanlite.data.order import Mixture, shuffled
+from titanlite.data.packing import TooLong, fitted, num_packed
 from titanlite.data.preparation import Assignment, Sources
 from titanlite.data.sources.arrays import ArrayFile
 from titanlite.data.sources.base import TextSource
-from titanlite.data.sources.pieces import BAD_FILE, STARTS_DOCUMENT, BadRowError, Piece
+from titanlite.data.sources.pieces import BAD_FILE, STARTS_DOCUMENT, BadRowError, Piece, TokenPiece
 from titanlite.data.sources.tokens import Tokens, documents_file, manifests_of, open_tokens
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.registry import resolve_model
@@ -78,7 +79,8 @@ class Statistics:
 
     lengths: tokens of each non-empty document. size: their bytes by the index, approximately. sequences: the number
     that they fill if each piece is packed alone. pieces: pieces read. bad_rows: bad ones among them; faults: the first
-    errors.
+    errors. Of conversations: trained: tokens that are trained on; fitting: tokens of each in a sequence, 0 if it is
+    left out; too_long: conversations of more than seq_len + 1 tokens.
     """
 
     lengths: list[int] = field(default_factory=list)
@@ -87,6 +89,9 @@ class Statistics:
     pieces: int = 0
     bad_rows: int = 0
     faults: list[str] = field(default_factory=list)
+    trained: int = 0
+    fitting: list[int] = field(default_factory=list)
+    too_long: int = 0
 
 
 def describe_sources(config: JobConfig, tokenizer: Tokenizer | None, vocab_size: int, *, reads_all: bool) -> None:
@@ -161,11 +166,12 @@ def describe_text(
     if not reads_all and len(begins) > SAMPLED_DOCUMENTS:
         chosen = np.sort(shuffled(len(begins), data.seed)[:SAMPLED_DOCUMENTS])
     read = "all" if len(chosen) == len(begins) else f"{len(chosen):,} of them, drawn at random, were"
-    print(f"  documents     {documents:,}; {read} read")
+    print(f"  {'conversations' if source.config.is_chat else 'documents    '} {documents:,}; {read} read")
     ends = np.append(begins[1:], len(index))
     ranges = [range(begins[n], ends[n]) for n in chosen.tolist()]
     job = Job((source.config,), data.max_piece_bytes, tokenizer.arguments, add_bos=data.add_bos, add_eos=data.add_eos)
-    found = read_documents(JobEncoder(job), ranges, seq_len)
+    too_long = source.config.too_long if source.config.is_chat else None
+    found = read_documents(JobEncoder(job), ranges, seq_len, too_long)
     about = "" if len(chosen) == len(begins) else "about "
     scale = index.text_bytes / found.size if found.size else 0.0
     if found.lengths:
@@ -175,11 +181,23 @@ def describe_text(
     print(f"  bad rows      {found.bad_rows:,} of {counted(found.pieces, 'piece')} read")
     for fault in found.faults:
         print(f"                {fault}")
+    if found.lengths and too_long is not None:
+        share, over = found.trained / sum(found.lengths), found.too_long / len(found.lengths)
+        print(f"  trained on    {share:.1%} of the tokens (loss_on = {source.config.loss_on})")
+        what = f"have more than training.seq_len + 1 = {seq_len + 1:,} tokens (too_long = {too_long})"
+        print(f"  too long      {found.too_long:,} of those read, {over:.1%}, {what}")
+        print(f"  left out      {found.fitting.count(0):,} of those read have no token to train on in a sequence")
+        return scale * num_packed(found.fitting, seq_len, data.packing)
     return scale * (found.sequences if data.packing == "none" else sum(found.lengths) / seq_len)
 
 
-def read_documents(encoder: JobEncoder, documents: Sequence[range], seq_len: int) -> Statistics:
-    """Read and tokenize documents, each given by its pieces. Raises UserError if a file cannot be read."""
+def read_documents(
+    encoder: JobEncoder, documents: Sequence[range], seq_len: int, too_long: TooLong | None
+) -> Statistics:
+    """Read and tokenize documents, each given by its pieces. Raises UserError if a file cannot be read.
+
+    too_long: of conversations; None: they are documents.
+    """
     found = Statistics()
     bar = tqdm(total=len(documents), desc="reading", unit=" documents", disable=not sys.stderr.isatty(), leave=False)
     for begin in range(0, len(documents), BATCH_DOCUMENTS):
@@ -187,13 +205,21 @@ def read_documents(encoder: JobEncoder, documents: Sequence[range], seq_len: int
         pieces = [piece for document in batch for piece in document]
         found.pieces += len(pieces)
         found.size += sum(encoder.texts.num_bytes(piece) for piece in pieces)
-        chunk = encoder.encode(pieces)
-        for error in chunk.errors.values():
-            if not isinstance(error, BadRowError):
-                raise error
+        sizes: list[int] = []
+        for piece in encoder.fetch(pieces):
+            if isinstance(piece, TokenPiece):
+                sizes.append(len(piece.tokens))
+                if too_long is not None:
+                    found.trained += len(piece.tokens) if piece.trained is None else int(piece.trained.sum())
+                    found.fitting.append(len(fitted(piece, seq_len, too_long).tokens))
+                    found.too_long += len(piece.tokens) > seq_len + 1
+                continue
+            if not isinstance(piece, BadRowError):
+                raise piece
+            sizes.append(0)
             found.bad_rows += 1
-            found.faults += [str(error)] if found.bad_rows <= SHOWN_BAD_ROWS else []
-        lengths = iter(chunk.lengths)
+            found.faults += [str(piece)] if found.bad_rows <= SHOWN_BAD_ROWS else []
+        lengths = iter(sizes)
         for document in batch:
             parts = list(islice(lengths, len(document)))
             found.lengths += [sum(parts)] if sum(parts) else []

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from itertools import groupby
 
 from titanlite.batch import IGNORE_INDEX
 from titanlite.config.schema import JobConfig
@@ -17,11 +18,15 @@ from titanlite.data.sources.tokens import Tokens, documents_file
 from titanlite.data.streams import Origin
 from titanlite.data.tokenizer import Tokenizer
 
+TRAINED = ("⟦", "⟧")
+"""Marks of the first and the last token that are trained on."""
+
 
 def sequences_as_text(config: JobConfig, tokenizer: Tokenizer | None, vocab_size: int) -> Iterator[str]:
     """The run's sequences in order, as the trainer's loader yields them; without a tokenizer, the ids.
 
-    A rule stands before each document and before the padding.
+    A rule stands before each document and before the padding. TRAINED encloses the tokens of conversations that are
+    trained on.
     """
     data, training = config.data, config.training
 
@@ -45,12 +50,12 @@ def sequences_as_text(config: JobConfig, tokenizer: Tokenizer | None, vocab_size
             (batch,) = plain.next_step()
             (masked,) = marked.next_step() if marked else (batch,)
             for row, origin in enumerate(plain.origins):
-                targets = int((batch.labels[row] != IGNORE_INDEX).sum())
-                # Before the padding, each token has a label, except maybe the last.
-                length = min(targets + 1, training.seq_len) if targets else 0
+                assert batch.lengths is not None
+                length = int(batch.lengths[row])
                 starts = [0] if masked.positions is None else (masked.positions[row] == 0).nonzero().flatten().tolist()
                 begins = [start for start in starts if start < length]
-                labels = (masked if data.document_mask else batch).labels[row].tolist()
+                labels = (masked if data.masks_documents else batch).labels[row].tolist()
+                is_chat = data.sources[origin.source].is_chat
                 name, ids = plain.source_names[origin.source], batch.tokens[row].tolist()
                 at = (
                     f"epoch {origin.epoch}, from token {origin.offset} of piece {origin.piece}"
@@ -59,7 +64,13 @@ def sequences_as_text(config: JobConfig, tokenizer: Tokenizer | None, vocab_size
                 )
                 lines = [f"\n════ sequence {batch.sequences[row]} of the run: {name}, {at} ════"]
                 for begin, end in zip(begins, [*begins[1:], length], strict=True):
-                    what = "document" if begin else head_of(origin, data)
+                    what = "conversation" if is_chat else "document" if begin else head_of(origin, data)
+                    if is_chat and tokenizer is not None:
+                        trained = [place > 0 and labels[place - 1] != IGNORE_INDEX for place in range(begin, end)]
+                        rest = f", {sum(trained)} of them trained on, in {''.join(TRAINED)}"
+                        lines.append(f"──── {what}: {name}, tokens {begin} to {end - 1}{rest} ────")
+                        lines.append(marked_text(tokenizer, ids[begin:end], trained))
+                        continue
                     places = ", ".join(str(place) for place in range(begin, end) if labels[place] == IGNORE_INDEX)
                     rest = f", masked labels at {places}" if places else ""
                     lines.append(f"──── {what}: {name}, tokens {begin} to {end - 1}{rest} ────")
@@ -68,6 +79,15 @@ def sequences_as_text(config: JobConfig, tokenizer: Tokenizer | None, vocab_size
                 if length < len(ids):
                     lines.append(f"──── padding, masked: tokens {length} to {len(ids) - 1} ────")
                 yield "\n".join(lines)
+
+
+def marked_text(tokenizer: Tokenizer, ids: Sequence[int], trained: Sequence[bool]) -> str:
+    """The text of tokens, with TRAINED around those that are trained on."""
+    parts = []
+    for is_trained, places in groupby(range(len(ids)), lambda place: trained[place]):
+        text = printable(tokenizer.decode([ids[place] for place in places]))
+        parts.append(f"{TRAINED[0]}{text}{TRAINED[1]}" if is_trained else text)
+    return "".join(parts)
 
 
 def head_of(origin: Origin, data: DataConfig) -> str:

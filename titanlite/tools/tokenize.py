@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
     unshuffled stream reads. Tokens and shards depend neither on the number of workers nor on interruptions.
     """
     options, overrides = read_options_and_overrides(Options, argv, "tokenize")
-    config = config_of_data(options, overrides, needs_tokenizer=True)
+    config = config_of_data(options, overrides, needs_tokenizer=True, reads_chat=False)
     with _own_folder(options.out):
         manifest, description = tokenize(config, options.out, options.workers, options.shard_tokens)
     print(
@@ -101,7 +101,7 @@ def tokenize(config: JobConfig, out: Path, num_workers: int, shard_tokens: int) 
             "max_piece_bytes": job.max_piece_bytes,
             "shard_tokens": shard_tokens,
         },
-        "sources": [open_source(source).facts(document_mask=data.document_mask) for source in data.sources],
+        "sources": [open_source(source).facts(document_mask=data.masks_documents) for source in data.sources],
     }
     shards = _shards_so_far(out, facts)
     rows = UsableRows(data, sum(shard["bad_rows"] for shard in shards))

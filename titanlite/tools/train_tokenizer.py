@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
     texts, rows = Texts(text_sources(config.data.sources), piece_bytes(config)), UsableRows(config.data)
     with appears_complete(options.out) as folder:
         folder.mkdir()
-        read = (texts.read(piece) for piece in pieces_with_progress(texts, "reading"))
+        read = (texts.plain_text(piece) for piece in pieces_with_progress(texts, "reading"))
         train_bpe(rows.of(read), vocab_size, folder, options.special_tokens)
     tokenizer = Tokenizer(options.out / "tokenizer.json")
     print(f"{tokenizer.description}\ntrained on {texts.description}; {counted(rows.bad_rows, 'bad row')}\nto use it:\n")

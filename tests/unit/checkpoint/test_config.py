@@ -165,7 +165,10 @@ def job(tmp_path: Path, **checkpoint: Any) -> JobConfig:
 def kept_settings(config: JobConfig) -> tuple[int, int]:
     found = keep_earlier(config)
     assert replace(found, training=config.training, data=config.data) == config
-    unchanged = replace(found.training, global_batch_size=-1), replace(found.data, num_streams=-1)
+    unchanged = (
+        replace(found.training, global_batch_size=-1),
+        replace(found.data, num_streams=-1, document_mask="auto"),
+    )
     assert unchanged == (
         replace(config.training, global_batch_size=-1),
         replace(config.data, num_streams=-1),
@@ -179,6 +182,16 @@ def test_resolved_settings_are_kept_from_the_latest_checkpoint(tmp_path: Path) -
     assert kept_settings(job(tmp_path)) == (16, 8)
     make(tmp_path / "checkpoint", 10, config=saved_config(32, 8))
     assert kept_settings(job(tmp_path)) == (32, 8)
+
+
+def test_the_document_mask_of_the_checkpoint_is_kept(tmp_path: Path) -> None:
+    """Sources may have been added since. Checkpoints of older versions have none."""
+    assert keep_earlier(job(tmp_path)).data.document_mask == "auto"
+    for step, mask in enumerate((True, False, None), 1):
+        earlier = saved_config(16, 8)
+        earlier["data"] |= {} if mask is None else {"document_mask": mask}
+        make(tmp_path / "checkpoint", step, config=earlier)
+        assert keep_earlier(job(tmp_path)).data.document_mask is bool(mask)
 
 
 def test_given_settings_override_the_checkpoint(tmp_path: Path) -> None:

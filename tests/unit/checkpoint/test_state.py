@@ -207,7 +207,7 @@ def test_streams_gathers_states_by_stream_id(mesh: Mesh, group: dist.ProcessGrou
 def test_load_streams_describes_the_position(mesh: Mesh, epochs: list[int], text: str) -> None:
     loader = FourStreams([0])
     _, state = state_of(mesh, loader)
-    rows = torch.tensor([[epoch, 3, 0, 300, 0] for epoch in epochs])
+    rows = torch.tensor([[epoch, 3, 0, 300, 0, 0] for epoch in epochs])
     assert state.load_streams(rows) == text
     assert loader.loaded is rows
 

@@ -196,8 +196,8 @@ def test_the_batch_size_may_change_on_resume(make: Any) -> None:
 
 def test_mismatched_states_are_refused(make: Any) -> None:
     loader = make(0, 2)
-    state = torch.zeros(STREAMS, 5, dtype=torch.int64)
-    with pytest.raises(UserError, match=r"num_streams = 8 and 1 data.sources need \(8, 5\)"):
+    state = torch.zeros(STREAMS, 6, dtype=torch.int64)
+    with pytest.raises(UserError, match=r"num_streams = 8 and 1 data.sources need \(8, 6\)"):
         loader.load_state(state[:4])
     with pytest.raises(UserError, match="int64"):
         loader.load_state(state.int())

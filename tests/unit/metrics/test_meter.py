@@ -146,13 +146,24 @@ def test_terms_of_the_loss_are_those_of_the_last_step(group: dist.ProcessGroup) 
         assert [row[key] for key in ("epoch/a", "epoch/b", "loss/b")] == [0.5, 0.75, 2.0]
 
 
+def test_conversations_that_are_too_long_are_columns_of_their_sources(group: dist.ProcessGroup) -> None:
+    clock = Clock()
+    meter = meter_of(group, clock, sources=("a", "b"))
+    clock.now += 1.0
+    stats = stats_of(1.0, by_source=((1.0, 2.0), (1.0, 1.0), (1.0, 1.0)))
+    meter.update(1, stats, lr=0.1, data_wait_s=0.0, bad_rows=0)
+    row = meter.flush([0.5, 0.75], {"too_long/b": 7}).row()
+    assert [row[key] for key in ("epoch/a", "epoch/b", "too_long/b", "loss/b")] == [0.5, 0.75, 7, 2.0]
+    assert "too_long/a" not in row
+
+
 def test_the_keys_of_a_row(group: dist.ProcessGroup) -> None:
     clock = Clock()
     meter = meter_of(group, clock, peak_flops=1e12)
     clock.now += 1.0
     meter.update(1, stats_of(1.0), lr=0.1, data_wait_s=0.0, bad_rows=0)
     row = meter.flush().row()
-    left_out = ("epochs", "by_source", "terms", "experts", "goodput", *SLOWEST)
+    left_out = ("epochs", "too_long", "by_source", "terms", "experts", "goodput", *SLOWEST)
     assert list(row) == [field.name for field in fields(Record) if field.name not in left_out] == KEYS
     assert row["mfu"] == pytest.approx(512 * 1e6 / 1e12)
 

@@ -72,4 +72,4 @@ def test_help_shows_the_values_in_force(capsys: pytest.CaptureFixture[str]) -> N
     assert "--data.shuffle {true,false}" in shown
     assert f"--model.family {{{','.join(FAMILIES)}}}" in shown
     assert "differently in each epoch. (default: false)" in shown
-    assert "--data.sources.1.kind {text,jsonl,parquet,csv,arrow,hf,tokens,python-stdlib}" in shown
+    assert "--data.sources.1.kind {text,jsonl,chat,parquet,csv,arrow,hf,tokens,python-stdlib}" in shown

@@ -19,7 +19,7 @@ from typing import IO, Any, ClassVar, Literal, NamedTuple
 import xxhash
 
 from titanlite.data.sources.config import SourceConfig
-from titanlite.data.sources.pieces import ArrayError, BadRowError, FieldError, Piece
+from titanlite.data.sources.pieces import ArrayError, BadRowError, FieldError, KindError, Piece
 from titanlite.runtime.cache import built_once, cache_folder, content_key, file_facts
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.files import open_regular
@@ -38,8 +38,8 @@ MAX_BLOCK_BYTES = 4 * 2**20
 """A block of a streamed source ends with the row that reaches either limit. Each stream keeps one block in memory."""
 
 _INDEX_KEYS = ("field", "document", "split")
-_FILE_KEYS = ("subset", "revision", "streaming")
-"""Keys that every index includes; keys that only select files or how to read them, which no index includes."""
+_OTHER_KEYS = ("subset", "revision", "streaming", "loss_on", "too_long")
+"""Keys that every index includes; keys that do not decide the pieces of a file, which no index includes."""
 
 READERS = 16
 """Files that are read concurrently: most of the time is spent waiting for the file system."""
@@ -235,7 +235,9 @@ def files_below(folder: str) -> Iterator[Path]:
 def check_first_file(
     source: Source, key: str, field: str, fault_in: Callable[[IO[bytes]], BadRowError | None]
 ) -> list[Problem]:
-    """Problems of the field of the text in the source's first file. fault_in: finds the fault of an open file.
+    """Problems of the rows of the source's first file: their kind, the field of their text, "" if they have none.
+
+    fault_in: finds the fault of an open file.
 
     Other faults of rows are reported when a row is needed, by data.on_bad_row.
     """
@@ -249,6 +251,9 @@ def check_first_file(
     if isinstance(fault, ArrayError):
         remedy = f"{file} is a JSON array; to make lines of it: jq -c '.[]' {shlex.quote(str(file))} > lines.jsonl"
         return [Problem(f"{key}.path", source.config.path, "files with one JSON object per line", remedy)]
+    if isinstance(fault, KindError):
+        remedy = f'{file}: {fault}; write kind = "{fault.kind}", or add --{key}.kind {fault.kind}'
+        return [Problem(f"{key}.kind", source.kind, "the kind of the rows", remedy)]
     return [field_problem(key, field, str(file), fault)] if isinstance(fault, FieldError) else []
 
 
@@ -272,7 +277,7 @@ class TextSource(Source):
     def index_settings(self) -> list[Any]:
         """Keys that decide how files are cut into pieces. A change causes a new index."""
         config = self.config
-        own = [[key, getattr(config, key)] for key in self.keys if key not in (*_INDEX_KEYS, *_FILE_KEYS)]
+        own = [[key, getattr(config, key)] for key in self.keys if key not in (*_INDEX_KEYS, *_OTHER_KEYS)]
         return [self.kind, config.field or "text", config.document or "file", config.split or "train", *own]
 
     def indexed_files(self, into: Path) -> list[Path]:  # noqa: ARG002
@@ -286,6 +291,10 @@ class TextSource(Source):
     @abstractmethod
     def read(self, path: Path, piece: Piece) -> str:
         """The text of a piece, never empty. Raises BadRowError, and OSError if the file cannot be read."""
+
+    def plain_text(self, text: str) -> str:
+        """What people wrote in the text of a piece, to train a tokenizer on. Raises BadRowError."""
+        return text
 
 
 class Unit(NamedTuple):

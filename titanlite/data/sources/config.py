@@ -5,6 +5,9 @@ from typing import Literal
 
 from titanlite.runtime.errors import ranged
 
+CHAT = "chat"
+"""The kind of sources of conversations."""
+
 
 @dataclass(frozen=True)
 class SourceConfig:
@@ -32,7 +35,17 @@ class SourceConfig:
     """hf: branch, tag or commit on the hub; default: the main branch. Resolved to a commit at the first start."""
     streaming: bool = True
     """hf: whether to stream the files in blocks of rows; false: convert them to Arrow files on disk first."""
+    loss_on: Literal["assistant", "all"] = "assistant"
+    """chat: turns whose tokens count in the loss."""
+    too_long: Literal["truncate", "skip"] = "truncate"
+    """chat: conversations of more than training.seq_len + 1 tokens: truncate keeps their beginning, skip leaves them
+    out. Both count them."""
     weight: float = ranged(-1.0, "write its share of the sequences, or remove the source", above=0, unset=-1)
     """Share of the sequences, relative to the weights of the other sources. Default: proportional to the sizes."""
     epochs: int = ranged(-1, "leave it out", least=1, unset=-1)
     """Number of epochs; the run ends when a finite source is exhausted. -1: no limit."""
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it holds conversations, not documents."""
+        return self.kind == CHAT

@@ -7,7 +7,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from titanlite.data.sources.base import cached_json, field_problem
 from titanlite.data.sources.config import SourceConfig
-from titanlite.data.sources.jsonl import Jsonl, rows_fault
+from titanlite.data.sources.jsonl import Jsonl, json_text, rows_fault
 from titanlite.data.sources.parquet import column_fault
 from titanlite.data.sources.pieces import BadRowError, FieldError
 from titanlite.runtime.errors import ConfigError, Problem, require
@@ -185,7 +185,7 @@ def _check_fields(source: SourceConfig, key: str, found: HubFiles) -> None:
             if file.lower().endswith(".parquet"):
                 fault = column_fault(opened, field)
             elif file.lower().endswith(STREAMED_SUFFIXES):
-                fault = rows_fault(opened, file, field)
+                fault = rows_fault(opened, file, lambda line: json_text(line, field))
     except OSError as error:
         raise _config_error(key, "path", source.path, "readable files", f"{file}: {reason(error)}") from error
     if isinstance(fault, FieldError):

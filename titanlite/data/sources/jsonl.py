@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import IO, Any, ClassVar, NamedTuple
 
 from titanlite.data.sources.base import TextSource, check_first_file
-from titanlite.data.sources.config import SourceConfig
+from titanlite.data.sources.config import CHAT, SourceConfig
 from titanlite.data.sources.pieces import (
     BAD_FILE,
     ArrayError,
     BadRowError,
     FieldError,
+    KindError,
     Piece,
     lines,
     mapped,
@@ -38,6 +39,9 @@ CACHE_BYTES = 64 * 2**20
 
 CHECKED_ROWS = 100
 """Rows of the first file that are checked for the field before a run starts."""
+
+CONVERSATION_FIELDS = ("messages", "conversations")
+"""Fields of a row that hold the turns of a conversation."""
 
 BYTE_ORDER_MARK = "\ufeff"
 """Written before the first line by some programs; not part of the JSON."""
@@ -69,7 +73,7 @@ class Jsonl(TextSource):
     """
 
     kind = "jsonl"
-    keys = ("field",)
+    keys: ClassVar[tuple[str, ...]] = ("field",)
     suffixes: ClassVar[tuple[str, ...]] = (
         *(".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".json.gz"),
         *(".jsonl.zst", ".ndjson.zst", ".json.zst"),
@@ -83,8 +87,11 @@ class Jsonl(TextSource):
         self._unpacked: dict[Path, Unpacked] = {}
 
     def check_content(self, key: str, *, vocab_size: int, needs_documents: bool) -> list[Problem]:  # noqa: ARG002
-        name = self.files()[0].name
-        return check_first_file(self, key, self.field, lambda opened: rows_fault(opened, name, self.field))
+        return check_first_file(self, key, self.field, self._fault_of_first_file)
+
+    def _fault_of_first_file(self, opened: IO[bytes]) -> BadRowError | None:
+        """The fault of the first row of the first file, open, if no checked row is good."""
+        return rows_fault(opened, self.files()[0].name, self._text_of)
 
     def settings(self) -> dict[str, Any]:
         return {"field": self.field}
@@ -147,12 +154,15 @@ class Jsonl(TextSource):
 
 def json_text(line: bytes, field: str) -> bytes:
     """The text, in UTF-8, of a field of the JSON object in a line. Raises BadRowError."""
-    row = _parse(line)
+    row = json_value(line)
     if not isinstance(row, dict):
         raise BadRowError(f"not a JSON object but {_json_type(row)}")
     if field not in row:
         present = ", ".join(repr(name) for name in list(row)[:8]) or "no field"
-        raise FieldError(f"field {field!r} is missing; the row has {present}", _texts(row))
+        fault = f"field {field!r} is missing; the row has {present}"
+        if any(isinstance(row.get(name), list) for name in CONVERSATION_FIELDS):
+            raise KindError(fault, CHAT)
+        raise FieldError(fault, _texts(row))
     text = row[field]
     if not isinstance(text, str):
         raise FieldError(f"field {field!r} is not text but {_json_type(text)}", _texts(row))
@@ -177,7 +187,8 @@ def json_row(line: bytes, field: str) -> bytes | BadRowError:
         return bad
 
 
-def _parse(line: bytes) -> Any:
+def json_value(line: bytes) -> Any:
+    """The JSON value in a line. Raises BadRowError."""
     try:
         return json.loads(utf8_text(line).removeprefix(BYTE_ORDER_MARK))
     except json.JSONDecodeError as error:
@@ -191,18 +202,20 @@ def _json_type(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def rows_fault(opened: IO[bytes], name: str, field: str) -> BadRowError | None:
-    """The fault of the first row of an open file if no checked row has text; None for a file without rows."""
+def rows_fault(opened: IO[bytes], name: str, read: Callable[[bytes], object]) -> BadRowError | None:
+    """The fault of the first row of an open file if `read` raises one for each checked row; None without rows."""
     first: BadRowError | None = None
     with open_lines(opened, name) as lines:
         try:
             for line in islice(filter(bytes.strip, lines), CHECKED_ROWS):
                 if first is None and line.lstrip().startswith(b"["):
                     return ArrayError("the file is a JSON array")
-                row = json_row(line, field)
-                if isinstance(row, bytes):
+                try:
+                    read(line)
+                except BadRowError as bad:
+                    first = first or bad
+                else:
                     return None
-                first = first or row
         except UNPACKING_ERRORS as error:
             if is_damage(error):
                 return None

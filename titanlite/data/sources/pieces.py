@@ -53,15 +53,25 @@ class FieldError(BadRowError):
         self.texts = tuple(texts)
 
 
+class KindError(BadRowError):
+    """The row is not of the source's kind. kind: of a source that reads it."""
+
+    def __init__(self, reason: str, kind: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
 class ArrayError(BadRowError):
     """The file holds one JSON array, not JSON lines."""
 
 
 class TokenPiece(NamedTuple):
-    """The tokens of a piece, 1-D. starts: the indices at which documents start."""
+    """The tokens of a piece, 1-D. starts: the indices at which documents start. trained: for each token, whether it may
+    be a target; None: all may."""
 
     tokens: npt.NDArray[np.integer]
     starts: npt.NDArray[np.int64]
+    trained: npt.NDArray[np.bool_] | None = None
 
 
 AT_BEGIN = np.zeros(1, np.int64)

@@ -13,11 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from titanlite.data.sources.base import check_first_file
 from titanlite.data.sources.jsonl import CHECKED_ROWS, UNPACKING_ERRORS, Jsonl, is_damage, open_lines
 from titanlite.data.sources.parquet import as_bytes, text_type
 from titanlite.data.sources.pieces import BadRowError, FieldError
-from titanlite.runtime.errors import Problem
 from titanlite.runtime.files import open_regular
 
 CONVERSION_ERRORS = (*UNPACKING_ERRORS, ValueError)
@@ -38,9 +36,6 @@ class Table(Jsonl):
 
         Raises BadRowError if the column is missing or not text, and CONVERSION_ERRORS.
         """
-
-    def check_content(self, key: str, *, vocab_size: int, needs_documents: bool) -> list[Problem]:  # noqa: ARG002
-        return check_first_file(self, key, self.field, self._fault_of_first_file)
 
     def _fault_of_first_file(self, opened: IO[bytes]) -> BadRowError | None:
         try:

@@ -1,0 +1,54 @@
+"""Uneven conversations have the same loss and gradients on every layout: that of the mean over all trained tokens."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.conversations import ANSWERS, chat_steps, planted_step, write_data
+from tests.distributed.layouts import GATHER, PAIRS, Layout, schedule
+from tests.pool import run_ranks
+
+BOUND = 1e-11
+CASES = (
+    (Layout((1, 1, 1, 1), accumulation=2, rows=8), False),
+    (Layout((1, 1, 2, 1), rows=8), False),
+    (Layout((2, 1, 1, 1), PAIRS, rows=8), True),
+    (Layout((1, 1, 1, 1), rows=8), True),
+    (Layout((1, 1, 1, 2), rows=8), False),
+    (Layout((1, 1, 1, 1), rows=8, cp=2), False),
+    (Layout((1, 1, 1, 1), GATHER, rows=8, cp=2), True),
+    (Layout((1, 2, 2, 1), rows=8), True),
+    (Layout((2, 1, 1, 2), schedule("1F1B"), rows=8), False),
+    (Layout((1, 1, 2, 2), rows=8), False),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    made: Path = tmp_path_factory.mktemp("conversations")
+    write_data(made)
+    return str(made)
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4)])
+def test_every_layout_has_the_gradients_of_the_mean_over_tokens(world_size: int, folder: str) -> None:
+    cases = [(layout, mixture) for layout, mixture in CASES if layout.world_size == world_size]
+    for found in run_ranks(chat_steps, world_size, cases, folder):
+        for case, errors in zip(cases, found, strict=True):
+            assert errors["same_initial_weights"], (case, errors)
+            assert max(errors["gradient"], errors["loss"], errors["grad_norm"]) <= BOUND, (case, errors)
+            numbers = errors["numbers"]
+            assert min(numbers) > 0
+            assert max(numbers) > 20 * min(numbers), "the rows are not uneven"
+            assert set(errors["sources"]) == ({0, 1} if case[1] else {0})
+
+
+def test_a_mean_over_rows_is_seen_with_its_size(folder: str) -> None:
+    (found,) = run_ranks(planted_step, 1, Layout((1, 1, 1, 1), rows=8), folder)
+    errors, size = found
+    assert errors["gradient"] > 0.1
+    assert errors["loss"] == pytest.approx(size, rel=1e-6)
+
+
+def test_the_answers_have_1_to_500_tokens() -> None:
+    assert (min(ANSWERS), max(ANSWERS)) == (1, 500)

@@ -1,0 +1,153 @@
+"""Sources of conversations: what they need, and what their bad rows are called."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.data.conversations import TEMPLATE, write_conversations
+from titanlite.config.check import resolve_config
+from titanlite.config.ineffective import ineffective
+from titanlite.config.load import load_config
+from titanlite.config.schema import JobConfig
+from titanlite.data.config import DataConfig
+from titanlite.data.corpus import ConversationEncoder, Texts
+from titanlite.data.fingerprint import data_fingerprint, describe_difference
+from titanlite.data.kinds import open_source, source_from_path
+from titanlite.data.sources.base import TextSource
+from titanlite.data.sources.config import SourceConfig
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.runtime.errors import ConfigError, Problem
+from titanlite.tools.tokenize import main as tokenize
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tokenizer_folder: Path) -> Path:
+    """chat.jsonl, text.jsonl, and tokenizer with a chat template."""
+    write_conversations(tmp_path / "chat.jsonl", [1, 2, 3])
+    (tmp_path / "text.jsonl").write_text('{"text": "a document"}\n')
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer/tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer/chat_template.jinja").write_text(TEMPLATE)
+    return tmp_path
+
+
+def load(folder: Path, kind: str = "chat", file: str = "chat.jsonl", **settings: Any) -> JobConfig:
+    values = {
+        "data.sources": [{"kind": kind, "path": str(folder / file)}],
+        "tokenizer.path": str(folder / "tokenizer"),
+        "model.vocab_size": 300,
+        "training.seq_len": 64,
+        "job.dump_folder": str(folder / "out"),
+    }
+    values |= {key.replace("__", "."): value for key, value in settings.items()}
+    return load_config([], world_size=1, device_type="cpu", values=values)
+
+
+def problem_of(folder: Path, **settings: Any) -> Problem:
+    with pytest.raises(ConfigError) as caught:
+        load(folder, **settings)
+    (problem,) = caught.value.problems
+    return problem
+
+
+def test_rows_of_the_other_kind_name_it(folder: Path) -> None:
+    """Also for --data of titanlite evaluate, which takes a .jsonl as documents."""
+    problem = problem_of(folder, kind="jsonl")
+    assert (problem.key, problem.value) == ("data.sources.0.kind", "jsonl")
+    assert "the row has 'messages'; write kind = \"chat\", or add --data.sources.0.kind chat" in problem.remedy
+    problem = problem_of(folder, file="text.jsonl")
+    assert (problem.key, problem.value) == ("data.sources.0.kind", "chat")
+    assert problem.remedy.endswith('write kind = "jsonl", or add --data.sources.0.kind jsonl')
+    found = source_from_path(str(folder / "chat.jsonl"), "--data")
+    assert isinstance(found, SourceConfig)
+    assert found.kind == "jsonl"
+
+
+@pytest.mark.parametrize("where", ["data", "validation"])
+def test_a_tokenizer_without_a_chat_template_is_named(folder: Path, where: str) -> None:
+    (folder / "tokenizer/chat_template.jinja").unlink()
+    settings: dict[str, Any] = {"kind": "chat"}
+    if where == "validation":
+        source = [{"kind": "chat", "path": str(folder / "chat.jsonl")}]
+        settings = {"kind": "jsonl", "file": "text.jsonl", "validation__enable": True, "validation__sources": source}
+    problem = problem_of(folder, **settings)
+    assert problem.key == "tokenizer.chat_template"
+    assert f"required for conversations ({where}.sources.0)" in problem.rule
+    assert "examples/chatml.jinja" in problem.remedy
+
+
+def test_the_document_mask_follows_from_the_sources_unless_it_is_given(folder: Path) -> None:
+    assert load(folder).data.document_mask is True
+    assert load(folder, data__document_mask=False).data.document_mask is False
+    assert load(folder, "jsonl", "text.jsonl").data.document_mask is False
+    both = [
+        {"kind": kind, "path": str(folder / f"{name}.jsonl")} for kind, name in (("jsonl", "text"), ("chat", "chat"))
+    ]
+    config = load(folder, data__sources=both)
+    assert config.data.document_mask is True
+    assert resolve_config(config, world_size=1, device_type="cpu") == config
+
+
+def test_the_model_folder_of_the_start_has_the_tokenizer(folder: Path) -> None:
+    """checkpoint.initial_load_path = "hf:FOLDER" suffices."""
+    problem = problem_of(folder, tokenizer__path="", checkpoint__initial_load_path=f"hf:{folder / 'tokenizer'}")
+    assert problem.key == "checkpoint.initial_load_path"  # only: it has no config.json
+    assert problem_of(folder, tokenizer__path="").key == "tokenizer.path"
+
+
+def test_separators_have_no_effect_on_conversations(folder: Path) -> None:
+    keys = ("data.add_bos", "data.add_eos", "data.max_piece_bytes")
+    given = dict.fromkeys(keys, "config.toml")
+    for kind, file, count in (("chat", "chat.jsonl", 3), ("jsonl", "text.jsonl", 0)):
+        changes = {"add_bos": True, "add_eos": False, "max_piece_bytes": 100}
+        config = load(folder, kind, file)
+        config = replace(config, data=replace(config.data, **changes))
+        found = ineffective(config, config, given, 1)
+        assert [problem.key for problem in found] == list(keys[:count])
+        assert all("not of tokens or conversations" in problem.rule for problem in found)
+
+
+def test_token_files_cannot_be_written_of_conversations(folder: Path) -> None:
+    config = folder / "config.toml"
+    config.write_text(f'[[data.sources]]\nkind = "chat"\npath = "{folder}/chat.jsonl"\n')
+    with pytest.raises(ConfigError, match="do not say which tokens are trained on"):
+        tokenize([str(config), "--out", str(folder / "tokens"), f"--tokenizer.path={folder}/tokenizer"])
+
+
+def test_a_bad_row_is_named_by_file_line_and_turn(folder: Path) -> None:
+    file = folder / "chat.jsonl"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": 3}]
+    rows = [b"\xff", b"{", json.dumps({"messages": turns}).encode(), b'{"messages": []}']
+    file.write_bytes(b"\n".join([file.read_bytes().rstrip(), *rows]))
+    source = open_source(SourceConfig("chat", str(file)))
+    assert isinstance(source, TextSource)
+    texts = Texts([source], 16)
+    assert texts.counts == (7,)  # never cut, though max_piece_bytes is 16
+    encoder = ConversationEncoder(Tokenizer(folder / "tokenizer/tokenizer.json"), "assistant")
+    found = encoder.encode([(0, texts.read(n)) for n in range(7)], texts.locate)
+    assert all(not isinstance(piece, Exception) for piece in found[:3])
+    errors = [str(piece) for piece in found[3:]]
+    assert errors[0].startswith(f"{file}, line 4: invalid UTF-8 at byte 0")
+    assert errors[1].startswith(f"{file}, line 5: invalid JSON at character 1")
+    assert errors[2] == f"{file}, line 6: turn 3: its content is not text but a number"
+    assert errors[3] == f"{file}, line 7: 'messages' is empty"
+    assert texts.plain_text(0) == "question 0\nword "
+    assert str(texts.plain_text(5)) == errors[2]
+
+
+def test_the_template_and_the_keys_are_facts_of_the_source(folder: Path) -> None:
+    def facts(**keys: Any) -> dict[str, Any]:
+        source = SourceConfig("chat", str(folder / "chat.jsonl"), **keys)
+        tokenizer = Tokenizer(folder / "tokenizer/tokenizer.json")
+        return data_fingerprint(DataConfig(sources=(source,)), [open_source(source)], tokenizer)
+
+    before = facts()
+    assert not before.keys() & {"add_bos", "add_eos", "max_piece_bytes"}
+    (difference,) = describe_difference(before, facts(loss_on="all", too_long="skip"))
+    assert difference.endswith('loss_on "assistant" -> "all"; too_long "truncate" -> "skip"')
+    (folder / "tokenizer/chat_template.jinja").write_text(TEMPLATE + "\n")
+    (difference,) = describe_difference(before, facts())
+    assert difference.endswith(": the chat template differs")

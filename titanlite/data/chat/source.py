@@ -1,0 +1,43 @@
+"""Conversations: JSON lines with the messages of one conversation each."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from titanlite.data.chat.messages import Message, parse_conversation
+from titanlite.data.sources.config import CHAT
+from titanlite.data.sources.jsonl import CONVERSATION_FIELDS, Jsonl, json_value, rows_fault
+from titanlite.data.sources.pieces import BadRowError, KindError, Piece
+
+
+class Chat(Jsonl):
+    """A piece is a line, of any length: conversations are never cut. Its text is the JSON of the line."""
+
+    kind = CHAT
+    keys = ("loss_on", "too_long")
+
+    def settings(self) -> dict[str, Any]:
+        return {key: getattr(self.config, key) for key in self.keys}
+
+    def scan(self, path: Path, file: int, max_piece_bytes: int) -> Iterator[Piece]:  # noqa: ARG002
+        return super().scan(path, file, sys.maxsize)
+
+    def plain_text(self, text: str) -> str:
+        """The contents of the messages, in lines."""
+        contents = (message.get("content") for message in conversation(text.encode()))
+        return "\n".join(content for content in contents if isinstance(content, str))
+
+    def _text_of(self, line: bytes) -> bytes:
+        return line
+
+    def _fault_of_first_file(self, opened: IO[bytes]) -> BadRowError | None:
+        return rows_fault(opened, self.files()[0].name, conversation)
+
+
+def conversation(line: bytes) -> list[Message]:
+    """The messages of the conversation in a line. Raises BadRowError."""
+    row = json_value(line)
+    if isinstance(row, dict) and isinstance(row.get("text"), str) and not row.keys() & {*CONVERSATION_FIELDS}:
+        raise KindError(f"the row has the text of a document, and neither {' nor '.join(CONVERSATION_FIELDS)}", "jsonl")
+    return parse_conversation(row)
