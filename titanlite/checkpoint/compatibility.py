@@ -36,6 +36,7 @@ _ADDED = {
     "optimizer.groups": [],
     "optimizer.ema_decay": 0.0,
     "lr_schedule.final_decay_steps": -1,
+    "validation.tasks": [],
 }
 # Hyper-parameters that older checkpoints do not have, and the value they trained with.
 _ADDED_TO_MODEL = {

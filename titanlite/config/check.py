@@ -224,6 +224,7 @@ def check_path_lengths(config: JobConfig) -> list[Problem]:
     }
     for section, sources in (("data", config.data.sources), ("validation", config.validation.sources)):
         paths |= {f"{section}.sources.{n}.path": source.path for n, source in enumerate(sources)}
+    paths |= {f"validation.tasks.{n}": path for n, path in enumerate(config.validation.tasks)}
     problems: list[Problem] = []
     for key, path in paths.items():
         longest = max(len(os.fsencode(part)) for part in path.split("/"))
