@@ -113,6 +113,8 @@ def encode_task(task: Task, tokenizer: Tokenizer, *, seq_len: int, add_bos: bool
     their first tokens if a row has more than `seq_len` inputs. Raises UserError, which names the file and the line.
     """
     prefix = tokenizer.prefix_ids or ((tokenizer.bos_id,) if add_bos and tokenizer.bos_id is not None else ())
+    separators = [token_id for token_id in (tokenizer.bos_id, tokenizer.eos_id) if token_id is not None]
+    start = separators[:1]  # in place of an empty context
     contexts = [question.context.rstrip() for question in task.questions]
     context_ids = tokenizer.encode_batch(contexts)
     wholes = [question.context + choice for question in task.questions for choice in question.choices]
@@ -124,9 +126,11 @@ def encode_task(task: Task, tokenizer: Tokenizer, *, seq_len: int, add_bos: bool
             tokens = [*prefix, *next(whole_ids)]
             begin = len(prefix) + len(own)
             if not question.context:
-                tokens, begin = _without_context(tokens[len(prefix) :], tokenizer), 1
+                tokens, begin = _after(start, tokens[len(prefix) :]), len(start)
             fault = ""
-            if not begin:
+            if not begin and not question.context:
+                fault = "the context is empty, and the tokenizer has neither BOS nor EOS: write a text"
+            elif not begin:
                 fault = "the context has no tokens: write a text, or leave it empty"
             elif begin >= len(tokens):
                 fault = f"{choice!r} has no tokens of its own after the context"
@@ -140,12 +144,9 @@ def encode_task(task: Task, tokenizer: Tokenizer, *, seq_len: int, add_bos: bool
     return EncodedTask(task, tuple(rows), truncated)
 
 
-def _without_context(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
-    """The tokens of a choice after the token that takes the place of a context; [] if there is none."""
-    first = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
-    if first is None:
-        return []
-    return tokens if tokens[:1] == [first] else [first, *tokens]
+def _after(start: list[int], tokens: list[int]) -> list[int]:
+    """The tokens of a choice after those that take the place of a context."""
+    return tokens if tokens[:1] == start else [*start, *tokens]
 
 
 def _format_of(row: dict[str, Any]) -> TaskFormat:
