@@ -35,6 +35,7 @@ from titanlite.config.schema import JobConfig, JobSection
 from titanlite.data.check import check_validation
 from titanlite.data.kinds import open_source, source_from_path
 from titanlite.data.sources.config import SourceConfig
+from titanlite.data.tasks import check_tasks
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.metrics.tasks import TaskScores
 from titanlite.metrics.validation import SetTotals, sum_of
@@ -205,7 +206,7 @@ def evaluated_config(
     Only keys that evaluation depends on are checked, not whether training could resume here.
     """
     sources = [source_from_path(text, DATA) for text in options.data]
-    problems = [source for source in sources if isinstance(source, Problem)]
+    problems = [source for source in sources if isinstance(source, Problem)] + check_tasks(TASKS, options.tasks)
     if problems:
         raise ConfigError(problems)
     values = {name: dict(table) for name, table in saved.manifest.config.items()}

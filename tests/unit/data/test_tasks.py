@@ -95,7 +95,7 @@ def texts(tokenizer: Tokenizer, task: EncodedTask) -> list[tuple[str, str]]:
 
 
 def test_rows_are_divided_as_by_lm_eval(folder: Path, tmp_path: Path) -> None:
-    """The whole is encoded at once; whitespace at the end of the context is scored with the choice."""
+    """Both texts are encoded as one; whitespace at the end of the context is scored with the choice."""
     question = {"context": "the model ", "choices": ["reads", "größer, 東京"], "answer": 0}
     path = write(tmp_path / "one.jsonl", question, {"context": "", "choices": ["it", "says"], "answer": 0})
     tokenizer, task = encoded(folder, path)
@@ -106,9 +106,9 @@ def test_rows_are_divided_as_by_lm_eval(folder: Path, tmp_path: Path) -> None:
         *(("the model", " reads"), ("the model", " größer, 東京")),
         *((eos, "it"), (eos, "says")),
     ]
-    whole = tokenizer.encode("the model reads")
-    assert task.rows[0].tokens.tolist() == whole
-    assert whole[task.rows[0].begin :] == tokenizer.encode(" reads")
+    both = tokenizer.encode("the model reads")
+    assert task.rows[0].tokens.tolist() == both
+    assert both[task.rows[0].begin :] == tokenizer.encode(" reads")
     split = write(tmp_path / "split.jsonl", {"context": "the mo", "answer": "del"})
     with pytest.raises(UserError, match=r"split\.jsonl, line 1: 'del' has no tokens of its own"):  # one token: model
         encoded(folder, split)
