@@ -20,7 +20,6 @@ from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.optim.registry import build_optimizer, has_owners
 from titanlite.optim.schedule import build_schedule
 from titanlite.optim.weight_average import WeightAverage
-from titanlite.parallel.compile import compiles_blocks
 from titanlite.parallel.data import resolve_gradient_sync, running_dtypes
 from titanlite.parallel.mesh import Mesh, Sharing, shard_logits
 from titanlite.parallel.parallelize import parallelize
@@ -150,10 +149,11 @@ def build_task_evaluator(
 ) -> TaskEvaluator:
     """Build what scores the model on tasks, in batches of as many tokens as those of training.
 
-    A pipeline and context parallelism need rows of one length, and compiled blocks must not see another one.
+    A pipeline and context parallelism need rows of one length. Compiled code must not see another one: it would be
+    compiled again, for training, too.
     """
     section = config.parallelism
-    is_fixed = section.pp > 1 or section.cp > 1 or compiles_blocks(config.compile)
+    is_fixed = section.pp > 1 or section.cp > 1 or config.compile.enable
     rows = divide_step(config, model.mesh.data_degree).rows_per_batch
     return TaskEvaluator(model, group, RowShape(rows, config.training.seq_len, is_fixed), stop)
 
