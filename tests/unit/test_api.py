@@ -323,7 +323,7 @@ def test_evaluate_run_has_the_loss_of_validation(spoken: TrainedRun, capsys: pyt
     assert json.dumps(found.settings)
     with pytest.raises(ConfigError, match=r"optimizer\.lr"):
         titanlite.evaluate_run(spoken, text, overrides={"optimizer.lr": 1.0})
-    task = text.with_name("next.jsonl")
+    task = spoken.folder.with_name("next.jsonl")
     task.write_text('{"context": "the model", "answer": " reads"}\n' * 2)
     alone = titanlite.evaluate_run(spoken, tasks=task)
     assert (alone.loss, alone.by_source, list(alone.tasks)) == (None, {}, ["next"])
