@@ -8,11 +8,11 @@ from titanlite.metrics.tasks import score_choices, score_cloze
 
 
 def test_a_choice_is_the_most_likely_one_in_total_and_per_character() -> None:
-    """é is one character, two bytes and, in the second question, more tokens than "abcd"."""
-    sums = [[-1.0, -9.0], [-4.0, -3.0], [-2.0, -2.0]]
-    choices = [["a", "abcdefghijkl"], ["éééé", "éé"], ["no", "yes"]]
+    """é is one character and two bytes: per byte, the other choice of the second question would be the better one."""
+    sums = [[-1.0, -9.0], [-4.0, -3.6], [-2.0, -2.0]]
+    choices = [["a", "abcdefghijkl"], ["abcde", "éééé"], ["no", "yes"]]
     found = score_choices(sums, choices, [0, 0, 0], num_truncated=2)
-    # In total: 0, 1 and, of equal ones, the first. Per character: -1 and -0.75; -1 and -1.5; -1 and -0.67.
+    # In total: 0, 1 and, of equal ones, the first. Per character: -1 and -0.75; -0.8 and -0.9; -1 and -0.67.
     assert found.numbers == {
         "acc": pytest.approx(2 / 3),
         "acc_stderr": pytest.approx(math.sqrt(2 / 9 * 3 / 2 / 3)),
