@@ -20,6 +20,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.generation.prompts import Prompt
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.history import last_row, read_rows
+from titanlite.metrics.tasks import TaskScores
 from titanlite.metrics.validation import SetTotals, sum_of
 from titanlite.planning.layout import agree_on_layout
 from titanlite.runtime.distributed import ELASTIC, CommConfig, World, connect, world_from_environment
@@ -69,6 +70,7 @@ class TrainedRun:
 @dataclass(frozen=True)
 class Evaluation:
     """Loss of a run's model over data. checkpoint: the evaluated folder step-N. by_source: sums by name of the source.
+    tasks: scores by name of the task, which is that of its file without suffix.
 
     settings: those that the numbers depend on beside the data; two losses are comparable only if these are equal.
     """
@@ -77,11 +79,13 @@ class Evaluation:
     step: int
     by_source: Mapping[str, SetTotals]
     settings: Mapping[str, Any]
+    tasks: Mapping[str, TaskScores]
 
     @property
-    def loss(self) -> float:
-        """Mean loss per token over all sources: the cross-entropy in nats, or that of loss.name."""
-        return sum_of(self.by_source.values()).numbers()["loss"]
+    def loss(self) -> float | None:
+        """Mean loss per token over all sources: the cross-entropy in nats, or that of loss.name. None if only tasks
+        were evaluated."""
+        return sum_of(self.by_source.values()).numbers().get("loss")
 
     @property
     def perplexity(self) -> float | None:
@@ -205,14 +209,17 @@ def evaluate_run(
     run: AnyRun,
     data: str | Path | Sequence[str | Path] = (),
     *,
+    tasks: str | Path | Sequence[str | Path] = (),
     steps: int | None = None,
     overrides: Mapping[str, Any] | None = None,
     weights: Weights | None = None,
     tokenizer: str | Path | None = None,
 ) -> Evaluation:
-    """Compute loss, perplexity and bits per byte of a run on any data, as `titanlite evaluate` does.
+    """Compute loss, perplexity and bits per byte of a run on any data, and its scores on tasks, as `titanlite evaluate`
+    does.
 
-    data: files, folders or globs; none: the run's validation.sources. steps: batches of training.global_batch_size
+    data: files, folders or globs. tasks: files of questions. Without both: the run's validation.sources and
+    validation.tasks. steps: batches of training.global_batch_size
     sequences per source; None: all data. overrides: as for load_config, for keys of the sections that evaluation
     depends on. weights: as for generate_text. tokenizer: for a run on token files without one.
 
@@ -221,10 +228,11 @@ def evaluate_run(
     """
     with _in_this_process() as (world, cleanup), _problems_of_keywords():
         _require_words(evaluate_run, weights=weights)
-        paths = [data] if isinstance(data, str | Path) else data
+        paths, files = ([given] if isinstance(given, str | Path) else given for given in (data, tasks))
         options = evaluate.Options(
             run=run.path if isinstance(run, SavedRun) else run.folder if isinstance(run, TrainedRun) else Path(run),
             data=tuple(str(path) for path in paths),
+            tasks=tuple(str(path) for path in files),
             steps=steps,
             weights=_weights(run, weights),
             tokenizer=None if tokenizer is None else str(tokenizer),
@@ -236,7 +244,9 @@ def evaluate_run(
         config, saved, found = evaluate.evaluate_saved(
             options, arguments, world, store, EmbeddedReport(cleanup), cleanup
         )
-        return Evaluation(saved.path, saved.manifest.step, found.totals, evaluate.conditions(config, saved))
+        return Evaluation(
+            saved.path, saved.manifest.step, found.totals, evaluate.conditions(config, saved), found.tasks
+        )
 
 
 def export_run(

@@ -1,6 +1,7 @@
 """Forward pass of a model on its mesh, with the loss, for training and evaluation."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,9 @@ from titanlite.models.attention import document_arguments
 from titanlite.models.experts import mixtures_of
 from titanlite.models.family import LanguageModel
 from titanlite.models.head import output_layers_of
+from titanlite.models.losses import CROSS_ENTROPY
 from titanlite.models.randomness import row_keys
+from titanlite.parallel.data import wrapped_modules
 from titanlite.parallel.mesh import Mesh, part_of_rows
 from titanlite.parallel.pipeline import Pipeline
 from titanlite.runtime.determinism import seed_microbatch
@@ -48,6 +51,20 @@ class ModelOnMesh:
         losses: Tensor = forward(self.own_positions(batch.tokens), **arguments)
         return self.over_positions(losses)
 
+    def row_misses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """As row_losses, and the number of labels of each row that are not the most likely token, both (rows,)."""
+        heads = output_layers_of(self.model_parts)
+        counts: list[Tensor] = []
+        for head in heads:
+            head.misses = counts
+        try:
+            losses = self.row_losses(batch)
+        finally:
+            for head in heads:
+                head.misses = None
+        misses = torch.cat(counts).to(losses.dtype) if counts else torch.zeros_like(losses)
+        return losses, self.over_positions(misses)
+
     def own_positions(self, rows: Tensor) -> Tensor:
         """The columns of `rows`, (rows, seq_len), that are positions of this rank."""
         return part_of_rows(rows, self.mesh.coordinate["cp"], self.mesh.degrees["cp"], self.mesh.context_parallel)
@@ -82,6 +99,38 @@ class ModelOnMesh:
         if self.model_parts[0].draws:
             arguments["row_keys"] = to_device(row_keys(self.seed, self.step, batch.sequences), self.device)
         return arguments
+
+
+@contextmanager
+def forward_only(model: ModelOnMesh) -> Iterator[None]:
+    """Context for evaluation: eval mode, no gradients. Restores modes, torch's random state and sharding on exit."""
+    parts, device = model.model_parts, model.device
+    modes = [part.training for part in parts]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+        for part in parts:
+            part.eval()
+        try:
+            yield
+        finally:
+            for part, mode in zip(parts, modes, strict=True):
+                part.train(mode)
+                # Free gathered parameters; otherwise they would be reused, outdated, after the next update.
+                for module in wrapped_modules(part):
+                    module.reshard()
+
+
+@contextmanager
+def cross_entropy_in(model: ModelOnMesh) -> Iterator[None]:
+    """Inside, the model's loss is the cross-entropy, also if it is trained by a registered loss."""
+    heads = output_layers_of(model.model_parts)
+    losses = [head.loss for head in heads]
+    for head in heads:
+        head.loss = CROSS_ENTROPY
+    try:
+        yield
+    finally:
+        for head, loss in zip(heads, losses, strict=True):
+            head.loss = loss
 
 
 def positions_of(tokens: Tensor) -> Tensor:

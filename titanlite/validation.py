@@ -2,7 +2,6 @@
 
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -14,17 +13,18 @@ from torch import Tensor
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.data.config import ValidationConfig
 from titanlite.data.loader import Loader
+from titanlite.data.tasks import EncodedTask
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.forward import ModelOnMesh, on_device
+from titanlite.forward import ModelOnMesh, forward_only, on_device
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.sinks import Sinks
 from titanlite.metrics.validation import SetTotals, ValidationRecord
-from titanlite.parallel.data import wrapped_modules
 from titanlite.runtime.agreement import RanksError
 from titanlite.runtime.errors import DataError
 from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.logging import log
-from titanlite.runtime.signals import StopRequest
+from titanlite.runtime.signals import StoppedError, StopRequest
+from titanlite.tasks import TaskEvaluator
 
 
 def build_token_bytes(tokenizer: Tokenizer | None, vocab_size: int, device: torch.device) -> Tensor | None:
@@ -66,13 +66,6 @@ class Progress:
             self._last = now
             source = f"source {self._names.index(name) + 1} of {len(self._names)}, {name}"
             log.info("validation: %s: batch %s%s, after %.0f s", source, f"{number:,}", self._limit, now - self._start)
-
-
-class StoppedError(Exception):
-    """All ranks have agreed to stop. number: of the signal that requested it."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
 
 
 @dataclass(frozen=True)
@@ -131,7 +124,7 @@ class Evaluator:
         """(name, totals) of one loader after the other; steps and failure: see `totals`.
 
         After the last loader, raises RanksError if there were more than `max_bad_rows` bad rows in total,
-        or no token to predict.
+        or no token to predict in any of them.
         """
         bad_rows, any_valid, progress = 0, False, Progress(list(loaders), steps)
         for name, loader in loaders.items():
@@ -145,7 +138,7 @@ class Evaluator:
                 f"data.max_bad_rows = {max_bad_rows}: {bad_rows} rows of the validation data were skipped as bad; fix "
                 "them, or increase data.max_bad_rows"
             )
-        if not any_valid:
+        if loaders and not any_valid:
             raise RanksError("validation.sources: they contain no token to predict; add data")
 
     def _batches(self, loader: Loader, steps: int, failure: FailureReport) -> Iterator[Sequence[Batch]]:
@@ -185,27 +178,9 @@ class Evaluator:
         return torch.stack([value.to(torch.float64) for value in (loss_sum, valid.sum(), num_bytes)])
 
 
-@contextmanager
-def forward_only(model: ModelOnMesh) -> Iterator[None]:
-    """Context for evaluation: eval mode, no gradients. Restores modes, torch's random state and sharding on exit."""
-    parts, device = model.model_parts, model.device
-    modes = [part.training for part in parts]
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-        for part in parts:
-            part.eval()
-        try:
-            yield
-        finally:
-            for part, mode in zip(parts, modes, strict=True):
-                part.train(mode)
-                # Free gathered parameters; otherwise they would be reused, outdated, after the next update.
-                for module in wrapped_modules(part):
-                    module.reshard()
-
-
 @dataclass(frozen=True)
 class Validation:
-    """Validation of a run: its interval, sources and outputs.
+    """Validation of a run: its interval, sources, tasks and outputs.
 
     loaders: of this rank, by name of the source. max_bad_rows: data.max_bad_rows, for each validation. missing: whether
     the step from which the run resumes has not been validated yet.
@@ -214,6 +189,8 @@ class Validation:
     section: ValidationConfig
     evaluator: Evaluator
     loaders: Mapping[str, Loader]
+    task_evaluator: TaskEvaluator
+    tasks: Sequence[EncodedTask]
     meter: Meter
     sinks: Sinks
     max_bad_rows: int
@@ -235,6 +212,7 @@ class Validation:
                     self.loaders, steps=self.section.steps, max_bad_rows=self.max_bad_rows, failure=failure
                 )
                 by_source = dict(totals)
+                scores = {encoded.task.name: self.task_evaluator.scores(encoded) for encoded in self.tasks}
             except StoppedError as stopped:
                 name = signal.Signals(stopped.number).name
                 log.info(
@@ -242,5 +220,5 @@ class Validation:
                     *(step, name, clock()),
                 )
                 return stopped.number
-            self.sinks.write(ValidationRecord(step, by_source, clock(), self.meter.tokens_seen))
+            self.sinks.write(ValidationRecord(step, by_source, clock(), self.meter.tokens_seen, scores))
         return 0

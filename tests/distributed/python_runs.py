@@ -56,6 +56,7 @@ def main() -> None:
     assert resumed.loss == again.loss
     data = [{"kind": "tokens", "path": again.config.data.sources[0].path}]
     found = titanlite.evaluate_run(resumed, overrides={"validation.sources": data}, steps=2)
+    assert found.tasks == {}
     print(f"loss {found.loss:.4f} over {found.by_source}; groups: {dist.is_initialized()}")
     Path("done").touch()
 

@@ -39,6 +39,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lengths = (1, 40, 3, 700, 16, 17, 90)
     (folder / "uneven.jsonl").write_text("".join(json.dumps({"text": (TEXT * 20)[:n]}) + "\n" for n in lengths))
     train_bpe(iter([TEXT] * 4), 280, folder)
+    questions = [{"context": TEXT[:n], "choices": [" it", "né", " it is given"], "answer": n % 3} for n in range(7)]
+    (folder / "which.jsonl").write_text("".join(json.dumps(each) + "\n" for each in questions))
+    (folder / "next.jsonl").write_text("".join(f'{{"context": "{TEXT[:n]}", "answer": " it"}}\n' for n in (5, 40, 9)))
     program = start_program(
         folder,
         *("--data.sources.0.kind", "text", "--data.sources.0.path", str(folder / "text.txt")),
@@ -48,6 +51,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("--validation.sources.0.kind", "text", "--validation.sources.0.name", "held out"),
         *("--validation.sources.1.kind", "jsonl", "--validation.sources.1.path", str(folder / "uneven.jsonl")),
         *("--validation.sources.1.name", "uneven"),
+        *("--validation.tasks", json.dumps([str(folder / "which.jsonl"), str(folder / "next.jsonl")])),
     )
     assert program.wait() == 0, program.output
     return folder
@@ -86,6 +90,10 @@ def test_numbers_are_those_of_the_validation_in_the_run(trained: Path, ranks: in
         for name in ("held out", "uneven"):
             right = row[f"validation/{key}/{name}"]
             assert found["sources"][name][key] == pytest.approx(right, rel=1e-12, abs=0)
+    for name, scores in (("which", ("acc", "acc_norm")), ("next", ("acc", "perplexity"))):
+        for key in (key for score in scores for key in (score, f"{score}_stderr")):
+            right = row[f"validation/task/{name}/{key}"]
+            assert found["tasks"][name][key] == pytest.approx(right, rel=1e-6, abs=0)
     assert "held out" in program.output
     assert "uneven" in program.output
 
@@ -194,6 +202,10 @@ def test_requested_data_replace_the_validation_sources_of_the_run(trained: Path,
     assert [source.name for source in by_key.validation.sources] == [""]
     with_key = configured(run, "--data", str(trained / "text.txt"), "--validation.sources.0.document", "line")
     assert with_key.validation.sources[0].document == "line"
+    assert [named.validation.tasks, len(configured(run).validation.tasks)] == [(), 2]
+    asked = configured(run, "--tasks", str(trained / "next.jsonl")).validation
+    assert (asked.sources, asked.tasks) == ((), (str(trained / "next.jsonl"),))
+    assert "text.txt, line 1: the row is not JSON" in config_error(run, "--tasks", str(trained / "text.txt"))
     # Needs neither the training data nor write access.
     shutil.copytree(run, tmp_path / "moved")
     assert configured(tmp_path / "moved", size=2).parallelism.dp_shard == -1
@@ -201,10 +213,14 @@ def test_requested_data_replace_the_validation_sources_of_the_run(trained: Path,
 
 def test_missing_sources_or_tokenizer_raise_config_errors(trained: Path) -> None:
     saved = open_run(trained / "out")
-    saved.manifest.config["validation"]["sources"] = []
+    saved.manifest.config["validation"] |= {"sources": [], "tasks": []}
     options, overrides = read_arguments([str(trained / "out")])
-    with pytest.raises(ConfigError, match=r"--data = ''\n.*no validation.sources\n.*give --data"):
+    with pytest.raises(
+        ConfigError, match=r"--data = ''\n.*neither validation.sources nor validation.tasks\n.*give --data"
+    ):
         evaluated_config(saved, options, overrides, ONE, has_tokenizer=True)
+    with pytest.raises(ConfigError, match=r"--tasks = .*\n.*not without a tokenizer"):
+        configured(trained / "out", "--tasks", str(trained / "next.jsonl"), has_tokenizer=False)
     with pytest.raises(ConfigError, match=r"validation\.sources\.0\.kind = 'text'\n.*has a tokenizer"):
         configured(trained / "out", "--data", str(trained / "text.txt"), has_tokenizer=False)
 

@@ -61,6 +61,8 @@ ledger = true
     "held_out.txt": "A text that no run was trained on.\n" * 20,
     "more/a.jsonl": '{"text": "A row of another file."}\n' * 20,
     "docs.jsonl": '{"text": "A row of a third file."}\n' * 20,
+    "capitals.jsonl": '{"context": "The capital is", "choices": [" Rome", " Paris", " Lima"], "answer": 1}\n' * 3,
+    "endings.jsonl": '{"context": "A text that no run was", "answer": " trained"}\n' * 3,
     "a.txt": "Once upon",
     "b.txt": "The end",
     "question.txt": "What is",

@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+import math
 import os
 import resource
 import signal
@@ -322,6 +323,13 @@ def test_evaluate_run_has_the_loss_of_validation(spoken: TrainedRun, capsys: pyt
     assert json.dumps(found.settings)
     with pytest.raises(ConfigError, match=r"optimizer\.lr"):
         titanlite.evaluate_run(spoken, text, overrides={"optimizer.lr": 1.0})
+    task = spoken.folder.with_name("next.jsonl")
+    task.write_text('{"context": "the model", "answer": " reads"}\n' * 2)
+    alone = titanlite.evaluate_run(spoken, tasks=task)
+    assert (alone.loss, alone.by_source, list(alone.tasks)) == (None, {}, ["next"])
+    assert alone.tasks["next"].numbers["perplexity"] == pytest.approx(
+        math.exp(-alone.tasks["next"].log_likelihoods[0][0])
+    )
     with pytest.raises(ConfigError, match="steps = 0"):
         titanlite.evaluate_run(spoken, text, steps=0)
     with pytest.raises(ConfigError, match="weights = 'avg'"):

@@ -11,6 +11,7 @@ from titanlite.data.config import DataConfig
 from titanlite.data.kinds import KINDS, open_source, source_names
 from titanlite.data.loader import Loader, build_loader
 from titanlite.data.sources.base import TextSource
+from titanlite.data.tasks import EncodedTask, encode_task, read_task
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.registry import resolve_model
 from titanlite.parallel.mesh import Mesh
@@ -72,6 +73,20 @@ def build_validation_data(config: JobConfig, mesh: Mesh, tokenizer: Tokenizer | 
         loaders[name] = loader_of(config, section, mesh, tokenizer)
         log.info("Validation data: %s", loaders[name].description)
     return loaders
+
+
+def build_tasks(config: JobConfig, tokenizer: Tokenizer | None) -> list[EncodedTask]:
+    """Read and tokenize all questions of validation.tasks, the same on all ranks. Raises UserError."""
+    paths = config.validation.tasks if config.validation.enable else ()
+    tasks = []
+    for path in paths:
+        assert tokenizer is not None, "see check_validation"
+        task = read_task(path)
+        tasks.append(encode_task(task, tokenizer, seq_len=config.training.seq_len, add_bos=config.data.add_bos))
+        log.info("Task: %s", tasks[-1].describe())
+    if tasks and tokenizer is not None and tokenizer.prefix_ids and not config.data.add_bos:
+        log.info("Tasks: contexts begin as the post-processor of tokenizer.json defines, although data.add_bos = false")
+    return tasks
 
 
 def loader_of(config: JobConfig, section: DataConfig, mesh: Mesh, tokenizer: Tokenizer | None) -> Loader:

@@ -19,6 +19,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.fingerprint import source_facts
 from titanlite.data.loader import Loader
 from titanlite.data.sources.base import sampled_digest
+from titanlite.data.tasks import EncodedTask
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.hf.folder import PREFIX
 from titanlite.runtime.agreement import MODULE
@@ -35,6 +36,7 @@ MAY_DIFFER = (
     "checkpoint.initial_load_path",
     "*.sources.*.path",
     "*.sources.*.name",
+    "validation.tasks",
     "data.num_workers",
 )
 """Patterns of keys that may differ between ranks: names, and paths that may mean the same on each node. The content
@@ -101,9 +103,11 @@ def content_facts(
     tokenizer: Tokenizer | None,
     data: Loader | None,
     validation: Mapping[str, Loader],
+    tasks: Sequence[EncodedTask],
     weights: Sequence[Path],
 ) -> dict[str, str]:
-    """The tokenizer, its chat template, and by samples the content of the files of data and of initial weights.
+    """The tokenizer, its chat template, the tasks, and the content of the files of data and of initial weights, by
+    samples.
 
     data, validation: the loaders, whose lists of files are compared: there may be more files by now. weights: files
     that decide the initial weights.
@@ -120,6 +124,7 @@ def content_facts(
         for index, source in enumerate(sources):
             content = source_facts(source, config.data, tokenizer)
             facts |= {f"{section}.sources.{index}: {key}": str(content[key]) for key in content if key != "name"}
+    facts |= {f"validation.tasks: {index}": encoded.task.digest for index, encoded in enumerate(tasks)}
     return facts | {f"weights: {file.name}": sampled_digest(file).hex() for file in weights}
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from titanlite.config.schema import JobConfig
@@ -33,8 +34,10 @@ from titanlite.parallel.pipeline import (
 from titanlite.planning.microbatches import divide_step
 from titanlite.planning.stages import ModelPart
 from titanlite.precision import DTYPES
-from titanlite.runtime.errors import ConfigError, Problem
+from titanlite.runtime.errors import ConfigError, require
 from titanlite.runtime.logging import log
+from titanlite.runtime.signals import StopRequest
+from titanlite.tasks import RowShape, TaskEvaluator
 from titanlite.trainer import Trainer
 
 
@@ -61,8 +64,7 @@ def build_parts(config: JobConfig, mesh: Mesh) -> list[ModelPart]:
             count = sum(parameter.numel() for parameter in part.parameters())
             size = describe_size(count, hyper_parameters)
             log.info("Model: %s %s, %s", family.name, config.model.flavor, size)
-        if not config.loss.is_cross_entropy:
-            require_output_layer(config, part)
+        require_output_layer(config, part)
         plan = family.plan(hyper_parameters)
         if config.parallelism.pp > 1:
             stages = split_stages(part, plan, config.parallelism)
@@ -89,12 +91,16 @@ def build_parts(config: JobConfig, mesh: Mesh) -> list[ModelPart]:
 
 
 def require_output_layer(config: JobConfig, model: LanguageModel) -> None:
-    """Raise ConfigError if the full model computes the cross-entropy without the OutputLayer."""
-    if not output_layers_of([model]):
-        rule = f'"cross_entropy" for model.family = "{config.model.family}", whose output layer is no OutputLayer'
-        raise ConfigError(
-            [Problem("loss.name", config.loss.name, rule, "leave it out, or use OutputLayer in the model")]
-        )
+    """Raise ConfigError if the full model has no OutputLayer, which another loss and tasks need."""
+    if output_layers_of([model]):
+        return
+    family = f'for model.family = "{config.model.family}", whose output layer is no OutputLayer'
+    remedy = "leave it out, or use OutputLayer in the model"
+    problems = require(config.loss.is_cross_entropy, "loss.name", config.loss.name, f'"cross_entropy" {family}', remedy)
+    tasks = list(config.validation.tasks) if config.validation.enable else []
+    problems += require(not tasks, "validation.tasks", tasks, f"none {family}", remedy)
+    if problems:
+        raise ConfigError(problems)
 
 
 def allocate_parts(
@@ -136,6 +142,20 @@ def describe_attention(config: JobConfig, device: torch.device) -> str | None:
 def build_forward(config: JobConfig, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device) -> ModelOnMesh:
     """Build the forward pass and loss of this rank's model parts, for commands that do not train."""
     return ModelOnMesh(**forward_parts(config, model_parts, mesh, device))
+
+
+def build_task_evaluator(
+    config: JobConfig, model: ModelOnMesh, group: dist.ProcessGroup, stop: StopRequest
+) -> TaskEvaluator:
+    """Build what scores the model on tasks, in batches of as many tokens as those of training.
+
+    A pipeline and context parallelism need rows of one length. Compiled code must not see another one: it would be
+    compiled again, for training, too.
+    """
+    section = config.parallelism
+    is_fixed = section.pp > 1 or section.cp > 1 or config.compile.enable
+    rows = divide_step(config, model.mesh.data_degree).rows_per_batch
+    return TaskEvaluator(model, group, RowShape(rows, config.training.seq_len, is_fixed), stop)
 
 
 def build_trainer(config: JobConfig, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device) -> Trainer:

@@ -14,10 +14,16 @@ import torch
 import torch.distributed as dist
 
 import titanlite
-from titanlite.assembly.data import build_data, build_tokenizer, build_validation_data, pin_revisions
+from titanlite.assembly.data import build_data, build_tasks, build_tokenizer, build_validation_data, pin_revisions
 from titanlite.assembly.facts import code_facts, config_values, content_facts
 from titanlite.assembly.learning_rate import describe_jump, describe_moved_decay
-from titanlite.assembly.model import allocate_parts, build_parts, build_trainer, describe_attention
+from titanlite.assembly.model import (
+    allocate_parts,
+    build_parts,
+    build_task_evaluator,
+    build_trainer,
+    describe_attention,
+)
 from titanlite.checkpoint.folder import published_steps
 from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.preflight import imported_from
@@ -33,6 +39,7 @@ from titanlite.data.ledger import LEDGER_FOLDER, Ledger, ledger_files
 from titanlite.data.loader import Loader
 from titanlite.data.order import STREAM_VERSION
 from titanlite.data.sources.base import Source
+from titanlite.data.tasks import EncodedTask
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from titanlite.faults.record import RECORD_FOLDER, StepRecorder
 from titanlite.faults.replicas import Replicas
@@ -137,8 +144,9 @@ def build_run(
     validation_data = build_validation_data(config, mesh, tokenizer)
     for each in validation_data.values():
         cleanup.callback(each.close)
+    tasks = build_tasks(config, tokenizer)
     weights = imported.files() if imported else []
-    content = content_facts(config, tokenizer, loader, validation_data, weights)
+    content = content_facts(config, tokenizer, loader, validation_data, tasks, weights)
     require_equal("content", content, world, store, config.comm.init_timeout_s)
     group = init_process_group(world, store, config.comm)
     cleanup.callback(dist.destroy_process_group)
@@ -220,7 +228,8 @@ def build_run(
         trainer.before_update = checkpoints.before_update
     validation = None
     if config.validation.enable:
-        validation = build_validation(config, mesh, trainer, validation_data, tokenizer, meter, sinks, stop, start)
+        held_out = (validation_data, tasks)
+        validation = build_validation(config, mesh, trainer, *held_out, tokenizer, meter, sinks, stop, start)
     return Run(
         trainer,
         loader,
@@ -350,6 +359,7 @@ def build_validation(
     mesh: Mesh,
     trainer: Trainer,
     loaders: dict[str, Loader],
+    tasks: Sequence[EncodedTask],
     tokenizer: Tokenizer | None,
     meter: Meter,
     sinks: Sinks,
@@ -362,14 +372,16 @@ def build_validation(
     metrics_file = Path(config.job.dump_folder, METRICS_FILE)
     _, hyper_parameters = resolve_model(config.model)
     in_nats, token_bytes = config.loss.is_cross_entropy, None
-    if in_nats:
+    if in_nats and loaders:
         token_bytes = build_token_bytes(tokenizer, hyper_parameters.vocab_size, trainer.device)
-    else:
+    elif not in_nats:
         log.info('Validation: the loss is "%s", so there are no perplexity and no bits per byte', config.loss.name)
     return Validation(
         section,
         Evaluator(trainer, group, token_bytes, stop, in_nats),
         loaders,
+        build_task_evaluator(config, trainer, group, stop),
+        tasks,
         meter,
         sinks,
         max_bad_rows=config.data.max_bad_rows,

@@ -36,6 +36,7 @@ _ADDED = {
     "optimizer.groups": [],
     "optimizer.ema_decay": 0.0,
     "lr_schedule.final_decay_steps": -1,
+    "validation.tasks": [],
 }
 # Keys of tables of sources that older checkpoints do not have, and their defaults.
 _ADDED_TO_SOURCES = {"loss_on": "assistant", "too_long": "truncate"}

@@ -148,7 +148,8 @@ def check_layout(config: JobConfig, world_size: int) -> list[Problem]:
     family, model = resolve_model(config.model)
     problems = check_model(config.model, seq_len=training.seq_len, tp=section.tp, pp=section.pp)
     model_is_valid = not problems
-    problems += [*check_training(training, section), *check_parallelism(section, world_size)]
+    of_mesh = check_parallelism(section, world_size)
+    problems += [*check_training(training, section), *of_mesh]
     if model_is_valid:
         problems += require(
             section.tp == 1 or bool(family.plan(model).tensor_styles),
@@ -158,7 +159,7 @@ def check_layout(config: JobConfig, world_size: int) -> list[Problem]:
             "use dp_shard or pp, or add tensor_styles to its plan",
         )
         problems += check_context(section, model, training.seq_len)
-        problems += check_experts(section, getattr(model, "n_experts", 1))
+        problems += [] if of_mesh else check_experts(section, getattr(model, "n_experts", 1), world_size)
         layout = replace(section, dp_shard=resolve_degrees(section, world_size)["dp_shard"])
         problems += check_pipeline(layout, family.plan(model), document_mask=config.data.masks_documents)
     splits = splits_backward(section)
@@ -239,6 +240,7 @@ def check_path_lengths(config: JobConfig) -> list[Problem]:
     }
     for section, sources in (("data", config.data.sources), ("validation", config.validation.sources)):
         paths |= {f"{section}.sources.{n}.path": source.path for n, source in enumerate(sources)}
+    paths |= {f"validation.tasks.{n}": path for n, path in enumerate(config.validation.tasks)}
     problems: list[Problem] = []
     for key, path in paths.items():
         longest = max(len(os.fsencode(part)) for part in path.split("/"))

@@ -20,6 +20,7 @@ from titanlite.data.sources.python_stdlib import PythonStdlib
 from titanlite.data.sources.tables import Arrow, Csv
 from titanlite.data.sources.text import Text
 from titanlite.data.sources.tokens import Tokens, manifests_of
+from titanlite.data.tasks import check_tasks
 from titanlite.data.tokenizer import Tokenizer, read_chat_template, tokenizer_file
 from titanlite.runtime.errors import Problem, UserError, check_ranges, require
 from titanlite.runtime.plugins import is_of_program
@@ -356,8 +357,20 @@ def check_validation(
     if not section.enable:
         return problems
     problems += require(
-        bool(sources), f"{key}.sources", [], "at least one source", "add a [[validation.sources]] table"
+        bool(sources or section.tasks),
+        f"{key}.sources",
+        [],
+        "at least one source, or a file in validation.tasks",
+        "add a [[validation.sources]] table",
     )
+    problems += require(
+        has_tokenizer or not section.tasks,
+        "tokenizer.path",
+        "",
+        "required: validation.tasks are text and data.sources are tokens",
+        "write the path of the tokenizer that made the tokens",
+    )
+    problems += check_tasks(f"{key}.tasks", section.tasks) if checks_files else []
     problems += require(
         has_tokenizer or all(open_source(source).holds == "tokens" for source in sources),
         "tokenizer.path",

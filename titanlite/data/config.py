@@ -64,7 +64,7 @@ NEEDS = {
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """Loss on held-out data: [[validation.sources]] tables, with the keys of [[data.sources]].
+    """Loss on held-out data: [[validation.sources]] tables, with the keys of [[data.sources]]; and scores of tasks.
 
     Each source is read once, unshuffled; the other settings are those of [data].
     """
@@ -77,10 +77,12 @@ class ValidationConfig:
     """Maximum batches of training.global_batch_size sequences per source; -1: all of each source."""
     sources: tuple[SourceConfig, ...] = ()
     """Corpora to validate on, each read once and unshuffled: [[validation.sources]] tables."""
+    tasks: tuple[str, ...] = ()
+    """Files of questions to evaluate on, at the same steps (docs/evaluation.md#tasks)."""
 
 
 VALIDATION_NEEDS = dict.fromkeys(
-    ("interval", "steps", "sources"), Needs("validation.enable = true", lambda section: section.enable)
+    ("interval", "steps", "sources", "tasks"), Needs("validation.enable = true", lambda section: section.enable)
 )
 """See Needs."""
 

@@ -98,6 +98,16 @@ class Tokenizer:
         if template is not None:
             (folder / CHAT_TEMPLATE).write_bytes(template.encode())
 
+    @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """The special tokens, such as BOS, that the post-processor of tokenizer.json puts before a text.
+
+        transformers adds them where this class does not, and documents of a run have none of them.
+        """
+        encoded = self._tokenizer.encode("a", add_special_tokens=True)
+        is_special = encoded.special_tokens_mask
+        return tuple(encoded.ids[: is_special.index(0)]) if 0 in is_special else ()
+
     def encode(self, text: str) -> list[int]:
         """Token ids of one text."""
         return self.encode_batch([text])[0]

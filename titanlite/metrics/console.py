@@ -87,16 +87,17 @@ def _with_unit(value: float) -> str:
 
 
 def validation_line(record: ValidationRecord) -> str:
-    """The record as one line, with the loss of each source if there are several."""
+    """The record as one line, with the loss of each source if there are several, and the accuracy on each task."""
     total = sum_of(record.by_source.values())
     numbers = total.numbers()
-    parts = [f"loss {numbers['loss']:.4f}"]
+    parts = [f"loss {numbers['loss']:.4f}"] if record.by_source else []
     if "perplexity" in numbers:
         parts.append(f"perplexity {numbers['perplexity']:,.{2 if numbers['perplexity'] < 1000 else 0}f}")
     if "bits_per_byte" in numbers:
         parts.append(f"{numbers['bits_per_byte']:.4f} bits/byte")
     of_sources = {name: totals.numbers() for name, totals in record.by_source.items() if len(record.by_source) > 1}
     parts += [f"{name} {found['loss']:.4f}" for name, found in of_sources.items() if found]
+    parts += [f"{name} {scores.describe()}" for name, scores in record.tasks.items()]
     return f"validation after step {record.step}: {', '.join(parts)} ({_duration(record.time_s)})"
 
 

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from titanlite.metrics.tasks import TaskScores
 
 
 @dataclass(frozen=True)
@@ -47,31 +49,38 @@ def sum_of(sets: Iterable[SetTotals]) -> SetTotals:
 
 @dataclass(frozen=True)
 class ValidationRecord:
-    """One row of metrics.jsonl: the model after `step`, on each source of the validation data.
+    """One row of metrics.jsonl: the model after `step`, on each source of the validation data and each task.
 
-    time_s: duration of the validation. tokens_seen: see Record; not in the row.
+    time_s: duration of the validation. tokens_seen: see Record; not in the row. tasks: by name.
     """
 
     step: int
     by_source: Mapping[str, SetTotals]
     time_s: float
     tokens_seen: int
+    tasks: Mapping[str, TaskScores] = field(default_factory=dict)
 
     def row(self) -> dict[str, int | float]:
-        """validation/loss, … and, if there are several sources, validation/loss/NAME, …; without unknown values."""
+        """validation/loss, … and, if there are several sources, validation/loss/NAME, …; validation/task/NAME/acc, …;
+        without unknown values."""
         total = sum_of(self.by_source.values())
         row: dict[str, int | float] = {"step": self.step}
         row |= {f"{PREFIX}{key}": value for key, value in total.numbers().items()}
-        row |= {f"{PREFIX}num_valid": total.num_valid, f"{PREFIX}time_s": self.time_s}
+        row |= {f"{PREFIX}num_valid": total.num_valid} if self.by_source else {}
+        row[f"{PREFIX}time_s"] = self.time_s
         for name, totals in self.by_source.items() if len(self.by_source) > 1 else ():
             row |= {f"{PREFIX}{key}/{name}": value for key, value in totals.numbers().items()}
+        for name, scores in self.tasks.items():
+            row |= {f"{TASK_PREFIX}{name}/{key}": value for key, value in scores.numbers.items()}
         return row
 
 
 PREFIX = "validation/"
 """Prefix of all keys of these rows except step."""
+TASK_PREFIX = f"{PREFIX}task/"
+"""Prefix of the keys of tasks: validation/task/NAME/acc."""
 
 
 def is_validation(row: Mapping[str, object]) -> bool:
     """Whether a row of metrics.jsonl is a validation row."""
-    return f"{PREFIX}loss" in row
+    return f"{PREFIX}loss" in row or f"{PREFIX}time_s" in row  # without sources there is no loss

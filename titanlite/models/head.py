@@ -97,6 +97,20 @@ class Scoring(ABC):
         dist.all_reduce(full, group=self.group)  # sums with zeros; parts of different sizes cannot be gathered
         return full
 
+    def most_likely(self, scores: Tensor) -> Tensor:
+        """The id with the largest score of each token, the first of several, (tokens,).
+
+        Two all-reduces over the ranks that share the vocabulary, unless this rank has all scores.
+        """
+        top, ids = scores.max(1)
+        if self.group is None or self.gathers:
+            return ids
+        largest = top.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        ids = torch.where(top == largest, ids + self.start, self.size)
+        dist.all_reduce(ids, dist.ReduceOp.MIN, group=self.group)
+        return ids
+
 
 @dataclass(frozen=True)
 class CrossEntropy(Scoring):
@@ -218,6 +232,9 @@ class OutputLayer(nn.Linear):
     denominators: of the terms of the loss, float64 (terms,), over the global batch; the trainer sets them before each
     step. The terms are in the gradients, not in the loss of a row. term_sums: this rank's share of each term since the
     trainer has set it to None, float64 (terms,).
+
+    misses: of each forward pass with labels since it was set to a list, the number of valid labels in each row that are
+    not the most likely token, (batch,); None: not counted. Without gradients only.
     """
 
     def __init__(self, dim: int, vocab_size: int) -> None:
@@ -229,6 +246,7 @@ class OutputLayer(nn.Linear):
         self.loss = CROSS_ENTROPY
         self.denominators: Tensor | None = None
         self.term_sums: Tensor | None = None
+        self.misses: list[Tensor] | None = None
 
     def forward(self, x: Tensor, labels: Tensor | None = None, num_valid: Tensor | None = None) -> Tensor:
         """Logits of x, (batch, seq_len, vocab_size), or with labels the share of each row in the mean loss, (batch,).
@@ -252,6 +270,9 @@ class OutputLayer(nn.Linear):
         weights = (labels >= 0) / num_valid.clamp(min=1).to(wide).unsqueeze(1)
         part = chunk, start, self.out_features, group, gathers
         scoring = self._registered(part) if is_registered else CrossEntropy(*part, self.exponentials)
+        if self.misses is not None:
+            is_miss = find_misses(x.flatten(0, 1), weight, labels.flatten(), scoring)
+            self.misses.append(is_miss.view(labels.shape).sum(1))
         form = _Recomputed if self.recomputes or not torch.is_grad_enabled() else _AtOnce
         losses: Tensor = form.apply(  # type: ignore[no-untyped-call]
             x.flatten(0, 1),
@@ -272,6 +293,18 @@ class OutputLayer(nn.Linear):
             self.term_sums = torch.zeros_like(self.denominators)
         shares = torch.where(self.denominators > 0, 1 / self.denominators, 0)
         return RegisteredLoss(*part, self.loss, shares, self.term_sums)
+
+
+def find_misses(x: Tensor, weight: Tensor, labels: Tensor, scoring: Scoring) -> Tensor:
+    """Whether the label of each token is valid and not the most likely token, (tokens,). Computes the logits of valid
+    labels only."""
+    valid = (labels >= 0).nonzero().squeeze(1)
+    is_miss, buffer = torch.zeros_like(labels, dtype=torch.bool), scoring.buffer(x, weight)
+    for part in scoring.chunks(len(valid)):
+        tokens = valid[part]
+        ids = scoring.most_likely(scoring.scores(x[tokens], weight, buffer))
+        is_miss[tokens] = ids != labels[tokens]
+    return is_miss
 
 
 def output_layers_of(model_parts: Iterable[nn.Module]) -> list[OutputLayer]:

@@ -262,15 +262,6 @@ def check_parallelism(section: ParallelismConfig, world_size: int) -> list[Probl
     if problems:
         return problems
     sizes = resolve_degrees(section, world_size)
-    shards = sizes["dp_shard"] * sizes["cp"]
-    if shards % section.ep:
-        problems += require(
-            False,
-            f"{key}.ep",
-            section.ep,
-            f"divides dp_shard x cp = {shards}: experts are dealt out over these ranks",
-            f"set {key}.ep = {math.gcd(shards, section.ep)}, or change {key}.dp_shard",
-        )
     if math.prod(sizes.values()) != world_size:
         given = [axis for axis in AXES if getattr(section, axis) != -1]
         degrees = [getattr(section, axis) for axis in given]
@@ -290,15 +281,15 @@ def check_parallelism(section: ParallelismConfig, world_size: int) -> list[Probl
     return problems
 
 
-def check_experts(section: ParallelismConfig, n_experts: int) -> list[Problem]:
-    """Problems between ep and the number of experts of a block, 1 for a model without experts."""
-    ep = section.ep
-    fits = [size for size in range(1, ep) if n_experts % size == 0]
-    what = f"divides model.n_experts = {n_experts}" if n_experts > 1 else "1 for a model without experts"
-    return require(
-        ep <= 1 or (n_experts > 1 and n_experts % ep == 0),
-        "parallelism.ep",
-        ep,
-        what,
-        f"set parallelism.ep = {max(fits, default=1) if n_experts > 1 else 1}",
-    )
+def check_experts(section: ParallelismConfig, n_experts: int, world_size: int) -> list[Problem]:
+    """Problems of ep with the mesh and with the number of experts of a block, 1 for a model without experts.
+
+    Called if check_parallelism finds no problem.
+    """
+    sizes = resolve_degrees(section, world_size)
+    ranks = sizes["dp_shard"] * sizes["cp"]
+    rules = [f"divides dp_shard x cp = {ranks}: experts are dealt out over these ranks"] if ranks % section.ep else []
+    if n_experts % section.ep:
+        rules += [f"divides model.n_experts = {n_experts}" if n_experts > 1 else "1 for a model without experts"]
+    fits = math.gcd(ranks, section.ep, n_experts)
+    return require(not rules, "parallelism.ep", section.ep, "; ".join(rules), f"set parallelism.ep = {fits}")

@@ -22,6 +22,13 @@ DEFAULT_HANDLERS = (signal.SIG_DFL, signal.default_int_handler)
 """Those of a program that handles no signal itself."""
 
 
+class StoppedError(Exception):
+    """All ranks have agreed to stop. number: of the signal that requested it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
 class StopRequest:
     """The first SIGTERM, SIGINT, SIGUSR1 or SIGHUP since `activate`, recorded without ending the process.
 

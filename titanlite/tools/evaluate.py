@@ -24,9 +24,9 @@ from typing import Annotated, Any
 import torch.distributed as dist
 import tyro
 
-from titanlite.assembly.data import build_validation_data, pin_revisions
+from titanlite.assembly.data import build_tasks, build_validation_data, pin_revisions
 from titanlite.assembly.facts import content_facts, program_facts
-from titanlite.assembly.model import build_forward, build_model
+from titanlite.assembly.model import build_forward, build_model, build_task_evaluator
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.manifest import MANIFEST_FILE, copy_id
 from titanlite.config.check import check_config, resolve_config
@@ -35,7 +35,9 @@ from titanlite.config.schema import JobConfig, JobSection
 from titanlite.data.check import check_validation
 from titanlite.data.kinds import open_source, source_from_path
 from titanlite.data.sources.config import SourceConfig
+from titanlite.data.tasks import check_tasks
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.metrics.tasks import TaskScores
 from titanlite.metrics.validation import SetTotals, sum_of
 from titanlite.models.attention import pin_kernels
 from titanlite.parallel.mesh import LAYOUT, Mesh, ParallelismConfig
@@ -70,25 +72,29 @@ SECTIONS = ("validation", "data", "training", "parallelism", "compile", "loss", 
 """Sections whose keys may be overridden; the model, its tokenizer and its training stay as saved."""
 STREAMS = "data.num_streams"
 DATA = "--data"
+TASKS = "--tasks"
 CHECKPOINT_KEY = "evaluated_checkpoint"
 """Key in the store: the folder that all ranks evaluate."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Loss, perplexity and bits per byte of a saved run on any data, by the code of validation.
+    """Loss, perplexity and bits per byte of a saved run on any data, and scores of tasks, by the code of validation.
 
     Nothing is trained or written into the run's folder. The run's own configuration applies, except for its layout:
-    all processes are data-parallel unless --parallelism.AXIS is given. Without --data, the run's validation.sources
-    are evaluated. --section.key VALUE overrides a key of the sections validation, data, training, parallelism, compile,
-    loss and comm; --validation.sources.0.KEY VALUE sets the keys of a source that --data cannot express. A run with
-    another loss than the cross-entropy is evaluated by its own, without terms; --loss.name cross_entropy: by this one.
+    all processes are data-parallel unless --parallelism.AXIS is given. Without --data and --tasks, the run's
+    validation.sources and validation.tasks are evaluated. --section.key VALUE overrides a key of the sections
+    validation, data, training, parallelism, compile, loss and comm; --validation.sources.0.KEY VALUE sets the keys of a
+    source that --data cannot express. A run with another loss than the cross-entropy is evaluated by its own, without
+    terms; --loss.name cross_entropy: by this one. Tasks always use the cross-entropy.
     """
 
     run: RunFolder
     """dump folder of a run, or one of its folders step-N"""
     data: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE")]] = ()
     """file, folder or glob; its kind follows from the file names"""
+    tasks: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE")]] = ()
+    """questions as JSON lines: multiple choice or cloze (docs/evaluation.md)"""
     steps: OptionalCount = ranged(None, "leave it out to evaluate on all of the data", least=1)
     """batches of training.global_batch_size sequences per source; None: all of its data"""
     weights: Weights = "last"
@@ -102,11 +108,12 @@ class Options:
 
 @dataclass(frozen=True)
 class Found:
-    """Totals and seconds by source. why_no_bytes: "" if bits per byte are known."""
+    """Totals and seconds by source, scores by task. why_no_bytes: "" if bits per byte are known."""
 
     totals: Mapping[str, SetTotals]
     time_s: Mapping[str, float]
     why_no_bytes: str
+    tasks: Mapping[str, TaskScores]
 
 
 def main(argv: Sequence[str]) -> None:
@@ -199,14 +206,14 @@ def evaluated_config(
     Only keys that evaluation depends on are checked, not whether training could resume here.
     """
     sources = [source_from_path(text, DATA) for text in options.data]
-    problems = [source for source in sources if isinstance(source, Problem)]
+    problems = [source for source in sources if isinstance(source, Problem)] + check_tasks(TASKS, options.tasks)
     if problems:
         raise ConfigError(problems)
     values = {name: dict(table) for name, table in saved.manifest.config.items()}
     validation = values.get("validation", {})
-    if sources or any(word.startswith("--validation.sources") for word in overrides):
+    if sources or options.tasks or any(word.startswith("--validation.sources") for word in overrides):
         tables = [asdict(source) for source in sources if isinstance(source, SourceConfig)]
-        validation |= {"sources": tables, "steps": -1}
+        validation |= {"sources": tables, "steps": -1, "tasks": list(options.tasks)}
     if options.steps is not None:
         validation["steps"] = options.steps
     layout = values.get("parallelism", {}) | {axis: getattr(ParallelismConfig, axis) for axis in LAYOUT}
@@ -215,9 +222,12 @@ def evaluated_config(
     values |= {"validation": validation, "parallelism": layout | {"pp_split": []}}
     config = config_from_values(values, overrides)
     config = replace(config, validation=replace(config.validation, enable=True))
-    if not config.validation.sources:
-        rule = "needed, since the run has no validation.sources"
-        raise ConfigError([Problem(DATA, "", rule, f"give {DATA} and a file, a folder or a glob")])
+    if not config.validation.sources and not config.validation.tasks:
+        rule = "needed, since the run has neither validation.sources nor validation.tasks"
+        raise ConfigError([Problem(DATA, "", rule, f"give {DATA} and a file, a folder or a glob, or {TASKS} FILE")])
+    if config.validation.tasks and not has_tokenizer:
+        rule = "not without a tokenizer: neither the run's dump folder nor its tokenizer.path has one"
+        raise ConfigError([Problem(TASKS, list(config.validation.tasks), rule, "give --tokenizer PATH")])
     rule = "a source of tokens: neither the run's dump folder nor its tokenizer.path has a tokenizer"
     remedy = "use token files, or give --tokenizer PATH"
     problems = [
@@ -277,7 +287,8 @@ def evaluate(
     loaders = build_validation_data(config, mesh, tokenizer)
     for loader in loaders.values():
         cleanup.callback(loader.close)
-    facts = content_facts(config, tokenizer, None, loaders, [saved.path / MANIFEST_FILE])
+    tasks = build_tasks(config, tokenizer)
+    facts = content_facts(config, tokenizer, None, loaders, tasks, [saved.path / MANIFEST_FILE])
     require_equal("content", facts, world, store, config.comm.init_timeout_s)
     init_process_group(world, store, config.comm)
     cleanup.callback(dist.destroy_process_group)
@@ -291,9 +302,10 @@ def evaluate(
     log.info("Loaded %s", saved.path)
     model = build_forward(config, parts, mesh, world.device)
     in_nats, token_bytes = config.loss.is_cross_entropy, None
-    if in_nats:
+    if in_nats and loaders:
         token_bytes = build_token_bytes(tokenizer, saved.hyper_parameters.vocab_size, world.device)
-    evaluator = Evaluator(model, control, token_bytes, StopRequest(), in_nats)
+    stop = StopRequest()
+    evaluator = Evaluator(model, control, token_bytes, stop, in_nats)
     failure.enter(saved.manifest.step, "evaluating")
     totals, time_s, start = {}, {}, perf_counter()
     for name, found in evaluator.totals_by_name(
@@ -301,8 +313,10 @@ def evaluate(
     ):
         totals[name], time_s[name] = found, perf_counter() - start
         start = perf_counter()
+    task_evaluator = build_task_evaluator(config, model, control, stop)
+    scores = {encoded.task.name: task_evaluator.scores(encoded) for encoded in tasks}
     why = "the loss is not the cross-entropy" if not in_nats else why_no_bytes(tokenizer) if token_bytes is None else ""
-    return Found(totals, time_s, why)
+    return Found(totals, time_s, why, scores)
 
 
 def conditions(config: JobConfig, saved: SavedRun) -> dict[str, Any]:
@@ -324,11 +338,22 @@ def conditions(config: JobConfig, saved: SavedRun) -> dict[str, Any]:
 
 
 def report_lines(config: JobConfig, saved: SavedRun, found: Found) -> list[str]:
-    """The settings that losses depend on, a row per source, and a row for all sources."""
+    """The settings that losses depend on, and tables of sources and of tasks."""
     about = conditions(config, saved)
     settings = ", ".join(f"{name} {json.dumps(about[name])}".replace('"', "") for name in list(about)[3:-2])
     limit = config.validation.steps
     limits = [] if limit < 0 else [f"at most {limit} x {about['global_batch_size']} sequences of each source"]
+    return [
+        f"{saved.path}, step {saved.manifest.step}",
+        settings,
+        *limits,
+        *(loss_lines(config, found) if found.totals else ()),
+        *(task_lines(config, found) if found.tasks else ()),
+    ]
+
+
+def loss_lines(config: JobConfig, found: Found) -> list[str]:
+    """A row per source, and a row for all sources."""
     table = [["source", "loss", "perplexity", "bits/byte", "tokens", "seconds", "tokens/s"]]
     rows = list(found.totals.items())
     rows += [("all", sum_of(found.totals.values()))] if len(rows) > 1 else []
@@ -345,17 +370,41 @@ def report_lines(config: JobConfig, saved: SavedRun, found: Found) -> list[str]:
     meaning = "cross-entropy in nats per token; perplexity: its exponential"
     if not config.loss.is_cross_entropy:
         meaning = f'loss "{config.loss.name}" (loss.name) per token, without its terms'
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [
-        f"{saved.path}, step {saved.manifest.step}",
-        settings,
-        *limits,
         "",
-        *("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in table),
+        *_aligned(table),
         "",
         f"loss: the mean {meaning}",
         *([f"no bits per byte: {found.why_no_bytes}"] if found.why_no_bytes else []),
     ]
+
+
+def task_lines(config: JobConfig, found: Found) -> list[str]:
+    """A row per score of a task."""
+    table = [["task", "score", "value", "stderr", "questions"]]
+    for name, scores in found.tasks.items():
+        for score in scores.names():
+            error = scores.numbers.get(f"{score}_stderr")
+            values = [f"{scores.numbers[score]:.6g}", "-" if error is None else f"{error:.4g}"]
+            table.append([name, score, *values, f"{scores.num_questions:,}"])
+    cut = {name: scores.num_truncated for name, scores in found.tasks.items() if scores.num_truncated}
+    return [
+        "",
+        *_aligned(table),
+        "",
+        "acc: share of right answers; acc_norm: by log-likelihood per character; perplexity: of an entire answer",
+        *(
+            f"{name}: {count:,} contexts were longer than training.seq_len = {config.training.seq_len:,}; their first "
+            "tokens were left out"
+            for name, count in cut.items()
+        ),
+        *([] if config.loss.is_cross_entropy else ["tasks: by the cross-entropy"]),
+    ]
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in table]
 
 
 def json_results(config: JobConfig, saved: SavedRun, found: Found) -> dict[str, Any]:
@@ -364,15 +413,29 @@ def json_results(config: JobConfig, saved: SavedRun, found: Found) -> dict[str, 
     def entry(totals: SetTotals, time_s: float) -> dict[str, float | int | None]:
         numbers = {"loss_sum": totals.loss_sum, **totals.numbers(), "time_s": time_s}
         numbers["tokens_per_second"] = totals.num_valid / time_s
-        finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        finite = {name: _finite(value) for name, value in numbers.items()}
         return {**finite, "num_valid": totals.num_valid, "num_bytes": totals.num_bytes}
+
+    def task_entry(scores: TaskScores) -> dict[str, Any]:
+        return {
+            "num_questions": scores.num_questions,
+            "num_truncated": scores.num_truncated,
+            **{name: _finite(value) for name, value in scores.numbers.items()},
+            "log_likelihoods": [[_finite(each) for each in sums] for sums in scores.log_likelihoods],
+            **({"is_greedy": list(scores.is_greedy)} if scores.is_greedy else {}),
+        }
 
     return {
         **conditions(config, saved),
         "sources": {name: entry(totals, found.time_s[name]) for name, totals in found.totals.items()},
-        "all": entry(sum_of(found.totals.values()), sum(found.time_s.values())),
+        **({"all": entry(sum_of(found.totals.values()), sum(found.time_s.values()))} if found.totals else {}),
         "why_no_bits_per_byte": found.why_no_bytes,
+        "tasks": {name: task_entry(scores) for name, scores in found.tasks.items()},
     }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 if __name__ == "__main__":

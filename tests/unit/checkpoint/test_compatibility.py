@@ -209,7 +209,7 @@ LOGGED = {
     *("lr_schedule.warmup_steps", "lr_schedule.decay", "lr_schedule.decay_steps", "lr_schedule.decay_ratio"),
     *("lr_schedule.final_decay_steps", "lr_schedule.min_lr_factor"),
     *("debug.seed", "debug.deterministic", "debug.deterministic_warn_only"),
-    *("validation.steps", "validation.sources", "job.plugins"),
+    *("validation.steps", "validation.sources", "validation.tasks", "job.plugins"),
 }
 SILENT = {
     *("training.steps", "training.local_batch_size", "training.seq_len", "training.dtype", "training.gc_freq"),

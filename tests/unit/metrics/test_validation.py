@@ -8,6 +8,7 @@ import pytest
 
 from titanlite.metrics.console import validation_line
 from titanlite.metrics.jsonl import json_line
+from titanlite.metrics.tasks import score_cloze
 from titanlite.metrics.validation import SetTotals, ValidationRecord, is_validation, sum_of
 
 CODE, TEXT, EMPTY = SetTotals(20.0, 10, 40), SetTotals(90.0, 30, 60), SetTotals(0.0, 0, 0)
@@ -37,6 +38,21 @@ def test_another_loss_has_no_numbers_in_nats() -> None:
     record = ValidationRecord(7, {"code": replace(CODE, in_nats=False), "text": replace(TEXT, in_nats=False)}, 1.5, 0)
     assert [key for key in record.row() if "loss" not in key] == ["step", "validation/num_valid", "validation/time_s"]
     assert validation_line(record) == "validation after step 7: loss 2.7500, code 2.0000, text 3.0000 (2s)"
+
+
+def test_tasks_have_keys_of_their_own_also_without_sources() -> None:
+    scores = score_cloze([-math.log(2)] * 2, [True, False])
+    row = ValidationRecord(7, {}, 1.5, 0, {"last word": scores}).row()
+    assert row == {"step": 7, "validation/time_s": 1.5} | {
+        f"validation/task/last word/{key}": pytest.approx(value)
+        for key, value in {"acc": 0.5, "acc_stderr": 0.5, "perplexity": 2.0, "perplexity_stderr": 0.0}.items()
+    }
+    assert is_validation(row)
+    alone = ValidationRecord(7, {}, 1.5, 0, {"last word": scores})
+    text = "last word acc 50.0% ± 50.0%, perplexity 2 ± 0"
+    assert validation_line(alone) == f"validation after step 7: {text} (2s)"
+    both = ValidationRecord(7, {"code": CODE}, 1.5, 0, {"last word": scores})
+    assert validation_line(both).endswith(f"0.7213 bits/byte, {text} (2s)")
 
 
 def test_a_single_source_has_no_keys_by_source() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titanlite.metrics.history import Series
+from titanlite.metrics.validation import TASK_PREFIX
 from titanlite.runtime.errors import UserError
 from titanlite.tools.report.runs import Kind, RunFiles
 
@@ -103,6 +104,7 @@ def charts_of(runs: Sequence[RunFiles]) -> list[Chart | HeatMap]:
         Chart("mfu", "Model FLOP/s utilization", _curves(runs, "mfu"), note="fraction of the devices' peak"),
         *_by_source(runs, "loss/", "Training loss"),
         *_by_source(runs, "validation/loss/", "Validation loss"),
+        *_of_tasks(runs),
         *_by_source(runs, "epoch/", "Epochs", "zero"),
         Chart("max_load", "Most loaded expert", _over_blocks(runs, "max_load/", np.maximum), note=LOAD),
         Chart("min_load", "Least loaded expert", _over_blocks(runs, "min_load/", np.minimum), note=LOAD),
@@ -166,6 +168,18 @@ def _by_source(runs: Sequence[RunFiles], prefix: str, title: str, scale: str = "
         )
         for number, key in enumerate(keys)
     ]
+
+
+def _of_tasks(runs: Sequence[RunFiles]) -> list[Chart]:
+    """One chart per task and score."""
+    keys = list(dict.fromkeys(key for run in runs for key in run.series if key.startswith(TASK_PREFIX)))
+    keys = [key for key in keys if not key.endswith("_stderr")]
+    charts = []
+    for number, key in enumerate(keys):
+        name, _, score = key.removeprefix(TASK_PREFIX).rpartition("/")
+        curves = [Curve(run.name, n, run.series[key], dots=True) for n, run in enumerate(runs) if key in run.series]
+        charts.append(Chart(f"task_{number}", f"Task {name}: {score}", curves, "zero"))
+    return charts
 
 
 def thinned(series: Series) -> Series:

@@ -1,0 +1,199 @@
+"""Tasks on every mesh: the likelihood of each choice once, also if the number of rows is uneven."""
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.gradients import build_on_mesh, replaced
+from tests.distributed.layouts import EP, EXPERTS, FULL_LOGITS, PAIRS, Layout, schedule
+from tests.distributed.reference import SEQ_LEN, VOCAB_SIZE, plain_model
+from tests.distributed.test_validation import COMPILE, differences, training_state
+from tests.pool import run_ranks
+from titanlite import tasks
+from titanlite.assembly.model import build_task_evaluator
+from titanlite.batch import IGNORE_INDEX, Batch
+from titanlite.config.schema import JobConfig
+from titanlite.data.tasks import EncodedTask, Question, Scored, Task
+from titanlite.models.head import output_layers_of
+from titanlite.models.losses import Loss, cross_entropy
+from titanlite.runtime.signals import StoppedError, StopRequest
+from titanlite.tasks import RowShape, TaskEvaluator
+
+DOUBLE = Loss("double", lambda logits, labels: 2 * cross_entropy(logits, labels))
+CHOICES = (2, 3, 2, 4, 2)
+"""Number of choices of each question: 13 rows, which no mesh divides."""
+
+
+def encoded(config: JobConfig) -> tuple[EncodedTask, EncodedTask]:
+    """A multiple choice and a cloze of 13 rows of 1 to seq_len inputs. Every second answer of the cloze is greedy."""
+    model, generator = plain_model(config), torch.Generator().manual_seed(0)
+    rows, greedy = [], []
+    for number in range(sum(CHOICES)):
+        inputs = (1, SEQ_LEN, 2, 7, 9, 3, SEQ_LEN, 8, 8, 5, 1, 4, 12)[number]
+        tokens = torch.randint(VOCAB_SIZE, (inputs + 1,), generator=generator)
+        begin = 1 + (3 * number) % inputs
+        rows.append(Scored(tokens.numpy(), begin))
+        if number % 2 == 0:
+            tokens = tokens.clone()
+            for place in range(begin, inputs + 1):
+                with torch.no_grad():
+                    tokens[place] = model(tokens[None, :place])[0, -1].argmax()
+        greedy.append(Scored(tokens.numpy(), begin))
+    ends = list(accumulate(CHOICES, initial=0))
+    texts = [tuple("x" * (1 + row) for row in range(begin, end)) for begin, end in pairwise(ends)]
+    choice = [Question("", each, index % 2) for index, each in enumerate(texts)]
+    cloze = [Question("", ("x",), 0)] * len(rows)
+    return (
+        EncodedTask(Task("choice", Path("choice"), "multiple choice", tuple(choice), ""), tuple(rows), 0),
+        EncodedTask(Task("cloze", Path("cloze"), "cloze", tuple(cloze), ""), tuple(greedy), 0),
+    )
+
+
+def expected(config: JobConfig, task: EncodedTask) -> list[float]:
+    """The log-likelihood of each row, by plain torch."""
+    model, found = plain_model(config), []
+    for row in task.rows:
+        tokens = torch.from_numpy(row.tokens)
+        with torch.no_grad():
+            scores = model(tokens[None, :-1])[0].log_softmax(-1)
+        found.append(float(scores[row.begin - 1 :].gather(1, tokens[row.begin :, None]).sum()))
+    return found
+
+
+def scored(layout: Layout, planted: Callable[[], Any] = nullcontext) -> tuple[list[Any], list[str]]:
+    """(scores of both tasks, then those of a model whose tokens are all equally likely; what has changed)
+
+    The model is trained by another loss than the cross-entropy.
+    """
+    torch._dynamo.reset()
+    config = layout.config()
+    trainer, _ = build_on_mesh(config)
+    stop = StopRequest()
+    evaluator = build_task_evaluator(config, trainer, dist.new_group(backend="gloo"), stop)
+    both = encoded(config)
+    heads = output_layers_of(trainer.model_parts)
+    for head in heads:
+        head.loss = DOUBLE
+    before = training_state(trainer)
+    with planted():
+        found = [evaluator.scores(task) for task in both]
+    changed = differences(before, training_state(trainer))
+    for name, parameter in ((n, p) for part in trainer.model_parts for n, p in part.named_parameters()):
+        if name == "output.weight":
+            with torch.no_grad():
+                parameter.zero_()
+    found.append(evaluator.scores(both[1]))
+    stop.number = 15
+    with pytest.raises(StoppedError):
+        evaluator.scores(both[0])
+    assert all(head.loss is DOUBLE and head.misses is None for head in heads)
+    return [asdict(scores) for scores in found], changed
+
+
+def all_scored(layouts: list[Layout]) -> list[Any]:
+    return [scored(layout) for layout in layouts]
+
+
+ONE = Layout((1, 1, 1, 1), accumulation=4)
+TWO = (
+    Layout((1, 1, 2, 1), accumulation=4),
+    Layout((1, 1, 1, 2)),
+    Layout((1, 1, 1, 1), cp=2),
+    Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *PAIRS)),
+)
+OTHERS = (
+    Layout((1, 2, 1, 1), COMPILE),
+    Layout((1, 1, 1, 2), FULL_LOGITS),
+    Layout((1, 1, 2, 1), (*EXPERTS, *EP)),
+    Layout((2, 1, 1, 1), schedule("ZBVZeroBubble")),
+)
+FOUR = (Layout((2, 1, 2, 1), schedule("1F1B")), Layout((1, 1, 2, 2), accumulation=8))
+
+
+def is_right(layout: Layout, found: list[Any], changed: list[str]) -> bool:
+    config = layout.config()
+    choice, cloze = encoded(config)
+    sums = [each for question in found[0]["log_likelihoods"] for each in question]
+    likely = [sums[begin:end] for begin, end in pairwise(accumulate(CHOICES, initial=0))]
+    right = [each.index(max(each)) == index % 2 for index, each in enumerate(likely)]
+    uniform = [[-math.log(VOCAB_SIZE) * (len(row.tokens) - row.begin)] for row in cloze.rows]
+    return (
+        changed == []
+        and sums == pytest.approx(expected(config, choice), rel=1e-12, abs=0)
+        and found[0]["numbers"]["acc"] == pytest.approx(np.mean(right))
+        and [each for (each,) in found[1]["log_likelihoods"]]
+        == pytest.approx(expected(config, cloze), rel=1e-12, abs=0)
+        and list(found[1]["is_greedy"]) == [number % 2 == 0 for number in range(13)]
+        and [list(each) for each in found[2]["log_likelihoods"]] == [pytest.approx(each, rel=1e-12) for each in uniform]
+        # Of equally likely tokens, the first one is the most likely.
+        and list(found[2]["is_greedy"]) == [bool((row.tokens[row.begin :] == 0).all()) for row in cloze.rows]
+    )
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param([ONE], id="one rank"),
+        pytest.param(TWO, id="two ranks", marks=pytest.mark.slow),
+        pytest.param(OTHERS, id="others of two", marks=pytest.mark.soak),
+        pytest.param(FOUR, id="four ranks", marks=pytest.mark.soak),
+    ],
+)
+def test_scores_are_those_of_plain_torch_on_every_mesh(layouts: list[Layout]) -> None:
+    ranks = run_ranks(all_scored, layouts[0].world_size, list(layouts))
+    for layout, *results in zip(layouts, *ranks, strict=True):
+        assert all(found == results[0][0] for found, _ in results), layout
+        assert is_right(layout, *results[0]), layout
+
+
+def shifted() -> Any:
+    """Labels begin one token late."""
+    padded = tasks._padded
+
+    def late(rows: list[Scored], per_rank: int, length: int) -> Batch:
+        batch = padded(rows, per_rank, length)
+        labels = torch.full_like(batch.labels, IGNORE_INDEX)
+        labels[:, 1:] = batch.labels[:, :-1]
+        return batch._replace(labels=labels)
+
+    return replaced(tasks, "_padded", late)
+
+
+def counted_twice() -> Any:
+    """Rows of the first data rank are also counted by the others."""
+    batches = TaskEvaluator._batches
+
+    def all_rows(self: TaskEvaluator, rows: list[Scored]) -> Any:
+        rank, self.model.mesh.data_rank = self.model.mesh.data_rank, 0
+        yield from list(batches(self, rows))
+        self.model.mesh.data_rank = rank
+
+    return replaced(TaskEvaluator, "_batches", all_rows)
+
+
+def planted_and_scored(layout: Layout, mistakes: list[Callable[[], Any]]) -> list[Any]:
+    return [scored(layout, mistake) for mistake in mistakes]
+
+
+@pytest.mark.slow
+def test_mistakes_are_detected() -> None:
+    for found, changed in run_ranks(planted_and_scored, 2, TWO[0], [shifted, counted_twice])[0]:
+        assert not is_right(TWO[0], found, changed)
+
+
+def test_short_rows_are_more_rows_of_the_same_tokens() -> None:
+    shape = RowShape(3, 4096, is_fixed=False)
+    assert [shape.fitting(n, 2) for n in (4096, 2049, 2048, 65, 64, 1)] == [
+        *((3, 4096), (3, 4096), (6, 2048), (96, 128), (192, 64), (384, 32)),
+    ]
+    assert RowShape(3, 4096, is_fixed=True).fitting(1, 1) == (3, 4096)
+    assert RowShape(1, 96, is_fixed=False).fitting(1, 5) == (1, 96)

@@ -1,0 +1,144 @@
+"""Task files: rows that are refused, and the tokens of contexts and choices."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Library
+from tokenizers.processors import TemplateProcessing
+
+from titanlite.data.bpe import train_bpe
+from titanlite.data.tasks import EncodedTask, check_tasks, encode_task, read_task
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.runtime.errors import UserError
+
+TEXT = "the model reads, and it says: größer 東京\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tokenizer without BOS, and in `with_bos` one whose post-processor adds EOS's token before texts."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_bpe(iter([TEXT] * 4), 290, folder)
+    library = Library.from_file(str(folder / "tokenizer.json"))
+    first = library.id_to_token(0)
+    library.post_processor = TemplateProcessing(single=f"{first} $A", special_tokens=[(first, 0)])
+    (folder / "with_bos").mkdir()
+    library.save(str(folder / "with_bos" / "tokenizer.json"))
+    return folder
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+GOOD = {"context": "a", "choices": ["b", "c"], "answer": 1, "id": 7}
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ("{", "the row is not JSON"),
+        ("", "the row is not JSON"),
+        ({"choices": ["a", "b"], "answer": 0}, "has no 'context'"),
+        ({"context": "a", "choices": ["a", "b"]}, "has no 'answer'"),
+        (GOOD | {"context": None}, "has a context that is null"),
+        (GOOD | {"answer": "B"}, "has an answer that is a text: write the index of the right choice, from 0"),
+        (GOOD | {"answer": True}, "has an answer that is true or false"),
+        (GOOD | {"answer": 1.0}, "has an answer that is a number"),
+        (GOOD | {"answer": 2}, "has answer 2 for 2 choices: write an index from 0 to 1"),
+        (GOOD | {"answer": -1}, "has answer -1 for 2 choices"),
+        (GOOD | {"choices": ["a"]}, "has choices that are a list of one"),
+        (GOOD | {"choices": "ab"}, "has choices that are a text"),
+        (GOOD | {"choices": ["a", ""]}, "has a choice that is an empty text"),
+        (GOOD | {"choices": ["a", {}]}, "has a choice that is an object"),
+        ({"context": "a", "answer": 3}, 'has an answer that is a number: write a text, or add "choices"'),
+        ({"context": "a", "answer": "b"}, "is cloze, and line 1 is multiple choice"),
+    ],
+)
+def test_bad_rows_are_named_by_file_and_line(tmp_path: Path, row: Any, fault: str) -> None:
+    path = write(tmp_path / "task.jsonl", GOOD, row)
+    with pytest.raises(UserError) as caught:
+        read_task(path)
+    assert str(caught.value).startswith(f"{path}, line 2: ")
+    assert fault in str(caught.value)
+    (problem,) = check_tasks("validation.tasks", [str(path)])
+    assert (problem.key, problem.value) == ("validation.tasks", str(path))
+    assert fault in problem.remedy
+
+
+def test_files_without_questions_and_equal_names_are_problems(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    good, same, empty = (tmp_path / name for name in ("one.jsonl", "other/one.json", "empty.jsonl"))
+    write(good, GOOD)
+    write(same, {"context": "", "answer": "é"})
+    empty.write_text("")
+    assert read_task(good).name == "one"
+    problems = check_tasks("validation.tasks", [*map(str, (good, same, empty)), str(tmp_path / "none")])
+    assert [problem.value for problem in problems] == [str(same), str(empty), str(tmp_path / "none")]
+    assert ["'one' is there twice" in problem.rule for problem in problems] == [True, False, False]
+    assert "has no questions" in problems[1].remedy
+    assert "No such file" in problems[2].remedy
+
+
+def encoded(folder: Path, path: Path, seq_len: int = 100, **tokens: str) -> tuple[Tokenizer, EncodedTask]:
+    tokenizer = Tokenizer(folder / "tokenizer.json", **tokens)
+    return tokenizer, encode_task(read_task(path), tokenizer, seq_len=seq_len, add_bos=bool(tokens))
+
+
+def texts(tokenizer: Tokenizer, task: EncodedTask) -> list[tuple[str, str]]:
+    """(context, scored text) of each row"""
+    rows = [(row.tokens.tolist(), row.begin) for row in task.rows]
+    return [(tokenizer.decode(tokens[:begin]), tokenizer.decode(tokens[begin:])) for tokens, begin in rows]
+
+
+def test_rows_are_divided_as_by_lm_eval(folder: Path, tmp_path: Path) -> None:
+    """Both texts are encoded as one; whitespace at the end of the context is scored with the choice."""
+    question = {"context": "the model ", "choices": ["reads", "größer, 東京"], "answer": 0}
+    path = write(tmp_path / "one.jsonl", question, {"context": "", "choices": ["it", "says"], "answer": 0})
+    tokenizer, task = encoded(folder, path)
+    assert tokenizer.eos_id is not None
+    eos = tokenizer.decode([tokenizer.eos_id])
+    assert tokenizer.prefix_ids == ()
+    assert texts(tokenizer, task) == [
+        *(("the model", " reads"), ("the model", " größer, 東京")),
+        *((eos, "it"), (eos, "says")),
+    ]
+    both = tokenizer.encode("the model reads")
+    assert task.rows[0].tokens.tolist() == both
+    assert both[task.rows[0].begin :] == tokenizer.encode(" reads")
+    split = write(tmp_path / "split.jsonl", {"context": "the mo", "answer": "del"})
+    with pytest.raises(UserError, match=r"split\.jsonl, line 1: 'del' has no tokens of its own"):  # one token: model
+        encoded(folder, split)
+
+
+def test_contexts_begin_as_the_tokenizer_or_the_run_defines(folder: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "one.jsonl", {"context": "it says", "answer": ": the"})
+    plain = encoded(folder, path)[1].rows[0]
+    for found, settings in ((folder / "with_bos", {}), (folder, {"bos": ","}), (folder / "with_bos", {"bos": ","})):
+        tokenizer, task = encoded(found, path, **settings)
+        first = 0 if found != folder else tokenizer.bos_id
+        assert task.rows[0].tokens.tolist() == [first, *plain.tokens]
+        assert task.rows[0].begin == plain.begin + 1
+        assert tokenizer.prefix_ids == ((0,) if found != folder else ())
+
+
+def test_long_contexts_lose_their_beginning(folder: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "one.jsonl", *({"context": "the model " * n, "answer": "reads it"} for n in (1, 9)))
+    _, entire = encoded(folder, path)
+    _, cut = encoded(folder, path, seq_len=6)
+    assert (entire.truncated, cut.truncated) == (0, 1)
+    assert cut.rows[0].tokens.tolist() == entire.rows[0].tokens.tolist()
+    assert cut.rows[1].tokens.tolist() == entire.rows[1].tokens.tolist()[-7:]
+    assert cut.rows[1].tokens[cut.rows[1].begin :].tolist() == entire.rows[1].tokens[entire.rows[1].begin :].tolist()
+    assert cut.describe() == "one, cloze: 2 questions, 2 rows, 1 with a truncated context"
+    with pytest.raises(UserError, match=r"one\.jsonl, line 1: 2 tokens of a choice are more than training.seq_len = 1"):
+        encoded(folder, path, seq_len=1)
+    empty = write(tmp_path / "empty.jsonl", {"context": "", "answer": "a"})
+    with pytest.raises(UserError, match="the context is empty, and the tokenizer has neither BOS nor EOS"):
+        encoded(folder / "with_bos", empty)
+    blank = write(tmp_path / "blank.jsonl", {"context": " \n", "answer": "a"})
+    with pytest.raises(UserError, match=r"blank\.jsonl, line 1: the context has no tokens"):
+        encoded(folder, blank)

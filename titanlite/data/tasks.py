@@ -1,0 +1,198 @@
+"""Tasks: files of questions, as JSON lines, and their tokens."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.runtime.errors import Problem, UserError
+from titanlite.runtime.json_files import JsonError, parse_json, read_regular
+
+TaskFormat = Literal["multiple choice", "cloze"]
+FORMATS = 'write "context", "choices" and "answer" (an index from 0), or "context" and "answer" (a text)'
+
+
+@dataclass(frozen=True)
+class Question:
+    """A context and the texts that may continue it. answer: index of the right one; 0 in a cloze, which has one."""
+
+    context: str
+    choices: tuple[str, ...]
+    answer: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """The questions of a file. name: the file's, without its suffix. questions: at least one; number n is line n + 1.
+
+    format: multiple choice: which of the choices is the most likely. cloze: whether the answer is the greedy one.
+    digest: of the file.
+    """
+
+    name: str
+    path: Path
+    format: TaskFormat
+    questions: tuple[Question, ...]
+    digest: str
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Tokens of a context and one of its choices, int64, of which those from `begin` on are scored."""
+
+    tokens: npt.NDArray[np.int64]
+    begin: int
+
+
+@dataclass(frozen=True)
+class EncodedTask:
+    """A task in tokens. rows: of all choices, question by question. truncated: number of rows without the beginning of
+    their context."""
+
+    task: Task
+    rows: tuple[Scored, ...]
+    truncated: int
+
+    def describe(self) -> str:
+        """Name, format and numbers, for the log."""
+        text = f"{self.task.name}, {self.task.format}: {len(self.task.questions):,} questions, {len(self.rows):,} rows"
+        return f"{text}, {self.truncated:,} with a truncated context" if self.truncated else text
+
+
+def read_task(path: str | Path) -> Task:
+    """Read and check all questions. Raises UserError, which names the file and the line."""
+    path = Path(path).expanduser()
+    try:
+        content = read_regular(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+    except JsonError as error:
+        raise UserError(f"{path} {error}") from None
+    if not content.strip():
+        raise UserError(f"{path} has no questions: {FORMATS}, one question per line")
+    questions, formats = [], []
+    for number, line in enumerate(content.removesuffix(b"\n").split(b"\n"), start=1):
+        try:
+            row = parse_json(line)
+            formats.append(_format_of(row))
+            questions.append(_question(row, formats[-1]))
+            if formats[-1] != formats[0]:
+                raise JsonError(f"is {formats[-1]}, and line 1 is {formats[0]}: write one file for each format")
+        except JsonError as error:
+            raise UserError(f"{path}, line {number}: the row {error}") from None
+    return Task(path.stem, path, formats[0], tuple(questions), hashlib.sha256(content).hexdigest()[:16])
+
+
+def check_tasks(key: str, paths: Sequence[str]) -> list[Problem]:
+    """Problems of the task files at `key`: each is read, and their names must differ."""
+    problems = []
+    names = [Path(path).stem for path in paths]
+    for index, path in enumerate(paths):
+        if names[index] in names[:index]:
+            rule = f"files of different names: those of the tasks; {names[index]!r} is there twice"
+            problems.append(Problem(key, path, rule, "rename one of the files"))
+        try:
+            read_task(path)
+        except UserError as error:
+            rule = "the path of a file of questions, one JSON object per line (docs/evaluation.md)"
+            problems.append(Problem(key, path, rule, f"fix the file: {error}"))
+    return problems
+
+
+def encode_task(task: Task, tokenizer: Tokenizer, *, seq_len: int, add_bos: bool) -> EncodedTask:
+    """Tokens of all rows, divided into context and choice as by lm_eval.
+
+    A context starts with the special tokens that the tokenizer puts before a text, or with BOS if it puts none and
+    `add_bos` is set. Whitespace at the end of a context belongs to the choice. The tokens of a choice are those of both
+    texts together after as many as the context alone has. An empty context is BOS, or EOS without BOS. Contexts lose
+    their first tokens if a row has more than `seq_len` inputs. Raises UserError, which names the file and the line.
+    """
+    prefix = tokenizer.prefix_ids or ((tokenizer.bos_id,) if add_bos and tokenizer.bos_id is not None else ())
+    separators = [token_id for token_id in (tokenizer.bos_id, tokenizer.eos_id) if token_id is not None]
+    start = separators[:1]  # in place of an empty context
+    contexts = [question.context.rstrip() for question in task.questions]
+    context_ids = tokenizer.encode_batch(contexts)
+    wholes = [question.context + choice for question in task.questions for choice in question.choices]
+    whole_ids = iter(tokenizer.encode_batch(wholes))
+    rows: list[Scored] = []
+    truncated = 0
+    for number, (question, own) in enumerate(zip(task.questions, context_ids, strict=True), start=1):
+        for choice in question.choices:
+            tokens = [*prefix, *next(whole_ids)]
+            begin = len(prefix) + len(own)
+            if not question.context:
+                tokens, begin = _after(start, tokens[len(prefix) :]), len(start)
+            fault = ""
+            if not begin and not question.context:
+                fault = "the context is empty, and the tokenizer has neither BOS nor EOS: write a text"
+            elif not begin:
+                fault = "the context has no tokens: write a text, or leave it empty"
+            elif begin >= len(tokens):
+                fault = f"{choice!r} has no tokens of its own after the context"
+            elif len(tokens) - begin > seq_len:
+                fault = f"{len(tokens) - begin:,} tokens of a choice are more than training.seq_len = {seq_len:,}"
+            if fault:
+                raise UserError(f"{task.path}, line {number}: {fault}")
+            cut = max(0, len(tokens) - seq_len - 1)
+            rows.append(Scored(np.array(tokens[cut:], np.int64), begin - cut))
+            truncated += cut > 0
+    return EncodedTask(task, tuple(rows), truncated)
+
+
+def _after(start: list[int], tokens: list[int]) -> list[int]:
+    """The tokens of a choice after those that take the place of a context."""
+    return tokens if tokens[:1] == start else [*start, *tokens]
+
+
+def _format_of(row: dict[str, Any]) -> TaskFormat:
+    return "multiple choice" if "choices" in row else "cloze"
+
+
+def _question(row: dict[str, Any], form: TaskFormat) -> Question:
+    """The question of a row, which may have other names, too. Raises JsonError."""
+    for name in ("context", "answer"):
+        if name not in row:
+            raise JsonError(f"has no {name!r}: {FORMATS}")
+    context, answer = row["context"], row["answer"]
+    choices = row["choices"] if form == "multiple choice" else [answer]
+    if not isinstance(context, str):
+        raise JsonError(f"has a context that is {_kind(context)}: write a text, which may be empty")
+    if not isinstance(choices, list) or len(choices) < 1 + (form == "multiple choice"):
+        raise JsonError(f"has choices that are {_kind(choices)}: write a list of at least two texts")
+    for choice in choices:
+        if not isinstance(choice, str) or not choice:
+            name = "a choice" if form == "multiple choice" else "an answer"
+            remedy = "write a text" if form == "multiple choice" else 'write a text, or add "choices"'
+            raise JsonError(f"has {name} that is {_kind(choice)}: {remedy}")
+    if form == "cloze":
+        return Question(context, (answer,), 0)
+    if type(answer) is not int:
+        raise JsonError(f"has an answer that is {_kind(answer)}: write the index of the right choice, from 0")
+    if not 0 <= answer < len(choices):
+        raise JsonError(f"has answer {answer} for {len(choices)} choices: write an index from 0 to {len(choices) - 1}")
+    return Question(context, tuple(choices), answer)
+
+
+def _kind(value: object) -> str:
+    """A value of JSON in words."""
+    match value:
+        case "":
+            return "an empty text"
+        case str():
+            return "a text"
+        case []:
+            return "an empty list"
+        case [_]:
+            return "a list of one"
+        case bool():
+            return "true or false"
+        case int() | float():
+            return "a number"
+        case None:
+            return "null"
+    return "a list" if isinstance(value, list) else "an object"
