@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
 
 from titanlite.config.fields import literal
 from titanlite.runtime.errors import UsageError
@@ -123,12 +125,33 @@ class Profile:
             sent = part * (ranks - 1) / min(inside.bytes_per_s, outside.bytes_per_s * ranks_inside)
         return passes * (near * inside.latency_s + far * outside.latency_s + sent)
 
+    def products(self, dtype: torch.dtype) -> Grid:
+        """FLOP/s of matrix products. Raises UsageError."""
+        return _rates(self, "matrix products", self.matmul, dtype)
+
+    def scores(self, dtype: torch.dtype) -> Mapping[str, Grid]:
+        """FLOP/s of attention, by pass. Raises UsageError."""
+        return _rates(self, "attention", self.attention, dtype)
+
     def _links(self, scope: Scope) -> Mapping[str, Link]:
         if scope not in self.network:
             many = "several processes" if scope == "node" else "several nodes"
             where = "inside a node" if scope == "node" else "between nodes"
             raise UsageError(f"the hardware profile {self.name!r} has no network {where}: calibrate on {many}")
         return self.network[scope]
+
+
+Rates = TypeVar("Rates")
+
+
+def _rates(profile: Profile, what: str, by_dtype: Mapping[str, Rates], dtype: torch.dtype) -> Rates:
+    name = str(dtype).removeprefix("torch.")
+    if name not in by_dtype:
+        raise UsageError(
+            f"the hardware profile {profile.name!r} has no rates of {what} in {name}, only in {', '.join(by_dtype)}: "
+            "plan with one of these dtypes, or without --hardware"
+        )
+    return by_dtype[name]
 
 
 def profile_names() -> list[str]:

@@ -71,22 +71,20 @@ class Timer:
     def parts(self, work: Work) -> Seconds:
         """Seconds of products, attention, elementwise operations, and of the host. On a GPU, the host issues operations
         while the device computes: its part is what the device waits for it."""
-        profile, dtype = self.profile, _name(self.dtype)
-        wide, of_attention = (
-            _name(torch.promote_types(self.dtype, torch.float32)),
-            profile.attention[_name(attention_dtype(profile.device, self.dtype))],
-        )
+        profile = self.profile
+        wide = torch.promote_types(self.dtype, torch.float32)
         products = sum(
-            each.flops / profile.matmul[wide if each.is_wide else dtype].at(m=each.m, k=each.k, n=each.n)
+            each.flops / profile.products(wide if each.is_wide else self.dtype).at(m=each.m, k=each.k, n=each.n)
             for each in work.products
         )
-        attention = sum(
-            each.flops
-            / of_attention["backward" if each.is_backward else "forward"].at(
-                seq_len=each.seq_len, head_dim=each.head_dim
+        attention = 0.0
+        if work.attention:
+            scores = profile.scores(attention_dtype(profile.device, self.dtype))
+            attention = sum(
+                each.flops
+                / scores["backward" if each.is_backward else "forward"].at(seq_len=each.seq_len, head_dim=each.head_dim)
+                for each in work.attention
             )
-            for each in work.attention
-        )
         elementwise = 0.0
         if work.moved:
             others = max(work.operations - len(work.products) - len(work.attention), 1)
@@ -99,10 +97,6 @@ class Timer:
 
     def seconds(self, work: Work) -> float:
         return _sum(self.parts(work))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def added(*each: Mapping[str, float]) -> Seconds:

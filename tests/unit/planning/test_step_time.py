@@ -11,6 +11,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.hardware.profile import Grid, Link, Profile
 from titanlite.planning.estimate import estimate
 from titanlite.planning.step_time import PARTS, StepTime, predict
+from titanlite.runtime.errors import UsageError
 
 NAMES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send")
 RATE = 1e12
@@ -142,6 +143,12 @@ def test_an_update_with_muon_takes_the_products_and_the_exchange_of_owners() -> 
     assert muon.parts["update"] - adamw.parts["update"] == pytest.approx(expected, rel=1e-2)
     others = [part for part in PARTS if part != "update"]
     assert [muon.parts[part] for part in others] == [adamw.parts[part] for part in others]
+
+
+def test_a_dtype_without_rates_is_named() -> None:
+    on = profile(matmul={"bfloat16": profile().matmul["bfloat16"]})
+    with pytest.raises(UsageError, match=r"'round' has no rates of matrix products in float32, only in bfloat16"):
+        predicted(1, "training.mixed_precision_param=float32", on=on)
 
 
 def test_the_orthogonalization_has_the_rate_of_its_dtype() -> None:
