@@ -19,7 +19,10 @@ LossOn = Literal["assistant", "all"]
 PROBE = ("What comes after seven?", "Eight")
 """A question and its answer: what a template writes after the answer ends a turn of the assistant."""
 
-_MARK_BLOCKS = "mark the assistant's text in the template with {% generation %} and {% endgeneration %}"
+_UNKNOWN = (
+    "it is not known which tokens the assistant writes: mark its text in the chat template with {% generation %} and "
+    "{% endgeneration %}"
+)
 
 
 class ChatTokenizer(Protocol):
@@ -111,6 +114,7 @@ class ChatEncoder:
         {% generation %} of the template, as in transformers. If the template has no such blocks: the tokens that it
         writes for each turn of the assistant after the generation prompt. They are found by rendering the conversation
         before the turn and with it; it is refused if the tokens of these parts are not the first ones of its tokens.
+        A turn that the template writes without its reasoning, since others follow, is trained on without it.
         """
         drafts = [self._draft(messages, loss_on) for messages in conversations]
         rendered = [draft for draft in drafts if isinstance(draft, _Draft)]
@@ -161,17 +165,28 @@ class ChatEncoder:
 
     def _turn(self, messages: Sequence[Message], index: int, full: _Text) -> _Turn:
         """The place of a turn of the assistant in the text of the conversation. Raises BadRowError."""
+
+        def text(messages: Sequence[Message], *, prompts: bool = False) -> str:
+            return self._render(messages, full.marked, prompts=prompts).text.text
+
         try:
-            (before, _), _ = self._render(messages[:index], full.marked, prompts=True)
-            (until, _), _ = self._render(messages[: index + 1], full.marked)
+            before = text(messages[:index], prompts=True)
+            until = text(messages[: index + 1])
+            if not full.text.startswith(until):
+                # The turn is written otherwise if others follow, for example without reasoning: it ends where the text
+                # begins that the later turns add to the turns before it.
+                shorter = text(messages[:index])
+                others = text([*messages[:index], *messages[index + 1 :]])
+                added = others.removeprefix(shorter)
+                if others.startswith(shorter) and full.text.endswith(added):
+                    until = full.text[: len(full.text) - len(added)]
         except BadRowError as bad:
-            raise BadRowError(f"turn {index + 1}: the conversation up to it cannot be rendered alone: {bad}") from None
+            raise BadRowError(f"turn {index + 1}: a part of the conversation cannot be rendered: {bad}") from None
         if until.startswith(before) and full.text.startswith(until):
             return _Turn(index + 1, len(before), len(until))
-        when = "turns follow it" if until.startswith(before) else "it follows the generation prompt"
         raise BadRowError(
-            f"turn {index + 1}: the chat template writes other text if {when}, so it is not known which tokens the "
-            f"assistant writes: {_MARK_BLOCKS}"
+            f"turn {index + 1}: the chat template writes other text for the part of the conversation up to it than for "
+            f"the full conversation, so {_UNKNOWN}"
         )
 
     def _encode(self, texts: Iterable[_Text]) -> dict[_Text, Encoded | BadRowError]:
@@ -228,8 +243,7 @@ def _result(
         part = parts[text]
         if isinstance(part, BadRowError) or not np.array_equal(encoded.ids[first : first + len(part.ids)], part.ids):
             return BadRowError(
-                f"turn {number}: its text and the text around it are encoded to common tokens, so it is not known "
-                f"which tokens the assistant writes: {_MARK_BLOCKS}"
+                f"turn {number}: its text and the text around it are encoded to common tokens, so {_UNKNOWN}"
             )
         ends.append(first + len(part.ids))
     for begin, end in zip(ends[::2], ends[1::2], strict=True):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 
 from tests.distributed.program import REPOSITORY
 from tests.unit.data.chat.chat_templates import (
@@ -154,10 +155,10 @@ def test_turns_found_by_rendering_are_those_of_generation_blocks(
 USER, ANSWER = {"role": "user", "content": "the"}, {"role": "assistant", "content": "model"}
 NEW_LINE = {"role": "assistant", "content": "\nthe"}
 PLAIN = without_generation(QWEN)
-LAST_ONLY = PLAIN.replace("{{- message.content", "{{- ('why' if loop.last else '') + message.content", 1)
 OTHER_PROMPT = PLAIN.replace("{{- '<|im_start|>assistant\\n' }}{%- endif", "{{- '<think>' }}{%- endif")
+OTHER_LAST = without_generation(MISTRAL).replace("{{- ' '", "{{- ('<think>' if loop.last else ' ')")
 EMPTY_BLOCK = "{% generation %}{% endgeneration %}<|im_end|>"
-UNKNOWN = "it is not known which tokens the assistant writes: mark the assistant's text in the template with {% gen"
+UNKNOWN = "it is not known which tokens the assistant writes: mark its text in the chat template with {% generation %}"
 
 
 @pytest.mark.parametrize(
@@ -167,10 +168,10 @@ UNKNOWN = "it is not known which tokens the assistant writes: mark the assistant
         (PLAIN, [USER, {"role": "assistant", "content": "\ufdd2"}], "turn 2: it has one of the characters U.FDD2 to"),
         (PLAIN, [USER, {"role": "assistant", "content": "\ud800"}], "the tokenizer cannot encode it: "),
         (PLAIN, [USER, ANSWER | {"tool_calls": [{}]}], "turn 2: it has tool_calls, which the chat template does not"),
-        (PLAIN, [ANSWER], "turn 1: the conversation up to it cannot be rendered alone: the chat template refuses it:"),
+        (PLAIN, [ANSWER], "turn 1: a part of the conversation cannot be rendered: the chat template refuses it:"),
         (PLAIN, [USER, ANSWER, USER, NEW_LINE], f"turn 4: its text and .* to common tokens, so {UNKNOWN}"),
-        (LAST_ONLY, [USER, ANSWER, USER, ANSWER], f"turn 2: .* writes other text if turns follow it, so {UNKNOWN}"),
-        (OTHER_PROMPT, [USER, ANSWER], f"turn 2: .* other text if it follows the generation prompt, so {UNKNOWN}"),
+        (OTHER_PROMPT, [USER, ANSWER], f"turn 2: .* writes other text for the part .* up to it .*, so {UNKNOWN}"),
+        (OTHER_LAST, [USER, ANSWER, USER, ANSWER], "turn 2: a part .* cannot be rendered: turn 2: .*: roles must"),
         (MISTRAL, [USER, ANSWER, ANSWER], "turn 3: the chat template refuses it: roles must alternate user/assistant"),
         (MISTRAL, [ANSWER], "turn 1: the chat template refuses it: roles must alternate user/assistant"),
         (QWEN, [USER, {"role": "assistant"}], "turn 2: the chat template refuses it: 'dict object' has no attribute"),
@@ -179,13 +180,43 @@ UNKNOWN = "it is not known which tokens the assistant writes: mark the assistant
 )  # fmt: skip
 def test_bad_rows_are_named(template: str, messages: list[Message], reason: str, tmp_path: Path) -> None:
     """Others of the batch are encoded."""
-    style = "mistral" if template is MISTRAL else "qwen"
+    style = "mistral" if template in (MISTRAL, OTHER_LAST) else "qwen"
     encoder = ChatEncoder(make_tokenizer(style, template, tmp_path))
     good = [{"role": "user", "content": "a"}, ANSWER]
     found = encoder.encode([good, messages, good], "assistant")
     assert re.match(reason, str(found[1]))
     assert isinstance(found[0], EncodedChat) or template in (OTHER_PROMPT, EMPTY_BLOCK)
     assert str(found[0]) == str(found[2])
+
+
+def test_a_turn_that_the_template_shortens_if_others_follow(tmp_path: Path) -> None:
+    """As by Qwen3, whose last answer alone has its reasoning, or an empty block in its place."""
+    is_last = "messages[loop.index0:] | selectattr('role', 'eq', 'user') | list == []"
+    template = QWEN.replace("{{- message.content", f"{{{{- ('<think>' if {is_last} else '') + message.content", 1)
+    assert template != QWEN
+    encoder = ChatEncoder(make_tokenizer("qwen", template, tmp_path))
+    other = ChatEncoder(make_tokenizer("qwen", without_generation(template), tmp_path))
+    tool = {"role": "tool", "content": "<|im_end|>"}
+    conversations = [[USER, ANSWER, USER, ANSWER, tool, ANSWER], [USER, ANSWER, USER, tool, ANSWER]]
+    for one, found in zip(usable(encoder, conversations), usable(other, conversations), strict=True):
+        assert one.tokens.tolist() == found.tokens.tolist()
+        assert one.trained.tolist() == found.trained.tolist()
+    # The part before the second answer has the reasoning of the first one, which the conversation lacks.
+    (bad,) = other.encode([[USER, ANSWER, tool, ANSWER, USER, ANSWER]], "assistant")
+    assert str(bad).startswith("turn 4: the chat template writes other text")
+
+
+def test_special_tokens_that_are_words_of_the_vocabulary(tmp_path: Path) -> None:
+    """Merges of plain text give "the", by way of "he", which is also a special token."""
+    file = Path(make_tokenizer("qwen", QWEN, tmp_path).arguments["file"])
+    made = tokenizers.Tokenizer.from_file(str(file))
+    assert made.token_to_id("he") is not None
+    made.add_special_tokens(["he"])
+    made.save(str(file))
+    tokenizer = Tokenizer(file)
+    (one,) = usable(ChatEncoder(tokenizer), [[ANSWER | {"role": "user"}, ANSWER | {"content": "the"}]])
+    assert tokenizer.decode(one.tokens[one.trained].tolist()) == "the<|im_end|>\n"
+    assert made.token_to_id("he") not in one.tokens[one.trained]
 
 
 def test_stop_ids_are_the_end_of_a_turn_and_eos(encoder: ChatEncoder, tokenizer: Tokenizer, style: str) -> None:
