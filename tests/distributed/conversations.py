@@ -51,8 +51,10 @@ def config_of(layout: Layout, folder: str, mixture: bool) -> JobConfig:
     chat = [f"data.sources.0.{key}={value}" for key, value in (("kind", "chat"), ("path", f"{folder}/chat.jsonl"))]
     text = [f"data.sources.1.{key}={value}" for key, value in (("kind", "text"), ("path", f"{folder}/text.txt"))]
     weights = ("data.sources.0.weight=3", "data.sources.1.weight=1")
+    once = ("data.shuffle=false", "data.sources.0.epochs=1")  # the first step has all conversations
     return layout.config(
         *chat,
+        *once,
         *((*text, *weights) if mixture else ()),
         *(f"tokenizer.path={folder}/tokenizer", "model.vocab_size=263", f"model.max_seq_len={SEQ_LEN}"),
         f"training.seq_len={SEQ_LEN}",

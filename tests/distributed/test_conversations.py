@@ -38,15 +38,15 @@ def test_every_layout_has_the_gradients_of_the_mean_over_tokens(world_size: int,
             assert errors["same_initial_weights"], (case, errors)
             assert max(errors["gradient"], errors["loss"], errors["grad_norm"]) <= BOUND, (case, errors)
             numbers = errors["numbers"]
-            assert min(numbers) > 0
-            assert max(numbers) > 20 * min(numbers), "the rows are not uneven"
+            assert min(numbers) <= 2
+            assert max(numbers) >= 500
             assert set(errors["sources"]) == ({0, 1} if case[1] else {0})
 
 
 def test_a_mean_over_rows_is_seen_with_its_size(folder: str) -> None:
     (found,) = run_ranks(planted_step, 1, Layout((1, 1, 1, 1), rows=8), folder)
     errors, size = found
-    assert errors["gradient"] > 0.1
+    assert errors["gradient"] > 0.5
     assert errors["loss"] == pytest.approx(size, rel=1e-6)
 
 

@@ -46,6 +46,9 @@ class StubLoader:
     def epochs(self) -> list[float]:
         return []
 
+    def too_long_by_name(self, *, counts: bool) -> dict[str, int]:
+        return {"too_long/chat": (10 + self._rank) * counts}
+
 
 class RecordSink:
     def __init__(self) -> None:

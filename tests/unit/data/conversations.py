@@ -6,8 +6,8 @@ from pathlib import Path
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role + ': ' }}{% if message.role == 'assistant' %}"
-    "{% generation %}{{ message.content + '.' }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}\n"
-    "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    "{% generation %}{{ message.content + '.' }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}"
+    "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
 """A chat template without special tokens."""
 

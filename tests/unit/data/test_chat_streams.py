@@ -140,9 +140,14 @@ def test_states_of_older_versions_lack_the_last_fields() -> None:
 
 
 @pytest.fixture
-def section(tmp_path: Path, tokenizer_folder: Path) -> DataConfig:
-    """Conversations of 1 to 60 words, and text. The tokenizer has a chat template."""
-    (tokenizer_folder / "chat_template.jinja").write_text(TEMPLATE)
+def chat_tokenizer(tmp_path: Path, tokenizer_folder: Path) -> Tokenizer:
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    return Tokenizer(tokenizer_folder / "tokenizer.json", chat_template=str(tmp_path / "template.jinja"))
+
+
+@pytest.fixture
+def section(tmp_path: Path) -> DataConfig:
+    """Conversations of 1 to 60 words, and text."""
     write_conversations(tmp_path / "chat.jsonl", [1, 60, 2, 7, 1, 30, 3] * 5)
     (tmp_path / "text.txt").write_text("the model reads a few words\n" * 40)
     sources = (
@@ -153,17 +158,16 @@ def section(tmp_path: Path, tokenizer_folder: Path) -> DataConfig:
 
 
 def test_a_mixture_is_the_same_on_every_mesh_and_resumes_on_another(
-    section: DataConfig, tokenizer_folder: Path
+    section: DataConfig, chat_tokenizer: Tokenizer
 ) -> None:
-    tokenizer = Tokenizer(tokenizer_folder / "tokenizer.json")
-    one = build_ranks(section, tokenizer, 1, seq_len=64)
+    one = build_ranks(section, chat_tokenizer, 1, seq_len=64)
     expected = [one.step() for _ in range(12)]
     end = one.state()
     too_long = [sum(loader.too_long[n] for loader in one.loaders) for n in range(2)]
     assert too_long[0] > 0
     assert too_long[1] == 0
     one.close()
-    first, second = build_ranks(section, tokenizer, 4, seq_len=64), build_ranks(section, tokenizer, 2, seq_len=64)
+    first, second = (build_ranks(section, chat_tokenizer, degree, seq_len=64) for degree in (4, 2))
     assert [first.step() for _ in range(5)] == expected[:5]
     second.load_state(first.state())
     assert [second.step() for _ in range(7)] == expected[5:]
@@ -173,10 +177,9 @@ def test_a_mixture_is_the_same_on_every_mesh_and_resumes_on_another(
         ranks.close()
 
 
-def test_targets_are_the_answers(section: DataConfig, tokenizer_folder: Path) -> None:
+def test_targets_are_the_answers(section: DataConfig, chat_tokenizer: Tokenizer) -> None:
     """Each label is the next token of the same conversation; the labels read as the answers. Text has all labels."""
-    tokenizer = Tokenizer(tokenizer_folder / "tokenizer.json")
-    loader = build(section, tokenizer, seq_len=300)
+    loader = build(section, chat_tokenizer, seq_len=300)
     answers, positions, text = "", 0, 0
     for _ in range(4):
         for batch in loader.next_step():
@@ -191,7 +194,7 @@ def test_targets_are_the_answers(section: DataConfig, tokenizer_folder: Path) ->
                 inside = valid[:-1]
                 assert torch.equal(batch.labels[row][:-1][inside], batch.tokens[row][1:][inside])
                 assert not valid[:-1][batch.positions[row][1:] == 0].any()
-                answers += tokenizer.decode(batch.labels[row][valid].tolist())
+                answers += chat_tokenizer.decode(batch.labels[row][valid].tolist())
     assert text > 500
     assert positions > text
     assert set(answers.split()) == {"word", "."}

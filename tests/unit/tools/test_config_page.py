@@ -64,7 +64,8 @@ def test_help_shows_every_key_with_underscores(family: str, capsys: pytest.Captu
     assert [key for key in full_keys(family) if f"--{key}" not in words] == []
 
 
-def test_help_shows_the_values_in_force(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_the_values_in_force(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")  # the list of kinds is one line
     argv = ["--model.flavor", "8B", "--model.dim", "64", "--data.shuffle", "false", "--data.sources.1.kind", "jsonl"]
     shown = " ".join(shown_help(capsys, *argv))
     assert "--model.dim INT Width of the residual stream. (default: 64)" in shown

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.distributed.program import start_command
+from tests.unit.data.conversations import TEMPLATE, write_conversations
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.data.config import DataConfig
 from titanlite.data.loader import build_loader
@@ -94,6 +95,24 @@ def blocks(text: str) -> list[list[tuple[str, str]]]:
     sequences = text.split("\n════ ")[1:]
     pattern = re.compile(r"^──── (.*?) ────\n(.*?)(?=\n──── |\n?\Z)", re.DOTALL | re.MULTILINE)
     return [pattern.findall(sequence) for sequence in sequences]
+
+
+def test_what_is_trained_on_in_conversations_is_marked(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    write_conversations(tmp_path / "chat.jsonl", [2, 200, 1])
+    chat = ("--data.sources.0.kind", "chat", "--data.sources.0.path", str(tmp_path / "chat.jsonl"))
+    template = ("--tokenizer.chat_template", str(tmp_path / "template.jinja"), "--data.shuffle", "false")
+    text = printed(capsys, config, *chat, *template, "--training.seq_len", "100", "--sequences", "1")
+    assert "conversations 3; all read" in text
+    assert "too long      1 of those read, 33.3%, have more than training.seq_len + 1 = 101 tokens" in text
+    assert "left out      0 of those read" in text
+    assert number(text, "an epoch") == 3
+    first, second, _ = blocks(text)[0]  # and the padding
+    assert first[0].startswith("conversation: rows, tokens 0 to ")
+    assert first[1] == "user: question 0\nassistant:⟦ word word .⟧\n"
+    assert second[1] == "user: question 2\nassistant:⟦ word .⟧\n"
 
 
 @pytest.mark.parametrize("mask", ["true", "false"])

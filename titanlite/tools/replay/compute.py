@@ -266,7 +266,9 @@ def take_step(trainer: Trainer, batches: Sequence[Batch], loader: Loader) -> Rec
 
 def describe_rows(batches: Sequence[Batch], loader: Loader, tokenizer: Tokenizer | None) -> list[Row]:
     """The sequences of the last step that the loader returned."""
-    tokens = torch.cat([batch.tokens for batch in batches]).tolist()
+    lengths = [length for batch in batches if batch.lengths is not None for length in batch.lengths.tolist()]
+    rows = torch.cat([batch.tokens for batch in batches]).tolist()
+    tokens = [ids[:length] for ids, length in zip(rows, lengths, strict=True)]  # without padding
     valid = (torch.cat([batch.labels for batch in batches]) != IGNORE_INDEX).sum(1).tolist()
     return [
         Row(loader.locate(origin), tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids)), num_valid)
