@@ -14,7 +14,7 @@ PAGES = [
         *sorted((REPOSITORY / "examples").rglob("*.md")),
     )
 ]
-LANGUAGES = ("bash", "python", "toml", "yaml")
+LANGUAGES = ("bash", "dockerfile", "python", "toml", "yaml")
 TAGS = ("quick", "soak", "cluster", "syntax")
 
 FENCE = re.compile(r"^( *)(`{3,})(.*)$")

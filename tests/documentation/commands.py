@@ -7,13 +7,14 @@ import re
 import shlex
 import subprocess
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import yaml
 from torch.distributed.run import parse_args
 
 from tests.documentation.blocks import Block
+from tests.documentation.manifests import dockerfile_problems, manifest_commands, manifest_problems, scripts
 from titanlite.__main__ import COMMANDS
 from titanlite.completion import OPTIONS
 from titanlite.config.load import parse_config
@@ -32,25 +33,35 @@ def problems_of(block: Block) -> list[str]:
     """The problems of a block, in the current folder, which has the files that the block names."""
     if problem := _syntax_problem(block):
         return [problem]
+    if block.language == "yaml" and block.tag == "cluster":
+        found = list(manifest_problems(block.text))
+        return found or _command_problems(manifest_commands(block.text))
+    if block.language == "dockerfile":
+        found = list(dockerfile_problems(block.text))
+        return found or _command_problems(words for script in scripts(block.text) for words in commands(script))
     if block.language == "toml" and block.tag != "syntax":
         path = Path(block.file or f"line-{block.line}.toml")
         path.write_text(block.text, "utf-8")
         return [str(problem) for problem in parse_config([str(path)])[1]]
-    words = commands(block.text) if block.language == "bash" else ()
-    return [f"{shlex.join(each)}: {problem}" for each in words if (problem := command_problem(each))]
+    return _command_problems(commands(block.text) if block.language == "bash" else ())
+
+
+def _command_problems(found: Iterable[Sequence[str]]) -> list[str]:
+    return [f"{shlex.join(words)}: {problem}" for words in found if (problem := command_problem(words))]
 
 
 def _syntax_problem(block: Block) -> str:
     try:
         match block.language:
-            case "bash":
-                return subprocess.run(["bash", "-n"], input=block.text, stderr=subprocess.PIPE, text=True).stderr
+            case "bash" | "dockerfile":
+                script = block.text if block.language == "bash" else "\n".join(scripts(block.text))
+                return subprocess.run(["bash", "-n"], input=script, stderr=subprocess.PIPE, text=True).stderr
             case "python":
                 ast.parse(block.text)
             case "toml":
                 tomllib.loads(block.text)
             case "yaml":
-                yaml.safe_load(block.text)
+                list(yaml.safe_load_all(block.text))
     except (SyntaxError, ValueError, yaml.YAMLError) as error:
         return str(error)
     return ""

@@ -43,6 +43,16 @@ false | true
 ```
 """
 
+MANIFEST = """\
+apiVersion: kubeflow.org/v1
+kind: PyTorchJob
+metadata: {name: run}
+spec:
+  containers:
+    - {name: pytorch, image: a, command: [titanlite, train, quickstart], volumeMounts: [{name: a, mountPath: /a}]}
+  volumes: [{name: a, emptyDir: {}}]
+"""
+
 
 def with_programs(tag: str) -> list[str]:
     return [page for page in PAGES if any(block.is_program and block.tag == tag for block in read_page(page))]
@@ -95,6 +105,16 @@ def test_reading_of_blocks() -> None:
         ("python", "x = (", "was never closed"),
         ("toml", "[training]\nstep = 5\n", "did you mean training.steps?"),
         ("yaml", "a: b: c", "mapping values"),
+        ("yaml", MANIFEST.replace("v1", "v2"), "PyTorchJob: apiVersion must be one of"),
+        ("yaml", MANIFEST.replace("name: run", ""), "has no metadata.name"),
+        ("yaml", MANIFEST.replace("name: pytorch", "name: main"), "must be named pytorch"),
+        ("yaml", MANIFEST.replace("image: a, ", ""), "has no image"),
+        ("yaml", MANIFEST.replace("[{name: a, mount", "[{name: b, mount"), "volumeMounts ['b']"),
+        ("yaml", MANIFEST.replace("quickstart", "--steps"), "did you mean"),
+        ("dockerfile", "FROM a\nCOPI . .", "COPI is no instruction"),
+        ("dockerfile", "FROM a\nCMD titanlite", "must be a JSON array"),
+        ("dockerfile", "RUN a", "the first instruction must be FROM"),
+        ("dockerfile", "FROM a\nRUN a && \\\n    titanlite pan", "the commands are train, "),
     ],
 )
 def test_mistakes_are_found(

@@ -289,12 +289,13 @@ def test_test_script(checkout: Checkout) -> None:
     assert "check_environment.py missing test\n" in checkout.calls()
 
 
-def test_ci_lints_checks_types_then_calls_the_test_script(checkout: Checkout) -> None:
+def test_ci_lints_checks_types_builds_the_site_then_calls_the_test_script(checkout: Checkout) -> None:
     done = checkout.run(script=".ci/run")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("pytest in ")
     calls = [call.split("python ", 1)[1] for call in checkout.calls().splitlines() if " -m " in call]
-    assert calls[:-1] == ["-m ruff check .", "-m ruff format --check .", "-m mypy"]
+    site = "-m sphinx --quiet --fail-on-warning --keep-going -c docs -b html . site"
+    assert calls[:-1] == ["-m ruff check .", "-m ruff format --check .", "-m mypy", site]
     assert calls[-1].startswith("-m pytest ")
 
 
