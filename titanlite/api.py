@@ -157,9 +157,9 @@ def generate_text(
     prompts: str | Sequence[str],
     *,
     max_new_tokens: int | None = None,
-    temperature: float = 0.8,
+    temperature: float | None = None,
     top_k: int | None = None,
-    top_p: float = 1.0,
+    top_p: float | None = None,
     seed: int = 0,
     ignore_eos: bool = False,
     weights: Weights | None = None,
@@ -173,10 +173,10 @@ def generate_text(
     that ends a document; the same arguments give the same texts.
 
     max_new_tokens: None: 200, or fewer if the model has fewer positions left. temperature: divides the logits; 0: the
-    most likely token. top_k, top_p: sample from the K most likely tokens, and of these from the fewest with total
-    probability P. ignore_eos: continue after the end of a document. weights: "last", or "ema" for their average; None:
-    those of the SavedRun, else "last". dtype: "auto": that of the run's weights. tokenizer: a tokenizer.json or its
-    folder; None: the run's own.
+    most likely token; None: the model's own default, else 0.8. top_k, top_p: sample from the K most likely tokens (0:
+    all), and of these from the fewest with total probability P; None: the model's own defaults, else all. ignore_eos:
+    continue after the end of a document. weights: "last", or "ema" for their average; None: those of the SavedRun, else
+    "last". dtype: "auto": that of the run's weights. tokenizer: a tokenizer.json or its folder; None: the run's own.
 
     Writes nothing. Raises ConfigError for invalid arguments, and UserError, for example if the run has no checkpoint.
     """

@@ -26,10 +26,9 @@ def written(
     sampling: Sampling = GREEDY,
     *,
     count: int = NEW,
-    eos_id: int | None = None,
 ) -> list[list[int]]:
     """All new tokens of each prompt."""
-    steps = list(generate(model, prompts, sampling, max_new_tokens=count, eos_id=eos_id))
+    steps = list(generate(model, prompts, sampling, max_new_tokens=count, eos_ids=()))
     return [[token for token in row if token is not None] for row in zip(*steps, strict=True)]
 
 
@@ -104,17 +103,17 @@ def test_no_token_attends_to_padding() -> None:
     assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
 
 
-def test_each_row_ends_at_its_eos() -> None:
+def test_each_row_ends_at_the_first_of_several_eos() -> None:
     model = tiny()
     free = written(model, PROMPTS)
-    eos_id = free[1][6]
-    ends = [tokens.index(eos_id) + 1 if eos_id in tokens else NEW for tokens in free]
-    assert len(set(ends)) > 1
-    steps = list(generate(model, PROMPTS, GREEDY, max_new_tokens=NEW, eos_id=eos_id))
+    eos_ids = (free[1][6], free[2][9])
+    ends = [next((n for n, token in enumerate(tokens, 1) if token in eos_ids), NEW) for tokens in free]
+    assert {tokens[end - 1] for tokens, end in zip(free, ends, strict=True) if end < NEW} == {*eos_ids}
+    steps = list(generate(model, PROMPTS, GREEDY, max_new_tokens=NEW, eos_ids=eos_ids))
     for row, (tokens, end) in enumerate(zip(free, ends, strict=True)):
         assert [step[row] for step in steps] == tokens[:end] + [None] * (len(steps) - end)
     assert len(steps) == max(ends)
-    alone = list(generate(model, [PROMPTS[1]], GREEDY, max_new_tokens=NEW, eos_id=eos_id))
+    alone = list(generate(model, [PROMPTS[1]], GREEDY, max_new_tokens=NEW, eos_ids=eos_ids))
     assert alone == [[token] for token in free[1][: ends[1]]]
 
 
@@ -134,7 +133,7 @@ def test_the_model_is_restored_afterwards() -> None:
     model = tiny()
     tokens = torch.tensor([PROMPTS[0]])
     before = model(tokens)
-    steps = generate(model, PROMPTS, GREEDY, max_new_tokens=9, eos_id=None)
+    steps = generate(model, PROMPTS, GREEDY, max_new_tokens=9, eos_ids=())
     next(steps)
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     assert not any(layer.attend is attend for layer in layers)

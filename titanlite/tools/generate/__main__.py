@@ -4,7 +4,7 @@ import io
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -16,6 +16,8 @@ from titanlite.generation.decoding import TextStream
 from titanlite.generation.generate import generate
 from titanlite.generation.prompts import Prompt, encode_prompts
 from titanlite.generation.sampling import Sampling
+from titanlite.hf.generation_defaults import GenerationDefaults
+from titanlite.models.family import LanguageModel
 from titanlite.precision import DTYPES
 from titanlite.runtime.errors import ConfigError, Problem, ranged, require
 from titanlite.runtime.logging import log, setup_logging
@@ -28,6 +30,7 @@ from titanlite.tools.command import (
     read_options,
     run_command,
 )
+from titanlite.tools.generate.defaults import ALL, choose_sampling
 from titanlite.tools.generate.printing import print_texts
 from titanlite.tools.generate.prompts import read_prompts
 from titanlite.tools.saved_run import SavedRun, Weights, open_run, reading
@@ -40,7 +43,7 @@ class Options:
     """Continue prompts with the model and the tokenizer of a run, whatever mesh saved it.
 
     stdout shows each prompt and its continuation, stderr everything else. Several prompts are generated as one batch
-    and printed one below the other. A text ends after the token that ends documents, which is not printed, or after
+    and printed one below the other. A text ends at a token that ends documents, which is not printed, or after
     --max-new-tokens. The same arguments give the same text. With --temperature 0 a text does not depend on the other
     prompts; otherwise it depends on --seed and on the prompt's position among them.
     """
@@ -53,14 +56,16 @@ class Options:
     """file with a text to continue; -: stdin"""
     max_new_tokens: OptionalCount = ranged(None, f"leave it out for {DEFAULT_NEW_TOKENS}", least=1)
     """maximum tokens to generate per prompt; None: 200, or fewer if the model has fewer positions left"""
-    temperature: Annotated[float, tyro.conf.arg(metavar="T")] = ranged(
-        0.8, "write 0 for the most likely token, or about 0.8 for varied text", least=0, below=math.inf
+    temperature: Annotated[float | None, tyro.conf.arg(metavar="T")] = ranged(
+        None, "write 0 for the most likely token, or about 0.8 for varied text", least=0, below=math.inf
     )
-    """divides the logits; 0: always the most likely token"""
-    top_k: Annotated[int | None, tyro.conf.arg(metavar="K")] = ranged(None, "leave it out to sample from all", least=1)
-    """sample from the K most likely tokens; None: all"""
-    top_p: Annotated[float, tyro.conf.arg(metavar="P")] = ranged(1.0, "write 1 to sample from all", above=0, most=1)
-    """sample from the fewest most likely tokens with total probability P"""
+    """divides the logits; 0: always the most likely token; None: the model's own default, else 0.8"""
+    top_k: Annotated[int | None, tyro.conf.arg(metavar="K")] = ranged(None, "write 0 to sample from all", least=ALL)
+    """sample from the K most likely tokens; 0: from all; None: the model's own default, else all"""
+    top_p: Annotated[float | None, tyro.conf.arg(metavar="P")] = ranged(
+        None, "write 1 to sample from all", above=0, most=1
+    )
+    """sample from the fewest most likely tokens with total probability P; None: the model's own default, else 1"""
     seed: Count = ranged(0, "write a number in this range", least=0, most=2**63 - 1)
     """seed of the sampling"""
     ignore_eos: bool = False
@@ -90,19 +95,19 @@ def main(argv: Sequence[str]) -> None:
     found = prepare(run, prompts_given, options)
     streams = [TextStream(found.tokenizer, prompt.ids) for prompt in found.prompts]
     began = time.perf_counter()
-    written = print_texts(found.prompts, streams, found.steps, found.eos_id)
+    written = print_texts(found.prompts, streams, found.steps, found.eos_ids)
     took = time.perf_counter() - began
     log.info("%s tokens in %.1f s, %.1f tokens/s", f"{written:,}", took, written / took)
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """A generation that is about to start. prompts: tokenized. steps: see `generate`."""
+    """A generation that is about to start. prompts: tokenized. steps, eos_ids: see `generate`."""
 
     prompts: Sequence[Prompt]
     steps: Iterator[Sequence[int | None]]
     tokenizer: Tokenizer
-    eos_id: int | None
+    eos_ids: Collection[int]
 
 
 def check(options: Options) -> list[Problem]:
@@ -121,7 +126,7 @@ def generated_texts(run: SavedRun, prompts: Sequence[Prompt], options: Options) 
     texts = []
     for prompt, tokens in zip(found.prompts, zip(*found.steps, strict=True), strict=True):
         stream = TextStream(found.tokenizer, prompt.ids)
-        shown = [stream.add(token) for token in tokens if token is not None and token != found.eos_id]
+        shown = [stream.add(token) for token in tokens if token is not None and token not in found.eos_ids]
         texts.append("".join(shown) + stream.rest())
     return texts
 
@@ -139,18 +144,36 @@ def prepare(run: SavedRun, prompts: Sequence[Prompt], options: Options) -> Conti
     )
     room = max_seq_len - max(len(prompt.ids) for prompt in prompts)
     max_new_tokens = options.max_new_tokens or min(DEFAULT_NEW_TOKENS, room)
-    eos_id = None if options.ignore_eos else tokenizer.eos_id
+    defaults = run.generation_defaults()
+    eos_ids = defaults.ends(tokenizer.eos_id)
+    warn(run, prompts, eos_ids, max_new_tokens)
+    model = load_model(run, options)
+    steps = generate(
+        model,
+        [prompt.ids for prompt in prompts],
+        sampling_of(options, defaults),
+        max_new_tokens=max_new_tokens,
+        eos_ids=() if options.ignore_eos else eos_ids,
+    )
+    return Continuation(prompts, steps, tokenizer, () if options.ignore_eos else eos_ids)
+
+
+def load_model(run: SavedRun, options: Options) -> LanguageModel:
+    """The run's model on the device and in the dtype of the options. Raises UserError."""
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if has_gpu and options.device != "cpu" else torch.device("cpu")
     dtype = DTYPES.get(options.dtype, run.dtype)
     average = "average of the weights, " if run.weights == "ema" else ""
     log.info("%s: %s%s, %s on %s", run.path, average, run.family.name, str(dtype).removeprefix("torch."), device)
-    warn(run, prompts, tokenizer, max_new_tokens)
     with reading(run.path):
-        model = run.model(device, dtype)
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    steps = generate(model, [prompt.ids for prompt in prompts], sampling, max_new_tokens=max_new_tokens, eos_id=eos_id)
-    return Continuation(prompts, steps, tokenizer, eos_id)
+        return run.model(device, dtype)
+
+
+def sampling_of(options: Options, defaults: GenerationDefaults) -> Sampling:
+    """See choose_sampling."""
+    return choose_sampling(
+        defaults, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
+    )
 
 
 def find_tokenizer(run: SavedRun, path: str | None) -> Tokenizer:
@@ -162,9 +185,9 @@ def find_tokenizer(run: SavedRun, path: str | None) -> Tokenizer:
     return tokenizer
 
 
-def warn(run: SavedRun, prompts: Sequence[Prompt], tokenizer: Tokenizer, max_new_tokens: int) -> None:
+def warn(run: SavedRun, prompts: Sequence[Prompt], eos_ids: Collection[int], max_new_tokens: int) -> None:
     """Log what limits the quality or the length of the texts."""
-    if tokenizer.eos_id is None:
+    if not eos_ids:
         log.warning("the tokenizer names no EOS: each text ends after --max-new-tokens = %d", max_new_tokens)
     trained = run.config.training.seq_len
     if max(len(prompt.ids) for prompt in prompts) + max_new_tokens > trained:
