@@ -129,6 +129,7 @@ def generation_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
+@pytest.mark.slow
 def test_generation_defaults_survive_import_training_resume_and_export(tmp_path: Path, tokenizer_files: Path) -> None:
     original = source(tmp_path / "original", tokenizer_files, dtype=torch.float32)
     (original / "generation_config.json").write_bytes(DEFAULTS)
@@ -185,7 +186,7 @@ def test_ids_of_a_config_json_without_generation_defaults(tmp_path: Path) -> Non
         (folder / "config.json").write_text(json.dumps(fields))
         main(["import", str(folder), "--out", str(folder / "run")])
         assert open_run(folder / "run").generation_defaults().eos_ids == ((7, 5) if kept else ())
-    for text, problem in (("[]", "is not a JSON object"), ("{", "is not valid JSON")):
+    for text, problem in (("[]", "is not a JSON object"), ("{", "is not JSON")):
         (folder / "generation_config.json").write_text(text)
         with pytest.raises(UserError, match=rf"generation_config\.json {problem}"):
             main(["import", str(folder), "--out", str(tmp_path / "none")])
