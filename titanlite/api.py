@@ -154,8 +154,10 @@ def run(config: JobConfig | str | Path, overrides: Mapping[str, Any] | None = No
 
 def generate_text(
     run: AnyRun,
-    prompts: str | Sequence[str],
+    prompts: str | Sequence[str] = (),
     *,
+    messages: Sequence[Mapping[str, Any]] | None = None,
+    chat_template: str | Path | None = None,
     max_new_tokens: int | None = None,
     temperature: float | None = None,
     top_k: int | None = None,
@@ -171,6 +173,10 @@ def generate_text(
 
     All prompts are one batch; a single string is one prompt. The texts are without the prompts and without the token
     that ends a document; the same arguments give the same texts.
+
+    messages: a conversation to answer in place of prompts, such as [{"role": "user", "content": "Hello"}]; the list that
+    is returned has one text, the answer. To go on, append it as {"role": "assistant", "content": ...}, and the next
+    message of the user. chat_template: a file in Jinja; None: the tokenizer's own.
 
     max_new_tokens: None: 200, or fewer if the model has fewer positions left. temperature: divides the logits; 0: the
     most likely token; None: the model's own default, else 0.8. top_k, top_p: sample from the K most likely tokens (0:
@@ -193,9 +199,15 @@ def generate_text(
             device=device,
             dtype=dtype,
             tokenizer=None if tokenizer is None else str(tokenizer),
+            chat=messages is not None,
+            chat_template="" if chat_template is None else str(chat_template),
         )
         if problems := generate.check(options):
             raise ConfigError(problems)
+        if messages is not None:
+            if prompts:
+                raise UsageError("generate_text takes either prompts or messages")
+            return [generate.answer_to(_opened(run, weights), messages, options)]
         texts = [prompts] if isinstance(prompts, str) else prompts
         given = [Prompt(f"prompts[{index}]", text) for index, text in enumerate(texts)]
         return generate.generated_texts(_opened(run, weights), given, options) if given else []

@@ -5,15 +5,20 @@ import math
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 import tyro
 
+from titanlite.data.chat.encoder import ChatEncoder
+from titanlite.data.chat.messages import Message
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.generation.decoding import TextStream
-from titanlite.generation.generate import generate
+from titanlite.generation.generate import Transcript, generate
+from titanlite.generation.kv_cache import remembering
 from titanlite.generation.prompts import Prompt, encode_prompts
 from titanlite.generation.sampling import Sampling
 from titanlite.hf.generation_defaults import GenerationDefaults
@@ -30,6 +35,7 @@ from titanlite.tools.command import (
     read_options,
     run_command,
 )
+from titanlite.tools.generate.chat import DEFAULT_CHAT_TOKENS, ChatModel, Dialog, answer_all, converse
 from titanlite.tools.generate.defaults import ALL, choose_sampling
 from titanlite.tools.generate.printing import print_texts
 from titanlite.tools.generate.prompts import read_prompts
@@ -55,7 +61,8 @@ class Options:
     prompt_file: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE")]] = ()
     """file with a text to continue; -: stdin"""
     max_new_tokens: OptionalCount = ranged(None, f"leave it out for {DEFAULT_NEW_TOKENS}", least=1)
-    """maximum tokens to generate per prompt; None: 200, or fewer if the model has fewer positions left"""
+    """maximum tokens to generate per prompt; None: 200, with --chat 1,024, or fewer if the model has fewer positions
+    left"""
     temperature: Annotated[float | None, tyro.conf.arg(metavar="T")] = ranged(
         None, "write 0 for the most likely token, or about 0.8 for varied text", least=0, below=math.inf
     )
@@ -78,13 +85,19 @@ class Options:
     """of weights and arithmetic; auto: the dtype of the run's weights"""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """tokenizer.json or its folder; None: the run's own"""
+    chat: bool = False
+    """converse: a line of stdin is a message, --prompt and --prompt-file are messages that are answered in turn"""
+    system: Annotated[str, tyro.conf.arg(metavar="TEXT")] = ""
+    """system message of the conversation; with --chat"""
+    chat_template: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    """chat template in Jinja; empty: the tokenizer's own; with --chat"""
     allow_import: AllowImport = False
 
 
 def main(argv: Sequence[str]) -> None:
     """Print the texts. Raises UserError."""
     options = read_options(Options, argv, "generate")
-    prompts_given, problems = read_prompts(options.prompt, options.prompt_file)
+    prompts_given, problems = read_prompts(options.prompt, options.prompt_file, required=not options.chat)
     problems += check(options)
     if problems:
         raise ConfigError(problems)
@@ -92,6 +105,14 @@ def main(argv: Sequence[str]) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals that are not UTF-8
     run = open_run(options.run, allow_import=options.allow_import).with_weights(options.weights)
+    if options.chat:
+        with open_chat(run, options) as model:
+            dialog = Dialog(model, options.system)
+            if prompts_given:
+                answer_all(dialog, (prompt.text.removesuffix("\n") for prompt in prompts_given))
+            else:
+                converse(dialog)
+        return
     found = prepare(run, prompts_given, options)
     streams = [TextStream(found.tokenizer, prompt.ids) for prompt in found.prompts]
     began = time.perf_counter()
@@ -114,6 +135,17 @@ def check(options: Options) -> list[Problem]:
     """Problems of the options, except for the prompts."""
     has_device = torch.cuda.is_available() or options.device != "cuda"
     problems = require(has_device, "--device", "cuda", "a GPU that torch can use", "leave it out, or use cpu")
+    for key in ("system", "chat_template") if not options.chat else ():
+        value = getattr(options, key)
+        problems += require(not value, f"--{key}".replace("_", "-"), value, "with --chat only", "add --chat")
+    if options.chat:
+        remedy = "leave it out: an answer ends with the assistant's turn, or at --max-new-tokens"
+        problems += require(not options.ignore_eos, "--ignore-eos", "true", "without --chat only", remedy)
+    if options.chat_template:
+        rule = "a file with a chat template in Jinja"
+        problems += require(
+            Path(options.chat_template).is_file(), "--chat-template", options.chat_template, rule, "fix the path"
+        )
     return problems + check_options(options)
 
 
@@ -156,6 +188,38 @@ def prepare(run: SavedRun, prompts: Sequence[Prompt], options: Options) -> Conti
         eos_ids=() if options.ignore_eos else eos_ids,
     )
     return Continuation(prompts, steps, tokenizer, () if options.ignore_eos else eos_ids)
+
+
+@contextmanager
+def open_chat(run: SavedRun, options: Options) -> Iterator[ChatModel]:
+    """The run's model for conversations, which is not used otherwise inside the block. Raises UserError."""
+    tokenizer = find_tokenizer(run, options.tokenizer)
+    if options.chat_template:
+        tokenizer = Tokenizer(**{**tokenizer.arguments, "chat_template": options.chat_template})
+    if tokenizer.chat_template is None:
+        rule = f"needed: the tokenizer of {run.path} has no chat template, so it is not known how it writes a turn"
+        remedy = "write the path of a template, or leave out --chat to continue texts"
+        raise ConfigError([Problem("--chat-template", None, rule, remedy)])
+    encoder = ChatEncoder(tokenizer)
+    defaults = run.generation_defaults()
+    sampling = sampling_of(options, defaults)
+    with remembering(load_model(run, options), [0], 0) as cache:
+        yield ChatModel(
+            Transcript(cache),
+            tokenizer,
+            encoder,
+            sampling,
+            defaults.ends(tokenizer.eos_id) | {*encoder.stop_ids},
+            options.max_new_tokens or DEFAULT_CHAT_TOKENS,
+            run.hyper_parameters.max_seq_len,
+            run.config.training.seq_len,
+        )
+
+
+def answer_to(run: SavedRun, messages: Sequence[Message], options: Options) -> str:
+    """The answer to a conversation. options: as for generated_texts. Raises UserError."""
+    with open_chat(run, options) as model:
+        return "".join(model.answer(messages))
 
 
 def load_model(run: SavedRun, options: Options) -> LanguageModel:
