@@ -27,17 +27,22 @@ class Tokenizer:
     The text of a special token inside a document is encoded as plain text, so no document contains BOS or EOS.
     vocab_size: the largest id + 1. bos_id, eos_id: None if the tokenizer has no such token. description: file, size,
     BOS and EOS with their origin, in one line. fingerprint: 64 hex digits, a hash of the file, bos_id and eos_id.
-    arguments: file, bos and eos, to construct the same tokenizer again.
+    content: of the tokenizer.json. chat_template: its Jinja text, None if there is none. special_tokens: name -> text
+    of BOS, EOS and the others of the tokenizer_config.json, such as pad_token. arguments: file, bos, eos and
+    chat_template, to construct the same tokenizer again.
     """
 
-    def __init__(self, file: Path | str, *, bos: str = "", eos: str = "") -> None:
-        """Raises UserError if the file is not a tokenizer or its vocabulary lacks `bos` or `eos`."""
+    def __init__(self, file: Path | str, *, bos: str = "", eos: str = "", chat_template: str = "") -> None:
+        """chat_template: a file; default: chat_template.jinja beside `file`, else that of the tokenizer_config.json.
+
+        Raises UserError if the file is not a tokenizer, its vocabulary lacks `bos` or `eos`, or a file cannot be read.
+        """
         file = Path(file)
-        self.arguments = {"file": str(file), "bos": bos, "eos": eos}
+        self.arguments = {"file": str(file), "bos": bos, "eos": eos, "chat_template": chat_template}
         try:
-            self._data = read_regular(file)  # kept for save(): a new run may rename the folder
-            _require_bounded_normalizer(json.loads(self._data))
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(self._data)
+            self.content = read_regular(file)  # kept for save(): a new run may rename the folder
+            _require_bounded_normalizer(json.loads(self.content))
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(self.content)
         except (AttributeError, KeyError, TypeError):
             reason = "it is not a JSON object with a valid normalizer"
             raise UserError(f"{file} is not a readable tokenizer.json: {reason}") from None
@@ -50,10 +55,19 @@ class Tokenizer:
         self._special_ids = {token_id for token_id, token in added.items() if token.special}
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self._config_beside = _config_beside(file)
-        self._chat_template = _chat_template_beside(file)
+        template = Path(os.path.expanduser(chat_template)) if chat_template else file.with_name(CHAT_TEMPLATE)
+        self._template_file_text = read_chat_template(template) if chat_template or os.path.lexists(template) else None
+        self.chat_template = self._template_file_text
+        if self.chat_template is None:
+            self.chat_template = _chat_template_of(self._config_beside, file.with_name(TOKENIZER_CONFIG))
         beside = _special_tokens(self._config_beside, file.with_name(TOKENIZER_CONFIG))
         self.bos_id, bos_text = self._separator("bos", bos, beside)
         self.eos_id, eos_text = self._separator("eos", eos, beside)
+        self.special_tokens = _named_tokens(self._config_beside)
+        for name, token_id in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
+            self.special_tokens.pop(name, None)
+            if token_id is not None:
+                self.special_tokens[name] = str(self._tokenizer.id_to_token(token_id))
         usable = self._tokenizer.get_vocab_size(with_added_tokens=True) - len({self.bos_id, self.eos_id} - {None})
         if usable < 2:
             raise UserError(
@@ -61,24 +75,29 @@ class Tokenizer:
                 "another tokenizer"
             )
         separators = json.dumps([self.bos_id, self.eos_id]).encode()
-        self.fingerprint = hashlib.sha256(hashlib.sha256(self._data).digest() + separators).hexdigest()
+        self.fingerprint = hashlib.sha256(hashlib.sha256(self.content).digest() + separators).hexdigest()
         self.description = f"{file}: {self.vocab_size:,} tokens, BOS {bos_text}, EOS {eos_text}"
 
     def save(self, folder: Path) -> None:
         """Write files that transformers' AutoTokenizer and this class can load. Raises OSError.
 
-        tokenizer.json: unchanged. tokenizer_config.json: the original with the BOS and EOS in use. The chat template,
-        if the original folder has one.
+        tokenizer.json: unchanged. tokenizer_config.json: the original with the BOS and EOS in use. chat_template.jinja:
+        the chat template, if any; a list of templates in the original tokenizer_config.json stays there.
         """
         folder.mkdir(parents=True, exist_ok=True)
         config = {"tokenizer_class": "PreTrainedTokenizerFast"} | self._config_beside
         for name, token_id in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
             config[name] = None if token_id is None else self._tokenizer.id_to_token(token_id)
         config.pop("auto_map", None)  # it names code, which is not copied
-        (folder / "tokenizer.json").write_bytes(self._data)
+        template = self._template_file_text
+        if template is None and isinstance(config.get("chat_template"), str):
+            template = self.chat_template
+        if template is not None:
+            config.pop("chat_template", None)
+        (folder / "tokenizer.json").write_bytes(self.content)
         (folder / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        if self._chat_template is not None:
-            (folder / CHAT_TEMPLATE).write_bytes(self._chat_template)
+        if template is not None:
+            (folder / CHAT_TEMPLATE).write_bytes(template.encode())
 
     def encode(self, text: str) -> list[int]:
         """Token ids of one text."""
@@ -195,15 +214,37 @@ def _config_beside(file: Path) -> dict[str, Any]:
     return config
 
 
-def _chat_template_beside(file: Path) -> bytes | None:
-    """The chat template beside `file`; None if absent. Raises UserError if it cannot be read."""
-    template = file.with_name(CHAT_TEMPLATE)
+def read_chat_template(file: Path) -> str:
+    """The text of a chat template. Raises UserError if the file cannot be read or is not UTF-8."""
     try:
-        return read_regular(template) if os.path.lexists(template) else None
+        return read_regular(file).decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not UTF-8 at byte {error.start}: fix or remove it") from None
     except JsonError as error:
-        raise UserError(f"{template} {error}: fix or remove it") from None
+        raise UserError(f"{file} {error}: fix or remove it") from None
     except OSError as error:
-        raise UserError(f"{template} cannot be read: {error.strerror or error}") from None
+        raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
+
+
+def _chat_template_of(config: Mapping[str, Any], file: Path) -> str | None:
+    """The chat template of a tokenizer_config.json: a text, or the one named "default" of a list. Raises UserError."""
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        found = named.get("default")
+    if not isinstance(found, str | None):
+        raise UserError(f"{file} has a chat_template that is not a text: fix or remove it")
+    return found
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> text of the special tokens of a tokenizer_config.json that have a name, such as pad_token."""
+    found = {}
+    for name, token in config.items():
+        text = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
 
 
 def _special_tokens(config: Mapping[str, Any], file: Path) -> dict[str, str]:

@@ -1,0 +1,250 @@
+"""Conversations as tokens, and which of these are trained on."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from titanlite.data.chat.messages import ASSISTANT, Message
+from titanlite.data.chat.special_tokens import Encoded, SpecialTokens
+from titanlite.data.chat.template import ChatTemplate, unmarked
+from titanlite.data.sources.pieces import BadRowError
+from titanlite.runtime.errors import UserError
+
+LossOn = Literal["assistant", "all"]
+
+PROBE = ("What comes after seven?", "Eight")
+"""A question and its answer: what a template writes after the answer ends a turn of the assistant."""
+
+_MARK_BLOCKS = "mark the assistant's text in the template with {% generation %} and {% endgeneration %}"
+
+
+class ChatTokenizer(Protocol):
+    """What a ChatEncoder reads of a titanlite.data.tokenizer.Tokenizer.
+
+    content: of the tokenizer.json. special_tokens: name -> text, such as {"eos_token": "</s>"}.
+    """
+
+    content: bytes
+    special_tokens: dict[str, str]
+    chat_template: str | None
+    eos_id: int | None
+    description: str
+
+
+class EncodedChat(NamedTuple):
+    """A conversation. tokens: int64 (n,). trained: bool (n,), whether a token is a target of the loss."""
+
+    tokens: npt.NDArray[np.int64]
+    trained: npt.NDArray[np.bool_]
+
+
+class _Turn(NamedTuple):
+    """A turn of the assistant: its number from 1, and its place in the text, in characters."""
+
+    number: int
+    begin: int
+    end: int
+
+
+class _Text(NamedTuple):
+    """A rendered text. marked: whether special tokens of the template are marked in it, see SpecialTokens."""
+
+    text: str
+    marked: bool
+
+
+class _Rendered(NamedTuple):
+    """spans: (begin, end) of each block {% generation %}, in characters."""
+
+    text: _Text
+    spans: list[tuple[int, int]]
+
+
+class _Draft(NamedTuple):
+    """A rendered conversation. turns: of the assistant, if they are needed: the template has no {% generation %}."""
+
+    text: _Text
+    spans: list[tuple[int, int]]
+    turns: list[_Turn]
+
+
+class _Cut(NamedTuple):
+    """Begin or end of turn `number`. text: the part of the conversation from token `first` to there."""
+
+    number: int
+    first: int
+    text: _Text
+
+
+class ChatEncoder:
+    """Encodes conversations by the chat template of a tokenizer.
+
+    Special tokens that the template writes become their ids. The same text in a message stays text. Added tokens that
+    are not special, such as Qwen's <think>, are found in both. Only the template adds BOS and EOS.
+
+    stop_ids: the special token with which the template ends a turn of the assistant, if any, and EOS, if any.
+    fingerprint: a hash of the template and of the special tokens that it can name.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        """Raises UserError if the tokenizer has no chat template, or one that cannot be compiled."""
+        if tokenizer.chat_template is None:
+            raise UserError(
+                f"the tokenizer has no chat template ({tokenizer.description}): write one with tokens of its "
+                'vocabulary, and set [tokenizer] chat_template = "FILE.jinja"'
+            )
+        self._template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
+        self._special_tokens = SpecialTokens(tokenizer.content)
+        named = json.dumps([tokenizer.chat_template, tokenizer.special_tokens], sort_keys=True)
+        self.fingerprint = hashlib.sha256(named.encode()).hexdigest()
+        ends = [*self._ends_of_turn(), *([] if tokenizer.eos_id is None else [tokenizer.eos_id])]
+        self.stop_ids = tuple(dict.fromkeys(ends))
+
+    def encode(self, conversations: Sequence[Sequence[Message]], loss_on: LossOn) -> list[EncodedChat | BadRowError]:
+        """The tokens of each conversation, computed as one batch; or why it cannot be used.
+
+        loss_on "all": every token is trained on. "assistant": the tokens that share a character with a block
+        {% generation %} of the template, as in transformers. If the template has no such blocks: the tokens that it
+        writes for each turn of the assistant after the generation prompt. They are found by rendering the conversation
+        before the turn and with it; it is refused if the tokens of these parts are not the first ones of the whole.
+        """
+        drafts = [self._draft(messages, loss_on) for messages in conversations]
+        rendered = [draft for draft in drafts if isinstance(draft, _Draft)]
+        wholes = self._encode(draft.text for draft in rendered)
+        parts = self._encode(cut.text for draft in rendered for cut in _cuts(draft, wholes[draft.text]))
+        return [
+            draft if isinstance(draft, BadRowError) else _result(draft, wholes[draft.text], parts, loss_on)
+            for draft in drafts
+        ]
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens of a conversation with the prompt for the assistant's next turn. Raises UserError."""
+        try:
+            text, _ = self._render(*self._special_tokens.mark(messages), prompts=True)
+            (encoded,) = self._encode([text]).values()
+            if isinstance(encoded, BadRowError):
+                raise encoded
+        except BadRowError as bad:
+            raise UserError(f"the conversation cannot be encoded: {bad}") from None
+        return [int(token) for token in encoded.ids]
+
+    def _draft(self, messages: Sequence[Message], loss_on: LossOn) -> _Draft | BadRowError:
+        """Render a conversation."""
+        answers = [index for index, message in enumerate(messages) if message.get("role") == ASSISTANT]
+        try:
+            if loss_on == ASSISTANT and not answers:
+                raise BadRowError("the conversation has no turn of the assistant, so there is nothing to train on")
+            self._require_tool_calls(messages)
+            given, marked = self._special_tokens.mark(messages)
+            text, spans = self._render(given, marked)
+            finds_turns = loss_on == ASSISTANT and not self._template.marks_generation
+            return _Draft(text, spans, [self._turn(given, index, text) for index in answers if finds_turns])
+        except BadRowError as bad:
+            return bad
+
+    def _require_tool_calls(self, messages: Sequence[Message]) -> None:
+        """Raise BadRowError if a message has tool calls, and the template writes none."""
+        if "tool_calls" not in self._template.source:
+            for number, message in enumerate(messages, 1):
+                if message.get("tool_calls"):
+                    raise BadRowError(f"turn {number}: it has tool_calls, which the chat template does not write")
+
+    def _render(self, messages: Sequence[Message], marked: bool, *, prompts: bool = False) -> _Rendered:
+        """Render the messages of SpecialTokens.mark. Raises BadRowError."""
+        text = self._template.render(messages, prompts=prompts)
+        text, spans = unmarked(self._special_tokens.written(text) if marked else text)
+        return _Rendered(_Text(text, marked), spans)
+
+    def _turn(self, messages: Sequence[Message], index: int, whole: _Text) -> _Turn:
+        """The place of a turn of the assistant in the text of the conversation. Raises BadRowError."""
+        try:
+            (before, _), _ = self._render(messages[:index], whole.marked, prompts=True)
+            (until, _), _ = self._render(messages[: index + 1], whole.marked)
+        except BadRowError as bad:
+            raise BadRowError(f"turn {index + 1}: the conversation up to it cannot be rendered alone: {bad}") from None
+        if until.startswith(before) and whole.text.startswith(until):
+            return _Turn(index + 1, len(before), len(until))
+        when = "turns follow it" if until.startswith(before) else "it follows the generation prompt"
+        raise BadRowError(
+            f"turn {index + 1}: the chat template writes other text if {when}, so it is not known which tokens the "
+            f"assistant writes: {_MARK_BLOCKS}"
+        )
+
+    def _encode(self, texts: Iterable[_Text]) -> dict[_Text, Encoded | BadRowError]:
+        """Encode each text once, as two batches."""
+        different = dict.fromkeys(texts)
+        found: dict[_Text, Encoded | BadRowError] = {}
+        for marked in (False, True):
+            chosen = [text for text in different if text.marked == marked]
+            if chosen:
+                found |= zip(chosen, self._special_tokens.encode([text.text for text in chosen], marked), strict=True)
+        return found
+
+    def _ends_of_turn(self) -> Sequence[int]:
+        """The special token with which the template ends a turn of the assistant, if any."""
+        question, answer = PROBE
+        try:
+            probe = [{"role": "user", "content": question}, {"role": ASSISTANT, "content": answer}]
+            text, _ = self._render(probe, False)
+        except BadRowError:  # the template wants another conversation
+            return []
+        place = text.text.rfind(answer)
+        encoded = self._encode([text])[text]
+        if place < 0 or isinstance(encoded, BadRowError):
+            return []
+        is_after = encoded.offsets[:, 0] >= place + len(answer)
+        return [int(token) for token in encoded.ids[encoded.is_special & is_after][:1]]
+
+
+def _cuts(draft: _Draft, encoded: Encoded | BadRowError) -> Iterator[_Cut]:
+    """Begin and end of each turn. Tokens before a special token do not depend on the text after it, so that only the
+    text from the last special token on is encoded again: it is often the same for many turns."""
+    if isinstance(encoded, BadRowError):
+        return
+    special = np.flatnonzero(encoded.is_special)
+    ends = encoded.offsets[special, 1]
+    text, marked = draft.text
+    for number, *places in draft.turns:
+        for place in places:
+            last = int(np.searchsorted(ends, place, side="right")) - 1
+            first = int(special[last]) if last >= 0 else 0
+            begin = int(encoded.offsets[first, 0]) if last >= 0 else 0
+            yield _Cut(number, first, _Text(text[begin:place], marked))
+
+
+def _result(
+    draft: _Draft, whole: Encoded | BadRowError, parts: Mapping[_Text, Encoded | BadRowError], loss_on: LossOn
+) -> EncodedChat | BadRowError:
+    """parts: the text of each cut of the draft, encoded."""
+    if isinstance(whole, BadRowError):
+        return whole
+    trained = np.ones(len(whole.ids), bool) if loss_on == "all" else _in_spans(whole.offsets, draft.spans)
+    ends: list[int] = []
+    for number, first, text in _cuts(draft, whole):
+        part = parts[text]
+        if isinstance(part, BadRowError) or not np.array_equal(whole.ids[first : first + len(part.ids)], part.ids):
+            return BadRowError(
+                f"turn {number}: its text and the text around it are encoded to common tokens, so it is not known "
+                f"which tokens the assistant writes: {_MARK_BLOCKS}"
+            )
+        ends.append(first + len(part.ids))
+    for begin, end in zip(ends[::2], ends[1::2], strict=True):
+        trained[begin:end] = True
+    if not trained.any():
+        return BadRowError("the chat template writes no text for it that is trained on")
+    return EncodedChat(whole.ids, trained)
+
+
+def _in_spans(offsets: npt.NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:
+    """Whether each token shares a character with a span. offsets: (n, 2) in characters; all are in order."""
+    if not spans:
+        return np.zeros(len(offsets), bool)
+    begins, ends = np.array(spans).T
+    # The first span that ends after the begin of a token, or one behind all text.
+    nearest = np.searchsorted(ends, offsets[:, 0], side="right")
+    shared: npt.NDArray[np.bool_] = offsets[:, 1] > np.append(begins, np.iinfo(np.int64).max)[nearest]
+    return shared

@@ -1,0 +1,114 @@
+"""Conversations: the messages of a row in the two published formats."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from titanlite.data.sources.pieces import BadRowError
+
+Message = Mapping[str, Any]
+"""role, content, and other keys that a chat template may use, such as tool_calls and name."""
+
+ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "chatbot": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""Names in "from" -> the role that templates know. Other names are passed to the template as they are."""
+
+ASSISTANT = "assistant"
+"""The role whose turns are trained on."""
+
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning. The first two are those that templates read."""
+
+UNUSED = {
+    "system": 'write it as the first message: {"role": "system", "content": ...}',
+    "tools": "only messages are rendered: write the tools into the content of a system message",
+    "functions": "only messages are rendered: write the functions into the content of a system message",
+    "documents": "only messages are rendered: write the documents into the content of a message",
+}
+"""Fields of a row that would change its meaning if they were dropped -> what to do with them."""
+
+
+def parse_conversation(row: object) -> list[Message]:
+    """The messages of a row: the list in `messages` or `conversations`, each with role and content, or from and value.
+
+    A turn keeps its other keys, without those that are null. A content in parts, {"type": "text", "text": ...}, is
+    joined to one text without separators; parts of other types are refused. Content may be missing if a turn has
+    tool_calls. Reasoning is found under any of REASONING_KEYS, and passed under the first two.
+
+    Raises BadRowError that names the turn, counted from 1.
+    """
+    if not isinstance(row, Mapping):
+        raise BadRowError(f"not a JSON object but {_type(row)}")
+    for field, remedy in UNUSED.items():
+        if row.get(field):
+            raise BadRowError(f"the row has {field!r} beside its turns, which would be lost: {remedy}")
+    fields = [name for name in ("messages", "conversations") if row.get(name) is not None]
+    if not fields:
+        present = ", ".join(repr(name) for name in list(row)[:8]) or "no field"
+        raise BadRowError(f"fields 'messages' and 'conversations' are missing; the row has {present}")
+    if len(fields) > 1:
+        raise BadRowError("the row has both 'messages' and 'conversations': remove one of them")
+    turns = row[fields[0]]
+    if not isinstance(turns, list):
+        raise BadRowError(f"{fields[0]!r} is not a list but {_type(turns)}")
+    if not turns:
+        raise BadRowError(f"{fields[0]!r} is empty")
+    return [_message(turn, number) for number, turn in enumerate(turns, 1)]
+
+
+def _message(turn: object, number: int) -> Message:
+    """Turn `number` of a row as a message. Raises BadRowError."""
+    if not isinstance(turn, Mapping):
+        raise BadRowError(f"turn {number}: not an object but {_type(turn)}")
+    message = {key: value for key, value in turn.items() if value is not None}
+    for name, other in (("role", "from"), ("content", "value")):
+        if name in message and other in message:
+            raise BadRowError(f"turn {number}: it has both {name!r} and {other!r}: remove one of them")
+        if other in message:
+            message[name] = message.pop(other)
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        fault = "is missing" if role is None else "is empty" if role == "" else f"is not text but {_type(role)}"
+        raise BadRowError(f"turn {number}: its role {fault}")
+    if "from" in turn:
+        message["role"] = ROLES.get(role, role)
+    if "content" in message:
+        message["content"] = _text(message["content"], number)
+    elif not message.get("tool_calls"):
+        raise BadRowError(f"turn {number}: its content is missing")
+    reasoning = next((message[key] for key in REASONING_KEYS if key in message), None)
+    if reasoning is not None:
+        message = {"thinking": reasoning} | message | {"reasoning_content": reasoning}
+    return message
+
+
+def _text(content: object, number: int) -> str:
+    """The text of the content of turn `number`; parts are joined. Raises BadRowError."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise BadRowError(f"turn {number}: its content is not text but {_type(content)}")
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            named = f"a part of type {kind!r}" if isinstance(kind, str) and kind != "text" else "a part without text"
+            raise BadRowError(f"turn {number}: its content has {named}: only text can be trained on")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _type(value: object) -> str:
+    if value is None:
+        return "null"
+    names = {bool: "a boolean", str: "a text", list: "a list"}
+    default = "an object" if isinstance(value, Mapping) else "a number"
+    return names.get(type(value), default)

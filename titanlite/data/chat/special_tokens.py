@@ -1,0 +1,156 @@
+"""Special tokens of a rendered conversation: those that the template has written are tokens, others are text."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+
+from titanlite.data.chat.messages import Message
+from titanlite.data.chat.template import IN_CONTENT, MARKS, OF_TEMPLATE
+from titanlite.data.sources.pieces import BadRowError
+from titanlite.runtime.errors import UserError
+
+
+class Encoded(NamedTuple):
+    """ids: int64 (n,). offsets: int64 (n, 2), begin and end of each token in characters. is_special: bool (n,)."""
+
+    ids: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+    is_special: npt.NDArray[np.bool_]
+
+
+class SpecialTokens:
+    """Encodes rendered conversations in which messages may have the text of special tokens.
+
+    A conversation without such text is encoded as it is, with all special tokens, as in transformers. Otherwise `mark`
+    marks the text in the messages, and `written` the special tokens that the template writes. A copy of the tokenizer,
+    whose special tokens have this mark in their names, encodes the result: for it, the text of a special token is like
+    any other text, even if it is a word of the vocabulary.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        """content: of a tokenizer.json that the tokenizers library can load."""
+        self._content = content
+        self._tokenizer = _open(content)
+        unknown = json.loads(self._tokenizer.to_str())["model"].get("unk_token")
+        tokens = self._tokenizer.get_added_tokens_decoder()
+        special = {token.content: (token_id, token) for token_id, token in tokens.items() if token.special}
+        # The token of unknown characters does not show that its text was found.
+        self._ids = {text: token_id for text, (token_id, _) in special.items() if text != unknown}
+        self._id_array = np.array(list(self._ids.values()), np.int64)
+        patterns = [
+            rf"(?<!\w){re.escape(text)}(?!\w)" if special[text][1].single_word else re.escape(text)
+            for text in sorted(special, key=len, reverse=True)  # the tokenizers library finds the longest, too
+        ]
+        pattern = "|".join(patterns) or "(?!)"
+        self._text = re.compile(pattern)
+        self._text_or_mark = re.compile(f"[{MARKS}]|{pattern}")
+        self._of_template = re.compile(f"(?<!{IN_CONTENT})({pattern})")
+        self._of_template_marked = re.compile(f"(?<={OF_TEMPLATE})(?:{pattern})")
+
+    def mark(self, messages: Sequence[Message]) -> tuple[Sequence[Message], bool]:
+        """The messages with IN_CONTENT before each character of the text of a special token, and whether there is any.
+
+        Raises BadRowError if a message contains one of MARKS.
+        """
+        marked: list[Message] = []
+        has_text = False
+        for number, message in enumerate(messages, 1):
+            found = {hit[0] for text in _texts(message) for hit in self._text_or_mark.finditer(text)}
+            if not found.isdisjoint(MARKS):
+                raise BadRowError(f"turn {number}: it has one of the characters U+FDD2 to U+FDD5, which are reserved")
+            has_text = has_text or bool(found)
+            marked.append(self._with_marks(message) if found else message)
+        return marked, has_text
+
+    def _with_marks(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._text.sub(lambda found: "".join(IN_CONTENT + each for each in found[0]), value)
+        if isinstance(value, Mapping):
+            return {self._with_marks(key): self._with_marks(item) for key, item in value.items()}
+        return [self._with_marks(item) for item in value] if isinstance(value, list | tuple) else value
+
+    def written(self, text: str) -> str:
+        """The rendering of marked messages, with OF_TEMPLATE before each special token that the template has written,
+        and without the marks of messages."""
+        return self._of_template.sub(rf"{OF_TEMPLATE}\1", text).replace(IN_CONTENT, "")
+
+    def encode(self, texts: Sequence[str], marked: bool) -> list[Encoded | BadRowError]:
+        """Encode texts as one batch; or why a text cannot be encoded. marked: whether they are results of `written`."""
+        tokenizer = self._marked_tokenizer if marked else self._tokenizer
+        found: list[Encoded | BadRowError] = []
+        for text, encoding in zip(texts, _encode(tokenizer, texts), strict=True):
+            if isinstance(encoding, BadRowError):
+                found.append(encoding)
+                continue
+            ids = np.array(encoding.ids, np.int64)
+            is_special = np.isin(ids, self._id_array)
+            hits = (self._of_template_marked if marked else self._text).finditer(text)
+            if ids[is_special].tolist() == [self._ids[hit[0]] for hit in hits if hit[0] in self._ids]:
+                found.append(Encoded(ids, np.array(encoding.offsets, np.int64).reshape(-1, 2), is_special))
+            else:
+                found.append(
+                    BadRowError("the tokenizer finds special tokens in it that the chat template has not written")
+                )
+        return found
+
+    @cached_property
+    def _marked_tokenizer(self) -> tokenizers.Tokenizer:
+        """The tokenizer with OF_TEMPLATE before the name of each special token; the ids are the same."""
+        content = json.loads(self._content)
+        texts = {token["content"] for token in content["added_tokens"] if token["special"]}
+        for token in content["added_tokens"]:
+            token["content"] = _renamed(token["content"], texts)
+        model = content["model"]
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {_renamed(text, texts): token_id for text, token_id in model["vocab"].items()}
+        else:
+            model["vocab"] = [[_renamed(text, texts), score] for text, score in model["vocab"]]
+        if model.get("unk_token"):
+            model["unk_token"] = _renamed(model["unk_token"], texts)
+        if "merges" in model:
+            pairs = (merge if isinstance(merge, list) else merge.split(" ") for merge in model["merges"])
+            model["merges"] = [[a, b] for a, b in pairs if texts.isdisjoint((a, b, a + b))]
+        tokenizer = _open(json.dumps(content).encode())
+        if any(tokenizer.token_to_id(OF_TEMPLATE + text) != token_id for text, token_id in self._ids.items()):
+            raise UserError("the tokenizer's special tokens cannot be told from text that looks like them")
+        return tokenizer
+
+
+def _open(content: bytes) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer.from_buffer(content)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _renamed(text: str, special: set[str]) -> str:
+    return OF_TEMPLATE + text if text in special else text
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts of a JSON value, names included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield key
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, texts: Sequence[str]) -> list[tokenizers.Encoding | BadRowError]:
+    """Encode texts as one batch; or why a text cannot be encoded."""
+    try:
+        return list(tokenizer.encode_batch(list(texts), add_special_tokens=False))
+    except Exception as error:  # the library raises bare Exceptions
+        if len(texts) == 1:
+            return [BadRowError(f"the tokenizer cannot encode it: {error}")]
+        return [_encode(tokenizer, [text])[0] for text in texts]
