@@ -174,9 +174,9 @@ def generate_text(
     All prompts are one batch; a single string is one prompt. The texts are without the prompts and without the token
     that ends a document; the same arguments give the same texts.
 
-    messages: a conversation to answer in place of prompts, such as [{"role": "user", "content": "Hello"}]; the list that
-    is returned has one text, the answer. To go on, append it as {"role": "assistant", "content": ...}, and the next
-    message of the user. chat_template: a file in Jinja; None: the tokenizer's own.
+    messages: a conversation to answer in place of prompts, such as [{"role": "user", "content": "Hello"}]; returns a
+    list of one text, the answer. To go on, append it as {"role": "assistant", "content": ...}, and the next message of
+    the user. An answer has up to 1,024 tokens. chat_template: a file in Jinja; None: the tokenizer's own.
 
     max_new_tokens: None: 200, or fewer if the model has fewer positions left. temperature: divides the logits; 0: the
     most likely token; None: the model's own default, else 0.8. top_k, top_p: sample from the K most likely tokens (0:

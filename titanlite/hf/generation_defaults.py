@@ -77,13 +77,11 @@ def read_generation_defaults(content: bytes | None) -> GenerationDefaults:
     )
 
 
-def with_eos(content: bytes | None, eos_ids: Collection[int]) -> bytes | None:
+def with_eos(content: bytes, eos_ids: Collection[int]) -> bytes:
     """The file with all of `eos_ids` in its eos_token_id, in front of the others; unchanged if they are there already.
 
-    None if there is no file. The file must be readable.
+    Raises JsonError if the file is not a JSON object.
     """
-    if content is None:
-        return None
     known = read_generation_defaults(content).eos_ids
     missing = [token for token in eos_ids if token not in known]
     if not missing:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tests.unit.generation.tiny import CONFIG, PROMPTS, tiny
 from titanlite.generation import generate as generation
-from titanlite.generation.generate import generate
+from titanlite.generation.generate import Transcript, generate
 from titanlite.generation.kv_cache import remembering
 from titanlite.generation.sampling import Sampling, choose
 from titanlite.models.attention import attend
@@ -144,6 +144,26 @@ def test_the_model_is_restored_afterwards() -> None:
     after.sum().backward()
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
+def test_a_transcript_reads_only_what_has_changed(sampling: Sampling) -> None:
+    """Prompts that extend the row, that change it in the middle, that are its beginning, and after an interrupt."""
+    model, shapes = tiny(), []
+    model.register_forward_pre_hook(lambda _module, arguments: shapes.append(arguments[0].shape[1]))
+    (first,) = written(model, PROMPTS[:1], sampling, count=5)
+    extended = [*PROMPTS[0], *first, 4, 9]
+    changed = [*extended[:6], 60, *extended[7:]]
+    with remembering(model, [0], 0) as reading:
+        row = Transcript(reading)
+        for prompt, unread in ((PROMPTS[0], 9), (extended, 3), (extended, 1), (changed, 10), (changed[:4], 1)):
+            shapes.clear()
+            answer = row.answer(prompt, sampling, max_new_tokens=5, eos_ids=())
+            begun = [next(answer)]
+            assert shapes == [unread]
+            if prompt is not changed:  # whose answer is abandoned
+                begun += answer
+            assert begun == without_cache(tiny(), prompt, sampling, 0)[: len(begun)]
+
+
 def test_a_model_of_another_architecture_reads_all_columns_again(monkeypatch: pytest.MonkeyPatch) -> None:
     class Other(LanguageModel):
         """Positions may interact anywhere, as far as the cache knows."""
@@ -163,6 +183,11 @@ def test_a_model_of_another_architecture_reads_all_columns_again(monkeypatch: py
     monkeypatch.setattr("titanlite.generation.generate.COLUMNS_AT_ONCE", 8)
     long = [*PROMPTS, list(range(1, 61))]  # read in several parts, of which short prompts have only the last one
     assert written(Other(tiny()), long, count=5) == written(tiny(), long, count=5)
+    with remembering(Other(tiny()), [0], 0) as reading:
+        row = Transcript(reading)
+        for prompt in ([7, 3, 50], [7, 3, 9, 9]):
+            found = list(row.answer(prompt, GREEDY, max_new_tokens=5, eos_ids=()))
+            assert [found] == written(tiny(), [prompt], count=5)
 
 
 def test_diverged_weights_are_an_error() -> None:

@@ -54,9 +54,7 @@ def test_eos_of_the_run_comes_first_and_everything_else_is_kept() -> None:
     original = b'{ "eos_token_id": [7, 3],\n "top_h": 1e-1, "of another program": {"a": [1.50]} }'
     assert with_eos(original, [3]) == with_eos(original, []) == original
     found = with_eos(original, [5, 3])
-    assert found is not None
     assert json.loads(found) == json.loads(original) | {"eos_token_id": [5, 7, 3]}
-    assert json.loads(with_eos(b"{}", [5]) or b"") == {"eos_token_id": 5}
-    assert with_eos(None, [5]) is None
+    assert json.loads(with_eos(b"{}", [5])) == {"eos_token_id": 5}
     with pytest.raises(JsonError):
         read_generation_defaults(b"[1]")

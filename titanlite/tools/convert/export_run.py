@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from titanlite.checkpoint.state import first_not_finite
+from titanlite.data.chat.encoder import ChatEncoder
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.hf.folder import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
-from titanlite.hf.generation_defaults import GENERATION_FILE, with_eos
+from titanlite.hf.generation_defaults import GENERATION_FILE, read_generation_defaults, with_eos
 from titanlite.hf.safetensors import SUFFIX, write_tensors
 from titanlite.models.hugging_face import stored_names, stored_tensors
 from titanlite.runtime.durability import sync_file, sync_folder
@@ -57,17 +58,26 @@ def config_json(run: SavedRun, dtype: torch.dtype, tokenizer: Tokenizer | None) 
 def generation_json(run: SavedRun, tokenizer: Tokenizer | None) -> bytes:
     """The contents of generation_config.json: those of the model that the run began from, with the EOS of the run.
 
-    The run has learned to write the tokenizer's EOS after a document. If the file does not name it, it is added before
-    the file's own ids. Everything else is unchanged.
+    The run has learned to write the tokenizer's EOS after a document, and to end a turn as the chat template does if it
+    was trained on conversations. What the file lacks of these ids comes before its own ones, and is logged. Everything
+    else is unchanged.
     """
-    eos_ids = [] if tokenizer is None or tokenizer.eos_id is None else [tokenizer.eos_id]
     own = run.generation_config()
-    found = with_eos(own, eos_ids)
-    if found is None:
-        return _json(_separators(tokenizer))
-    if found != own:
-        log.info("%s: eos_token_id %s added, which ends the documents of the run", GENERATION_FILE, eos_ids[0])
-    return found
+    before = _json(_separators(tokenizer)) if own is None else own
+    content = with_eos(before, learned_ends(run, tokenizer))
+    if content != before:
+        ids = read_generation_defaults(content).eos_ids
+        log.info("%s: eos_token_id is %s, with the tokens that end the texts of the run", GENERATION_FILE, list(ids))
+    return content
+
+
+def learned_ends(run: SavedRun, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The tokens that the run has learned to write at the end of a document, or of an assistant's turn."""
+    if tokenizer is None:
+        return ()
+    if tokenizer.chat_template and any(source.kind == "chat" for source in run.config.data.sources):
+        return ChatEncoder(tokenizer).stop_ids
+    return () if tokenizer.eos_id is None else (tokenizer.eos_id,)
 
 
 def _separators(tokenizer: Tokenizer | None) -> dict[str, int | None]:

@@ -14,7 +14,8 @@ import torch
 import tyro
 
 from titanlite.data.chat.encoder import ChatEncoder
-from titanlite.data.chat.messages import Message
+from titanlite.data.chat.messages import Message, parse_conversation
+from titanlite.data.sources.pieces import BadRowError
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.generation.decoding import TextStream
 from titanlite.generation.generate import Transcript, generate
@@ -24,7 +25,7 @@ from titanlite.generation.sampling import Sampling
 from titanlite.hf.generation_defaults import GenerationDefaults
 from titanlite.models.family import LanguageModel
 from titanlite.precision import DTYPES
-from titanlite.runtime.errors import ConfigError, Problem, ranged, require
+from titanlite.runtime.errors import ConfigError, Problem, UserError, ranged, require
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.tools.command import (
     AllowImport,
@@ -102,8 +103,9 @@ def main(argv: Sequence[str]) -> None:
     if problems:
         raise ConfigError(problems)
     setup_logging(0, sys.stderr)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # for terminals that are not UTF-8
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # for terminals that are not UTF-8
     run = open_run(options.run, allow_import=options.allow_import).with_weights(options.weights)
     if options.chat:
         with open_chat(run, options) as model:
@@ -218,8 +220,12 @@ def open_chat(run: SavedRun, options: Options) -> Iterator[ChatModel]:
 
 def answer_to(run: SavedRun, messages: Sequence[Message], options: Options) -> str:
     """The answer to a conversation. options: as for generated_texts. Raises UserError."""
+    try:
+        conversation = parse_conversation({"messages": list(messages)})
+    except BadRowError as error:
+        raise UserError(f"messages: {error}") from None
     with open_chat(run, options) as model:
-        return "".join(model.answer(messages))
+        return "".join(model.answer(conversation))
 
 
 def load_model(run: SavedRun, options: Options) -> LanguageModel:

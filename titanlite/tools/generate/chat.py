@@ -85,7 +85,9 @@ class ChatModel:
             raise ConversationTooLongError(len(prompt), self.max_seq_len)
         if len(prompt) > self.trained_seq_len and not self._has_warned:
             self._has_warned = True
-            log.warning("the run was trained on sequences of %d tokens: longer ones are extrapolated", self.trained_seq_len)
+            log.warning(
+                "the run was trained on sequences of %d tokens: longer ones are extrapolated", self.trained_seq_len
+            )
         earlier = sum(message["role"] == "assistant" for message in messages)
         answer = Answer(iter(()))
         answer.pieces = self._pieces(answer, prompt, min(self.max_new_tokens, room), earlier)

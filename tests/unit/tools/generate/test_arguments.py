@@ -92,6 +92,16 @@ def test_a_prompt_is_required() -> None:
     assert [problem.key for problem in problems_of()] == ["--prompt"]
 
 
+@pytest.mark.usefixtures("never_opened")
+@pytest.mark.parametrize(
+    "arguments",
+    [("--system=x", "--prompt=x"), ("--chat-template=nowhere", "--chat"), ("--ignore-eos", "--chat")],
+)
+def test_options_of_conversations(arguments: tuple[str, str]) -> None:
+    (problem,) = problems_of(*arguments)
+    assert problem.key == arguments[0].partition("=")[0]
+
+
 def test_defaults() -> None:
     options = read_options(command.Options, ["run", "--prompt", "x"], "generate")
     assert (options.temperature, options.top_k, options.top_p, options.seed) == (None, None, None, 0)
