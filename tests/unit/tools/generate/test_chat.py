@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pty
+import select
 import shutil
 import subprocess
 import sys
@@ -190,7 +191,6 @@ def test_special_tokens_are_not_shown_and_the_text_is_that_of_all_tokens(run: Pa
     ids, start, end = tokenizer.encode(text), encoder.prompt(messages("", "?"))[0], encoder.stop_ids[0]
     assert (tokenizer.decode([start]), tokenizer.decode([end])) == ("<|im_start|>", "<|im_end|>")
     for stop in (end, ALSO_EOS):
-
         tokens = (*ids[:9], start, *ids[9:], stop)
         transcript: Any = SimpleNamespace(answer=lambda *_, tokens=tokens, **__: iter(tokens))
         model = ChatModel(transcript, tokenizer, encoder, Sampling(), {end, ALSO_EOS}, 99, 999, 999)
@@ -277,7 +277,8 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(run: Path, tmp_path: Path) -> No
     def read_until(text: str) -> None:
         nonlocal seen
         while text not in seen:
-            seen += os.read(own, 1000).decode()
+            assert select.select([own], [], [], PATIENCE_S)[0], seen
+            seen += os.read(own, 1000).decode(errors="replace")
         seen = seen[seen.index(text) + len(text) :]
 
     try:
@@ -286,6 +287,8 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(run: Path, tmp_path: Path) -> No
         read_until("Hel")
         os.write(own, b"\x03")
         read_until("[stopped; Ctrl-C again ends]\r\n> ")
+        os.write(own, b"/reset\n")
+        read_until("a new conversation begins]\r\n> ")
         os.write(own, b"two\\\nlines\n")
         read_until("... ")
         read_until(r"\x1b[2J")
