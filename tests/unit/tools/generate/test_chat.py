@@ -33,6 +33,7 @@ from titanlite.models.llama3 import LLAMA3, Llama3, Llama3Config
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.logging import log
 from titanlite.tools.convert.__main__ import main as convert
+from titanlite.tools.convert.export_run import generation_json
 from titanlite.tools.generate import __main__ as command
 from titanlite.tools.generate.__main__ import main
 from titanlite.tools.generate.chat import ChatModel
@@ -258,6 +259,22 @@ def test_the_models_own_sampling_defaults(
     assert {ALSO_EOS, 4} < {*chosen[1]}
 
 
+def test_an_export_ends_the_turns_that_the_run_has_learned(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, tokenizer = open_run(run), tokenizer_of(run)
+    (end,) = {*ChatEncoder(tokenizer).stop_ids} - {tokenizer.eos_id}
+
+    def eos_ids(kind: str, content: bytes | None) -> list[int]:
+        config = SimpleNamespace(data=SimpleNamespace(sources=[SimpleNamespace(kind=kind)]))
+        monkeypatch.setattr(SavedRun, "config", config)
+        monkeypatch.setattr(SavedRun, "generation_config", lambda _: content)
+        found: list[int] = json.loads(generation_json(saved, tokenizer))["eos_token_id"]
+        return found
+
+    assert eos_ids("text", None) == tokenizer.eos_id == 0
+    assert eos_ids("chat", None) == [end, 0]
+    assert eos_ids("chat", b'{"eos_token_id": [7, 0]}') == [end, 7, 0]
+
+
 def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(run: Path, tmp_path: Path) -> None:
     """On a pseudo-terminal. The model's control characters do not reach it."""
     own, theirs = pty.openpty()
@@ -277,7 +294,7 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(run: Path, tmp_path: Path) -> No
     def read_until(text: str) -> None:
         nonlocal seen
         while text not in seen:
-            assert select.select([own], [], [], PATIENCE_S)[0], seen
+            assert select.select([own], [], [], 60)[0], seen
             seen += os.read(own, 1000).decode(errors="replace")
         seen = seen[seen.index(text) + len(text) :]
 
